@@ -1,0 +1,156 @@
+"""Writes the C source of the extension module ``pyggml_spec._native``: cffi in API mode, so the compiler checks every declaration here
+against the headers that the pinned llama-cpp-python installs.
+
+    python build_ffi.py OUT.c
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+
+GGML = """
+enum ggml_type { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_I8, GGML_TYPE_I32, GGML_TYPE_I64, GGML_TYPE_BF16, GGML_TYPE_COUNT, ... };
+enum ggml_status { GGML_STATUS_SUCCESS, ... };
+enum ggml_prec { GGML_PREC_DEFAULT, GGML_PREC_F32, ... };
+enum ggml_log_level { GGML_LOG_LEVEL_NONE, GGML_LOG_LEVEL_ERROR, ... };
+enum ggml_backend_dev_type { GGML_BACKEND_DEVICE_TYPE_CPU, GGML_BACKEND_DEVICE_TYPE_GPU, GGML_BACKEND_DEVICE_TYPE_IGPU,
+                             GGML_BACKEND_DEVICE_TYPE_ACCEL, ... };
+enum ggml_backend_buffer_usage { GGML_BACKEND_BUFFER_USAGE_ANY, GGML_BACKEND_BUFFER_USAGE_WEIGHTS, GGML_BACKEND_BUFFER_USAGE_COMPUTE };
+#define GGML_ROPE_TYPE_NEOX ...
+
+struct ggml_context; struct ggml_cgraph;
+typedef struct ggml_backend * ggml_backend_t;
+typedef struct ggml_backend_buffer * ggml_backend_buffer_t;
+typedef struct ggml_backend_buffer_type * ggml_backend_buffer_type_t;
+typedef struct ggml_backend_device * ggml_backend_dev_t;
+typedef struct ggml_backend_reg * ggml_backend_reg_t;
+struct ggml_tensor { enum ggml_type type; int64_t ne[4]; size_t nb[4]; void * data; struct ggml_tensor * view_src;
+                     struct ggml_backend_buffer * buffer; ...; };
+struct ggml_init_params { size_t mem_size; void * mem_buffer; bool no_alloc; };
+
+const char * ggml_version(void);
+const char * ggml_commit(void);
+const char * ggml_type_name(enum ggml_type type);
+size_t ggml_type_size(enum ggml_type type);
+int64_t ggml_blck_size(enum ggml_type type);
+size_t ggml_row_size(enum ggml_type type, int64_t ne);
+bool ggml_is_quantized(enum ggml_type type);
+size_t ggml_tensor_overhead(void);
+size_t ggml_nbytes(const struct ggml_tensor * tensor);
+struct ggml_context * ggml_init(struct ggml_init_params params);
+void ggml_free(struct ggml_context * ctx);
+struct ggml_tensor * ggml_set_name(struct ggml_tensor * tensor, const char * name);
+size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start, int64_t nrows, int64_t n_per_row,
+                           const float * imatrix);
+void ggml_log_set(void (*log_callback)(enum ggml_log_level level, const char * text, void * user_data), void * user_data);
+
+struct ggml_tensor * ggml_new_tensor(struct ggml_context * ctx, enum ggml_type type, int n_dims, const int64_t * ne);
+struct ggml_tensor * ggml_view_1d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, size_t offset);
+struct ggml_tensor * ggml_view_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, size_t nb1, size_t offset);
+struct ggml_tensor * ggml_view_3d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2, size_t nb1,
+                                  size_t nb2, size_t offset);
+struct ggml_tensor * ggml_reshape_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
+struct ggml_tensor * ggml_reshape_3d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2);
+struct ggml_tensor * ggml_cont_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
+struct ggml_tensor * ggml_add(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_mul(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_mul_mat(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_concat(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, int dim);
+struct ggml_tensor * ggml_get_rows(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_rms_norm(struct ggml_context *, struct ggml_tensor *, float eps);
+struct ggml_tensor * ggml_rope_ext(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, struct ggml_tensor *, int n_dims,
+                                   int mode, int n_ctx_orig, float freq_base, float freq_scale, float ext_factor, float attn_factor,
+                                   float beta_fast, float beta_slow);
+struct ggml_tensor * ggml_scale(struct ggml_context *, struct ggml_tensor *, float);
+struct ggml_tensor * ggml_clamp(struct ggml_context *, struct ggml_tensor *, float min, float max);
+struct ggml_tensor * ggml_sigmoid(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_silu(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_swiglu(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_swiglu_split(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_sum_rows(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_argmax(struct ggml_context *, struct ggml_tensor *);
+
+void ggml_build_forward_expand(struct ggml_cgraph *, struct ggml_tensor *);
+int ggml_graph_n_nodes(struct ggml_cgraph *);
+struct ggml_tensor * ggml_graph_node(struct ggml_cgraph *, int i);
+const char * ggml_op_desc(const struct ggml_tensor *);
+const char * ggml_get_name(const struct ggml_tensor *);
+
+size_t ggml_backend_dev_count(void);
+ggml_backend_dev_t ggml_backend_dev_get(size_t index);
+const char * ggml_backend_dev_name(ggml_backend_dev_t);
+const char * ggml_backend_dev_description(ggml_backend_dev_t);
+void ggml_backend_dev_memory(ggml_backend_dev_t, size_t * free, size_t * total);
+enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t);
+ggml_backend_t ggml_backend_dev_init(ggml_backend_dev_t, const char * params);
+ggml_backend_buffer_type_t ggml_backend_dev_buffer_type(ggml_backend_dev_t);
+bool ggml_backend_dev_supports_op(ggml_backend_dev_t, const struct ggml_tensor *);
+ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t);
+void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t, const char * name);
+void ggml_backend_free(ggml_backend_t);
+const char * ggml_backend_name(ggml_backend_t);
+void ggml_backend_synchronize(ggml_backend_t);
+ggml_backend_buffer_type_t ggml_backend_get_default_buffer_type(ggml_backend_t);
+const char * ggml_backend_buft_name(ggml_backend_buffer_type_t);
+bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t);
+ggml_backend_buffer_t ggml_backend_buft_alloc_buffer(ggml_backend_buffer_type_t, size_t);
+ggml_backend_buffer_t ggml_backend_alloc_ctx_tensors_from_buft(struct ggml_context *, ggml_backend_buffer_type_t);
+size_t ggml_backend_alloc_ctx_tensors_from_buft_size(struct ggml_context *, ggml_backend_buffer_type_t);
+void ggml_backend_buffer_free(ggml_backend_buffer_t);
+size_t ggml_backend_buffer_get_size(ggml_backend_buffer_t);
+void ggml_backend_buffer_clear(ggml_backend_buffer_t, uint8_t);
+void ggml_backend_buffer_set_usage(ggml_backend_buffer_t, enum ggml_backend_buffer_usage);
+void ggml_backend_tensor_set(struct ggml_tensor *, const void * data, size_t offset, size_t size);
+void ggml_backend_tensor_get(const struct ggml_tensor *, void * data, size_t offset, size_t size);
+
+// extra-buffer-type and thread entry points that a backend offers by name
+typedef ggml_backend_buffer_type_t * (*ggml_backend_dev_get_extra_bufts_t)(ggml_backend_dev_t);
+typedef void (*ggml_backend_set_n_threads_t)(ggml_backend_t, int);
+typedef bool (*ggml_abort_callback)(void * data);
+static ggml_backend_buffer_type_t * call_get_extra_bufts(void * fn, ggml_backend_dev_t dev);
+static void call_set_n_threads(void * fn, ggml_backend_t backend, int n);
+static void quiet_log(void);
+static const char * compiled_ggml_version(void);
+"""
+
+HELPERS = """
+#include "pgs.h"
+#include <stdio.h>
+
+static ggml_backend_buffer_type_t * call_get_extra_bufts(void * fn, ggml_backend_dev_t dev) {
+    return ((ggml_backend_dev_get_extra_bufts_t) fn)(dev);
+}
+static void call_set_n_threads(void * fn, ggml_backend_t backend, int n) {
+    ((ggml_backend_set_n_threads_t) fn)(backend, n);
+}
+static void log_errors(enum ggml_log_level level, const char * text, void * user_data) {
+    (void) user_data;
+    if (level == GGML_LOG_LEVEL_ERROR) {
+        fputs(text, stderr);
+    }
+}
+static void quiet_log(void) { ggml_log_set(log_errors, NULL); }
+static const char * compiled_ggml_version(void) { return PGS_GGML_VERSION; }
+"""
+
+
+def declarations() -> str:
+    """The engine's own header, reduced to what cffi parses."""
+    text = (HERE / "pgs.h").read_text()
+    text = re.sub(r"^#.*$", "", text, flags=re.M)
+    return "#define PGS_ERR ...\n" + text
+
+
+def main(out: str) -> None:
+    ffi = FFI()
+    ffi.cdef(GGML + declarations())
+    ffi.set_source("pyggml_spec._native", HELPERS, py_limited_api=True)
+    ffi.emit_c_code(out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,257 @@
+// Gated delta-net layers with a pending block.
+//
+// A token with g = 0 and beta = 0 leaves the recurrent state unchanged, bit for bit. So a row is switched off by multiplying its g and
+// beta by 0, which is padding, and also rollback: verification never writes the state but leaves the block's k, v, g and beta in a
+// pending block; the next step begins by replaying that block with `keep` = 1 for accepted rows and 0 for the rest.
+//
+// All layers are replayed by one call of ggml_gated_delta_net, with the layers as its batch dimension, in place: the call's output is
+// placed so that its state part is the state pool itself. The kernels own one state column each and read it before they write it, so
+// this is safe; a test compares it with the copying form. (One launch instead of one per layer: 48 at 27B.)
+//
+// Memory, F32, L layers, block of w rows, everything for width w compact, so that every view of it is contiguous:
+//   states  [S, S, H_v, L]                      behind a scratch area for the replay's unused attention output
+//   conv    [row, (d_conv - 1) + w, L]          per layer: history rows, then the block's projected rows
+//   convd   [channels, w, L]                    the block after convolution and SiLU; v is read from here
+//   qk      [S, 2 H_k, w, L]                    the block's normalised q and k
+//   gates   [H_v, w, L, 2]                      g of all layers, then beta of all layers
+#include "pgs.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct pgs_delta {
+    pgs_delta_shape       s;
+    int64_t               channels;
+    struct ggml_context * ctx;
+    ggml_backend_buffer_t buffer;
+    // 1-d F32 homes; the layouts above are views made per graph
+    struct ggml_tensor * states;
+    struct ggml_tensor * conv;
+    struct ggml_tensor * convd;
+    struct ggml_tensor * qk;
+    struct ggml_tensor * gates;
+    struct ggml_tensor * norm;   // [S] filled with 1/sqrt(S): rms_norm times this is the L2 norm, and fuses with it
+    struct ggml_tensor * fresh;  // the states as the graph under construction sees them: the pool, or the replay's output
+};
+
+static int64_t replay_scratch(const pgs_delta * d, int64_t width) {  // floats of attention output that a replay writes and nobody reads
+    return d->s.head_size * d->s.n_head_v * width * d->s.n_layer;
+}
+
+static int64_t state_floats(const pgs_delta * d) {  // one layer
+    return d->s.head_size * d->s.head_size * d->s.n_head_v;
+}
+
+void pgs_delta_free(pgs_delta * d) {
+    if (d != NULL) {
+        ggml_backend_buffer_free(d->buffer);
+        ggml_free(d->ctx);
+        free(d);
+    }
+}
+
+pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape, char * err) {
+    const pgs_delta_shape s = *shape;
+    if (s.n_layer < 1 || s.head_size < 1 || s.n_head_k < 1 || s.n_head_v % s.n_head_k != 0 || s.conv < 2 || s.max_width < 1) {
+        snprintf(err, PGS_ERR, "delta-net shape out of range: %lld layers, head size %lld, %lld/%lld heads, %lld taps, width %lld",
+                 (long long) s.n_layer, (long long) s.head_size, (long long) s.n_head_k, (long long) s.n_head_v, (long long) s.conv,
+                 (long long) s.max_width);
+        return NULL;
+    }
+    pgs_delta * d = calloc(1, sizeof(*d));
+    if (d == NULL) {
+        snprintf(err, PGS_ERR, "no memory for the delta-net state");
+        return NULL;
+    }
+    d->s        = s;
+    d->channels = s.head_size * (2 * s.n_head_k + s.n_head_v);
+    if (s.row < d->channels) {
+        snprintf(err, PGS_ERR, "delta-net rows of %lld floats are narrower than %lld convolution channels", (long long) s.row,
+                 (long long) d->channels);
+        free(d);
+        return NULL;
+    }
+    const struct ggml_init_params params = { .mem_size = ggml_tensor_overhead() * 8, .mem_buffer = NULL, .no_alloc = true };
+    const int64_t w = s.max_width, L = s.n_layer;
+    d->ctx    = ggml_init(params);
+    d->states = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, replay_scratch(d, w) + state_floats(d) * L);
+    d->conv   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.row * (s.conv - 1 + w) * L);
+    d->convd  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, d->channels * w * L);
+    d->qk     = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size * 2 * s.n_head_k * w * L);
+    d->gates  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.n_head_v * w * L * 2);
+    d->norm   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size);
+    d->buffer = ggml_backend_alloc_ctx_tensors(d->ctx, backend);
+    if (d->buffer == NULL) {
+        snprintf(err, PGS_ERR, "no memory for the delta-net state of %lld layers on %s", (long long) L, ggml_backend_name(backend));
+        pgs_delta_free(d);
+        return NULL;
+    }
+    pgs_delta_clear(d);
+    return d;
+}
+
+static void write_norm(pgs_delta * d) {
+    const float each = 1.0f / sqrtf((float) d->s.head_size);
+    for (int64_t i = 0; i < d->s.head_size; i++) {
+        ggml_backend_tensor_set(d->norm, &each, (size_t) i * sizeof(float), sizeof(float));
+    }
+}
+
+void pgs_delta_fill(pgs_delta * d, uint8_t value) {
+    ggml_backend_buffer_clear(d->buffer, value);
+    write_norm(d);
+}
+
+void pgs_delta_clear(pgs_delta * d) {
+    pgs_delta_fill(d, 0);
+}
+
+size_t pgs_delta_bytes(const pgs_delta * d) {
+    return ggml_backend_buffer_get_size(d->buffer);
+}
+
+size_t pgs_delta_state_bytes(const pgs_delta * d) {
+    return (size_t) (state_floats(d) * d->s.n_layer) * sizeof(float);
+}
+
+void pgs_delta_read_state(const pgs_delta * d, void * out) {
+    ggml_backend_tensor_get(d->states, out, (size_t) replay_scratch(d, d->s.max_width) * sizeof(float), pgs_delta_state_bytes(d));
+}
+
+static struct ggml_tensor * states_view(const pgs_delta * d, struct ggml_context * ctx, struct ggml_tensor * from, int64_t offset,
+                                        int64_t n_layer) {
+    const int64_t S = d->s.head_size;
+    const size_t  f = sizeof(float);
+    return ggml_view_4d(ctx, from, S, S, d->s.n_head_v, n_layer, S * f, S * S * f, state_floats(d) * f, offset * f);
+}
+
+// [row, d_conv - 1 + width, L], or `rows` of its rows starting at `first`
+static struct ggml_tensor * conv_view(const pgs_delta * d, struct ggml_context * ctx, int64_t width, int64_t row, int64_t first,
+                                      int64_t rows, int64_t layer, int64_t n_layer) {
+    const size_t nb1 = d->s.row * sizeof(float);
+    const size_t nb2 = nb1 * (d->s.conv - 1 + width);
+    return ggml_view_3d(ctx, d->conv, row, rows, n_layer, nb1, nb2, nb2 * layer + nb1 * first);
+}
+
+// Starts a graph: commits the block of `width_from` rows that the step before left, and lays the convolution history out for `width_to`.
+//   keep: F32 [1, width_from], 1 for accepted rows, 0 for the others; NULL where the state has been written directly
+//   tail: I32 [d_conv - 1, L], rows of [history ; block] that become the history: n, n + 1, ... for n accepted rows; NULL: as it lies
+int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width_from, int64_t width_to,
+                    struct ggml_tensor * keep, struct ggml_tensor * tail, char * err) {
+    const pgs_delta_shape s = d->s;
+    const int64_t L = s.n_layer, S = s.head_size;
+    const size_t  f = sizeof(float);
+    if (width_from < 0 || width_from > s.max_width || width_to < 0 || width_to > s.max_width) {
+        snprintf(err, PGS_ERR, "block width %lld -> %lld, but the delta-net state was made for up to %lld", (long long) width_from,
+                 (long long) width_to, (long long) s.max_width);
+        return 1;
+    }
+    const int64_t scratch = replay_scratch(d, s.max_width);
+    d->fresh = states_view(d, ctx, d->states, scratch, L);
+
+    if (tail == NULL) {  // prefill after prefill: the history lies where it is read
+        return 0;
+    }
+    struct ggml_tensor * history = ggml_get_rows(ctx, conv_view(d, ctx, width_from, s.row, 0, s.conv - 1 + width_from, 0, L), tail);
+    ggml_build_forward_expand(gf, ggml_cpy(ctx, history, conv_view(d, ctx, width_to, s.row, 0, s.conv - 1, 0, L)));
+
+    if (keep != NULL) {
+        const int64_t w = width_from;
+        struct ggml_tensor * gates = ggml_view_3d(ctx, d->gates, s.n_head_v, w, 2 * L, s.n_head_v * f, s.n_head_v * w * f, 0);
+        gates = ggml_mul(ctx, gates, keep);
+        const size_t gn = s.n_head_v * f;
+        struct ggml_tensor * g    = ggml_view_4d(ctx, gates, 1, s.n_head_v, w, L, f, gn, gn * w, 0);
+        struct ggml_tensor * beta = ggml_view_4d(ctx, gates, 1, s.n_head_v, w, L, f, gn, gn * w, gn * w * L);
+        const size_t kn = 2 * s.n_head_k * S * f;
+        struct ggml_tensor * k = ggml_view_4d(ctx, d->qk, S, s.n_head_k, w, L, S * f, kn, kn * w, s.n_head_k * S * f);
+        const size_t vn = d->channels * f;
+        struct ggml_tensor * v = ggml_view_4d(ctx, d->convd, S, s.n_head_v, w, L, S * f, vn, vn * w, 2 * s.n_head_k * S * f);
+        // k stands in for q: the attention output is not read
+        struct ggml_tensor * replay = ggml_gated_delta_net(ctx, k, k, v, g, beta, d->fresh, 1);
+        if (pgs_place(d->states, (scratch - replay_scratch(d, w)) * f, replay, err) != 0) {
+            return 1;
+        }
+        ggml_build_forward_expand(gf, replay);
+        d->fresh = states_view(d, ctx, replay, replay_scratch(d, w), L);
+    }
+    return 0;
+}
+
+// [history ; block] of one layer, time-major for ggml_ssm_conv: F32 [d_conv - 1 + T, channels]. Also makes the history of the next step.
+static struct ggml_tensor * conv_input(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width,
+                                       const pgs_delta_inputs * in, char * err) {
+    const int64_t hist = d->s.conv - 1;
+    struct ggml_tensor * rows;
+    if (width > 0) {
+        // the projection writes into the block's rows; [history ; block] is then one view
+        if (pgs_place(d->conv, (size_t) ((d->s.row * (hist + width)) * layer + d->s.row * hist) * sizeof(float), in->proj, err) != 0) {
+            return NULL;
+        }
+        ggml_build_forward_expand(gf, in->proj);
+        rows = conv_view(d, ctx, width, d->channels, 0, hist + width, layer, 1);
+    } else {
+        struct ggml_tensor * block = ggml_view_2d(ctx, in->proj, d->channels, in->proj->ne[1], in->proj->nb[1], 0);
+        rows = ggml_concat(ctx, conv_view(d, ctx, 0, d->channels, 0, hist, layer, 1), block, 1);
+        struct ggml_tensor * next = ggml_get_rows(ctx, rows, in->last);
+        ggml_build_forward_expand(gf, ggml_cpy(ctx, next, conv_view(d, ctx, 0, d->channels, 0, hist, layer, 1)));
+    }
+    return ggml_cont(ctx, ggml_transpose(ctx, rows));
+}
+
+// One delta-net layer over T rows, up to but without the output norm. Returns F32 [S, H_v, T].
+//   width = T for blocks (the projected rows stay in the pool, the next begin makes the history from them), 0 for prefill.
+struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width,
+                                     pgs_delta_mode mode, const pgs_delta_inputs * in, char * err) {
+    const pgs_delta_shape s = d->s;
+    const int64_t L = s.n_layer, S = s.head_size, T = in->proj->ne[1];
+    const size_t  f = sizeof(float);
+    const bool    pending = mode == PGS_DELTA_PENDING;
+    if (layer < 0 || layer >= L || (width != 0 && width != T) || width > s.max_width || (pending && width == 0)) {
+        snprintf(err, PGS_ERR, "delta-net layer %lld of %lld over %lld rows at width %lld", (long long) layer, (long long) L, (long long) T,
+                 (long long) width);
+        return NULL;
+    }
+    struct ggml_tensor * sx = conv_input(d, ctx, gf, layer, width, in, err);
+    if (sx == NULL) {
+        return NULL;
+    }
+    struct ggml_tensor * mixed = ggml_silu(ctx, ggml_ssm_conv(ctx, sx, in->conv_w));  // [channels, T]
+    if (pending && pgs_place(d->convd, d->channels * T * layer * f, mixed, err) != 0) {
+        return NULL;
+    }
+    const size_t row = mixed->nb[1];
+    struct ggml_tensor * v  = ggml_view_4d(ctx, mixed, S, s.n_head_v, T, 1, S * f, row, row * T, 2 * s.n_head_k * S * f);
+    struct ggml_tensor * qk = ggml_view_3d(ctx, mixed, S, 2 * s.n_head_k, T, S * f, row, 0);
+    // x / sqrt(sum x^2 + eps) as rms_norm(x, eps / S) / sqrt(S): ggml_l2_norm has another epsilon (3.6 % relative error in the logits)
+    qk = ggml_mul(ctx, ggml_rms_norm(ctx, qk, in->eps / (float) S), d->norm);
+    if (pending && pgs_place(d->qk, 2 * s.n_head_k * S * T * layer * f, qk, err) != 0) {
+        return NULL;
+    }
+    struct ggml_tensor * q = ggml_view_4d(ctx, qk, S, s.n_head_k, T, 1, S * f, qk->nb[2], qk->nb[2] * T, 0);
+    struct ggml_tensor * k = ggml_view_4d(ctx, qk, S, s.n_head_k, T, 1, S * f, qk->nb[2], qk->nb[2] * T, s.n_head_k * S * f);
+
+    struct ggml_tensor * beta = ggml_sigmoid(ctx, in->beta);
+    struct ggml_tensor * g    = ggml_mul(ctx, ggml_softplus(ctx, ggml_add(ctx, in->alpha, in->dt)), in->a);
+    if (pending) {
+        const size_t each = s.n_head_v * T * f;
+        if (pgs_place(d->gates, each * layer, g, err) != 0 || pgs_place(d->gates, each * (L + layer), beta, err) != 0) {
+            return NULL;
+        }
+    } else if (in->on != NULL) {
+        g    = ggml_mul(ctx, g, in->on);
+        beta = ggml_mul(ctx, beta, in->on);
+    }
+    struct ggml_tensor * state = states_view(d, ctx, d->fresh, state_floats(d) * layer, 1);
+    struct ggml_tensor * out   = ggml_gated_delta_net(ctx, q, k, v, ggml_reshape_4d(ctx, g, 1, s.n_head_v, T, 1),
+                                                      ggml_reshape_4d(ctx, beta, 1, s.n_head_v, T, 1), state, 1);
+    if (!pending) {
+        // directly after the delta-net node, with a destination of this shape, ggml-cuda fuses the copy into the kernel
+        const int64_t n = state_floats(d);
+        struct ggml_tensor * tail = ggml_view_1d(ctx, out, n, S * s.n_head_v * T * f);
+        struct ggml_tensor * home = ggml_view_1d(ctx, d->states, n, (replay_scratch(d, s.max_width) + n * layer) * f);
+        ggml_build_forward_expand(gf, ggml_cpy(ctx, tail, home));
+    }
+    return ggml_view_3d(ctx, out, S, s.n_head_v, T, S * f, S * s.n_head_v * f, 0);
+}

@@ -1,0 +1,122 @@
+// pyggml_spec step engine: the parts of a decoding step that must never change shape between steps.
+//
+// Who owns what
+//   pgs_role    one graph allocator (ggml_gallocr) and the counters of one kind of step
+//   pgs_graph   one arena (ggml_context) and one graph inside it; kept and recomputed, never rebuilt
+//   pgs_io      the device buffer that all small inputs and outputs of a step live in, and its pinned host mirror
+//   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the pending block
+//
+// Functions that can fail return 0 on success and write one sentence into `err` (PGS_ERR bytes) otherwise. Nothing here aborts on a
+// condition that a caller could have caused.
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ggml.h"
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+
+#define PGS_ERR 256
+
+typedef struct pgs_role  pgs_role;
+typedef struct pgs_graph pgs_graph;
+typedef struct pgs_io    pgs_io;
+typedef struct pgs_delta pgs_delta;
+
+typedef struct pgs_counters {
+    int64_t graphs_built;    // graphs planned and allocated
+    int64_t replans;         // plans made inside a buffer that was already there
+    int64_t buffer_growths;  // device buffers allocated (the first one counts)
+    int64_t computes;        // graphs computed
+} pgs_counters;
+
+// ---- step_graph.c
+
+pgs_role * pgs_role_new(ggml_backend_t backend);
+void       pgs_role_free(pgs_role * role);
+void       pgs_role_counters(const pgs_role * role, pgs_counters * out);
+size_t     pgs_role_buffer_size(const pgs_role * role);
+
+pgs_graph *           pgs_graph_new(pgs_role * role, size_t max_nodes, char * err);
+void                  pgs_graph_free(pgs_graph * graph);
+struct ggml_context * pgs_graph_context(pgs_graph * graph);
+struct ggml_cgraph *  pgs_graph_cgraph(pgs_graph * graph);
+int                   pgs_graph_plan(pgs_graph * graph, char * err);
+int                   pgs_graph_compute(pgs_graph * graph, char * err);
+bool                  pgs_graph_stale(const pgs_graph * graph);
+uint64_t              pgs_graph_hash(const pgs_graph * graph);
+void                  pgs_graph_memory(const pgs_graph * graph, uintptr_t * begin, uintptr_t * end);
+
+// Gives `node` (not yet allocated, not a view) the memory at byte `offset` of the allocated tensor `home`.
+int pgs_place(struct ggml_tensor * home, size_t offset, struct ggml_tensor * node, char * err);
+
+// ---- step_io.c
+
+typedef struct pgs_step_times {  // microseconds of one pgs_step_run
+    int64_t upload, compute, read;
+} pgs_step_times;
+
+pgs_io *             pgs_io_new(ggml_backend_t backend, size_t capacity, char * err);
+void                 pgs_io_free(pgs_io * io);
+void *               pgs_io_host(pgs_io * io);
+struct ggml_tensor * pgs_io_home(pgs_io * io);
+struct ggml_tensor * pgs_io_tensor(pgs_io * io, struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1, size_t offset,
+                                   struct ggml_tensor * after, char * err);
+int pgs_step_run(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times,
+                 char * err);
+
+// ---- kv_write_rows.c
+
+void pgs_kv_write_rows(struct ggml_context * ctx, struct ggml_cgraph * gf, struct ggml_tensor * cache, struct ggml_tensor * rows,
+                       struct ggml_tensor * index);
+
+// ---- fa_span.c
+
+struct ggml_tensor * pgs_span_mask(struct ggml_context * ctx, struct ggml_tensor * kv_near, struct ggml_tensor * q_last,
+                                   struct ggml_tensor * q_first, int64_t span);
+struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
+                                 struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale);
+
+// ---- delta_net.c
+
+typedef struct pgs_delta_shape {
+    int64_t n_layer;    // delta-net layers
+    int64_t head_size;  // S: rows and columns of one head's state
+    int64_t n_head_k;   // H_k
+    int64_t n_head_v;   // H_v, a multiple of H_k
+    int64_t conv;       // d_conv: taps of the causal convolution
+    int64_t row;        // floats per projected row that the engine keeps: conv channels, or more when the projection is fused
+    int64_t max_width;  // widest block that is verified
+} pgs_delta_shape;
+
+typedef enum pgs_delta_mode {
+    PGS_DELTA_DIRECT  = 0,  // the state is written by the step itself (prefill, plain decoding)
+    PGS_DELTA_PENDING = 1,  // the block stays pending; the next step commits the accepted prefix by replay
+} pgs_delta_mode;
+
+typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows
+    struct ggml_tensor * proj;    // [row, T] projections of the block; the first conv channels are q | k | v
+    struct ggml_tensor * beta;    // [H_v, T] before the sigmoid
+    struct ggml_tensor * alpha;   // [H_v, T]
+    struct ggml_tensor * conv_w;  // [d_conv, channels]
+    struct ggml_tensor * dt;      // [H_v]
+    struct ggml_tensor * a;       // [H_v] = -exp(A_log)
+    struct ggml_tensor * on;      // [1, T] 1 for real rows, 0 for padding; NULL: all rows are real
+    struct ggml_tensor * last;    // I32 [d_conv - 1] rows of [history ; block] that become the next history (prefill only)
+    float                eps;     // epsilon of the L2 norm of q and k
+} pgs_delta_inputs;
+
+pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape, char * err);
+void        pgs_delta_free(pgs_delta * d);
+void        pgs_delta_clear(pgs_delta * d);
+size_t      pgs_delta_bytes(const pgs_delta * d);
+void        pgs_delta_fill(pgs_delta * d, uint8_t value);  // tests: poison everything that a clean start must not depend on
+size_t      pgs_delta_state_bytes(const pgs_delta * d);
+void        pgs_delta_read_state(const pgs_delta * d, void * out);
+
+int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width_from, int64_t width_to,
+                    struct ggml_tensor * keep, struct ggml_tensor * tail, char * err);
+struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width,
+                                     pgs_delta_mode mode, const pgs_delta_inputs * in, char * err);

@@ -1,0 +1,1 @@
+"""What persists between steps: K/V rows, the recurrent state, and the cursor that says which of it counts."""

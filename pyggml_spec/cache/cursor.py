@@ -1,0 +1,39 @@
+"""The cursor: how many tokens count, which token comes next, and the one function that moves it."""
+
+from dataclasses import dataclass
+
+from ..errors import ContextError, EngineError
+
+
+@dataclass
+class Cursor:
+    """``committed`` tokens are in the caches (positions 0 .. committed - 1); ``pending`` is chosen but not yet computed, or None.
+
+    Invariant: committed + (1 if pending) <= n_ctx + 1; a step may start while committed < n_ctx.
+    """
+
+    n_ctx: int
+    committed: int = 0
+    pending: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that can still be committed."""
+        return self.n_ctx - self.committed
+
+    def check_fits(self, count: int) -> None:
+        """Raises ContextError unless ``count`` more tokens fit."""
+        if count > self.room:
+            raise ContextError(
+                f"{count} tokens do not fit: the context holds {self.n_ctx} and {self.committed} are in it; shorten the prompt or raise -c"
+            )
+
+    def advance(self, rows: int, pending: int | None) -> None:
+        """Commits ``rows`` more tokens; ``pending`` is the token that the target chose after them."""
+        if rows < 0 or rows > self.room:
+            raise EngineError(f"the cursor cannot move by {rows} tokens: {self.room} are left")
+        self.committed += rows
+        self.pending = pending
+
+    def reset(self) -> None:
+        self.committed, self.pending = 0, None

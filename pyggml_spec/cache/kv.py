@@ -1,0 +1,66 @@
+"""K/V rows of one model: row = absolute position, a few trash rows behind the live ones, everything zeroed at creation.
+
+A row is live for positions below the cursor. Rows of rejected tokens are not cleared: the mask hides every position that a query may not
+see, and the next block writes over them.
+"""
+
+import numpy as np
+
+from ..errors import DeviceError
+from ..ggml.device import Backend
+from ..ggml.library import ffi, lib
+from ..models.base import KVShape
+
+SPAN = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
+
+
+def padded(n: int) -> int:
+    """n rounded up to a whole span."""
+    return (n + SPAN - 1) // SPAN * SPAN
+
+
+class KVCache:
+    """One (K, V) tensor pair per attention layer: F16 [size * n_head_kv, rows]. Owns its buffer.
+
+    ``near`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
+    """
+
+    def __init__(self, backend: Backend, shapes: list[KVShape], n_ctx: int, trash: int):
+        self.live = padded(n_ctx)
+        self.trash = trash
+        rows = self.live + trash
+        params = ffi.new("struct ggml_init_params *", {"mem_size": (2 * len(shapes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True})
+        self._ctx = lib.ggml_init(params[0])
+        self.near = lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 1, (rows,))
+        self.layers = tuple(
+            tuple(lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F16, 2, (s.size * s.n_head_kv, rows)) for _ in range(2)) for s in shapes
+        )
+        self._buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._ctx, backend.default_buffer_type)
+        if self._buffer == ffi.NULL:
+            need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(self._ctx, backend.default_buffer_type)
+            lib.ggml_free(self._ctx)
+            raise DeviceError(f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {backend.device.name}; use a smaller -c")
+        self.fill(0)
+
+    def fill(self, value: int) -> None:
+        """Sets every byte of every row (0 at creation; tests poison with 0xff, which is NaN, and 0x3e)."""
+        lib.ggml_backend_buffer_clear(self._buffer, value)
+        near = 0.5 - np.arange(self.live + self.trash, dtype=np.float32)
+        lib.ggml_backend_tensor_set(self.near, ffi.from_buffer(near), 0, near.nbytes)
+
+    def rows_for(self, first: int, count: int, real: int, out: np.ndarray) -> None:
+        """Writes the cache rows of positions first .. first + count - 1 into ``out``; rows past ``real`` or past the end are trash rows."""
+        out[:] = np.arange(first, first + count)
+        hidden = (np.arange(count) >= real) | (out >= self.live)
+        if hidden.any():
+            out[hidden] = self.live + np.flatnonzero(hidden) % self.trash
+
+    @property
+    def nbytes(self) -> int:
+        return lib.ggml_backend_buffer_get_size(self._buffer)
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            lib.ggml_backend_buffer_free(self._buffer)
+            lib.ggml_free(self._ctx)
+            self._buffer = None

@@ -1,0 +1,33 @@
+"""One exception base class; every message is a sentence that names the value and the remedy."""
+
+
+class PyspecError(Exception):
+    """Base of every error that pyggml_spec raises on purpose."""
+
+
+class LibraryError(PyspecError):
+    """The llama-cpp-python beside this package is missing, of another version, or mapped twice."""
+
+
+class DeviceError(PyspecError):
+    """A device does not exist, or has no memory for what was asked."""
+
+
+class GGUFError(PyspecError):
+    """A file is not a GGUF, or its contents contradict each other."""
+
+
+class ModelError(PyspecError):
+    """A well-formed GGUF that this package cannot run, or whose tensors do not fit its metadata."""
+
+
+class PairError(PyspecError):
+    """A drafter that was not made for the target it is paired with."""
+
+
+class ContextError(PyspecError):
+    """A prompt or a request that does not fit the context."""
+
+
+class EngineError(PyspecError):
+    """A step failed, or the engine was used in a way that its state does not allow."""

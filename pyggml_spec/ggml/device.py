@@ -1,0 +1,104 @@
+"""Devices of the ggml registry, and the backend (a stream on one device) that a model runs on."""
+
+import os
+from dataclasses import dataclass
+
+from ..errors import DeviceError
+from .library import ffi, lib, text
+
+_KINDS = {
+    lib.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
+    lib.GGML_BACKEND_DEVICE_TYPE_GPU: "gpu",
+    lib.GGML_BACKEND_DEVICE_TYPE_IGPU: "igpu",
+    lib.GGML_BACKEND_DEVICE_TYPE_ACCEL: "accel",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: ``name`` is what ``--device`` takes; memory in bytes; ``kind`` is cpu, gpu, igpu or accel."""
+
+    name: str
+    description: str
+    kind: str
+    memory_free: int
+    memory_total: int
+    index: int
+
+
+def devices() -> list[Device]:
+    """Every device that llama-cpp-python's ggml was built with and found on this machine."""
+    found = []
+    free, total = ffi.new("size_t *"), ffi.new("size_t *")
+    for index in range(lib.ggml_backend_dev_count()):
+        dev = lib.ggml_backend_dev_get(index)
+        lib.ggml_backend_dev_memory(dev, free, total)
+        kind = _KINDS.get(lib.ggml_backend_dev_type(dev), "other")
+        found.append(Device(text(lib.ggml_backend_dev_name(dev)), text(lib.ggml_backend_dev_description(dev)), kind, free[0], total[0], index))
+    return found
+
+
+def pick_device(name: str | None = None) -> Device:
+    """The device called ``name`` (any case), or the first GPU, or the CPU.
+
+    Raises:
+        DeviceError: no device has that name; the message lists those that exist.
+    """
+    found = devices()
+    if name is None:
+        return next((d for d in found if d.kind in ("gpu", "igpu")), next(d for d in found if d.kind == "cpu"))
+    for device in found:
+        if device.name.lower() == name.lower():
+            return device
+    raise DeviceError(f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(d.name for d in found)}")
+
+
+def default_threads() -> int:
+    """Threads for the CPU backend: the cores this process may run on, at most 16 (memory bandwidth is used up before that)."""
+    return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+class Backend:
+    """One execution stream on a device. Owns its ggml backend; ``close`` is idempotent."""
+
+    def __init__(self, device: Device, threads: int | None = None):
+        self.device = device
+        self._dev = lib.ggml_backend_dev_get(device.index)
+        self.handle = lib.ggml_backend_dev_init(self._dev, ffi.NULL)
+        if self.handle == ffi.NULL:
+            raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another with --device")
+        self.threads = 0
+        if device.kind == "cpu":
+            self.threads = threads or default_threads()
+            set_threads = self._proc("ggml_backend_set_n_threads")
+            lib.call_set_n_threads(set_threads, self.handle, self.threads)
+
+    def _proc(self, name: str):
+        return lib.ggml_backend_reg_get_proc_address(lib.ggml_backend_dev_backend_reg(self._dev), name.encode())
+
+    @property
+    def default_buffer_type(self):
+        """The buffer type that every op of this device can use."""
+        return lib.ggml_backend_dev_buffer_type(self._dev)
+
+    def extra_buffer_types(self) -> list:
+        """Buffer types that store matmul weights in a layout of their own (the CPU's repacked one, AMX), best first."""
+        proc = self._proc("ggml_backend_dev_get_extra_bufts")
+        found = []
+        if proc != ffi.NULL:
+            array = lib.call_get_extra_bufts(proc, self._dev)
+            while array != ffi.NULL and array[len(found)] != ffi.NULL:
+                found.append(array[len(found)])
+        return found
+
+    def supports(self, node) -> bool:
+        """Whether the device can run this (possibly not yet allocated) operation."""
+        return bool(lib.ggml_backend_dev_supports_op(self._dev, node))
+
+    def synchronize(self) -> None:
+        lib.ggml_backend_synchronize(self.handle)
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.ggml_backend_free(self.handle)
+            self.handle = None

@@ -1,0 +1,201 @@
+"""Roles (one graph allocator each) and graphs (built once, recomputed ever after), with the few verbs that models are written in."""
+
+from dataclasses import dataclass
+
+from ..errors import EngineError
+from .device import Backend
+from .library import check, ffi, lib, new_err, text
+
+MAX_NODES = 16384  # structs only: about 6 MB of arena per graph
+
+
+@dataclass(frozen=True)
+class RoleCounters:
+    """What one role has done: graphs planned, plans made inside an existing buffer, buffers allocated, graphs computed."""
+
+    graphs_built: int
+    replans: int
+    buffer_growths: int
+    computes: int
+
+
+class Role:
+    """One kind of step. Owns the allocator that all graphs of this kind share; graphs of a role never run at the same time."""
+
+    def __init__(self, backend: Backend, name: str):
+        self.name, self.backend = name, backend
+        self.handle = lib.pgs_role_new(backend.handle)
+
+    @property
+    def counters(self) -> RoleCounters:
+        out = ffi.new("pgs_counters *")
+        lib.pgs_role_counters(self.handle, out)
+        return RoleCounters(out.graphs_built, out.replans, out.buffer_growths, out.computes)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return lib.pgs_role_buffer_size(self.handle)
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.pgs_role_free(self.handle)
+            self.handle = None
+
+
+class Graph:
+    """One graph in its own arena. Add nodes, ``plan()`` once, then compute it any number of times.
+
+    Tensors are opaque handles; shapes are in ggml order, innermost first. Methods named like a ggml function are that function.
+    """
+
+    def __init__(self, role: Role):
+        self.role = role
+        self._err = new_err()
+        self.handle = lib.pgs_graph_new(role.handle, MAX_NODES, self._err)
+        if self.handle == ffi.NULL:
+            raise EngineError(text(self._err))
+        self.ctx = lib.pgs_graph_context(self.handle)
+        self.gf = lib.pgs_graph_cgraph(self.handle)
+
+    # -- verbs of the models
+
+    def matmul(self, weight, x):
+        """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]."""
+        return lib.ggml_mul_mat(self.ctx, weight, x)
+
+    def add(self, a, b):
+        return lib.ggml_add(self.ctx, a, b)
+
+    def mul(self, a, b):
+        return lib.ggml_mul(self.ctx, a, b)
+
+    def scale(self, x, factor: float):
+        return lib.ggml_scale(self.ctx, x, factor)
+
+    def clamp(self, x, low: float, high: float):
+        return lib.ggml_clamp(self.ctx, x, low, high)
+
+    def sigmoid(self, x):
+        return lib.ggml_sigmoid(self.ctx, x)
+
+    def silu(self, x):
+        return lib.ggml_silu(self.ctx, x)
+
+    def swiglu(self, gate, up):
+        """silu(gate) * up, elementwise."""
+        return lib.ggml_swiglu_split(self.ctx, gate, up)
+
+    def swiglu_halves(self, x):
+        """x F32 [2 n, T] = [gate | up] -> silu(gate) * up, F32 [n, T]."""
+        return lib.ggml_swiglu(self.ctx, x)
+
+    def rms_norm(self, x, weight, eps: float):
+        """x / sqrt(mean(x^2) + eps) * weight over the innermost dimension."""
+        return self.mul(lib.ggml_rms_norm(self.ctx, x, eps), weight)
+
+    def rows(self, table, index):
+        """table [n, rows], index I32 [T] -> F32 [n, T]."""
+        return lib.ggml_get_rows(self.ctx, table, index)
+
+    def concat(self, parts):
+        """Joins tensors of equal width T along the innermost dimension."""
+        out = parts[0]
+        for part in parts[1:]:
+            out = lib.ggml_concat(self.ctx, out, part, 0)
+        return out
+
+    def sum_rows(self, x):
+        return lib.ggml_sum_rows(self.ctx, x)
+
+    def argmax(self, x):
+        """F32 [n, T] -> I32 [T]."""
+        return lib.ggml_argmax(self.ctx, x)
+
+    def rope_neox(self, x, positions, n_rot: int, base: float, scale: float = 1.0, factors=ffi.NULL, n_ctx_orig: int = 0):
+        """Rotates the first ``n_rot`` values of each head, pairs (i, i + n_rot / 2). x F32 [D, H, T], positions I32 [T]."""
+        return lib.ggml_rope_ext(
+            self.ctx, x, positions, factors, n_rot, lib.GGML_ROPE_TYPE_NEOX, n_ctx_orig, base, scale, 0.0, 1.0, 32.0, 1.0
+        )
+
+    # -- shapes
+
+    def heads(self, x, size: int, count: int, stride: int | None = None, first: int = 0):
+        """Views [n, T] as F32 [size, count, T]; ``stride`` floats lie between heads (default ``size``), the first starts at ``first``."""
+        return lib.ggml_view_3d(self.ctx, x, size, count, x.ne[1], 4 * (stride or size), x.nb[1], 4 * first)
+
+    def columns(self, x, n: int, first: int = 0):
+        """The part [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
+        return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
+
+    def tail_rows(self, x, first: int):
+        """Rows [first, T) of F32 [n, T], as a view."""
+        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] - first, x.nb[1], x.nb[1] * first)
+
+    def weight_rows(self, weight, n: int, first: int = 0):
+        """Output rows [first, first + n) of a weight [n_in, n_out], as a view."""
+        return lib.ggml_view_2d(self.ctx, weight, weight.ne[0], n, weight.nb[1], weight.nb[1] * first)
+
+    def flat(self, x):
+        """[D, H, T] -> [D * H, T] of a contiguous tensor."""
+        return lib.ggml_reshape_2d(self.ctx, x, x.ne[0] * x.ne[1], x.ne[2])
+
+    def packed(self, x):
+        """[D, H, T] -> contiguous [D * H, T], by copy."""
+        return lib.ggml_cont_2d(self.ctx, x, x.ne[0] * x.ne[1], x.ne[2])
+
+    # -- engine nodes
+
+    def expand(self, node) -> None:
+        """Puts ``node`` and what it needs at the end of the graph; the order of calls is the order of execution."""
+        lib.ggml_build_forward_expand(self.gf, node)
+
+    def place(self, home, offset: int, node) -> None:
+        """Gives ``node`` the memory at byte ``offset`` of the allocated tensor ``home``."""
+        check(lib.pgs_place(home, offset, node, self._err), self._err)
+
+    def kv_write_rows(self, cache, rows, index) -> None:
+        lib.pgs_kv_write_rows(self.ctx, self.gf, cache, rows, index)
+
+    def span_mask(self, kv_near, q_last, q_first, span: int):
+        return lib.pgs_span_mask(self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span)
+
+    def fa_span(self, q, cache_k, cache_v, mask, n_head_kv: int, span: int, scale: float):
+        return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale)
+
+    # -- life
+
+    def plan(self) -> None:
+        """Checks that the backend runs every node, plans memory, allocates. Raises EngineError with the node that it cannot run."""
+        check(lib.pgs_graph_plan(self.handle, self._err), self._err)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the role's buffer has moved since this graph was planned."""
+        return bool(lib.pgs_graph_stale(self.handle))
+
+    @property
+    def n_nodes(self) -> int:
+        return lib.ggml_graph_n_nodes(self.gf)
+
+    def op_counts(self) -> dict[str, int]:
+        """How often each operation appears."""
+        counts: dict[str, int] = {}
+        for i in range(self.n_nodes):
+            name = text(lib.ggml_op_desc(lib.ggml_graph_node(self.gf, i)))
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    def properties_hash(self) -> int:
+        """Hash of everything that graph replay compares: operations, parameters, shapes, strides, addresses."""
+        return lib.pgs_graph_hash(self.handle)
+
+    def memory(self) -> tuple[int, int]:
+        """First and past-the-end address that this graph's own nodes use in its role's buffer."""
+        begin, end = ffi.new("uintptr_t *"), ffi.new("uintptr_t *")
+        lib.pgs_graph_memory(self.handle, begin, end)
+        return begin[0], end[0]
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.pgs_graph_free(self.handle)
+            self.handle = None

@@ -1,0 +1,101 @@
+"""Loads llama-cpp-python's ggml, and refuses anything but the one that the extension was compiled against.
+
+Two copies of ggml in one process have two sets of global tables and crash far from the cause, so the import checks the map of the process.
+"""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+from ..errors import LibraryError
+
+LLAMA_CPP_PYTHON = "0.3.36"
+_REMEDY = f'run: pip install --force-reinstall "llama-cpp-python=={LLAMA_CPP_PYTHON}" pyggml-spec'
+
+
+def check_distribution(installed: str | None) -> None:
+    """Raises LibraryError unless ``installed`` is the pinned llama-cpp-python version."""
+    if installed is None:
+        raise LibraryError(f"llama-cpp-python is not installed, and pyggml_spec runs on its ggml; {_REMEDY}")
+    if installed != LLAMA_CPP_PYTHON:
+        raise LibraryError(
+            f"llama-cpp-python {installed} is installed, but this pyggml_spec was made for {LLAMA_CPP_PYTHON}: "
+            f"a ggml of another version has other structures; {_REMEDY}"
+        )
+
+
+def check_version(loaded: str, compiled: str) -> None:
+    """Raises LibraryError unless the ggml in memory is the one whose headers the extension was compiled against."""
+    if loaded != compiled:
+        raise LibraryError(f"the loaded ggml is {loaded}, but pyggml_spec was compiled against {compiled}; {_REMEDY}")
+
+
+def mapped_ggml(maps: str) -> set[str]:
+    """Paths of the libggml-base files in the text of a /proc/self/maps."""
+    return {path for line in maps.splitlines() if "libggml-base" in (path := line.split(maxsplit=5)[-1])}
+
+
+def check_single(paths: set[str]) -> None:
+    """Raises LibraryError when more than one libggml-base is mapped."""
+    if len(paths) > 1:
+        raise LibraryError(
+            f"{len(paths)} copies of ggml are loaded in this process ({', '.join(sorted(paths))}); "
+            "import pyggml_spec before, or without, the package that brings the other one"
+        )
+
+
+def _installed_version() -> str | None:
+    try:
+        return importlib.metadata.version("llama_cpp_python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+check_distribution(_installed_version())
+
+import llama_cpp  # noqa: E402  (maps libggml; the extension then binds to the same files)
+
+from .. import _native  # noqa: E402
+
+ffi = _native.ffi
+lib = _native.lib
+
+
+def text(c_string) -> str:
+    """A ``const char *`` as str."""
+    return ffi.string(c_string).decode("utf-8", "replace")
+
+
+GGML_VERSION = text(lib.ggml_version())
+GGML_COMMIT = text(lib.ggml_commit())
+
+check_version(GGML_VERSION, text(lib.compiled_ggml_version()))
+if sys.platform == "linux":
+    check_single(mapped_ggml(Path("/proc/self/maps").read_text()))
+
+lib.quiet_log()
+llama_cpp.llama_backend_init()
+
+
+def check(status: int, err) -> None:
+    """Turns the (status, message) of a C call into an EngineError."""
+    from ..errors import EngineError
+
+    if status != 0:
+        raise EngineError(text(err))
+
+
+def new_err():
+    """The message buffer that C functions write into."""
+    return ffi.new("char[]", lib.PGS_ERR)
+
+
+def versions() -> dict[str, str]:
+    """Versions that a benchmark or a statistics file has to name."""
+    return {
+        "pyggml_spec": importlib.metadata.version("pyggml_spec"),
+        "llama_cpp_python": LLAMA_CPP_PYTHON,
+        "ggml": GGML_VERSION,
+        "ggml_commit": GGML_COMMIT,
+        "python": sys.version.split()[0],
+    }

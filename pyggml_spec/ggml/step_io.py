@@ -1,0 +1,121 @@
+"""The small inputs and outputs of a step: one device buffer, one upload, one read.
+
+A step's fields lie one behind the other: inputs first, then ``tokens`` (partly written by the host, partly by the drafter), then outputs.
+The host fills numpy views of a pinned mirror; ``run`` uploads the inputs, computes the graph and reads the outputs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import EngineError
+from .device import Backend
+from .graph import Graph
+from .library import check, ffi, lib, new_err, text
+
+_TYPES = {"i32": (lib.GGML_TYPE_I32, np.int32), "i64": (lib.GGML_TYPE_I64, np.int64), "f32": (lib.GGML_TYPE_F32, np.float32)}
+_ALIGN = 64  # CUDA kernels read inputs as vectors
+
+
+class StepIO:
+    """Owns the buffer and its mirror. One per engine: steps of all roles run one after the other."""
+
+    def __init__(self, backend: Backend, capacity: int):
+        self.capacity = capacity
+        self._err = new_err()
+        self.handle = lib.pgs_io_new(backend.handle, capacity, self._err)
+        if self.handle == ffi.NULL:
+            raise EngineError(text(self._err))
+        self.home = lib.pgs_io_home(self.handle)
+        self.mirror = np.frombuffer(ffi.buffer(lib.pgs_io_host(self.handle), capacity), np.uint8)
+        self.uploads = self.upload_bytes = self.reads = self.read_bytes = 0
+
+    def close(self) -> None:
+        if self.handle is not None:
+            self.mirror = None
+            lib.pgs_io_free(self.handle)
+            self.handle = None
+
+
+@dataclass
+class StepTimes:
+    """Microseconds that the host spent in the parts of one step; compute is the time to launch it, read includes waiting for it."""
+
+    upload: int
+    compute: int
+    read: int
+
+
+class StepFields:
+    """The fields of one graph inside the StepIO, laid out in the order in which they are added."""
+
+    def __init__(self, io: StepIO, graph: Graph):
+        self.io, self.graph = io, graph
+        self.host: dict[str, np.ndarray] = {}
+        self._offsets: dict[str, tuple[int, int]] = {}
+        self._end = 0
+        self._upload_end = 0
+        self._read_start: int | None = None
+        self._err = new_err()
+        self._times = ffi.new("pgs_step_times *")
+
+    def _take(self, name: str, kind: str, count: int) -> tuple[int, int]:
+        ggml_type, dtype = _TYPES[kind]
+        start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
+        self._end = start + count * np.dtype(dtype).itemsize
+        if self._end > self.io.capacity:
+            raise EngineError(f"the step's field {name!r} ends at byte {self._end}, but the step buffer has {self.io.capacity}")
+        self._offsets[name] = (start, self._end)
+        self.host[name] = self.io.mirror[start : self._end].view(dtype)
+        return start, ggml_type
+
+    def _tensor(self, ggml_type: int, ne0: int, ne1: int, offset: int, after=ffi.NULL):
+        t = lib.pgs_io_tensor(self.io.handle, self.graph.ctx, ggml_type, ne0, ne1, offset, after, self._err)
+        if t == ffi.NULL:
+            raise EngineError(text(self._err))
+        return t
+
+    def input(self, name: str, kind: str, *shape: int):
+        """An input that the host writes (``host[name]``) before each run; returns its tensor, shape in ggml order (1 or 2 values)."""
+        ne0, ne1 = (*shape, 1)[:2]
+        offset, ggml_type = self._take(name, kind, ne0 * ne1)
+        self._upload_end = self._end
+        return self._tensor(ggml_type, ne0, ne1, offset)
+
+    def tokens(self, count: int):
+        """The token ids [count] of the target's rows, all written by the host."""
+        offset, ggml_type = self._take("tokens", "i32", count)
+        self._upload_end = self._end
+        self._read_start = self._end
+        return self._tensor(ggml_type, count, 1, offset)
+
+    def drafted_tokens(self, count: int, drafts):
+        """The token ids [count]: row 0 written by the host, the others by the node ``drafts`` (I32 [count - 1]); readable after the run."""
+        offset, ggml_type = self._take("tokens", "i32", count)
+        self._upload_end = offset + 4
+        self._read_start = offset
+        self.graph.place(self.io.home, offset + 4, drafts)
+        return self._tensor(ggml_type, count, 1, offset, after=drafts)
+
+    def output(self, name: str, kind: str, node) -> None:
+        """Puts the node's result where the host reads it (``host[name]``) after the run."""
+        count = node.ne[0] * node.ne[1]
+        if self._read_start is None:
+            self._read_start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
+        offset, _ = self._take(name, kind, count)
+        self.graph.place(self.io.home, offset, node)
+        self.graph.expand(node)
+
+    def run(self) -> StepTimes:
+        """Uploads the inputs, computes the graph, reads the outputs. Blocks until the outputs are there (the GIL is released)."""
+        read_start = self._end if self._read_start is None else self._read_start
+        size = self._end - read_start
+        check(
+            lib.pgs_step_run(self.io.handle, self.graph.handle, self._upload_end, read_start, size, self._times, self._err), self._err
+        )
+        self.io.uploads += 1
+        self.io.upload_bytes += self._upload_end
+        if size:
+            self.io.reads += 1
+            self.io.read_bytes += size
+        return StepTimes(self._times.upload, self._times.compute, self._times.read)

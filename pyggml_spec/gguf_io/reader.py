@@ -1,0 +1,244 @@
+"""Reads a GGUF (versions 2 and 3, little endian) from a memory map.
+
+Layout: magic, version u32, n_tensors u64, n_kv u64, key-values, tensor infos, padding to `general.alignment`, tensor data.
+ggml ends the process on a file that contradicts itself, so everything that it would assert is checked here first, and nothing is
+allocated that the file's own size does not justify.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import GGUFError
+from ..ggml.library import lib, text
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_NUMPY = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+
+MAX_NAME = 64  # GGML_MAX_NAME, with the terminating zero
+MAX_TENSORS = 1 << 17
+MAX_KEYS = 1 << 16
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the file: ``shape`` in ggml order (innermost first), ``offset`` and ``nbytes`` absolute in the file."""
+
+    name: str
+    type: int
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def type_name(self) -> str:
+        return text(lib.ggml_type_name(self.type))
+
+
+class StringArray:
+    """A string array that stays in the file until it is asked for (a vocabulary has up to 250,000 entries)."""
+
+    def __init__(self, data, starts: np.ndarray, lengths: np.ndarray):
+        self._data, self._starts, self._lengths = data, starts, lengths
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def raw(self, i: int) -> bytes:
+        start = int(self._starts[i])
+        return bytes(self._data[start : start + int(self._lengths[i])])
+
+    def __getitem__(self, i: int) -> str:
+        return self.raw(i).decode("utf-8", "replace")
+
+
+class _Cursor:
+    def __init__(self, data, path: Path):
+        self.data, self.at, self.path = data, 0, path
+
+    def fail(self, what: str):
+        raise GGUFError(f"{self.path}: {what}; the file is damaged or was cut short, fetch it again")
+
+    def need(self, n: int, what: str) -> int:
+        if n > len(self.data) - self.at:
+            self.fail(f"{what} needs {n} bytes at byte {self.at}, but the file has {len(self.data)}")
+        start = self.at
+        self.at += n
+        return start
+
+    def scalar(self, fmt: str, what: str):
+        value = struct.unpack_from("<" + fmt, self.data, self.need(struct.calcsize("<" + fmt), what))[0]
+        return value
+
+    def string(self, what: str, limit: int) -> bytes:
+        n = self.scalar("Q", what)
+        if n > limit:
+            self.fail(f"{what} claims a length of {n} bytes (at most {limit} is possible)")
+        start = self.need(n, what)
+        return bytes(self.data[start : start + n])
+
+
+class GGUFFile:
+    """An open GGUF: ``metadata`` (str keys), ``tensors`` (name to TensorInfo). Close it, or use it in a ``with`` block.
+
+    Raises:
+        GGUFError: the file is missing, is not a GGUF, or contradicts itself; one sentence with the value that is wrong.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.metadata: dict = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            with open(self.path, "rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise GGUFError(f"{self.path} is not a GGUF file (it does not start with 'GGUF')")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise GGUFError(f"{self.path} does not exist; check the path") from None
+        except (OSError, ValueError) as error:
+            raise GGUFError(f"{self.path} cannot be read: {error}") from None
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- parsing
+
+    def _read(self) -> None:
+        cur = _Cursor(self._map, self.path)
+        cur.at = 4
+        version = cur.scalar("I", "the version")
+        if version not in (2, 3):
+            if version in (0x02000000, 0x03000000):
+                raise GGUFError(f"{self.path} is a big-endian GGUF; convert it to little endian first")
+            raise GGUFError(f"{self.path} has GGUF version {version}, but 2 and 3 are supported; convert it again with a current tool")
+        self.version = version
+        n_tensors, n_keys = cur.scalar("Q", "the tensor count"), cur.scalar("Q", "the key count")
+        if n_tensors > MAX_TENSORS or n_keys > MAX_KEYS:
+            cur.fail(f"{n_tensors} tensors and {n_keys} keys are more than any model has ({MAX_TENSORS}, {MAX_KEYS})")
+        for _ in range(n_keys):
+            self._read_key(cur)
+        self._read_tensors(cur, n_tensors)
+
+    def _read_key(self, cur: _Cursor) -> None:
+        key = cur.string("a key", 65535).decode("utf-8", "replace")
+        if key in self.metadata:
+            cur.fail(f"the key {key!r} appears twice")
+        kind = cur.scalar("I", f"the type of {key!r}")
+        self.metadata[key] = self._read_value(cur, kind, key)
+
+    def _read_value(self, cur: _Cursor, kind: int, key: str):
+        if kind in _SCALARS:
+            return cur.scalar(_SCALARS[kind], f"the value of {key!r}")
+        if kind == _STRING:
+            return cur.string(f"the value of {key!r}", len(cur.data)).decode("utf-8", "replace")
+        if kind != _ARRAY:
+            cur.fail(f"the value of {key!r} has the unknown type {kind}")
+        item, count = cur.scalar("I", f"the array {key!r}"), cur.scalar("Q", f"the array {key!r}")
+        if item in _NUMPY:
+            dtype = np.dtype(_NUMPY[item])
+            if count == 0:
+                return np.empty(0, dtype)
+            start = cur.need(count * dtype.itemsize, f"the array {key!r} of {count} values")
+            return np.frombuffer(cur.data, dtype, count, start).copy()
+        if item != _STRING:
+            cur.fail(f"the array {key!r} holds values of the unsupported type {item}")
+        if count > (len(cur.data) - cur.at) // 8:
+            cur.fail(f"the array {key!r} claims {count} strings, more than the file can hold")
+        starts, lengths = np.empty(count, np.int64), np.empty(count, np.int64)
+        unpack, data, at, end = struct.Struct("<Q").unpack_from, cur.data, cur.at, len(cur.data)
+        for i in range(count):
+            if at + 8 > end or (n := unpack(data, at)[0]) > end - at - 8:
+                cur.fail(f"string {i} of the array {key!r} runs past the end of the file")
+            starts[i], lengths[i] = at + 8, n
+            at += 8 + n
+        cur.at = at
+        return StringArray(cur.data, starts, lengths)
+
+    def _read_tensors(self, cur: _Cursor, count: int) -> None:
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
+            cur.fail(f"general.alignment is {alignment!r}, which is not a power of two")
+        infos = []
+        for i in range(count):
+            name = cur.string(f"the name of tensor {i}", MAX_NAME - 1).decode("utf-8", "replace")
+            n_dims = cur.scalar("I", f"tensor {name!r}")
+            if not 1 <= n_dims <= 4:
+                cur.fail(f"tensor {name!r} has {n_dims} dimensions (1 to 4 are possible)")
+            shape = tuple(cur.scalar("Q", f"tensor {name!r}") for _ in range(n_dims))
+            kind, offset = cur.scalar("I", f"tensor {name!r}"), cur.scalar("Q", f"tensor {name!r}")
+            infos.append((name, kind, shape, offset))
+        data = (cur.at + alignment - 1) // alignment * alignment
+        for name, kind, shape, offset in infos:
+            if name in self.tensors:
+                cur.fail(f"the tensor {name!r} appears twice")
+            nbytes = self._tensor_bytes(cur, name, kind, shape)
+            if offset % alignment:
+                cur.fail(f"tensor {name!r} starts at {offset}, which is not aligned to {alignment}")
+            if data + offset + nbytes > len(self._map):
+                cur.fail(f"tensor {name!r} ends at byte {data + offset + nbytes}, but the file has {len(self._map)}")
+            self.tensors[name] = TensorInfo(name, kind, shape, data + offset, nbytes)
+        ordered = sorted(self.tensors.values(), key=lambda t: t.offset)
+        for a, b in zip(ordered, ordered[1:]):
+            if a.offset + a.nbytes > b.offset:
+                cur.fail(f"the tensors {a.name!r} and {b.name!r} overlap")
+
+    def _tensor_bytes(self, cur: _Cursor, name: str, kind: int, shape: tuple[int, ...]) -> int:
+        if kind >= lib.GGML_TYPE_COUNT or lib.ggml_blck_size(kind) == 0 or lib.ggml_type_size(kind) == 0:
+            cur.fail(f"tensor {name!r} has the unknown type {kind}")
+        total = 1
+        for n in shape:
+            total *= n
+        if not 0 < total < 1 << 46:  # 64 Ti elements; also keeps every product below in 63 bits
+            cur.fail(f"tensor {name!r} has the impossible shape {list(shape)}")
+        block = lib.ggml_blck_size(kind)
+        if shape[0] % block:
+            cur.fail(f"tensor {name!r} has rows of {shape[0]}, which {text(lib.ggml_type_name(kind))} cannot store (blocks of {block})")
+        return total // block * lib.ggml_type_size(kind)
+
+    # -- access
+
+    def read(self, name: str) -> memoryview:
+        """The tensor's bytes as they lie in the file. Valid until ``close``."""
+        info = self.tensors[name]
+        return memoryview(self._map)[info.offset : info.offset + info.nbytes]
+
+    def get(self, key: str, kind: type | tuple[type, ...], default=None):
+        """The metadata value of ``key`` if it has the type ``kind``; ``default`` if the key is absent.
+
+        Raises:
+            GGUFError: the key is there with another type, or absent without a default.
+        """
+        if key not in self.metadata:
+            if default is None:
+                raise GGUFError(f"{self.path} has no key {key!r}, which this architecture needs; convert the model again")
+            return default
+        value = self.metadata[key]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise GGUFError(f"{self.path}: the key {key!r} holds {value!r}, which is not of the type that it must have")
+        return value
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._map)
+
+    def close(self) -> None:
+        # numpy copies are taken above and StringArray reads on demand, so only memoryviews handed out by read() can still hold the map
+        try:
+            self._map.close()
+        except (AttributeError, BufferError):
+            pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()

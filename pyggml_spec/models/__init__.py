@@ -1,0 +1,1 @@
+"""One file per architecture. ``registry`` names them; ``blocks`` holds what they share."""

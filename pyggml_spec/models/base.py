@@ -1,0 +1,83 @@
+"""What a target and a drafter are to the engine.
+
+A target's ``forward`` adds its layers to a graph and returns the last normalised hidden state together with the captured layer outputs;
+a drafter adds a denoising block, or the K/V rows of freshly captured features. Neither knows about steps, cursors or buffers: all of
+that comes in through ``Rows`` and ``BlockRows``.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..ggml.graph import Graph
+from .weights import Spec
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Delta-net geometry: ``layers`` of ``n_head_v`` states [head_size, head_size]; ``conv`` taps; k and q have ``n_head_k`` heads."""
+
+    layers: int
+    head_size: int
+    n_head_k: int
+    n_head_v: int
+    conv: int
+
+    @property
+    def channels(self) -> int:
+        return self.head_size * (2 * self.n_head_k + self.n_head_v)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """K/V rows of one attention layer: ``n_head_kv`` heads of ``size`` values each."""
+
+    n_head_kv: int
+    size: int
+
+
+class DeltaLayers(Protocol):
+    """The recurrent state as a graph under construction sees it (``cache.recurrent``)."""
+
+    def layer(self, g: Graph, index: int, proj, beta, alpha, conv_w, dt, a, eps: float):
+        """One delta-net layer over the graph's rows; returns F32 [S, H_v, T]."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one target graph.
+
+    Attributes:
+        tokens: I32 [T] token ids.
+        positions: I32 [T] absolute positions.
+        kv_rows: I64 [T] cache rows that K and V are written to.
+        mask: F16 [span, T], 0 where visible and -inf elsewhere.
+        span: cache rows that attention reads.
+        kv: one (K, V) pair of cache tensors per attention layer, in layer order.
+        delta: the recurrent state, or None for models without one.
+    """
+
+    tokens: object
+    positions: object
+    kv_rows: object
+    mask: object
+    span: int
+    kv: tuple
+    delta: DeltaLayers | None
+
+
+class Target(Protocol):
+    """An architecture that can be a target. Construct with an open GGUF; attach weights before ``forward``."""
+
+    arch: str
+    n_embd: int
+    n_layer: int
+    n_vocab: int
+    context_length: int
+
+    def specs(self) -> list[Spec]: ...
+    def groups(self) -> dict[str, tuple[str, ...]]: ...
+    def kv_shapes(self) -> list[KVShape]: ...
+    def delta_shape(self) -> DeltaShape | None: ...
+    def embed(self, g: Graph, tokens): ...
+    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...]) -> tuple[object, list]: ...
+    def logits(self, g: Graph, hidden): ...

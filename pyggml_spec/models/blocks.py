@@ -1,0 +1,81 @@
+"""Blocks that several architectures share."""
+
+from dataclasses import dataclass
+
+from ..errors import ModelError
+from ..gguf_io import GGUFFile
+from ..ggml.graph import Graph
+from .weights import Group
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding in NEOX pairing: ``n_rot`` rotated values per head, frequency ``base``, positions scaled by ``scale``."""
+
+    n_rot: int
+    base: float
+    scale: float = 1.0
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile, arch: str, head_size: int) -> "Rope":
+        """Reads `rope.dimension_count`, `rope.freq_base` and `rope.scaling.*`.
+
+        Raises:
+            ModelError: a scaling type other than none and linear, which would give wrong positions silently.
+        """
+        kind = file.get(f"{arch}.rope.scaling.type", str, "none")
+        factor = file.get(f"{arch}.rope.scaling.factor", float, 1.0)
+        if kind not in ("none", "linear"):
+            raise ModelError(f"{file.path} uses rope scaling of the type {kind!r}; {arch} files with none or linear are supported")
+        n_rot = file.get(f"{arch}.rope.dimension_count", int, head_size)
+        if not 0 < n_rot <= head_size or n_rot % 2:
+            raise ModelError(f"{file.path}: rope.dimension_count is {n_rot}, which does not fit heads of {head_size}")
+        scale = 1.0 / factor if kind == "linear" and factor > 0 else 1.0
+        return cls(n_rot, file.get(f"{arch}.rope.freq_base", float, 10000.0), scale)
+
+    def __call__(self, g: Graph, x, positions):
+        return g.rope_neox(x, positions, self.n_rot, self.base, self.scale)
+
+
+def positive(file: GGUFFile, key: str, default: int | None = None, limit: int = 1 << 24) -> int:
+    """An integer hyper-parameter in [1, limit].
+
+    Raises:
+        ModelError: out of range (a damaged file would otherwise ask for absurd shapes).
+    """
+    value = file.get(key, int, default)
+    if not 0 < value <= limit:
+        raise ModelError(f"{file.path}: {key} is {value}, but it has to be between 1 and {limit}")
+    return value
+
+
+def project(g: Graph, group: Group, x) -> list:
+    """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where the group is fused."""
+    if group.fused is None:
+        return [g.matmul(weight, x) for weight in group.parts]
+    joined, first, out = g.matmul(group.fused, x), 0, []
+    for n in group.rows:
+        out.append(g.columns(joined, n, first))
+        first += n
+    return out
+
+
+def swiglu_ffn(g: Graph, gate_up: Group, down, x):
+    """W_down (silu(W_gate x) * W_up x)."""
+    if gate_up.fused is not None:
+        return g.matmul(down, g.swiglu_halves(g.matmul(gate_up.fused, x)))
+    gate, up = (g.matmul(weight, x) for weight in gate_up.parts)
+    return g.matmul(down, g.swiglu(gate, up))
+
+
+def attend(g: Graph, q, k, v, kv, kv_rows, mask, span: int, n_head_kv: int, scale: float):
+    """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] over the span. Returns F32 [D * H, T].
+
+    The order of the three expansions keeps rope, view and row write of K next to each other, which ggml-cuda fuses.
+    """
+    cache_k, cache_v = kv
+    g.expand(q)
+    g.expand(v)
+    g.kv_write_rows(cache_k, k, kv_rows)
+    g.kv_write_rows(cache_v, v, kv_rows)
+    return g.fa_span(q, cache_k, cache_v, mask, n_head_kv, span, scale)

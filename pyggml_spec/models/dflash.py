@@ -1,0 +1,203 @@
+"""dflash: the block-diffusion drafter. It denoises a whole block in one forward pass over the target's own hidden states.
+
+Context row at position p, from the target's captured hidden states f: c = rms(fc(concat f); enc.output_norm); per layer
+K = rope(rms_head(W_k c; k_norm), p), V = W_v c. c does not pass attn_norm.
+Block: rows [pending, MASK, ...] at n .. n + B - 1; h = rms(x; attn_norm); q, k, v from h; attention over the committed rows and the whole
+block, both directions; x += W_o(attn); x += FFN(rms(x; ffn_norm)); logits = head(rms(x; output_norm)).
+Source of the formulae: llama.cpp, src/models/dflash.cpp.
+"""
+
+from dataclasses import dataclass
+
+from ..errors import ModelError, PairError
+from ..gguf_io import GGUFFile
+from ..ggml.graph import Graph
+from .base import KVShape
+from .blocks import Rope, attend, positive, project, swiglu_ffn
+from .weights import MATMUL, ROWS, VECTOR, Spec
+
+F16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """The rows of one draft block: ``tokens`` I32 [B] = [pending, MASK, ...]; the rest as in ``base.Rows``; ``masks`` per layer."""
+
+    tokens: object
+    positions: object
+    kv_rows: object
+    masks: tuple
+    span: int
+    kv: tuple
+
+
+@dataclass(frozen=True)
+class Hparams:
+    """Hyper-parameters. ``target_layers``: v is the input of target layer v. ``window`` per layer, 0 where the layer sees everything."""
+
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_size: int
+    eps: float
+    rope: Rope
+    block_size: int
+    mask_token: int
+    target_layers: tuple[int, ...]
+    attention_scale: float
+    embedding_scale: float
+    window: tuple[int, ...]
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
+        n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
+        n_layer = positive(file, f"{arch}.block_count", limit=256)
+        head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
+        layers = file.metadata.get(f"{arch}.target_layers")
+        if layers is None or len(layers) == 0:
+            raise ModelError(f"{file.path} has no {arch}.target_layers: a drafter that does not say which hidden states it reads is unusable")
+        if "tokenizer.ggml.mask_token_id" not in file.metadata:
+            raise ModelError(f"{file.path} has no tokenizer.ggml.mask_token_id, which the block is made of; convert the drafter again")
+        if file.metadata.get(f"{arch}.attention.causal", False):
+            raise ModelError(f"{file.path} has a causal block (attention.causal is true); drafters with a bidirectional block are supported")
+        act = file.get(f"{arch}.hidden_activation", str, "silu")
+        if act != "silu":
+            raise ModelError(f"{file.path} uses the activation {act!r}; dflash drafters with silu are supported")
+        return cls(
+            n_layer,
+            n_embd,
+            positive(file, f"{arch}.feed_forward_length"),
+            n_head,
+            positive(file, f"{arch}.attention.head_count_kv", n_head),
+            head_size,
+            file.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
+            Rope.from_gguf(file, arch, head_size),
+            positive(file, f"{arch}.block_size", 16, 1024),
+            file.get("tokenizer.ggml.mask_token_id", int),
+            tuple(int(v) for v in layers),
+            file.get(f"{arch}.attention.scale", float, 0.0) or head_size**-0.5,
+            file.get(f"{arch}.embedding_scale", float, 0.0) or 1.0,
+            cls._windows(file, arch, n_layer),
+        )
+
+    @staticmethod
+    def _windows(file: GGUFFile, arch: str, n_layer: int) -> tuple[int, ...]:
+        window = file.get(f"{arch}.attention.sliding_window", int, 0)
+        pattern = file.metadata.get(f"{arch}.attention.sliding_window_pattern")
+        if window and pattern is None:
+            raise ModelError(f"{file.path} has a sliding window of {window} but no sliding_window_pattern that says which layers use it")
+        return tuple(window if window and bool(pattern[i]) else 0 for i in range(n_layer))
+
+
+class DFlash:
+    """The drafter. ``weights`` has to be set before graphs are built; embedding and head come from the target unless the file has them."""
+
+    arch = "dflash"
+
+    def __init__(self, file: GGUFFile):
+        self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
+        self.weights = None
+
+    # -- what it reads
+
+    def specs(self) -> list[Spec]:
+        hp, n = self.hp, self.hp.n_embd
+        width, width_kv = hp.head_size * hp.n_head, hp.head_size * hp.n_head_kv
+        out = [
+            Spec("fc.weight", (n * len(hp.target_layers), n)),
+            Spec("enc.output_norm.weight", (n,), VECTOR),
+            Spec("output_norm.weight", (n,), VECTOR),
+        ]
+        for name, use in (("token_embd.weight", ROWS), ("output.weight", MATMUL)):
+            if name in self.file.tensors:
+                out.append(Spec(name, (n, self.file.tensors[name].shape[-1]), use))
+        for i in range(hp.n_layer):
+            shapes = {
+                "attn_q": (n, width),
+                "attn_k": (n, width_kv),
+                "attn_v": (n, width_kv),
+                "attn_output": (width, n),
+                "ffn_gate": (n, hp.n_ff),
+                "ffn_up": (n, hp.n_ff),
+                "ffn_down": (hp.n_ff, n),
+            }
+            vectors = {"attn_norm": n, "attn_q_norm": hp.head_size, "attn_k_norm": hp.head_size, self._ffn_norm(i): n}
+            out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
+            out += [Spec(f"blk.{i}.{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
+        return out
+
+    def _ffn_norm(self, i: int) -> str:
+        return "ffn_norm" if f"blk.{i}.ffn_norm.weight" in self.file.tensors else "post_attention_norm"
+
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """k and v are a group of their own: context rows need them without q."""
+        out = {}
+        for i in range(self.hp.n_layer):
+            out[f"blk.{i}.kv"] = (f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight")
+            out[f"blk.{i}.ffn"] = (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight")
+        return out
+
+    def fused_together(self) -> list[tuple[str, ...]]:
+        return []
+
+    def kv_shapes(self) -> list[KVShape]:
+        return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.hp.n_layer
+
+    def check_pair(self, target) -> None:
+        """Raises PairError unless this drafter can read the target's hidden states and share its embedding and head."""
+        hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"
+        if hp.n_embd != target.n_embd:
+            raise PairError(f"{pair}: it was made for hidden states of {hp.n_embd} values, the target's have {target.n_embd}")
+        bad = [v for v in hp.target_layers if not 0 <= v <= target.n_layer]
+        if bad:
+            raise PairError(f"{pair}: it reads the input of layer {bad[0]}, but the target has layers 0 to {target.n_layer - 1}")
+        for name in ("token_embd.weight", "output.weight"):
+            if name in self.file.tensors and self.file.tensors[name].shape[-1] != target.n_vocab:
+                raise PairError(f"{pair}: its {name} has {self.file.tensors[name].shape[-1]} tokens, the target has {target.n_vocab}")
+        if not 0 <= hp.mask_token < target.n_vocab:
+            raise PairError(f"{pair}: its mask token is {hp.mask_token}, but the target's vocabulary has {target.n_vocab} tokens")
+
+    # -- the graphs
+
+    def context_rows(self, g: Graph, features: list, positions, kv_rows, kv: tuple) -> None:
+        """Writes the K/V rows of the tokens whose captured hidden states are ``features`` (F32 [n_embd, T] each)."""
+        hp, w = self.hp, self.weights
+        # some targets have activations beyond F16; an Inf here would poison every later draft
+        c = g.matmul(w["fc.weight"], g.clamp(g.concat(features), -F16_MAX, F16_MAX))
+        c = g.rms_norm(c, w["enc.output_norm.weight"], hp.eps)
+        for i in range(hp.n_layer):
+            k, v = self._keys_values(g, i, c, positions)
+            g.expand(v)
+            g.kv_write_rows(kv[i][0], k, kv_rows)
+            g.kv_write_rows(kv[i][1], v, kv_rows)
+
+    def _keys_values(self, g: Graph, i: int, x, positions):
+        hp, w = self.hp, self.weights
+        k, v = project(g, w.group(f"blk.{i}.kv"), x)
+        k = g.rms_norm(g.heads(k, hp.head_size, hp.n_head_kv), w[f"blk.{i}.attn_k_norm.weight"], hp.eps)
+        return hp.rope(g, k, positions), g.heads(v, hp.head_size, hp.n_head_kv)
+
+    def denoise(self, g: Graph, rows: BlockRows, target):
+        """The block's hidden states before the head, F32 [n_embd, B]."""
+        hp, w = self.hp, self.weights
+        x = g.rows(w["token_embd.weight"], rows.tokens) if "token_embd.weight" in w else target.embed(g, rows.tokens)
+        if hp.embedding_scale != 1.0:
+            x = g.scale(x, hp.embedding_scale)
+        for i in range(hp.n_layer):
+            h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
+            q = g.heads(g.matmul(w[f"blk.{i}.attn_q.weight"], h), hp.head_size, hp.n_head)
+            q = hp.rope(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
+            k, v = self._keys_values(g, i, h, rows.positions)
+            out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.masks[i], rows.span, hp.n_head_kv, hp.attention_scale)
+            x = g.add(g.matmul(w[f"blk.{i}.attn_output.weight"], out), x)
+            n = g.rms_norm(x, w[f"blk.{i}.{self._ffn_norm(i)}.weight"], hp.eps)
+            x = g.add(swiglu_ffn(g, w.group(f"blk.{i}.ffn"), w[f"blk.{i}.ffn_down.weight"], n), x)
+        return g.rms_norm(x, w["output_norm.weight"], hp.eps)
+
+    def logits(self, g: Graph, hidden, target):
+        """F32 [n_embd, T] -> F32 [n_vocab, T], by the drafter's own head or the target's."""
+        if "output.weight" in self.weights:
+            return g.matmul(self.weights["output.weight"], hidden)
+        return target.logits(g, hidden)

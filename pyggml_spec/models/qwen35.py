@@ -1,0 +1,222 @@
+"""qwen35: the hybrid of Qwen3.5 and Qwen3.6. Three gated delta-net layers, then one gated full-attention layer, and so on.
+
+Per layer, with rms(x; w) = x / sqrt(mean x^2 + eps) * w (the file's norm weights already carry the +1):
+    h = rms(x; attn_norm);  x += mix(h);  n = rms(x; post_attention_norm);  x += W_down(silu(W_gate n) * W_up n)
+Source of the formulae: llama.cpp, src/models/qwen35.cpp.
+"""
+
+from dataclasses import dataclass
+
+from ..errors import ModelError
+from ..gguf_io import GGUFFile
+from ..ggml.graph import Graph
+from .base import DeltaShape, KVShape, Rows
+from .blocks import Rope, attend, positive, project, swiglu_ffn
+from .weights import MATMUL, ROWS, VECTOR, Spec
+
+
+@dataclass(frozen=True)
+class Hparams:
+    """Hyper-parameters as the GGUF keys give them; sizes in values, ``recurrent`` per layer."""
+
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_size: int
+    eps: float
+    rope: Rope
+    delta: DeltaShape
+    recurrent: tuple[bool, ...]
+    context_length: int
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
+        n_layer = positive(file, f"{arch}.block_count", limit=1024) - file.get(f"{arch}.nextn_predict_layers", int, 0)
+        n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
+        head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
+        if file.get(f"{arch}.attention.value_length", int, head_size) != head_size:
+            raise ModelError(f"{file.path}: attention.value_length differs from key_length {head_size}, which {arch} does not have")
+        inner, state = positive(file, f"{arch}.ssm.inner_size"), positive(file, f"{arch}.ssm.state_size", limit=1024)
+        heads_v, heads_k = positive(file, f"{arch}.ssm.time_step_rank"), positive(file, f"{arch}.ssm.group_count")
+        if inner != heads_v * state or heads_v % heads_k:
+            raise ModelError(
+                f"{file.path}: ssm.inner_size {inner}, time_step_rank {heads_v}, group_count {heads_k} and state_size {state} contradict each "
+                "other (inner = rank * state, rank a multiple of group_count)"
+            )
+        every = positive(file, f"{arch}.full_attention_interval", 4)
+        flags = file.metadata.get(f"{arch}.attention.recurrent_layers")
+        if flags is None:
+            recurrent = tuple((i + 1) % every != 0 for i in range(n_layer))
+        else:
+            recurrent = tuple(bool(flag) for flag in flags)[:n_layer]
+        if n_layer < 1 or len(recurrent) != n_layer or not any(recurrent):
+            raise ModelError(f"{file.path}: {n_layer} layers with {sum(recurrent)} recurrent ones is not a {arch} model")
+        n_head_kv = positive(file, f"{arch}.attention.head_count_kv", n_head)
+        if n_head % n_head_kv:
+            raise ModelError(f"{file.path}: {n_head} query heads cannot share {n_head_kv} K/V heads")
+        return cls(
+            n_layer,
+            n_embd,
+            positive(file, f"{arch}.feed_forward_length"),
+            n_head,
+            n_head_kv,
+            head_size,
+            file.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
+            Rope.from_gguf(file, arch, head_size),
+            DeltaShape(sum(recurrent), state, heads_k, heads_v, positive(file, f"{arch}.ssm.conv_kernel", limit=16)),
+            recurrent,
+            positive(file, f"{arch}.context_length", limit=1 << 31),
+        )
+
+
+class Qwen35:
+    """The qwen35 target. ``weights`` has to be set before ``forward``."""
+
+    arch = "qwen35"
+
+    def __init__(self, file: GGUFFile):
+        self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
+        self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
+        embedding = file.tensors.get("token_embd.weight")
+        self.n_vocab = embedding.shape[-1] if embedding else 0
+        self.weights = None
+
+    # -- what it reads
+
+    def specs(self) -> list[Spec]:
+        hp, n = self.hp, self.n_embd
+        head = "output.weight" if "output.weight" in self.file.tensors else "token_embd.weight"
+        out = [
+            Spec("token_embd.weight", (n, self.n_vocab), ROWS),
+            Spec("output_norm.weight", (n,), VECTOR),
+            Spec("output.weight", (n, self.n_vocab), MATMUL, head),
+        ]
+        for i in range(hp.n_layer):
+            out += self._recurrent_specs(i) if hp.recurrent[i] else self._attention_specs(i)
+            out += [Spec(f"blk.{i}.{name}.weight", (n,), VECTOR) for name in ("attn_norm", "post_attention_norm")]
+            out += self._ffn_specs(i)
+        return out
+
+    def _attention_specs(self, i: int) -> list[Spec]:
+        hp, n = self.hp, self.n_embd
+        width, width_kv = hp.head_size * hp.n_head, hp.head_size * hp.n_head_kv
+        return [
+            Spec(f"blk.{i}.attn_q.weight", (n, 2 * width)),
+            Spec(f"blk.{i}.attn_k.weight", (n, width_kv)),
+            Spec(f"blk.{i}.attn_v.weight", (n, width_kv)),
+            Spec(f"blk.{i}.attn_output.weight", (width, n)),
+            Spec(f"blk.{i}.attn_q_norm.weight", (hp.head_size,), VECTOR),
+            Spec(f"blk.{i}.attn_k_norm.weight", (hp.head_size,), VECTOR),
+        ]
+
+    def _recurrent_specs(self, i: int) -> list[Spec]:
+        d, n = self.hp.delta, self.n_embd
+        inner = d.head_size * d.n_head_v
+        return [
+            Spec(f"blk.{i}.attn_qkv.weight", (n, d.channels)),
+            Spec(f"blk.{i}.attn_gate.weight", (n, inner)),
+            Spec(f"blk.{i}.ssm_beta.weight", (n, d.n_head_v)),
+            Spec(f"blk.{i}.ssm_alpha.weight", (n, d.n_head_v)),
+            Spec(f"blk.{i}.ssm_conv1d.weight", (d.conv, d.channels), VECTOR),
+            Spec(f"blk.{i}.ssm_dt.bias", (d.n_head_v,), VECTOR),
+            Spec(f"blk.{i}.ssm_a", (d.n_head_v,), VECTOR),
+            Spec(f"blk.{i}.ssm_norm.weight", (d.head_size,), VECTOR),
+            Spec(f"blk.{i}.ssm_out.weight", (inner, n)),
+        ]
+
+    def _ffn_specs(self, i: int) -> list[Spec]:
+        n, n_ff = self.n_embd, self.hp.n_ff
+        shapes = {"ffn_gate": (n, n_ff), "ffn_up": (n, n_ff), "ffn_down": (n_ff, n)}
+        return [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
+
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        out = {}
+        for i in range(self.n_layer):
+            mixer = ("attn_qkv", "attn_gate") if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
+            out[f"blk.{i}.mixer"] = tuple(f"blk.{i}.{name}.weight" for name in mixer)
+            out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in ("ffn_gate", "ffn_up"))
+        return out
+
+    def fused_together(self) -> list[tuple[str, ...]]:
+        """Groups that are fused in all layers or in none: the recurrent state keeps rows of one width for every layer."""
+        return [tuple(f"blk.{i}.mixer" for i in range(self.n_layer) if self.hp.recurrent[i])]
+
+    def kv_shapes(self) -> list[KVShape]:
+        return [KVShape(self.hp.n_head_kv, self.hp.head_size) for recurrent in self.hp.recurrent if not recurrent]
+
+    def delta_shape(self) -> DeltaShape:
+        return self.hp.delta
+
+    def delta_row(self) -> int:
+        """Floats per projected row that the recurrent state keeps: with a fused projection also the gate's, which lie behind the channels."""
+        group = self.weights.group(f"blk.{self.hp.recurrent.index(True)}.mixer")
+        return sum(group.rows) if group.fused is not None else group.rows[0]
+
+    # -- the graph
+
+    def embed(self, g: Graph, tokens):
+        return g.rows(self.weights["token_embd.weight"], tokens)
+
+    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[object, list]:
+        """Adds all layers. Returns (F32 [n_embd, T] normalised for the head, captured inputs of the layers named by ``capture``).
+
+        A value v in ``capture`` is the input of layer v, that is the output of layer v - 1; v = n_layer is the last layer's output.
+        """
+        hp, w = self.hp, self.weights
+        x, captured, n_delta, n_attn = self.embed(g, rows.tokens), {}, 0, 0
+        for i in range(hp.n_layer):
+            captured[i] = x
+            h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
+            g.expand(h)
+            if hp.recurrent[i]:
+                mixed = self._delta_net(g, rows, h, i, n_delta)
+                n_delta += 1
+            else:
+                mixed = self._attention(g, rows, h, i, n_attn)
+                n_attn += 1
+            x = g.add(mixed, x)
+            x = g.add(self._ffn(g, g.rms_norm(x, w[f"blk.{i}.post_attention_norm.weight"], hp.eps), i), x)
+        captured[hp.n_layer] = x
+        return g.rms_norm(x, w["output_norm.weight"], hp.eps), [captured[v] for v in capture]
+
+    def logits(self, g: Graph, hidden):
+        """F32 [n_embd, T] -> F32 [n_vocab, T]."""
+        return g.matmul(self.weights["output.weight"], hidden)
+
+    def _attention(self, g: Graph, rows: Rows, h, i: int, n: int):
+        hp, w, size = self.hp, self.weights, self.hp.head_size
+        qg, k, v = project(g, w.group(f"blk.{i}.mixer"), h)
+        q = g.heads(qg, size, hp.n_head, stride=2 * size)  # each head holds [q | gate]
+        gate = g.packed(g.heads(qg, size, hp.n_head, stride=2 * size, first=size))
+        q = hp.rope(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
+        k = hp.rope(g, g.rms_norm(g.heads(k, size, hp.n_head_kv), w[f"blk.{i}.attn_k_norm.weight"], hp.eps), rows.positions)
+        v = g.heads(v, size, hp.n_head_kv)
+        out = attend(g, q, k, v, rows.kv[n], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, size**-0.5)
+        return g.matmul(w[f"blk.{i}.attn_output.weight"], g.mul(out, g.sigmoid(gate)))
+
+    def _delta_net(self, g: Graph, rows: Rows, h, i: int, n: int):
+        hp, w = self.hp, self.weights
+        group = w.group(f"blk.{i}.mixer")
+        if group.fused is not None:
+            proj = g.matmul(group.fused, h)
+            z = g.columns(proj, group.rows[1], group.rows[0])
+        else:
+            proj, z = (g.matmul(weight, h) for weight in group.parts)
+        o = rows.delta.layer(
+            g,
+            n,
+            proj,
+            g.matmul(w[f"blk.{i}.ssm_beta.weight"], h),
+            g.matmul(w[f"blk.{i}.ssm_alpha.weight"], h),
+            w[f"blk.{i}.ssm_conv1d.weight"],
+            w[f"blk.{i}.ssm_dt.bias"],
+            w[f"blk.{i}.ssm_a"],
+            hp.eps,
+        )
+        o = g.flat(g.rms_norm(o, w[f"blk.{i}.ssm_norm.weight"], hp.eps))
+        return g.matmul(w[f"blk.{i}.ssm_out.weight"], g.swiglu(z, o))
+
+    def _ffn(self, g: Graph, n, i: int):
+        return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights[f"blk.{i}.ffn_down.weight"], n)

@@ -1,0 +1,1 @@
+"""The step engine's graphs, the speculative loop, acceptance and statistics."""

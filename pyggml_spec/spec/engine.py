@@ -1,0 +1,310 @@
+"""The engine: one target, perhaps a drafter, one sequence. It runs single steps; which steps to run is the loop's business.
+
+Order of life: ``load`` -> ``prefill`` -> any number of ``plain_step`` / ``fused_step`` / ``verify_step``, each followed by ``accept``
+-> ``reset`` for the next sequence -> ``close``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..cache.cursor import Cursor
+from ..cache.kv import KVCache, padded
+from ..cache.recurrent import DeltaState
+from ..errors import ContextError, EngineError, PairError
+from ..ggml.device import Backend
+from ..ggml.library import ffi, lib
+from ..ggml.step_io import StepIO, StepTimes
+from .graphs import Step, StepGraphs
+
+TRASH_ROWS = 16
+CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Attributes:
+    n_ctx: tokens that the context holds.
+    width: rows of a verified block (draft width), 1 for none; never more than the drafter's trained block.
+    chunk: widest prefill chunk in tokens.
+    """
+
+    n_ctx: int = 4096
+    width: int = 16
+    chunk: int = 512
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one target forward returned.
+
+    Attributes:
+        tokens: I32 [W] the verified row ids: [pending, draft 1, ...].
+        ids: I32 [W] greedy choice after each row.
+        draft_finite: False if the drafter produced NaN or Inf.
+        target_finite: False if the target did.
+        times: host microseconds.
+    """
+
+    tokens: np.ndarray
+    ids: np.ndarray
+    draft_finite: bool
+    target_finite: bool
+    times: StepTimes
+
+
+class Engine:
+    """Runs steps. Owns caches, graphs and step buffers; borrows models (with their weights) and the backend."""
+
+    def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
+        if options.n_ctx < 1:
+            raise ContextError(f"a context of {options.n_ctx} tokens is impossible; use -c 1 or more")
+        if options.width < 1 or options.chunk < 1:
+            raise EngineError(f"block width {options.width} and prefill chunk {options.chunk} have to be at least 1")
+        self.backend, self.target, self.drafter = backend, target, drafter
+        if drafter is not None:
+            drafter.check_pair(target)
+            if options.width > drafter.hp.block_size:
+                raise PairError(
+                    f"a draft width of {options.width} is wider than the block of {drafter.hp.block_size} that {drafter.file.path.name} "
+                    f"was trained for; use --draft-width {drafter.hp.block_size} or less"
+                )
+        self.options = options
+        self.cursor = Cursor(options.n_ctx)
+        self._parts: list = []
+        try:
+            self._allocate()
+            self._reserve()
+        except BaseException:
+            self.close()
+            raise
+
+    def _own(self, part):
+        self._parts.append(part)
+        return part
+
+    def _allocate(self) -> None:
+        opt = self.options
+        self.kv = self._own(KVCache(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS))
+        self.draft_kv = None
+        if self.drafter is not None:
+            self.draft_kv = self._own(KVCache(self.backend, self.drafter.kv_shapes(), opt.n_ctx, TRASH_ROWS))
+        shape = self.target.delta_shape()
+        self.delta = None
+        if shape is not None:
+            self.delta = self._own(DeltaState(self.backend, shape, self.target.delta_row(), opt.width))
+        widest = max(opt.chunk, opt.width)
+        tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
+        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 8192))
+        self.graphs = self._own(StepGraphs(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta))
+
+    def _reserve(self) -> None:
+        """Plans the largest graph of every role, so that no later graph makes a buffer grow."""
+        live = self.kv.live
+        self.graphs.get("prefill", self.options.chunk, live)
+        self.graphs.get("plain", 1, live)
+        if self.drafter is not None and self.options.width > 1:
+            self.graphs.get("fused", self.options.width, live)
+        if self.delta is not None:
+            width = self.options.width
+            self.graphs.get("commit", width, 0, 0, width > 1)
+
+    # -- sequence
+
+    def reset(self) -> None:
+        """Forgets the sequence. K/V rows stay as they are: nothing below the cursor is theirs any more."""
+        self.cursor.reset()
+        if self.delta is not None:
+            self.delta.clear()
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None, stop: Callable[[], bool] | None = None
+    ) -> int:
+        """Computes ``tokens`` behind what is already there and returns the greedy next token, which becomes pending.
+
+        Args:
+            tokens: at least one token id.
+            progress: called with (done, total) after each chunk.
+            stop: asked before each chunk; True ends the prefill early with EngineError, the chunks done so far stay committed.
+
+        Raises:
+            ContextError: empty, too long for the context, or an id outside the vocabulary.
+        """
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.ndim != 1 or ids.size == 0:
+            raise ContextError("the prompt is empty; give at least one token")
+        bad = ids[(ids < 0) | (ids >= self.target.n_vocab)]
+        if bad.size:
+            raise ContextError(f"token id {bad[0]} is outside the vocabulary of {self.target.n_vocab}")
+        self.cursor.check_fits(ids.size)
+        self._enter(0, pending=False)
+        done, pending = 0, None
+        while done < ids.size:
+            if stop is not None and stop():
+                raise EngineError(f"prefill was stopped after {done} of {ids.size} tokens")
+            part = ids[done : done + self.options.chunk]
+            pending = self._prefill_chunk(part)
+            done += part.size
+            self.cursor.advance(part.size, pending)
+            if progress is not None:
+                progress(done, ids.size)
+        return pending
+
+    def _prefill_chunk(self, part: np.ndarray) -> int:
+        real = part.size
+        width = next((c for c in CHUNKS if real <= c <= self.options.chunk), self.options.chunk)
+        step = self.graphs.get("prefill", width, self._span(width))
+        self._fill_rows(step, width, real)
+        step.host["tokens"][:real] = part
+        step.host["tokens"][real:] = part[-1]  # padding rows are real tokens: a NaN in a padded row would leak through 0 * NaN
+        step.host["out_row"][0] = real - 1
+        self._fill_chunk_delta(step, real)
+        step.fields.run()
+        self._check_target(step)
+        return int(step.host["ids"][0])
+
+    def _fill_chunk_delta(self, step: Step, real: int) -> None:
+        if self.delta is not None:
+            step.host["on"][:] = np.arange(step.host["on"].size) < real
+            step.host["last"][:] = real + np.arange(self.delta.history_rows)
+            self.delta.after_step(0, 0, False)
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits of all ``tokens`` in graphs of exactly their number of rows (chunked by the prefill chunk). F32 [T, n_vocab].
+
+        This is llama.cpp's batch shape, so results can be compared bit for bit. Commits the tokens; no drafter rows are written.
+        """
+        ids = np.asarray(tokens, dtype=np.int64)
+        self.cursor.check_fits(ids.size)
+        self._enter(0, pending=False)
+        out = np.empty((ids.size, self.target.n_vocab), np.float32)
+        for first in range(0, ids.size, self.options.chunk):
+            part = ids[first : first + self.options.chunk]
+            step = self.graphs.get("logits", part.size, self._span(part.size))
+            self._fill_rows(step, part.size, part.size)
+            step.host["tokens"][:] = part
+            self._fill_chunk_delta(step, part.size)
+            step.fields.run()
+            block = out[first : first + part.size]
+            lib.ggml_backend_tensor_get(step.extra["logits"], ffi.from_buffer(block), 0, block.nbytes)
+            self.cursor.advance(part.size, int(block[-1].argmax()))
+        return out
+
+    # -- steps
+
+    def plain_step(self) -> StepResult:
+        """Computes the pending token alone. Follow with ``accept(1, ids[0])``."""
+        self._enter(1, pending=False)
+        step = self.graphs.get("plain", 1, self._span(1))
+        step.host["tokens"][0] = self._pending()
+        return self._run_block(step, 1, pending=False)
+
+    def fused_step(self, width: int | None = None) -> StepResult:
+        """Drafts a block behind the pending token and verifies it, in one graph. Follow with ``accept``."""
+        if self.drafter is None:
+            raise EngineError("there is no drafter: use plain_step or verify_step")
+        width = self._block_width(width)
+        self._enter(width, pending=True)
+        step = self.graphs.get("fused", width, self._span(width))
+        n = self.cursor.committed
+        step.host["block"][:] = self.drafter.hp.mask_token
+        step.host["block"][0] = step.host["tokens"][0] = self._pending()
+        step.host["draft_last"][:] = n + width - 1
+        for window in set(self.drafter.hp.window) - {0}:
+            step.host[f"draft_first_{window}"][:] = n + np.arange(width) - window + 1
+        return self._run_block(step, width, pending=True)
+
+    def verify_step(self, drafts: Sequence[int]) -> StepResult:
+        """Verifies given ids behind the pending token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
+        width = self._block_width(len(drafts) + 1)
+        self._enter(width, pending=True)
+        step = self.graphs.get("verify", width, self._span(width))
+        step.host["tokens"][0] = self._pending()
+        step.host["tokens"][1:] = drafts
+        return self._run_block(step, width, pending=True)
+
+    def accept(self, rows: int, pending: int) -> None:
+        """Commits the first ``rows`` rows of the last block; ``pending`` is the token chosen after them."""
+        if self._open_block is None or not 1 <= rows <= self._open_block:
+            raise EngineError(f"{rows} rows cannot be accepted of a block of {self._open_block}")
+        if self.delta is not None:
+            self.delta.after_step(self._open_block, rows, self._open_block > 1)
+        self._open_block = None
+        self.cursor.advance(rows, pending)
+
+    _open_block: int | None = None
+
+    def _run_block(self, step: Step, width: int, pending: bool) -> StepResult:
+        self._fill_rows(step, width, width)
+        if self.delta is not None:
+            self.delta.fill_tail(step.host["tail"])
+            if pending:
+                self.delta.fill_keep(step.host["keep"])
+        times = step.fields.run()
+        self._open_block = width
+        if self.delta is not None:  # until accept says more: the block is there, none of it counts
+            self.delta.after_step(width, 0, pending)
+        host = step.host
+        draft_finite = "draft_sum" not in host or bool(np.isfinite(host["draft_sum"]).all())
+        return StepResult(host["tokens"].copy(), host["ids"].copy(), draft_finite, bool(np.isfinite(host["ids_sum"]).all()), times)
+
+    # -- helpers
+
+    def _pending(self) -> int:
+        if self.cursor.pending is None:
+            raise EngineError("there is no pending token: prefill a prompt first")
+        if self.cursor.room < 1:
+            raise ContextError(f"the context of {self.cursor.n_ctx} tokens is full; raise -c")
+        return self.cursor.pending
+
+    def _block_width(self, width: int | None) -> int:
+        width = self.options.width if width is None else width
+        if not 2 <= width <= self.options.width:
+            raise EngineError(f"a block of {width} rows is impossible here: 2 to {self.options.width} were planned for at load")
+        return width
+
+    def _span(self, width: int) -> int:
+        return min(padded(self.cursor.committed + width), self.kv.live)
+
+    def _fill_rows(self, step: Step, width: int, real: int) -> None:
+        n = self.cursor.committed
+        step.host["positions"][:] = n + np.arange(width)
+        step.host["q_last"][:] = step.host["positions"]
+        self.kv.rows_for(n, width, real, step.host["kv_rows"])
+
+    def _check_target(self, step: Step) -> None:
+        if not np.isfinite(step.host["ids_sum"]).all():
+            raise EngineError(
+                f"{self.target.file.path.name} produced NaN or Inf at position {self.cursor.committed}; the weights are damaged or overflow "
+                "on this device"
+            )
+
+    def _enter(self, width: int, pending: bool) -> None:
+        """Lays the recurrent state out for blocks of ``width``, committing what is still pending, unless it is so already."""
+        d = self.delta
+        if d is None or (d.width == width and d.pending in (pending, False)) and not (width == 0 and d.accepted):
+            return
+        step = self.graphs.get("commit", d.width, 0, width, d.pending)
+        d.fill_tail(step.host["tail"])
+        if d.pending:
+            d.fill_keep(step.host["keep"])
+        step.fields.run()
+        d.after_step(width, 0, False)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device by purpose."""
+        out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
+        if self.drafter is not None:
+            out["draft_weights"], out["draft_kv"] = self.drafter.weights.nbytes, self.draft_kv.nbytes
+        if self.delta is not None:
+            out["recurrent"] = self.delta.nbytes
+        return out
+
+    def with_options(self, **changes) -> EngineOptions:
+        return replace(self.options, **changes)
+
+    def close(self) -> None:
+        for part in reversed(self._parts):
+            part.close()
+        self._parts = []

@@ -1,0 +1,214 @@
+"""Which graph each kind of step is, and the cache that keeps them: one graph per (role, width, span).
+
+role      rows                 recurrent state               drafter
+prefill   a padded chunk       written directly              K/V rows of the chunk
+logits    an exact chunk       written directly              -            (all logits readable; parity checks)
+plain     1                    written directly              K/V row of the token
+verify    W, ids from host     replay, then left pending     K/V rows of the block
+fused     W                    replay, then left pending     drafts the block first, then its K/V rows
+commit    -                    replay into another width     -
+"""
+
+from dataclasses import dataclass
+
+from ..cache.kv import KVCache
+from ..cache.recurrent import DeltaRows, DeltaState
+from ..errors import EngineError
+from ..ggml.device import Backend
+from ..ggml.graph import Graph, Role, RoleCounters
+from ..ggml.step_io import StepFields, StepIO
+from ..models.base import Rows
+from ..models.dflash import BlockRows
+
+KEEP_SPANS = 3  # graphs kept per (role, width) besides the widest span
+
+
+@dataclass
+class Step:
+    """One graph with its input and output fields. ``host`` are numpy views; ``extra`` holds tensors that a caller reads itself."""
+
+    graph: Graph
+    fields: StepFields
+    extra: dict
+
+    @property
+    def host(self):
+        return self.fields.host
+
+
+class StepGraphs:
+    """Builds and keeps the graphs of one engine. Owns the roles."""
+
+    def __init__(self, backend: Backend, io: StepIO, target, drafter, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None):
+        self.backend, self.io = backend, io
+        self.target, self.drafter = target, drafter
+        self.kv, self.draft_kv, self.delta = kv, draft_kv, delta
+        self.roles: dict[str, Role] = {}
+        self._steps: dict[tuple, Step] = {}
+        self._builders = {
+            "prefill": self._prefill,
+            "logits": self._logits,
+            "plain": self._plain,
+            "verify": self._verify,
+            "fused": self._fused,
+            "commit": self._commit,
+        }
+
+    # -- the cache
+
+    def get(self, role: str, width: int, span: int, *more) -> Step:
+        """The graph of this role, width and span; built if it is not there or its memory has moved."""
+        key = (role, width, span, *more)
+        step = self._steps.get(key)
+        if step is not None and not step.graph.stale:
+            return step
+        if step is not None:
+            step.graph.close()
+            del self._steps[key]
+        self._make_room(role, width)
+        self._steps[key] = self._build(role, width, span, *more)
+        return self._steps[key]
+
+    def _build(self, role: str, width: int, span: int, *more) -> Step:
+        if role not in self.roles:
+            self.roles[role] = Role(self.backend, role)
+        graph = Graph(self.roles[role])
+        try:
+            fields = StepFields(self.io, graph)
+            extra = self._builders[role](graph, fields, width, span, *more) or {}
+            graph.plan()
+        except BaseException:
+            graph.close()
+            raise
+        return Step(graph, fields, extra)
+
+    def _make_room(self, role: str, width: int) -> None:
+        family = [key for key in self._steps if key[:2] == (role, width)]
+        widest = max((key[2] for key in family), default=0)
+        for key in [key for key in family if key[2] != widest][: max(0, len(family) - KEEP_SPANS)]:
+            self._steps.pop(key).graph.close()
+
+    def counters(self) -> dict[str, RoleCounters]:
+        return {name: role.counters for name, role in self.roles.items()}
+
+    def steps(self) -> dict[tuple, Step]:
+        """The kept graphs by key (tests and inspection)."""
+        return dict(self._steps)
+
+    @property
+    def compute_bytes(self) -> int:
+        return sum(role.buffer_bytes for role in self.roles.values())
+
+    def close(self) -> None:
+        for step in self._steps.values():
+            step.graph.close()
+        for role in self.roles.values():
+            role.close()
+        self._steps, self.roles = {}, {}
+
+    # -- parts
+
+    def _target_inputs(self, g: Graph, f: StepFields, width: int, span: int) -> dict:
+        positions = f.input("positions", "i32", width)
+        kv_rows = f.input("kv_rows", "i64", width)
+        q_last = f.input("q_last", "f32", 1, width)
+        return {"positions": positions, "kv_rows": kv_rows, "mask": g.span_mask(self.kv.near, q_last, None, span), "span": span}
+
+    def _begin_block(self, g: Graph, f: StepFields, width: int, replay: bool) -> None:
+        if self.delta is None:
+            return
+        keep = f.input("keep", "f32", 1, width) if replay else None
+        tail = f.input("tail", "i32", self.delta.history_rows, self.delta.shape.layers)
+        self.delta.begin(g, width, width, keep, tail)
+
+    def _begin_prefill(self, g: Graph, f: StepFields, width: int) -> DeltaRows | None:
+        if self.delta is None:
+            return None
+        on = f.input("on", "f32", 1, width)
+        last = f.input("last", "i32", self.delta.history_rows)
+        self.delta.begin(g, 0, 0, None, None)
+        return DeltaRows(self.delta, 0, False, on, last)
+
+    def _forward(self, g: Graph, f: StepFields, tokens, inputs: dict, delta) -> tuple[object, list]:
+        capture = self.drafter.hp.target_layers if self.drafter is not None else ()
+        return self.target.forward(g, Rows(tokens=tokens, kv=self.kv.layers, delta=delta, **inputs), capture)
+
+    def _draft_context(self, g: Graph, features: list, inputs: dict) -> None:
+        if self.drafter is not None:
+            self.drafter.context_rows(g, features, inputs["positions"], inputs["kv_rows"], self.draft_kv.layers)
+
+    def _emit(self, g: Graph, f: StepFields, hidden, name: str = "ids"):
+        """Greedy ids of all rows, and the sum of each hidden row: not finite if anything in it is NaN or Inf."""
+        f.output(name, "i32", g.argmax(self.target.logits(g, hidden)))
+        f.output(f"{name}_sum", "f32", g.sum_rows(hidden))
+
+    # -- the graphs
+
+    def _prefill(self, g: Graph, f: StepFields, width: int, span: int) -> None:
+        inputs = self._target_inputs(g, f, width, span)
+        delta = self._begin_prefill(g, f, width)
+        out_row = f.input("out_row", "i32", 1)
+        hidden, features = self._forward(g, f, f.tokens(width), inputs, delta)
+        self._emit(g, f, g.rows(hidden, out_row))
+        self._draft_context(g, features, inputs)
+
+    def _logits(self, g: Graph, f: StepFields, width: int, span: int) -> dict:
+        inputs = self._target_inputs(g, f, width, span)
+        delta = self._begin_prefill(g, f, width)
+        hidden, _ = self._forward(g, f, f.tokens(width), inputs, delta)
+        logits = self.target.logits(g, hidden)
+        g.expand(logits)
+        return {"logits": logits}
+
+    def _plain(self, g: Graph, f: StepFields, width: int, span: int) -> None:
+        inputs = self._target_inputs(g, f, 1, span)
+        self._begin_block(g, f, 1, replay=False)
+        delta = DeltaRows(self.delta, 1, False) if self.delta is not None else None
+        hidden, features = self._forward(g, f, f.tokens(1), inputs, delta)
+        self._emit(g, f, hidden)
+        self._draft_context(g, features, inputs)
+
+    def _verify(self, g: Graph, f: StepFields, width: int, span: int) -> None:
+        inputs = self._target_inputs(g, f, width, span)
+        self._begin_block(g, f, width, replay=True)
+        self._verify_rows(g, f, f.tokens(width), inputs, width)
+
+    def _verify_rows(self, g: Graph, f: StepFields, tokens, inputs: dict, width: int) -> None:
+        delta = DeltaRows(self.delta, width, True) if self.delta is not None else None
+        hidden, features = self._forward(g, f, tokens, inputs, delta)
+        self._emit(g, f, hidden)
+        self._draft_context(g, features, inputs)
+
+    def _fused(self, g: Graph, f: StepFields, width: int, span: int) -> dict:
+        inputs = self._target_inputs(g, f, width, span)
+        block = f.input("block", "i32", width)
+        masks = self._draft_masks(g, f, width, span)
+        self._begin_block(g, f, width, replay=True)
+        rows = BlockRows(block, inputs["positions"], inputs["kv_rows"], masks, span, self.draft_kv.layers)
+        hidden = self.drafter.denoise(g, rows, self.target)
+        # row 0 of the block is the pending token itself: its logits are never needed
+        logits = self.drafter.logits(g, g.tail_rows(hidden, 1), self.target)
+        drafts = g.argmax(logits)
+        tokens = f.drafted_tokens(width, drafts)
+        g.expand(drafts)
+        f.output("draft_sum", "f32", g.sum_rows(hidden))
+        self._verify_rows(g, f, tokens, inputs, width)
+        return {"draft_logits": logits}
+
+    def _draft_masks(self, g: Graph, f: StepFields, width: int, span: int) -> tuple:
+        """One mask per drafter layer; layers with the same window share theirs. The block sees itself in both directions."""
+        last = f.input("draft_last", "f32", 1, width)
+        by_window = {}
+        for window in self.drafter.hp.window:
+            if window not in by_window:
+                first = f.input(f"draft_first_{window}", "f32", 1, width) if window else None
+                by_window[window] = g.span_mask(self.draft_kv.near, last, first, span)
+        return tuple(by_window[window] for window in self.drafter.hp.window)
+
+    def _commit(self, g: Graph, f: StepFields, width: int, span: int, width_to: int, replay: bool) -> None:
+        """``width`` is the one that is left; ``span`` plays no part."""
+        if self.delta is None:
+            raise EngineError("a model without recurrent state has nothing to commit")
+        keep = f.input("keep", "f32", 1, width) if replay else None
+        tail = f.input("tail", "i32", self.delta.history_rows, self.delta.shape.layers)
+        self.delta.begin(g, width, width_to, keep, tail)

@@ -1,0 +1,227 @@
+"""Random-weight GGUFs of any shape: test models, and models of real shapes for benchmarks that need no download.
+
+Norms, gates, biases and decays are random too: constant ones hide wrong formulae.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from ..errors import ModelError
+from ..ggml.library import ffi, lib, text
+
+QUANTS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_K": "q4_K", "Q6_K": "q6_K", "Q5_K": "q5_K"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a random qwen35 target and of the dflash drafter that fits it."""
+
+    n_layer: int = 4
+    n_embd: int = 256
+    n_ff: int = 512
+    n_head: int = 4
+    n_head_kv: int = 2
+    head_size: int = 64
+    n_rot: int = 32
+    delta_head: int = 32
+    delta_k: int = 2
+    delta_v: int = 4
+    n_vocab: int = 320
+    n_ctx: int = 4096
+    every: int = 4
+    draft_layers: int = 2
+    draft_heads: int = 4
+    draft_heads_kv: int = 2
+    draft_head_size: int = 64
+    draft_ff: int = 512
+    target_layers: tuple[int, ...] = (1, 2, 4)
+    window: int = 0
+    rope_base: float = 1e6
+
+
+def type_id(name: str) -> int:
+    """The ggml type called ``name`` (any case).
+
+    Raises:
+        ModelError: no such type.
+    """
+    for kind in range(lib.GGML_TYPE_COUNT):
+        if lib.ggml_blck_size(kind) and text(lib.ggml_type_name(kind)).lower() == name.lower():
+            return kind
+    raise ModelError(f"{name!r} is not a tensor type; use one of {', '.join(QUANTS)}")
+
+
+def quantise(values: np.ndarray, kind: int) -> np.ndarray:
+    """F32 [rows, n] -> the bytes of the ggml type, U8 [rows, row bytes], by ggml's own quantiser."""
+    flat = np.ascontiguousarray(values.reshape(-1, values.shape[-1]), np.float32)
+    out = np.empty((flat.shape[0], lib.ggml_row_size(kind, flat.shape[1])), np.uint8)
+    lib.ggml_quantize_chunk(
+        kind, ffi.cast("float *", ffi.from_buffer(flat)), ffi.from_buffer(out), 0, flat.shape[0], flat.shape[1], ffi.NULL
+    )
+    return out.reshape(*values.shape[:-1], out.shape[-1])
+
+
+class _Writer:
+    """GGUF writer that quantises what can be quantised and leaves vectors in F32."""
+
+    def __init__(self, path: Path, arch: str, quant: str, seed: int):
+        self.out = gguf.GGUFWriter(str(path), arch)
+        self.arch, self.kind = arch, type_id(quant)
+        self.rng = np.random.default_rng(seed)
+
+    def matrix(self, name: str, n_in: int, n_out: int, gain: float = 1.0, kind: int | None = None) -> None:
+        kind = self.kind if kind is None else kind
+        if n_in % lib.ggml_blck_size(kind):
+            kind = type_id("q8_0") if n_in % 32 == 0 else type_id("f16")
+        values = self._values(n_in, n_out, gain)
+        if kind == lib.GGML_TYPE_F32:
+            self.out.add_tensor(name, values)
+        else:
+            self.out.add_tensor(name, quantise(values, kind), raw_dtype=gguf.GGMLQuantizationType(kind))
+
+    def _values(self, n_in: int, n_out: int, gain: float) -> np.ndarray:
+        # a block of random rows, tiled: drawing 27 billion numbers would take minutes and buy nothing
+        rows = min(n_out, max(64, (1 << 22) // n_in))
+        block = self.rng.standard_normal((rows, n_in), np.float32) * (gain / n_in**0.5)
+        return np.tile(block, ((n_out + rows - 1) // rows, 1))[:n_out]
+
+    def vector(self, name: str, n: int, low: float, high: float) -> None:
+        self.out.add_tensor(name, self.rng.uniform(low, high, n).astype(np.float32))
+
+    def tokenizer(self, n_vocab: int) -> None:
+        """A byte-level BPE without merges: 256 bytes, then filler tokens, an end token and a mask token at the end."""
+        table = _byte_table()
+        tokens = [table[b] for b in range(256)] + [f"<filler_{i}>" for i in range(n_vocab - 258)] + ["<|end|>", "<|mask|>"]
+        types = [gguf.TokenType.NORMAL] * (n_vocab - 2) + [gguf.TokenType.CONTROL] * 2
+        self.out.add_tokenizer_model("gpt2")
+        self.out.add_tokenizer_pre("qwen2")
+        self.out.add_token_list(tokens)
+        self.out.add_token_types(types)
+        self.out.add_token_merges([f"{table[97 + i]} {table[97 + i + 1]}" for i in range(0)] or [f"{table[32]} {table[32]}"])
+        self.out.add_eos_token_id(n_vocab - 2)
+        self.out.add_uint32("tokenizer.ggml.mask_token_id", n_vocab - 1)
+
+    def close(self) -> None:
+        self.out.write_header_to_file()
+        self.out.write_kv_data_to_file()
+        self.out.write_tensors_to_file()
+        self.out.close()
+
+
+def _byte_table() -> dict[int, str]:
+    """The printable characters that byte-level BPE writes bytes as."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {b: chr(b) for b in plain}
+    extra = 0
+    for b in range(256):
+        if b not in table:
+            table[b] = chr(256 + extra)
+            extra += 1
+    return table
+
+
+def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False) -> Path:
+    """Writes a random qwen35 target. ``mixed`` gives attn_v and ffn_down another type, as real k-quant files do."""
+    s, path = shape, Path(path)
+    w = _Writer(path, "qwen35", quant, seed)
+    out, a = w.out, "qwen35"
+    out.add_block_count(s.n_layer)
+    out.add_context_length(s.n_ctx)
+    out.add_embedding_length(s.n_embd)
+    out.add_feed_forward_length(s.n_ff)
+    out.add_head_count(s.n_head)
+    out.add_head_count_kv(s.n_head_kv)
+    out.add_key_length(s.head_size)
+    out.add_value_length(s.head_size)
+    out.add_layer_norm_rms_eps(1e-6)
+    out.add_rope_dimension_count(s.n_rot)
+    out.add_rope_freq_base(s.rope_base)
+    third = s.n_rot // 2 // 3
+    out.add_rope_dimension_sections([s.n_rot // 2 - 2 * third, third, third, 0])
+    out.add_uint32(f"{a}.ssm.conv_kernel", 4)
+    out.add_uint32(f"{a}.ssm.inner_size", s.delta_head * s.delta_v)
+    out.add_uint32(f"{a}.ssm.state_size", s.delta_head)
+    out.add_uint32(f"{a}.ssm.time_step_rank", s.delta_v)
+    out.add_uint32(f"{a}.ssm.group_count", s.delta_k)
+    out.add_uint32(f"{a}.full_attention_interval", s.every)
+    w.tokenizer(s.n_vocab)
+    w.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=s.n_embd**0.5)
+    w.matrix("output.weight", s.n_embd, s.n_vocab)
+    w.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
+    other = type_id("q6_K") if mixed else None
+    channels, inner = s.delta_head * (2 * s.delta_k + s.delta_v), s.delta_head * s.delta_v
+    for i in range(s.n_layer):
+        b = f"blk.{i}."
+        w.vector(b + "attn_norm.weight", s.n_embd, 0.5, 1.5)
+        w.vector(b + "post_attention_norm.weight", s.n_embd, 0.5, 1.5)
+        if (i + 1) % s.every:
+            w.matrix(b + "attn_qkv.weight", s.n_embd, channels)
+            w.matrix(b + "attn_gate.weight", s.n_embd, inner)
+            w.matrix(b + "ssm_beta.weight", s.n_embd, s.delta_v)
+            w.matrix(b + "ssm_alpha.weight", s.n_embd, s.delta_v)
+            out.add_tensor(b + "ssm_conv1d.weight", (w.rng.standard_normal((channels, 4)) * 0.5).astype(np.float32))
+            w.vector(b + "ssm_dt.bias", s.delta_v, -4.0, 1.0)
+            out.add_tensor(b + "ssm_a", -w.rng.uniform(0.1, 4.0, s.delta_v).astype(np.float32))
+            w.vector(b + "ssm_norm.weight", s.delta_head, 0.5, 1.5)
+            w.matrix(b + "ssm_out.weight", inner, s.n_embd)
+        else:
+            w.matrix(b + "attn_q.weight", s.n_embd, 2 * s.n_head * s.head_size)
+            w.matrix(b + "attn_k.weight", s.n_embd, s.n_head_kv * s.head_size)
+            w.matrix(b + "attn_v.weight", s.n_embd, s.n_head_kv * s.head_size, kind=other)
+            w.matrix(b + "attn_output.weight", s.n_head * s.head_size, s.n_embd)
+            w.vector(b + "attn_q_norm.weight", s.head_size, 0.5, 1.5)
+            w.vector(b + "attn_k_norm.weight", s.head_size, 0.5, 1.5)
+        w.matrix(b + "ffn_gate.weight", s.n_embd, s.n_ff)
+        w.matrix(b + "ffn_up.weight", s.n_embd, s.n_ff)
+        w.matrix(b + "ffn_down.weight", s.n_ff, s.n_embd, kind=other)
+    w.close()
+    return path
+
+
+def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2) -> Path:
+    """Writes a random dflash drafter for ``write_qwen35`` of the same shape; embedding and head are the target's."""
+    s, path = shape, Path(path)
+    w = _Writer(path, "dflash", quant, seed)
+    out = w.out
+    out.add_block_count(s.draft_layers)
+    out.add_context_length(s.n_ctx)
+    out.add_embedding_length(s.n_embd)
+    out.add_feed_forward_length(s.draft_ff)
+    out.add_head_count(s.draft_heads)
+    out.add_head_count_kv(s.draft_heads_kv)
+    out.add_key_length(s.draft_head_size)
+    out.add_value_length(s.draft_head_size)
+    out.add_layer_norm_rms_eps(1e-6)
+    out.add_rope_freq_base(s.rope_base)
+    out.add_rope_dimension_count(s.draft_head_size)
+    out.add_rope_dimension_sections([s.draft_head_size // 2, 0, 0, 0])
+    out.add_causal_attention(False)
+    out.add_uint32("dflash.block_size", 16)
+    out.add_array("dflash.target_layers", list(s.target_layers))
+    if s.window:
+        out.add_sliding_window(s.window)
+        out.add_array("dflash.attention.sliding_window_pattern", [i + 1 < s.draft_layers for i in range(s.draft_layers)])
+    w.tokenizer(s.n_vocab)
+    w.matrix("fc.weight", s.n_embd * len(s.target_layers), s.n_embd)
+    w.vector("enc.output_norm.weight", s.n_embd, 0.5, 1.5)
+    w.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
+    wide, wide_kv = s.draft_heads * s.draft_head_size, s.draft_heads_kv * s.draft_head_size
+    for i in range(s.draft_layers):
+        b = f"blk.{i}."
+        for name, n_in, n_out in (
+            ("attn_q", s.n_embd, wide),
+            ("attn_k", s.n_embd, wide_kv),
+            ("attn_v", s.n_embd, wide_kv),
+            ("attn_output", wide, s.n_embd),
+            ("ffn_gate", s.n_embd, s.draft_ff),
+            ("ffn_up", s.n_embd, s.draft_ff),
+            ("ffn_down", s.draft_ff, s.n_embd),
+        ):
+            w.matrix(f"{b}{name}.weight", n_in, n_out)
+        for name, n in (("attn_norm", s.n_embd), ("ffn_norm", s.n_embd), ("attn_q_norm", s.draft_head_size), ("attn_k_norm", s.draft_head_size)):
+            w.vector(f"{b}{name}.weight", n, 0.5, 1.5)
+    w.close()
+    return path
