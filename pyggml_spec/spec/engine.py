@@ -5,12 +5,12 @@ Order of life: ``load`` -> ``prefill`` -> any number of ``plain_step`` / ``fused
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..cache.cursor import Cursor
-from ..cache.kv import KVCache, padded
+from ..cache.kv import SPAN, KVCache, padded
 from ..cache.recurrent import DeltaState
 from ..errors import ContextError, EngineError, PairError
 from ..ggml.device import Backend
@@ -72,6 +72,7 @@ class Engine:
                 )
         self.options = options
         self.cursor = Cursor(options.n_ctx)
+        self._open_block: int | None = None  # rows of the last block until accept says how many count
         self._parts: list = []
         try:
             self._allocate()
@@ -97,10 +98,13 @@ class Engine:
         widest = max(opt.chunk, opt.width)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         self.io = self._own(StepIO(self.backend, 64 * widest + tail + 8192))
-        self.graphs = self._own(StepGraphs(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta))
+        widest_rows = {"prefill": opt.chunk, "logits": opt.chunk, "plain": 1, "verify": opt.width, "fused": opt.width}
+        self.graphs = self._own(
+            StepGraphs(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, widest_rows)
+        )
 
     def _reserve(self) -> None:
-        """Plans the largest graph of every role, so that no later graph makes a buffer grow."""
+        """Plans the largest graph of every role that a generation uses: what does not fit is said now, and no buffer grows later."""
         live = self.kv.live
         self.graphs.get("prefill", self.options.chunk, live)
         self.graphs.get("plain", 1, live)
@@ -109,6 +113,12 @@ class Engine:
         if self.delta is not None:
             width = self.options.width
             self.graphs.get("commit", width, 0, 0, width > 1)
+
+    def prepare(self, role: str, width: int, tokens: int) -> None:
+        """Builds the graphs of ``role`` for every span that the next ``tokens`` tokens will reach, so that no later step waits for one."""
+        first, last = self._span(width), min(padded(self.cursor.committed + tokens + width), self.kv.live)
+        for span in range(first, last + 1, SPAN):
+            self.graphs.get(role, width, span)
 
     # -- sequence
 
@@ -120,13 +130,13 @@ class Engine:
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None, stop: Callable[[], bool] | None = None
-    ) -> int:
+    ) -> int | None:
         """Computes ``tokens`` behind what is already there and returns the greedy next token, which becomes pending.
 
         Args:
             tokens: at least one token id.
             progress: called with (done, total) after each chunk.
-            stop: asked before each chunk; True ends the prefill early with EngineError, the chunks done so far stay committed.
+            stop: asked before each chunk; True ends the prefill early with None, the chunks done so far stay committed.
 
         Raises:
             ContextError: empty, too long for the context, or an id outside the vocabulary.
@@ -142,7 +152,7 @@ class Engine:
         done, pending = 0, None
         while done < ids.size:
             if stop is not None and stop():
-                raise EngineError(f"prefill was stopped after {done} of {ids.size} tokens")
+                return None
             part = ids[done : done + self.options.chunk]
             pending = self._prefill_chunk(part)
             done += part.size
@@ -233,8 +243,6 @@ class Engine:
         self._open_block = None
         self.cursor.advance(rows, pending)
 
-    _open_block: int | None = None
-
     def _run_block(self, step: Step, width: int, pending: bool) -> StepResult:
         self._fill_rows(step, width, width)
         if self.delta is not None:
@@ -300,9 +308,6 @@ class Engine:
         if self.delta is not None:
             out["recurrent"] = self.delta.nbytes
         return out
-
-    def with_options(self, **changes) -> EngineOptions:
-        return replace(self.options, **changes)
 
     def close(self) -> None:
         for part in reversed(self._parts):

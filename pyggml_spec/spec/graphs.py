@@ -20,7 +20,7 @@ from ..ggml.step_io import StepFields, StepIO
 from ..models.base import Rows
 from ..models.dflash import BlockRows
 
-KEEP_SPANS = 3  # graphs kept per (role, width) besides the widest span
+KEEP_SPANS = 12  # graphs kept per (role, width) besides the widest span; about 2 MB of host memory each
 
 
 @dataclass
@@ -39,8 +39,18 @@ class Step:
 class StepGraphs:
     """Builds and keeps the graphs of one engine. Owns the roles."""
 
-    def __init__(self, backend: Backend, io: StepIO, target, drafter, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None):
-        self.backend, self.io = backend, io
+    def __init__(
+        self,
+        backend: Backend,
+        io: StepIO,
+        target,
+        drafter,
+        kv: KVCache,
+        draft_kv: KVCache | None,
+        delta: DeltaState | None,
+        widest: dict[str, int],
+    ):
+        self.backend, self.io, self._widest = backend, io, widest
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta = kv, draft_kv, delta
         self.roles: dict[str, Role] = {}
@@ -65,9 +75,17 @@ class StepGraphs:
         if step is not None:
             step.graph.close()
             del self._steps[key]
+        if role not in self.roles and role in self._widest:
+            self._reserve(role)
+            return self.get(role, width, span, *more)
         self._make_room(role, width)
         self._steps[key] = self._build(role, width, span, *more)
         return self._steps[key]
+
+    def _reserve(self, role: str) -> None:
+        """Plans the role's largest graph first, so that no later one makes its buffer grow."""
+        width = self._widest[role]
+        self._steps[role, width, self.kv.live] = self._build(role, width, self.kv.live)
 
     def _build(self, role: str, width: int, span: int, *more) -> Step:
         if role not in self.roles:

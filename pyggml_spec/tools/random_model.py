@@ -37,7 +37,7 @@ class Shape:
     draft_heads_kv: int = 2
     draft_head_size: int = 64
     draft_ff: int = 512
-    target_layers: tuple[int, ...] = (1, 2, 4)
+    target_layers: tuple[int, ...] = (1, 2, 3)
     window: int = 0
     rope_base: float = 1e6
 

@@ -1,0 +1,33 @@
+"""pyspec inspect"""
+
+import json
+
+import click
+
+from ..tools.inspect import inspect_file
+from .terminal import size
+
+
+@click.command("inspect")
+@click.argument("file", type=click.Path())
+@click.option("--tensors/--no-tensors", default=True, help="List the tensors.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(file: str, tensors: bool, as_json: bool):
+    """Shows a GGUF's metadata and tensors, and what pyspec would do with it."""
+    seen = inspect_file(file)
+    if as_json:
+        click.echo(json.dumps(seen.as_dict()))
+        return
+    click.echo(f"{seen.path}: GGUF version {seen.version}, {size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters")
+    click.echo(seen.verdict)
+    click.echo()
+    width = max((len(key) for key in seen.metadata), default=0)
+    for key, value in seen.metadata.items():
+        click.echo(f"{key:<{width}}  {value}")
+    if tensors and seen.tensors:
+        click.echo()
+        width = max(len(name) for name, *_ in seen.tensors)
+        for name, kind, shape, nbytes in seen.tensors:
+            click.echo(f"{name:<{width}}  {kind:<6} {'x'.join(map(str, shape)):<16} {size(nbytes):>10}")
+    click.echo()
+    click.echo("  ".join(f"{kind} {size(nbytes)}" for kind, nbytes in sorted(seen.bytes_by_type.items())))

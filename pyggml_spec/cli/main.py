@@ -1,0 +1,57 @@
+"""The command group and what every command shares: errors as one sentence, exit codes, interrupts.
+
+Exit codes: 0 done; 1 an error, one sentence on stderr; 2 usage; 3 a check that failed; 130 interrupted; 141 the reader of stdout went away.
+"""
+
+import os
+import sys
+
+import click
+
+from ..errors import LibraryError, PyspecError
+
+EXIT_ERROR, EXIT_CHECK, EXIT_INTERRUPT, EXIT_PIPE = 1, 3, 130, 141
+
+
+class Commands(click.Group):
+    """Imports a command's module only when it is used: `pyspec --help` needs no ggml."""
+
+    names = ("run", "inspect", "devices", "compare")
+
+    def list_commands(self, ctx):
+        return list(self.names)
+
+    def get_command(self, ctx, name):
+        if name not in self.names:
+            return None
+        module = __import__(f"pyggml_spec.cli.{name}", fromlist=["command"])
+        return module.command
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="pyggml_spec", prog_name="pyspec")
+def cli():
+    """Runs GGUF models with DFlash speculative decoding, proves that the tokens are the same, and says why when it is not faster."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point of `pyspec`."""
+    try:
+        code = cli.main(args, standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = EXIT_INTERRUPT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_PIPE
+    except LibraryError as error:
+        click.echo(f"pyspec: {error}", err=True)
+        code = EXIT_ERROR
+    except PyspecError as error:
+        click.echo(f"pyspec: {error}", err=True)
+        code = EXIT_ERROR
+    sys.exit(code or 0)

@@ -1,0 +1,60 @@
+"""The two things `pyspec run` says about itself: what is engaged, before; what it measured, after."""
+
+from ..session import Engaged
+from ..spec.stats import Stats
+from .terminal import size
+
+_BAR = " ▁▂▃▄▅▆▇█"
+
+
+def engaged_line(e: Engaged, mode: str | None) -> str:
+    """One line with everything that decides speed and memory, and one per note."""
+    where = f"{e.device} ({e.threads} threads)" if e.threads else e.device
+    if e.drafter is None:
+        draft = "no drafter: plain decoding"
+    elif mode in ("plain", "reference"):
+        draft = f"drafter {e.drafter} idle ({mode} mode)"
+    else:
+        draft = f"drafter {e.drafter}, width {e.width}"
+    m = e.memory
+    parts = [f"weights {size(m['weights'] + m.get('draft_weights', 0))}", f"K/V {size(m['kv'] + m.get('draft_kv', 0))} {e.kv_type}"]
+    if "recurrent" in m:
+        parts.append(f"state {size(m['recurrent'])}")
+    parts.append(f"compute {size(m['compute'])}")
+    line = f"engaged: {e.target} on {where} | {draft} | context {e.n_ctx} | {', '.join(parts)}"
+    return "\n".join([line, *(f"note: {note}" for note in e.notes)])
+
+
+def footer(s: Stats, plain_ms: float | None) -> str:
+    """Speed, acceptance and the proof that nothing was built while decoding. ``plain_ms``: measured cost of one plain step."""
+    lines = [""]
+    decode = s.seconds["decode"]
+    if s.steps:
+        plain = f"plain {1000 / plain_ms:.1f} tok/s (calibrated) | " if plain_ms else ""
+        gain = f" | speedup {s.tokens_per_second * plain_ms / 1000:.2f}x" if plain_ms and s.drafted else ""
+        lines.append(f"{plain}{s.mode} {s.tokens_per_second:.1f} tok/s{gain}")
+        lines.append(f"{s.emitted} tokens in {s.steps} steps: {s.tokens_per_step:.2f} per step, {1000 * decode / s.steps:.2f} ms per step")
+    if s.drafted:
+        lines.append(f"accepted {s.matched} of {s.drafted} drafts ({100 * s.acceptance:.1f} %), by position: {_positions(s)}")
+        lines.append(f"tokens per step: {_histogram(s)}")
+    if s.nan_drafts:
+        lines.append("the drafter produced NaN or Inf: speculation was switched off; the text is the target's own")
+    lines.append(
+        f"graphs: {s.computes} computed, {s.graphs_built} built ({s.graphs_built_after_warmup} after warm-up), "
+        f"{s.buffer_growths} buffers allocated ({s.buffer_growths_after_warmup} after warm-up)"
+    )
+    lines.append(
+        f"load {s.seconds['load']:.2f} s, prefill {s.seconds['prefill']:.2f} s ({s.prompt_tokens} tokens), decode {decode:.2f} s; "
+        f"ended by: {s.stop_reason or 'nothing'}"
+    )
+    return "\n".join(lines)
+
+
+def _positions(s: Stats) -> str:
+    return " ".join(f"{100 * p:.0f}" for p in s.matched_per_position) + " %"
+
+
+def _histogram(s: Stats) -> str:
+    most = max(s.block_sizes.values())
+    bars = "".join(_BAR[round(8 * s.block_sizes.get(n, 0) / most)] for n in range(1, s.width + 1))
+    return f"1 |{bars}| {s.width}"

@@ -1,0 +1,75 @@
+"""Writing to a terminal: sizes in words, one progress line, text that is flushed as it comes."""
+
+import os
+import signal
+import sys
+from contextlib import contextmanager
+
+import click
+
+
+def say(message: str = "") -> None:
+    """One line on stderr."""
+    click.echo(message, err=True)
+
+
+def size(nbytes: int) -> str:
+    """Bytes as KiB, MiB or GiB."""
+    if nbytes < 1 << 20:
+        return f"{nbytes / 1024:.0f} KiB"
+    if nbytes < 10 << 30:
+        return f"{nbytes / (1 << 20):.1f} MiB" if nbytes < 100 << 20 else f"{nbytes / (1 << 20):.0f} MiB"
+    return f"{nbytes / (1 << 30):.1f} GiB"
+
+
+@contextmanager
+def progress_line():
+    """A progress callback (what, done, total) that shows one bar on stderr, if stderr is a terminal, and clears it at the end."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks = {}
+
+        def update(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield update
+
+
+class Interrupt:
+    """The first Ctrl-C asks the loop to stop after the running step; the second one ends the process as usual."""
+
+    def __init__(self):
+        self.asked = False
+        self._old = None
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _handle(self, signum, frame):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __enter__(self) -> "Interrupt":
+        self._old = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        signal.signal(signal.SIGINT, self._old)
+
+
+class TextOut:
+    """stdout as UTF-8 bytes, flushed after every write, whatever the locale says."""
+
+    def write(self, text: str) -> None:
+        if text:
+            sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+            sys.stdout.buffer.flush()

@@ -1,0 +1,251 @@
+"""A loaded pair: files, models, tokenizer and engine together, and generation from text."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ContextError, PairError, PyspecError
+from .ggml.device import Backend, pick_device
+from .ggml.library import versions
+from .gguf_io import GGUFFile
+from .models.registry import open_drafter, open_target
+from .models.weights import Weights
+from .spec.engine import Engine, EngineOptions
+from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from .spec.stats import Stats
+from .text.stream import TextStream
+from .text.tokenizer import Tokenizer, first_difference
+
+DEMO = Path(__file__).parent / "demo"
+DEMO_TARGET, DEMO_DRAFTER = DEMO / "target.gguf", DEMO / "drafter.gguf"
+DEFAULT_CONTEXT = 4096
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while something long goes on: "weights", "drafter weights" (bytes), "prefill" (tokens)."""
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One step of a generation: new ``text`` (may be empty), its ``tokens``, and the statistics so far."""
+
+    text: str
+    tokens: tuple[int, ...]
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Engaged:
+    """What is really in use, for the one line that says so."""
+
+    target: str
+    drafter: str | None
+    device: str
+    threads: int
+    width: int
+    n_ctx: int
+    kv_type: str
+    memory: dict[str, int]
+    notes: tuple[str, ...]
+
+
+class Session:
+    """A target, perhaps a drafter, ready to generate. Use in a ``with`` block, or ``close`` it; closing twice is fine."""
+
+    def __init__(self):
+        self._parts: list = []
+        self.notes: list[str] = []
+        self.load_seconds = 0.0
+        self.drafter = None
+
+    def _own(self, part):
+        self._parts.append(part)
+        return part
+
+    # -- loading
+
+    def _load(self, target: Path, draft: Path | None, device, threads, n_ctx, width, progress: Progress) -> "Session":
+        started = time.perf_counter()
+        self.backend = self._own(Backend(pick_device(device), threads))
+        file = self._own(GGUFFile(target))
+        self.target = open_target(file)
+        self.tokenizer = self._own(Tokenizer(file))
+        if draft is not None:
+            draft_file = self._own(GGUFFile(draft))
+            self.drafter = open_drafter(draft_file)
+            self.drafter.check_pair(self.target)
+            self._check_vocabularies(file, draft_file)
+        self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total))
+        if self.drafter is not None:
+            self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
+        options = EngineOptions(n_ctx=self._context(n_ctx), width=self._width(width))
+        self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
+        self.load_seconds = time.perf_counter() - started
+        return self
+
+    def _weights(self, model, progress) -> Weights:
+        return self._own(Weights(self.backend, model.file, model.specs(), model.groups(), model.fused_together(), progress))
+
+    def _check_vocabularies(self, target: GGUFFile, draft: GGUFFile) -> None:
+        difference = first_difference(target, draft)
+        if difference:
+            raise PairError(f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for")
+
+    def _context(self, n_ctx: int | None) -> int:
+        trained = self.target.context_length
+        if n_ctx is None:
+            return min(DEFAULT_CONTEXT, trained)
+        if n_ctx > trained:
+            self.notes.append(f"the context of {n_ctx} is longer than the {trained} tokens that the model was trained with")
+        return n_ctx
+
+    def _width(self, width: int | None) -> int:
+        if self.drafter is None:
+            if width not in (None, 1):
+                raise PairError(f"a draft width of {width} needs a drafter: give one with -md, or leave the width out")
+            return 16
+        return self.drafter.hp.block_size if width is None else max(2, width)
+
+    # -- generating
+
+    def steps(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int | None = None,
+        *,
+        mode: str | None = None,
+        stop: Sequence[str] = (),
+        ignore_end: bool = False,
+        special: bool = False,
+        prefill_progress: Callable[[int, int], None] | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Iterator[StepEvent]:
+        """Generates greedily from ``prompt`` and yields one event per step; the last event flushes the text.
+
+        Args:
+            prompt: text, or token ids.
+            max_tokens: at most this many tokens; None: until the end token or the end of the context.
+            mode: "speculative" (the default with a drafter), "plain", or "reference".
+            stop: texts that end the generation; they and what follows are not part of the text.
+            ignore_end: go on after the end token.
+            special: whether control tokens are recognised in the prompt text.
+            interrupted: asked between steps; True ends the generation with the stop reason "interrupt".
+
+        Raises:
+            ContextError: the prompt is empty or does not fit the context.
+        """
+        ids = self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ContextError("the prompt is empty; give some text with -p, -f or on standard input")
+        engine = self.engine
+        engine.reset()
+        mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
+        stats = self.new_stats()
+        options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end)
+        text = TextStream(self.tokenizer.piece, stop)
+        run = generate(engine, ids, options, stats, prefill_progress=prefill_progress, interrupted=interrupted)
+        try:
+            for block in run:
+                shown = "".join(text.push(token) for token in block)
+                yield StepEvent(shown, tuple(block), stats)
+                if text.stopped:
+                    stats.stop_reason = "stop"
+                    break
+        finally:
+            run.close()
+        yield StepEvent(text.finish(), (), stats)
+
+    def stream(self, prompt: str | Sequence[int], max_tokens: int | None = None, **options) -> Iterator[StepEvent]:
+        """``steps``, without the events that carry no text (except the last, which has the final statistics)."""
+        last = None
+        for last in self.steps(prompt, max_tokens, **options):
+            if last.text and last.tokens:
+                yield last
+        if last is not None:
+            yield last
+
+    def generate(self, prompt: str | Sequence[int], max_tokens: int | None = None, **options) -> tuple[str, Stats]:
+        """The whole text and its statistics."""
+        events = list(self.steps(prompt, max_tokens, **options))
+        return "".join(event.text for event in events), events[-1].stats
+
+    def new_stats(self) -> Stats:
+        stats = Stats(device=self.backend.device.name, versions=versions())
+        stats.seconds["load"] = self.load_seconds
+        return stats
+
+    def calibrate_plain(self, steps: int = 12) -> float:
+        """Milliseconds of one plain decode step of this target on this device, the median of ``steps``. Forgets the sequence."""
+        engine, times = self.engine, []
+        engine.reset()
+        engine.prefill([0])
+        for _ in range(min(steps + 3, engine.cursor.room)):
+            started = time.perf_counter()
+            engine.accept(1, int(engine.plain_step().ids[0]))
+            times.append(time.perf_counter() - started)
+        engine.reset()
+        return 1000 * statistics.median(times[3:] or times)
+
+    def engaged(self) -> Engaged:
+        """What is in use: read it before trusting a speed."""
+        drafter = self.drafter.file.path.name if self.drafter is not None else None
+        width = self.engine.options.width if self.drafter is not None else 1
+        return Engaged(
+            self.target.file.path.name,
+            drafter,
+            self.backend.device.name,
+            self.backend.threads,
+            width,
+            self.engine.options.n_ctx,
+            "f16",
+            self.engine.memory(),
+            tuple(self.notes),
+        )
+
+    def close(self) -> None:
+        for part in reversed(self._parts):
+            part.close()
+        self._parts = []
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+
+def load(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    device: str | None = None,
+    threads: int | None = None,
+    n_ctx: int | None = None,
+    draft_width: int | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Session:
+    """Loads a target and perhaps its drafter; without a target, the embedded pair.
+
+    Args:
+        target, draft: GGUF files. A target without a drafter decodes plainly.
+        device: name as in ``devices()``; None takes the first GPU, or the CPU.
+        threads: CPU threads; None takes the cores of this process, at most 16.
+        n_ctx: tokens of context; None takes 4096 or what the model was trained with, whichever is less.
+        draft_width: rows per verified block; None takes the drafter's trained block.
+
+    Raises:
+        PyspecError: any reason why this cannot work, in one sentence.
+    """
+    if target is None:
+        if draft is not None:
+            raise PyspecError(f"the drafter {draft} needs its target: name it with -m")
+        if not DEMO_TARGET.exists():
+            raise PyspecError("this installation has no embedded pair; name a target with -m")
+        target, draft = DEMO_TARGET, DEMO_DRAFTER
+    session = Session()
+    try:
+        return session._load(Path(target), Path(draft) if draft is not None else None, device, threads, n_ctx, draft_width, progress)
+    except BaseException:
+        session.close()
+        raise

@@ -1,0 +1,203 @@
+"""The speculative loop, greedy.
+
+The verifier sees [pending, d_1 .. d_{W-1}]; its row j predicts the token after row j. The accepted drafts are the longest prefix with
+target_j == d_{j+1}; that many rows plus one are committed, and the target's own choice after them becomes the pending token. Every token
+that comes out is therefore the target's greedy choice after exactly the tokens before it: the drafter decides how many come out per step,
+never which.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import EngineError
+from .engine import Engine, StepResult
+from .stats import Stats
+
+SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
+WARMUP_STEPS = 2
+PREPARE_TOKENS = 2048  # how far ahead the graphs of later spans are built before decoding starts
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """Attributes:
+    max_tokens: tokens to emit; None for as many as the context holds.
+    mode: SPECULATIVE, PLAIN, or REFERENCE (plain decoding on the W-wide graph, whose text equals the speculative text byte for byte).
+    width: rows per block.
+    is_end: whether a token ends the text.
+    ignore_end: go on after end tokens.
+    """
+
+    max_tokens: int | None = None
+    mode: str = SPECULATIVE
+    width: int = 16
+    is_end: Callable[[int], bool] = lambda token: False
+    ignore_end: bool = False
+
+
+Drafts = Callable[[Sequence[int], int], Sequence[int]]
+"""A scripted drafter: (all tokens so far, count) -> that many draft ids. Used by tests and synthetic drafting."""
+
+
+def count_matched(result: StepResult) -> int:
+    """Length of the longest prefix of drafts that the target agrees with."""
+    agree = result.ids[:-1] == result.tokens[1:]
+    return int(agree.size if agree.all() else np.argmin(agree))
+
+
+def generate(
+    engine: Engine,
+    prompt: Sequence[int],
+    options: LoopOptions,
+    stats: Stats | None = None,
+    drafts: Drafts | None = None,
+    prefill_progress: Callable[[int, int], None] | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[list[int]]:
+    """Yields the tokens of each step: first the one that the prompt leads to, then a block per step.
+
+    ``stats.stop_reason`` says why it ended: "end" (an end token, which is yielded last), "length", "context", "interrupt" (``interrupted``,
+    asked before every chunk of the prompt and every step, said so). Close the generator to stop earlier; the engine then holds exactly the
+    tokens that were committed.
+    """
+    stats = stats if stats is not None else Stats()
+    stats.mode, stats.width = options.mode, options.width if options.mode != PLAIN else 1
+    run = _Run(engine, options, stats, list(prompt), drafts, prefill_progress, interrupted)
+    try:
+        yield from run.tokens()
+    finally:
+        run.finish()
+
+
+class _Run:
+    """One generation's local state."""
+
+    def __init__(self, engine: Engine, options: LoopOptions, stats: Stats, history: list[int], drafts: Drafts | None, progress, interrupted):
+        self.progress, self.interrupted = progress, interrupted
+        self.engine, self.options, self.stats, self.history, self.drafts = engine, options, stats, history, drafts
+        self.limit = options.max_tokens if options.max_tokens is not None else engine.cursor.room + 1
+        self.speculating = options.mode == SPECULATIVE and (drafts is not None or engine.drafter is not None) and options.width > 1
+        self._before = _counts(engine)
+        self._warm: dict | None = None
+        self._decode_started: float | None = None
+
+    def tokens(self) -> Iterator[list[int]]:
+        engine, stats = self.engine, self.stats
+        if self.limit < 1:
+            stats.stop_reason = "length"
+            return
+        started = time.perf_counter()
+        stats.prompt_tokens = len(self.history)
+        first = engine.prefill(self.history, self.progress, self.interrupted)
+        stats.seconds["prefill"] += time.perf_counter() - started
+        if first is None:
+            stats.stop_reason = "interrupt"
+            return
+        stats.target_forwards += 1
+        stats.emitted = 1
+        self.history.append(first)
+        ended = self._ends(first)
+        yield [first]
+        if not ended:
+            self._prepare()
+        self._decode_started = time.perf_counter()
+        while not ended and stats.emitted < self.limit and engine.cursor.room > 0:
+            if self.interrupted():
+                stats.stop_reason = "interrupt"
+                return
+            block = self._step()
+            ended = self._ends(block[-1])
+            yield block
+        stats.stop_reason = "end" if ended else "length" if stats.emitted >= self.limit else "context"
+
+    def _step(self) -> list[int]:
+        began = time.perf_counter_ns()
+        result, width, by_model = self._forward()
+        matched = self._accept(result)
+        self.engine.accept(matched + 1, int(result.ids[matched]))
+        block = result.ids[: matched + 1].tolist()
+        self.history += block
+        self.stats.add_block(width, matched, by_model)
+        self._count_time(result, time.perf_counter_ns() - began)
+        if self._warm is None and self.stats.steps >= WARMUP_STEPS:
+            self._warm = _counts(self.engine)
+        return block
+
+    def _forward(self) -> tuple[StepResult, int, bool]:
+        engine, width = self.engine, self.options.width
+        if self.options.mode == REFERENCE:
+            return self._checked(engine.verify_step([self.history[-1]] * (width - 1))), width, False
+        if not self.speculating:
+            return self._checked(engine.plain_step()), 1, False
+        if self.drafts is not None:
+            return self._checked(engine.verify_step(self.drafts(self.history, width - 1))), width, False
+        result = self._checked(engine.fused_step(width))
+        if not result.draft_finite:
+            self.stats.nan_drafts += 1
+            self.speculating = False
+        return result, width, True
+
+    def _checked(self, result: StepResult) -> StepResult:
+        if not result.target_finite:
+            raise EngineError(
+                f"{self.engine.target.file.path.name} produced NaN or Inf after {self.engine.cursor.committed} tokens; "
+                "the weights are damaged or overflow on this device"
+            )
+        return result
+
+    def _accept(self, result: StepResult) -> int:
+        """Accepted drafts of this block, cut at the end token, at the token limit and at the end of the context."""
+        if self.options.mode == REFERENCE:
+            return 0
+        matched = min(count_matched(result), self.limit - self.stats.emitted - 1, self.engine.cursor.room - 1)
+        for j in range(matched):
+            if self._ends(int(result.ids[j])):
+                return j
+        return matched
+
+    def _ends(self, token: int) -> bool:
+        return not self.options.ignore_end and self.options.is_end(token)
+
+    def _prepare(self) -> None:
+        role, width = "plain", 1
+        if self.options.mode == REFERENCE or (self.speculating and self.drafts is not None):
+            role, width = "verify", self.options.width
+        elif self.speculating:
+            role, width = "fused", self.options.width
+        self.engine.prepare(role, width, min(self.limit, PREPARE_TOKENS))
+
+    def _count_time(self, result: StepResult, total_ns: int) -> None:
+        times, host = result.times, self.stats.host_us
+        host["upload"] += times.upload
+        host["compute"] += times.compute
+        host["read"] += times.read
+        host["host"] += max(0, total_ns // 1000 - times.upload - times.compute - times.read)
+
+    def finish(self) -> None:
+        """Fills in the counters, also when the generation was abandoned."""
+        stats, now = self.stats, _counts(self.engine)
+        if self._decode_started is not None:
+            stats.seconds["decode"] += time.perf_counter() - self._decode_started
+            self._decode_started = None
+        for key, value in now.items():
+            setattr(stats, key, value if key in ("graphs_built", "buffer_growths") else value - self._before[key])
+        warm = self._warm or now
+        stats.graphs_built_after_warmup = now["graphs_built"] - warm["graphs_built"]
+        stats.buffer_growths_after_warmup = now["buffer_growths"] - warm["buffer_growths"]
+        stats.memory = self.engine.memory()
+
+
+def _counts(engine: Engine) -> dict[str, int]:
+    counters = engine.graphs.counters().values()
+    return {
+        "graphs_built": sum(c.graphs_built for c in counters),
+        "buffer_growths": sum(c.buffer_growths for c in counters),
+        "computes": sum(c.computes for c in counters),
+        "uploads": engine.io.uploads,
+        "upload_bytes": engine.io.upload_bytes,
+        "reads": engine.io.reads,
+        "read_bytes": engine.io.read_bytes,
+    }

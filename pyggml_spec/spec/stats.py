@@ -1,0 +1,104 @@
+"""Statistics of one generation. Slot 0 of a block is the pending token itself and is never counted as drafted or accepted.
+
+emitted = 1 (from the prompt) + steps + matched, where matched counts accepted drafts.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """Counts and times of one generation; ``as_dict`` is what ``--stats`` writes.
+
+    Attributes:
+        emitted: tokens that came out, an end token included.
+        steps: decode steps, that is target forwards after the prompt.
+        drafted: drafts that were verified, per step the block's width - 1.
+        matched: drafts that the target agreed with, up to where the generation ended.
+        matched_at: how often the draft at position i (1-based, index i - 1) was accepted.
+        offered_at: how often there was a draft at position i.
+        block_sizes: how many steps emitted n tokens.
+        widths: how many steps ran at each width.
+        nan_drafts: blocks whose drafter produced NaN or Inf.
+        seconds: wall-clock time by phase: load, prefill, decode.
+        host_us: host microseconds per phase of a step, summed: upload, compute (launch), read (includes waiting), host (the rest).
+    """
+
+    mode: str = "plain"
+    width: int = 1
+    device: str = ""
+    stop_reason: str = ""
+    prompt_tokens: int = 0
+    emitted: int = 0
+    steps: int = 0
+    drafted: int = 0
+    matched: int = 0
+    target_forwards: int = 0
+    draft_forwards: int = 0
+    nan_drafts: int = 0
+    matched_at: list[int] = field(default_factory=list)
+    offered_at: list[int] = field(default_factory=list)
+    block_sizes: Counter = field(default_factory=Counter)
+    widths: Counter = field(default_factory=Counter)
+    graphs_built: int = 0
+    graphs_built_after_warmup: int = 0
+    buffer_growths: int = 0
+    buffer_growths_after_warmup: int = 0
+    computes: int = 0
+    uploads: int = 0
+    upload_bytes: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    seconds: dict = field(default_factory=lambda: {"load": 0.0, "prefill": 0.0, "decode": 0.0})
+    host_us: dict = field(default_factory=lambda: {"upload": 0, "compute": 0, "read": 0, "host": 0})
+    memory: dict = field(default_factory=dict)
+    versions: dict = field(default_factory=dict)
+
+    def add_block(self, width: int, matched: int, drafted_by_model: bool) -> None:
+        """Counts one decode step over ``width`` rows whose first ``matched`` drafts were accepted."""
+        self.steps += 1
+        self.target_forwards += 1
+        self.draft_forwards += drafted_by_model
+        self.widths[width] += 1
+        self.block_sizes[matched + 1] += 1
+        self.emitted += matched + 1
+        if width > 1:
+            self.drafted += width - 1
+            self.matched += matched
+            grow = width - 1 - len(self.matched_at)
+            self.matched_at += [0] * grow
+            self.offered_at += [0] * grow
+            for i in range(width - 1):
+                self.offered_at[i] += 1
+                self.matched_at[i] += i < matched
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens per decode step, the target's own token included (1.0 for plain decoding)."""
+        return (self.steps + self.matched) / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted drafts per draft."""
+        return self.matched / self.drafted if self.drafted else 0.0
+
+    @property
+    def matched_per_position(self) -> list[float]:
+        return [m / o if o else 0.0 for m, o in zip(self.matched_at, self.offered_at)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed: tokens after the first, per second of decoding."""
+        return (self.emitted - 1) / self.seconds["decode"] if self.seconds["decode"] > 0 and self.emitted > 1 else 0.0
+
+    def as_dict(self) -> dict:
+        """Plain values, JSON-ready, with the derived figures."""
+        out = {k: v for k, v in self.__dict__.items() if k not in ("block_sizes", "widths")}
+        out["block_sizes"] = {str(k): v for k, v in sorted(self.block_sizes.items())}
+        out["widths"] = {str(k): v for k, v in sorted(self.widths.items())}
+        out["tokens_per_step"] = self.tokens_per_step
+        out["acceptance"] = self.acceptance
+        out["matched_per_position"] = self.matched_per_position
+        out["tokens_per_second"] = self.tokens_per_second
+        return out

@@ -1,0 +1,1 @@
+"""Text in and out of tokens: llama.cpp's own tokenizer, incremental decoding, stop strings."""

@@ -1,0 +1,49 @@
+"""Tokens to text as they arrive: never half a character, never a part of a stop string."""
+
+import codecs
+from collections.abc import Callable, Sequence
+
+
+class TextStream:
+    """Turns token bytes into text. ``push`` returns what may be shown; ``finish`` what was held back.
+
+    A character whose bytes are spread over tokens comes out when it is complete. Text that could be the beginning of a stop string is held
+    back until it is certain that it is not; ``stopped`` becomes True when a stop string is complete, and the text ends before it.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()):
+        self._piece = piece
+        self._stops = [s for s in stops if s]
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        if self.stopped:
+            return ""
+        self._held += self._decoder.decode(self._piece(token))
+        return self._release(final=False)
+
+    def finish(self) -> str:
+        if self.stopped:
+            return ""
+        self._held += self._decoder.decode(b"", final=True)
+        return self._release(final=True)
+
+    def _release(self, final: bool) -> str:
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            out, self._held = self._held[: min(found)], ""
+            return out
+        keep = 0 if final else self._possible_stop()
+        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return out
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(s) for s in self._stops), default=0)
+        for n in range(min(longest - 1, len(self._held)), 0, -1):
+            if any(s.startswith(self._held[-n:]) for s in self._stops):
+                return n
+        return 0

@@ -1,0 +1,98 @@
+"""Is this engine right for this file? The same token ids through our engine and through llama.cpp, and how far the logits are apart."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ContextError
+from ..ggml.device import Backend, pick_device
+from ..gguf_io import GGUFFile
+from ..models.registry import open_target
+from ..models.weights import Weights
+from ..spec.engine import Engine, EngineOptions
+from .reference import LlamaReference
+
+GREEDY_TOKENS = 64
+CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How our logits differ from llama.cpp's on the same tokens.
+
+    Attributes:
+        nmse: sum of squared differences over the sum of squared reference logits; 0.0 means bit-equal.
+        max_abs: largest difference of any logit.
+        argmax_agree: fraction of rows with the same greedy token.
+        greedy_agree: equal tokens of 64 that each side then generates greedily, as a fraction, up to the first difference.
+        tokens: tokens compared.
+    """
+
+    nmse: float
+    max_abs: float
+    argmax_agree: float
+    greedy_agree: float
+    tokens: int
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def compare_logits(path: str | Path, tokens: int = 64, seed: int = 0, device: str | None = None, threads: int | None = None) -> Comparison:
+    """Feeds ``tokens`` random ids to both engines, in graphs of exactly the same number of rows, then decodes 64 tokens greedily on both.
+
+    Raises:
+        ContextError: more tokens than the model's context.
+        PyspecError: the file cannot be run here.
+    """
+    if tokens < 1:
+        raise ContextError(f"{tokens} tokens cannot be compared; use --tokens 1 or more")
+    parts = []
+
+    def own(part):
+        parts.append(part)
+        return part
+
+    try:
+        file = own(GGUFFile(path))
+        target = open_target(file)
+        if tokens + GREEDY_TOKENS > target.context_length:
+            raise ContextError(
+                f"{tokens} tokens and {GREEDY_TOKENS} generated ones do not fit the context of {target.context_length}; use fewer --tokens"
+            )
+        backend = own(Backend(pick_device(device), threads))
+        target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_together()))
+        n_ctx = tokens + GREEDY_TOKENS
+        engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK)))
+        reference = own(LlamaReference(path, backend.device, n_ctx, CHUNK, backend.threads))
+        ids = np.random.default_rng(seed).integers(0, target.n_vocab, tokens).tolist()
+        ours, theirs = engine.logits(ids), reference.logits(ids)
+        greedy = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()))
+        return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), _argmax_agreement(ours, theirs), greedy, tokens)
+    finally:
+        for part in reversed(parts):
+            part.close()
+
+
+def nmse(ours: np.ndarray, reference: np.ndarray) -> float:
+    """Squared error over squared reference, in double precision."""
+    a, b = ours.astype(np.float64), reference.astype(np.float64)
+    return float(((a - b) ** 2).sum() / max((b**2).sum(), 1e-300))
+
+
+def _argmax_agreement(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float((ours.argmax(axis=1) == theirs.argmax(axis=1)).mean())
+
+
+def _greedy_agreement(engine: Engine, reference: LlamaReference, ours: int, theirs: int) -> float:
+    """Fraction of GREEDY_TOKENS that agree before the first difference; both sides decode one row at a time."""
+    agreed = 0
+    while ours == theirs and agreed < GREEDY_TOKENS:
+        agreed += 1
+        if agreed == GREEDY_TOKENS:
+            break
+        result = engine.plain_step()
+        ours, theirs = int(result.ids[0]), int(reference.logits([theirs])[0].argmax())
+        engine.accept(1, ours)
+    return agreed / GREEDY_TOKENS

@@ -1,0 +1,92 @@
+"""What is in a GGUF, and what this package would do with it. No weights are loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import PyspecError
+from ..gguf_io import GGUFFile
+from ..gguf_io.reader import StringArray
+from ..models.registry import DRAFTERS, TARGETS, open_drafter, open_target
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Attributes:
+    path, nbytes, version: the file.
+    metadata: key to a short printable value.
+    tensors: (name, type, shape in ggml order, bytes) in file order.
+    bytes_by_type: bytes of all tensors of each type.
+    parameters: elements of all tensors.
+    verdict: one sentence: how this package would use the file, or why it cannot.
+    """
+
+    path: str
+    nbytes: int
+    version: int
+    metadata: dict[str, str]
+    tensors: list[tuple[str, str, tuple[int, ...], int]]
+    bytes_by_type: dict[str, int]
+    parameters: int
+    verdict: str
+    usable: bool
+
+    def as_dict(self) -> dict:
+        out = dict(self.__dict__)
+        out["tensors"] = [{"name": n, "type": t, "shape": list(s), "bytes": b} for n, t, s, b in self.tensors]
+        return out
+
+
+def inspect_file(path: str | Path) -> Inspection:
+    """Reads the file's metadata and tensor list.
+
+    Raises:
+        GGUFError: not a GGUF, or damaged.
+    """
+    with GGUFFile(path) as file:
+        tensors = [(t.name, t.type_name, t.shape, t.nbytes) for t in file.tensors.values()]
+        by_type: dict[str, int] = {}
+        for _, kind, _, nbytes in tensors:
+            by_type[kind] = by_type.get(kind, 0) + nbytes
+        verdict, usable = _verdict(file)
+        return Inspection(
+            str(file.path),
+            file.nbytes,
+            file.version,
+            {key: short(value) for key, value in file.metadata.items()},
+            tensors,
+            by_type,
+            sum(int(np.prod(shape, dtype=object)) for _, _, shape, _ in tensors),
+            verdict,
+            usable,
+        )
+
+
+def short(value, limit: int = 72) -> str:
+    """A metadata value on one line."""
+    if isinstance(value, StringArray):
+        head = ", ".join(repr(value[i]) for i in range(min(4, len(value))))
+        out = f"[{head}{', ...' if len(value) > 4 else ''}] ({len(value)} strings)"
+    elif isinstance(value, np.ndarray):
+        out = f"[{', '.join(str(v) for v in value[:8])}{', ...' if len(value) > 8 else ''}] ({len(value)} values)"
+    else:
+        out = repr(value) if isinstance(value, str) else str(value)
+    out = out.replace("\n", "\\n")
+    return out if len(out) <= limit else out[: limit - 3] + "..."
+
+
+def _verdict(file: GGUFFile) -> tuple[str, bool]:
+    arch = file.metadata.get("general.architecture")
+    try:
+        if arch in DRAFTERS:
+            hp = open_drafter(file).hp
+            layers = ", ".join(str(v) for v in hp.target_layers)
+            return f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with -md", True
+        if arch in TARGETS:
+            model = open_target(file)
+            return f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with -m", True
+    except PyspecError as error:
+        return f"cannot be run: {error}", False
+    known = ", ".join(sorted([*TARGETS, *DRAFTERS]))
+    return f"cannot be run: the architecture {arch!r} is not supported ({known} are)", False

@@ -1,0 +1,75 @@
+"""llama.cpp itself, through llama_cpp: the reference that every architecture is compared with, on the same file and the same device."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+from ..errors import DeviceError, ModelError
+from ..ggml.device import Device
+from ..text import tokenizer as _quiet  # noqa: F401  (silences llama.cpp's log)
+
+
+class LlamaReference:
+    """A llama.cpp model and context: flash attention on, micro-batches as large as the chunk, F16 K/V. Owns both."""
+
+    def __init__(self, path: str | Path, device: Device, n_ctx: int, chunk: int, threads: int):
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0 if device.kind == "cpu" else -1
+        self._devices = None
+        if device.kind != "cpu":
+            ggml = ctypes.CDLL(str(_library("ggml")))
+            ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+            ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+            self._devices = (ctypes.c_void_p * 2)(ggml.ggml_backend_dev_get(device.index), None)
+            params.devices = ctypes.cast(self._devices, type(params.devices))
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise ModelError(f"llama.cpp cannot load {path}, so there is nothing to compare with")
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = n_ctx, chunk, chunk
+        options.n_threads = options.n_threads_batch = max(1, threads)
+        options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        self._ctx = llama_cpp.llama_init_from_model(self._model, options)
+        if not self._ctx:
+            llama_cpp.llama_model_free(self._model)
+            raise DeviceError(f"llama.cpp has no memory for a context of {n_ctx} tokens with {path}")
+        self._batch = llama_cpp.llama_batch_init(chunk, 0, 1)
+        self.chunk, self.used = chunk, 0
+        self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits of every token, behind what was computed before. F32 [T, n_vocab]."""
+        out = np.empty((len(tokens), self.n_vocab), np.float32)
+        for first in range(0, len(tokens), self.chunk):
+            part = tokens[first : first + self.chunk]
+            self._batch.n_tokens = len(part)
+            for i, token in enumerate(part):
+                self._batch.token[i], self._batch.pos[i] = token, self.used + i
+                self._batch.n_seq_id[i], self._batch.seq_id[i][0], self._batch.logits[i] = 1, 0, 1
+            if llama_cpp.llama_decode(self._ctx, self._batch) != 0:
+                raise ModelError("llama.cpp failed to compute the reference")
+            for i in range(len(part)):
+                row = llama_cpp.llama_get_logits_ith(self._ctx, i)
+                out[first + i] = np.ctypeslib.as_array(row, (self.n_vocab,))
+            self.used += len(part)
+        return out
+
+    def close(self) -> None:
+        if self._ctx:
+            llama_cpp.llama_batch_free(self._batch)
+            llama_cpp.llama_free(self._ctx)
+            llama_cpp.llama_model_free(self._model)
+            self._ctx = None
+
+
+def _library(name: str) -> Path:
+    """Path of a library that llama_cpp loaded."""
+    from llama_cpp.llama_cpp import _base_path
+
+    found = sorted(Path(_base_path).glob(f"lib{name}.*"))
+    if not found:
+        raise DeviceError(f"llama-cpp-python has no lib{name} in {_base_path}; reinstall it")
+    return found[0]
