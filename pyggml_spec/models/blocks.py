@@ -33,6 +33,26 @@ class Rope:
         scale = 1.0 / factor if kind == "linear" and factor > 0 else 1.0
         return cls(n_rot, file.get(f"{arch}.rope.freq_base", float, 10000.0), scale)
 
+    def check_sections(self, file: GGUFFile, arch: str, interleaved: bool) -> None:
+        """Multi-axis rope over text is plain NEOX only if every pair belongs to one of the axes that carry the text position.
+
+        Pairs outside the sections of the first three axes would be rotated by the fourth one, whose position is 0 for text.
+
+        Raises:
+            ModelError: `rope.dimension_sections` leaves such pairs.
+        """
+        sections = file.metadata.get(f"{arch}.rope.dimension_sections")
+        if sections is None:
+            return
+        pairs = range(self.n_rot // 2)
+        counts = [int(n) for n in sections][:3]
+        covered = all(i < 3 * counts[i % 3] for i in pairs) if interleaved else sum(counts) >= len(pairs)
+        if len(counts) < 3 or not covered:
+            raise ModelError(
+                f"{file.path}: rope.dimension_sections {[int(n) for n in sections]} do not cover the {self.n_rot // 2} rotated pairs of {arch}; "
+                "the file was converted with other hyper-parameters"
+            )
+
     def __call__(self, g: Graph, x, positions):
         return g.rope_neox(x, positions, self.n_rot, self.base, self.scale)
 

@@ -65,6 +65,8 @@ class Hparams:
         act = file.get(f"{arch}.hidden_activation", str, "silu")
         if act != "silu":
             raise ModelError(f"{file.path} uses the activation {act!r}; dflash drafters with silu are supported")
+        rope = Rope.from_gguf(file, arch, head_size)
+        rope.check_sections(file, arch, interleaved=False)
         return cls(
             n_layer,
             n_embd,
@@ -73,7 +75,7 @@ class Hparams:
             positive(file, f"{arch}.attention.head_count_kv", n_head),
             head_size,
             file.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
-            Rope.from_gguf(file, arch, head_size),
+            rope,
             positive(file, f"{arch}.block_size", 16, 1024),
             file.get("tokenizer.ggml.mask_token_id", int),
             tuple(int(v) for v in layers),

@@ -53,6 +53,8 @@ class Hparams:
             recurrent = tuple(bool(flag) for flag in flags)[:n_layer]
         if n_layer < 1 or len(recurrent) != n_layer or not any(recurrent):
             raise ModelError(f"{file.path}: {n_layer} layers with {sum(recurrent)} recurrent ones is not a {arch} model")
+        rope = Rope.from_gguf(file, arch, head_size)
+        rope.check_sections(file, arch, interleaved=True)
         n_head_kv = positive(file, f"{arch}.attention.head_count_kv", n_head)
         if n_head % n_head_kv:
             raise ModelError(f"{file.path}: {n_head} query heads cannot share {n_head_kv} K/V heads")
@@ -64,7 +66,7 @@ class Hparams:
             n_head_kv,
             head_size,
             file.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
-            Rope.from_gguf(file, arch, head_size),
+            rope,
             DeltaShape(sum(recurrent), state, heads_k, heads_v, positive(file, f"{arch}.ssm.conv_kernel", limit=16)),
             recurrent,
             positive(file, f"{arch}.context_length", limit=1 << 31),

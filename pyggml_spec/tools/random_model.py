@@ -139,8 +139,7 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
     out.add_layer_norm_rms_eps(1e-6)
     out.add_rope_dimension_count(s.n_rot)
     out.add_rope_freq_base(s.rope_base)
-    third = s.n_rot // 2 // 3
-    out.add_rope_dimension_sections([s.n_rot // 2 - 2 * third, third, third, 0])
+    out.add_rope_dimension_sections([(s.n_rot // 2 + 2 - axis) // 3 for axis in range(3)] + [0])
     out.add_uint32(f"{a}.ssm.conv_kernel", 4)
     out.add_uint32(f"{a}.ssm.inner_size", s.delta_head * s.delta_v)
     out.add_uint32(f"{a}.ssm.state_size", s.delta_head)

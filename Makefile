@@ -1,0 +1,27 @@
+# make run   sets everything up and runs the main job on the embedded pair
+# make test  sets everything up and runs the tests
+# Set-up needs Python 3.11 or newer, a C compiler and CMake's build tools; everything else comes from PyPI. Building llama-cpp-python
+# takes minutes the first time (pip keeps the wheel); nothing else takes more than seconds.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: run test clean
+.DEFAULT_GOAL := run
+
+$(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/*.c csrc/*.h csrc/*.py)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "scikit-build-core>=0.10" "cffi>=1.17" cmake ninja "llama-cpp-python==0.3.36"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[test]"
+	touch $(READY)
+
+run: $(READY)
+	$(BIN)/pyspec run
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf build dist $(READY)

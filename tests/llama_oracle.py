@@ -1,0 +1,133 @@
+"""llama.cpp's own DFlash, driven through libllama: the oracle for drafted ids.
+
+The steps are those of common/speculative.cpp: verify a block on the target, hand the captured layer inputs of all its rows to the draft
+context as embeddings, drop what was rejected from both memories, then decode [last, MASK ...] on the draft context and read each row's argmax.
+The two layer-input functions are exported with C++ names only.
+"""
+
+import ctypes
+
+import llama_cpp as L
+import numpy as np
+from llama_cpp.llama_cpp import _lib
+
+
+class _Embd(ctypes.Structure):
+    _fields_ = [("data", ctypes.POINTER(ctypes.c_float)), ("n_rows", ctypes.c_size_t), ("n_embd", ctypes.c_size_t)]
+
+
+def _function(name, restype, *argtypes):
+    fn = getattr(_lib, name)
+    fn.restype, fn.argtypes = restype, list(argtypes)
+    return fn
+
+
+_ptr = ctypes.c_void_p
+_set_layer_input = _function("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, _ptr, ctypes.c_uint32, ctypes.c_bool)
+_get_layer_input = _function(
+    "_Z30llama_get_embeddings_layer_inpP13llama_contextj", ctypes.POINTER(ctypes.c_float), _ptr, ctypes.c_uint32
+)
+_ext_init = _function("llama_batch_ext_init", _ptr, _ptr)
+_ext_free = _function("llama_batch_ext_free", None, _ptr)
+_ext_clear = _function("llama_batch_ext_clear", None, _ptr)
+_ext_add_embd = _function("llama_batch_ext_add_embd", ctypes.c_int32, _ptr, ctypes.c_int32, _Embd)
+_ext_set_pos = _function("llama_batch_ext_set_pos", ctypes.c_bool, _ptr, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))
+_process = _function("llama_process", ctypes.c_int32, _ptr, ctypes.c_int, _ptr)
+_set_causal = _function("llama_set_causal_attn", None, _ptr, ctypes.c_bool)
+_DECODE = 1
+
+
+class LlamaDFlash:
+    """A target and a drafter in llama.cpp, one sequence, greedy. Owns models and contexts."""
+
+    def __init__(self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=2, block=16):
+        self.layers, self.mask, self.block = target_layers, mask_token, block
+        self.n_ubatch = n_ubatch
+        self.models = [self._model(target), self._model(draft)]
+        self.tgt = self._context(self.models[0], n_ctx, n_ubatch, threads, n_rs=block - 1)
+        self.dft = self._context(self.models[1], n_ctx, n_ubatch, threads, other=self.tgt)
+        self.n_embd = L.llama_model_n_embd(self.models[0])
+        self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.models[0]))
+        for layer in target_layers:
+            _set_layer_input(self.tgt, layer, True)
+        _set_causal(self.dft, False)
+        self.batch = L.llama_batch_init(n_ubatch, 0, 1)
+        self.inject = _ext_init(self.dft)
+        self.n = 0
+
+    def _model(self, path):
+        params = L.llama_model_default_params()
+        params.n_gpu_layers = 0
+        model = L.llama_model_load_from_file(str(path).encode(), params)
+        assert model, path
+        return model
+
+    def _context(self, model, n_ctx, n_ubatch, threads, n_rs=0, other=None):
+        p = L.llama_context_default_params()
+        p.n_ctx, p.n_batch, p.n_ubatch = n_ctx, n_ubatch, n_ubatch
+        p.n_threads = p.n_threads_batch = threads
+        p.flash_attn_type = L.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        p.n_rs_seq = n_rs
+        if other is not None:
+            p.ctx_other = other
+        ctx = L.llama_init_from_model(model, p)
+        assert ctx
+        return ctx
+
+    def _decode(self, ctx, tokens, first):
+        self.batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            self.batch.token[i], self.batch.pos[i], self.batch.n_seq_id[i] = token, first + i, 1
+            self.batch.seq_id[i][0], self.batch.logits[i] = 0, 1
+        assert L.llama_decode(ctx, self.batch) == 0
+        return np.stack([np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, i), (self.n_vocab,)).copy() for i in range(len(tokens))])
+
+    def _capture(self, count, first):
+        parts = [np.ctypeslib.as_array(_get_layer_input(self.tgt, v), (count, self.n_embd)) for v in self.layers]
+        features = np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32)
+        _ext_clear(self.inject)
+        for i in range(count):
+            row = _Embd(features[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, features.shape[1])
+            index = _ext_add_embd(self.inject, 0, row)
+            assert index == i
+            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
+            assert _ext_set_pos(self.inject, index, pos)
+        assert _process(self.dft, _DECODE, self.inject) == 0
+        return features
+
+    def prefill(self, tokens):
+        for first in range(0, len(tokens), self.n_ubatch):
+            part = tokens[first : first + self.n_ubatch]
+            logits = self._decode(self.tgt, part, first)
+            self._capture(len(part), first)
+        self.n = len(tokens)
+        self.pending = int(logits[-1].argmax())
+        return self.pending
+
+    def draft_logits(self, width=None):
+        """Logits of the block's rows 1 .. width - 1."""
+        width = width or self.block
+        logits = self._decode(self.dft, [self.pending] + [self.mask] * (width - 1), self.n)
+        L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        return logits[1:]
+
+    def verify(self, drafts):
+        """Target ids of all rows; keeps the accepted prefix in both contexts. Returns (ids, matched)."""
+        ids = self._decode(self.tgt, [self.pending, *drafts], self.n).argmax(axis=1)
+        self._capture(len(drafts) + 1, self.n)
+        matched = 0
+        while matched < len(drafts) and ids[matched] == drafts[matched]:
+            matched += 1
+        self.n += matched + 1
+        for ctx in (self.tgt, self.dft):
+            assert L.llama_memory_seq_rm(L.llama_get_memory(ctx), 0, self.n, -1)
+        self.pending = int(ids[matched])
+        return ids, matched
+
+    def close(self):
+        L.llama_batch_free(self.batch)
+        _ext_free(self.inject)
+        L.llama_free(self.dft)
+        L.llama_free(self.tgt)
+        for model in self.models:
+            L.llama_model_free(model)

@@ -1,0 +1,90 @@
+"""No work that repeats: what is built once stays built, and roles do not share memory."""
+
+import pytest
+from spec.helpers import run
+
+import pyggml_spec as ps
+
+
+@pytest.fixture(scope="module")
+def session(pair):
+    with ps.load(*pair, device="CPU", threads=2, n_ctx=4096) as loaded:
+        yield loaded
+
+
+def _total(engine, name):
+    return sum(getattr(c, name) for c in engine.graphs.counters().values())
+
+
+def test_1000_steps_inside_a_span_build_and_allocate_nothing(session):
+    engine, steps = session.engine, 0
+    engine.reset()
+    engine.prefill([1, 2, 3])
+    for _ in range(3):
+        engine.accept(1, int(engine.fused_step().ids[0]))
+    hashes = {key: step.graph.properties_hash() for key, step in engine.graphs.steps().items()}
+    built, growths = _total(engine, "graphs_built"), _total(engine, "buffer_growths")
+    while steps < 1000:
+        if engine.cursor.committed > 200:
+            engine.reset()
+            engine.prefill([1, 2, 3])
+        engine.accept(1, int(engine.fused_step().ids[0]))
+        steps += 1
+    assert _total(engine, "graphs_built") - built == 0
+    assert _total(engine, "buffer_growths") - growths == 0
+    assert {key: step.graph.properties_hash() for key, step in engine.graphs.steps().items()} == hashes
+
+
+def test_with_a_context_of_4096_every_role_allocates_once(session):
+    """Crossing span boundaries re-plans inside the same buffer and never frees device memory."""
+    engine = session.engine
+    run(engine, [5] * 3000, 300)
+    run(engine, [5] * 700, 300, mode="plain")
+    run(engine, [5] * 1200, 20, mode="reference")
+    counters = engine.graphs.counters()
+    assert {name: c.buffer_growths for name, c in counters.items()} == dict.fromkeys(counters, 1)
+
+
+def test_a_span_boundary_adds_exactly_one_graph(session):
+    engine = session.engine
+    engine.reset()
+    engine.prefill([7] * 230)
+    engine.accept(1, int(engine.fused_step().ids[0]))
+    built = _total(engine, "graphs_built")
+    for _ in range(40):
+        engine.accept(1, int(engine.fused_step().ids[0]))
+    assert _total(engine, "graphs_built") - built <= 1
+    assert ("fused", 16, 512) in engine.graphs.steps()
+
+
+def test_generation_prepares_the_spans_ahead(session):
+    """A run that crosses three span boundaries builds nothing after warm-up."""
+    _, stats = run(session.engine, [9] * 100, 700)
+    assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
+
+
+def test_roles_never_share_live_memory(session):
+    ranges = {}
+    for key, step in session.engine.graphs.steps().items():
+        begin, end = step.graph.memory()
+        low, high = ranges.get(key[0], (begin, end))
+        ranges[key[0]] = (min(low, begin), max(high, end))
+    assert len(ranges) >= 4
+    ordered = sorted(ranges.values())
+    assert all(a[1] <= b[0] for a, b in zip(ordered, ordered[1:]))
+
+
+def test_a_step_is_one_upload_and_one_read(session):
+    engine = session.engine
+    engine.reset()
+    engine.prefill([1, 2, 3])
+    before = (engine.io.uploads, engine.io.reads)
+    for _ in range(10):
+        engine.accept(1, int(engine.fused_step().ids[0]))
+    assert (engine.io.uploads - before[0], engine.io.reads - before[1]) == (11, 10)  # one upload more: the way into the first block
+
+
+def test_closing_twice_is_fine(pair):
+    session = ps.load(*pair, device="CPU", n_ctx=300)
+    session.close()
+    session.close()
