@@ -12,6 +12,7 @@ from ..ggml.library import ffi, lib
 from ..models.base import KVShape
 
 SPAN = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
+MAX_ROWS = 1 << 16  # rows that one graph may write
 
 
 def padded(n: int) -> int:
@@ -28,6 +29,7 @@ class KVCache:
     def __init__(self, backend: Backend, shapes: list[KVShape], n_ctx: int, trash: int):
         self.live = padded(n_ctx)
         self.trash = trash
+        self._iota = np.arange(MAX_ROWS)
         rows = self.live + trash
         params = ffi.new("struct ggml_init_params *", {"mem_size": (2 * len(shapes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True})
         self._ctx = lib.ggml_init(params[0])
@@ -50,10 +52,10 @@ class KVCache:
 
     def rows_for(self, first: int, count: int, real: int, out: np.ndarray) -> None:
         """Writes the cache rows of positions first .. first + count - 1 into ``out``; rows past ``real`` or past the end are trash rows."""
-        out[:] = np.arange(first, first + count)
-        hidden = (np.arange(count) >= real) | (out >= self.live)
-        if hidden.any():
-            out[hidden] = self.live + np.flatnonzero(hidden) % self.trash
+        np.add(self._iota[:count], first, out=out)
+        visible = max(0, min(real, self.live - first))
+        if visible < count:
+            out[visible:] = self.live + self._iota[: count - visible] % self.trash
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ class DeltaState:
 
     def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int):
         self.shape, self.max_width = shape, max_width
+        self._history = np.arange(shape.conv - 1, dtype=np.int32)
         self._err = new_err()
         spec = ffi.new(
             "pgs_delta_shape *", [shape.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.conv, row, max_width]
@@ -47,11 +48,13 @@ class DeltaState:
 
     def fill_tail(self, tail: np.ndarray) -> None:
         """Rows of [history ; block] that become the convolution history: the d_conv - 1 rows before the first row that is not accepted."""
-        tail[:] = np.tile(self.accepted + np.arange(self.history_rows, dtype=np.int32), self.shape.layers)
+        tail.reshape(self.shape.layers, self.history_rows)[:] = self._history + self.accepted
 
     def fill_keep(self, keep: np.ndarray) -> None:
         """1 for the rows of the pending block that count, 0 for the others."""
-        keep[:] = np.arange(keep.size) < (self.accepted if self.pending else 0)
+        accepted = self.accepted if self.pending else 0
+        keep[:accepted] = 1
+        keep[accepted:] = 0
 
     # -- device side
 

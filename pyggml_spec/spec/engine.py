@@ -72,6 +72,7 @@ class Engine:
                 )
         self.options = options
         self.cursor = Cursor(options.n_ctx)
+        self._iota = np.arange(max(options.chunk, options.width), dtype=np.int32)
         self._open_block: int | None = None  # rows of the last block until accept says how many count
         self._parts: list = []
         try:
@@ -276,9 +277,9 @@ class Engine:
         return min(padded(self.cursor.committed + width), self.kv.live)
 
     def _fill_rows(self, step: Step, width: int, real: int) -> None:
-        n = self.cursor.committed
-        step.host["positions"][:] = n + np.arange(width)
-        step.host["q_last"][:] = step.host["positions"]
+        n, host = self.cursor.committed, step.host
+        np.add(self._iota[:width], n, out=host["positions"])
+        host["q_last"][:] = host["positions"]
         self.kv.rows_for(n, width, real, step.host["kv_rows"])
 
     def _check_target(self, step: Step) -> None:

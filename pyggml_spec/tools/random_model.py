@@ -71,22 +71,27 @@ class _Writer:
         self.out = gguf.GGUFWriter(str(path), arch)
         self.arch, self.kind = arch, type_id(quant)
         self.rng = np.random.default_rng(seed)
+        self._blocks: dict[tuple, np.ndarray] = {}
 
     def matrix(self, name: str, n_in: int, n_out: int, gain: float = 1.0, kind: int | None = None) -> None:
         kind = self.kind if kind is None else kind
         if n_in % lib.ggml_blck_size(kind):
             kind = type_id("q8_0") if n_in % 32 == 0 else type_id("f16")
-        values = self._values(n_in, n_out, gain)
-        if kind == lib.GGML_TYPE_F32:
-            self.out.add_tensor(name, values)
-        else:
-            self.out.add_tensor(name, quantise(values, kind), raw_dtype=gguf.GGMLQuantizationType(kind))
+        rows = min(n_out, max(64, (1 << 20) // n_in))
+        # fresh numbers for small matrices; large ones are turned copies of one block per width: quantising 27 billion takes an hour
+        block = self._block(n_in, rows, gain, kind) if rows == n_out else np.roll(self._large(n_in, rows, gain, kind), self.rng.integers(rows), 0)
+        whole = np.tile(block, ((n_out + rows - 1) // rows, 1))[:n_out]
+        self.out.add_tensor(name, whole, raw_dtype=None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind))
 
-    def _values(self, n_in: int, n_out: int, gain: float) -> np.ndarray:
-        # a block of random rows, tiled: drawing 27 billion numbers would take minutes and buy nothing
-        rows = min(n_out, max(64, (1 << 22) // n_in))
-        block = self.rng.standard_normal((rows, n_in), np.float32) * (gain / n_in**0.5)
-        return np.tile(block, ((n_out + rows - 1) // rows, 1))[:n_out]
+    def _block(self, n_in: int, rows: int, gain: float, kind: int) -> np.ndarray:
+        values = self.rng.standard_normal((rows, n_in), np.float32) * (gain / n_in**0.5)
+        return values if kind == lib.GGML_TYPE_F32 else quantise(values, kind)
+
+    def _large(self, n_in: int, rows: int, gain: float, kind: int) -> np.ndarray:
+        key = (n_in, rows, gain, kind)
+        if key not in self._blocks:
+            self._blocks[key] = self._block(*key)
+        return self._blocks[key]
 
     def vector(self, name: str, n: int, low: float, high: float) -> None:
         self.out.add_tensor(name, self.rng.uniform(low, high, n).astype(np.float32))
