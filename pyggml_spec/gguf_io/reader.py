@@ -5,7 +5,10 @@ ggml ends the process on a file that contradicts itself, so everything that it w
 allocated that the file's own size does not justify.
 """
 
+import math
 import mmap
+import os
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +23,13 @@ _STRING, _ARRAY = 8, 9
 _NUMPY = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 
 MAX_NAME = 64  # GGML_MAX_NAME, with the terminating zero
-MAX_TENSORS = 1 << 17
+MAX_TENSORS = 1 << 16
 MAX_KEYS = 1 << 16
+LONG_STRING = 1 << 20  # a longer value (an embedded tokenizer.json) stays in the file, as a StringArray of one
+MAX_TEXT = 12 << 20  # bytes of all keys, names and shorter values; as Python strings they can take four times as much
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """A tensor of the file: ``shape`` in ggml order (innermost first), ``offset`` and ``nbytes`` absolute in the file."""
 
@@ -40,25 +45,45 @@ class TensorInfo:
 
 
 class StringArray:
-    """A string array that stays in the file until it is asked for (a vocabulary has up to 250,000 entries)."""
+    """A string array that stays in the file until it is asked for (a vocabulary has up to 250,000 entries).
 
-    def __init__(self, data, starts: np.ndarray, lengths: np.ndarray):
-        self._data, self._starts, self._lengths = data, starts, lengths
+    ``bounds``: where each string's length field starts, and where the array ends.
+    """
+
+    __slots__ = ("_data", "_bounds")
+
+    def __init__(self, data, bounds: np.ndarray):
+        self._data, self._bounds = data, bounds
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._bounds) - 1
 
     def raw(self, i: int) -> bytes:
-        start = int(self._starts[i])
-        return bytes(self._data[start : start + int(self._lengths[i])])
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"string {i} of {len(self)}")
+        i %= len(self)
+        return bytes(self._data[int(self._bounds[i]) + 8 : int(self._bounds[i + 1])])
 
     def __getitem__(self, i: int) -> str:
         return self.raw(i).decode("utf-8", "replace")
 
 
+def brief(value, limit: int = 72) -> str:
+    """A metadata value as one printable line."""
+    if isinstance(value, StringArray):
+        shown = ", ".join(repr(value.raw(i)[:limit].decode("utf-8", "replace")) for i in range(min(4, len(value))))
+        out = f"[{shown}{', ...' if len(value) > 4 else ''}] ({len(value)} strings)"
+    elif isinstance(value, np.ndarray):
+        out = f"[{', '.join(str(v) for v in value[:8])}{', ...' if len(value) > 8 else ''}] ({len(value)} values)"
+    else:
+        out = repr(value[: limit + 1]) if isinstance(value, str) else str(value)
+    return out if len(out) <= limit else out[: limit - 3] + "..."
+
+
 class _Cursor:
     def __init__(self, data, path: Path):
         self.data, self.at, self.path = data, 0, path
+        self.text = 0
 
     def fail(self, what: str):
         raise GGUFError(f"{self.path}: {what}; the file is damaged or was cut short, fetch it again")
@@ -71,15 +96,17 @@ class _Cursor:
         return start
 
     def scalar(self, fmt: str, what: str):
-        value = struct.unpack_from("<" + fmt, self.data, self.need(struct.calcsize("<" + fmt), what))[0]
-        return value
+        return struct.unpack_from("<" + fmt, self.data, self.need(struct.calcsize("<" + fmt), what))[0]
 
-    def string(self, what: str, limit: int) -> bytes:
+    def string(self, what: str, limit: int) -> str:
         n = self.scalar("Q", what)
         if n > limit:
             self.fail(f"{what} claims a length of {n} bytes (at most {limit} is possible)")
         start = self.need(n, what)
-        return bytes(self.data[start : start + n])
+        self.text += n
+        if self.text > MAX_TEXT:
+            self.fail(f"{what} brings the text of all keys and names to {self.text} bytes (at most {MAX_TEXT} is possible)")
+        return bytes(self.data[start : start + n]).decode("utf-8", "replace")
 
 
 class GGUFFile:
@@ -94,6 +121,8 @@ class GGUFFile:
         self.metadata: dict = {}
         self.tensors: dict[str, TensorInfo] = {}
         try:
+            if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for its other end
+                raise GGUFError(f"{self.path} is not a file; name a GGUF file")
             with open(self.path, "rb") as file:
                 if file.read(4) != b"GGUF":
                     raise GGUFError(f"{self.path} is not a GGUF file (it does not start with 'GGUF')")
@@ -127,47 +156,58 @@ class GGUFFile:
         self._read_tensors(cur, n_tensors)
 
     def _read_key(self, cur: _Cursor) -> None:
-        key = cur.string("a key", 65535).decode("utf-8", "replace")
+        key = cur.string("a key", 65535)
+        shown = brief(key)
         if key in self.metadata:
-            cur.fail(f"the key {key!r} appears twice")
-        kind = cur.scalar("I", f"the type of {key!r}")
-        self.metadata[key] = self._read_value(cur, kind, key)
+            cur.fail(f"the key {shown} appears twice")
+        kind = cur.scalar("I", f"the type of {shown}")
+        self.metadata[key] = self._read_value(cur, kind, shown)
 
     def _read_value(self, cur: _Cursor, kind: int, key: str):
         if kind in _SCALARS:
-            return cur.scalar(_SCALARS[kind], f"the value of {key!r}")
+            return cur.scalar(_SCALARS[kind], f"the value of {key}")
         if kind == _STRING:
-            return cur.string(f"the value of {key!r}", len(cur.data)).decode("utf-8", "replace")
+            start = cur.at
+            if cur.scalar("Q", f"the value of {key}") > LONG_STRING:
+                cur.at = start
+                return self._read_strings(cur, key, 1)
+            cur.at = start
+            return cur.string(f"the value of {key}", LONG_STRING)
         if kind != _ARRAY:
-            cur.fail(f"the value of {key!r} has the unknown type {kind}")
-        item, count = cur.scalar("I", f"the array {key!r}"), cur.scalar("Q", f"the array {key!r}")
+            cur.fail(f"the value of {key} has the unknown type {kind}")
+        item, count = cur.scalar("I", f"the array {key}"), cur.scalar("Q", f"the array {key}")
         if item in _NUMPY:
             dtype = np.dtype(_NUMPY[item])
             if count == 0:
                 return np.empty(0, dtype)
-            start = cur.need(count * dtype.itemsize, f"the array {key!r} of {count} values")
+            start = cur.need(count * dtype.itemsize, f"the array {key} of {count} values")
+            if dtype.kind == "b":  # any byte but 0 is true; numpy would keep a 2 as it is
+                return np.frombuffer(cur.data, np.uint8, count, start) != 0
             return np.frombuffer(cur.data, dtype, count, start).copy()
         if item != _STRING:
-            cur.fail(f"the array {key!r} holds values of the unsupported type {item}")
+            cur.fail(f"the array {key} holds values of the unsupported type {item}")
+        return self._read_strings(cur, key, count)
+
+    def _read_strings(self, cur: _Cursor, key: str, count: int) -> StringArray:
         if count > (len(cur.data) - cur.at) // 8:
-            cur.fail(f"the array {key!r} claims {count} strings, more than the file can hold")
-        starts, lengths = np.empty(count, np.int64), np.empty(count, np.int64)
+            cur.fail(f"{key} claims {count} strings, more than the file can hold")
+        bounds = np.empty(count + 1, np.int64)
         unpack, data, at, end = struct.Struct("<Q").unpack_from, cur.data, cur.at, len(cur.data)
         for i in range(count):
             if at + 8 > end or (n := unpack(data, at)[0]) > end - at - 8:
-                cur.fail(f"string {i} of the array {key!r} runs past the end of the file")
-            starts[i], lengths[i] = at + 8, n
+                cur.fail(f"string {i} of {key} runs past the end of the file")
+            bounds[i] = at
             at += 8 + n
-        cur.at = at
-        return StringArray(cur.data, starts, lengths)
+        bounds[count] = cur.at = at
+        return StringArray(cur.data, bounds)
 
     def _read_tensors(self, cur: _Cursor, count: int) -> None:
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
-            cur.fail(f"general.alignment is {alignment!r}, which is not a power of two")
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
+            cur.fail(f"general.alignment is {brief(alignment)}, which is not a power of two up to {1 << 20}")
         infos = []
         for i in range(count):
-            name = cur.string(f"the name of tensor {i}", MAX_NAME - 1).decode("utf-8", "replace")
+            name = cur.string(f"the name of tensor {i}", MAX_NAME - 1)
             n_dims = cur.scalar("I", f"tensor {name!r}")
             if not 1 <= n_dims <= 4:
                 cur.fail(f"tensor {name!r} has {n_dims} dimensions (1 to 4 are possible)")
@@ -213,17 +253,30 @@ class GGUFFile:
         """The metadata value of ``key`` if it has the type ``kind``; ``default`` if the key is absent.
 
         Raises:
-            GGUFError: the key is there with another type, or absent without a default.
+            GGUFError: the key is there with another type, or as NaN or Inf, or absent without a default.
         """
         if key not in self.metadata:
             if default is None:
                 raise GGUFError(f"{self.path} has no key {key!r}, which this architecture needs; convert the model again")
             return default
         value = self.metadata[key]
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+        if kind is float and type(value) is int:
+            value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise GGUFError(f"{self.path}: the key {key!r} holds {value!r}, which is not of the type that it must have")
+            raise GGUFError(f"{self.path}: the key {key!r} holds {brief(value)}, which is not of the type that it must have")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise GGUFError(f"{self.path}: the key {key!r} holds {value}, which is not a finite number; convert the model again")
+        return value
+
+    def array(self, key: str, kinds: str = "iub") -> np.ndarray | None:
+        """The numeric array ``key`` (numpy kinds i, u, b or f), or None if the key is absent.
+
+        Raises:
+            GGUFError: the key holds something else.
+        """
+        value = self.metadata.get(key)
+        if value is not None and not (isinstance(value, np.ndarray) and value.dtype.kind in kinds):
+            raise GGUFError(f"{self.path}: the key {key!r} holds {brief(value)}, which is not a list of the numbers that it must have")
         return value
 
     @property

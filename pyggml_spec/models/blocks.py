@@ -31,7 +31,10 @@ class Rope:
         if not 0 < n_rot <= head_size or n_rot % 2:
             raise ModelError(f"{file.path}: rope.dimension_count is {n_rot}, which does not fit heads of {head_size}")
         scale = 1.0 / factor if kind == "linear" and factor > 0 else 1.0
-        return cls(n_rot, file.get(f"{arch}.rope.freq_base", float, 10000.0), scale)
+        base = file.get(f"{arch}.rope.freq_base", float, 10000.0)
+        if base <= 0:
+            raise ModelError(f"{file.path}: rope.freq_base is {base}, but it has to be above 0")
+        return cls(n_rot, base, scale)
 
     def check_sections(self, file: GGUFFile, arch: str, interleaved: bool) -> None:
         """Multi-axis rope over text is plain NEOX only if every pair belongs to one of the axes that carry the text position.
@@ -41,7 +44,7 @@ class Rope:
         Raises:
             ModelError: `rope.dimension_sections` leaves such pairs.
         """
-        sections = file.metadata.get(f"{arch}.rope.dimension_sections")
+        sections = file.array(f"{arch}.rope.dimension_sections")
         if sections is None:
             return
         pairs = range(self.n_rot // 2)
@@ -69,23 +72,40 @@ def positive(file: GGUFFile, key: str, default: int | None = None, limit: int = 
     return value
 
 
+def epsilon(file: GGUFFile, arch: str) -> float:
+    """What the RMS norms add to the mean square; ggml asserts that it is not negative."""
+    eps = file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)
+    if eps < 0:
+        raise ModelError(f"{file.path}: attention.layer_norm_rms_epsilon is {eps}, but it cannot be negative")
+    return eps
+
+
+def kv_heads(file: GGUFFile, arch: str, n_head: int) -> int:
+    """K/V heads, each of which serves the same number of query heads."""
+    n = positive(file, f"{arch}.attention.head_count_kv", n_head)
+    if n_head % n:
+        raise ModelError(f"{file.path}: {n_head} query heads cannot share {n} K/V heads")
+    return n
+
+
 def project(g: Graph, group: Group, x) -> list:
-    """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where the group is fused."""
-    if group.fused is None:
-        return [g.matmul(weight, x) for weight in group.parts]
-    joined, first, out = g.matmul(group.fused, x), 0, []
-    for n in group.rows:
-        out.append(g.columns(joined, n, first))
-        first += n
-    return out
+    """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where matrices are fused."""
+    out, first = [], 0
+    if group.fused is not None:
+        joined = g.matmul(group.fused, x)
+        for n in group.fused_rows:
+            out.append(g.columns(joined, n, first))
+            first += n
+    return out + [g.matmul(weight, x) for weight in group.rest]
 
 
 def swiglu_ffn(g: Graph, gate_up: Group, down, x):
-    """W_down (silu(W_gate x) * W_up x)."""
-    if gate_up.fused is not None:
-        return g.matmul(down, g.swiglu_halves(g.matmul(gate_up.fused, x)))
-    gate, up = (g.matmul(weight, x) for weight in gate_up.parts)
-    return g.matmul(down, g.swiglu(gate, up))
+    """W_down (silu(W_gate x) * W_up x). With one row, two matmuls and the gate are one kernel of ggml-cuda; from two rows on one matmul is."""
+    apart = gate_up.rest if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
+    if apart:
+        gate, up = (g.matmul(weight, x) for weight in apart)
+        return g.matmul(down, g.swiglu(gate, up))
+    return g.matmul(down, g.swiglu_halves(g.matmul(gate_up.fused, x)))
 
 
 def attend(g: Graph, q, k, v, kv, kv_rows, mask, span: int, n_head_kv: int, scale: float):

@@ -13,7 +13,7 @@ from ..errors import ModelError, PairError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape
-from .blocks import Rope, attend, positive, project, swiglu_ffn
+from .blocks import Rope, attend, epsilon, kv_heads, positive, project, swiglu_ffn
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
 F16_MAX = 65504.0
@@ -55,16 +55,19 @@ class Hparams:
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
         n_layer = positive(file, f"{arch}.block_count", limit=256)
         head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
-        layers = file.metadata.get(f"{arch}.target_layers")
+        layers = file.array(f"{arch}.target_layers", "iu")
         if layers is None or len(layers) == 0:
             raise ModelError(f"{file.path} has no {arch}.target_layers: a drafter that does not say which hidden states it reads is unusable")
         if "tokenizer.ggml.mask_token_id" not in file.metadata:
             raise ModelError(f"{file.path} has no tokenizer.ggml.mask_token_id, which the block is made of; convert the drafter again")
-        if file.metadata.get(f"{arch}.attention.causal", False):
+        if file.get(f"{arch}.attention.causal", bool, False):
             raise ModelError(f"{file.path} has a causal block (attention.causal is true); drafters with a bidirectional block are supported")
         act = file.get(f"{arch}.hidden_activation", str, "silu")
         if act != "silu":
             raise ModelError(f"{file.path} uses the activation {act!r}; dflash drafters with silu are supported")
+        block = positive(file, f"{arch}.block_size", 16, 1024)
+        if block < 2:
+            raise ModelError(f"{file.path}: block_size is {block}, and a block of one row holds no draft")
         rope = Rope.from_gguf(file, arch, head_size)
         rope.check_sections(file, arch, interleaved=False)
         return cls(
@@ -72,11 +75,11 @@ class Hparams:
             n_embd,
             positive(file, f"{arch}.feed_forward_length"),
             n_head,
-            positive(file, f"{arch}.attention.head_count_kv", n_head),
+            kv_heads(file, arch, n_head),
             head_size,
-            file.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
+            epsilon(file, arch),
             rope,
-            positive(file, f"{arch}.block_size", 16, 1024),
+            block,
             file.get("tokenizer.ggml.mask_token_id", int),
             tuple(int(v) for v in layers),
             file.get(f"{arch}.attention.scale", float, 0.0) or head_size**-0.5,
@@ -87,8 +90,10 @@ class Hparams:
     @staticmethod
     def _windows(file: GGUFFile, arch: str, n_layer: int) -> tuple[int, ...]:
         window = file.get(f"{arch}.attention.sliding_window", int, 0)
-        pattern = file.metadata.get(f"{arch}.attention.sliding_window_pattern")
-        if window and pattern is None:
+        pattern = file.array(f"{arch}.attention.sliding_window_pattern")
+        if window < 0 or window >= 1 << 31:
+            raise ModelError(f"{file.path}: attention.sliding_window is {window}, but it has to be between 0 and {(1 << 31) - 1}")
+        if window and (pattern is None or len(pattern) < n_layer):
             raise ModelError(f"{file.path} has a sliding window of {window} but no sliding_window_pattern that says which layers use it")
         return tuple(window if window and bool(pattern[i]) else 0 for i in range(n_layer))
 
@@ -141,7 +146,7 @@ class DFlash:
             out[f"blk.{i}.ffn"] = (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight")
         return out
 
-    def fused_together(self) -> list[tuple[str, ...]]:
+    def fused_alike(self) -> list[tuple[str, ...]]:
         return []
 
     def kv_shapes(self) -> list[KVShape]:

@@ -11,7 +11,7 @@ from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import DeltaShape, KVShape, Rows
-from .blocks import Rope, attend, positive, project, swiglu_ffn
+from .blocks import Rope, attend, epsilon, kv_heads, positive, project, swiglu_ffn
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
 
@@ -46,7 +46,7 @@ class Hparams:
                 "other (inner = rank * state, rank a multiple of group_count)"
             )
         every = positive(file, f"{arch}.full_attention_interval", 4)
-        flags = file.metadata.get(f"{arch}.attention.recurrent_layers")
+        flags = file.array(f"{arch}.attention.recurrent_layers")
         if flags is None:
             recurrent = tuple((i + 1) % every != 0 for i in range(n_layer))
         else:
@@ -55,17 +55,14 @@ class Hparams:
             raise ModelError(f"{file.path}: {n_layer} layers with {sum(recurrent)} recurrent ones is not a {arch} model")
         rope = Rope.from_gguf(file, arch, head_size)
         rope.check_sections(file, arch, interleaved=True)
-        n_head_kv = positive(file, f"{arch}.attention.head_count_kv", n_head)
-        if n_head % n_head_kv:
-            raise ModelError(f"{file.path}: {n_head} query heads cannot share {n_head_kv} K/V heads")
         return cls(
             n_layer,
             n_embd,
             positive(file, f"{arch}.feed_forward_length"),
             n_head,
-            n_head_kv,
+            kv_heads(file, arch, n_head),
             head_size,
-            file.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
+            epsilon(file, arch),
             rope,
             DeltaShape(sum(recurrent), state, heads_k, heads_v, positive(file, f"{arch}.ssm.conv_kernel", limit=16)),
             recurrent,
@@ -136,13 +133,13 @@ class Qwen35:
     def groups(self) -> dict[str, tuple[str, ...]]:
         out = {}
         for i in range(self.n_layer):
-            mixer = ("attn_qkv", "attn_gate") if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
+            mixer = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha") if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
             out[f"blk.{i}.mixer"] = tuple(f"blk.{i}.{name}.weight" for name in mixer)
             out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in ("ffn_gate", "ffn_up"))
         return out
 
-    def fused_together(self) -> list[tuple[str, ...]]:
-        """Groups that are fused in all layers or in none: the recurrent state keeps rows of one width for every layer."""
+    def fused_alike(self) -> list[tuple[str, ...]]:
+        """Groups of which the same number of matrices is fused: the recurrent state keeps rows of one width for every layer."""
         return [tuple(f"blk.{i}.mixer" for i in range(self.n_layer) if self.hp.recurrent[i])]
 
     def kv_shapes(self) -> list[KVShape]:
@@ -152,9 +149,9 @@ class Qwen35:
         return self.hp.delta
 
     def delta_row(self) -> int:
-        """Floats per projected row that the recurrent state keeps: with a fused projection also the gate's, which lie behind the channels."""
+        """Floats per projected row that the recurrent state keeps: a fused projection is kept whole, the channels come first in it."""
         group = self.weights.group(f"blk.{self.hp.recurrent.index(True)}.mixer")
-        return sum(group.rows) if group.fused is not None else group.rows[0]
+        return sum(group.fused_rows) or group.rows[0]
 
     # -- the graph
 
@@ -200,23 +197,9 @@ class Qwen35:
 
     def _delta_net(self, g: Graph, rows: Rows, h, i: int, n: int):
         hp, w = self.hp, self.weights
-        group = w.group(f"blk.{i}.mixer")
-        if group.fused is not None:
-            proj = g.matmul(group.fused, h)
-            z = g.columns(proj, group.rows[1], group.rows[0])
-        else:
-            proj, z = (g.matmul(weight, h) for weight in group.parts)
-        o = rows.delta.layer(
-            g,
-            n,
-            proj,
-            g.matmul(w[f"blk.{i}.ssm_beta.weight"], h),
-            g.matmul(w[f"blk.{i}.ssm_alpha.weight"], h),
-            w[f"blk.{i}.ssm_conv1d.weight"],
-            w[f"blk.{i}.ssm_dt.bias"],
-            w[f"blk.{i}.ssm_a"],
-            hp.eps,
-        )
+        proj, z, beta, alpha = project(g, w.group(f"blk.{i}.mixer"), h)
+        names = ("ssm_conv1d.weight", "ssm_dt.bias", "ssm_a")
+        o = rows.delta.layer(g, n, g.whole(proj), beta, alpha, *(w[f"blk.{i}.{name}"] for name in names), hp.eps)
         o = g.flat(g.rms_norm(o, w[f"blk.{i}.ssm_norm.weight"], hp.eps))
         return g.matmul(w[f"blk.{i}.ssm_out.weight"], g.swiglu(z, o))
 

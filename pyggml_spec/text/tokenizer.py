@@ -1,50 +1,79 @@
 """llama.cpp's tokenizer over the vocabulary of a GGUF, through llama_cpp (no weights are loaded)."""
 
 import ctypes
+import os
+import threading
 
 import llama_cpp
 import numpy as np
 
-from ..errors import GGUFError, ModelError
+from ..errors import ContextError, GGUFError, ModelError
 from ..gguf_io import GGUFFile
-from ..gguf_io.reader import StringArray
+from ..gguf_io.reader import StringArray, brief
 
+_MODELS = ("gpt2", "llama", "gemma4")  # llama.cpp has more, which assert more
 _ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
+_SHORT_TEXT, _STACK_PER_BYTE = 4096, 512
+
+
+_LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
+_said: list[str] = []
 
 
 @llama_cpp.llama_log_callback
-def _drop_log(level, text, user_data):
-    """llama.cpp's loader logs every key; what goes wrong is reported by return values."""
+def _keep_errors(level, text, user_data):
+    """llama.cpp's loader logs every key; only why it failed is of use."""
+    if level == _LOG_ERROR and len(_said) < 16:
+        _said.append(text.decode("utf-8", "replace").strip())
 
 
-llama_cpp.llama_log_set(_drop_log, ctypes.c_void_p(0))
+llama_cpp.llama_log_set(_keep_errors, ctypes.c_void_p(0))
 
 
 def check_vocabulary(file: GGUFFile) -> int:
-    """Number of tokens, after checking every tokenizer key whose type llama.cpp would assert.
+    """Number of tokens, after checking everything about the vocabulary that llama.cpp would assert at load or while it encodes.
 
     Raises:
-        GGUFError: a key is missing, has another type, or another length than the token list.
+        GGUFError: a key is missing, has another type, or contradicts the token list.
     """
-    meta = file.metadata
+    meta, damaged = file.metadata, "the file is damaged"
     model = file.get("tokenizer.ggml.model", str)
-    if model == "none":
-        raise GGUFError(f"{file.path} carries no vocabulary (tokenizer.ggml.model is 'none'); use a complete model file")
+    if model not in _MODELS:
+        raise GGUFError(f"{file.path} has a tokenizer of the type {brief(model)}; {', '.join(_MODELS)} are supported")
+    if file.get("split.count", int, 0) > 1:
+        raise GGUFError(f"{file.path} is one of {meta['split.count']} parts of a model; join them first with llama-gguf-split --merge")
     tokens = meta.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray) or len(tokens) == 0:
         raise GGUFError(f"{file.path} has no token list; use a complete model file")
     for key, kinds in (("scores", "f"), ("token_type", "i")):
         values = meta.get(f"tokenizer.ggml.{key}")
-        if values is not None and (not isinstance(values, np.ndarray) or values.dtype.kind != kinds or len(values) != len(tokens)):
-            raise GGUFError(f"{file.path}: tokenizer.ggml.{key} does not hold one value per token ({len(tokens)}); the file is damaged")
+        if values is not None and (not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or len(values) != len(tokens)):
+            raise GGUFError(f"{file.path}: tokenizer.ggml.{key} does not hold one value per token ({len(tokens)}); {damaged}")
     merges = meta.get("tokenizer.ggml.merges")
     if merges is not None and not isinstance(merges, StringArray):
-        raise GGUFError(f"{file.path}: tokenizer.ggml.merges is not a list of strings; the file is damaged")
+        raise GGUFError(f"{file.path}: tokenizer.ggml.merges is not a list of strings; {damaged}")
     for name in _ID_KEYS:
         key = f"tokenizer.ggml.{name}_token_id"
         if key in meta and (not isinstance(meta[key], int) or not 0 <= meta[key] < len(tokens)):
-            raise GGUFError(f"{file.path}: {key} is {meta[key]!r}, but the vocabulary has {len(tokens)} tokens")
+            raise GGUFError(f"{file.path}: {key} is {brief(meta[key])}, but the vocabulary has {len(tokens)} tokens")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is not None and embedding.shape[-1] != len(tokens):
+        raise GGUFError(f"{file.path} has {len(tokens)} tokens, but token_embd.weight has {embedding.shape[-1]} rows; {damaged}")
+    _check_tokens(file, model, tokens)
     return len(tokens)
+
+
+def _check_tokens(file: GGUFFile, model: str, tokens: StringArray) -> None:
+    """The token texts: all different, and with what encoding cannot do without."""
+    seen: dict[bytes, int] = {}
+    for i in range(len(tokens)):
+        name = tokens.raw(i).split(b"\0", 1)[0] or b"[EMPTY_%d]" % i  # llama.cpp reads C strings, and names empty ones so
+        if (first := seen.setdefault(name, i)) != i:
+            raise GGUFError(f"{file.path}: the tokens {first} and {i} are both {brief(tokens[i])}; the file is damaged")
+    if model == "llama":
+        missing = next((b for b in range(256) if b"<0x%02X>" % b not in seen and bytes([b]) not in seen), None)
+        if missing is not None:
+            raise GGUFError(f"{file.path} has no token for the byte {missing:#04x}, without which text cannot be encoded; convert it again")
 
 
 class Tokenizer:
@@ -55,31 +84,74 @@ class Tokenizer:
         self.n_vocab = check_vocabulary(file)
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
-        self._model = llama_cpp.llama_model_load_from_file(str(file.path).encode(), params)
+        _said.clear()
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(file.path), params)
         if not self._model:
-            raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path} (tokenizer {file.metadata.get('tokenizer.ggml.pre')!r})")
+            raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path}: {_said[0] if _said else 'it does not say why'}")
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._piece = ctypes.create_string_buffer(256)
+        try:
+            self._check_added()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_added(self) -> None:
+        """Tokens that llama.cpp adds to every text have to exist: it asserts that when it encodes."""
+        for name in ("bos", "eos"):
+            adds, token = (getattr(llama_cpp, f"llama_vocab_{part}{name}")(self._vocab) for part in ("get_add_", ""))
+            if adds and not 0 <= token < self.n_vocab:
+                raise GGUFError(f"{self.path} asks for a {name} token in every text, but tokenizer.ggml.{name}_token_id names none")
 
     def encode(self, text: str | bytes, special: bool = False, bos: bool = True) -> list[int]:
         """Token ids of ``text``.
 
         Args:
-            text: str (encoded as UTF-8, lone surrogates replaced) or bytes.
+            text: str (lone surrogates become "?") or bytes (what is not UTF-8 becomes U+FFFD, as in llama.cpp).
             special: whether text like ``<|end|>`` becomes control tokens; off, so that a user's text never does.
             bos: whether the tokens that the vocabulary adds at the start are added.
+
+        Raises:
+            ContextError: a text of so many bytes that it cannot be encoded in this process.
         """
-        data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")  # llama.cpp ends the process on code points above U+10FFFF
+        data = text.encode("utf-8", "replace")
+        if len(data) <= _SHORT_TEXT:
+            return self._encode(data, special, bos)
+        return self._encode_on_large_stack(data, special, bos)
+
+    def _encode(self, data: bytes, special: bool, bos: bool) -> list[int]:
         capacity = len(data) + 8
         out = (llama_cpp.llama_token * capacity)()
         n = llama_cpp.llama_tokenize(self._vocab, data, len(data), out, capacity, bos, special)
         if n < 0:
             out = (llama_cpp.llama_token * -n)()
             n = llama_cpp.llama_tokenize(self._vocab, data, len(data), out, -n, bos, special)
-        return list(out[:n])
+        return out[:n]
+
+    def _encode_on_large_stack(self, data: bytes, special: bool, bos: bool) -> list[int]:
+        """Several pre-tokenizers of llama.cpp run std::regex, which takes up to 335 bytes of stack per character of a long run."""
+        out: list[int] = []
+        before = threading.stack_size((1 << 20) + _STACK_PER_BYTE * len(data) // 4096 * 4096)
+        try:
+            worker = threading.Thread(target=lambda: out.extend(self._encode(data, special, bos)))
+            worker.start()
+        except RuntimeError:
+            raise ContextError(f"a text of {len(data)} bytes cannot be encoded: there is no memory for it; shorten the prompt") from None
+        finally:
+            threading.stack_size(before)
+        try:
+            worker.join()
+        except BaseException:  # Ctrl-C: the vocabulary must not be freed under the worker
+            worker.join()
+            raise
+        return out
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes of one token; control tokens are empty unless ``special``. Bytes of one character may span several tokens."""
+        if not 0 <= token < self.n_vocab:
+            return b""  # llama.cpp would end the process
         n = llama_cpp.llama_token_to_piece(self._vocab, token, self._piece, len(self._piece), 0, special)
         if n < 0:
             self._piece = ctypes.create_string_buffer(-n)

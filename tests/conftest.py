@@ -1,0 +1,12 @@
+"""Models that many tests share."""
+
+import pytest
+
+from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory):
+    """A tiny random F32 target and its drafter."""
+    folder = tmp_path_factory.mktemp("pair")
+    return write_qwen35(folder / "target.gguf", Shape(), "F32"), write_dflash(folder / "drafter.gguf", Shape(), "F32")

@@ -1,0 +1,98 @@
+"""GGUF files from bytes, so that a test can say exactly which of them are wrong."""
+
+import struct
+from pathlib import Path
+
+U8, I8, U16, I16, U32, I32, F32, BOOL, STR, ARR, U64, I64, F64 = range(13)
+_FORMAT = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
+
+
+def string(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(data)) + data
+
+
+def value(kind: int, v) -> bytes:
+    """``v`` as it follows its type; an array is (item type, list)."""
+    if kind == STR:
+        return string(v)
+    if kind == ARR:
+        item, values = v
+        if item in _FORMAT:
+            return struct.pack(f"<IQ{len(values)}{_FORMAT[item]}", item, len(values), *values)
+        return struct.pack("<IQ", item, len(values)) + b"".join(value(item, one) for one in values)
+    return struct.pack("<" + _FORMAT[kind], v)
+
+
+def key(name: str | bytes, kind: int, v) -> bytes:
+    return string(name) + struct.pack("<I", kind) + value(kind, v)
+
+
+def info(name: str | bytes, shape=(32,), kind: int = 0, offset: int = 0) -> bytes:
+    return string(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, offset)
+
+
+def header(n_tensors: int = 0, n_keys: int = 0, magic: bytes = b"GGUF", version: int = 3) -> bytes:
+    return magic + struct.pack("<IQQ", version, n_tensors, n_keys)
+
+
+def aligned(data: bytes, to: int = 32) -> bytes:
+    return data + bytes(-len(data) % to)
+
+
+def gguf(keys: list[bytes] = (), infos: list[bytes] = (), data: bytes = b"", alignment: int = 32) -> bytes:
+    """A whole file of encoded keys and tensor infos."""
+    head = header(len(infos), len(keys)) + b"".join(keys) + b"".join(infos)
+    return aligned(head, alignment) + data
+
+
+class Model:
+    """A valid GGUF taken apart: ``keys`` name -> (type, value), ``tensors`` name -> [shape, type, bytes]; ``write`` puts it together."""
+
+    def __init__(self, path: str | Path):
+        self._data, self._at = Path(path).read_bytes(), 8
+        self.gap = 0  # bytes to leave between tensors
+        n_tensors, n_keys = self._take("QQ")
+        self.keys, self.tensors, offsets = {}, {}, {}
+        for _ in range(n_keys):
+            name = self._text().decode()
+            kind = self._take("I")[0]
+            self.keys[name] = (kind, self._value(kind))
+        for _ in range(n_tensors):
+            name = self._text().decode()
+            shape = self._take(f"{self._take('I')[0]}Q")
+            self.tensors[name] = [shape, *self._take("I"), b""]
+            offsets[name] = self._take("Q")[0]
+        start = len(aligned(self._data[: self._at]))
+        ends = [*list(offsets.values())[1:], len(self._data) - start]
+        for name, end in zip(offsets, ends):
+            self.tensors[name][2] = self._data[start + offsets[name] : start + end]
+
+    def _take(self, fmt: str) -> tuple:
+        out = struct.unpack_from("<" + fmt, self._data, self._at)
+        self._at += struct.calcsize("<" + fmt)
+        return out
+
+    def _text(self) -> bytes:
+        n = self._take("Q")[0]
+        self._at += n
+        return self._data[self._at - n : self._at]
+
+    def _value(self, kind: int):
+        if kind == STR:
+            return self._text()
+        if kind == ARR:
+            item, count = self._take("IQ")
+            return item, [self._value(item) for _ in range(count)]
+        return self._take(_FORMAT[kind])[0]
+
+    def bytes(self) -> bytes:
+        infos, data = [], b""
+        for name, (shape, kind, content) in self.tensors.items():
+            infos.append(info(name, shape, kind, len(data)))
+            data += aligned(content) + bytes(self.gap)
+        return gguf([key(name, *kv) for name, kv in self.keys.items()], infos, data)
+
+    def write(self, path: str | Path) -> Path:
+        Path(path).write_bytes(self.bytes())
+        return Path(path)

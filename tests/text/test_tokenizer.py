@@ -1,0 +1,155 @@
+"""The tokenizer: text comes back as it went in, a user's text never becomes a control token, and no text ends the process."""
+
+import subprocess
+import sys
+
+import pytest
+from gguf_io.build import ARR, F32, I32, STR, U32, Model
+
+import pyggml_spec as ps
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary, first_difference
+
+TEXTS = [
+    "def quicksort(items):\n    return items\n",
+    "  two  spaces\t\ttabs \r\n\r\n  ",
+    "Grüße, κόσμε, 日本語, हिन्दी, עברית",
+    "emoji 😀 👨‍👩‍👧‍👦 🏳️‍🌈 and a combining e\u0301",
+    "zero\0byte and \x1b[31mescape\x07",
+    "\u2028\u00a0\ufeff\ufffd\U0010ffff",
+    "12345678901234567890 'don't' I'LL \"quoted\" <|im_start|> </s>",
+    "a" * 5000,
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("vocabulary")
+
+
+@pytest.fixture(scope="module")
+def model(pair):
+    """The random target with a vocabulary in which two merges happen."""
+    out = Model(pair[0])
+    names = out.keys["tokenizer.ggml.tokens"][1][1]
+    names[300], names[301] = b"he", "ĠĠ".encode()
+    out.keys["tokenizer.ggml.merges"] = (ARR, (STR, [b"h e", "Ġ Ġ".encode()]))
+    return out
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model, folder):
+    with GGUFFile(model.write(folder / "bpe.gguf")) as file:
+        loaded = Tokenizer(file)
+        yield loaded
+        loaded.close()
+        loaded.close()  # twice is fine
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_round_trips(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_merges_happen(tokenizer):
+    assert tokenizer.encode("he") == [300] and tokenizer.encode("  ") == [301]
+
+
+def test_pieces_are_bytes_of_characters_that_may_be_split(tokenizer):
+    ids = tokenizer.encode("😀")
+    assert len(ids) == 4 and [tokenizer.piece(i) for i in ids] == [bytes([b]) for b in "😀".encode()]
+
+
+def test_bytes_that_are_no_utf8_become_replacement_characters(tokenizer):
+    assert tokenizer.decode(tokenizer.encode(b"a\xffb\xe2\x82")) == "a\ufffdb\ufffd"
+
+
+def test_lone_surrogates_become_question_marks(tokenizer):
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
+
+
+def test_control_tokens_are_only_recognised_when_asked_for(tokenizer):
+    """A prompt that contains the text of an end token must not end anything."""
+    end = tokenizer.n_vocab - 2
+    assert tokenizer.encode("a<|end|>b", special=True) == [97, end, 98]
+    assert end not in tokenizer.encode("a<|end|>b") and tokenizer.decode(tokenizer.encode("a<|end|>b")) == "a<|end|>b"
+    assert tokenizer.is_end(end) and not tokenizer.is_end(97)
+
+
+def test_control_tokens_are_silent_unless_asked_for(tokenizer):
+    end = tokenizer.n_vocab - 2
+    assert (tokenizer.piece(end), tokenizer.piece(end, special=True)) == (b"", b"<|end|>")
+    assert tokenizer.decode([97, end, 98]) == "ab"
+
+
+def test_ids_outside_the_vocabulary_have_no_bytes(tokenizer):
+    """llama.cpp throws a C++ exception through the C call, which ends the process."""
+    assert [tokenizer.piece(i) for i in (-1, tokenizer.n_vocab, 1 << 30)] == [b""] * 3
+
+
+def test_a_token_longer_than_the_first_buffer(model, folder):
+    long = Model(folder / "bpe.gguf")
+    long.keys["tokenizer.ggml.tokens"][1][1][302] = b"x" * 1000
+    with GGUFFile(long.write(folder / "long.gguf")) as file:
+        tokenizer = Tokenizer(file)
+        assert tokenizer.piece(302) == b"x" * 1000
+        tokenizer.close()
+
+
+def test_a_sentencepiece_vocabulary_encodes_bytes(pair, folder):
+    spm = Model(pair[0])
+    n = len(spm.keys["tokenizer.ggml.tokens"][1][1])
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a"]
+    kinds = [2, 3, 3, *[6] * 256, 1, 1]
+    spm.keys["tokenizer.ggml.model"] = (STR, "llama")
+    spm.keys["tokenizer.ggml.tokens"] = (ARR, (STR, names + [f"x{i}" for i in range(n - len(names))]))
+    spm.keys["tokenizer.ggml.token_type"] = (ARR, (I32, kinds + [1] * (n - len(names))))
+    spm.keys["tokenizer.ggml.scores"] = (ARR, (F32, [0.0] * n))
+    spm.keys["tokenizer.ggml.eos_token_id"] = (U32, 2)
+    with GGUFFile(spm.write(folder / "spm.gguf")) as file:
+        assert check_vocabulary(file) == n
+        tokenizer = Tokenizer(file)
+        assert tokenizer.encode("a\n😀")[0] == 1  # <s> is added
+        assert tokenizer.decode(tokenizer.encode("a\n😀")) == " a\n😀"
+        tokenizer.close()
+
+
+def test_no_text_ends_the_process(folder, model):
+    """Two ways in which llama.cpp's tokenizer did: bytes that decode to code points above U+10FFFF (an exception through the C call), and
+    long runs under the pre-tokenizers that use std::regex (one stack frame per character)."""
+    old = Model(folder / "bpe.gguf")
+    old.keys["tokenizer.ggml.pre"] = (STR, "default")
+    old.write(folder / "regex.gguf")
+    script = """if True:
+        import sys
+        from pyggml_spec.gguf_io import GGUFFile
+        from pyggml_spec.text.tokenizer import Tokenizer
+        for path in sys.argv[1:]:
+            tokenizer = Tokenizer(GGUFFile(path))
+            for text in (b"\\xf7\\xbf\\xbf\\xbf", b"\\xf4\\x90\\x80\\x80", b"\\xed\\xa0\\x80", b"!" * 200_000, b"9" * 200_000):
+                print(len(tokenizer.encode(text)))
+    """
+    run = subprocess.run([sys.executable, "-c", script, folder / "bpe.gguf", folder / "regex.gguf"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-1000:]
+    assert run.stdout.split() == ["12", "12", "9", "200000", "200000"] * 2
+
+
+def test_the_message_says_why_llama_cpp_refused(model, folder):
+    other = Model(folder / "bpe.gguf")
+    other.keys["tokenizer.ggml.pre"] = (STR, "qwen99")
+    with GGUFFile(other.write(folder / "other.gguf")) as file, pytest.raises(ps.ModelError, match="qwen99"):
+        Tokenizer(file)
+
+
+def test_the_first_difference_of_two_vocabularies_is_named(folder, pair):
+    with GGUFFile(folder / "bpe.gguf") as a, GGUFFile(pair[0]) as b, GGUFFile(pair[1]) as c:
+        assert "token 300 is 'he' in bpe.gguf" in first_difference(a, b)
+        assert first_difference(b, c) is None
+    fewer = Model(pair[0])
+    fewer.keys["tokenizer.ggml.tokens"][1][1].pop()
+    without = Model(pair[0])
+    del without.keys["tokenizer.ggml.tokens"]
+    with GGUFFile(fewer.write(folder / "few.gguf")) as a, GGUFFile(pair[0]) as b, GGUFFile(without.write(folder / "none.gguf")) as c:
+        assert "319 tokens" in first_difference(a, b)
+        assert first_difference(b, c) is None  # a drafter without a vocabulary uses the target's
