@@ -232,7 +232,8 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     struct ggml_tensor * q = ggml_view_4d(ctx, qk, S, s.n_head_k, T, 1, S * f, qk->nb[2], qk->nb[2] * T, 0);
     struct ggml_tensor * k = ggml_view_4d(ctx, qk, S, s.n_head_k, T, 1, S * f, qk->nb[2], qk->nb[2] * T, s.n_head_k * S * f);
 
-    struct ggml_tensor * beta = ggml_sigmoid(ctx, in->beta);
+    // part of a fused product, beta has gaps between its rows, which the sigmoid of several backends does not take
+    struct ggml_tensor * beta = ggml_sigmoid(ctx, ggml_is_contiguous(in->beta) ? in->beta : ggml_cont(ctx, in->beta));
     struct ggml_tensor * g    = ggml_mul(ctx, ggml_softplus(ctx, ggml_add(ctx, in->alpha, in->dt)), in->a);
     if (pending) {
         const size_t each = s.n_head_v * T * f;

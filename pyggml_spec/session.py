@@ -12,9 +12,12 @@ from .ggml.library import versions
 from .gguf_io import GGUFFile
 from .models.registry import open_drafter, open_target
 from .models.weights import Weights
+from .spec.calibrate import cached_costs, candidate_widths
 from .spec.engine import Engine, EngineOptions
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from .spec.stats import Stats
+from .spec.synthetic import SyntheticAcceptance
+from .spec.width import WidthControl, useful_widths
 from .text.stream import TextStream
 from .text.tokenizer import Tokenizer, first_difference
 
@@ -44,6 +47,7 @@ class Engaged:
     device: str
     threads: int
     width: int
+    widths: tuple[int, ...]
     n_ctx: int
     kv_type: str
     memory: dict[str, int]
@@ -58,6 +62,9 @@ class Session:
         self.notes: list[str] = []
         self.load_seconds = 0.0
         self.drafter = None
+        self.costs: dict[int, float] | None = None  # milliseconds per step by width; None where the width is pinned
+        self.costs_cached = False
+        self.control: WidthControl | None = None  # of the last generation
 
     def _own(self, part):
         self._parts.append(part)
@@ -81,11 +88,14 @@ class Session:
             self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
         options = EngineOptions(n_ctx=self._context(n_ctx), width=self._width(width))
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
+        if self.drafter is not None and width is None:
+            widths = candidate_widths(self.engine.options.width)
+            self.costs, self.costs_cached = cached_costs(self.engine, widths)
         self.load_seconds = time.perf_counter() - started
         return self
 
     def _weights(self, model, progress) -> Weights:
-        return self._own(Weights(self.backend, model.file, model.specs(), model.groups(), model.fused_together(), progress))
+        return self._own(Weights(self.backend, model.file, model.specs(), model.groups(), model.fused_alike(), progress))
 
     def _check_vocabularies(self, target: GGUFFile, draft: GGUFFile) -> None:
         difference = first_difference(target, draft)
@@ -118,6 +128,7 @@ class Session:
         stop: Sequence[str] = (),
         ignore_end: bool = False,
         special: bool = False,
+        synthetic: SyntheticAcceptance | None = None,
         prefill_progress: Callable[[int, int], None] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Iterator[StepEvent]:
@@ -130,6 +141,7 @@ class Session:
             stop: texts that end the generation; they and what follows are not part of the text.
             ignore_end: go on after the end token.
             special: whether control tokens are recognised in the prompt text.
+            synthetic: accept drafts at random (benchmarks only: the text is not the target's).
             interrupted: asked between steps; True ends the generation with the stop reason "interrupt".
 
         Raises:
@@ -139,12 +151,15 @@ class Session:
         if not ids:
             raise ContextError("the prompt is empty; give some text with -p, -f or on standard input")
         engine = self.engine
-        engine.reset()
         mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
+        engine.reset(drafting=mode == SPECULATIVE)
         stats = self.new_stats()
-        options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end)
+        options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end, synthetic)
         text = TextStream(self.tokenizer.piece, stop)
-        run = generate(engine, ids, options, stats, prefill_progress=prefill_progress, interrupted=interrupted)
+        self.control = WidthControl(self.costs) if self.costs and mode == SPECULATIVE else None
+        run = generate(
+            engine, ids, options, stats, prefill_progress=prefill_progress, interrupted=interrupted, control=self.control
+        )
         try:
             for block in run:
                 shown = "".join(text.push(token) for token in block)
@@ -177,8 +192,10 @@ class Session:
 
     def calibrate_plain(self, steps: int = 12) -> float:
         """Milliseconds of one plain decode step of this target on this device, the median of ``steps``. Forgets the sequence."""
+        if self.costs:
+            return self.costs[1]
         engine, times = self.engine, []
-        engine.reset()
+        engine.reset(drafting=False)
         engine.prefill([0])
         for _ in range(min(steps + 3, engine.cursor.room)):
             started = time.perf_counter()
@@ -197,6 +214,7 @@ class Session:
             self.backend.device.name,
             self.backend.threads,
             width,
+            tuple(useful_widths(self.costs)) if self.costs else (),
             self.engine.options.n_ctx,
             "f16",
             self.engine.memory(),
@@ -232,7 +250,7 @@ def load(
         device: name as in ``devices()``; None takes the first GPU, or the CPU.
         threads: CPU threads; None takes the cores of this process, at most 16.
         n_ctx: tokens of context; None takes 4096 or what the model was trained with, whichever is less.
-        draft_width: rows per verified block; None takes the drafter's trained block.
+        draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
 
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.

@@ -15,7 +15,7 @@ def engaged_line(e: Engaged, mode: str | None) -> str:
     elif mode in ("plain", "reference"):
         draft = f"drafter {e.drafter} idle ({mode} mode)"
     else:
-        draft = f"drafter {e.drafter}, width {e.width}"
+        draft = f"drafter {e.drafter}, width " + (f"chosen from {'/'.join(map(str, e.widths))}" if e.widths else str(e.width))
     m = e.memory
     parts = [f"weights {size(m['weights'] + m.get('draft_weights', 0))}", f"K/V {size(m['kv'] + m.get('draft_kv', 0))} {e.kv_type}"]
     if "recurrent" in m:
@@ -25,8 +25,11 @@ def engaged_line(e: Engaged, mode: str | None) -> str:
     return "\n".join([line, *(f"note: {note}" for note in e.notes)])
 
 
-def footer(s: Stats, plain_ms: float | None) -> str:
-    """Speed, acceptance and the proof that nothing was built while decoding. ``plain_ms``: measured cost of one plain step."""
+def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
+    """Speed, acceptance and the proof that nothing was built while decoding.
+
+    ``plain_ms``: measured cost of one plain step; ``reason``: why width control ended where it did.
+    """
     lines = [""]
     decode = s.seconds["decode"]
     if s.steps:
@@ -37,6 +40,9 @@ def footer(s: Stats, plain_ms: float | None) -> str:
     if s.drafted:
         lines.append(f"accepted {s.matched} of {s.drafted} drafts ({100 * s.acceptance:.1f} %), by position: {_positions(s)}")
         lines.append(f"tokens per step: {_histogram(s)}")
+    if reason:
+        used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
+        lines.append(f"steps: {used}; {reason}")
     if s.nan_drafts:
         lines.append("the drafter produced NaN or Inf: speculation was switched off; the text is the target's own")
     lines.append(

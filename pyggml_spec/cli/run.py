@@ -23,7 +23,7 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @click.option("-p", "--prompt", help="Prompt text.")
 @click.option("-f", "--file", "prompt_file", type=click.Path(), help="File with the prompt text.")
 @click.option("-n", "--predict", "max_tokens", type=click.IntRange(0), help="Tokens to generate. Default: until the end token; 256 for the embedded pair.")
-@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: the drafter's trained block.")
+@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
 @click.option("--mode", type=click.Choice(["speculative", "plain", "reference"]), help="Default: speculative if there is a drafter.")
 @click.option("--reference-shape", "reference", is_flag=True, help="Same as --mode reference: plain decoding on the W-wide graph.")
 @click.option("--require-spec", is_flag=True, help="Exit with 3 unless drafts were verified.")
@@ -49,7 +49,7 @@ def command(target, draft, device, threads, n_ctx, prompt, prompt_file, max_toke
         stats = _stream(session, text, max_tokens, mode, stop, ignore_eos, special, interrupt, stats_file)
         if not quiet:
             plain_ms = session.calibrate_plain() if stats.steps and stats.stop_reason != "interrupt" else None
-            say(footer(stats, plain_ms))
+            say(footer(stats, plain_ms, session.control.reason() if session.control is not None else ""))
     if stats.stop_reason == "interrupt":
         sys.exit(EXIT_INTERRUPT)
     if require_spec and not stats.drafted:

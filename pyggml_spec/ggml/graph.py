@@ -127,13 +127,13 @@ class Graph:
         """The part [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
         return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
 
+    def whole(self, x):
+        """The tensor that ``x`` is a view of, or ``x`` itself."""
+        return x.view_src if x.view_src != ffi.NULL else x
+
     def tail_rows(self, x, first: int):
         """Rows [first, T) of F32 [n, T], as a view."""
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] - first, x.nb[1], x.nb[1] * first)
-
-    def weight_rows(self, weight, n: int, first: int = 0):
-        """Output rows [first, first + n) of a weight [n_in, n_out], as a view."""
-        return lib.ggml_view_2d(self.ctx, weight, weight.ne[0], n, weight.nb[1], weight.nb[1] * first)
 
     def flat(self, x):
         """[D, H, T] -> [D * H, T] of a contiguous tensor."""

@@ -89,22 +89,23 @@ def kv_heads(file: GGUFFile, arch: str, n_head: int) -> int:
 
 
 def project(g: Graph, group: Group, x) -> list:
-    """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where the group is fused."""
-    if group.fused is None:
-        return [g.matmul(weight, x) for weight in group.parts]
-    joined, first, out = g.matmul(group.fused, x), 0, []
-    for n in group.rows:
-        out.append(g.columns(joined, n, first))
-        first += n
-    return out
+    """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where matrices are fused."""
+    out, first = [], 0
+    if group.fused is not None:
+        joined = g.matmul(group.fused, x)
+        for n in group.fused_rows:
+            out.append(g.columns(joined, n, first))
+            first += n
+    return out + [g.matmul(weight, x) for weight in group.rest]
 
 
 def swiglu_ffn(g: Graph, gate_up: Group, down, x):
-    """W_down (silu(W_gate x) * W_up x)."""
-    if gate_up.fused is not None:
-        return g.matmul(down, g.swiglu_halves(g.matmul(gate_up.fused, x)))
-    gate, up = (g.matmul(weight, x) for weight in gate_up.parts)
-    return g.matmul(down, g.swiglu(gate, up))
+    """W_down (silu(W_gate x) * W_up x). With one row, two matmuls and the gate are one kernel of ggml-cuda; from two rows on one matmul is."""
+    apart = gate_up.rest if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
+    if apart:
+        gate, up = (g.matmul(weight, x) for weight in apart)
+        return g.matmul(down, g.swiglu(gate, up))
+    return g.matmul(down, g.swiglu_halves(g.matmul(gate_up.fused, x)))
 
 
 def attend(g: Graph, q, k, v, kv, kv_rows, mask, span: int, n_head_kv: int, scale: float):

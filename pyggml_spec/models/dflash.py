@@ -146,7 +146,7 @@ class DFlash:
             out[f"blk.{i}.ffn"] = (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight")
         return out
 
-    def fused_together(self) -> list[tuple[str, ...]]:
+    def fused_alike(self) -> list[tuple[str, ...]]:
         return []
 
     def kv_shapes(self) -> list[KVShape]:

@@ -133,13 +133,13 @@ class Qwen35:
     def groups(self) -> dict[str, tuple[str, ...]]:
         out = {}
         for i in range(self.n_layer):
-            mixer = ("attn_qkv", "attn_gate") if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
+            mixer = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha") if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
             out[f"blk.{i}.mixer"] = tuple(f"blk.{i}.{name}.weight" for name in mixer)
             out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in ("ffn_gate", "ffn_up"))
         return out
 
-    def fused_together(self) -> list[tuple[str, ...]]:
-        """Groups that are fused in all layers or in none: the recurrent state keeps rows of one width for every layer."""
+    def fused_alike(self) -> list[tuple[str, ...]]:
+        """Groups of which the same number of matrices is fused: the recurrent state keeps rows of one width for every layer."""
         return [tuple(f"blk.{i}.mixer" for i in range(self.n_layer) if self.hp.recurrent[i])]
 
     def kv_shapes(self) -> list[KVShape]:
@@ -149,9 +149,9 @@ class Qwen35:
         return self.hp.delta
 
     def delta_row(self) -> int:
-        """Floats per projected row that the recurrent state keeps: with a fused projection also the gate's, which lie behind the channels."""
+        """Floats per projected row that the recurrent state keeps: a fused projection is kept whole, the channels come first in it."""
         group = self.weights.group(f"blk.{self.hp.recurrent.index(True)}.mixer")
-        return sum(group.rows) if group.fused is not None else group.rows[0]
+        return sum(group.fused_rows) or group.rows[0]
 
     # -- the graph
 
@@ -197,23 +197,9 @@ class Qwen35:
 
     def _delta_net(self, g: Graph, rows: Rows, h, i: int, n: int):
         hp, w = self.hp, self.weights
-        group = w.group(f"blk.{i}.mixer")
-        if group.fused is not None:
-            proj = g.matmul(group.fused, h)
-            z = g.columns(proj, group.rows[1], group.rows[0])
-        else:
-            proj, z = (g.matmul(weight, h) for weight in group.parts)
-        o = rows.delta.layer(
-            g,
-            n,
-            proj,
-            g.matmul(w[f"blk.{i}.ssm_beta.weight"], h),
-            g.matmul(w[f"blk.{i}.ssm_alpha.weight"], h),
-            w[f"blk.{i}.ssm_conv1d.weight"],
-            w[f"blk.{i}.ssm_dt.bias"],
-            w[f"blk.{i}.ssm_a"],
-            hp.eps,
-        )
+        proj, z, beta, alpha = project(g, w.group(f"blk.{i}.mixer"), h)
+        names = ("ssm_conv1d.weight", "ssm_dt.bias", "ssm_a")
+        o = rows.delta.layer(g, n, g.whole(proj), beta, alpha, *(w[f"blk.{i}.{name}"] for name in names), hp.eps)
         o = g.flat(g.rms_norm(o, w[f"blk.{i}.ssm_norm.weight"], hp.eps))
         return g.matmul(w[f"blk.{i}.ssm_out.weight"], g.swiglu(z, o))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend
-from ..ggml.library import ffi, lib, text
+from ..ggml.library import check, ffi, lib, new_err, text
 from ..gguf_io import GGUFFile, TensorInfo
 
 MATMUL, ROWS, VECTOR = "matmul", "rows", "vector"
@@ -37,11 +37,23 @@ class Spec:
 
 @dataclass(frozen=True)
 class Group:
-    """Matrices that read the same input, in the order of their outputs. ``fused`` holds all of them, or is None."""
+    """Matrices that read the same input. The first ``len(rows) - len(rest)`` of them are stored as one.
 
-    parts: tuple
+    Attributes:
+        rows: outputs of each matrix, in order.
+        fused: one matrix with the outputs of the fused ones behind each other, or None.
+        rest: the matrices that are not fused, because their type or their buffer differs.
+        parts: the fused matrices one by one, as tensors inside the fused one; empty where the buffer repacks.
+    """
+
     rows: tuple[int, ...]
     fused: object | None
+    rest: tuple
+    parts: tuple
+
+    @property
+    def fused_rows(self) -> tuple[int, ...]:
+        return self.rows[: len(self.rows) - len(self.rest)]
 
 
 def _find(file: GGUFFile, spec: Spec) -> TensorInfo:
@@ -67,7 +79,8 @@ def _find(file: GGUFFile, spec: Spec) -> TensorInfo:
 class Weights:
     """The weights of one model on one backend. Owns their buffers.
 
-    ``weights[name]`` is a tensor; ``weights.group(name)`` a fused (or, where types differ, not fused) group.
+    ``weights[name]`` is a tensor; ``weights.group(name)`` the matrices of one input, as many of them fused as can be. ``alike`` names groups
+    of which the same number is fused in each.
     """
 
     def __init__(
@@ -76,7 +89,7 @@ class Weights:
         file: GGUFFile,
         specs: Iterable[Spec],
         groups: dict[str, tuple[str, ...]],
-        all_or_none: Iterable[tuple[str, ...]] = (),
+        alike: Iterable[tuple[str, ...]] = (),
         progress: Callable[[int, int], None] | None = None,
     ):
         self.backend, self.file = backend, file
@@ -88,7 +101,7 @@ class Weights:
         self.repacked_bytes = 0
         self._bufts = [*backend.extra_buffer_types(), backend.default_buffer_type]
         try:
-            self._load(list(specs), groups, all_or_none, progress or (lambda done, total: None))
+            self._load(list(specs), groups, alike, progress or (lambda done, total: None))
         except BaseException:
             self.close()
             raise
@@ -115,29 +128,38 @@ class Weights:
             "quantise the model to another type"
         )
 
-    def _fusable(self, parts: list[tuple[Spec, TensorInfo]]) -> bool:
-        types = {info.type for _, info in parts}
-        if len(types) != 1 or len({spec.shape[0] for spec, _ in parts}) != 1:
-            return False
+    def _fusable(self, parts: list[tuple[Spec, TensorInfo]]) -> int:
+        """How many matrices, from the first on, can be stored as one; 0 if fewer than two."""
         kind, n_in = parts[0][1].type, parts[0][0].shape[0]
-        homes = {self._choose_buffer(kind, spec.shape, MATMUL) for spec, _ in parts}
-        # a fused matrix in another buffer type would run another kernel, and its parts would no longer equal llama.cpp's
-        return homes == {self._choose_buffer(kind, (n_in, sum(spec.shape[1] for spec, _ in parts)), MATMUL)}
+        # ggml's CPU matmul takes another kernel, with another order of summation, for outputs that are no multiple of four
+        step = 4 if self.backend.device.kind == "cpu" else 1
+        if parts[0][0].shape[1] % step:
+            return 0
+        home, rows, count = self._choose_buffer(kind, parts[0][0].shape, MATMUL), parts[0][0].shape[1], 1
+        for spec, info in parts[1:]:
+            rows += spec.shape[1]
+            if (info.type, spec.shape[0]) != (kind, n_in) or spec.shape[1] % step or self._choose_buffer(kind, spec.shape, MATMUL) != home:
+                break
+            # in another buffer type another kernel would run, and the parts would no longer equal llama.cpp's
+            if self._choose_buffer(kind, (n_in, rows), MATMUL) != home:
+                break
+            count += 1
+        return count if count > 1 else 0
 
-    def _load(self, specs: list[Spec], groups: dict, all_or_none, progress) -> None:
+    def _load(self, specs: list[Spec], groups: dict, alike, progress) -> None:
         found = {spec.name: (spec, _find(self.file, spec)) for spec in specs}
-        fused = {name for name, members in groups.items() if self._fusable([found[m] for m in members])}
-        for family in all_or_none:
-            if not fused.issuperset(family):
-                fused.difference_update(family)
-        in_fused = {member: name for name in fused for member in groups[name]}
+        fused = {name: self._fusable([found[m] for m in members]) for name, members in groups.items()}
+        for family in alike:
+            fused.update(dict.fromkeys(family, min((fused[name] for name in family), default=0)))
+        in_fused = {member for name, count in fused.items() for member in groups[name][:count]}
 
         # jobs: (key, type, shape, use, sources)
         jobs = []
-        for name in fused:
-            parts = [found[m] for m in groups[name]]
-            shape = (parts[0][0].shape[0], sum(spec.shape[1] for spec, _ in parts))
-            jobs.append((name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
+        for name, count in fused.items():
+            if count:
+                parts = [found[m] for m in groups[name][:count]]
+                shape = (parts[0][0].shape[0], sum(spec.shape[1] for spec, _ in parts))
+                jobs.append((name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
         for spec, info in found.values():
             if spec.name not in in_fused:
                 jobs.append((spec.name, info.type, spec.shape, spec.use, [info]))
@@ -158,6 +180,7 @@ class Weights:
         total = sum(info.nbytes for job_list in by_buft.values() for job in job_list for info in job[4])
         for home, job_list in by_buft.items():
             self._allocate(home, job_list)
+        self._make_groups(groups, found, fused)
         done = 0
         for home, job_list in by_buft.items():
             for key, *_, sources in job_list:
@@ -166,12 +189,9 @@ class Weights:
                 progress(done, total)
         for key, other in alias.items():
             self._tensors[key] = self._tensors[other]
-        self._views(groups, found, fused)
 
     def _allocate(self, home: int, jobs: list) -> None:
-        params = ffi.new("struct ggml_init_params *", {"mem_size": (len(jobs) + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
-        ctx = lib.ggml_init(params[0])
-        self._contexts.append(ctx)
+        ctx = self._context(len(jobs))
         for key, kind, shape, _, sources in jobs:
             tensor = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
             lib.ggml_set_name(tensor, key.encode()[:63])
@@ -204,13 +224,28 @@ class Weights:
                 ffi.release(pointer)
             offset += info.nbytes
 
-    def _views(self, groups: dict, found: dict, fused: set) -> None:
+    def _make_groups(self, groups: dict, found: dict, fused: dict[str, int]) -> None:
+        ctx = self._context(sum(len(members) for members in groups.values()))
         for name, members in groups.items():
-            rows = tuple(found[m][0].shape[1] for m in members)
-            if name in fused:
-                self._groups[name] = Group((), rows, self._tensors[name])
-            else:
-                self._groups[name] = Group(tuple(self._tensors[m] for m in members), rows, None)
+            rows, count = tuple(found[m][0].shape[1] for m in members), fused[name]
+            whole = self._tensors[name] if count else None
+            parts = self._inside(ctx, whole, rows[:count]) if count and self.backend.device.kind != "cpu" else ()
+            self._groups[name] = Group(rows, whole, tuple(self._tensors[m] for m in members[count:]), parts)
+
+    def _inside(self, ctx, whole, rows: tuple[int, ...]) -> tuple:
+        """Tensors for the matrices inside a fused one. Leaves, not views: a view node between two matmuls keeps ggml-cuda from fusing them."""
+        out, err, offset = [], new_err(), 0
+        for n in rows:
+            part = lib.ggml_new_tensor(ctx, whole.type, 2, (whole.ne[0], n))
+            check(lib.pgs_place(whole, offset, part, err), err)
+            out.append(part)
+            offset += n * whole.nb[1]
+        return tuple(out)
+
+    def _context(self, count: int):
+        params = ffi.new("struct ggml_init_params *", {"mem_size": (count + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
+        self._contexts.append(lib.ggml_init(params[0]))
+        return self._contexts[-1]
 
     # -- access
 

@@ -123,9 +123,13 @@ class Engine:
 
     # -- sequence
 
-    def reset(self) -> None:
-        """Forgets the sequence. K/V rows stay as they are: nothing below the cursor is theirs any more."""
+    def reset(self, drafting: bool = True) -> None:
+        """Forgets the sequence. K/V rows stay as they are: nothing below the cursor is theirs any more.
+
+        ``drafting`` False: the next sequence will not be drafted for, and its drafter rows are not computed.
+        """
         self.cursor.reset()
+        self.graphs.drafting = drafting and self.drafter is not None
         if self.delta is not None:
             self.delta.clear()
 
@@ -215,6 +219,8 @@ class Engine:
         """Drafts a block behind the pending token and verifies it, in one graph. Follow with ``accept``."""
         if self.drafter is None:
             raise EngineError("there is no drafter: use plain_step or verify_step")
+        if not self.graphs.drafting:
+            raise EngineError("this sequence was started without drafting: the drafter has not seen it")
         width = self._block_width(width)
         self._enter(width, pending=True)
         step = self.graphs.get("fused", width, self._span(width))

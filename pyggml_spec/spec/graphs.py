@@ -54,6 +54,7 @@ class StepGraphs:
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta = kv, draft_kv, delta
         self.roles: dict[str, Role] = {}
+        self.drafting = drafter is not None  # whether target graphs also write drafter rows
         self._steps: dict[tuple, Step] = {}
         self._builders = {
             "prefill": self._prefill,
@@ -67,8 +68,8 @@ class StepGraphs:
     # -- the cache
 
     def get(self, role: str, width: int, span: int, *more) -> Step:
-        """The graph of this role, width and span; built if it is not there or its memory has moved."""
-        key = (role, width, span, *more)
+        """The graph of this role, width and span, with drafter rows or without; built if it is not there or its memory has moved."""
+        key = (role, width, span, *more, self.drafting)
         step = self._steps.get(key)
         if step is not None and not step.graph.stale:
             return step
@@ -77,15 +78,19 @@ class StepGraphs:
             del self._steps[key]
         if role not in self.roles and role in self._widest:
             self._reserve(role)
-            return self.get(role, width, span, *more)
+            step = self._steps.get(key)
+            if step is not None:
+                return step
         self._make_room(role, width)
         self._steps[key] = self._build(role, width, span, *more)
         return self._steps[key]
 
     def _reserve(self, role: str) -> None:
         """Plans the role's largest graph first, so that no later one makes its buffer grow."""
-        width = self._widest[role]
-        self._steps[role, width, self.kv.live] = self._build(role, width, self.kv.live)
+        width, drafting = self._widest[role], self.drafting
+        self.drafting = self.drafter is not None
+        self._steps[role, width, self.kv.live, self.drafting] = self._build(role, width, self.kv.live)
+        self.drafting = drafting
 
     def _build(self, role: str, width: int, span: int, *more) -> Step:
         if role not in self.roles:
@@ -148,11 +153,11 @@ class StepGraphs:
         return DeltaRows(self.delta, 0, False, on, last)
 
     def _forward(self, g: Graph, f: StepFields, tokens, inputs: dict, delta) -> tuple[object, list]:
-        capture = self.drafter.hp.target_layers if self.drafter is not None else ()
+        capture = self.drafter.hp.target_layers if self.drafting else ()
         return self.target.forward(g, Rows(tokens=tokens, kv=self.kv.layers, delta=delta, **inputs), capture)
 
     def _draft_context(self, g: Graph, features: list, inputs: dict) -> None:
-        if self.drafter is not None:
+        if self.drafting:
             self.drafter.context_rows(g, features, inputs["positions"], inputs["kv_rows"], self.draft_kv.layers)
 
     def _emit(self, g: Graph, f: StepFields, hidden, name: str = "ids"):

@@ -15,6 +15,8 @@ import numpy as np
 from ..errors import EngineError
 from .engine import Engine, StepResult
 from .stats import Stats
+from .synthetic import SyntheticAcceptance
+from .width import WidthControl
 
 SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
 WARMUP_STEPS = 2
@@ -36,6 +38,7 @@ class LoopOptions:
     width: int = 16
     is_end: Callable[[int], bool] = lambda token: False
     ignore_end: bool = False
+    synthetic: SyntheticAcceptance | None = None
 
 
 Drafts = Callable[[Sequence[int], int], Sequence[int]]
@@ -56,6 +59,7 @@ def generate(
     drafts: Drafts | None = None,
     prefill_progress: Callable[[int, int], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False,
+    control: WidthControl | None = None,
 ) -> Iterator[list[int]]:
     """Yields the tokens of each step: first the one that the prompt leads to, then a block per step.
 
@@ -65,7 +69,7 @@ def generate(
     """
     stats = stats if stats is not None else Stats()
     stats.mode, stats.width = options.mode, options.width if options.mode != PLAIN else 1
-    run = _Run(engine, options, stats, list(prompt), drafts, prefill_progress, interrupted)
+    run = _Run(engine, options, stats, list(prompt), drafts, prefill_progress, interrupted, control)
     try:
         yield from run.tokens()
     finally:
@@ -75,11 +79,12 @@ def generate(
 class _Run:
     """One generation's local state."""
 
-    def __init__(self, engine: Engine, options: LoopOptions, stats: Stats, history: list[int], drafts: Drafts | None, progress, interrupted):
+    def __init__(self, engine: Engine, options: LoopOptions, stats: Stats, history: list[int], drafts: Drafts | None, progress, interrupted, control):
         self.progress, self.interrupted = progress, interrupted
         self.engine, self.options, self.stats, self.history, self.drafts = engine, options, stats, history, drafts
         self.limit = options.max_tokens if options.max_tokens is not None else engine.cursor.room + 1
         self.speculating = options.mode == SPECULATIVE and (drafts is not None or engine.drafter is not None) and options.width > 1
+        self.control = control if self.speculating else None
         self._before = _counts(engine)
         self._warm: dict | None = None
         self._decode_started: float | None = None
@@ -118,26 +123,29 @@ class _Run:
         result, width, by_model = self._forward()
         matched = self._accept(result)
         self.engine.accept(matched + 1, int(result.ids[matched]))
-        block = result.ids[: matched + 1].tolist()
+        block = [*result.tokens[1 : matched + 1].tolist(), int(result.ids[matched])]  # accepted drafts, then the target's own choice
         self.history += block
         self.stats.add_block(width, matched, by_model)
+        if self.control is not None:
+            self.control.observe(width, matched)
         self._count_time(result, time.perf_counter_ns() - began)
         if self._warm is None and self.stats.steps >= WARMUP_STEPS:
             self._warm = _counts(self.engine)
         return block
 
     def _forward(self) -> tuple[StepResult, int, bool]:
-        engine, width = self.engine, self.options.width
+        engine = self.engine
+        width = self.control.next() if self.control is not None else self.options.width
         if self.options.mode == REFERENCE:
             return self._checked(engine.verify_step([self.history[-1]] * (width - 1))), width, False
-        if not self.speculating:
+        if not self.speculating or width == 1:
             return self._checked(engine.plain_step()), 1, False
         if self.drafts is not None:
             return self._checked(engine.verify_step(self.drafts(self.history, width - 1))), width, False
         result = self._checked(engine.fused_step(width))
         if not result.draft_finite:
             self.stats.nan_drafts += 1
-            self.speculating = False
+            self.speculating, self.control = False, None
         return result, width, True
 
     def _checked(self, result: StepResult) -> StepResult:
@@ -152,9 +160,10 @@ class _Run:
         """Accepted drafts of this block, cut at the end token, at the token limit and at the end of the context."""
         if self.options.mode == REFERENCE:
             return 0
-        matched = min(count_matched(result), self.limit - self.stats.emitted - 1, self.engine.cursor.room - 1)
+        agreed = self.options.synthetic.draw(result.ids.size - 1) if self.options.synthetic is not None else count_matched(result)
+        matched = min(agreed, self.limit - self.stats.emitted - 1, self.engine.cursor.room - 1)
         for j in range(matched):
-            if self._ends(int(result.ids[j])):
+            if self._ends(int(result.tokens[j + 1])):
                 return j
         return matched
 
@@ -162,12 +171,15 @@ class _Run:
         return not self.options.ignore_end and self.options.is_end(token)
 
     def _prepare(self) -> None:
-        role, width = "plain", 1
+        """Builds every graph that the coming tokens can need, so that no step waits for one."""
+        role = "plain"
         if self.options.mode == REFERENCE or (self.speculating and self.drafts is not None):
-            role, width = "verify", self.options.width
+            role = "verify"
         elif self.speculating:
-            role, width = "fused", self.options.width
-        self.engine.prepare(role, width, min(self.limit, PREPARE_TOKENS))
+            role = "fused"
+        widths = self.control.widths if self.control is not None else [self.options.width]
+        for width in widths if role != "plain" else [1]:
+            self.engine.prepare(role if width > 1 else "plain", width, min(self.limit, PREPARE_TOKENS))
 
     def _count_time(self, result: StepResult, total_ns: int) -> None:
         times, host = result.times, self.stats.host_us

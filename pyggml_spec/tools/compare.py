@@ -62,7 +62,7 @@ def compare_logits(path: str | Path, tokens: int = 64, seed: int = 0, device: st
                 f"{tokens} tokens and {GREEDY_TOKENS} generated ones do not fit the context of {target.context_length}; use fewer --tokens"
             )
         backend = own(Backend(pick_device(device), threads))
-        target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_together()))
+        target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_alike()))
         n_ctx = tokens + GREEDY_TOKENS
         engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK)))
         reference = own(LlamaReference(path, backend.device, n_ctx, CHUNK, backend.threads))

@@ -24,7 +24,7 @@ class LlamaReference:
             ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
             ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
             self._devices = (ctypes.c_void_p * 2)(ggml.ggml_backend_dev_get(device.index), None)
-            params.devices = ctypes.cast(self._devices, type(params.devices))
+            params.devices = ctypes.addressof(self._devices)
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise ModelError(f"llama.cpp cannot load {path}, so there is nothing to compare with")

@@ -13,7 +13,7 @@ N = 80
 
 @pytest.fixture(scope="module")
 def session(pair):
-    with ps.load(*pair, device="CPU", threads=2, n_ctx=512) as loaded:
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=512) as loaded:
         yield loaded
 
 
@@ -79,7 +79,7 @@ def test_no_tokens_asked_for(session):
 @pytest.mark.parametrize("mode", ["speculative", "plain", "reference"])
 def test_the_end_of_the_context_inside_a_block(pair, mode):
     """Rows past the end go to trash rows; every position of the context is used and none more."""
-    with ps.load(*pair, device="CPU", threads=2, n_ctx=60) as small:
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=60) as small:
         tokens, stats = run(small.engine, PROMPT, None, mode=mode)
         assert len(tokens) == 60 - len(PROMPT) + 1 and stats.stop_reason == "context"
         if mode != "plain":
@@ -111,7 +111,7 @@ def test_an_abandoned_generator_leaves_a_usable_engine(session, text):
 
 def test_a_drafter_of_nan_switches_speculation_off_and_keeps_the_text(pair):
     """All-NaN argmax is token 0 forever: it has to be noticed, counted, and the text has to stay the target's."""
-    with ps.load(*pair, device="CPU", threads=2, n_ctx=512) as poisoned:
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=512) as poisoned:
         want = reference(poisoned.engine, PROMPT, 20)
         poisoned.engine.draft_kv.fill(0xFF)
         poisoned.engine.reset()
@@ -147,7 +147,7 @@ def test_blocks_wider_than_planned_and_accepting_nonsense_are_refused(session, p
 
 
 def test_speculative_text_equals_reference_text_on_the_embedded_pair_with_rejections():
-    with ps.load(device="CPU", threads=2, n_ctx=512) as demo:
+    with ps.load(device="CPU", threads=1, n_ctx=512) as demo:
         for prompt in ("def ", "import os\n\n\ndef walk(path):\n", "class Queue:\n    "):
             spec, stats = demo.generate(prompt, 100)
             plain, _ = demo.generate(prompt, 100, mode="reference")

@@ -12,7 +12,7 @@ BLOCK = np.random.default_rng(6).integers(0, 256, 15).tolist()
 
 @pytest.fixture(scope="module")
 def session(pair):
-    with ps.load(*pair, device="CPU", threads=2, n_ctx=1024) as loaded:
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1024) as loaded:
         yield loaded
 
 

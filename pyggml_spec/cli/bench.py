@@ -1,0 +1,75 @@
+"""pyspec bench"""
+
+import csv
+import io
+import json
+
+import click
+
+from ..ggml.library import versions
+from ..session import load
+from ..tools.bench import BenchOptions, bench
+from .options import target_options
+from .report import engaged_line
+from .terminal import progress_line, say
+
+
+class _Numbers(click.ParamType):
+    name = "N[,N...]"
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(int(part) for part in value.split(",") if part != "")
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers", param, ctx)
+        if any(n < 0 for n in numbers):
+            self.fail(f"{value!r} holds a negative number", param, ctx)
+        return numbers
+
+
+@click.command("bench")
+@target_options
+@click.option("-p", "--prompts", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none.")
+@click.option("-n", "--tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate; 0 for none.")
+@click.option("-d", "--depths", type=_Numbers(), default="0", show_default=True, help="Tokens in the context beforehand.")
+@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Measured runs of every leg.")
+@click.option("--synthetic-acceptance", "synthetic", type=float, help="Accept L tokens per full block on average, at random. The text is not valid.")
+@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per block. Default: chosen while running.")
+@click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
+def command(target, draft, device, threads, n_ctx, prompts, tokens, depths, repetitions, synthetic, draft_width, output, as_json):
+    """Measures prompt processing, plain and speculative decoding in one process, interleaved."""
+    prompts = tuple(n for n in prompts if n)
+    depths = depths or (0,)
+    need = max(depths) + max([*prompts, tokens + 8])
+    with progress_line() as progress:
+        session = load(target, draft, device=device, threads=threads, n_ctx=n_ctx or max(need, 512), draft_width=draft_width, progress=progress)
+    with session:
+        say(engaged_line(session.engaged(), None))
+        options = BenchOptions(prompts, tokens, depths, repetitions, synthetic, draft_width)
+        rows = bench(session, options)
+        click.echo(_table(rows, output))
+        if as_json:
+            about = {"versions": versions(), "device": session.backend.device.description, "threads": session.backend.threads}
+            files = {"target": str(session.target.file.path), "drafter": str(session.drafter.file.path) if session.drafter else None}
+            click.echo(json.dumps({**about, **files, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows]}))
+
+
+def _table(rows, output: str) -> str:
+    if output == "jsonl":
+        return "\n".join(json.dumps(row.as_dict()) for row in rows)
+    header = ["test", "tok/s", "deviation", "ms/step", "tokens/step", "upload", "launch", "read+wait", "host"]
+    cells = []
+    for r in rows:
+        us = r.phases_us
+        phases = [f"{us[k]:.0f} us" for k in ("upload", "compute", "read", "host")] if us else [""] * 4
+        steps = [f"{r.ms_per_step:.2f}", f"{r.tokens_per_step:.2f}"] if r.ms_per_step else ["", ""]
+        cells.append([r.test, f"{r.mean:.1f}", f"{r.deviation:.1f}", *steps, *phases])
+    if output == "csv":
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([header, *cells])
+        return out.getvalue().rstrip()
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells])

@@ -1,0 +1,80 @@
+"""What a step costs at each width, measured on the real graphs of this engine, and kept per model, device and version."""
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from ..ggml.library import versions
+from .engine import Engine
+
+WIDTHS = (2, 4, 8, 16)
+WARMUP = 3  # ggml-cuda captures on the second identical call and replays from the third on
+MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
+START = [0] * 8  # tokens that the measured steps follow
+
+
+def step_costs(engine: Engine, widths: tuple[int, ...]) -> dict[int, float]:
+    """Milliseconds per step by width, 1 being plain decoding: the fastest of several runs, host work included. Forgets the sequence.
+
+    The fastest run is what the machine does when nothing else runs; a busy moment would otherwise decide the width of a whole session.
+    """
+    costs = {}
+    for width in (1, *widths):
+        engine.reset(drafting=width > 1)
+        engine.prefill(START)
+        runs, started = [], time.perf_counter()
+        while len(runs) < WARMUP + MOST and engine.cursor.room > width:
+            began = time.perf_counter()
+            result = engine.plain_step() if width == 1 else engine.fused_step(width)
+            engine.accept(1, int(result.ids[0]))
+            runs.append(time.perf_counter() - began)
+            spent = time.perf_counter() - started
+            if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= WARMUP + 3):
+                break
+        costs[width] = 1000 * min(runs[WARMUP:] or runs)
+    engine.reset()
+    return costs
+
+
+def candidate_widths(block_size: int) -> tuple[int, ...]:
+    """The widths that are measured for a drafter of this block size."""
+    return tuple(sorted({*(w for w in WIDTHS if w < block_size), block_size}))
+
+
+def cache_folder() -> Path:
+    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder."""
+    named = os.environ.get("PYSPEC_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyspec"
+
+
+def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
+    """Names what the costs depend on: both files (size and first MiB), device, threads, widths, context, versions."""
+    parts = [engine.backend.device.name, engine.backend.device.description, engine.backend.threads, widths, engine.options, versions()]
+    for model in (engine.target, engine.drafter):
+        path = Path(model.file.path)
+        with open(path, "rb") as file:
+            parts += [path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def cached_costs(engine: Engine, widths: tuple[int, ...]) -> tuple[dict[int, float], bool]:
+    """``step_costs``, from the cache if they were measured before; the flag says whether they were. A damaged entry is measured again."""
+    path = cache_folder() / f"costs-{cost_key(engine, widths)}.json"
+    try:
+        stored = {int(k): float(v) for k, v in json.loads(path.read_text()).items()}
+        if set(stored) == {1, *widths} and all(0 < v < 1e6 for v in stored.values()):
+            return stored, True
+    except (OSError, ValueError, AttributeError):
+        pass
+    costs = step_costs(engine, widths)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(costs, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a read-only home only means measuring again next time
+    return costs, False

@@ -1,0 +1,135 @@
+"""Width control: how many rows the next block has, or none when plain decoding is faster.
+
+Expected tokens of a block of W rows are E(W) = 1 + a_1 + ... + a_{W-1}, where a_i is the probability that the first i drafts are all
+accepted. The width with the most tokens per millisecond, E(W) / cost(W), is used. Costs are measured, because they are not even monotonic
+(27B shape on one H200: 1 row 11.1 ms, 2 13.6, 4 19.8, 8 28.9, 16 24.4); acceptance is tracked while running.
+"""
+
+from dataclasses import dataclass, field
+
+DECAY = 0.97  # per step: half of the weight lies on the last 23 steps
+PRIOR_ACCEPTANCE = 0.7  # of the first draft, before anything was seen
+PRIOR_WEIGHT = 2.0  # steps that the prior counts for
+MARGIN = 1.03  # another width has to be this much better to be worth a change
+FIRST_PROBE = 24  # plain steps before speculation is tried again; doubled each time it does not pay
+LAST_PROBE = 768
+WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
+
+
+@dataclass
+class Acceptance:
+    """Per position i (1-based, index i - 1): how often draft i was accepted when all before it were, with exponential decay."""
+
+    positions: int
+    tries: list[float] = field(default_factory=list)
+    hits: list[float] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.tries, self.hits = [0.0] * self.positions, [0.0] * self.positions
+
+    def observe(self, width: int, matched: int) -> None:
+        """One block of ``width`` rows whose first ``matched`` drafts were accepted."""
+        for i in range(self.positions):
+            self.tries[i] *= DECAY
+            self.hits[i] *= DECAY
+        for i in range(min(width - 1, matched + 1)):
+            self.tries[i] += 1
+            self.hits[i] += i < matched
+
+    def survival(self) -> list[float]:
+        """a_1, a_2, ...: each position's prior is the estimate of the one before it, so what was never offered is extrapolated."""
+        out, chance, alive = [], PRIOR_ACCEPTANCE, 1.0
+        for tries, hits in zip(self.tries, self.hits):
+            chance = (hits + PRIOR_WEIGHT * chance) / (tries + PRIOR_WEIGHT)
+            alive *= chance
+            out.append(alive)
+        return out
+
+
+def useful_widths(costs: dict[int, float]) -> list[int]:
+    """The widths that could ever be best, in ascending order: no wider block is as cheap, and full acceptance would beat plain decoding."""
+    out = []
+    for width in sorted(costs):
+        wider_is_cheaper = any(other > width and costs[other] <= costs[width] for other in costs)
+        if width == 1 or (not wider_is_cheaper and width / costs[width] > 1 / costs[1]):
+            out.append(width)
+    return out
+
+
+class WidthControl:
+    """Chooses the width of the next block. ``costs``: milliseconds per step by width, 1 being plain decoding."""
+
+    def __init__(self, costs: dict[int, float]):
+        self.costs = dict(costs)
+        self.widths = useful_widths(costs)
+        self.acceptance = Acceptance(max(self.widths) - 1)
+        self.current = self._best()
+        self.changes = 0
+        self._plain_steps = 0
+        self._probe_after = FIRST_PROBE
+        self._since_wider = 0
+        self._probing = False
+
+    def expected(self, width: int) -> float:
+        """E(width): expected tokens of a block."""
+        return 1.0 + sum(self.acceptance.survival()[: width - 1])
+
+    def speed(self, width: int) -> float:
+        """Expected tokens per second at this width."""
+        return 1000.0 * self.expected(width) / self.costs[width]
+
+    def _best(self) -> int:
+        return max(self.widths, key=self.speed)
+
+    def next(self) -> int:
+        """The width of the next step; 1 means a plain step."""
+        self._probing = False
+        if self.current == 1:
+            if len(self.widths) > 1 and self._plain_steps >= self._probe_after:
+                self._probing = True
+                return self.widths[1]
+            return 1
+        wider = [w for w in self.widths if w > self.current]
+        if wider and self._since_wider >= WIDER_PROBE:
+            self._since_wider = 0
+            self._probing = True
+            return wider[0]
+        return self.current
+
+    def observe(self, width: int, matched: int) -> None:
+        """Records a step of ``next()``'s width and decides about the following ones."""
+        if width == 1:
+            self._plain_steps += 1
+            return
+        self._since_wider += 1
+        self.acceptance.observe(width, matched)
+        best = self._best()
+        if best != self.current and (self.speed(best) > MARGIN * self.speed(self.current)):
+            self.changes += 1
+            self.current = best
+            if best != 1:
+                self._probe_after = FIRST_PROBE
+        if self.current == 1:
+            self._after_probe(worked=self._probing and matched == width - 1)
+
+    def _after_probe(self, worked: bool) -> None:
+        """A probe that worked is followed by another at once; one that did not makes the next one wait longer."""
+        if worked:
+            self._plain_steps = self._probe_after
+            return
+        self._plain_steps = 0
+        if self._probing:
+            self._probe_after = min(2 * self._probe_after, LAST_PROBE)
+
+    def reason(self) -> str:
+        """Why the current width is in use, in one sentence."""
+        if len(self.widths) == 1:
+            return "plain decoding: no block width would be faster here even if every draft were accepted"
+        rivals = [w for w in self.widths if w != self.current]
+        best = max(rivals, key=self.speed)
+        mine, theirs = self.speed(self.current), self.speed(best)
+        if self.current == 1:
+            share = 100 * self.acceptance.survival()[0]
+            return f"plain decoding: {mine:.0f} tok/s expected, width {best} would give {theirs:.0f} (first draft accepted {share:.0f} %)"
+        name = "plain decoding" if best == 1 else f"width {best}"
+        return f"width {self.current}: {mine:.0f} tok/s expected, {name} would give {theirs:.0f}"

@@ -1,0 +1,135 @@
+"""Benchmarks of one loaded pair: prompt processing, plain decoding, speculative decoding, at several depths.
+
+Every figure is the mean and the sample deviation of repetitions in one process; the legs are interleaved, so that a machine that warms up
+or slows down does it to all of them. Speculation is measured against the plain decoding of the same session.
+"""
+
+import statistics
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from ..errors import ContextError
+from ..session import Session
+from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from ..spec.stats import Stats
+from ..spec.synthetic import SyntheticAcceptance
+from ..spec.width import WidthControl
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Attributes:
+    prompts: prompt lengths for prompt processing; empty for none.
+    tokens: tokens to generate per repetition; 0 for none.
+    depths: tokens in the context before each measurement.
+    repetitions: measured runs of every leg, after one that is not measured.
+    synthetic: mean tokens per step that are accepted at random; None uses the real drafter.
+    width: rows per block; None lets width control choose.
+    """
+
+    prompts: tuple[int, ...] = (512,)
+    tokens: int = 128
+    depths: tuple[int, ...] = (0,)
+    repetitions: int = 5
+    synthetic: float | None = None
+    width: int | None = None
+
+
+@dataclass
+class BenchRow:
+    """One leg: ``test`` as llama-bench names it (pp512, tg128, spec128, with @d4096 for a depth); tokens per second."""
+
+    test: str
+    runs: list[float] = field(default_factory=list)
+    ms_per_step: float = 0.0
+    tokens_per_step: float = 0.0
+    phases_us: dict = field(default_factory=dict)
+    widths: dict = field(default_factory=dict)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.runs)
+
+    @property
+    def deviation(self) -> float:
+        return statistics.stdev(self.runs) if len(self.runs) > 1 else 0.0
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "mean": self.mean, "deviation": self.deviation, "median": statistics.median(self.runs)}
+
+
+def bench(session: Session, options: BenchOptions, done=lambda row: None) -> list[BenchRow]:
+    """Runs every leg; ``done(row)`` after each repetition.
+
+    Raises:
+        ContextError: a depth and a prompt that do not fit the context together.
+    """
+    room = session.engine.options.n_ctx
+    need = max(options.depths) + max([*options.prompts, options.tokens + 8])
+    if need > room:
+        raise ContextError(f"the deepest measurement needs {need} tokens of context, but there are {room}; use -c {need}")
+    legs = [_Prefill(session, n, depth) for depth in options.depths for n in options.prompts]
+    if options.tokens:
+        for depth in options.depths:
+            legs.append(_Decode(session, options, depth, PLAIN))
+            if session.drafter is not None:
+                legs.append(_Decode(session, options, depth, SPECULATIVE))
+    for repetition in range(options.repetitions + 1):
+        for leg in legs:
+            leg.run(repetition)
+            done(leg.row)
+    return [leg.row for leg in legs]
+
+
+def _name(test: str, depth: int) -> str:
+    return f"{test}@d{depth}" if depth else test
+
+
+def _fill(session: Session, count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, min(session.target.n_vocab, 50000), count).tolist()
+
+
+class _Prefill:
+    def __init__(self, session: Session, n: int, depth: int):
+        self.session, self.n, self.depth, self.row = session, n, depth, BenchRow(_name(f"pp{n}", depth))
+
+    def run(self, repetition: int) -> None:
+        engine = self.session.engine
+        engine.reset(drafting=False)
+        if self.depth:
+            engine.prefill(_fill(self.session, self.depth, 1))
+        stats = Stats()
+        for _ in generate(engine, _fill(self.session, self.n, repetition), LoopOptions(1, PLAIN), stats):
+            pass
+        if repetition:
+            self.row.runs.append(self.n / stats.seconds["prefill"])
+
+
+class _Decode:
+    def __init__(self, session: Session, options: BenchOptions, depth: int, mode: str):
+        self.session, self.options, self.depth, self.mode = session, options, depth, mode
+        name = "tg" if mode == PLAIN else "spec"
+        self.row = BenchRow(_name(f"{name}{options.tokens}", depth))
+
+    def run(self, repetition: int) -> None:
+        session, opt = self.session, self.options
+        engine, stats, synthetic, control = session.engine, Stats(), None, None
+        width = opt.width or engine.options.width
+        if self.mode == SPECULATIVE:
+            if opt.synthetic is not None:
+                synthetic = SyntheticAcceptance(opt.synthetic, engine.options.width - 1, seed=repetition)
+            if opt.width is None and session.costs:
+                control = WidthControl(session.costs)
+        engine.reset(drafting=self.mode == SPECULATIVE)
+        loop = LoopOptions(opt.tokens + 1, self.mode, width, ignore_end=True, synthetic=synthetic)
+        for _ in generate(engine, _fill(session, max(self.depth, 8), 2), loop, stats, control=control):
+            pass
+        if not repetition:
+            return
+        row = self.row
+        row.runs.append(stats.tokens_per_second)
+        row.ms_per_step = 1000 * stats.seconds["decode"] / stats.steps
+        row.tokens_per_step = stats.tokens_per_step
+        row.phases_us = {k: v / stats.steps for k, v in stats.host_us.items()}
+        row.widths = dict(stats.widths)

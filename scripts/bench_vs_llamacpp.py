@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""pyspec against llama.cpp's own tools on the same files, on the same device, in the same minutes.
+
+    bench_vs_llamacpp.py --tools DIR -m target.gguf -md drafter.gguf --device CUDA0 [--synthetic-acceptance 6] --out FILE.json
+
+Legs, interleaved round by round: llama-bench (prompt processing and plain decoding), llama-server with draft-dflash (block 16,
+--spec-draft-n-max 15, greedy, --backend-sampling), and pyspec. llama-server keeps running beside pyspec; only one of them computes at a time.
+Prints a table of medians and writes every single figure.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pyggml_spec as ps
+from pyggml_spec.ggml.library import versions
+from pyggml_spec.spec.loop import PLAIN, LoopOptions, generate
+from pyggml_spec.spec.stats import Stats
+from pyggml_spec.tools.bench import BenchOptions, bench
+
+PORT = 8099
+PROMPT = [100 + 7 * i % 4000 for i in range(64)]
+
+
+def environment(tools: Path) -> dict:
+    return {**os.environ, "LD_LIBRARY_PATH": f"{tools}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+
+
+def llama_bench(args, prompts: list[int], tokens: int) -> dict[str, float]:
+    """One llama-bench run: tokens per second by test name."""
+    command = [str(args.tools / "llama-bench"), "-m", args.model, "-fa", "1", "-ngl", str(args.ngl), "-r", "2", "-o", "json"]
+    command += ["-p", ",".join(map(str, prompts)), "-n", str(tokens)]
+    if args.threads:
+        command += ["-t", str(args.threads)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(args.tools))
+    if done.returncode:
+        sys.exit(f"llama-bench failed: {done.stderr[-2000:]}")
+    return {(f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}"): r["avg_ts"] for r in json.loads(done.stdout)}
+
+
+class Server:
+    """A llama-server child; ``tokens_per_second`` asks it for one greedy completion of a fixed length."""
+
+    def __init__(self, args, speculative: bool):
+        command = [str(args.tools / "llama-server"), "-m", args.model, "-fa", "on", "-ngl", str(args.ngl), "-np", "1", "--port", str(PORT)]
+        command += ["-c", str(args.ctx), "--temp", "0", "--backend-sampling", "--no-webui", "--no-warmup"]
+        if args.threads:
+            command += ["-t", str(args.threads)]
+        if speculative:
+            command += ["-md", args.model_draft, "-ngld", str(args.ngl), "--spec-type", "draft-dflash", "--spec-draft-n-max", "15"]
+            if args.synthetic_acceptance:
+                command += ["--spec-synth-len", str(args.synthetic_acceptance)]
+        self.log = open(args.out.with_suffix(".server.log"), "w")
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment(args.tools))
+        self._wait()
+
+    def _wait(self) -> None:
+        for _ in range(600):
+            if self.process.poll() is not None:
+                sys.exit(f"llama-server ended with {self.process.returncode}; see {self.log.name}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                time.sleep(0.5)
+        sys.exit("llama-server did not become ready")
+
+    def complete(self, tokens: int) -> dict:
+        body = json.dumps({"prompt": PROMPT, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{PORT}/completion", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return json.load(answer)["timings"]
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+        self.log.close()
+
+
+def device_memory_used(device: str) -> int:
+    d = next(d for d in ps.devices() if d.name == device)
+    return d.memory_total - d.memory_free
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", type=Path, required=True)
+    parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("-md", "--model-draft", required=True)
+    parser.add_argument("--device", default="CPU")
+    parser.add_argument("-t", "--threads", type=int)
+    parser.add_argument("-c", "--ctx", type=int, default=4608)
+    parser.add_argument("-n", "--tokens", type=int, default=256)
+    parser.add_argument("-r", "--rounds", type=int, default=3)
+    parser.add_argument("-p", "--prompts", default="512,4096")
+    parser.add_argument("--synthetic-acceptance", type=float)
+    parser.add_argument("--draft-width", type=int)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.ngl = 0 if args.device == "CPU" else 99
+    prompts = [int(p) for p in args.prompts.split(",")]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    figures: dict[str, dict[str, list[float]]] = {"llama.cpp": {}, "pyspec": {}}
+
+    def add(who: str, test: str, value: float) -> None:
+        figures[who].setdefault(test, []).append(value)
+
+    used = [device_memory_used(args.device)]
+    session = ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=args.draft_width)
+    used.append(device_memory_used(args.device))
+    server = Server(args, speculative=True)
+    used.append(device_memory_used(args.device))
+    rows = []
+    with session:
+        for _ in range(args.rounds):
+            for test, value in llama_bench(args, prompts, 128).items():
+                add("llama.cpp", test, value)
+            for _ in range(3):
+                timings = server.complete(args.tokens)
+            add("llama.cpp", "spec", timings["predicted_per_second"])
+            options = BenchOptions(tuple(prompts), args.tokens, (0,), 2, args.synthetic_acceptance, args.draft_width)
+            rows = bench(session, options)
+            for row in rows:
+                name = row.test if row.test.startswith("pp") else "tg128" if row.test.startswith("tg") else "spec"
+                add("pyspec", name, statistics.median(row.runs))
+        memory, costs = session.engine.memory(), session.costs
+        stats = Stats()
+        for _ in generate(session.engine, PROMPT, LoopOptions(8, PLAIN), stats):
+            pass
+    server.close()
+
+    print(f"| test | llama.cpp | pyspec | ratio |\n|---|---|---|---|  {args.device}, {Path(args.model).name}")
+    for test in figures["pyspec"]:
+        theirs, ours = statistics.median(figures["llama.cpp"][test]), statistics.median(figures["pyspec"][test])
+        print(f"| {test} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.3f} |")
+    for row in rows:
+        print(row.test, {k: round(v) for k, v in row.phases_us.items()}, f"{row.ms_per_step:.3f} ms/step", f"{row.tokens_per_step:.2f} tok/step", row.widths)
+    print("costs ms", costs, "memory", memory, "device memory: before, + pyspec, + server", used)
+    args.out.write_text(json.dumps({"figures": figures, "rows": [r.as_dict() for r in rows], "costs_ms": costs, "memory": memory,
+                                    "device_memory_used": used, "command": sys.argv, "versions": versions()}, indent=1))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
