@@ -13,7 +13,7 @@ from .terminal import say
 @click.command("compare")
 @click.option("--logits", "file", type=click.Path(), required=True, metavar="FILE", help="Target GGUF to compare on.")
 @click.option("--tokens", default=64, show_default=True, help="Random tokens to feed to both engines.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the random tokens.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random tokens.")
 @click.option("--tolerance", default=1e-10, show_default=True, help="Largest NMSE that passes; 0 asks for bit-equality.")
 @click.option("--device", help="Device for both engines. Default: the first GPU, or the CPU.")
 @click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads for both engines.")

@@ -5,7 +5,9 @@ import json
 import click
 
 from ..tools.inspect import inspect_file
-from .terminal import size
+from .terminal import printable, size
+
+WIDEST = 60  # a longer name pushes its own line to the right, not all of them
 
 
 @click.command("inspect")
@@ -21,13 +23,14 @@ def command(file: str, tensors: bool, as_json: bool):
     click.echo(f"{seen.path}: GGUF version {seen.version}, {size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters")
     click.echo(seen.verdict)
     click.echo()
-    width = max((len(key) for key in seen.metadata), default=0)
-    for key, value in seen.metadata.items():
+    metadata = {printable(key): value for key, value in seen.metadata.items()}
+    width = min(WIDEST, max(map(len, metadata), default=0))
+    for key, value in metadata.items():
         click.echo(f"{key:<{width}}  {value}")
     if tensors and seen.tensors:
         click.echo()
-        width = max(len(name) for name, *_ in seen.tensors)
+        width = min(WIDEST, max(len(printable(name)) for name, *_ in seen.tensors))
         for name, kind, shape, nbytes in seen.tensors:
-            click.echo(f"{name:<{width}}  {kind:<6} {'x'.join(map(str, shape)):<16} {size(nbytes):>10}")
+            click.echo(f"{printable(name):<{width}}  {kind:<6} {'x'.join(map(str, shape)):<16} {size(nbytes):>10}")
     click.echo()
     click.echo("  ".join(f"{kind} {size(nbytes)}" for kind, nbytes in sorted(seen.bytes_by_type.items())))

@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from ..errors import LibraryError, PyspecError
+from ..errors import PyspecError
 
 EXIT_ERROR, EXIT_CHECK, EXIT_INTERRUPT, EXIT_PIPE = 1, 3, 130, 141
 
@@ -27,6 +27,13 @@ class Commands(click.Group):
         module = __import__(f"pyggml_spec.cli.{name}", fromlist=["command"])
         return module.command
 
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # click would make it 1, which is an error
+            _drop_stdout()
+            raise click.exceptions.Exit(EXIT_PIPE) from None
+
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="pyggml_spec", prog_name="pyspec")
@@ -34,10 +41,20 @@ def cli():
     """Runs GGUF models with DFlash speculative decoding, proves that the tokens are the same, and says why when it is not faster."""
 
 
+def _drop_stdout() -> None:
+    """What is still buffered has nowhere to go; the interpreter must not try again when it ends."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(args: list[str] | None = None) -> None:
     """Entry point of `pyspec`."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in files can be what the locale cannot write
     try:
-        code = cli.main(args, standalone_mode=False)
+        code = cli.main(args, prog_name="pyspec", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.ClickException as error:
@@ -46,12 +63,17 @@ def main(args: list[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         code = EXIT_PIPE
-    except LibraryError as error:
-        click.echo(f"pyspec: {error}", err=True)
-        code = EXIT_ERROR
     except PyspecError as error:
         click.echo(f"pyspec: {error}", err=True)
+        code = EXIT_ERROR
+    except MemoryError:
+        click.echo("pyspec: there is not enough memory; use a smaller -c or a smaller model", err=True)
+        code = EXIT_ERROR
+    except OSError as error:
+        _drop_stdout()
+        what = error.filename or "the output cannot be written"
+        click.echo(f"pyspec: {what}: {error.strerror}", err=True)
         code = EXIT_ERROR
     sys.exit(code or 0)

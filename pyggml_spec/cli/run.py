@@ -3,14 +3,14 @@
 import json
 import os
 import sys
-import tempfile
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import click
 
 from ..errors import ContextError, PyspecError
 from ..session import load
-from .main import EXIT_CHECK, EXIT_INTERRUPT
+from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import target_options
 from .report import engaged_line, footer
 from .terminal import Interrupt, TextOut, progress_line, say
@@ -46,15 +46,29 @@ def command(target, draft, device, threads, n_ctx, prompt, prompt_file, max_toke
             say(engaged_line(session.engaged(), mode))
         if target is None and not quiet:
             say("prompt: " + json.dumps(text if len(text) < 60 else text[:57] + "..."))
-        stats = _stream(session, text, max_tokens, mode, stop, ignore_eos, special, interrupt, stats_file)
+        stats, failed = _stream(session, text, max_tokens, mode, stop, ignore_eos, special, interrupt, stats_file)
         if not quiet:
             plain_ms = session.calibrate_plain() if stats.steps and stats.stop_reason != "interrupt" else None
             say(footer(stats, plain_ms, session.control.reason() if session.control is not None else ""))
+    if failed is not None:
+        say(f"pyspec: {failed}")
     if stats.stop_reason == "interrupt":
         sys.exit(EXIT_INTERRUPT)
-    if require_spec and not stats.drafted:
-        say("pyspec: --require-spec was given, but no draft was verified: " + ("there is no drafter, give one with -md" if draft is None and target else f"the mode was {stats.mode}"))
+    if failed is not None:
+        sys.exit(EXIT_ERROR)
+    if require_spec and not (stats.drafted and stats.mode == "speculative"):  # the reference mode fills its blocks with copies
+        say(f"pyspec: --require-spec was given, but no draft was verified: {_why_no_draft(session, stats)}")
         sys.exit(EXIT_CHECK)
+
+
+def _why_no_draft(session, stats) -> str:
+    if session.drafter is None:
+        return "there is no drafter, give one with -md"
+    if stats.mode != "speculative":
+        return f"the mode was {stats.mode}"
+    if not stats.steps:
+        return f"the text ended with its first token ({stats.stop_reason})"
+    return session.control.reason() if session.control is not None else "no step had room for a draft"
 
 
 def _prompt(prompt: str | None, prompt_file: str | None, embedded: bool) -> str:
@@ -67,7 +81,7 @@ def _prompt(prompt: str | None, prompt_file: str | None, embedded: bool) -> str:
             return Path(prompt_file).read_bytes().decode("utf-8", "replace")
         except OSError as error:
             raise PyspecError(f"the prompt file {prompt_file} cannot be read: {error.strerror}") from None
-    if not sys.stdin.isatty() and (piped := sys.stdin.buffer.read()):
+    if sys.stdin is not None and not sys.stdin.isatty() and (piped := sys.stdin.buffer.read()):
         return piped.decode("utf-8", "replace")
     if embedded:
         return DEMO_PROMPT
@@ -75,31 +89,45 @@ def _prompt(prompt: str | None, prompt_file: str | None, embedded: bool) -> str:
 
 
 def _stream(session, text, max_tokens, mode, stop, ignore_end, special, interrupt, stats_file):
-    out, stats = TextOut(), session.new_stats()
+    """Writes the text as it comes. Returns the statistics, and the error if their file could not be written."""
+    out, stats, bars = TextOut(), session.new_stats(), ExitStack()
     try:
-        with progress_line() as progress:
+        with bars:
+            progress = bars.enter_context(progress_line())
             events = session.steps(
                 text, max_tokens, mode=mode, stop=stop, ignore_end=ignore_end, special=special, interrupted=interrupt,
                 prefill_progress=lambda done, total: progress("prefill", done, total),
             )  # fmt: skip
-            first = next(events)
-        stats = first.stats
-        out.write(first.text)
-        for event in events:
-            out.write(event.text)
-        if sys.stdout.isatty():
+            with closing(events):  # before the session closes, whatever happens
+                for event in events:
+                    bars.close()
+                    stats = event.stats
+                    out.write(event.text)
+        if out.is_terminal:
             out.write("\n")
-    finally:
-        if stats_file is not None:
-            write_atomically(Path(stats_file), json.dumps(stats.as_dict(), indent=1) + "\n")
-    return stats
+    finally:  # also after an error: the statistics up to it
+        failed = write_stats(stats_file, stats)
+    return stats, failed
+
+
+def write_stats(path: str | None, stats) -> PyspecError | None:
+    """Writes the statistics file, if one is asked for. Returns the error instead of raising it: the text counts more."""
+    try:
+        if path is not None:
+            write_atomically(Path(path), json.dumps(stats.as_dict(), indent=1) + "\n")
+    except PyspecError as error:
+        return error
+    return None
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes beside the file and renames: a reader never sees half of it."""
+    part = path.parent / f".{path.name}.{os.getpid()}.part"
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        try:
+            part.write_text(text)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise PyspecError(f"the statistics cannot be written to {path}: {error.strerror}") from None

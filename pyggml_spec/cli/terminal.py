@@ -25,7 +25,7 @@ def size(nbytes: int) -> str:
 @contextmanager
 def progress_line():
     """A progress callback (what, done, total) that shows one bar on stderr, if stderr is a terminal, and clears it at the end."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda what, done, total: None
         return
     from rich.console import Console
@@ -66,10 +66,17 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._old)
 
 
+def printable(text: str) -> str:
+    """``text`` from a file, harmless on a terminal: control characters, escape sequences among them, are spelled out."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
 class TextOut:
     """stdout as UTF-8 bytes, flushed after every write, whatever the locale says."""
 
+    is_terminal = property(lambda self: sys.stdout is not None and sys.stdout.isatty())
+
     def write(self, text: str) -> None:
-        if text:
+        if text and sys.stdout is not None:  # None: started with stdout closed
             sys.stdout.buffer.write(text.encode("utf-8", "replace"))
             sys.stdout.buffer.flush()

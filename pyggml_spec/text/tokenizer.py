@@ -185,5 +185,5 @@ def first_difference(a: GGUFFile, b: GGUFFile) -> str | None:
         return f"{a.path.name} has {len(left)} tokens, {b.path.name} has {len(right)}"
     for i in range(len(left)):
         if left.raw(i) != right.raw(i):
-            return f"token {i} is {left[i]!r} in {a.path.name} and {right[i]!r} in {b.path.name}"
+            return f"token {i} is {brief(left[i])} in {a.path.name} and {brief(right[i])} in {b.path.name}"
     return None

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import PyspecError
 from ..gguf_io import GGUFFile
-from ..gguf_io.reader import StringArray
+from ..gguf_io.reader import brief
 from ..models.registry import DRAFTERS, TARGETS, open_drafter, open_target
 
 
@@ -54,26 +54,13 @@ def inspect_file(path: str | Path) -> Inspection:
             str(file.path),
             file.nbytes,
             file.version,
-            {key: short(value) for key, value in file.metadata.items()},
+            {key: brief(value) for key, value in file.metadata.items()},
             tensors,
             by_type,
             sum(int(np.prod(shape, dtype=object)) for _, _, shape, _ in tensors),
             verdict,
             usable,
         )
-
-
-def short(value, limit: int = 72) -> str:
-    """A metadata value on one line."""
-    if isinstance(value, StringArray):
-        head = ", ".join(repr(value[i]) for i in range(min(4, len(value))))
-        out = f"[{head}{', ...' if len(value) > 4 else ''}] ({len(value)} strings)"
-    elif isinstance(value, np.ndarray):
-        out = f"[{', '.join(str(v) for v in value[:8])}{', ...' if len(value) > 8 else ''}] ({len(value)} values)"
-    else:
-        out = repr(value) if isinstance(value, str) else str(value)
-    out = out.replace("\n", "\\n")
-    return out if len(out) <= limit else out[: limit - 3] + "..."
 
 
 def _verdict(file: GGUFFile) -> tuple[str, bool]:

@@ -1,0 +1,105 @@
+"""help, inspect, devices and compare."""
+
+import json
+
+import pytest
+from cli.process import one_sentence, pyspec
+from gguf_io.build import STR, U32, gguf, info, key
+
+from pyggml_spec.cli.main import Commands
+
+
+@pytest.mark.parametrize("command", Commands.names)
+def test_every_command_has_help(command):
+    done = pyspec(command, "--help")
+    assert done.returncode == 0 and not done.stderr and f"Usage: pyspec {command}" in done.stdout.decode()
+
+
+def test_help_lists_every_command_with_its_purpose():
+    listed = pyspec("--help").stdout.decode()
+    assert all(f"\n  {name} " in listed for name in Commands.names)
+    assert pyspec("-h").stdout.decode() == listed
+
+
+def test_version_and_unknown_commands():
+    assert pyspec("--version").stdout.startswith(b"pyspec, version ")
+    done = pyspec("fly")
+    assert done.returncode == 2 and "fly" in done.stderr
+
+
+# -- inspect
+
+
+def test_inspect_shows_metadata_tensors_and_use(pair):
+    target, drafter = (pyspec("inspect", path).stdout.decode() for path in pair)
+    assert "a qwen35 target of 4 layers" in target and "give it with -m" in target
+    assert "qwen35.block_count" in target and "blk.0.ffn_up.weight" in target and "f32" in target
+    assert "a dflash drafter with blocks of 16 that reads the inputs of target layers 1, 2, 3" in drafter
+    assert "blk.0" not in pyspec("inspect", "--no-tensors", pair[0]).stdout.decode()
+
+
+def test_inspect_json_is_one_object(pair):
+    seen = json.loads(pyspec("inspect", pair[0], "--json").stdout)
+    assert seen["usable"] and seen["version"] == 3 and seen["nbytes"] == pair[0].stat().st_size
+    assert seen["metadata"]["qwen35.block_count"] == "4"
+    tensor = next(t for t in seen["tensors"] if t["name"] == "output.weight")
+    assert tensor == {"name": "output.weight", "type": "f32", "shape": [256, 320], "bytes": 4 * 256 * 320}
+    assert sum(seen["bytes_by_type"].values()) == sum(t["bytes"] for t in seen["tensors"])
+
+
+def test_inspect_of_another_architecture_says_so(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(gguf([key("general.architecture", STR, "mamba9")], [info("t")], bytes(128)))
+    done = pyspec("inspect", tmp_path / "x.gguf")
+    assert done.returncode == 0 and "cannot be run: the architecture 'mamba9' is not supported" in done.stdout.decode()
+
+
+def test_inspect_lets_no_escape_sequence_through(tmp_path):
+    """A file from the net must not be able to write to the title bar, or worse."""
+    evil = "\x1b]0;owned\x07\n"
+    content = gguf([key("general.name", STR, evil), key(evil, U32, 1), key("k" * 5000, U32, 1)], [info(evil)], bytes(128))
+    (tmp_path / "x.gguf").write_bytes(content)
+    shown = pyspec("inspect", tmp_path / "x.gguf").stdout.decode()
+    assert "\x1b" not in shown and "\x07" not in shown and "owned" in shown
+    assert len(shown) < 3 * 5000  # one long key does not indent the lines of all others
+
+
+def test_inspect_writes_what_the_locale_cannot(pair):
+    assert pyspec("inspect", pair[0], env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}).returncode == 0
+
+
+def test_inspect_refuses_what_is_no_gguf(tmp_path):
+    (tmp_path / "x").write_bytes(b"hello")
+    one_sentence(pyspec("inspect", tmp_path / "x"), "not a GGUF")
+
+
+# -- devices
+
+
+def test_devices_names_the_cpu():
+    assert any(line.startswith("CPU ") for line in pyspec("devices").stdout.decode().splitlines())
+    listed = [json.loads(line) for line in pyspec("devices", "--json").stdout.splitlines()]
+    cpu = next(d for d in listed if d["name"] == "CPU")
+    assert cpu["kind"] == "cpu" and cpu["memory_total"] > 0
+
+
+# -- compare
+
+
+def test_compare_ends_with_one_json_line(pair):
+    done = pyspec("compare", "--logits", pair[0], "--tokens", 16, "--device", "CPU", "-t", 1, "--json")
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and {"nmse", "max_abs", "argmax_agree", "greedy_agree", "tokens"} <= set(result)
+    assert result["tokens"] == 16 and result["nmse"] <= 1e-10 and result["argmax_agree"] == 1.0
+
+
+def test_compare_above_the_tolerance_is_3(pair):
+    done = pyspec("compare", "--logits", pair[0], "--tokens", 4, "--device", "CPU", "-t", 1, "--tolerance", -1, "--json")
+    assert done.returncode == 3 and "tolerance of -1" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["passed"] is False
+
+
+def test_compare_refuses_what_it_cannot_compare(pair):
+    one_sentence(pyspec("compare", "--logits", pair[1]), "is a drafter")
+    one_sentence(pyspec("compare", "--logits", pair[0], "--tokens", 1 << 30), str(1 << 30), "context")
+    one_sentence(pyspec("compare", "--logits", pair[0], "--tokens", 0), "--tokens 1")
+    assert pyspec("compare", "--logits", pair[0], "--seed", -1).returncode == 2

@@ -1,0 +1,96 @@
+"""Ctrl-C: the text so far is on stdout, the footer on stderr, the statistics are written, the exit code is 130, and no traceback."""
+
+import json
+import signal
+import subprocess
+import sys
+
+from cli.conftest import PROMPT
+from cli.process import default_interrupt, environment, start
+
+KILL = "import os, signal\nctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+
+
+def run_patched(patch: str, *args):
+    """`pyspec run` in an interpreter where ``patch`` has put Ctrl-C at an exact place."""
+    script = KILL + patch + "\nfrom pyggml_spec.cli import main\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "run", *map(str, args)],
+        capture_output=True, text=True, env=environment(), timeout=120, stdin=subprocess.DEVNULL, preexec_fn=default_interrupt,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+    return done
+
+
+def test_during_decoding(pinned, text, tmp_path):
+    process = start("run", *pinned, "-p", PROMPT, "--ignore-eos", "-c", 4096, "--stats", tmp_path / "s.json")
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    shown, err = (first + rest).decode(), err.decode()
+    assert process.returncode == 130 and "Traceback" not in err
+    assert shown.startswith(text) or text.startswith(shown)
+    assert "ended by: interrupt" in err
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert stats["stop_reason"] == "interrupt" and stats["emitted"] == 1 + stats["steps"] + stats["matched"] < 4096
+
+
+def test_during_prefill(pinned, tmp_path):
+    patch = """if True:
+        from pyggml_spec.spec.engine import Engine
+        chunk = Engine._prefill_chunk
+        def slow(self, part):
+            ctrl_c()
+            return chunk(self, part)
+        Engine._prefill_chunk = slow
+    """
+    done = run_patched(patch, *pinned, "-p", "x" * 1200, "-n", 5, "--stats", tmp_path / "s.json")
+    assert (done.returncode, done.stdout) == (130, "") and "ended by: interrupt" in done.stderr
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert (stats["stop_reason"], stats["emitted"], stats["computes"]) == ("interrupt", 0, 1)  # one chunk of three
+
+
+def test_while_weights_are_loaded(pinned):
+    patch = """if True:
+        from pyggml_spec.models.weights import Weights
+        upload = Weights._upload
+        def slow(self, *args, **kwargs):
+            ctrl_c()
+            return upload(self, *args, **kwargs)
+        Weights._upload = slow
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT)
+    assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
+
+
+def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
+    patch = """if True:
+        from pyggml_spec.spec.engine import Engine
+        step, count = Engine.fused_step, 0
+        def slow(self, *args):
+            global count
+            count += 1
+            if count == 5:
+                ctrl_c()
+                ctrl_c()
+            return step(self, *args)
+        Engine.fused_step = slow
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT, "-n", 40, "-q", "--stats", tmp_path / "s.json")
+    assert done.returncode == 130 and done.stdout and text.startswith(done.stdout)
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert stats["steps"] == 4 and stats["computes"] >= 5
+
+
+def test_one_after_the_text_is_complete_changes_nothing(pinned, text):
+    """While the footer's plain speed is measured: the text is whole, so the run succeeded."""
+    patch = """if True:
+        from pyggml_spec.session import Session
+        calibrate = Session.calibrate_plain
+        def slow(self, *args):
+            ctrl_c()
+            return calibrate(self, *args)
+        Session.calibrate_plain = slow
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT, "-n", 40)
+    assert (done.returncode, done.stdout) == (0, text) and "ended by: length" in done.stderr

@@ -1,0 +1,172 @@
+"""`pyspec run`: stdout is the text, stderr the rest, statistics as documented, exit codes as promised."""
+
+import json
+import os
+import subprocess
+
+import pytest
+from cli.conftest import PROMPT
+from cli.process import COMMAND, one_sentence, pyspec, start
+
+DOCUMENTED = {
+    "emitted", "steps", "drafted", "matched", "tokens_per_step", "matched_per_position", "target_forwards", "draft_forwards",
+    "graphs_built", "graphs_built_after_warmup", "buffer_growths", "buffer_growths_after_warmup", "computes", "mode", "width", "device",
+    "versions", "seconds",
+}  # fmt: skip
+
+
+def test_stdout_is_the_text_and_nothing_else(pinned, text):
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40)
+    assert (done.returncode, done.stdout.decode()) == (0, text)
+    assert done.stderr.startswith("engaged: ") and "ended by: length" in done.stderr
+
+
+def test_without_a_terminal_there_are_no_bars_and_no_escapes(pinned):
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5)
+    assert "\x1b" not in done.stderr and "\r" not in done.stderr
+
+
+def test_quiet_says_nothing(pinned, text):
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "-q")
+    assert (done.stdout.decode(), done.stderr) == (text, "")
+
+
+def test_the_locale_does_not_change_the_text(pinned, text):
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert done.stdout.decode() == text
+
+
+def test_prompt_from_a_file_and_from_stdin(pinned, text, tmp_path):
+    (tmp_path / "prompt").write_text(PROMPT)
+    assert pyspec("run", *pinned, "-f", tmp_path / "prompt", "-n", 40, "-q").stdout.decode() == text
+    assert pyspec("run", *pinned, "-n", 40, "-q", stdin=PROMPT.encode()).stdout.decode() == text
+
+
+def test_a_prompt_that_is_no_utf8_runs(pinned):
+    done = pyspec("run", *pinned, "-n", 2, "-q", stdin=b"\xff\xfe\xf7\xbf\xbf\xbf\0")
+    assert done.returncode == 0 and done.stdout
+    assert pyspec("run", *pinned, "-n", 2, "-q", "-p", os.fsdecode(b"caf\xe9")).returncode == 0
+
+
+def test_modes_and_aliases_give_the_same_text(pinned, text):
+    for more in (["--mode", "reference"], ["--reference-shape"]):
+        done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, *more)
+        assert done.stdout.decode() == text and "idle (reference mode)" in done.stderr
+
+
+def test_a_stop_string_ends_the_text(pinned, text):
+    stop = text[10:14]
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "--stop", "not in it", "--stop", stop)
+    assert done.stdout.decode() == text[: text.index(stop)] and "ended by: stop" in done.stderr
+
+
+def test_no_tokens_is_no_text(pinned, tmp_path):
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 0, "--stats", tmp_path / "s.json")
+    assert (done.returncode, done.stdout) == (0, b"") and json.loads((tmp_path / "s.json").read_text())["emitted"] == 0
+
+
+# -- statistics
+
+
+def test_statistics_have_the_documented_keys_and_add_up(pinned, tmp_path):
+    pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "-q", "--stats", tmp_path / "s.json")
+    s = json.loads((tmp_path / "s.json").read_text())
+    assert set(s) >= DOCUMENTED and set(s["seconds"]) == {"load", "prefill", "decode"}
+    assert s["emitted"] == 40 == 1 + s["steps"] + s["matched"]
+    assert s["drafted"] == 3 * s["steps"] and s["target_forwards"] == 1 + s["steps"] and s["draft_forwards"] == s["steps"]
+    assert (s["mode"], s["width"], s["device"]) == ("speculative", 4, "CPU")
+    assert s["graphs_built_after_warmup"] == s["buffer_growths_after_warmup"] == 0
+    assert {"pyggml_spec", "llama_cpp_python", "ggml"} <= set(s["versions"])
+    assert len(s["matched_per_position"]) == 3
+    assert os.listdir(tmp_path) == ["s.json"]
+
+
+@pytest.mark.parametrize("where", ["missing/s.json", "folder", ""])
+def test_statistics_that_cannot_be_written_cost_neither_the_text_nor_the_footer(pinned, text, tmp_path, where):
+    """A file in a missing folder, a folder in the file's place: nothing half-written is left over."""
+    (tmp_path / "folder").mkdir()
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "--stats", where, cwd=tmp_path)
+    assert (done.returncode, done.stdout.decode()) == (1, text)
+    assert "ended by: length" in done.stderr and "statistics cannot be written" in done.stderr.splitlines()[-1]
+    assert os.listdir(tmp_path) == ["folder"] and not os.listdir(tmp_path / "folder")
+
+
+def test_old_statistics_are_replaced(pinned, tmp_path):
+    (tmp_path / "s.json").write_text("old")
+    pyspec("run", *pinned, "-p", PROMPT, "-n", 3, "-q", "--stats", tmp_path / "s.json")
+    assert json.loads((tmp_path / "s.json").read_text())["emitted"] == 3
+
+
+# -- requirements
+
+
+def test_require_spec_passes_when_drafts_were_verified(pinned):
+    assert pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "--require-spec").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [(["--mode", "plain"], "the mode was plain"), (["--mode", "reference"], "the mode was reference"), (["-n", 1], "first token")],
+)
+def test_require_spec_fails_with_the_reason(pinned, more, words):
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "--require-spec", "-q", *more)
+    assert done.returncode == 3 and words in done.stderr
+
+
+def test_require_spec_without_a_drafter(pair):
+    done = pyspec("run", "-m", pair[0], "--device", "CPU", "-t", 1, "-p", PROMPT, "-n", 5, "--require-spec")
+    assert done.returncode == 3 and done.stdout and "no drafter, give one with -md" in done.stderr
+
+
+# -- an output that goes away
+
+
+def test_a_reader_that_stops_reading_ends_the_run_quietly(pinned, tmp_path):
+    """`| head -c 10`: no traceback, no 'Exception ignored' at the end of the interpreter."""
+    process = start("run", *pinned, "-p", PROMPT, "--ignore-eos", "--stats", tmp_path / "s.json")
+    head = process.stdout.read(10)
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait(60) == 141 and 0 < len(head) <= 10
+    assert "Traceback" not in err and "Exception" not in err and "Broken" not in err
+    assert json.loads((tmp_path / "s.json").read_text())["steps"] > 0
+
+
+def test_a_full_disk_is_one_sentence(pinned):
+    with open("/dev/full", "wb") as full:
+        done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "-q", stdout=full)
+    assert done.returncode == 1 and done.stderr == "pyspec: the output cannot be written: No space left on device\n"
+
+
+def test_closed_standard_streams_are_no_crash(pinned, tmp_path):
+    """Daemons start with them closed; Python then has None instead of a file."""
+    line = [str(a) for a in ("run", *pinned, "-p", PROMPT, "-n", 5, "--stats", tmp_path / "s.json")]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *COMMAND, *line], timeout=60)
+    assert done.returncode == 0 and json.loads((tmp_path / "s.json").read_text())["emitted"] == 5
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND, "run", *map(str, pinned)], capture_output=True, text=True)
+    assert done.returncode == 1 and "there is no prompt" in done.stderr and "Traceback" not in done.stderr
+
+
+# -- what cannot be run
+
+
+def test_usage_errors_are_2(pinned, pair):
+    for more, words in (
+        (["-p", "a", "-f", "b"], "not with both"),
+        (["--unknown"], "--unknown"),
+        (["-p", "a", "-n", "-3"], "-3"),
+        (["-p", "a", "--draft-width", "1"], "draft-width"),
+        (["-p", "a", "--mode", "fast"], "fast"),
+    ):
+        done = pyspec("run", *pinned, *more)
+        assert done.returncode == 2 and not done.stdout and words in done.stderr
+
+
+def test_an_empty_prompt_is_one_sentence(pinned):
+    one_sentence(pyspec("run", *pinned, "-q", "-p", ""), "prompt is empty")
+    one_sentence(pyspec("run", *pinned, "-q", stdin=b""), "no prompt")
+
+
+def test_a_prompt_longer_than_the_context_is_one_sentence(pinned):
+    one_sentence(pyspec("run", *pinned, "-q", "-c", 64, "-p", "x" * 65), "65", "64", "-c")
+    assert pyspec("run", *pinned, "-q", "-c", 64, "-p", "x" * 64).returncode == 0
