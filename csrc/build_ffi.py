@@ -74,6 +74,7 @@ struct ggml_tensor * ggml_swiglu_split(struct ggml_context *, struct ggml_tensor
 struct ggml_tensor * ggml_sum_rows(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_argmax(struct ggml_context *, struct ggml_tensor *);
 
+void ggml_set_output(struct ggml_tensor *);
 void ggml_build_forward_expand(struct ggml_cgraph *, struct ggml_tensor *);
 int ggml_graph_n_nodes(struct ggml_cgraph *);
 struct ggml_tensor * ggml_graph_node(struct ggml_cgraph *, int i);

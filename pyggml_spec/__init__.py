@@ -9,14 +9,15 @@ faster.
         print(event.stats.tokens_per_step)
 """
 
+import importlib
+
 from .errors import ContextError, DeviceError, EngineError, GGUFError, LibraryError, ModelError, PairError, PyspecError
-from .ggml.device import Device, devices
-from .session import Session, StepEvent, load
-from .spec.stats import Stats
+
+# what needs ggml is imported when it is first used: a wrong llama-cpp-python is then a LibraryError at that point, and --help loads nothing
+_LAZY = {"Device": "ggml.device", "devices": "ggml.device", "Session": "session", "StepEvent": "session", "load": "session", "Stats": "spec.stats"}
 
 __all__ = [
     "ContextError",
-    "Device",
     "DeviceError",
     "EngineError",
     "GGUFError",
@@ -24,10 +25,18 @@ __all__ = [
     "ModelError",
     "PairError",
     "PyspecError",
-    "Session",
-    "Stats",
-    "StepEvent",
-    "devices",
-    "load",
+    *_LAZY,
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -89,8 +89,7 @@ class Session:
         options = EngineOptions(n_ctx=self._context(n_ctx), width=self._width(width))
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
         if self.drafter is not None and width is None:
-            widths = candidate_widths(self.engine.options.width)
-            self.costs, self.costs_cached = cached_costs(self.engine, widths)
+            self._measure_costs()
         self.load_seconds = time.perf_counter() - started
         return self
 
@@ -101,6 +100,10 @@ class Session:
         difference = first_difference(target, draft)
         if difference:
             raise PairError(f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for")
+
+    def _measure_costs(self, fresh: bool = False) -> None:
+        widths = candidate_widths(self.engine.options.width)
+        self.costs, self.costs_cached = cached_costs(self.engine, widths, fresh)
 
     def _context(self, n_ctx: int | None) -> int:
         trained = self.target.context_length
@@ -151,6 +154,8 @@ class Session:
         if not ids:
             raise ContextError("the prompt is empty; give some text with -p, -f or on standard input")
         engine = self.engine
+        if self.control is not None and self.control.outdated:
+            self._measure_costs(fresh=True)
         mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
         engine.reset(drafting=mode == SPECULATIVE)
         stats = self.new_stats()

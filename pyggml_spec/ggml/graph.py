@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..errors import EngineError
 from .device import Backend
 from .library import check, ffi, lib, new_err, text
@@ -149,6 +151,11 @@ class Graph:
         """Puts ``node`` and what it needs at the end of the graph; the order of calls is the order of execution."""
         lib.ggml_build_forward_expand(self.gf, node)
 
+    def keep(self, node) -> None:
+        """Expands ``node`` and keeps its memory until the graph runs again: the host reads it."""
+        lib.ggml_set_output(node)
+        self.expand(node)
+
     def place(self, home, offset: int, node) -> None:
         """Gives ``node`` the memory at byte ``offset`` of the allocated tensor ``home``."""
         check(lib.pgs_place(home, offset, node, self._err), self._err)
@@ -161,6 +168,10 @@ class Graph:
 
     def fa_span(self, q, cache_k, cache_v, mask, n_head_kv: int, span: int, scale: float):
         return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale)
+
+    def host_view(self, node) -> np.ndarray:
+        """The F32 values of a planned node in host memory, [rows, n], without a copy. CPU backends only; see ``keep``."""
+        return np.frombuffer(ffi.buffer(node.data, lib.ggml_nbytes(node)), np.float32).reshape(-1, node.ne[0])
 
     # -- life
 

@@ -60,12 +60,15 @@ def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def cached_costs(engine: Engine, widths: tuple[int, ...]) -> tuple[dict[int, float], bool]:
-    """``step_costs``, from the cache if they were measured before; the flag says whether they were. A damaged entry is measured again."""
+def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -> tuple[dict[int, float], bool]:
+    """``step_costs``, from the cache if they were measured before; the flag says whether they were. A damaged entry is measured again.
+
+    ``fresh``: measure whatever the cache says.
+    """
     path = cache_folder() / f"costs-{cost_key(engine, widths)}.json"
     try:
         stored = {int(k): float(v) for k, v in json.loads(path.read_text()).items()}
-        if set(stored) == {1, *widths} and all(0 < v < 1e6 for v in stored.values()):
+        if not fresh and set(stored) == {1, *widths} and all(0 < v < 1e6 for v in stored.values()):
             return stored, True
     except (OSError, ValueError, AttributeError):
         pass

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cache.cursor import Cursor
+from ..cache.features import RING, FeatureRing
 from ..cache.kv import SPAN, KVCache, padded
 from ..cache.recurrent import DeltaState
 from ..errors import ContextError, EngineError, PairError
@@ -72,7 +73,7 @@ class Engine:
                 )
         self.options = options
         self.cursor = Cursor(options.n_ctx)
-        self._iota = np.arange(max(options.chunk, options.width), dtype=np.int32)
+        self._iota = np.arange(max(options.chunk, options.width, RING), dtype=np.int32)
         self._open_block: int | None = None  # rows of the last block until accept says how many count
         self._parts: list = []
         try:
@@ -89,8 +90,10 @@ class Engine:
     def _allocate(self) -> None:
         opt = self.options
         self.kv = self._own(KVCache(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS))
-        self.draft_kv = None
+        self.draft_kv = self.ring = None
         if self.drafter is not None:
+            n_features = self.target.n_embd * len(self.drafter.hp.target_layers)
+            self.ring = self._own(FeatureRing(self.backend, n_features))
             self.draft_kv = self._own(KVCache(self.backend, self.drafter.kv_shapes(), opt.n_ctx, TRASH_ROWS))
         shape = self.target.delta_shape()
         self.delta = None
@@ -101,7 +104,7 @@ class Engine:
         self.io = self._own(StepIO(self.backend, 64 * widest + tail + 8192))
         widest_rows = {"prefill": opt.chunk, "logits": opt.chunk, "plain": 1, "verify": opt.width, "fused": opt.width}
         self.graphs = self._own(
-            StepGraphs(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, widest_rows)
+            StepGraphs(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, self.ring, widest_rows)
         )
 
     def _reserve(self) -> None:
@@ -109,6 +112,8 @@ class Engine:
         live = self.kv.live
         self.graphs.get("prefill", self.options.chunk, live)
         self.graphs.get("plain", 1, live)
+        if self.drafter is not None:
+            self.graphs.get("catchup", RING, 0)
         if self.drafter is not None and self.options.width > 1:
             self.graphs.get("fused", self.options.width, live)
         if self.delta is not None:
@@ -121,6 +126,15 @@ class Engine:
         for span in range(first, last + 1, SPAN):
             self.graphs.get(role, width, span)
 
+    def prepare_transitions(self, widths: Sequence[int]) -> None:
+        """Builds the commit graphs between blocks of these widths, and from prefill into them: ten nodes each."""
+        if self.delta is None:
+            return
+        for left in (0, *widths):
+            for entered in widths:
+                if left != entered:
+                    self.graphs.get("commit", left, 0, entered, left > 1)
+
     # -- sequence
 
     def reset(self, drafting: bool = True) -> None:
@@ -128,8 +142,12 @@ class Engine:
 
         ``drafting`` False: the next sequence will not be drafted for, and its drafter rows are not computed.
         """
+        if self.graphs.closed:
+            raise EngineError("the session is closed: load the model again")
         self.cursor.reset()
         self.graphs.drafting = drafting and self.drafter is not None
+        if self.ring is not None:
+            self.ring.waiting = 0
         if self.delta is not None:
             self.delta.clear()
 
@@ -153,6 +171,9 @@ class Engine:
         if bad.size:
             raise ContextError(f"token id {bad[0]} is outside the vocabulary of {self.target.n_vocab}")
         self.cursor.check_fits(ids.size)
+        if self.graphs.closed:
+            raise EngineError("the session is closed: load the model again")
+        self._catch_up()
         self._enter(0, pending=False)
         done, pending = 0, None
         while done < ids.size:
@@ -177,7 +198,7 @@ class Engine:
         self._fill_chunk_delta(step, real)
         step.fields.run()
         self._check_target(step)
-        return int(step.host["ids"][0])
+        return int(step.ids()[0])
 
     def _fill_chunk_delta(self, step: Step, real: int) -> None:
         if self.delta is not None:
@@ -210,10 +231,25 @@ class Engine:
 
     def plain_step(self) -> StepResult:
         """Computes the pending token alone. Follow with ``accept(1, ids[0])``."""
+        if self.graphs.drafting and self.ring.waiting == RING:
+            self._catch_up()
         self._enter(1, pending=False)
         step = self.graphs.get("plain", 1, self._span(1))
         step.host["tokens"][0] = self._pending()
+        if self.graphs.drafting:
+            step.host["ring_row"][0] = self.ring.waiting
         return self._run_block(step, 1, pending=False)
+
+    def _catch_up(self) -> None:
+        """Computes the drafter's K/V rows of the tokens that were decoded plainly since it last had any."""
+        if not self.graphs.drafting or not self.ring.waiting:
+            return
+        step = self.graphs.get("catchup", RING, 0)
+        first, count = self.cursor.committed - self.ring.waiting, self.ring.waiting
+        np.add(self._iota[:RING], first, out=step.host["positions"])
+        self.draft_kv.rows_for(first, RING, count, step.host["kv_rows"])
+        step.fields.run()
+        self.ring.waiting = 0
 
     def fused_step(self, width: int | None = None) -> StepResult:
         """Drafts a block behind the pending token and verifies it, in one graph. Follow with ``accept``."""
@@ -222,6 +258,7 @@ class Engine:
         if not self.graphs.drafting:
             raise EngineError("this sequence was started without drafting: the drafter has not seen it")
         width = self._block_width(width)
+        self._catch_up()
         self._enter(width, pending=True)
         step = self.graphs.get("fused", width, self._span(width))
         n = self.cursor.committed
@@ -235,6 +272,7 @@ class Engine:
     def verify_step(self, drafts: Sequence[int]) -> StepResult:
         """Verifies given ids behind the pending token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
         width = self._block_width(len(drafts) + 1)
+        self._catch_up()
         self._enter(width, pending=True)
         step = self.graphs.get("verify", width, self._span(width))
         step.host["tokens"][0] = self._pending()
@@ -247,6 +285,8 @@ class Engine:
             raise EngineError(f"{rows} rows cannot be accepted of a block of {self._open_block}")
         if self.delta is not None:
             self.delta.after_step(self._open_block, rows, self._open_block > 1)
+        if self._open_block == 1 and self.graphs.drafting:
+            self.ring.waiting += 1
         self._open_block = None
         self.cursor.advance(rows, pending)
 
@@ -262,7 +302,7 @@ class Engine:
             self.delta.after_step(width, 0, pending)
         host = step.host
         draft_finite = "draft_sum" not in host or bool(np.isfinite(host["draft_sum"]).all())
-        return StepResult(host["tokens"].copy(), host["ids"].copy(), draft_finite, bool(np.isfinite(host["ids_sum"]).all()), times)
+        return StepResult(host["tokens"].copy(), step.ids(), draft_finite, bool(np.isfinite(host["ids_sum"]).all()), times)
 
     # -- helpers
 
@@ -311,7 +351,7 @@ class Engine:
         """Bytes on the device by purpose."""
         out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
         if self.drafter is not None:
-            out["draft_weights"], out["draft_kv"] = self.drafter.weights.nbytes, self.draft_kv.nbytes
+            out["draft_weights"], out["draft_kv"] = self.drafter.weights.nbytes, self.draft_kv.nbytes + self.ring.nbytes
         if self.delta is not None:
             out["recurrent"] = self.delta.nbytes
         return out

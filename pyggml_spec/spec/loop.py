@@ -125,10 +125,11 @@ class _Run:
         self.engine.accept(matched + 1, int(result.ids[matched]))
         block = [*result.tokens[1 : matched + 1].tolist(), int(result.ids[matched])]  # accepted drafts, then the target's own choice
         self.history += block
-        self.stats.add_block(width, matched, by_model)
+        self.stats.add_block(width, matched, by_model, self.options.mode != REFERENCE)
+        spent = time.perf_counter_ns() - began
         if self.control is not None:
-            self.control.observe(width, matched)
-        self._count_time(result, time.perf_counter_ns() - began)
+            self.control.observe(width, matched, spent / 1e6)
+        self._count_time(result, spent)
         if self._warm is None and self.stats.steps >= WARMUP_STEPS:
             self._warm = _counts(self.engine)
         return block
@@ -178,6 +179,7 @@ class _Run:
         elif self.speculating:
             role = "fused"
         widths = self.control.widths if self.control is not None else [self.options.width]
+        self.engine.prepare_transitions(widths if role != "plain" else [1])
         for width in widths if role != "plain" else [1]:
             self.engine.prepare(role if width > 1 else "plain", width, min(self.limit, PREPARE_TOKENS))
 
@@ -190,7 +192,10 @@ class _Run:
 
     def finish(self) -> None:
         """Fills in the counters, also when the generation was abandoned."""
-        stats, now = self.stats, _counts(self.engine)
+        stats = self.stats
+        if self.engine.graphs.closed:
+            return
+        now = _counts(self.engine)
         if self._decode_started is not None:
             stats.seconds["decode"] += time.perf_counter() - self._decode_started
             self._decode_started = None

@@ -55,15 +55,18 @@ class Stats:
     memory: dict = field(default_factory=dict)
     versions: dict = field(default_factory=dict)
 
-    def add_block(self, width: int, matched: int, drafted_by_model: bool) -> None:
-        """Counts one decode step over ``width`` rows whose first ``matched`` drafts were accepted."""
+    def add_block(self, width: int, matched: int, drafted_by_model: bool, drafted: bool = True) -> None:
+        """Counts one decode step over ``width`` rows whose first ``matched`` drafts were accepted.
+
+        ``drafted`` False: the rows behind the first are filler (reference mode), not drafts.
+        """
         self.steps += 1
         self.target_forwards += 1
         self.draft_forwards += drafted_by_model
         self.widths[width] += 1
         self.block_sizes[matched + 1] += 1
         self.emitted += matched + 1
-        if width > 1:
+        if width > 1 and drafted:
             self.drafted += width - 1
             self.matched += matched
             grow = width - 1 - len(self.matched_at)

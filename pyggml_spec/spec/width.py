@@ -13,6 +13,7 @@ PRIOR_WEIGHT = 2.0  # steps that the prior counts for
 MARGIN = 1.03  # another width has to be this much better to be worth a change
 FIRST_PROBE = 24  # plain steps before speculation is tried again; doubled each time it does not pay
 LAST_PROBE = 768
+TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
 WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
 
 
@@ -69,6 +70,7 @@ class WidthControl:
         self._probe_after = FIRST_PROBE
         self._since_wider = 0
         self._probing = False
+        self._fastest: dict[int, list[float]] = {}
 
     def expected(self, width: int) -> float:
         """E(width): expected tokens of a block."""
@@ -96,8 +98,10 @@ class WidthControl:
             return wider[0]
         return self.current
 
-    def observe(self, width: int, matched: int) -> None:
-        """Records a step of ``next()``'s width and decides about the following ones."""
+    def observe(self, width: int, matched: int, milliseconds: float | None = None) -> None:
+        """Records a step of ``next()``'s width, and how long it took, and decides about the following ones."""
+        if milliseconds is not None:
+            self._fastest.setdefault(width, []).append(milliseconds)
         if width == 1:
             self._plain_steps += 1
             return
@@ -120,6 +124,11 @@ class WidthControl:
         self._plain_steps = 0
         if self._probing:
             self._probe_after = min(2 * self._probe_after, LAST_PROBE)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether steps ran much faster than their measured cost: the costs were then taken while the machine was busy."""
+        return any(len(ms) >= 8 and sorted(ms)[len(ms) // 4] < TOO_SLOW * self.costs[w] for w, ms in self._fastest.items())
 
     def reason(self) -> str:
         """Why the current width is in use, in one sentence."""

@@ -97,15 +97,16 @@ class _Writer:
         self.out.add_tensor(name, self.rng.uniform(low, high, n).astype(np.float32))
 
     def tokenizer(self, n_vocab: int) -> None:
-        """A byte-level BPE without merges: 256 bytes, then filler tokens, an end token and a mask token at the end."""
+        """A byte-level BPE with one merge: 256 bytes, two spaces, filler tokens, and an end token and a mask token at the end."""
         table = _byte_table()
-        tokens = [table[b] for b in range(256)] + [f"<filler_{i}>" for i in range(n_vocab - 258)] + ["<|end|>", "<|mask|>"]
+        space = table[32]
+        tokens = [*(table[b] for b in range(256)), 2 * space, *(f"<filler_{i}>" for i in range(n_vocab - 259)), "<|end|>", "<|mask|>"]
         types = [gguf.TokenType.NORMAL] * (n_vocab - 2) + [gguf.TokenType.CONTROL] * 2
         self.out.add_tokenizer_model("gpt2")
         self.out.add_tokenizer_pre("qwen2")
         self.out.add_token_list(tokens)
         self.out.add_token_types(types)
-        self.out.add_token_merges([f"{table[97 + i]} {table[97 + i + 1]}" for i in range(0)] or [f"{table[32]} {table[32]}"])
+        self.out.add_token_merges([f"{space} {space}"])
         self.out.add_eos_token_id(n_vocab - 2)
         self.out.add_uint32("tokenizer.ggml.mask_token_id", n_vocab - 1)
 

@@ -154,3 +154,20 @@ def test_speculative_text_equals_reference_text_on_the_embedded_pair_with_reject
             assert spec == plain
             assert 0 < stats.matched < stats.drafted
     assert DEMO_TARGET.exists()
+
+
+@pytest.mark.parametrize("plain_steps", [1, 5, 63, 64, 65, 150])
+def test_drafts_after_plain_steps_equal_drafts_without_them(session, plain_steps):
+    """While decoding plainly the drafter's rows are not computed; before the next block they are caught up with, in whole rings too."""
+    engine, tokens = session.engine, [65, 66, 67]
+    engine.reset()
+    engine.prefill(tokens)
+    for _ in range(plain_steps):
+        tokens.append(engine.cursor.pending)
+        engine.accept(1, int(engine.plain_step().ids[0]))
+    pending = engine.cursor.pending
+    got = engine.fused_step().tokens.tolist()
+    engine.reset()
+    engine.prefill(tokens)
+    engine.cursor.pending = pending
+    assert engine.fused_step().tokens.tolist() == got

@@ -88,3 +88,14 @@ def test_closing_twice_is_fine(pair):
     session = ps.load(*pair, device="CPU", n_ctx=300)
     session.close()
     session.close()
+
+
+def test_a_closed_session_says_so(pair):
+    """A generator that outlives its session gets a sentence, not a crash in freed memory."""
+    session = ps.load(*pair, device="CPU", threads=1, n_ctx=300)
+    steps = session.steps([1, 2, 3], 20)
+    next(steps)
+    session.close()
+    with pytest.raises(ps.EngineError, match="closed"):
+        for _ in steps:
+            pass

@@ -64,20 +64,23 @@ def _geometric(p, rng):
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97])
 @pytest.mark.parametrize("costs", [H200_27B, SLOW_BLOCKS])
-def test_never_much_slower_than_the_best_fixed_width(costs, p):
-    """2,000 tokens of a drafter whose drafts are right with probability p: within 6 % of the best width that hindsight names.
-
-    Seeded; over 40 other seeds the worst loss was 5 %, so a failure means a change in the controller.
-    """
+def test_close_to_the_best_fixed_width_and_never_slower_than_plain(costs, p):
+    """Drafts that are right with probability p, 2,000 tokens, 20 seeds: on average within 7 % of the width that hindsight names, and no
+    run more than 3 % slower than plain decoding. Over 40 seeds the worst average was 0.940 and the worst run 0.993 of plain."""
     best = max((1 + sum(p**i for i in range(1, w))) / costs[w] for w in costs)
-    control, rng = WidthControl(costs), random.Random(7)
+    speeds = [_speed(costs, p, seed) for seed in range(20)]
+    assert sum(speeds) / len(speeds) >= 0.93 * best
+    assert min(speeds) >= 0.97 / costs[1]
+
+
+def _speed(costs, p, seed):
+    """Tokens per millisecond of one simulated run."""
+    control, accept = WidthControl(costs), _geometric(p, random.Random(seed))
     spent = done = 0
-    accept = _geometric(p, rng)
     while done < 2000:
         width = control.next()
         matched = accept(width) if width > 1 else 0
         control.observe(width, matched)
         spent += costs[width]
         done += matched + 1
-    assert done / spent >= 0.94 * best
-    assert done / spent >= 0.97 / costs[1]
+    return done / spent

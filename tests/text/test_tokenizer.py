@@ -33,7 +33,7 @@ def model(pair):
     """The random target with a vocabulary in which two merges happen."""
     out = Model(pair[0])
     names = out.keys["tokenizer.ggml.tokens"][1][1]
-    names[300], names[301] = b"he", "ĠĠ".encode()
+    names[300] = b"he"
     out.keys["tokenizer.ggml.merges"] = (ARR, (STR, [b"h e", "Ġ Ġ".encode()]))
     return out
 
@@ -53,7 +53,7 @@ def test_text_round_trips(tokenizer, text):
 
 
 def test_merges_happen(tokenizer):
-    assert tokenizer.encode("he") == [300] and tokenizer.encode("  ") == [301]
+    assert tokenizer.encode("he") == [300] and tokenizer.encode("  ") == [256]
 
 
 def test_pieces_are_bytes_of_characters_that_may_be_split(tokenizer):

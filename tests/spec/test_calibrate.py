@@ -1,0 +1,40 @@
+"""Measured costs: kept, measured again when the entry is damaged, and noticed when they were taken in a busy moment."""
+
+import pyggml_spec as ps
+from pyggml_spec.spec.calibrate import cache_folder, cached_costs
+from pyggml_spec.spec.width import WidthControl
+
+
+def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert set(session.costs) == {1, 2, 4, 8, 16} and not session.costs_cached
+        assert all(ms > 0 for ms in session.costs.values())
+        engine, widths = session.engine, (2, 4, 8, 16)
+        stored, cached = cached_costs(engine, widths)
+        assert cached and stored == session.costs
+        entry = next(cache_folder().glob("costs-*.json"))
+        for damage in ("", "{", '{"1": "x"}', '{"1": -1, "2": 1, "4": 1, "8": 1, "16": 1}', "[]"):
+            entry.write_text(damage)
+            assert not cached_costs(engine, widths)[1]
+        assert [p.name for p in tmp_path.iterdir()] == [entry.name]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(pair, tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("PYSPEC_CACHE", str(blocked / "below"))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert session.costs
+
+
+def test_costs_that_real_steps_undercut_are_outdated():
+    control = WidthControl({1: 10.0, 2: 12.0, 4: 14.0})
+    for _ in range(40):
+        control.observe(control.next(), 1, 3.0)
+    assert control.outdated
+    honest = WidthControl({1: 10.0, 2: 12.0, 4: 14.0})
+    for _ in range(40):
+        width = honest.next()
+        honest.observe(width, 1, honest.costs[width] * 1.5)
+    assert not honest.outdated
