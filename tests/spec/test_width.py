@@ -66,7 +66,7 @@ def _geometric(p, rng):
 @pytest.mark.parametrize("costs", [H200_27B, SLOW_BLOCKS])
 def test_close_to_the_best_fixed_width_and_never_slower_than_plain(costs, p):
     """Drafts that are right with probability p, 2,000 tokens, 20 seeds: on average within 7 % of the width that hindsight names, and no
-    run more than 3 % slower than plain decoding. Over 40 seeds the worst average was 0.940 and the worst run 0.993 of plain."""
+    run more than 3 % slower than plain decoding. The seeds are fixed: a failure is a change in the controller, not bad luck."""
     best = max((1 + sum(p**i for i in range(1, w))) / costs[w] for w in costs)
     speeds = [_speed(costs, p, seed) for seed in range(20)]
     assert sum(speeds) / len(speeds) >= 0.93 * best
