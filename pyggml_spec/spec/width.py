@@ -18,6 +18,7 @@ MARGIN = 1.03  # another width has to be this much better to be worth a change
 FIRST_PROBE = 12  # plain steps before speculation is tried again; doubled each time it does not pay
 LAST_PROBE = 768
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
+COST_RATE = 0.05  # weight of one step in the running cost of its width
 WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
 
 
@@ -75,7 +76,8 @@ class WidthControl:
     """Chooses the width of the next block. ``costs``: milliseconds per step by width, 1 being plain decoding."""
 
     def __init__(self, costs: dict[int, float]):
-        self.costs = dict(costs)
+        self.measured = dict(costs)
+        self.costs = dict(costs)  # follows what the steps really take: attention grows, other programs come and go
         self.widths = useful_widths(costs)
         self.acceptance = Acceptance(max(self.widths) - 1)
         self.current = self._best()
@@ -85,7 +87,7 @@ class WidthControl:
         self._probe_after = FIRST_PROBE
         self._since_wider = 0
         self._probing = False
-        self._fastest: dict[int, list[float]] = {}
+        self._seen: dict[int, list[float]] = {}
 
     def expected(self, width: int) -> float:
         """E(width): expected tokens of a block."""
@@ -116,7 +118,9 @@ class WidthControl:
     def observe(self, width: int, matched: int, milliseconds: float | None = None) -> None:
         """Records a step of ``next()``'s width, and how long it took, and decides about the following ones."""
         if milliseconds is not None:
-            self._fastest.setdefault(width, []).append(milliseconds)
+            self._seen.setdefault(width, []).append(milliseconds)
+            bounded = min(max(milliseconds, self.measured[width] / 2), self.measured[width] * 2)  # one stalled step proves nothing
+            self.costs[width] += COST_RATE * (bounded - self.costs[width])
         if width == 1:
             self._plain_steps += 1
             self.acceptance.forget()
@@ -144,7 +148,7 @@ class WidthControl:
     @property
     def outdated(self) -> bool:
         """Whether steps ran much faster than their measured cost: the costs were then taken while the machine was busy."""
-        return any(len(ms) >= 8 and sorted(ms)[len(ms) // 4] < TOO_SLOW * self.costs[w] for w, ms in self._fastest.items())
+        return any(len(ms) >= 8 and sorted(ms)[len(ms) // 4] < TOO_SLOW * self.measured[w] for w, ms in self._seen.items())
 
     def reason(self) -> str:
         """Why the current width is in use, in one sentence."""
