@@ -46,6 +46,9 @@ void ggml_free(struct ggml_context * ctx);
 struct ggml_tensor * ggml_set_name(struct ggml_tensor * tensor, const char * name);
 size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start, int64_t nrows, int64_t n_per_row,
                            const float * imatrix);
+typedef void (*ggml_to_float_t)(const void * x, float * y, int64_t k);
+struct ggml_type_traits { ggml_to_float_t to_float; ...; };
+const struct ggml_type_traits * ggml_get_type_traits(enum ggml_type type);
 void ggml_log_set(void (*log_callback)(enum ggml_log_level level, const char * text, void * user_data), void * user_data);
 
 struct ggml_tensor * ggml_new_tensor(struct ggml_context * ctx, enum ggml_type type, int n_dims, const int64_t * ne);
@@ -80,6 +83,13 @@ int ggml_graph_n_nodes(struct ggml_cgraph *);
 struct ggml_tensor * ggml_graph_node(struct ggml_cgraph *, int i);
 const char * ggml_op_desc(const struct ggml_tensor *);
 const char * ggml_get_name(const struct ggml_tensor *);
+
+// sizes of compute buffers without the buffers (pyspec plan)
+typedef struct ggml_gallocr * ggml_gallocr_t;
+ggml_gallocr_t ggml_gallocr_new(ggml_backend_buffer_type_t);
+void ggml_gallocr_free(ggml_gallocr_t);
+void ggml_gallocr_reserve_n_size(ggml_gallocr_t, struct ggml_cgraph *, const int * node_buffer_ids, const int * leaf_buffer_ids,
+                                 size_t * sizes);
 
 size_t ggml_backend_dev_count(void);
 ggml_backend_dev_t ggml_backend_dev_get(size_t index);

@@ -31,3 +31,11 @@ class ContextError(PyspecError):
 
 class EngineError(PyspecError):
     """A step failed, or the engine was used in a way that its state does not allow."""
+
+
+class ConvertError(PyspecError):
+    """A checkpoint that cannot be converted: unreadable, of an unsupported layout, or made for another target."""
+
+
+class TemplateError(PyspecError):
+    """A chat template that is wrong, refuses the conversation, or does what a template must not do."""

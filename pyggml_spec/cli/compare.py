@@ -5,21 +5,34 @@ import sys
 
 import click
 
-from ..tools.compare import compare_logits
 from .main import EXIT_CHECK
-from .terminal import say
+from .terminal import printable, progress_line, say
 
 
 @click.command("compare")
-@click.option("--logits", "file", type=click.Path(), required=True, metavar="FILE", help="Target GGUF to compare on.")
+@click.option("--logits", "file", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines.")
+@click.option("--weights", "files", type=click.Path(), nargs=2, metavar="A B", help="Two GGUFs of one model; A is the reference.")
 @click.option("--tokens", default=64, show_default=True, help="Random tokens to feed to both engines.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random tokens.")
 @click.option("--tolerance", default=1e-10, show_default=True, help="Largest NMSE that passes; 0 asks for bit-equality.")
 @click.option("--device", help="Device for both engines. Default: the first GPU, or the CPU.")
 @click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads for both engines.")
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object.")
-def command(file: str, tokens: int, seed: int, tolerance: float, device: str | None, threads: int | None, as_json: bool):
-    """Is this engine right for your file? Feeds the same tokens to pyspec and to llama.cpp and compares all logits. Exit code 3 if not."""
+def command(file, files, tokens: int, seed: int, tolerance: float, device: str | None, threads: int | None, as_json: bool):
+    """Is this engine, or this file, right? Exit code 3 if not.
+
+    --logits feeds the same tokens to pyspec and to llama.cpp and compares all logits. --weights compares two files tensor by tensor.
+    """
+    if (file is None) == (files is None):
+        raise click.UsageError("name either --logits FILE or --weights A B")
+    passed = _weights(*files, as_json) if files else _logits(file, tokens, seed, tolerance, device, threads, as_json)
+    if not passed:
+        sys.exit(EXIT_CHECK)
+
+
+def _logits(file: str, tokens: int, seed: int, tolerance: float, device: str | None, threads: int | None, as_json: bool) -> bool:
+    from ..tools.compare import compare_logits
+
     result = compare_logits(file, tokens, seed, device, threads)
     passed = result.nmse <= tolerance
     click.echo(f"tokens          {result.tokens}")
@@ -30,5 +43,30 @@ def command(file: str, tokens: int, seed: int, tolerance: float, device: str | N
     if as_json:
         click.echo(json.dumps({**result.as_dict(), "tolerance": tolerance, "passed": passed}))
     if not passed:
-        say(f"pyspec: the NMSE of {result.nmse:.3g} is above the tolerance of {tolerance:g}; on a GPU, compare with --device CPU to tell a kernel from a bug")
-        sys.exit(EXIT_CHECK)
+        say(
+            f"pyspec: the NMSE of {result.nmse:.3g} is above the tolerance of {tolerance:g}; "
+            "on a GPU, compare with --device CPU to tell a kernel from a bug"
+        )
+    return passed
+
+
+def _weights(a: str, b: str, as_json: bool) -> bool:
+    from ..tools.compare_weights import compare_weights
+
+    with progress_line() as progress:
+        result = compare_weights(a, b, progress)
+    width = min(60, max(len(printable(t.name)) for t in result.tensors))
+    for t in result.tensors:
+        types = t.types[0] if t.types[0] == t.types[1] else f"{t.types[0]} -> {t.types[1]}"
+        value = "-" if t.relative_rms is None else "equal" if t.relative_rms == 0 else f"{t.relative_rms:.3g}"
+        click.echo(f"{printable(t.name):<{width}}  {types:<14} {value:>10}  {printable(t.flag)}".rstrip())
+    flagged = result.flagged
+    if as_json:
+        click.echo(json.dumps({**result.as_dict(), "passed": not flagged}))
+    if flagged:
+        first = flagged[0]
+        say(
+            f"pyspec: {len(flagged)} of {len(result.tensors)} tensors stand out, the first is {printable(first.name)} "
+            f"({printable(first.flag)}); convert or quantise the model again"
+        )
+    return not flagged

@@ -90,6 +90,7 @@ class Tokenizer:
             raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path}: {_said[0] if _said else 'it does not say why'}")
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._piece = ctypes.create_string_buffer(256)
+        self._control: dict[str, int] | None = None
         try:
             self._check_added()
         except BaseException:
@@ -164,6 +165,20 @@ class Tokenizer:
     def is_end(self, token: int) -> bool:
         """Whether the model ends its text with this token."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def control_tokens(self) -> dict[str, int]:
+        """The texts that ``encode`` only recognises with ``special``, and the tokens that they are."""
+        if self._control is None:
+            wanted = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+            ids = [i for i in range(self.n_vocab) if llama_cpp.llama_vocab_get_attr(self._vocab, i) & wanted]
+            texts = {llama_cpp.llama_vocab_get_text(self._vocab, i).decode("utf-8", "replace"): i for i in ids}
+            self._control = {text: i for text, i in texts.items() if text}
+        return self._control
+
+    @property
+    def bos(self) -> int | None:
+        """The token that the vocabulary adds at the start of a text, or None."""
+        return llama_cpp.llama_vocab_bos(self._vocab) if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None
 
     def token_bytes(self, file: GGUFFile) -> list[bytes]:
         """The token list as stored (pairs are compared by it)."""

@@ -9,10 +9,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from ..errors import ModelError
-from ..ggml.library import ffi, lib, text
-
-QUANTS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_K": "q4_K", "Q6_K": "q6_K", "Q5_K": "q5_K"}
+from ..ggml.library import lib
+from .quants import quantise, type_id
 
 
 @dataclass(frozen=True)
@@ -40,28 +38,6 @@ class Shape:
     target_layers: tuple[int, ...] = (1, 2, 3)
     window: int = 0
     rope_base: float = 1e6
-
-
-def type_id(name: str) -> int:
-    """The ggml type called ``name`` (any case).
-
-    Raises:
-        ModelError: no such type.
-    """
-    for kind in range(lib.GGML_TYPE_COUNT):
-        if lib.ggml_blck_size(kind) and text(lib.ggml_type_name(kind)).lower() == name.lower():
-            return kind
-    raise ModelError(f"{name!r} is not a tensor type; use one of {', '.join(QUANTS)}")
-
-
-def quantise(values: np.ndarray, kind: int) -> np.ndarray:
-    """F32 [rows, n] -> the bytes of the ggml type, U8 [rows, row bytes], by ggml's own quantiser."""
-    flat = np.ascontiguousarray(values.reshape(-1, values.shape[-1]), np.float32)
-    out = np.empty((flat.shape[0], lib.ggml_row_size(kind, flat.shape[1])), np.uint8)
-    lib.ggml_quantize_chunk(
-        kind, ffi.cast("float *", ffi.from_buffer(flat)), ffi.from_buffer(out), 0, flat.shape[0], flat.shape[1], ffi.NULL
-    )
-    return out.reshape(*values.shape[:-1], out.shape[-1])
 
 
 class _Writer:

@@ -1,0 +1,69 @@
+"""pyspec plan"""
+
+import json
+import sys
+
+import click
+
+from ..tools.plan import NoPlan, Plan, plan, plan_everywhere
+from .main import EXIT_CHECK
+from .terminal import size
+
+_PURPOSES = {
+    "weights": "weights",
+    "draft_weights": "drafter weights",
+    "kv": "K/V",
+    "draft_kv": "drafter K/V",
+    "recurrent": "recurrent state",
+    "compute": "compute buffers",
+}
+
+
+@click.command("plan")
+@click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair.")
+@click.option("-md", "--model-draft", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target.")
+@click.option("--device", help="Plan for this device only. Default: every device.")
+@click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help="Context in tokens. Default: 4096 or the model's own.")
+@click.option("--draft-width", type=click.IntRange(1, 1024), help="Rows per verified block. Default: the drafter's block.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per device.")
+def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, as_json: bool):
+    """Says how many bytes a pair will take before it is loaded, and the longest context that fits. Exit code 3 if no device has room.
+
+    What a driver takes for itself (some hundred MiB with CUDA) is not counted.
+    """
+    if device is not None:
+        plans = [plan(target, draft, device=device, n_ctx=n_ctx, draft_width=draft_width)]
+    else:
+        plans = plan_everywhere(target, draft, n_ctx=n_ctx, draft_width=draft_width)
+    for one in plans:
+        if as_json:
+            click.echo(json.dumps(one.as_dict()))
+        else:
+            _show(one)
+    if not any(isinstance(one, Plan) and one.fits for one in plans):
+        sys.exit(EXIT_CHECK)
+
+
+def _show(one: Plan | NoPlan) -> None:
+    if isinstance(one, NoPlan):
+        click.echo(f"{one.device}: cannot run it: {one.reason}")
+        return
+    click.echo(f"{one.device}, context {one.n_ctx}: {'fits' if one.fits else 'DOES NOT FIT'}, {size(one.total)} of {size(one.free)} free")
+    for key, name in _PURPOSES.items():
+        if key in one.memory:
+            click.echo(f"  {name:<16} {size(one.memory[key]):>10}  {_detail(one, key)}".rstrip())
+    types = sorted(one.weights_by_type.items(), key=lambda item: -item[1])
+    click.echo(f"  tensors by type: {', '.join(f'{name} {size(nbytes)}' for name, nbytes in types)}")
+    if one.largest_context:
+        click.echo(
+            f"  longest context that fits: {one.largest_context}"
+            + (" (the trained one)" if one.largest_context == one.trained_context else "")
+        )
+    else:
+        click.echo("  no context fits; use a smaller quantisation or another device")
+
+
+def _detail(one: Plan, key: str) -> str:
+    if key == "kv":
+        return f"{size(one.kv_per_token)} per token, drafter included"
+    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in one.compute_by_role.items()) if key == "compute" else ""

@@ -1,0 +1,130 @@
+"""Are these the same weights? Two GGUFs tensor by tensor, dequantised by ggml: rules a converter or a quantiser in or out in a minute."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from ..errors import ModelError
+from ..ggml.library import lib
+from ..gguf_io import GGUFFile, TensorInfo
+from .quants import dequantise
+
+OUTLIER = 3.0  # times the median of its type
+UNRELATED = 0.5  # the coarsest quantisations stay below 0.3; two independent tensors are at 1.4
+CHUNK_VALUES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One tensor. ``relative_rms``: rms(b - a) / rms(a), or None where it cannot be formed; ``flag``: why it stands out, or empty."""
+
+    name: str
+    types: tuple[str, str]
+    relative_rms: float | None
+    flag: str = ""
+
+
+@dataclass(frozen=True)
+class WeightComparison:
+    """All tensors in the order of the first file, those that only one file has at the end."""
+
+    a: str
+    b: str
+    tensors: tuple[TensorDifference, ...]
+
+    @property
+    def flagged(self) -> tuple[TensorDifference, ...]:
+        return tuple(t for t in self.tensors if t.flag)
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "flagged": [t.name for t in self.flagged]}
+
+
+def _shape(info: TensorInfo) -> tuple[int, ...]:
+    shape = info.shape
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _relative_rms(a: GGUFFile, b: GGUFFile, name: str) -> float:
+    """In double precision, a few million values at a time; NaN if either tensor holds NaN or Inf."""
+    left, right = a.tensors[name], b.tensors[name]
+    row = left.shape[0]
+    count = int(np.prod(left.shape))
+    step = max(1, CHUNK_VALUES // row) * row
+    error = scale = 0.0
+    with a.read(name) as data_a, b.read(name) as data_b:
+        for first in range(0, count, step):
+            n = min(step, count - first)
+            x, y = (
+                dequantise(data[lib.ggml_row_size(t.type, first) : lib.ggml_row_size(t.type, first + n)], t.type, n).astype(np.float64)
+                for data, t in ((data_a, left), (data_b, right))
+            )
+            error += float(((y - x) ** 2).sum())
+            scale += float((x**2).sum())
+            del x, y
+    if scale == 0:
+        return 0.0 if error == 0 else float("inf")
+    return (error / scale) ** 0.5
+
+
+def _compare(a: GGUFFile, b: GGUFFile, name: str) -> TensorDifference:
+    left, right = a.tensors[name], b.tensors[name]
+    types = (left.type_name, right.type_name)
+    if _shape(left) != _shape(right):
+        return TensorDifference(name, types, None, f"shape {list(left.shape)} against {list(right.shape)}")
+    value = _relative_rms(a, b, name)
+    if not np.isfinite(value):
+        return TensorDifference(name, types, None, "all zero in one file" if np.isinf(value) else "NaN or Inf")
+    if value > UNRELATED:
+        return TensorDifference(name, types, value, "not the same weights")
+    return TensorDifference(name, types, value)
+
+
+def _flag_outliers(tensors: list[TensorDifference]) -> list[TensorDifference]:
+    """Tensors that are more than OUTLIER times the median of the tensors with the same pair of types."""
+    by_types: dict[tuple, list[float]] = {}
+    for t in tensors:
+        if t.relative_rms is not None:
+            by_types.setdefault(t.types, []).append(t.relative_rms)
+    out = []
+    for t in tensors:
+        if t.relative_rms is not None and not t.flag:
+            usual = median(by_types[t.types])
+            if t.relative_rms > OUTLIER * usual:
+                more = f"{t.relative_rms / usual:.1f} times the median of its type" if usual else "differs, where its type is equal"
+                t = TensorDifference(t.name, t.types, t.relative_rms, more)
+        out.append(t)
+    return out
+
+
+def compare_weights(
+    a: str | Path, b: str | Path, progress: Callable[[str, int, int], None] = lambda what, done, total: None
+) -> WeightComparison:
+    """Every tensor of ``a`` (the reference) against the one of the same name in ``b``.
+
+    Raises:
+        GGUFError: a file cannot be read.
+        ModelError: the files have no tensor in common.
+    """
+    with GGUFFile(a) as left, GGUFFile(b) as right:
+        common = [name for name in left.tensors if name in right.tensors]
+        if not common:
+            raise ModelError(f"{left.path} and {right.path} have no tensor in common; compare two files of the same model")
+        total = sum(left.tensors[name].nbytes for name in common)
+        tensors, done = [], 0
+        for name in common:
+            tensors.append(_compare(left, right, name))
+            done += left.tensors[name].nbytes
+            progress("weights", done, total)
+        tensors = _flag_outliers(tensors)
+        for file, other, index in ((left, right, 0), (right, left, 1)):
+            for name, info in file.tensors.items():
+                if name not in other.tensors:
+                    types = (info.type_name, "-") if index == 0 else ("-", info.type_name)
+                    tensors.append(TensorDifference(name, types, None, f"only in {file.path.name}"))
+        return WeightComparison(str(left.path), str(right.path), tuple(tensors))

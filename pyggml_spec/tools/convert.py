@@ -1,0 +1,210 @@
+"""A DFlash drafter in safetensors and its target to a drafter GGUF. No torch; one tensor in memory at a time."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from ..errors import ConvertError
+from ..ggml.device import default_threads
+from ..ggml.library import lib, text
+from ..gguf_io import GGUFFile
+from ..gguf_io.reader import brief
+from ..gguf_io.safetensors import SafetensorsFile, parse_json
+from ..session import Progress
+from .quants import TYPES, quantise, type_id
+from .zlab import ARCH, read_layout
+
+CHUNK_VALUES = 4 << 20
+MAX_CONFIG = 1 << 20
+F16_MAX = 65504.0
+_FILE_TYPES = {
+    "f32": "ALL_F32", "q2_K": "MOSTLY_Q2_K_S", "q3_K": "MOSTLY_Q3_K_S", "q4_K": "MOSTLY_Q4_K_S", "q5_K": "MOSTLY_Q5_K_S",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was written. ``types``: tensors by type; ``target_layers``: as the GGUF counts them (inputs)."""
+
+    path: str
+    nbytes: int
+    types: dict[str, int]
+    block_size: int
+    mask_token: int
+    target_layers: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def _sources(source: Path) -> tuple[Path, list[Path]]:
+    """config.json and the safetensors files that it describes."""
+    folder = source if source.is_dir() else source.parent
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    if not source.exists():
+        raise ConvertError(f"{source} does not exist; name a folder with config.json and *.safetensors, or one safetensors file")
+    if not files:
+        raise ConvertError(f"{source} has no *.safetensors file; name the folder of the drafter's checkpoint")
+    if (folder / "mask_embedding.pt").exists():
+        raise ConvertError(
+            f"{folder} has a mask_embedding.pt (a mask vector of its own), which is not supported; convert it with llama.cpp's converter"
+        )
+    return folder / "config.json", files
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_CONFIG + 1)
+    except OSError as error:
+        raise ConvertError(
+            f"{path} cannot be read ({error.strerror}); the checkpoint's config.json has to lie beside its tensors"
+        ) from None
+    return parse_json(data, str(path), MAX_CONFIG)
+
+
+def _place(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    out: dict[str, SafetensorsFile] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in out:
+                raise ConvertError(
+                    f"the tensor {brief(name)} is in {out[name].path.name} and in {file.path.name}; leave one checkpoint in the folder"
+                )
+            out[name] = file
+    return out
+
+
+def _choose(name: str, shape: tuple[int, ...], kind: int, notes: list[str]) -> int:
+    """The type a tensor is stored in: vectors F32; rows that the type's blocks do not divide Q8_0 or F16."""
+    if len(shape) < 2:
+        return lib.GGML_TYPE_F32
+    if shape[1] % lib.ggml_blck_size(kind) == 0:
+        return kind
+    other = type_id("q8_0") if shape[1] % 32 == 0 else lib.GGML_TYPE_F16
+    notes.append(
+        f"{name} has rows of {shape[1]}, which {text(lib.ggml_type_name(kind))} cannot store: wrote {text(lib.ggml_type_name(other))}"
+    )
+    return other
+
+
+def _chunk(file: SafetensorsFile, source: str, first: int, count: int, kind: int) -> np.ndarray:
+    values = file.rows(source, first, count)
+    top = np.abs(values).max()
+    if not np.isfinite(top):
+        raise ConvertError(f"{file.path.name}: the tensor {brief(source)} holds NaN or Inf; fetch the checkpoint again")
+    if kind == lib.GGML_TYPE_F16 and top > F16_MAX:
+        raise ConvertError(f"{file.path.name}: the tensor {brief(source)} reaches {top:g}, which F16 cannot hold; use --type bf16")
+    return values if kind == lib.GGML_TYPE_F32 else quantise(values, kind)
+
+
+@contextmanager
+def written_whole(out: Path, replace: bool):
+    """A path beside ``out`` that becomes ``out`` if the block ends well, and is removed if it does not, Ctrl-C included.
+
+    Raises:
+        ConvertError: ``out`` exists and may not be replaced, or cannot be written.
+    """
+    if out.exists() and not replace:
+        raise ConvertError(f"{out} exists; name another output, or replace it with --force")
+    part = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        yield part
+        os.replace(part, out)
+    except OSError as error:
+        raise ConvertError(f"{out} cannot be written: {error.strerror or error}; free some space or name another place with -o") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def convert_drafter(
+    source: str | Path,
+    target: str | Path,
+    out: str | Path,
+    kind: str = "q8_0",
+    *,
+    replace: bool = False,
+    threads: int | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Conversion:
+    """Writes ``out``, a GGUF with the drafter of ``source`` and the tokenizer of ``target``.
+
+    Args:
+        source: a folder with config.json and safetensors files, or one safetensors file with config.json beside it.
+        target: the GGUF of the model that the drafter was trained for.
+        kind: type of the matrices, one of ``quants.TYPES``; vectors stay F32.
+        replace: whether an existing ``out`` may be replaced; it is replaced whole, at the end.
+
+    Raises:
+        ConvertError: a layout that is not supported, a checkpoint that contradicts itself or the target, or nowhere to write.
+    """
+    names = {name.lower(): name for name in TYPES}
+    if kind.lower() not in names:
+        raise ConvertError(f"{kind!r} is not a type to convert to; use one of {', '.join(TYPES)}")
+    kind, out, notes = names[kind.lower()], Path(out), []
+    config_path, paths = _sources(Path(source))
+    with ExitStack() as stack:
+        config = _read_config(config_path)
+        places = _place([stack.enter_context(SafetensorsFile(path)) for path in paths])
+        target_file = stack.enter_context(GGUFFile(target))
+        layout = read_layout(config, places, target_file)
+        notes += layout.notes
+        for theirs, shape in layout.tensors.values():
+            if (seen := places[theirs].tensors[theirs].shape) != shape:
+                raise ConvertError(
+                    f"the tensor {brief(theirs)} has the shape {list(seen)}, but config.json calls for {list(shape)}; "
+                    "fetch the checkpoint again"
+                )
+        kinds = {ours: _choose(ours, shape, type_id(kind), notes) for ours, (_, shape) in layout.tensors.items()}
+        part = stack.enter_context(written_whole(out, replace))
+        writer = gguf.GGUFWriter(str(part), ARCH)
+        stack.callback(writer.close)
+        _write_header(writer, layout, kinds, Path(source), kind)
+        pool = stack.enter_context(ThreadPoolExecutor(threads or default_threads()))
+        _write_tensors(writer, layout, kinds, places, pool, progress)
+        writer.close()
+        nbytes = part.stat().st_size
+    types: dict[str, int] = {}
+    for one in kinds.values():
+        types[text(lib.ggml_type_name(one))] = types.get(text(lib.ggml_type_name(one)), 0) + 1
+    meta = {key.removeprefix(f"{ARCH}."): value[1] for key, value in layout.metadata.items()}
+    mask, layers = meta["tokenizer.ggml.mask_token_id"], tuple(meta["target_layers"])
+    return Conversion(str(out), nbytes, types, meta["block_size"], mask, layers, tuple(notes))
+
+
+def _write_header(writer: gguf.GGUFWriter, layout, kinds: dict[str, int], source: Path, kind: str) -> None:
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(source.resolve().name if source.is_dir() else source.resolve().parent.name)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES.get(kind, f"MOSTLY_{kind.upper()}")]))
+    for key, (value_kind, value, *item) in layout.metadata.items():
+        writer.add_key_value(key, value, value_kind, sub_type=item[0] if item else None)
+    for name, (_, shape) in layout.tensors.items():
+        width = shape[-1] if kinds[name] == lib.GGML_TYPE_F32 else lib.ggml_row_size(kinds[name], shape[-1])
+        dtype, raw = (np.float32, None) if kinds[name] == lib.GGML_TYPE_F32 else (np.uint8, gguf.GGMLQuantizationType(kinds[name]))
+        stored = (*shape[:-1], width)
+        writer.add_tensor_info(name, stored, np.dtype(dtype), int(np.prod(stored)) * np.dtype(dtype).itemsize, raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
+def _write_tensors(writer: gguf.GGUFWriter, layout, kinds, places, pool: ThreadPoolExecutor, progress: Progress) -> None:
+    total = sum(places[theirs].tensors[theirs].nbytes for theirs, _ in layout.tensors.values())
+    done = 0
+    for name, (theirs, shape) in layout.tensors.items():
+        rows = shape[0] if len(shape) > 1 else 1
+        step = max(1, CHUNK_VALUES // shape[-1])
+        jobs = [pool.submit(_chunk, places[theirs], theirs, i, min(step, rows - i), kinds[name]) for i in range(0, rows, step)]
+        try:
+            parts = [job.result() for job in jobs]
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
+        writer.write_tensor_data(np.concatenate(parts))
+        done += places[theirs].tensors[theirs].nbytes
+        progress("conversion", done, total)

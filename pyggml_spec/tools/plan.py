@@ -1,0 +1,297 @@
+"""How much memory a pair will take, before any of it is allocated.
+
+The engine's own code plans: weights, caches and graphs are made as it makes them, except that weights, K/V and compute buffers get sizes
+instead of memory. So the numbers are those of a session that is loaded afterwards, whatever the models and the backend. Only the recurrent
+state (kilobytes to a few hundred MiB) and the step buffer exist for a moment.
+"""
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..cache.kv import SPAN, KVCache, padded
+from ..cache.recurrent import DeltaState
+from ..errors import PyspecError
+from ..ggml.device import Backend, Device, devices, pick_device
+from ..ggml.graph import Graph, Role
+from ..ggml.library import ffi, lib, text
+from ..ggml.step_io import StepFields, StepIO
+from ..gguf_io import GGUFFile
+from ..models.registry import open_drafter, open_target
+from ..models.weights import Weights
+from ..session import DEMO_DRAFTER, DEMO_TARGET, Session
+from ..spec.engine import TRASH_ROWS, Engine, EngineOptions
+from ..spec.graphs import Step, StepGraphs
+
+_ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
+
+
+class _Pretence:
+    """Gives the tensors of a context an address and an empty buffer, so that graphs take them for allocated. Owns the buffer."""
+
+    def __init__(self, ctx, tensors, buft):
+        self.nbytes = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buft)
+        self.buffer = lib.ggml_backend_buft_alloc_buffer(buft, 0)
+        for tensor in tensors:
+            tensor.data, tensor.buffer = ffi.cast("void *", _ADDRESS), self.buffer
+
+
+class PlannedWeights(Weights):
+    """Weights without memory: each tensor has the buffer type and the fusion that it will have."""
+
+    def __init__(self, backend: Backend, model):
+        self._planned = 0
+        super().__init__(backend, model.file, model.specs(), model.groups(), model.fused_alike())
+
+    def _allocate(self, home: int, jobs: list) -> None:
+        ctx = self._context(len(jobs))
+        for key, kind, shape, _, sources in jobs:
+            self._tensors[key] = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
+            name = text(lib.ggml_type_name(kind))
+            self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + sum(info.nbytes for info in sources)
+        pretence = _Pretence(ctx, [self._tensors[job[0]] for job in jobs], self._bufts[home])
+        self._buffers.append(pretence.buffer)
+        self._planned += pretence.nbytes
+        if home < len(self._bufts) - 1:
+            self.repacked_bytes += pretence.nbytes
+
+    def _upload(self, tensor, sources, whole: bool) -> None:
+        pass
+
+    def _inside(self, ctx, whole, rows: tuple[int, ...]) -> tuple:
+        parts = tuple(lib.ggml_new_tensor(ctx, whole.type, 2, (whole.ne[0], n)) for n in rows)
+        for part in parts:
+            part.data, part.buffer = whole.data, whole.buffer
+        return parts
+
+    @property
+    def nbytes(self) -> int:
+        return self._planned
+
+
+class PlannedKV(KVCache):
+    """K/V rows without memory."""
+
+    def __init__(self, backend: Backend, shapes, n_ctx: int, trash: int):
+        self.live, self.trash = padded(n_ctx), trash
+        rows = self.live + trash
+        params = ffi.new("struct ggml_init_params *", {"mem_size": (2 * len(shapes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True})
+        self._ctx = lib.ggml_init(params[0])
+        self.near = lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 1, (rows,))
+        self.layers = tuple(
+            tuple(lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F16, 2, (s.size * s.n_head_kv, rows)) for _ in range(2)) for s in shapes
+        )
+        pretence = _Pretence(self._ctx, [self.near, *(t for pair in self.layers for t in pair)], backend.default_buffer_type)
+        self._buffer, self._planned = pretence.buffer, pretence.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._planned
+
+
+class _PlannedGraph(Graph):
+    stale = False
+
+    def planned_bytes(self) -> int:
+        """The compute buffer that this graph asks for."""
+        sizes = ffi.new("size_t[1]")
+        galloc = lib.ggml_gallocr_new(self.role.backend.default_buffer_type)
+        lib.ggml_gallocr_reserve_n_size(galloc, self.gf, ffi.NULL, ffi.NULL, sizes)
+        lib.ggml_gallocr_free(galloc)
+        return sizes[0]
+
+
+class PlannedGraphs(StepGraphs):
+    """Graphs that are built, and whose buffers are only sized: one per role, as large as its largest graph."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.bytes_by_role: dict[str, int] = {}
+
+    def _build(self, role: str, width: int, span: int, *more) -> Step:
+        if role not in self.roles:
+            self.roles[role] = Role(self.backend, role)
+        graph = _PlannedGraph(self.roles[role])
+        try:
+            fields = StepFields(self.io, graph)
+            extra = self._builders[role](graph, fields, width, span, *more) or {}
+            self.bytes_by_role[role] = max(self.bytes_by_role.get(role, 0), graph.planned_bytes())
+        except BaseException:
+            graph.close()
+            raise
+        return Step(graph, fields, extra)
+
+    @property
+    def compute_bytes(self) -> int:
+        return sum(self.bytes_by_role.values())
+
+
+class PlannedEngine(Engine):
+    """An engine that cannot run. ``shared_delta``: a recurrent state to borrow, so that planning many contexts makes one."""
+
+    def __init__(self, backend: Backend, target, drafter, options: EngineOptions, shared_delta: DeltaState | None):
+        self._shared_delta = shared_delta
+        super().__init__(backend, target, drafter, options)
+
+    def _allocate(self) -> None:
+        opt = self.options
+        self.kv = self._own(PlannedKV(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS))
+        self.draft_kv = None
+        if self.drafter is not None:
+            self.draft_kv = self._own(PlannedKV(self.backend, self.drafter.kv_shapes(), opt.n_ctx, TRASH_ROWS))
+        self.delta, shape = self._shared_delta, self.target.delta_shape()
+        widest = max(opt.chunk, opt.width)
+        tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
+        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 8192))
+        rows = {"prefill": opt.chunk, "logits": opt.chunk, "plain": 1, "verify": opt.width, "fused": opt.width}
+        self.graphs = self._own(PlannedGraphs(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, rows))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a pair takes on one device, in bytes.
+
+    Attributes:
+        memory: by purpose, as ``Engine.memory`` reports it after loading.
+        weights_by_type: the target's and the drafter's tensors together, by type.
+        compute_by_role: compute buffers by kind of step.
+        kv_per_token: K/V of one token of context, drafter included.
+        free: what the device had free, before anything was loaded.
+        largest_context: the longest context up to the trained one that fits, a multiple of 256 or the trained one; 0 if none does.
+    """
+
+    device: str
+    n_ctx: int
+    trained_context: int
+    memory: dict[str, int]
+    weights_by_type: dict[str, int]
+    compute_by_role: dict[str, int]
+    kv_per_token: int
+    free: int
+    largest_context: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.free
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "total": self.total, "fits": self.fits}
+
+
+@dataclass(frozen=True)
+class NoPlan:
+    """A device that cannot run the pair at all. ``reason``: one sentence."""
+
+    device: str
+    reason: str
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def plan(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    device: str | None = None,
+    n_ctx: int | None = None,
+    draft_width: int | None = None,
+    free: int | None = None,
+) -> Plan:
+    """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
+
+    Args:
+        free: bytes to take as free, instead of what the device reports.
+
+    Raises:
+        PyspecError: the pair cannot be loaded there at all, for the reason that ``load`` would give.
+    """
+    if target is None:
+        if draft is not None:
+            raise PyspecError(f"the drafter {draft} needs its target: name it with -m")
+        target, draft = DEMO_TARGET, DEMO_DRAFTER
+    return _plan_on(pick_device(device), Path(target), Path(draft) if draft is not None else None, n_ctx, draft_width, free)
+
+
+def plan_everywhere(target=None, draft=None, *, n_ctx: int | None = None, draft_width: int | None = None) -> list[Plan | NoPlan]:
+    """``plan`` for every device of this machine; a device that cannot run the pair is a NoPlan.
+
+    Raises:
+        PyspecError: no device can, for the reason that the last one gives (a file that is wrong is wrong everywhere).
+    """
+    out: list[Plan | NoPlan] = []
+    for device in devices():
+        try:
+            out.append(plan(target, draft, device=device.name, n_ctx=n_ctx, draft_width=draft_width))
+        except PyspecError as error:
+            out.append(NoPlan(device.name, str(error)))
+            last = error
+    if not any(isinstance(one, Plan) for one in out):
+        raise last
+    return out
+
+
+def free_bytes(device: Device) -> int:
+    """What the device has free. ggml calls all of the CPU's memory free; Linux knows how much a program can still have."""
+    if device.kind == "cpu":
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            return min(device.memory_free, next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+        except (OSError, ValueError, IndexError, StopIteration):
+            pass
+    return device.memory_free
+
+
+def _plan_on(device: Device, target_path: Path, draft_path: Path | None, n_ctx, draft_width, free) -> Plan:
+    with ExitStack() as stack:
+
+        def own(part):
+            stack.callback(part.close)
+            return part
+
+        session = Session()  # only for what it makes of the arguments
+        target = session.target = open_target(own(GGUFFile(target_path)))
+        drafter = None
+        if draft_path is not None:
+            drafter = session.drafter = open_drafter(own(GGUFFile(draft_path)))
+            drafter.check_pair(target)
+        n_ctx, width = session._context(n_ctx), session._width(draft_width)
+        backend = own(Backend(device, 1))
+        for model in (target, drafter):
+            if model is not None:
+                model.weights = own(PlannedWeights(backend, model))
+        shape = target.delta_shape()
+        delta = own(DeltaState(backend, shape, target.delta_row(), width)) if shape is not None else None
+
+        def at(context: int) -> tuple[dict[str, int], dict[str, int]]:
+            engine = PlannedEngine(backend, target, drafter, EngineOptions(n_ctx=context, width=width), delta)
+            try:
+                return engine.memory(), dict(engine.graphs.bytes_by_role)
+            finally:
+                engine.close()
+
+        memory, roles = at(n_ctx)
+        by_type: dict[str, int] = {}
+        for model in (target, drafter):
+            for name, nbytes in model.weights.bytes_by_type.items() if model is not None else ():
+                by_type[name] = by_type.get(name, 0) + nbytes
+        shapes = [*target.kv_shapes(), *(drafter.kv_shapes() if drafter is not None else ())]
+        free = free_bytes(device) if free is None else free
+        largest = _largest(lambda context: sum(at(context)[0].values()) <= free, target.context_length)
+        per_token = sum(2 * 2 * s.size * s.n_head_kv for s in shapes)
+        return Plan(device.name, n_ctx, target.context_length, memory, by_type, roles, per_token, free, largest)
+
+
+def _largest(fits, trained: int) -> int:
+    """The longest context for which ``fits`` holds; memory only changes from span to span, and only upwards."""
+    if fits(trained):
+        return trained
+    low, high = 0, (trained - 1) // SPAN  # in spans: low fits (or is 0), high + 1 does not
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * SPAN) else (low, middle - 1)
+    return low * SPAN

@@ -1,0 +1,53 @@
+"""ggml's own quantisers and dequantisers on numpy arrays."""
+
+import numpy as np
+
+from ..errors import ModelError
+from ..ggml.library import ffi, lib, text
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs")
+"""Types that need no importance matrix (ggml ends the process when one that does is asked for without)."""
+
+
+def type_id(name: str, offered: tuple[str, ...] = TYPES) -> int:
+    """The ggml type called ``name`` (any case).
+
+    Raises:
+        ModelError: no such type.
+    """
+    for kind in range(lib.GGML_TYPE_COUNT):
+        if lib.ggml_blck_size(kind) and text(lib.ggml_type_name(kind)).lower() == name.lower():
+            return kind
+    raise ModelError(f"{name!r} is not a tensor type; use one of {', '.join(offered)}")
+
+
+def quantise(values: np.ndarray, kind: int) -> np.ndarray:
+    """F32 [rows, n] -> the bytes of the ggml type, U8 [rows, row bytes], by ggml's own quantiser."""
+    flat = np.ascontiguousarray(values.reshape(-1, values.shape[-1]), np.float32)
+    out = np.empty((flat.shape[0], lib.ggml_row_size(kind, flat.shape[1])), np.uint8)
+    lib.ggml_quantize_chunk(
+        kind, ffi.cast("float *", ffi.from_buffer(flat)), ffi.from_buffer(out), 0, flat.shape[0], flat.shape[1], ffi.NULL
+    )
+    return out.reshape(*values.shape[:-1], out.shape[-1])
+
+
+def dequantise(data, kind: int, count: int) -> np.ndarray:
+    """``count`` values of the ggml type from their bytes, as F32 [count]; ``count`` is a multiple of the type's block.
+
+    Raises:
+        ModelError: a type without a conversion to float (integers, and types that only exist inside kernels).
+    """
+    if kind == lib.GGML_TYPE_F32:
+        return np.frombuffer(data, np.float32, count)
+    to_float = lib.ggml_get_type_traits(kind).to_float
+    if to_float == ffi.NULL:
+        raise ModelError(
+            f"ggml cannot turn {text(lib.ggml_type_name(kind))} into floats; compare files of floating-point or quantised weights"
+        )
+    if count % lib.ggml_blck_size(kind) or len(data) < lib.ggml_row_size(kind, count):
+        raise ModelError(f"{count} values of {text(lib.ggml_type_name(kind))} do not fit {len(data)} bytes; pass whole blocks")
+    out = np.empty(count, np.float32)
+    pointer = ffi.from_buffer(data)
+    to_float(pointer, ffi.cast("float *", ffi.from_buffer(out)), count)
+    ffi.release(pointer)
+    return out

@@ -1,0 +1,291 @@
+"""Conversion: nothing changes on the way there and back, other layouts are refused by name, and no half-written file is left."""
+
+import numpy as np
+import pytest
+from gguf_io.build import F32, Model
+from llama_oracle import LlamaDFlash
+from tools.checkpoint import export, floats
+
+import pyggml_spec as ps
+from pyggml_spec.errors import ConvertError
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.spec.loop import count_matched
+from pyggml_spec.tools import convert as module
+from pyggml_spec.tools.convert import convert_drafter
+
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The embedded drafter as a checkpoint."""
+    return export(DEMO_DRAFTER, tmp_path_factory.mktemp("checkpoint") / "demo")
+
+
+@pytest.fixture(scope="module")
+def f32(demo):
+    out = demo.parent / "f32.gguf"
+    convert_drafter(demo, DEMO_TARGET, out, "f32")
+    return out
+
+
+def _matched(draft, tokens=120):
+    """Accepted drafts by position in one greedy text."""
+    with ps.load(DEMO_TARGET, draft, device="CPU", threads=1, n_ctx=512, draft_width=16) as session:
+        text, stats = session.generate(PROMPT, tokens)
+    return text, stats.drafted, stats.matched, list(stats.matched_per_position)
+
+
+def test_f32_round_trip_is_bit_equal(f32):
+    """Every tensor, and every key that decides what is computed."""
+    before, after = floats(DEMO_DRAFTER), floats(f32)
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name].view(np.uint32), after[name].view(np.uint32)) for name in before)
+    with GGUFFile(DEMO_DRAFTER) as a, GGUFFile(f32) as b:
+        assert {t.type_name for t in b.tensors.values()} == {"f32"}
+        for key in a.metadata:
+            if key.startswith(("dflash.", "tokenizer.")):
+                left, right = a.metadata[key], b.metadata[key]
+                if hasattr(left, "raw"):
+                    assert [left.raw(i) for i in range(len(left))] == [right.raw(i) for i in range(len(right))], key
+                else:
+                    assert np.array_equal(left, right), key
+        assert [int(v) for v in b.metadata["dflash.target_layers"]] == [1, 4, 6, 7]  # config.json says 0, 3, 5, 6
+
+
+def test_f32_drafts_as_a_gguf_of_the_same_values(f32, tmp_path):
+    model = Model(DEMO_DRAFTER)
+    for name, values in floats(DEMO_DRAFTER).items():
+        model.tensors[name][1:] = [0, values.tobytes()]
+    text, drafted, matched, per_position = _matched(f32)
+    assert (text, drafted, matched, per_position) == _matched(model.write(tmp_path / "same.gguf"))
+    assert 0 < matched < drafted
+
+
+def test_llama_cpp_loads_the_result_and_drafts_the_same_ids(f32):
+    with ps.load(DEMO_TARGET, f32, device="CPU", threads=1, n_ctx=512) as session:
+        engine, hp = session.engine, session.drafter.hp
+        oracle = LlamaDFlash(DEMO_TARGET, f32, hp.target_layers, hp.mask_token, n_ctx=512, threads=1)
+        try:
+            prompt = session.tokenizer.encode(PROMPT)
+            assert engine.prefill(prompt) == oracle.prefill(prompt)
+            for _ in range(12):
+                result = engine.fused_step()
+                assert result.tokens[1:].tolist() == oracle.draft_logits().argmax(axis=1).tolist()
+                _, matched = oracle.verify(result.tokens[1:].tolist())
+                assert matched == count_matched(result)
+                engine.accept(matched + 1, int(result.ids[matched]))
+        finally:
+            oracle.close()
+
+
+@pytest.mark.parametrize(
+    "kind, error", [("q8_0", 0.01), ("bf16", 0.003), ("f16", 0.001), ("q6_K", 0.03), ("q4_K", 0.1), ("q4_0", 0.12), ("iq4_nl", 0.12)]
+)
+def test_other_types_are_near(demo, kind, error):
+    """Relative RMS of each matrix within what the type can do; q4_K rows of 512 and 1024 need no other type."""
+    out = demo.parent / f"{kind}.gguf"
+    done = convert_drafter(demo, DEMO_TARGET, out, kind.upper(), threads=1)
+    assert set(done.types) == {kind, "f32"} and not done.notes
+    before, after = floats(DEMO_DRAFTER), floats(out)
+    for name, values in before.items():
+        rms = np.sqrt(((after[name] - values) ** 2).mean() / (values**2).mean())
+        assert rms <= (error if values.ndim > 1 else 0), (name, rms)
+
+
+def test_q8_0_accepts_as_much(f32, demo):
+    """Within a fifth of the accepted drafts of one greedy text; a wrong layer id or scale costs far more than half of them."""
+    out = demo.parent / "accept.gguf"
+    convert_drafter(demo, DEMO_TARGET, out, "q8_0", threads=1)
+    (text, _, exact, _), (same, _, quantised, _) = _matched(f32), _matched(out)
+    assert text == same and abs(quantised - exact) <= 0.2 * exact
+
+
+def test_bf16_and_f16_checkpoints_are_read_exactly(demo, tmp_path):
+    """BF16 values are the upper halves of floats; F16 ones are converted by numpy."""
+    kept = {}
+
+    def halve(config, tensors):
+        for i, (name, values) in enumerate(tensors.items()):
+            tensors[name] = (values.view(np.uint32) >> 16).astype(np.uint16) if i % 2 else values.astype(np.float16)
+            kept[name] = (tensors[name].astype(np.uint32) << 16).view(np.float32) if i % 2 else tensors[name].astype(np.float32)
+
+    source = export(DEMO_DRAFTER, tmp_path / "half", halve, prefix="model.")
+    convert_drafter(source / "model.safetensors", DEMO_TARGET, tmp_path / "half.gguf", "f32")
+    assert np.array_equal(floats(tmp_path / "half.gguf")["fc.weight"], kept["model.fc.weight"])
+    assert np.array_equal(floats(tmp_path / "half.gguf")["blk.1.ffn_down.weight"], kept["model.layers.1.mlp.down_proj.weight"])
+
+
+# -- what configs say
+
+
+def _meta(tmp_path, change=lambda config, tensors: None, target=DEMO_TARGET):
+    source = export(DEMO_DRAFTER, tmp_path / "source", change)
+    done = convert_drafter(source, target, tmp_path / "out.gguf", "q8_0", threads=1, replace=True)
+    with GGUFFile(tmp_path / "out.gguf") as file:
+        return {k.removeprefix("dflash."): v for k, v in file.metadata.items() if k.startswith("dflash.")}, done.notes
+
+
+def test_sliding_window_follows_layer_types(tmp_path):
+    """llama.cpp's converter drops the pattern unless use_sliding_window is set; an explicit false switches it off."""
+
+    def sliding(use):
+        def change(config, tensors):
+            config.update(layer_types=["sliding_attention", "full_attention"], sliding_window=64, use_sliding_window=use)
+
+        return change
+
+    for use in (True, None):
+        meta, notes = _meta(tmp_path, sliding(use))
+        assert meta["attention.sliding_window"] == 64 and meta["attention.sliding_window_pattern"].tolist() == [True, False] and not notes
+    meta, notes = _meta(tmp_path, sliding(False))
+    assert "attention.sliding_window" not in meta and "use_sliding_window" in notes[0]
+
+
+def test_gemma_targets_get_an_embedding_scale_and_their_soft_cap(tmp_path):
+    """Configs do not mention either; a drafter without the scale reads embeddings that are sqrt(n_embd) too small."""
+    model = Model(DEMO_TARGET)
+    model.keys = {key.replace("qwen35.", "gemma4."): value for key, value in model.keys.items()}
+    model.keys["general.architecture"] = (8, b"gemma4")
+    model.keys["gemma4.final_logit_softcapping"] = (F32, 30.0)
+    target = model.write(tmp_path / "gemma.gguf")
+    meta, notes = _meta(tmp_path, target=target)
+    assert meta["embedding_scale"] == pytest.approx(512**0.5) and meta["final_logit_softcapping"] == 30.0 and "scale" in notes[0]
+
+    def says(config, tensors):
+        config["dflash_config"].update(input_embedding_scale=2.5, final_logit_softcapping=7)
+
+    meta, notes = _meta(tmp_path, says, target)
+    assert (meta["embedding_scale"], meta["final_logit_softcapping"], notes) == (2.5, 7.0, ())
+
+
+def test_rope_sections_only_for_multi_axis_targets(tmp_path):
+    model = Model(DEMO_TARGET)
+    del model.keys["qwen35.rope.dimension_sections"]
+    assert _meta(tmp_path)[0]["rope.dimension_sections"].tolist() == [32, 0, 0, 0]
+    assert "rope.dimension_sections" not in _meta(tmp_path, target=model.write(tmp_path / "t.gguf"))[0]
+
+
+def test_rows_that_no_block_divides_take_another_type(tmp_path, pair):
+    """Feed-forward rows of 512 are whole q4_K blocks, heads of 4 x 64 too; a drafter with 3 heads of 32 is not."""
+    from pyggml_spec.tools.random_model import Shape, write_dflash
+
+    small = write_dflash(tmp_path / "d.gguf", Shape(draft_heads=3, draft_heads_kv=1, draft_head_size=32))
+    done = convert_drafter(export(small, tmp_path / "c"), pair[0], tmp_path / "o.gguf", "q4_K")
+    assert done.types["q8_0"] == 2 and "blk.0.attn_output.weight has rows of 96" in done.notes[0]
+
+
+# -- refusals
+
+
+def _drop(name):
+    return lambda config, tensors: tensors.pop(name)
+
+
+def _add(name, shape=(4, 4)):
+    return lambda config, tensors: tensors.__setitem__(name, np.zeros(shape, np.float32))
+
+
+def _set(**values):
+    return lambda config, tensors: config.update(values)
+
+
+REFUSED = [
+    (_add("candidate_selector.predecessor_codebook"), "DFlash2"),
+    (_set(architectures=["DFlash2DraftModel"]), "DFlash2"),
+    (_add("markov_head.w1.weight"), "DSpark"),
+    (_set(architectures=["Qwen3DSparkModel"]), "DSpark"),
+    (_add("midlayer.self_attn.q_proj.weight"), "EAGLE-3"),
+    (_set(architectures=["LlamaForCausalLMEagle3"]), "EAGLE-3"),
+    (_add("mtp.fc.weight"), "MTP"),
+    (_add("d2t", (8,)), "reduced-vocabulary"),
+    (_set(speculators_config={}), "speculators"),
+    (_set(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
+    (_add("layers.0.self_attn.q_proj.bias", (512,)), "unknown tensor"),
+    (_add("embed_tokens.weight", (4096, 512)), "lm_head"),
+    (_drop("layers.1.mlp.up_proj.weight"), "no tensor 'layers.1.mlp.up_proj.weight'"),
+    (_add("norm.weight", (511,)), r"shape \[511\]"),
+    (_set(hidden_size=1024), "hidden states of 1024"),
+    (_set(num_target_layers=9), "target of 9 layers"),
+    (_set(vocab_size=5000), "vocabulary of 5000"),
+    (_set(dflash_config={"mask_token_id": 4096, "target_layer_ids": [1]}), "mask_token_id is 4096"),
+    (_set(dflash_config={"mask_token_id": 4095, "target_layer_ids": [8]}), "target_layer_ids holds 8"),
+    (_set(dflash_config={"mask_token_id": 4095, "target_layer_ids": []}), "no target_layer_ids"),
+    (_set(dflash_config=3), "dflash_config is 3"),
+    (_set(hidden_act="gelu"), "activation 'gelu'"),
+    (_set(is_causal=True), "causal block"),
+    (_set(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn'"),
+    (_set(rope_theta=-1), "rope_theta is -1"),
+    (_set(layer_types=["chunked", "full_attention"]), "'chunked'"),
+    (_set(layer_types=["sliding_attention"] * 2, use_sliding_window=True), "no swa_window_size"),
+    (_set(head_dim="64"), "head_dim is '64'"),
+    (_set(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
+]
+
+
+@pytest.mark.parametrize("change, names", REFUSED, ids=[str(i) + " " + n[:20] for i, (_, n) in enumerate(REFUSED)])
+def test_refused_by_name_and_nothing_is_written(tmp_path, change, names):
+    source = export(DEMO_DRAFTER, tmp_path / "source", change)
+    with pytest.raises(ConvertError, match=names) as error:
+        convert_drafter(source, DEMO_TARGET, tmp_path / "out.gguf")
+    assert "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("value, kind, names", [(np.nan, "q8_0", "NaN or Inf"), (np.inf, "f32", "NaN or Inf"), (1e6, "f16", "bf16")])
+def test_values_that_a_type_cannot_hold(tmp_path, value, kind, names):
+    """The last tensor is bad, so the file is begun; it must not be left behind."""
+
+    def change(config, tensors):
+        tensors["layers.1.mlp.down_proj.weight"][3, 5] = value
+
+    source = export(DEMO_DRAFTER, tmp_path / "source", change)
+    with pytest.raises(ConvertError, match=names):
+        convert_drafter(source, DEMO_TARGET, tmp_path / "out.gguf", kind)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_an_interrupt_leaves_no_file_and_an_existing_one_as_it_was(demo, tmp_path):
+    out = tmp_path / "out.gguf"
+    out.write_bytes(b"before")
+    with pytest.raises(ConvertError, match="--force"):
+        convert_drafter(demo, DEMO_TARGET, out)
+
+    def interrupt(what, done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_drafter(demo, DEMO_TARGET, out, replace=True, progress=interrupt)
+    assert out.read_bytes() == b"before" and list(tmp_path.iterdir()) == [out]
+
+
+def test_progress_reaches_the_end(demo, tmp_path):
+    seen = []
+    convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf", progress=lambda what, done, total: seen.append((done, total)))
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
+
+
+def test_a_full_disk_and_a_missing_folder_are_sentences(demo, tmp_path, monkeypatch):
+    with pytest.raises(ConvertError, match="cannot be written"):
+        convert_drafter(demo, DEMO_TARGET, tmp_path / "nowhere" / "out.gguf")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(ConvertError, match="No space left"):
+        convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sources_that_are_none(tmp_path):
+    for source, names in ((tmp_path / "no", "does not exist"), (tmp_path, "no \\*.safetensors")):
+        with pytest.raises(ConvertError, match=names):
+            convert_drafter(source, DEMO_TARGET, tmp_path / "out.gguf")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ConvertError, match="config.json"):
+        convert_drafter(tmp_path, DEMO_TARGET, tmp_path / "out.gguf")
+    with pytest.raises(ConvertError, match="'q9' is not a type"):
+        convert_drafter(tmp_path, DEMO_TARGET, tmp_path / "out.gguf", "q9")

@@ -1,0 +1,114 @@
+"""plan: what it says beforehand is what a loaded session then holds."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import pyggml_spec as ps
+from pyggml_spec.errors import ContextError, GGUFError, ModelError, PairError, PyspecError
+from pyggml_spec.ggml.device import devices
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.tools.plan import NoPlan, plan, plan_everywhere
+from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
+
+
+def _assert_exact(target, draft, **options):
+    """Every purpose to the byte: the plan is the engine's own code without memory, so any difference is a drift between the two."""
+    planned = plan(target, draft, device="CPU", **options)
+    with ps.load(target, draft, device="CPU", threads=1, **options) as session:
+        loaded = session.engine.memory()
+        assert planned.n_ctx == session.engine.options.n_ctx
+        by_type = dict(session.target.weights.bytes_by_type)
+    assert planned.memory == loaded and planned.total == sum(loaded.values())
+    assert all(planned.weights_by_type[name] >= nbytes for name, nbytes in by_type.items())
+    return planned
+
+
+@pytest.mark.parametrize("n_ctx, width", [(None, None), (256, 4), (2048, 16)])
+def test_embedded_pair(n_ctx, width):
+    planned = _assert_exact(DEMO_TARGET, DEMO_DRAFTER, n_ctx=n_ctx, draft_width=width)
+    assert planned.fits and planned.largest_context == planned.trained_context == 2048
+
+
+@pytest.mark.parametrize("quant", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K"])
+def test_random_pairs_of_every_kind_of_buffer(tmp_path, quant):
+    """Types that the CPU repacks and types that it does not, with and without drafter, windows and fused projections."""
+    shape = Shape(window=12)
+    target, draft = write_qwen35(tmp_path / "t.gguf", shape, quant, mixed=quant == "Q4_K"), write_dflash(tmp_path / "d.gguf", shape, quant)
+    _assert_exact(target, draft, n_ctx=700)
+    _assert_exact(target, None, n_ctx=4096)
+
+
+@pytest.mark.parametrize("shape", [Shape(every=2, n_layer=5, n_ff=768), Shape(n_head=2, n_head_kv=1, head_size=128, n_rot=64, n_layer=8)])
+def test_odd_shapes(tmp_path, shape):
+    _assert_exact(write_qwen35(tmp_path / "t.gguf", shape), None, n_ctx=300)
+
+
+def test_largest_context_fits_and_the_next_one_does_not(pair):
+    whole = plan(*pair, device="CPU", n_ctx=2048)
+    tight = plan(*pair, device="CPU", n_ctx=4096, free=whole.total)
+    assert tight.largest_context == 2048 and not tight.fits and whole.fits
+    assert plan(*pair, device="CPU", free=whole.total - 1).largest_context == 2048 - 256
+    assert plan(*pair, device="CPU", free=1000).largest_context == 0
+    assert plan(*pair, device="CPU").largest_context == 4096
+
+
+def test_kv_per_token(pair):
+    a, b = (plan(*pair, device="CPU", n_ctx=n) for n in (1024, 2048))
+    near = 2 * 4  # the position of each row, one F32 in either cache
+    assert sum(b.memory[k] - a.memory[k] for k in ("kv", "draft_kv")) == 1024 * (a.kv_per_token + near)
+
+
+def test_nothing_large_is_allocated(tmp_path):
+    """A context of 16 million tokens is planned on a machine that has no room for it."""
+    target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))
+    planned = plan(target, device="CPU", n_ctx=1 << 24)
+    assert planned.memory["kv"] >= (1 << 24) * planned.kv_per_token and 0 < planned.largest_context <= 1 << 24
+
+
+def test_every_device_of_the_machine():
+    plans = plan_everywhere()
+    assert [p.device for p in plans] == [d.name for d in devices()]
+    assert not any(isinstance(p, NoPlan) and p.device == "CPU" for p in plans)
+
+
+def test_what_cannot_be_loaded_cannot_be_planned(pair, tmp_path):
+    for error, args in (
+        (GGUFError, (tmp_path / "none.gguf", None)),
+        (ModelError, (pair[1], None)),
+        (PairError, (DEMO_TARGET, pair[1])),
+        (PyspecError, (None, pair[1])),
+    ):
+        with pytest.raises(error):
+            plan(*args, device="CPU")
+    with pytest.raises(ContextError):
+        plan(device="CPU", n_ctx=0)
+    with pytest.raises(PairError, match="wider than the block"):
+        plan(device="CPU", draft_width=17)
+
+
+def test_the_command():
+    def run(*args):
+        return subprocess.run(
+            [sys.executable, "-m", "pyggml_spec", "plan", *args], capture_output=True, text=True, timeout=120, check=False
+        )
+
+    shown = run("--device", "CPU", "-c", "512")
+    assert shown.returncode == 0 and shown.stderr == "" and "longest context that fits: 2048" in shown.stdout
+    seen = json.loads(run("--device", "CPU", "--json").stdout)
+    assert seen["fits"] and seen["total"] == sum(seen["memory"].values())
+    assert run("-m", "none.gguf", "--device", "CPU").returncode == 1
+    missing = run("-m", "none.gguf")
+    assert missing.returncode == 1 and missing.stderr.count("\n") == 1
+
+
+def test_no_room_is_exit_code_3(monkeypatch, capsys):
+    from pyggml_spec.cli import main
+    from pyggml_spec.tools import plan as module
+
+    monkeypatch.setattr(module, "free_bytes", lambda device: 1 << 20)
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--device", "CPU"])
+    assert stop.value.code == 3 and "DOES NOT FIT" in capsys.readouterr().out
