@@ -58,6 +58,8 @@ class StepResult:
 class Engine:
     """Runs steps. Owns caches, graphs and step buffers; borrows models (with their weights) and the backend."""
 
+    kv_class, graphs_class = KVCache, StepGraphs  # planning puts classes without memory here
+
     def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
         if options.n_ctx < 1:
             raise ContextError(f"a context of {options.n_ctx} tokens is impossible; use -c 1 or more")
@@ -89,23 +91,26 @@ class Engine:
 
     def _allocate(self) -> None:
         opt = self.options
-        self.kv = self._own(KVCache(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS))
+        self.kv = self._own(self.kv_class(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS))
         self.draft_kv = self.ring = None
         if self.drafter is not None:
             n_features = self.target.n_embd * len(self.drafter.hp.target_layers)
             self.ring = self._own(FeatureRing(self.backend, n_features))
-            self.draft_kv = self._own(KVCache(self.backend, self.drafter.kv_shapes(), opt.n_ctx, TRASH_ROWS))
+            self.draft_kv = self._own(self.kv_class(self.backend, self.drafter.kv_shapes(), opt.n_ctx, TRASH_ROWS))
         shape = self.target.delta_shape()
         self.delta = None
         if shape is not None:
-            self.delta = self._own(DeltaState(self.backend, shape, self.target.delta_row(), opt.width))
+            self.delta = self._recurrent_state(shape)
         widest = max(opt.chunk, opt.width)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         self.io = self._own(StepIO(self.backend, 64 * widest + tail + 8192))
         widest_rows = {"prefill": opt.chunk, "logits": opt.chunk, "plain": 1, "verify": opt.width, "fused": opt.width}
         self.graphs = self._own(
-            StepGraphs(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, self.ring, widest_rows)
+            self.graphs_class(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, self.ring, widest_rows)
         )
+
+    def _recurrent_state(self, shape) -> DeltaState:
+        return self._own(DeltaState(self.backend, shape, self.target.delta_row(), self.options.width))
 
     def _reserve(self) -> None:
         """Plans the largest graph of every role that a generation uses: what does not fit is said now, and no buffer grows later."""

@@ -15,12 +15,12 @@ from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, pick_device
 from ..ggml.graph import Graph, Role
 from ..ggml.library import ffi, lib, text
-from ..ggml.step_io import StepFields, StepIO
+from ..ggml.step_io import StepFields
 from ..gguf_io import GGUFFile
 from ..models.registry import open_drafter, open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET, Session
-from ..spec.engine import TRASH_ROWS, Engine, EngineOptions
+from ..spec.engine import Engine, EngineOptions
 from ..spec.graphs import Step, StepGraphs
 
 _ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
@@ -133,18 +133,10 @@ class PlannedEngine(Engine):
         self._shared_delta = shared_delta
         super().__init__(backend, target, drafter, options)
 
-    def _allocate(self) -> None:
-        opt = self.options
-        self.kv = self._own(PlannedKV(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS))
-        self.draft_kv = None
-        if self.drafter is not None:
-            self.draft_kv = self._own(PlannedKV(self.backend, self.drafter.kv_shapes(), opt.n_ctx, TRASH_ROWS))
-        self.delta, shape = self._shared_delta, self.target.delta_shape()
-        widest = max(opt.chunk, opt.width)
-        tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 8192))
-        rows = {"prefill": opt.chunk, "logits": opt.chunk, "plain": 1, "verify": opt.width, "fused": opt.width}
-        self.graphs = self._own(PlannedGraphs(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, rows))
+    kv_class, graphs_class = PlannedKV, PlannedGraphs
+
+    def _recurrent_state(self, shape) -> DeltaState | None:
+        return self._shared_delta
 
 
 @dataclass(frozen=True)
