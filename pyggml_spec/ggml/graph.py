@@ -113,10 +113,15 @@ class Graph:
         """F32 [n, T] -> I32 [T]."""
         return lib.ggml_argmax(self.ctx, x)
 
-    def rope_neox(self, x, positions, n_rot: int, base: float, scale: float = 1.0, factors=ffi.NULL, n_ctx_orig: int = 0):
-        """Rotates the first ``n_rot`` values of each head, pairs (i, i + n_rot / 2). x F32 [D, H, T], positions I32 [T]."""
+    def rope(self, x, positions, n_rot: int, neox: bool, base: float, scale: float, factors=None, n_ctx_orig: int = 0, yarn=(0.0, 1.0, 32.0, 1.0)):
+        """Rotates the first ``n_rot`` values of each head. x F32 [D, H, T], positions I32 [T].
+
+        ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``factors`` F32 [n_rot / 2] divide the frequencies. ``yarn`` is
+        (extrapolation, magnitude, beta_fast, beta_slow).
+        """
+        mode = lib.GGML_ROPE_TYPE_NEOX if neox else lib.GGML_ROPE_TYPE_NORMAL
         return lib.ggml_rope_ext(
-            self.ctx, x, positions, factors, n_rot, lib.GGML_ROPE_TYPE_NEOX, n_ctx_orig, base, scale, 0.0, 1.0, 32.0, 1.0
+            self.ctx, x, positions, factors if factors is not None else ffi.NULL, n_rot, mode, n_ctx_orig, base, scale, *yarn
         )
 
     # -- shapes

@@ -13,7 +13,9 @@ from ..errors import ModelError, PairError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape
-from .blocks import Rope, attend, epsilon, kv_heads, positive, project, swiglu_ffn
+from .blocks import attend, project, swiglu_ffn
+from .hparams import epsilon, kv_heads, positive
+from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
 F16_MAX = 65504.0

@@ -11,8 +11,10 @@ from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import DeltaShape, KVShape, Rows
-from .blocks import Rope, attend, epsilon, kv_heads, positive, project, swiglu_ffn
-from .weights import MATMUL, ROWS, VECTOR, Spec
+from .blocks import attend, project, swiglu_ffn
+from .hparams import ends, epsilon, kv_heads, positive, vocabulary
+from .rope import Rope
+from .weights import VECTOR, Spec
 
 
 @dataclass(frozen=True)
@@ -74,24 +76,19 @@ class Qwen35:
     """The qwen35 target. ``weights`` has to be set before ``forward``."""
 
     arch = "qwen35"
+    window = 0
 
     def __init__(self, file: GGUFFile):
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
-        embedding = file.tensors.get("token_embd.weight")
-        self.n_vocab = embedding.shape[-1] if embedding else 0
+        self.n_vocab = vocabulary(file)
         self.weights = None
 
     # -- what it reads
 
     def specs(self) -> list[Spec]:
         hp, n = self.hp, self.n_embd
-        head = "output.weight" if "output.weight" in self.file.tensors else "token_embd.weight"
-        out = [
-            Spec("token_embd.weight", (n, self.n_vocab), ROWS),
-            Spec("output_norm.weight", (n,), VECTOR),
-            Spec("output.weight", (n, self.n_vocab), MATMUL, head),
-        ]
+        out = ends(self.file, n, self.n_vocab)
         for i in range(hp.n_layer):
             out += self._recurrent_specs(i) if hp.recurrent[i] else self._attention_specs(i)
             out += [Spec(f"blk.{i}.{name}.weight", (n,), VECTOR) for name in ("attn_norm", "post_attention_norm")]

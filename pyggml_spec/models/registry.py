@@ -3,9 +3,11 @@
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from .dflash import DFlash
+from .llama import Llama
+from .qwen3 import Qwen3
 from .qwen35 import Qwen35
 
-TARGETS = {cls.arch: cls for cls in (Qwen35,)}
+TARGETS = {cls.arch: cls for cls in (Llama, Qwen3, Qwen35)}
 DRAFTERS = {cls.arch: cls for cls in (DFlash,)}
 
 

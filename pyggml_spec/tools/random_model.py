@@ -64,7 +64,7 @@ def quantise(values: np.ndarray, kind: int) -> np.ndarray:
     return out.reshape(*values.shape[:-1], out.shape[-1])
 
 
-class _Writer:
+class Writer:
     """GGUF writer that quantises what can be quantised and leaves vectors in F32."""
 
     def __init__(self, path: Path, arch: str, quant: str, seed: int):
@@ -95,6 +95,35 @@ class _Writer:
 
     def vector(self, name: str, n: int, low: float, high: float) -> None:
         self.out.add_tensor(name, self.rng.uniform(low, high, n).astype(np.float32))
+
+    def sizes(self, s: Shape) -> None:
+        """The keys that every target has."""
+        out = self.out
+        out.add_block_count(s.n_layer)
+        out.add_context_length(s.n_ctx)
+        out.add_embedding_length(s.n_embd)
+        out.add_feed_forward_length(s.n_ff)
+        out.add_head_count(s.n_head)
+        out.add_head_count_kv(s.n_head_kv)
+        out.add_key_length(s.head_size)
+        out.add_value_length(s.head_size)
+        out.add_layer_norm_rms_eps(1e-6)
+
+    def ends(self, s: Shape) -> None:
+        """Tokenizer, embedding, head and last norm."""
+        self.tokenizer(s.n_vocab)
+        self.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=s.n_embd**0.5)
+        self.matrix("output.weight", s.n_embd, s.n_vocab)
+        self.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
+
+    def matrices(self, prefix: str, shapes: dict[str, tuple[int, int]], kinds: dict[str, int] | None = None) -> None:
+        """``prefix``name.weight of (n_in, n_out) each; ``kinds`` gives some of them another type."""
+        for name, (n_in, n_out) in shapes.items():
+            self.matrix(f"{prefix}{name}.weight", n_in, n_out, kind=(kinds or {}).get(name))
+
+    def norms(self, prefix: str, sizes: dict[str, int]) -> None:
+        for name, n in sizes.items():
+            self.vector(f"{prefix}{name}.weight", n, 0.5, 1.5)
 
     def tokenizer(self, n_vocab: int) -> None:
         """A byte-level BPE with one merge: 256 bytes, two spaces, filler tokens, and an end token and a mask token at the end."""
@@ -132,17 +161,9 @@ def _byte_table() -> dict[int, str]:
 def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False) -> Path:
     """Writes a random qwen35 target. ``mixed`` gives attn_v and ffn_down another type, as real k-quant files do."""
     s, path = shape, Path(path)
-    w = _Writer(path, "qwen35", quant, seed)
+    w = Writer(path, "qwen35", quant, seed)
     out, a = w.out, "qwen35"
-    out.add_block_count(s.n_layer)
-    out.add_context_length(s.n_ctx)
-    out.add_embedding_length(s.n_embd)
-    out.add_feed_forward_length(s.n_ff)
-    out.add_head_count(s.n_head)
-    out.add_head_count_kv(s.n_head_kv)
-    out.add_key_length(s.head_size)
-    out.add_value_length(s.head_size)
-    out.add_layer_norm_rms_eps(1e-6)
+    w.sizes(s)
     out.add_rope_dimension_count(s.n_rot)
     out.add_rope_freq_base(s.rope_base)
     out.add_rope_dimension_sections([(s.n_rot // 2 + 2 - axis) // 3 for axis in range(3)] + [0])
@@ -152,10 +173,7 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
     out.add_uint32(f"{a}.ssm.time_step_rank", s.delta_v)
     out.add_uint32(f"{a}.ssm.group_count", s.delta_k)
     out.add_uint32(f"{a}.full_attention_interval", s.every)
-    w.tokenizer(s.n_vocab)
-    w.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=s.n_embd**0.5)
-    w.matrix("output.weight", s.n_embd, s.n_vocab)
-    w.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
+    w.ends(s)
     other = type_id("q6_K") if mixed else None
     channels, inner = s.delta_head * (2 * s.delta_k + s.delta_v), s.delta_head * s.delta_v
     for i in range(s.n_layer):
@@ -189,7 +207,7 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
 def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2) -> Path:
     """Writes a random dflash drafter for ``write_qwen35`` of the same shape; embedding and head are the target's."""
     s, path = shape, Path(path)
-    w = _Writer(path, "dflash", quant, seed)
+    w = Writer(path, "dflash", quant, seed)
     out = w.out
     out.add_block_count(s.draft_layers)
     out.add_context_length(s.n_ctx)

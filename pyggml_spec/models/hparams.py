@@ -1,0 +1,65 @@
+"""Reading hyper-parameters and tensor lists, every value checked: ggml ends the process on a bad shape."""
+
+from ..errors import ModelError
+from ..gguf_io import GGUFFile
+from .weights import MATMUL, ROWS, VECTOR, Spec
+
+
+def positive(file: GGUFFile, key: str, default: int | None = None, limit: int = 1 << 24) -> int:
+    """An integer hyper-parameter in [1, limit].
+
+    Raises:
+        ModelError: out of range (a damaged file would otherwise ask for absurd shapes).
+    """
+    value = file.get(key, int, default)
+    if not 0 < value <= limit:
+        raise ModelError(f"{file.path}: {key} is {value}, but it has to be between 1 and {limit}")
+    return value
+
+
+def epsilon(file: GGUFFile, arch: str) -> float:
+    """What the RMS norms add to the mean square; ggml asserts that it is not negative."""
+    eps = file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)
+    if eps < 0:
+        raise ModelError(f"{file.path}: attention.layer_norm_rms_epsilon is {eps}, but it cannot be negative")
+    return eps
+
+
+def kv_heads(file: GGUFFile, arch: str, n_head: int) -> int:
+    """K/V heads, each of which serves the same number of query heads."""
+    n = positive(file, f"{arch}.attention.head_count_kv", n_head)
+    if n_head % n:
+        raise ModelError(f"{file.path}: {n_head} query heads cannot share {n} K/V heads")
+    return n
+
+
+def vocabulary(file: GGUFFile) -> int:
+    """Tokens of the embedding; 0 if the file has none, which its specs then name."""
+    embedding = file.tensors.get("token_embd.weight")
+    return embedding.shape[-1] if embedding else 0
+
+
+def ends(file: GGUFFile, n_embd: int, n_vocab: int) -> list[Spec]:
+    """Embedding, last norm and head; the head is the embedding where the file has none."""
+    head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    return [
+        Spec("token_embd.weight", (n_embd, n_vocab), ROWS),
+        Spec("output_norm.weight", (n_embd,), VECTOR),
+        Spec("output.weight", (n_embd, n_vocab), MATMUL, head),
+    ]
+
+
+def nothing_unread(file: GGUFFile, arch: str, specs: list[Spec], n_layer: int) -> list[Spec]:
+    """``specs``, if they are all that the file's layers consist of.
+
+    A bias or a scale that nobody reads would give wrong text without a word; llama.cpp too refuses a file with tensors left over.
+
+    Raises:
+        ModelError: a tensor of one of the ``n_layer`` layers, or of none, that is not among the specs.
+    """
+    read = {spec.source or spec.name for spec in specs}
+    for name in file.tensors:
+        layer = name.split(".")[1] if name.startswith("blk.") else ""
+        if name not in read and not (layer.isdecimal() and int(layer) >= n_layer):
+            raise ModelError(f"{file.path} has the tensor {name!r}, which {arch} models here do not use; the result would be wrong")
+    return specs

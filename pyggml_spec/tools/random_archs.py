@@ -1,0 +1,64 @@
+"""Random-weight GGUFs of the architectures besides qwen35; ``random_model`` has the writer, the shapes and the drafter."""
+
+from pathlib import Path
+
+import numpy as np
+
+from .random_model import Shape, Writer, type_id
+
+
+def attention_shapes(s: Shape, n_head: int | None = None) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of q, k, v and the output matrix."""
+    wide, wide_kv = (n_head or s.n_head) * s.head_size, s.n_head_kv * s.head_size
+    return {"attn_q": (s.n_embd, wide), "attn_k": (s.n_embd, wide_kv), "attn_v": (s.n_embd, wide_kv), "attn_output": (wide, s.n_embd)}
+
+
+def ffn_shapes(n_embd: int, n_ff: int, suffix: str = "") -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of gate, up and down."""
+    return {f"ffn_gate{suffix}": (n_embd, n_ff), f"ffn_up{suffix}": (n_embd, n_ff), f"ffn_down{suffix}": (n_ff, n_embd)}
+
+
+def start_dense(path: str | Path, arch: str, s: Shape, quant: str, seed: int, mixed: bool) -> Writer:
+    """A dense transformer up to the norms and tables that only one architecture has."""
+    w = Writer(Path(path), arch, quant, seed)
+    w.sizes(s)
+    w.out.add_rope_dimension_count(s.head_size)
+    w.out.add_rope_freq_base(s.rope_base)
+    w.ends(s)
+    kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
+    for i in range(s.n_layer):
+        w.matrices(f"blk.{i}.", attention_shapes(s) | ffn_shapes(s.n_embd, s.n_ff), kinds)
+        w.norms(f"blk.{i}.", {"attn_norm": s.n_embd, "ffn_norm": s.n_embd})
+    return w
+
+
+def write_qwen3(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, yarn: float = 0.0
+) -> Path:
+    """Writes a random qwen3 target. ``yarn`` above 1 stretches positions by that factor."""
+    w = start_dense(path, "qwen3", shape, quant, seed, mixed)
+    if yarn:
+        write_yarn(w, yarn, 64)
+    for i in range(shape.n_layer):
+        w.norms(f"blk.{i}.", {"attn_q_norm": shape.head_size, "attn_k_norm": shape.head_size})
+    w.close()
+    return Path(path)
+
+
+def write_yarn(w: Writer, factor: float, n_ctx_orig: int, attn_factor: float = 1.25) -> None:
+    """The keys of a yarn scaling."""
+    w.out.add_string(f"{w.arch}.rope.scaling.type", "yarn")
+    w.out.add_float32(f"{w.arch}.rope.scaling.factor", factor)
+    w.out.add_uint32(f"{w.arch}.rope.scaling.original_context_length", n_ctx_orig)
+    w.out.add_float32(f"{w.arch}.rope.scaling.attn_factor", attn_factor)
+
+
+def write_llama(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, factors: bool = True
+) -> Path:
+    """Writes a random llama target; ``factors`` adds the frequency table of Llama 3.1 and later."""
+    w = start_dense(path, "llama", shape, quant, seed, mixed)
+    if factors:
+        w.out.add_tensor("rope_freqs.weight", w.rng.uniform(1.0, 8.0, shape.head_size // 2).astype(np.float32))
+    w.close()
+    return Path(path)

@@ -1,0 +1,88 @@
+"""Every further architecture: target logits, drafted ids and speculative text against llama.cpp and against plain decoding."""
+
+import numpy as np
+import pytest
+from spec.helpers import oracle, reference, run
+from spec.test_draft_parity import assert_blocks_equal
+
+import pyggml_spec as ps
+from pyggml_spec.errors import ModelError
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.models.registry import open_target
+from pyggml_spec.tools.compare import compare_logits
+from pyggml_spec.tools.random_archs import start_dense, write_llama, write_qwen3
+from pyggml_spec.tools.random_model import Shape, write_dflash
+
+WRITERS = {"qwen3": write_qwen3, "llama": write_llama}
+DRAFTED_BY_LLAMA_CPP = ("qwen3", "llama")  # architectures whose layer inputs the pinned llama.cpp exposes
+QUANTS = ["F32", "Q8_0", "Q4_K"]
+
+
+def assert_equal(path, tokens):
+    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1)
+    assert (result.nmse, result.max_abs) == (0.0, 0.0)
+    assert (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("arch", WRITERS)
+def test_logits_of_every_type(tmp_path, arch, quant):
+    """1, 37 and 300 tokens: one row, an odd chunk, past a span boundary."""
+    path = WRITERS[arch](tmp_path / "t.gguf", Shape(), quant)
+    for tokens in (1, 37, 300):
+        assert_equal(path, tokens)
+
+
+@pytest.mark.parametrize("arch", WRITERS)
+def test_mixed_types_are_not_fused_and_still_equal(tmp_path, arch):
+    assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True), 65)
+
+
+@pytest.mark.parametrize("arch", DRAFTED_BY_LLAMA_CPP)
+@pytest.mark.parametrize("quant", ["F32", "Q4_K"])
+def test_drafted_ids(tmp_path, arch, quant):
+    """Past the drafter's sliding window of 12, ten blocks."""
+    shape = Shape(window=12)
+    target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, quant), write_dflash(tmp_path / "d.gguf", shape, quant)
+    ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512) as session:
+        assert_blocks_equal(session, target, draft, ids, 10)
+
+
+@pytest.mark.parametrize("arch", WRITERS)
+def test_speculative_text_equals_plain(tmp_path, arch):
+    """A real drafter whose blocks are mostly rejected, and a scripted one with every accepted length 0 .. 15 in turn."""
+    shape = Shape()
+    target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
+    prompt = np.random.default_rng(5).integers(0, 256, 230).tolist()
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512) as session:
+        text = reference(session.engine, prompt, 60)
+        assert run(session.engine, prompt, 60)[0] == text
+        text = reference(session.engine, prompt, 140)
+        tokens, _ = run(session.engine, prompt, 140, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
+        assert tokens == text
+
+
+@pytest.mark.parametrize("shape", [Shape(n_head=6, n_head_kv=3, n_embd=384), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3)])
+@pytest.mark.parametrize("arch", WRITERS)
+def test_odd_shapes(tmp_path, arch, shape):
+    assert_equal(WRITERS[arch](tmp_path / "t.gguf", shape, "F32"), 40)
+
+
+def test_llama_without_frequency_table(tmp_path):
+    assert_equal(write_llama(tmp_path / "t.gguf", Shape(), "F32", factors=False), 37)
+
+
+def test_qwen3_with_yarn(tmp_path):
+    """Stretched positions, magnitude and ramp; 300 tokens are past the 64 that the file claims to be trained on."""
+    assert_equal(write_qwen3(tmp_path / "t.gguf", Shape(), "F32", yarn=4.0), 300)
+
+
+def test_a_tensor_that_nobody_reads_is_named(tmp_path):
+    """A bias that is ignored gives wrong text; llama.cpp would read this one."""
+    shape = Shape()
+    w = start_dense(tmp_path / "t.gguf", "llama", shape, "F32", 1, False)
+    w.vector("blk.0.attn_q.bias", shape.n_head * shape.head_size, -1, 1)
+    w.close()
+    with GGUFFile(tmp_path / "t.gguf") as file, pytest.raises(ModelError, match="blk.0.attn_q.bias"):
+        open_target(file).specs()
