@@ -65,11 +65,18 @@ class Graph:
         """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]."""
         return lib.ggml_mul_mat(self.ctx, weight, x)
 
+    def matmul_experts(self, experts, x, chosen):
+        """experts [n_in, n_out, n_expert], x F32 [n_in, 1 or n_used, T], chosen I32 [n_used, T] -> F32 [n_out, n_used, T]."""
+        return lib.ggml_mul_mat_id(self.ctx, experts, x, chosen)
+
     def add(self, a, b):
         return lib.ggml_add(self.ctx, a, b)
 
     def mul(self, a, b):
         return lib.ggml_mul(self.ctx, a, b)
+
+    def div(self, a, b):
+        return lib.ggml_div(self.ctx, a, b)
 
     def scale(self, x, factor: float):
         return lib.ggml_scale(self.ctx, x, factor)
@@ -82,6 +89,24 @@ class Graph:
 
     def silu(self, x):
         return lib.ggml_silu(self.ctx, x)
+
+    def softplus(self, x):
+        return lib.ggml_softplus(self.ctx, x)
+
+    def tanh(self, x):
+        return lib.ggml_tanh(self.ctx, x)
+
+    def gelu(self, x):
+        """The tanh approximation."""
+        return lib.ggml_gelu(self.ctx, x)
+
+    def geglu(self, gate, up):
+        """gelu(gate) * up, elementwise."""
+        return lib.ggml_geglu_split(self.ctx, gate, up)
+
+    def softmax(self, x):
+        """Over the innermost dimension."""
+        return lib.ggml_soft_max(self.ctx, x)
 
     def swiglu(self, gate, up):
         """silu(gate) * up, elementwise."""
@@ -109,6 +134,10 @@ class Graph:
     def sum_rows(self, x):
         return lib.ggml_sum_rows(self.ctx, x)
 
+    def top_k(self, x, k: int):
+        """F32 [n, T] -> I32 [k, T], the places of the k largest values, largest first."""
+        return lib.ggml_argsort_top_k(self.ctx, x, k)
+
     def argmax(self, x):
         """F32 [n, T] -> I32 [T]."""
         return lib.ggml_argmax(self.ctx, x)
@@ -133,6 +162,26 @@ class Graph:
     def columns(self, x, n: int, first: int = 0):
         """The part [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
         return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
+
+    def part_3d(self, x, n: int, first: int):
+        """The part [first, first + n) of the innermost dimension of F32 [m, H, T], as a view."""
+        return lib.ggml_view_3d(self.ctx, x, n, x.ne[1], x.ne[2], x.nb[1], x.nb[2], 4 * first)
+
+    def slice_2d(self, x, i: int):
+        """[n, H, T] -> the i-th of the H, [n, T], as a view."""
+        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[2], x.nb[2], i * x.nb[1])
+
+    def shaped(self, x, *shape: int):
+        """A contiguous tensor in another shape of 2 or 3 dimensions."""
+        return (lib.ggml_reshape_2d if len(shape) == 2 else lib.ggml_reshape_3d)(self.ctx, x, *shape)
+
+    def repeat(self, x, *shape: int):
+        """Repeats x to a 3-D shape."""
+        return lib.ggml_repeat_4d(self.ctx, x, *shape, 1)
+
+    def cont(self, x):
+        """A contiguous copy."""
+        return lib.ggml_cont(self.ctx, x)
 
     def whole(self, x):
         """The tensor that ``x`` is a view of, or ``x`` itself."""

@@ -1,5 +1,7 @@
 """Reading hyper-parameters and tensor lists, every value checked: ggml ends the process on a bad shape."""
 
+import numpy as np
+
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from .weights import MATMUL, ROWS, VECTOR, Spec
@@ -15,6 +17,21 @@ def positive(file: GGUFFile, key: str, default: int | None = None, limit: int = 
     if not 0 < value <= limit:
         raise ModelError(f"{file.path}: {key} is {value}, but it has to be between 1 and {limit}")
     return value
+
+
+def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None, limit: int = 1 << 24) -> tuple[int, ...]:
+    """An integer hyper-parameter in [1, limit] of each layer: one number for all, or a list.
+
+    Raises:
+        ModelError: out of range, or a list that is too short.
+    """
+    if not isinstance(file.metadata.get(key), np.ndarray):
+        return (positive(file, key, default, limit),) * n_layer
+    values = [int(v) for v in file.array(key, "iu")[:n_layer]]
+    bad = [v for v in values if not 0 < v <= limit]
+    if bad or len(values) < n_layer:
+        raise ModelError(f"{file.path}: {key} is {values}, but it has to be {n_layer} numbers between 1 and {limit}")
+    return tuple(values)
 
 
 def epsilon(file: GGUFFile, arch: str) -> float:

@@ -23,7 +23,6 @@ class Hparams:
 
     n_layer: int
     n_embd: int
-    n_ff: int
     n_head: int
     n_head_kv: int
     head_size: int
@@ -60,7 +59,6 @@ class Hparams:
         return cls(
             n_layer,
             n_embd,
-            positive(file, f"{arch}.feed_forward_length"),
             n_head,
             kv_heads(file, arch, n_head),
             head_size,
@@ -83,6 +81,10 @@ class Qwen35:
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
         self.n_vocab = vocabulary(file)
         self.weights = None
+        self._read_ffn(file)
+
+    def _read_ffn(self, file: GGUFFile) -> None:
+        self.n_ff = positive(file, f"{self.arch}.feed_forward_length")
 
     # -- what it reads
 
@@ -123,16 +125,19 @@ class Qwen35:
         ]
 
     def _ffn_specs(self, i: int) -> list[Spec]:
-        n, n_ff = self.n_embd, self.hp.n_ff
+        n, n_ff = self.n_embd, self.n_ff
         shapes = {"ffn_gate": (n, n_ff), "ffn_up": (n, n_ff), "ffn_down": (n_ff, n)}
         return [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
+
+    def _ffn_members(self) -> tuple[str, ...]:
+        return ("ffn_gate", "ffn_up")
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         out = {}
         for i in range(self.n_layer):
             mixer = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha") if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
             out[f"blk.{i}.mixer"] = tuple(f"blk.{i}.{name}.weight" for name in mixer)
-            out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in ("ffn_gate", "ffn_up"))
+            out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in self._ffn_members())
         return out
 
     def fused_alike(self) -> list[tuple[str, ...]]:

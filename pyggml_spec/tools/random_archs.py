@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .random_model import Shape, Writer, type_id
+from .random_model import Shape, Writer, type_id, write_hybrid
 
 
 def attention_shapes(s: Shape, n_head: int | None = None) -> dict[str, tuple[int, int]]:
@@ -62,3 +62,37 @@ def write_llama(
         w.out.add_tensor("rope_freqs.weight", w.rng.uniform(1.0, 8.0, shape.head_size // 2).astype(np.float32))
     w.close()
     return Path(path)
+
+
+def write_experts(w: Writer, prefix: str, s: Shape, other: int | None = None, joined: bool = False) -> None:
+    """Router and expert matrices of one layer; ``joined`` stores gate and up as one tensor, ``other`` is the type of down."""
+    w.matrix(prefix + "ffn_gate_inp.weight", s.n_embd, s.n_expert, kind=type_id("f32"), gain=2.0)
+    if joined:
+        w.experts(prefix + "ffn_gate_up_exps.weight", s.n_embd, 2 * s.n_ff_expert, s.n_expert)
+    else:
+        w.experts(prefix + "ffn_gate_exps.weight", s.n_embd, s.n_ff_expert, s.n_expert)
+        w.experts(prefix + "ffn_up_exps.weight", s.n_embd, s.n_ff_expert, s.n_expert)
+    w.experts(prefix + "ffn_down_exps.weight", s.n_ff_expert, s.n_embd, s.n_expert, kind=other)
+
+
+def expert_keys(w: Writer, s: Shape) -> None:
+    w.out.add_expert_count(s.n_expert)
+    w.out.add_expert_used_count(s.n_used)
+    w.out.add_expert_feed_forward_length(s.n_ff_expert)
+
+
+def write_qwen35moe(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, joined: bool = False
+) -> Path:
+    """Writes a random qwen35moe target."""
+    s = shape
+
+    def ffn(w: Writer, prefix: str, other: int | None) -> None:
+        if prefix == "blk.0.":
+            expert_keys(w, s)
+            w.out.add_expert_shared_feed_forward_length(s.n_ff_shared)
+        write_experts(w, prefix, s, other, joined)
+        w.out.add_tensor(prefix + "ffn_gate_inp_shexp.weight", w.rng.standard_normal(s.n_embd).astype(np.float32) / s.n_embd**0.5)
+        w.matrices(prefix, ffn_shapes(s.n_embd, s.n_ff_shared, "_shexp"))
+
+    return write_hybrid(path, "qwen35moe", s, quant, seed, mixed, ffn)

@@ -3,6 +3,7 @@
 Norms, gates, biases and decays are random too: constant ones hide wrong formulae.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ QUANTS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "Q8_0": "q8_0", "Q4_0": "q
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a random qwen35 target and of the dflash drafter that fits it."""
+    """Sizes of a random target and of the dflash drafter that fits it; each architecture takes the fields that it has."""
 
     n_layer: int = 4
     n_embd: int = 256
@@ -40,6 +41,10 @@ class Shape:
     target_layers: tuple[int, ...] = (1, 2, 3)
     window: int = 0
     rope_base: float = 1e6
+    n_expert: int = 8
+    n_used: int = 3
+    n_ff_expert: int = 256
+    n_ff_shared: int = 256
 
 
 def type_id(name: str) -> int:
@@ -74,14 +79,23 @@ class Writer:
         self._blocks: dict[tuple, np.ndarray] = {}
 
     def matrix(self, name: str, n_in: int, n_out: int, gain: float = 1.0, kind: int | None = None) -> None:
+        whole, kind = self._values(n_in, n_out, gain, kind)
+        self.out.add_tensor(name, whole, raw_dtype=None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind))
+
+    def experts(self, name: str, n_in: int, n_out: int, count: int, kind: int | None = None) -> None:
+        """``count`` matrices as one 3-D tensor."""
+        whole, kind = self._values(n_in, n_out * count, 1.0, kind)
+        whole = whole.reshape(count, n_out, whole.shape[-1])
+        self.out.add_tensor(name, whole, raw_dtype=None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind))
+
+    def _values(self, n_in: int, n_out: int, gain: float, kind: int | None) -> tuple[np.ndarray, int]:
         kind = self.kind if kind is None else kind
         if n_in % lib.ggml_blck_size(kind):
             kind = type_id("q8_0") if n_in % 32 == 0 else type_id("f16")
         rows = min(n_out, max(64, (1 << 20) // n_in))
         # fresh numbers for small matrices; large ones are turned copies of one block per width: quantising 27 billion takes an hour
         block = self._block(n_in, rows, gain, kind) if rows == n_out else np.roll(self._large(n_in, rows, gain, kind), self.rng.integers(rows), 0)
-        whole = np.tile(block, ((n_out + rows - 1) // rows, 1))[:n_out]
-        self.out.add_tensor(name, whole, raw_dtype=None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind))
+        return np.tile(block, ((n_out + rows - 1) // rows, 1))[:n_out], kind
 
     def _block(self, n_in: int, rows: int, gain: float, kind: int) -> np.ndarray:
         values = self.rng.standard_normal((rows, n_in), np.float32) * (gain / n_in**0.5)
@@ -160,9 +174,20 @@ def _byte_table() -> dict[int, str]:
 
 def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False) -> Path:
     """Writes a random qwen35 target. ``mixed`` gives attn_v and ffn_down another type, as real k-quant files do."""
-    s, path = shape, Path(path)
-    w = Writer(path, "qwen35", quant, seed)
-    out, a = w.out, "qwen35"
+
+    def ffn(w: Writer, prefix: str, other: int | None) -> None:
+        w.matrix(prefix + "ffn_gate.weight", shape.n_embd, shape.n_ff)
+        w.matrix(prefix + "ffn_up.weight", shape.n_embd, shape.n_ff)
+        w.matrix(prefix + "ffn_down.weight", shape.n_ff, shape.n_embd, kind=other)
+
+    return write_hybrid(path, "qwen35", shape, quant, seed, mixed, ffn)
+
+
+def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixed: bool, ffn: Callable) -> Path:
+    """Writes a random target with delta-net layers; ``ffn(writer, prefix, other type)`` writes the FFN tensors of a layer."""
+    path = Path(path)
+    w = Writer(path, a, quant, seed)
+    out = w.out
     w.sizes(s)
     out.add_rope_dimension_count(s.n_rot)
     out.add_rope_freq_base(s.rope_base)
@@ -197,9 +222,7 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
             w.matrix(b + "attn_output.weight", s.n_head * s.head_size, s.n_embd)
             w.vector(b + "attn_q_norm.weight", s.head_size, 0.5, 1.5)
             w.vector(b + "attn_k_norm.weight", s.head_size, 0.5, 1.5)
-        w.matrix(b + "ffn_gate.weight", s.n_embd, s.n_ff)
-        w.matrix(b + "ffn_up.weight", s.n_embd, s.n_ff)
-        w.matrix(b + "ffn_down.weight", s.n_ff, s.n_embd, kind=other)
+        ffn(w, b, other)
     w.close()
     return path
 

@@ -10,11 +10,11 @@ from pyggml_spec.errors import ModelError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.compare import compare_logits
-from pyggml_spec.tools.random_archs import start_dense, write_llama, write_qwen3
+from pyggml_spec.tools.random_archs import start_dense, write_llama, write_qwen3, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash
 
-WRITERS = {"qwen3": write_qwen3, "llama": write_llama}
-DRAFTED_BY_LLAMA_CPP = ("qwen3", "llama")  # architectures whose layer inputs the pinned llama.cpp exposes
+WRITERS = {"qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe}
+DRAFTED_BY_LLAMA_CPP = ("qwen3", "llama", "qwen35moe")  # architectures whose layer inputs the pinned llama.cpp exposes
 QUANTS = ["F32", "Q8_0", "Q4_K"]
 
 
@@ -63,7 +63,7 @@ def test_speculative_text_equals_plain(tmp_path, arch):
         assert tokens == text
 
 
-@pytest.mark.parametrize("shape", [Shape(n_head=6, n_head_kv=3, n_embd=384), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3)])
+@pytest.mark.parametrize("shape", [Shape(n_head=6, n_head_kv=3, n_embd=384), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3, every=3)])
 @pytest.mark.parametrize("arch", WRITERS)
 def test_odd_shapes(tmp_path, arch, shape):
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", shape, "F32"), 40)
@@ -86,3 +86,22 @@ def test_a_tensor_that_nobody_reads_is_named(tmp_path):
     w.close()
     with GGUFFile(tmp_path / "t.gguf") as file, pytest.raises(ModelError, match="blk.0.attn_q.bias"):
         open_target(file).specs()
+
+
+def test_qwen35moe_with_gate_and_up_in_one_tensor(tmp_path):
+    assert_equal(write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q4_K", joined=True), 37)
+
+
+@pytest.mark.parametrize("n_expert, n_used", [(8, 1), (5, 5), (64, 8)])
+def test_expert_counts(tmp_path, n_expert, n_used):
+    """One expert per token, all of them, and more experts than a block has rows."""
+    assert_equal(write_qwen35moe(tmp_path / "t.gguf", Shape(n_expert=n_expert, n_used=n_used, n_ff_expert=64), "F32"), 37)
+
+
+@pytest.mark.parametrize("n_expert, n_used", [(8, 9), (8, 0), (1, 1), (0, 0)])
+def test_impossible_expert_counts_are_refused(tmp_path, n_expert, n_used):
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(n_used=2, n_expert=4), "F32")
+    with GGUFFile(path) as file:
+        file.metadata.update({"qwen35moe.expert_count": n_expert, "qwen35moe.expert_used_count": n_used})
+        with pytest.raises(ModelError, match="expert_"):
+            open_target(file)
