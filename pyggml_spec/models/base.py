@@ -51,6 +51,7 @@ class Rows:
         positions: I32 [T] absolute positions.
         kv_rows: I64 [T] cache rows that K and V are written to.
         mask: F16 [span, T], 0 where visible and -inf elsewhere.
+        window_mask: the same for layers with a sliding window; None for models without one.
         span: cache rows that attention reads.
         kv: one (K, V) pair of cache tensors per attention layer, in layer order.
         delta: the recurrent state, or None for models without one.
@@ -60,6 +61,7 @@ class Rows:
     positions: object
     kv_rows: object
     mask: object
+    window_mask: object | None
     span: int
     kv: tuple
     delta: DeltaLayers | None
@@ -73,6 +75,7 @@ class Target(Protocol):
     n_layer: int
     n_vocab: int
     context_length: int
+    window: int  # positions that the sliding layers see, 0 for none
 
     def specs(self) -> list[Spec]: ...
     def groups(self) -> dict[str, tuple[str, ...]]: ...

@@ -34,6 +34,26 @@ def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None
     return tuple(values)
 
 
+def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4) -> tuple[int, tuple[bool, ...]]:
+    """The sliding window, 0 for none, and which layers have it: a list, or the first of every ``period`` layers sees everything.
+
+    Raises:
+        ModelError: a window out of range, or a pattern that is too short.
+    """
+    window, key = file.get(f"{arch}.attention.sliding_window", int, 0), f"{arch}.attention.sliding_window_pattern"
+    if not 0 <= window < 1 << 31:
+        raise ModelError(f"{file.path}: attention.sliding_window is {window}, but it has to be between 0 and {(1 << 31) - 1}")
+    if not window:
+        return 0, (False,) * n_layer
+    if not isinstance(file.metadata.get(key), np.ndarray):
+        period = positive(file, key, period)
+        return window, tuple(i % period != 0 for i in range(n_layer))
+    pattern = tuple(bool(v) for v in file.array(key)[:n_layer])
+    if len(pattern) < n_layer:
+        raise ModelError(f"{file.path}: attention.sliding_window_pattern names {len(pattern)} of {n_layer} layers")
+    return window, pattern
+
+
 def epsilon(file: GGUFFile, arch: str) -> float:
     """What the RMS norms add to the mean square; ggml asserts that it is not negative."""
     eps = file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)

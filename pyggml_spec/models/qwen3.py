@@ -124,7 +124,7 @@ class Qwen3:
             h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
             x = g.add(self._attention(g, rows, h, i), x)
             n = g.rms_norm(x, w[f"blk.{i}.ffn_norm.weight"], hp.eps)
-            x = g.add(swiglu_ffn(g, w.group(f"blk.{i}.ffn"), w[f"blk.{i}.ffn_down.weight"], n), x)
+            x = g.add(self._ffn(g, n, i), x)
         captured[hp.n_layer] = x
         return g.rms_norm(x, w["output_norm.weight"], hp.eps), [captured[v] for v in capture]
 
@@ -140,6 +140,9 @@ class Qwen3:
         v = g.heads(v, size, hp.n_head_kv)
         out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, size**-0.5)
         return g.matmul(self.weights[f"blk.{i}.attn_output.weight"], out)
+
+    def _ffn(self, g: Graph, n, i: int):
+        return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights[f"blk.{i}.ffn_down.weight"], n)
 
     def _rotate(self, g: Graph, x, positions, norm: str):
         return self.hp.rope(g, g.rms_norm(x, self.weights[norm], self.hp.eps), positions)

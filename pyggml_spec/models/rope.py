@@ -42,13 +42,13 @@ class Rope:
             raise ModelError(f"{file.path}: rope.scaling.factor is {factor}, but it cannot be negative")
         n_rot, base = cls._rotated(file, arch, head_size)
         scale = float(np.float32(1) / np.float32(factor)) if kind != "none" and factor > 0 else 1.0
+        magnitude = file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)
         if kind != "yarn":
-            return cls(n_rot, base, scale, neox)
+            return cls(n_rot, base, scale, neox, (0.0, magnitude, 32.0, 1.0))
         if base <= 1 or not 0 < scale <= 1:
             raise ModelError(f"{file.path}: rope.freq_base {base} and rope.scaling.factor {factor} are not a yarn scaling (both are above 1)")
         n_ctx_orig = positive(file, f"{arch}.rope.scaling.original_context_length", file.get(f"{arch}.context_length", int), (1 << 31) - 1)
-        magnitude = cls._magnitude(scale) * np.float32(file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0))
-        return cls(n_rot, base, scale, neox, (1.0, float(magnitude), 32.0, 1.0), n_ctx_orig)
+        return cls(n_rot, base, scale, neox, (1.0, float(cls._magnitude(scale) * np.float32(magnitude)), 32.0, 1.0), n_ctx_orig)
 
     @staticmethod
     def _rotated(file: GGUFFile, arch: str, head_size: int, suffix: str = "", default: tuple = (None, 10000.0)) -> tuple[int, float]:
@@ -69,9 +69,9 @@ class Rope:
         grown = tenth * one * np.log(factor) + one if factor > 1 else one
         return grown * (one / (one + tenth * np.log(factor)))
 
-    def swa(self, file: GGUFFile, arch: str, head_size: int, n_rot: int) -> "Rope":
-        """The rope of the sliding-window layers: keys with `_swa`, no scaling; ``n_rot`` and this base where the keys are absent."""
-        return Rope(*self._rotated(file, arch, head_size, "_swa", (n_rot, self.base)), neox=self.neox)
+    def swa(self, file: GGUFFile, arch: str, head_size: int) -> "Rope":
+        """The rope of the sliding-window layers: keys with `_swa`, no scaling; these values where the keys are absent."""
+        return Rope(*self._rotated(file, arch, head_size, "_swa", (self.n_rot, self.base)), neox=self.neox)
 
     def check_sections(self, file: GGUFFile, arch: str, interleaved: bool) -> None:
         """Multi-axis rope over text is plain NEOX only if every pair belongs to one of the axes that carry the text position.

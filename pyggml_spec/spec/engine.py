@@ -326,6 +326,9 @@ class Engine:
         n, host = self.cursor.committed, step.host
         np.add(self._iota[:width], n, out=host["positions"])
         host["q_last"][:] = host["positions"]
+        if self.target.window:
+            host["q_first"][:] = host["positions"]
+            host["q_first"] -= self.target.window - 1
         self.kv.rows_for(n, width, real, step.host["kv_rows"])
 
     def _check_target(self, step: Step) -> None:

@@ -153,7 +153,14 @@ class StepGraphs:
         positions = f.input("positions", "i32", width)
         kv_rows = f.input("kv_rows", "i64", width)
         q_last = f.input("q_last", "f32", 1, width)
-        return {"positions": positions, "kv_rows": kv_rows, "mask": g.span_mask(self.kv.near, q_last, None, span), "span": span}
+        q_first = f.input("q_first", "f32", 1, width) if self.target.window else None
+        return {
+            "positions": positions,
+            "kv_rows": kv_rows,
+            "mask": g.span_mask(self.kv.near, q_last, None, span),
+            "window_mask": g.span_mask(self.kv.near, q_last, q_first, span) if self.target.window else None,
+            "span": span,
+        }
 
     def _begin_block(self, g: Graph, f: StepFields, width: int, replay: bool) -> None:
         if self.delta is None:

@@ -96,3 +96,43 @@ def write_qwen35moe(
         w.matrices(prefix, ffn_shapes(s.n_embd, s.n_ff_shared, "_shexp"))
 
     return write_hybrid(path, "qwen35moe", s, quant, seed, mixed, ffn)
+
+
+def write_laguna(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, wide_gate: bool = False, yarn: float = 4.0
+) -> Path:
+    """Writes a random laguna target: sliding layers have twice the heads and half the rotated values; one leading dense layer.
+
+    ``wide_gate`` gates every attention output instead of every head; ``yarn`` 0 leaves positions as they are.
+    """
+    s, w = shape, Writer(Path(path), "laguna", quant, seed)
+    heads = [s.n_head * (2 if s.target_window and i % 4 else 1) for i in range(s.n_layer)]
+    w.sizes(s, heads)
+    w.out.add_rope_dimension_count(s.head_size)
+    w.out.add_rope_freq_base(s.rope_base)
+    if yarn:
+        write_yarn(w, yarn, 64)
+    if s.target_window:
+        w.out.add_sliding_window(s.target_window)
+        w.out.add_uint32("laguna.rope.dimension_count_swa", s.head_size // 2)
+        w.out.add_float32("laguna.rope.freq_base_swa", 1e4)
+    w.out.add_leading_dense_block_count(1)
+    expert_keys(w, s)
+    w.out.add_expert_shared_feed_forward_length(s.n_ff_shared)
+    w.out.add_expert_weights_norm(True)
+    w.out.add_expert_weights_scale(2.5)
+    w.ends(s)
+    kinds = dict.fromkeys(("attn_v", "ffn_down", "ffn_down_shexp"), type_id("q6_K")) if mixed else {}
+    for i in range(s.n_layer):
+        b = f"blk.{i}."
+        gate = heads[i] * (s.head_size if wide_gate else 1)
+        w.matrices(b, attention_shapes(s, heads[i]) | {"attn_gate": (s.n_embd, gate)}, kinds)
+        w.norms(b, {"attn_norm": s.n_embd, "ffn_norm": s.n_embd, "attn_q_norm": s.head_size, "attn_k_norm": s.head_size})
+        if i == 0:
+            w.matrices(b, ffn_shapes(s.n_embd, s.n_ff), kinds)
+            continue
+        write_experts(w, b, s, kinds.get("ffn_down"))
+        w.vector(b + "exp_probs_b.bias", s.n_expert, -0.3, 0.3)
+        w.matrices(b, ffn_shapes(s.n_embd, s.n_ff_shared, "_shexp"), kinds)
+    w.close()
+    return Path(path)

@@ -45,6 +45,7 @@ class Shape:
     n_used: int = 3
     n_ff_expert: int = 256
     n_ff_shared: int = 256
+    target_window: int = 24
 
 
 def type_id(name: str) -> int:
@@ -110,14 +111,14 @@ class Writer:
     def vector(self, name: str, n: int, low: float, high: float) -> None:
         self.out.add_tensor(name, self.rng.uniform(low, high, n).astype(np.float32))
 
-    def sizes(self, s: Shape) -> None:
-        """The keys that every target has."""
+    def sizes(self, s: Shape, heads: list[int] | None = None) -> None:
+        """The keys that every target has; ``heads`` per layer where they differ."""
         out = self.out
         out.add_block_count(s.n_layer)
         out.add_context_length(s.n_ctx)
         out.add_embedding_length(s.n_embd)
         out.add_feed_forward_length(s.n_ff)
-        out.add_head_count(s.n_head)
+        out.add_head_count(heads or s.n_head)
         out.add_head_count_kv(s.n_head_kv)
         out.add_key_length(s.head_size)
         out.add_value_length(s.head_size)

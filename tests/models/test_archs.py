@@ -10,10 +10,10 @@ from pyggml_spec.errors import ModelError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.compare import compare_logits
-from pyggml_spec.tools.random_archs import start_dense, write_llama, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_archs import start_dense, write_laguna, write_llama, write_qwen3, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash
 
-WRITERS = {"qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe}
+WRITERS = {"qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "laguna": write_laguna}
 DRAFTED_BY_LLAMA_CPP = ("qwen3", "llama", "qwen35moe")  # architectures whose layer inputs the pinned llama.cpp exposes
 QUANTS = ["F32", "Q8_0", "Q4_K"]
 
@@ -105,3 +105,17 @@ def test_impossible_expert_counts_are_refused(tmp_path, n_expert, n_used):
         file.metadata.update({"qwen35moe.expert_count": n_expert, "qwen35moe.expert_used_count": n_used})
         with pytest.raises(ModelError, match="expert_"):
             open_target(file)
+
+
+@pytest.mark.parametrize("more", [{"wide_gate": True}, {"yarn": 0.0}], ids=["gate per output", "plain rope"])
+def test_laguna_variants(tmp_path, more):
+    assert_equal(write_laguna(tmp_path / "t.gguf", Shape(n_layer=6), "F32", **more), 70)
+
+
+def test_laguna_without_sliding_window(tmp_path):
+    assert_equal(write_laguna(tmp_path / "t.gguf", Shape(target_window=0), "F32"), 37)
+
+
+def test_prompt_many_windows_long(tmp_path):
+    """1,100 tokens, three chunks, 45 windows of 24."""
+    assert_equal(write_laguna(tmp_path / "t.gguf", Shape(), "F32"), 1100)
