@@ -77,6 +77,7 @@ struct ggml_tensor * ggml_sigmoid(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_silu(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_swiglu(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_swiglu_split(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_geglu(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_geglu_split(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_gelu(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_tanh(struct ggml_context *, struct ggml_tensor *);

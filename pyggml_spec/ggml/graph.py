@@ -104,6 +104,10 @@ class Graph:
         """gelu(gate) * up, elementwise."""
         return lib.ggml_geglu_split(self.ctx, gate, up)
 
+    def geglu_halves(self, x):
+        """x F32 [2 n, T] = [gate | up] -> gelu(gate) * up, F32 [n, T]."""
+        return lib.ggml_geglu(self.ctx, x)
+
     def softmax(self, x):
         """Over the innermost dimension."""
         return lib.ggml_soft_max(self.ctx, x)
@@ -115,6 +119,10 @@ class Graph:
     def swiglu_halves(self, x):
         """x F32 [2 n, T] = [gate | up] -> silu(gate) * up, F32 [n, T]."""
         return lib.ggml_swiglu(self.ctx, x)
+
+    def norm(self, x, eps: float):
+        """x / sqrt(mean(x^2) + eps) over the innermost dimension."""
+        return lib.ggml_rms_norm(self.ctx, x, eps)
 
     def rms_norm(self, x, weight, eps: float):
         """x / sqrt(mean(x^2) + eps) * weight over the innermost dimension."""
@@ -170,6 +178,14 @@ class Graph:
     def slice_2d(self, x, i: int):
         """[n, H, T] -> the i-th of the H, [n, T], as a view."""
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[2], x.nb[2], i * x.nb[1])
+
+    def plane(self, x, i: int):
+        """[n, T, L] -> the i-th of the L, [n, T], as a view of a contiguous tensor."""
+        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1], x.nb[1], i * x.nb[2])
+
+    def permute(self, x, *axes: int):
+        """Dimension j moves to axes[j], as a view."""
+        return lib.ggml_permute(self.ctx, x, *axes)
 
     def shaped(self, x, *shape: int):
         """A contiguous tensor in another shape of 2 or 3 dimensions."""

@@ -17,21 +17,32 @@ def project(g: Graph, group: Group, x) -> list:
 
 def swiglu_ffn(g: Graph, gate_up: Group, down, x):
     """W_down (silu(W_gate x) * W_up x). With one row, two matmuls and the gate are one kernel of ggml-cuda; from two rows on one matmul is."""
+    return _gated_ffn(g, gate_up, down, x, g.swiglu, g.swiglu_halves)
+
+
+def geglu_ffn(g: Graph, gate_up: Group, down, x):
+    """W_down (gelu(W_gate x) * W_up x), with the tanh approximation of GELU."""
+    return _gated_ffn(g, gate_up, down, x, g.geglu, g.geglu_halves)
+
+
+def _gated_ffn(g: Graph, gate_up: Group, down, x, split, halves):
     apart = gate_up.rest if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
     if apart:
         gate, up = (g.matmul(weight, x) for weight in apart)
-        return g.matmul(down, g.swiglu(gate, up))
-    return g.matmul(down, g.swiglu_halves(g.matmul(gate_up.fused, x)))
+        return g.matmul(down, split(gate, up))
+    return g.matmul(down, halves(g.matmul(gate_up.fused, x)))
 
 
 def attend(g: Graph, q, k, v, kv, kv_rows, mask, span: int, n_head_kv: int, scale: float):
     """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] over the span. Returns F32 [D * H, T].
 
+    k and v None: the layer owns no K/V, ``kv`` holds the rows that an earlier layer wrote.
     The order of the three expansions keeps rope, view and row write of K next to each other, which ggml-cuda fuses.
     """
     cache_k, cache_v = kv
     g.expand(q)
-    g.expand(v)
-    g.kv_write_rows(cache_k, k, kv_rows)
-    g.kv_write_rows(cache_v, v, kv_rows)
+    if k is not None:
+        g.expand(v)
+        g.kv_write_rows(cache_k, k, kv_rows)
+        g.kv_write_rows(cache_v, v, kv_rows)
     return g.fa_span(q, cache_k, cache_v, mask, n_head_kv, span, scale)

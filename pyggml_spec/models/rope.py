@@ -69,9 +69,9 @@ class Rope:
         grown = tenth * one * np.log(factor) + one if factor > 1 else one
         return grown * (one / (one + tenth * np.log(factor)))
 
-    def swa(self, file: GGUFFile, arch: str, head_size: int) -> "Rope":
-        """The rope of the sliding-window layers: keys with `_swa`, no scaling; these values where the keys are absent."""
-        return Rope(*self._rotated(file, arch, head_size, "_swa", (self.n_rot, self.base)), neox=self.neox)
+    def swa(self, file: GGUFFile, arch: str, head_size: int, base: float | None = None) -> "Rope":
+        """The rope of the sliding-window layers: keys with `_swa`, no scaling; these values, or ``base``, where the keys are absent."""
+        return Rope(*self._rotated(file, arch, head_size, "_swa", (self.n_rot, base or self.base)), neox=self.neox)
 
     def check_sections(self, file: GGUFFile, arch: str, interleaved: bool) -> None:
         """Multi-axis rope over text is plain NEOX only if every pair belongs to one of the axes that carry the text position.

@@ -1,5 +1,6 @@
 """Random-weight GGUFs of the architectures besides qwen35; ``random_model`` has the writer, the shapes and the drafter."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,3 +137,65 @@ def write_laguna(
         w.matrices(b, ffn_shapes(s.n_embd, s.n_ff_shared, "_shexp"), kinds)
     w.close()
     return Path(path)
+
+
+def write_gemma4(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False,
+    n_per_layer: int = 32, shared: bool = True, routed: bool = False, softcap: float | None = 30.0
+) -> Path:  # fmt: skip
+    """Writes a random gemma4 target: every second layer is full, with one K/V head of twice the size and no attn_v.
+
+    ``shared`` lets all layers but the first two read the K/V of those; ``routed`` adds experts to every layer but the first.
+    """
+    s, w = shape, Writer(Path(path), "gemma4", quant, seed)
+    full = [i % 2 == 1 for i in range(s.n_layer)]
+    heads_kv = [1 if f else s.n_head_kv for f in full]
+    w.sizes(replace(s, head_size=2 * s.head_size), heads_kv=heads_kv)
+    out = w.out
+    out.add_uint32("gemma4.attention.key_length_swa", s.head_size)
+    out.add_uint32("gemma4.attention.value_length_swa", s.head_size)
+    out.add_sliding_window(s.target_window)
+    out.add_array("gemma4.attention.sliding_window_pattern", [not f for f in full])
+    out.add_uint32("gemma4.attention.shared_kv_layers", s.n_layer - 2 if shared else 0)
+    out.add_uint32("gemma4.embedding_length_per_layer_input", n_per_layer)
+    out.add_rope_dimension_count(2 * s.head_size)
+    out.add_uint32("gemma4.rope.dimension_count_swa", s.head_size)
+    out.add_rope_freq_base(s.rope_base)
+    out.add_float32("gemma4.rope.freq_base_swa", 1e4)
+    if softcap is not None:
+        out.add_final_logit_softcapping(softcap)
+    if routed:
+        expert_keys(w, s)
+    w.ends(s)
+    out.add_tensor("rope_freqs.weight", w.rng.uniform(1.0, 8.0, s.head_size).astype(np.float32))
+    if n_per_layer:
+        w.matrix("per_layer_token_embd.weight", n_per_layer * s.n_layer, s.n_vocab, gain=2.0)
+        w.matrix("per_layer_model_proj.weight", s.n_embd, n_per_layer * s.n_layer)
+        w.norms("", {"per_layer_proj_norm": n_per_layer})
+    kinds = {"ffn_down": type_id("q6_K")} if mixed else {}
+    for i in range(s.n_layer):
+        _gemma4_layer(w, s, i, (2 if full[i] else 1) * s.head_size, heads_kv[i], i < 2 or not shared, n_per_layer, routed and i > 0, kinds)
+    w.close()
+    return Path(path)
+
+
+def _gemma4_layer(
+    w: Writer, s: Shape, i: int, size: int, heads_kv: int, own_kv: bool, n_per_layer: int, routed: bool, kinds: dict[str, int]
+) -> None:
+    b, n = f"blk.{i}.", s.n_embd
+    shapes = attention_shapes(replace(s, head_size=size, n_head_kv=heads_kv))
+    for name in () if own_kv and i % 2 == 0 else ("attn_v",) if own_kv else ("attn_k", "attn_v"):
+        del shapes[name]
+    norms = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), n) | {"attn_q_norm": size}
+    if own_kv:
+        norms["attn_k_norm"] = size
+    if n_per_layer:
+        shapes |= {"inp_gate": (n, n_per_layer), "proj": (n_per_layer, n)}
+        norms["post_norm"] = n
+    if routed:
+        norms |= dict.fromkeys(("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), n)
+        write_experts(w, b, s, kinds.get("ffn_down"), joined=i % 2 == 0)
+        w.vector(b + "ffn_gate_inp.scale", n, 2.0, 6.0)
+        w.vector(b + "ffn_down_exps.scale", s.n_expert, 0.5, 1.5)
+    w.matrices(b, shapes | ffn_shapes(n, s.n_ff), kinds)
+    w.norms(b, norms | {"layer_output_scale": 1})

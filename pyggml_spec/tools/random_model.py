@@ -46,6 +46,7 @@ class Shape:
     n_ff_expert: int = 256
     n_ff_shared: int = 256
     target_window: int = 24
+    embedding_scale: float = 0.0
 
 
 def type_id(name: str) -> int:
@@ -111,15 +112,15 @@ class Writer:
     def vector(self, name: str, n: int, low: float, high: float) -> None:
         self.out.add_tensor(name, self.rng.uniform(low, high, n).astype(np.float32))
 
-    def sizes(self, s: Shape, heads: list[int] | None = None) -> None:
-        """The keys that every target has; ``heads`` per layer where they differ."""
+    def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None) -> None:
+        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where they differ."""
         out = self.out
         out.add_block_count(s.n_layer)
         out.add_context_length(s.n_ctx)
         out.add_embedding_length(s.n_embd)
         out.add_feed_forward_length(s.n_ff)
         out.add_head_count(heads or s.n_head)
-        out.add_head_count_kv(s.n_head_kv)
+        out.add_head_count_kv(heads_kv or s.n_head_kv)
         out.add_key_length(s.head_size)
         out.add_value_length(s.head_size)
         out.add_layer_norm_rms_eps(1e-6)
@@ -246,6 +247,8 @@ def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
     out.add_rope_dimension_count(s.draft_head_size)
     out.add_rope_dimension_sections([s.draft_head_size // 2, 0, 0, 0])
     out.add_causal_attention(False)
+    if s.embedding_scale:
+        out.add_float32("dflash.embedding_scale", s.embedding_scale)
     out.add_uint32("dflash.block_size", 16)
     out.add_array("dflash.target_layers", list(s.target_layers))
     if s.window:

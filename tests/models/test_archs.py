@@ -10,11 +10,17 @@ from pyggml_spec.errors import ModelError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.compare import compare_logits
-from pyggml_spec.tools.random_archs import start_dense, write_laguna, write_llama, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_archs import start_dense, write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash
 
-WRITERS = {"qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "laguna": write_laguna}
-DRAFTED_BY_LLAMA_CPP = ("qwen3", "llama", "qwen35moe")  # architectures whose layer inputs the pinned llama.cpp exposes
+WRITERS = {
+    "qwen3": write_qwen3,
+    "llama": write_llama,
+    "qwen35moe": write_qwen35moe,
+    "laguna": write_laguna,
+    "gemma4": write_gemma4,
+}
+DRAFTED_BY_LLAMA_CPP = ("qwen3", "llama", "qwen35moe", "gemma4")  # architectures whose layer inputs the pinned llama.cpp exposes
 QUANTS = ["F32", "Q8_0", "Q4_K"]
 
 
@@ -42,7 +48,7 @@ def test_mixed_types_are_not_fused_and_still_equal(tmp_path, arch):
 @pytest.mark.parametrize("quant", ["F32", "Q4_K"])
 def test_drafted_ids(tmp_path, arch, quant):
     """Past the drafter's sliding window of 12, ten blocks."""
-    shape = Shape(window=12)
+    shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0)  # sqrt(256)
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, quant), write_dflash(tmp_path / "d.gguf", shape, quant)
     ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=512) as session:
@@ -119,3 +125,35 @@ def test_laguna_without_sliding_window(tmp_path):
 def test_prompt_many_windows_long(tmp_path):
     """1,100 tokens, three chunks, 45 windows of 24."""
     assert_equal(write_laguna(tmp_path / "t.gguf", Shape(), "F32"), 1100)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize(
+    "more",
+    [{"n_per_layer": 0, "shared": False}, {"n_per_layer": 0, "shared": False, "routed": True}, {"softcap": 0.0}, {"softcap": None}, {"softcap": 5.0}],
+    ids=["dense", "routed", "no cap", "cap not said", "cap 5"],
+)
+def test_gemma4_variants(tmp_path, more, quant):
+    """The shapes of the dense, the routed and (by default, above) the small models with per-layer embeddings and shared K/V."""
+    assert_equal(write_gemma4(tmp_path / "t.gguf", Shape(n_layer=5), quant, **more), 70)
+
+
+def test_a_drafter_without_embedding_scale_takes_the_targets(tmp_path):
+    """Scale in the file, left out, and a wrong one: only the first two draft alike. Leaving it unscaled was a public bug."""
+    shape, drafts = Shape(), {}
+    target = write_gemma4(tmp_path / "t.gguf", shape)
+    for scale in (16.0, 0.0, 256.0):
+        draft = write_dflash(tmp_path / f"{scale}.gguf", Shape(embedding_scale=scale))
+        with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
+            session.engine.prefill(list(range(40)))
+            drafts[scale] = session.engine.fused_step().tokens.tolist()
+    assert drafts[16.0] == drafts[0.0] != drafts[256.0]
+
+
+@pytest.mark.parametrize("key, value", [("attention.shared_kv_layers", 3), ("attention.shared_kv_layers", 9), ("attention.sliding_window", 0)])
+def test_gemma4_refuses_contradictions(tmp_path, key, value):
+    """Three shared layers of four leave one layer: llama.cpp ends the process there."""
+    with GGUFFile(write_gemma4(tmp_path / "t.gguf")) as file:
+        file.metadata[f"gemma4.{key}"] = value
+        with pytest.raises(ModelError, match=key.split(".")[1]):
+            open_target(file)
