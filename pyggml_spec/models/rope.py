@@ -86,8 +86,7 @@ class Rope:
             return
         pairs = range(self.n_rot // 2)
         counts = [int(n) for n in sections][:3]
-        covered = all(i < 3 * counts[i % 3] for i in pairs) if interleaved else sum(counts) >= len(pairs)
-        if len(counts) < 3 or not covered:
+        if len(counts) < 3 or not (all(i < 3 * counts[i % 3] for i in pairs) if interleaved else sum(counts) >= len(pairs)):
             raise ModelError(
                 f"{file.path}: rope.dimension_sections {[int(n) for n in sections]} do not cover the {self.n_rot // 2} rotated pairs of {arch}; "
                 "the file was converted with other hyper-parameters"
