@@ -179,7 +179,7 @@ class Gemma4(Qwen3):
         return out
 
     def kv_shapes(self) -> list[KVShape]:
-        return [KVShape(self.hp.n_head_kv[i], self.hp.kind(i).head_size) for i in range(self.hp.n_own_kv)]
+        return [KVShape(self.hp.n_head_kv[i], self.hp.kind(i).head_size, self.hp.sliding[i]) for i in range(self.hp.n_own_kv)]
 
     # -- the graph
 
@@ -237,7 +237,7 @@ class Gemma4(Qwen3):
 
     def _attention(self, g: Graph, rows: Rows, h, i: int):
         hp, kind, kv_heads = self.hp, self.hp.kind(i), self.hp.n_head_kv[i]
-        mask = rows.window_mask if hp.sliding[i] else rows.mask
+        seen = rows.sliding if hp.sliding[i] else rows
         factors = None if hp.sliding[i] else self.weights[FACTORS]
         q, *own = project(g, self.weights.group(f"blk.{i}.mixer"), h)
         q = kind.rope(g, self._norm(g, g.heads(q, kind.head_size, hp.n_head[i]), i, "attn_q_norm"), rows.positions, factors)
@@ -245,5 +245,5 @@ class Gemma4(Qwen3):
         if own:
             k = kind.rope(g, self._norm(g, g.heads(own[0], kind.head_size, kv_heads), i, "attn_k_norm"), rows.positions, factors)
             v = g.norm(g.heads(own[-1], kind.head_size, kv_heads), hp.eps)
-        out = attend(g, q, k, v, rows.kv[hp.kv_of(i)], rows.kv_rows, mask, rows.span, kv_heads, 1.0)
+        out = attend(g, q, k, v, rows.kv[hp.kv_of(i)], seen.kv_rows, seen.mask, seen.span, kv_heads, 1.0)
         return g.matmul(self._w(i, "attn_output"), out)

@@ -137,18 +137,18 @@ class Laguna(Qwen3):
         return out
 
     def kv_shapes(self) -> list[KVShape]:
-        return [KVShape(n, self.hp.head_size) for n in self.hp.n_head_kv]
+        return [KVShape(n, self.hp.head_size, sliding) for n, sliding in zip(self.hp.n_head_kv, self.hp.sliding, strict=True)]
 
     # -- the graph
 
     def _attention(self, g: Graph, rows: Rows, h, i: int):
         hp, w, b, size, heads = self.hp, self.weights, f"blk.{i}.", self.hp.head_size, self.hp.n_head[i]
-        rope, mask = (hp.rope_sliding, rows.window_mask) if hp.sliding[i] else (hp.rope, rows.mask)
+        rope, seen = (hp.rope_sliding, rows.sliding) if hp.sliding[i] else (hp.rope, rows)
         q, k, v, gate = project(g, w.group(f"{b}mixer"), h)
         q = rope(g, g.rms_norm(g.heads(q, size, heads), w[f"{b}attn_q_norm.weight"], hp.eps), rows.positions)
         k = rope(g, g.rms_norm(g.heads(k, size, hp.n_head_kv[i]), w[f"{b}attn_k_norm.weight"], hp.eps), rows.positions)
         v = g.heads(v, size, hp.n_head_kv[i])
-        out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, mask, rows.span, hp.n_head_kv[i], size**-0.5)
+        out = attend(g, q, k, v, rows.kv[i], seen.kv_rows, seen.mask, seen.span, hp.n_head_kv[i], size**-0.5)
         # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
         gate = g.softplus(gate if g.whole(gate) == gate else g.cont(gate))
         if self._gate_is_wide(i):

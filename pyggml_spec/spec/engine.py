@@ -89,7 +89,8 @@ class Engine:
 
     def _allocate(self) -> None:
         opt = self.options
-        self.kv = self._own(KVCache(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS))
+        widest = max(opt.chunk, opt.width)
+        self.kv = self._own(KVCache(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS, self.target.window, widest))
         self.draft_kv = self.ring = None
         if self.drafter is not None:
             n_features = self.target.n_embd * len(self.drafter.hp.target_layers)
@@ -99,9 +100,8 @@ class Engine:
         self.delta = None
         if shape is not None:
             self.delta = self._own(DeltaState(self.backend, shape, self.target.delta_row(), opt.width))
-        widest = max(opt.chunk, opt.width)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 8192))
+        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 4 * self.kv.ring + 8192))
         widest_rows = {"prefill": opt.chunk, "logits": opt.chunk, "plain": 1, "verify": opt.width, "fused": opt.width}
         self.graphs = self._own(
             StepGraphs(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, self.ring, widest_rows)
@@ -329,6 +329,8 @@ class Engine:
         if self.target.window:
             host["q_first"][:] = host["positions"]
             host["q_first"] -= self.target.window - 1
+        if self.kv.ring:
+            self.kv.fill_ring(n, width, real, host["ring_rows"], host["ring_near"])
         self.kv.rows_for(n, width, real, step.host["kv_rows"])
 
     def _check_target(self, step: Step) -> None:

@@ -21,7 +21,7 @@ from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role, RoleCounters
 from ..ggml.step_io import StepFields, StepIO
-from ..models.base import Rows
+from ..models.base import Rows, Seen
 from ..models.dflash import BlockRows
 
 KEEP_SPANS = 12  # graphs kept per (role, width) besides the widest span; about 2 MB of host memory each
@@ -153,14 +153,17 @@ class StepGraphs:
         positions = f.input("positions", "i32", width)
         kv_rows = f.input("kv_rows", "i64", width)
         q_last = f.input("q_last", "f32", 1, width)
-        q_first = f.input("q_first", "f32", 1, width) if self.target.window else None
-        return {
-            "positions": positions,
-            "kv_rows": kv_rows,
-            "mask": g.span_mask(self.kv.near, q_last, None, span),
-            "window_mask": g.span_mask(self.kv.near, q_last, q_first, span) if self.target.window else None,
-            "span": span,
-        }
+        mask = g.span_mask(self.kv.near, q_last, None, span)
+        sliding = self._sliding(g, f, kv_rows, q_last, width, span) if self.target.window else None
+        return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "span": span, "sliding": sliding}
+
+    def _sliding(self, g: Graph, f: StepFields, kv_rows, q_last, width: int, span: int) -> Seen:
+        """What sliding layers write and see: a ring of rows, or all rows where the context is no longer than one."""
+        q_first = f.input("q_first", "f32", 1, width)
+        if not self.kv.ring:
+            return Seen(kv_rows, g.span_mask(self.kv.near, q_last, q_first, span), span)
+        ring_rows, ring_near = f.input("ring_rows", "i64", width), f.input("ring_near", "f32", self.kv.ring)
+        return Seen(ring_rows, g.span_mask(ring_near, q_last, q_first, self.kv.ring), self.kv.ring)
 
     def _begin_block(self, g: Graph, f: StepFields, width: int, replay: bool) -> None:
         if self.delta is None:
