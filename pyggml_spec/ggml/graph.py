@@ -150,7 +150,9 @@ class Graph:
         """F32 [n, T] -> I32 [T]."""
         return lib.ggml_argmax(self.ctx, x)
 
-    def rope(self, x, positions, n_rot: int, neox: bool, base: float, scale: float, factors=None, n_ctx_orig: int = 0, yarn=(0.0, 1.0, 32.0, 1.0)):
+    def rope(
+        self, x, positions, n_rot: int, neox: bool, base: float, scale: float, factors=None, n_ctx_orig: int = 0, yarn=(0.0, 1.0, 32.0, 1.0)
+    ):
         """Rotates the first ``n_rot`` values of each head. x F32 [D, H, T], positions I32 [T].
 
         ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``factors`` F32 [n_rot / 2] divide the frequencies. ``yarn`` is

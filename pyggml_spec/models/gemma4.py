@@ -19,7 +19,7 @@ from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape, Rows
 from .blocks import attend, geglu_ffn, project
-from .hparams import ends, epsilon, nothing_unread, per_layer, positive, sliding_layers, vocabulary
+from .hparams import ends, epsilon, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary
 from .moe import Experts
 from .qwen3 import Qwen3
 from .rope import Rope
@@ -38,7 +38,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Hparams:
-    """Hyper-parameters; tuples per layer. ``n_own_kv`` layers, from the first on, own K/V rows; ``n_per_layer`` 0 without such embeddings."""
+    """Hyper-parameters; tuples per layer. The first ``n_own_kv`` layers own K/V rows; ``n_per_layer`` 0 without per-layer embeddings."""
 
     n_layer: int
     n_embd: int
@@ -59,19 +59,17 @@ class Hparams:
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
         n_layer, n_embd = positive(file, f"{arch}.block_count", limit=1024), positive(file, f"{arch}.embedding_length")
-        heads = per_layer(file, f"{arch}.attention.head_count", n_layer)
-        heads_kv = per_layer(file, f"{arch}.attention.head_count_kv", n_layer, heads[0])
-        if any(n % kv for n, kv in zip(heads, heads_kv, strict=True)):
-            raise ModelError(f"{file.path}: attention.head_count {list(heads)} and head_count_kv {list(heads_kv)} do not divide layer by layer")
+        heads, heads_kv = layer_heads(file, arch, n_layer)
         window, sliding = sliding_layers(file, arch, n_layer)
         if not window:
             raise ModelError(f"{file.path} has no attention.sliding_window, which every {arch} model has; convert it again")
         full, slide = cls._kinds(file, arch, n_embd // heads[0])
         n_own = n_layer - file.get(f"{arch}.attention.shared_kv_layers", int, 0)
         if not 0 < n_own <= n_layer or any(sliding[i] != sliding[n_own - 1 - sliding[i]] or n_own < 2 for i in range(n_own, n_layer)):
-            raise ModelError(f"{file.path}: attention.shared_kv_layers leaves {n_own} of {n_layer} layers, and no layer of each kind to share with")
+            raise ModelError(f"{file.path}: attention.shared_kv_layers leaves {n_own} of {n_layer} layers, not one of each kind")
         # 30 without the key, as llama.cpp has it; every published model says 30
-        softcap, n_per = file.get(f"{arch}.final_logit_softcapping", float, 30.0), file.get(f"{arch}.embedding_length_per_layer_input", int, 0)
+        softcap = file.get(f"{arch}.final_logit_softcapping", float, 30.0)
+        n_per = file.get(f"{arch}.embedding_length_per_layer_input", int, 0)
         if softcap < 0 or not 0 <= n_per <= 1 << 20:
             raise ModelError(f"{file.path}: final_logit_softcapping {softcap} or embedding_length_per_layer_input {n_per} is out of range")
         routed = file.get(f"{arch}.expert_count", int, 0) > 0

@@ -36,6 +36,20 @@ def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None
     return tuple(values)
 
 
+def layer_heads(file: GGUFFile, arch: str, n_layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query heads and K/V heads of each layer.
+
+    Raises:
+        ModelError: a layer whose query heads cannot share its K/V heads evenly.
+    """
+    heads = per_layer(file, f"{arch}.attention.head_count", n_layer)
+    heads_kv = per_layer(file, f"{arch}.attention.head_count_kv", n_layer, heads[0])
+    for i, (n, kv) in enumerate(zip(heads, heads_kv, strict=True)):
+        if n % kv:
+            raise ModelError(f"{file.path}: the {n} query heads of layer {i} cannot share {kv} K/V heads (attention.head_count_kv)")
+    return heads, heads_kv
+
+
 def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4) -> tuple[int, tuple[bool, ...]]:
     """The sliding window, 0 for none, and which layers have it: a list, or the first of every ``period`` layers sees everything.
 

@@ -15,7 +15,7 @@ from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
-from .hparams import ends, epsilon, nothing_unread, per_layer, positive, sliding_layers, vocabulary
+from .hparams import ends, epsilon, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary
 from .moe import SIGMOID, SOFTMAX, Experts
 from .qwen3 import Qwen3
 from .rope import Rope
@@ -24,7 +24,7 @@ from .weights import VECTOR, Spec
 
 @dataclass(frozen=True)
 class Hparams:
-    """Hyper-parameters as the GGUF keys give them; ``n_head``, ``n_head_kv`` and ``sliding`` per layer; ``window`` 0 where there is none."""
+    """Hyper-parameters as the GGUF keys give them; ``n_head``, ``n_head_kv`` and ``sliding`` per layer; ``window`` 0 for none."""
 
     n_layer: int
     n_embd: int
@@ -45,10 +45,7 @@ class Hparams:
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
         n_layer, n_embd = positive(file, f"{arch}.block_count", limit=1024), positive(file, f"{arch}.embedding_length")
-        heads = per_layer(file, f"{arch}.attention.head_count", n_layer)
-        heads_kv = per_layer(file, f"{arch}.attention.head_count_kv", n_layer, heads[0])
-        if any(n % kv for n, kv in zip(heads, heads_kv, strict=True)):
-            raise ModelError(f"{file.path}: attention.head_count {list(heads)} and head_count_kv {list(heads_kv)} do not divide layer by layer")
+        heads, heads_kv = layer_heads(file, arch, n_layer)
         size = positive(file, f"{arch}.attention.key_length", n_embd // heads[0], 4096)
         for name in ("value_length", "key_length_swa", "value_length_swa"):
             if file.get(f"{arch}.attention.{name}", int, size) != size:

@@ -22,8 +22,8 @@ SMALLEST_SUM = 6.103515625e-5  # smallest normal F16 number, what llama.cpp clam
 class Experts:
     """``n_used`` of ``n_expert`` FFNs with ``n_ff`` hidden values per token.
 
-    ``gating`` SOFTMAX or SIGMOID; ``normalise`` divides the weights by their sum; ``scale`` multiplies them; ``gelu`` gates with GELU (tanh)
-    instead of SiLU; ``biased`` adds `exp_probs_b` to what the choice is made by, not to the weights.
+    ``gating`` SOFTMAX or SIGMOID; ``normalise`` divides the weights by their sum; ``scale`` multiplies them; ``gelu`` gates with GELU
+    (tanh) instead of SiLU; ``biased`` adds `exp_probs_b` to what the choice is made by, not to the weights.
     """
 
     n_expert: int
@@ -48,7 +48,7 @@ class Experts:
         if n_expert < 2:
             raise ModelError(f"{file.path}: expert_count is 1, and a router between one expert routes nothing")
         if len(used) > 1 or len(sizes) > 1:
-            raise ModelError(f"{file.path} has layers with different expert counts or sizes; {arch} files with the same in every layer are supported")
+            raise ModelError(f"{file.path} has layers with different expert counts or sizes; {arch} files without are supported")
         if file.get(f"{arch}.expert_group_count", int, 0) > 1:
             raise ModelError(f"{file.path} routes in groups of experts (expert_group_count), which {arch} does not have")
         return cls(n_expert, used.pop(), sizes.pop(), **more)

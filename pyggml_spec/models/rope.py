@@ -46,7 +46,7 @@ class Rope:
         if kind != "yarn":
             return cls(n_rot, base, scale, neox, (0.0, magnitude, 32.0, 1.0))
         if base <= 1 or not 0 < scale <= 1:
-            raise ModelError(f"{file.path}: rope.freq_base {base} and rope.scaling.factor {factor} are not a yarn scaling (both are above 1)")
+            raise ModelError(f"{file.path}: yarn scaling needs rope.freq_base {base} above 1 and rope.scaling.factor {factor} of 1 or more")
         n_ctx_orig = positive(file, f"{arch}.rope.scaling.original_context_length", file.get(f"{arch}.context_length", int), (1 << 31) - 1)
         return cls(n_rot, base, scale, neox, (1.0, float(cls._magnitude(scale) * np.float32(magnitude)), 32.0, 1.0), n_ctx_orig)
 

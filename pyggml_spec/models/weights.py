@@ -118,8 +118,8 @@ class Weights:
             if use == MATMUL:
                 node = lib.ggml_mul_mat(probe, weight, lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 2, (shape[0], 512)))
             else:
-                x, ids = lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 3, (shape[0], 1, 512)), lib.ggml_new_tensor(probe, lib.GGML_TYPE_I32, 2, (1, 512))
-                node = lib.ggml_mul_mat_id(probe, weight, x, ids)
+                x = lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 3, (shape[0], 1, 512))
+                node = lib.ggml_mul_mat_id(probe, weight, x, lib.ggml_new_tensor(probe, lib.GGML_TYPE_I32, 2, (1, 512)))
             weight.buffer = lib.ggml_backend_buft_alloc_buffer(buft, 0)
             fits = self.backend.supports(node)
             lib.ggml_backend_buffer_free(weight.buffer)

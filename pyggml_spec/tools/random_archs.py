@@ -77,6 +77,7 @@ def write_experts(w: Writer, prefix: str, s: Shape, other: int | None = None, jo
 
 
 def expert_keys(w: Writer, s: Shape) -> None:
+    """Counts and size of the experts."""
     w.out.add_expert_count(s.n_expert)
     w.out.add_expert_used_count(s.n_used)
     w.out.add_expert_feed_forward_length(s.n_ff_expert)
@@ -100,8 +101,9 @@ def write_qwen35moe(
 
 
 def write_laguna(
-    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, wide_gate: bool = False, yarn: float = 4.0
-) -> Path:
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False,
+    wide_gate: bool = False, yarn: float = 4.0
+) -> Path:  # fmt: skip
     """Writes a random laguna target: sliding layers have twice the heads and half the rotated values; one leading dense layer.
 
     ``wide_gate`` gates every attention output instead of every head; ``yarn`` 0 leaves positions as they are.

@@ -113,7 +113,7 @@ class Writer:
         self.out.add_tensor(name, self.rng.uniform(low, high, n).astype(np.float32))
 
     def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None) -> None:
-        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where they differ."""
+        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ."""
         out = self.out
         out.add_block_count(s.n_layer)
         out.add_context_length(s.n_ctx)

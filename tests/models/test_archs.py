@@ -75,7 +75,9 @@ def test_speculative_text_equals_plain(tmp_path, arch):
         assert tokens == text
 
 
-@pytest.mark.parametrize("shape", [Shape(n_head=6, n_head_kv=3, n_embd=384), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3, every=3)])
+@pytest.mark.parametrize(
+    "shape", [Shape(n_head=6, n_head_kv=3, n_embd=384), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3, every=3)]
+)
 @pytest.mark.parametrize("arch", WRITERS)
 def test_odd_shapes(tmp_path, arch, shape):
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", shape, "F32"), 40)
@@ -131,7 +133,13 @@ def test_laguna_without_sliding_window(tmp_path):
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize(
     "more",
-    [{"n_per_layer": 0, "shared": False}, {"n_per_layer": 0, "shared": False, "routed": True}, {"softcap": 0.0}, {"softcap": None}, {"softcap": 5.0}],
+    [
+        {"n_per_layer": 0, "shared": False},
+        {"n_per_layer": 0, "shared": False, "routed": True},
+        {"softcap": 0.0},
+        {"softcap": None},
+        {"softcap": 5.0},
+    ],
     ids=["dense", "routed", "no cap", "cap not said", "cap 5"],
 )
 def test_gemma4_variants(tmp_path, more, quant):
@@ -151,7 +159,9 @@ def test_a_drafter_without_embedding_scale_takes_the_targets(tmp_path):
     assert drafts[16.0] == drafts[0.0] != drafts[256.0]
 
 
-@pytest.mark.parametrize("key, value", [("attention.shared_kv_layers", 3), ("attention.shared_kv_layers", 9), ("attention.sliding_window", 0)])
+@pytest.mark.parametrize(
+    "key, value", [("attention.shared_kv_layers", 3), ("attention.shared_kv_layers", 9), ("attention.sliding_window", 0)]
+)
 def test_gemma4_refuses_contradictions(tmp_path, key, value):
     """Three shared layers of four leave one layer: llama.cpp ends the process there."""
     with GGUFFile(write_gemma4(tmp_path / "t.gguf")) as file:
