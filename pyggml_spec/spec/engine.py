@@ -330,7 +330,7 @@ class Engine:
             host["q_first"][:] = host["positions"]
             host["q_first"] -= self.target.window - 1
         if self.kv.ring:
-            self.kv.fill_ring(n, width, real, host["ring_rows"], host["ring_near"])
+            self.kv.fill_ring(n, width, real, host["sliding_rows"], host["sliding_near"])
         self.kv.rows_for(n, width, real, step.host["kv_rows"])
 
     def _check_target(self, step: Step) -> None:

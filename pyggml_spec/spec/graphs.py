@@ -162,8 +162,8 @@ class StepGraphs:
         q_first = f.input("q_first", "f32", 1, width)
         if not self.kv.ring:
             return Seen(kv_rows, g.span_mask(self.kv.near, q_last, q_first, span), span)
-        ring_rows, ring_near = f.input("ring_rows", "i64", width), f.input("ring_near", "f32", self.kv.ring)
-        return Seen(ring_rows, g.span_mask(ring_near, q_last, q_first, self.kv.ring), self.kv.ring)
+        rows, near = f.input("sliding_rows", "i64", width), f.input("sliding_near", "f32", self.kv.ring)
+        return Seen(rows, g.span_mask(near, q_last, q_first, self.kv.ring), self.kv.ring)
 
     def _begin_block(self, g: Graph, f: StepFields, width: int, replay: bool) -> None:
         if self.delta is None:
