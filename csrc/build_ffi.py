@@ -21,6 +21,7 @@ enum ggml_backend_dev_type { GGML_BACKEND_DEVICE_TYPE_CPU, GGML_BACKEND_DEVICE_T
                              GGML_BACKEND_DEVICE_TYPE_ACCEL, ... };
 enum ggml_backend_buffer_usage { GGML_BACKEND_BUFFER_USAGE_ANY, GGML_BACKEND_BUFFER_USAGE_WEIGHTS, GGML_BACKEND_BUFFER_USAGE_COMPUTE };
 #define GGML_ROPE_TYPE_NEOX ...
+#define GGML_ROPE_TYPE_NORMAL ...
 
 struct ggml_context; struct ggml_cgraph;
 typedef struct ggml_backend * ggml_backend_t;
@@ -58,10 +59,15 @@ struct ggml_tensor * ggml_view_3d(struct ggml_context *, struct ggml_tensor *, i
                                   size_t nb2, size_t offset);
 struct ggml_tensor * ggml_reshape_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_reshape_3d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2);
+struct ggml_tensor * ggml_repeat_4d(struct ggml_context *, struct ggml_tensor *, int64_t, int64_t, int64_t, int64_t);
+struct ggml_tensor * ggml_cont(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_permute(struct ggml_context *, struct ggml_tensor *, int axis0, int axis1, int axis2, int axis3);
 struct ggml_tensor * ggml_cont_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_add(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_mul(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_div(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_mul_mat(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_mul_mat_id(struct ggml_context *, struct ggml_tensor * experts, struct ggml_tensor *, struct ggml_tensor * ids);
 struct ggml_tensor * ggml_concat(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, int dim);
 struct ggml_tensor * ggml_get_rows(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_rms_norm(struct ggml_context *, struct ggml_tensor *, float eps);
@@ -74,6 +80,13 @@ struct ggml_tensor * ggml_sigmoid(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_silu(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_swiglu(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_swiglu_split(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_geglu(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_geglu_split(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_gelu(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_tanh(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_softplus(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_soft_max(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_argsort_top_k(struct ggml_context *, struct ggml_tensor *, int k);
 struct ggml_tensor * ggml_sum_rows(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_argmax(struct ggml_context *, struct ggml_tensor *);
 

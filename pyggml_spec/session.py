@@ -12,8 +12,8 @@ from .ggml.library import versions
 from .gguf_io import GGUFFile
 from .models.registry import open_drafter, open_target
 from .models.weights import Weights
-from .spec.calibrate import cached_costs, candidate_widths
-from .spec.engine import Engine, EngineOptions
+from .spec.calibrate import cached_costs
+from .spec.engine import Engine, EngineOptions, candidate_widths
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from .spec.stats import Stats
 from .spec.synthetic import SyntheticAcceptance

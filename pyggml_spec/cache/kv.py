@@ -1,5 +1,8 @@
 """K/V rows of one model: row = absolute position, a few trash rows behind the live ones, everything zeroed at creation.
 
+Layers with a sliding window keep a ring instead: row = position mod ring. It holds the window and the widest block or chunk, so that a
+row that is overwritten, rejected tokens included, is one that no later query sees.
+
 A row is live for positions below the cursor. Rows of rejected tokens are not cleared: the mask hides every position that a query may not
 see, and the next block writes over them.
 """
@@ -13,6 +16,7 @@ from ..models.base import KVShape
 
 SPAN = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
 MAX_ROWS = 1 << 16  # rows that one graph may write
+NOWHERE = -float(1 << 30)  # "near" of a ring row that holds no position: as if after every query
 
 
 def padded(n: int) -> int:
@@ -23,26 +27,33 @@ def padded(n: int) -> int:
 class KVCache:
     """One (K, V) tensor pair per attention layer: F16 [size * n_head_kv, rows]. Owns its buffer.
 
+    ``ring`` rows are live in sliding layers, 0 if they keep every position (no window, or a context that is no longer than the ring).
     ``near`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
     """
 
-    def __init__(self, backend: Backend, shapes: list[KVShape], n_ctx: int, trash: int):
+    def __init__(self, backend: Backend, shapes: list[KVShape], n_ctx: int, trash: int, window: int = 0, widest: int = 0):
         self.live = padded(n_ctx)
+        self.ring = padded(window + widest) if window and padded(window + widest) < self.live else 0
         self.trash = trash
-        self._iota = np.arange(MAX_ROWS)
+        self._iota = np.arange(max(MAX_ROWS, self.ring))
         rows = self.live + trash
         params = ffi.new("struct ggml_init_params *", {"mem_size": (2 * len(shapes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True})
         self._ctx = lib.ggml_init(params[0])
         self.near = lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 1, (rows,))
-        self.layers = tuple(
-            tuple(lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F16, 2, (s.size * s.n_head_kv, rows)) for _ in range(2)) for s in shapes
-        )
-        self._buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._ctx, backend.default_buffer_type)
-        if self._buffer == ffi.NULL:
+        self.layers = tuple(self._pair(s, self.ring + trash if s.sliding and self.ring else rows) for s in shapes)
+        self._buffer = self._allocate(backend, n_ctx)
+        self.fill(0)
+
+    def _allocate(self, backend: Backend, n_ctx: int):
+        buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._ctx, backend.default_buffer_type)
+        if buffer == ffi.NULL:
             need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(self._ctx, backend.default_buffer_type)
             lib.ggml_free(self._ctx)
             raise DeviceError(f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {backend.device.name}; use a smaller -c")
-        self.fill(0)
+        return buffer
+
+    def _pair(self, s: KVShape, rows: int) -> tuple:
+        return tuple(lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F16, 2, (s.size * s.n_head_kv, rows)) for _ in range(2))
 
     def fill(self, value: int) -> None:
         """Sets every byte of every row (0 at creation; tests poison with 0xff, which is NaN, and 0x3e)."""
@@ -56,6 +67,19 @@ class KVCache:
         visible = max(0, min(real, self.live - first))
         if visible < count:
             out[visible:] = self.live + self._iota[: count - visible] % self.trash
+
+    def fill_ring(self, first: int, count: int, real: int, out: np.ndarray, near: np.ndarray) -> None:
+        """The ring rows of positions first .. first + count - 1, trash past ``real``; ``near`` as above, for what the ring then holds.
+
+        A row holds the last position of its remainder that is below first + real. Where that one was overwritten by a token that was
+        rejected since, it lies at least ring - widest >= window before the block, and no query of the block sees it.
+        """
+        np.add(self._iota[:count], first, out=out)
+        out %= self.ring
+        out[real:] = self.ring + self._iota[: count - real] % self.trash
+        last = first + real - 1
+        held = last - (last - self._iota[: self.ring]) % self.ring
+        near[:] = np.where(held < 0, NOWHERE, 0.5 - held)
 
     @property
     def nbytes(self) -> int:

@@ -65,11 +65,18 @@ class Graph:
         """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]."""
         return lib.ggml_mul_mat(self.ctx, weight, x)
 
+    def matmul_experts(self, experts, x, chosen):
+        """experts [n_in, n_out, n_expert], x F32 [n_in, 1 or n_used, T], chosen I32 [n_used, T] -> F32 [n_out, n_used, T]."""
+        return lib.ggml_mul_mat_id(self.ctx, experts, x, chosen)
+
     def add(self, a, b):
         return lib.ggml_add(self.ctx, a, b)
 
     def mul(self, a, b):
         return lib.ggml_mul(self.ctx, a, b)
+
+    def div(self, a, b):
+        return lib.ggml_div(self.ctx, a, b)
 
     def scale(self, x, factor: float):
         return lib.ggml_scale(self.ctx, x, factor)
@@ -83,6 +90,28 @@ class Graph:
     def silu(self, x):
         return lib.ggml_silu(self.ctx, x)
 
+    def softplus(self, x):
+        return lib.ggml_softplus(self.ctx, x)
+
+    def tanh(self, x):
+        return lib.ggml_tanh(self.ctx, x)
+
+    def gelu(self, x):
+        """The tanh approximation."""
+        return lib.ggml_gelu(self.ctx, x)
+
+    def geglu(self, gate, up):
+        """gelu(gate) * up, elementwise."""
+        return lib.ggml_geglu_split(self.ctx, gate, up)
+
+    def geglu_halves(self, x):
+        """x F32 [2 n, T] = [gate | up] -> gelu(gate) * up, F32 [n, T]."""
+        return lib.ggml_geglu(self.ctx, x)
+
+    def softmax(self, x):
+        """Over the innermost dimension."""
+        return lib.ggml_soft_max(self.ctx, x)
+
     def swiglu(self, gate, up):
         """silu(gate) * up, elementwise."""
         return lib.ggml_swiglu_split(self.ctx, gate, up)
@@ -90,6 +119,10 @@ class Graph:
     def swiglu_halves(self, x):
         """x F32 [2 n, T] = [gate | up] -> silu(gate) * up, F32 [n, T]."""
         return lib.ggml_swiglu(self.ctx, x)
+
+    def norm(self, x, eps: float):
+        """x / sqrt(mean(x^2) + eps) over the innermost dimension."""
+        return lib.ggml_rms_norm(self.ctx, x, eps)
 
     def rms_norm(self, x, weight, eps: float):
         """x / sqrt(mean(x^2) + eps) * weight over the innermost dimension."""
@@ -109,14 +142,25 @@ class Graph:
     def sum_rows(self, x):
         return lib.ggml_sum_rows(self.ctx, x)
 
+    def top_k(self, x, k: int):
+        """F32 [n, T] -> I32 [k, T], the places of the k largest values, largest first."""
+        return lib.ggml_argsort_top_k(self.ctx, x, k)
+
     def argmax(self, x):
         """F32 [n, T] -> I32 [T]."""
         return lib.ggml_argmax(self.ctx, x)
 
-    def rope_neox(self, x, positions, n_rot: int, base: float, scale: float = 1.0, factors=ffi.NULL, n_ctx_orig: int = 0):
-        """Rotates the first ``n_rot`` values of each head, pairs (i, i + n_rot / 2). x F32 [D, H, T], positions I32 [T]."""
+    def rope(
+        self, x, positions, n_rot: int, neox: bool, base: float, scale: float, factors=None, n_ctx_orig: int = 0, yarn=(0.0, 1.0, 32.0, 1.0)
+    ):
+        """Rotates the first ``n_rot`` values of each head. x F32 [D, H, T], positions I32 [T].
+
+        ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``factors`` F32 [n_rot / 2] divide the frequencies. ``yarn`` is
+        (extrapolation, magnitude, beta_fast, beta_slow).
+        """
+        mode = lib.GGML_ROPE_TYPE_NEOX if neox else lib.GGML_ROPE_TYPE_NORMAL
         return lib.ggml_rope_ext(
-            self.ctx, x, positions, factors, n_rot, lib.GGML_ROPE_TYPE_NEOX, n_ctx_orig, base, scale, 0.0, 1.0, 32.0, 1.0
+            self.ctx, x, positions, factors if factors is not None else ffi.NULL, n_rot, mode, n_ctx_orig, base, scale, *yarn
         )
 
     # -- shapes
@@ -128,6 +172,34 @@ class Graph:
     def columns(self, x, n: int, first: int = 0):
         """The part [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
         return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
+
+    def part_3d(self, x, n: int, first: int):
+        """The part [first, first + n) of the innermost dimension of F32 [m, H, T], as a view."""
+        return lib.ggml_view_3d(self.ctx, x, n, x.ne[1], x.ne[2], x.nb[1], x.nb[2], 4 * first)
+
+    def slice_2d(self, x, i: int):
+        """[n, H, T] -> the i-th of the H, [n, T], as a view."""
+        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[2], x.nb[2], i * x.nb[1])
+
+    def plane(self, x, i: int):
+        """[n, T, L] -> the i-th of the L, [n, T], as a view of a contiguous tensor."""
+        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1], x.nb[1], i * x.nb[2])
+
+    def permute(self, x, *axes: int):
+        """Dimension j moves to axes[j], as a view."""
+        return lib.ggml_permute(self.ctx, x, *axes)
+
+    def shaped(self, x, *shape: int):
+        """A contiguous tensor in another shape of 2 or 3 dimensions."""
+        return (lib.ggml_reshape_2d if len(shape) == 2 else lib.ggml_reshape_3d)(self.ctx, x, *shape)
+
+    def repeat(self, x, *shape: int):
+        """Repeats x to a 3-D shape."""
+        return lib.ggml_repeat_4d(self.ctx, x, *shape, 1)
+
+    def cont(self, x):
+        """A contiguous copy."""
+        return lib.ggml_cont(self.ctx, x)
 
     def whole(self, x):
         """The tensor that ``x`` is a view of, or ``x`` itself."""
@@ -178,6 +250,14 @@ class Graph:
     def plan(self) -> None:
         """Checks that the backend runs every node, plans memory, allocates. Raises EngineError with the node that it cannot run."""
         check(lib.pgs_graph_plan(self.handle, self._err), self._err)
+
+    def measure(self) -> int:
+        """Bytes of the compute buffer that this graph alone would ask for. Nothing is allocated."""
+        sizes = ffi.new("size_t[1]")
+        galloc = lib.ggml_gallocr_new(self.role.backend.default_buffer_type)
+        lib.ggml_gallocr_reserve_n_size(galloc, self.gf, ffi.NULL, ffi.NULL, sizes)
+        lib.ggml_gallocr_free(galloc)
+        return sizes[0]
 
     @property
     def stale(self) -> bool:

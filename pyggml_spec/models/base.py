@@ -29,10 +29,11 @@ class DeltaShape:
 
 @dataclass(frozen=True)
 class KVShape:
-    """K/V rows of one attention layer: ``n_head_kv`` heads of ``size`` values each."""
+    """K/V rows of one attention layer: ``n_head_kv`` heads of ``size`` values each; ``sliding`` layers see the target's window only."""
 
     n_head_kv: int
     size: int
+    sliding: bool = False
 
 
 class DeltaLayers(Protocol):
@@ -40,6 +41,15 @@ class DeltaLayers(Protocol):
 
     def layer(self, g: Graph, index: int, proj, beta, alpha, conv_w, dt, a, eps: float):
         """One delta-net layer over the graph's rows; returns F32 [S, H_v, T]."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the layers of one kind write and see: ``kv_rows``, ``mask`` and ``span`` as in ``Rows``."""
+
+    kv_rows: object
+    mask: object
+    span: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Rows:
         kv_rows: I64 [T] cache rows that K and V are written to.
         mask: F16 [span, T], 0 where visible and -inf elsewhere.
         span: cache rows that attention reads.
+        sliding: rows, mask and span of the layers with a sliding window; None for models without one.
         kv: one (K, V) pair of cache tensors per attention layer, in layer order.
         delta: the recurrent state, or None for models without one.
     """
@@ -61,6 +72,7 @@ class Rows:
     kv_rows: object
     mask: object
     span: int
+    sliding: Seen | None
     kv: tuple
     delta: DeltaLayers | None
 
@@ -73,6 +85,8 @@ class Target(Protocol):
     n_layer: int
     n_vocab: int
     context_length: int
+    window: int  # positions that the sliding layers see, 0 for none
+    embedding_scale: float  # what the target multiplies ``embed`` with; a drafter that borrows the embedding does too
 
     def specs(self) -> list[Spec]: ...
     def groups(self) -> dict[str, tuple[str, ...]]: ...

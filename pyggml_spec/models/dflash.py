@@ -13,7 +13,9 @@ from ..errors import ModelError, PairError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape
-from .blocks import Rope, attend, epsilon, kv_heads, positive, project, swiglu_ffn
+from .blocks import attend, project, swiglu_ffn
+from .hparams import epsilon, kv_heads, positive
+from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
 F16_MAX = 65504.0
@@ -83,7 +85,7 @@ class Hparams:
             file.get("tokenizer.ggml.mask_token_id", int),
             tuple(int(v) for v in layers),
             file.get(f"{arch}.attention.scale", float, 0.0) or head_size**-0.5,
-            file.get(f"{arch}.embedding_scale", float, 0.0) or 1.0,
+            file.get(f"{arch}.embedding_scale", float, 0.0),
             cls._windows(file, arch, n_layer),
         )
 
@@ -189,9 +191,12 @@ class DFlash:
     def denoise(self, g: Graph, rows: BlockRows, target):
         """The block's hidden states before the head, F32 [n_embd, B]."""
         hp, w = self.hp, self.weights
-        x = g.rows(w["token_embd.weight"], rows.tokens) if "token_embd.weight" in w else target.embed(g, rows.tokens)
-        if hp.embedding_scale != 1.0:
-            x = g.scale(x, hp.embedding_scale)
+        own = "token_embd.weight" in w
+        x = g.rows(w["token_embd.weight"], rows.tokens) if own else target.embed(g, rows.tokens)
+        # once, and never by nobody: a drafter without the key was trained on the target's embedding as the target scales it
+        scale = hp.embedding_scale or (1.0 if own else target.embedding_scale)
+        if scale != 1.0:
+            x = g.scale(x, scale)
         for i in range(hp.n_layer):
             h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
             q = g.heads(g.matmul(w[f"blk.{i}.attn_q.weight"], h), hp.head_size, hp.n_head)

@@ -11,8 +11,10 @@ from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import DeltaShape, KVShape, Rows
-from .blocks import Rope, attend, epsilon, kv_heads, positive, project, swiglu_ffn
-from .weights import MATMUL, ROWS, VECTOR, Spec
+from .blocks import attend, project, swiglu_ffn
+from .hparams import ends, epsilon, kv_heads, positive, vocabulary
+from .rope import Rope
+from .weights import VECTOR, Spec
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,6 @@ class Hparams:
 
     n_layer: int
     n_embd: int
-    n_ff: int
     n_head: int
     n_head_kv: int
     head_size: int
@@ -58,7 +59,6 @@ class Hparams:
         return cls(
             n_layer,
             n_embd,
-            positive(file, f"{arch}.feed_forward_length"),
             n_head,
             kv_heads(file, arch, n_head),
             head_size,
@@ -74,24 +74,24 @@ class Qwen35:
     """The qwen35 target. ``weights`` has to be set before ``forward``."""
 
     arch = "qwen35"
+    window = 0
+    embedding_scale = 1.0
 
     def __init__(self, file: GGUFFile):
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
-        embedding = file.tensors.get("token_embd.weight")
-        self.n_vocab = embedding.shape[-1] if embedding else 0
+        self.n_vocab = vocabulary(file)
         self.weights = None
+        self._read_ffn(file)
+
+    def _read_ffn(self, file: GGUFFile) -> None:
+        self.n_ff = positive(file, f"{self.arch}.feed_forward_length")
 
     # -- what it reads
 
     def specs(self) -> list[Spec]:
         hp, n = self.hp, self.n_embd
-        head = "output.weight" if "output.weight" in self.file.tensors else "token_embd.weight"
-        out = [
-            Spec("token_embd.weight", (n, self.n_vocab), ROWS),
-            Spec("output_norm.weight", (n,), VECTOR),
-            Spec("output.weight", (n, self.n_vocab), MATMUL, head),
-        ]
+        out = ends(self.file, n, self.n_vocab)
         for i in range(hp.n_layer):
             out += self._recurrent_specs(i) if hp.recurrent[i] else self._attention_specs(i)
             out += [Spec(f"blk.{i}.{name}.weight", (n,), VECTOR) for name in ("attn_norm", "post_attention_norm")]
@@ -126,16 +126,19 @@ class Qwen35:
         ]
 
     def _ffn_specs(self, i: int) -> list[Spec]:
-        n, n_ff = self.n_embd, self.hp.n_ff
+        n, n_ff = self.n_embd, self.n_ff
         shapes = {"ffn_gate": (n, n_ff), "ffn_up": (n, n_ff), "ffn_down": (n_ff, n)}
         return [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
+
+    def _ffn_members(self) -> tuple[str, ...]:
+        return ("ffn_gate", "ffn_up")
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         out = {}
         for i in range(self.n_layer):
             mixer = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha") if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
             out[f"blk.{i}.mixer"] = tuple(f"blk.{i}.{name}.weight" for name in mixer)
-            out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in ("ffn_gate", "ffn_up"))
+            out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in self._ffn_members())
         return out
 
     def fused_alike(self) -> list[tuple[str, ...]]:

@@ -3,9 +3,14 @@
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from .dflash import DFlash
+from .gemma4 import Gemma4
+from .laguna import Laguna
+from .llama import Llama
+from .qwen3 import Qwen3
 from .qwen35 import Qwen35
+from .qwen35moe import Qwen35MoE
 
-TARGETS = {cls.arch: cls for cls in (Qwen35,)}
+TARGETS = {cls.arch: cls for cls in (Gemma4, Laguna, Llama, Qwen3, Qwen35, Qwen35MoE)}
 DRAFTERS = {cls.arch: cls for cls in (DFlash,)}
 
 

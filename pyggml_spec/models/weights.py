@@ -14,7 +14,7 @@ from ..ggml.device import Backend
 from ..ggml.library import check, ffi, lib, new_err, text
 from ..gguf_io import GGUFFile, TensorInfo
 
-MATMUL, ROWS, VECTOR = "matmul", "rows", "vector"
+MATMUL, EXPERTS, ROWS, VECTOR = "matmul", "experts", "rows", "vector"
 NOT_WEIGHTS = {"q8_1", "q8_K", "i8", "i16", "i32", "i64", "f64"}  # ggml has no product of these, and ends the process on one
 
 
@@ -25,7 +25,7 @@ class Spec:
     Attributes:
         name: the name in the GGUF.
         shape: ggml order, innermost first.
-        use: MATMUL (weight of a matmul), ROWS (looked up by row), VECTOR (elementwise; F32 only).
+        use: MATMUL (weight of a matmul), EXPERTS (3-D weight of a routed one), ROWS (looked up by row), VECTOR (elementwise; F32 only).
         source: name in the file when it differs (a head tied to the embedding).
     """
 
@@ -110,13 +110,16 @@ class Weights:
 
     def _choose_buffer(self, ggml_type: int, shape: tuple[int, ...], use: str) -> int:
         """Index into the buffer types of the first one that can run the tensor's operation."""
-        if use != MATMUL:
+        if use not in (MATMUL, EXPERTS):
             return len(self._bufts) - 1
         for i, buft in enumerate(self._bufts):
             probe = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 8 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
             weight = lib.ggml_new_tensor(probe, ggml_type, len(shape), shape)
-            x = lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 2, (shape[0], 512))
-            node = lib.ggml_mul_mat(probe, weight, x)
+            if use == MATMUL:
+                node = lib.ggml_mul_mat(probe, weight, lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 2, (shape[0], 512)))
+            else:
+                x = lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 3, (shape[0], 1, 512))
+                node = lib.ggml_mul_mat_id(probe, weight, x, lib.ggml_new_tensor(probe, lib.GGML_TYPE_I32, 2, (1, 512)))
             weight.buffer = lib.ggml_backend_buft_alloc_buffer(buft, 0)
             fits = self.backend.supports(node)
             lib.ggml_backend_buffer_free(weight.buffer)

@@ -11,7 +11,6 @@ from pathlib import Path
 from ..ggml.library import versions
 from .engine import Engine
 
-WIDTHS = (2, 4, 8, 16)
 WARMUP = 3  # ggml-cuda captures on the second identical call and replays from the third on
 MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
 START = [0] * 8  # tokens that the measured steps follow
@@ -38,11 +37,6 @@ def step_costs(engine: Engine, widths: tuple[int, ...]) -> dict[int, float]:
         costs[width] = 1000 * statistics.median(runs[WARMUP:] or runs)
     engine.reset()
     return costs
-
-
-def candidate_widths(block_size: int) -> tuple[int, ...]:
-    """The widths that are measured for a drafter of this block size."""
-    return tuple(sorted({*(w for w in WIDTHS if w < block_size), block_size}))
 
 
 def cache_folder() -> Path:

@@ -20,6 +20,7 @@ from ..ggml.step_io import StepIO, StepTimes
 from .graphs import Step, StepGraphs
 
 TRASH_ROWS = 16
+WIDTHS = (2, 4, 8, 16)
 CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
 
 
@@ -34,6 +35,11 @@ class EngineOptions:
     n_ctx: int = 4096
     width: int = 16
     chunk: int = 512
+
+
+def candidate_widths(block_size: int) -> tuple[int, ...]:
+    """The block widths that are planned for at load, and that width control chooses from."""
+    return tuple(sorted({*(w for w in WIDTHS if w < block_size), block_size}))
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,8 @@ class Engine:
 
     def _allocate(self) -> None:
         opt = self.options
-        self.kv = self._own(self.kv_class(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS))
+        widest = max(opt.chunk, opt.width)
+        self.kv = self._own(self.kv_class(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS, self.target.window, widest))
         self.draft_kv = self.ring = None
         if self.drafter is not None:
             n_features = self.target.n_embd * len(self.drafter.hp.target_layers)
@@ -101,12 +108,12 @@ class Engine:
         self.delta = None
         if shape is not None:
             self.delta = self._recurrent_state(shape)
-        widest = max(opt.chunk, opt.width)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 8192))
-        widest_rows = {"prefill": opt.chunk, "logits": opt.chunk, "plain": 1, "verify": opt.width, "fused": opt.width}
+        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 4 * self.kv.ring + 8192))
+        blocks, chunks = candidate_widths(opt.width), tuple(sorted({*(c for c in CHUNKS if c < opt.chunk), opt.chunk}))
+        widths = {"prefill": chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks, "fused": blocks}
         self.graphs = self._own(
-            self.graphs_class(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, self.ring, widest_rows)
+            self.graphs_class(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, self.ring, widths)
         )
 
     def _recurrent_state(self, shape) -> DeltaState:
@@ -331,6 +338,11 @@ class Engine:
         n, host = self.cursor.committed, step.host
         np.add(self._iota[:width], n, out=host["positions"])
         host["q_last"][:] = host["positions"]
+        if self.target.window:
+            host["q_first"][:] = host["positions"]
+            host["q_first"] -= self.target.window - 1
+        if self.kv.ring:
+            self.kv.fill_ring(n, width, real, host["sliding_rows"], host["sliding_near"])
         self.kv.rows_for(n, width, real, step.host["kv_rows"])
 
     def _check_target(self, step: Step) -> None:

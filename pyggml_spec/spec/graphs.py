@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cache.features import FeatureRing
-from ..cache.kv import KVCache
+from ..cache.kv import SPAN, KVCache
 from ..cache.recurrent import DeltaRows, DeltaState
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role, RoleCounters
 from ..ggml.step_io import StepFields, StepIO
-from ..models.base import Rows
+from ..models.base import Rows, Seen
 from ..models.dflash import BlockRows
 
 KEEP_SPANS = 12  # graphs kept per (role, width) besides the widest span; about 2 MB of host memory each
@@ -62,9 +62,9 @@ class StepGraphs:
         draft_kv: KVCache | None,
         delta: DeltaState | None,
         ring: FeatureRing | None,
-        widest: dict[str, int],
+        widths: dict[str, tuple[int, ...]],
     ):
-        self.backend, self.io, self._widest = backend, io, widest
+        self.backend, self.io, self._widths = backend, io, widths
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta, self.ring = kv, draft_kv, delta, ring
         self.roles: dict[str, Role] = {}
@@ -89,39 +89,55 @@ class StepGraphs:
             raise EngineError("the session is closed: load the model again")
         key = (role, width, span, *more, self.drafting)
         step = self._steps.get(key)
-        if step is not None and not step.graph.stale:
+        if step is not None and not self._stale(step):
             return step
         if step is not None:
             step.graph.close()
             del self._steps[key]
-        if role not in self.roles and role in self._widest:
+        if role not in self.roles and role in self._widths:
             self._reserve(role)
             step = self._steps.get(key)
             if step is not None:
                 return step
         self._make_room(role, width)
-        self._steps[key] = self._build(role, width, span, *more)
-        return self._steps[key]
+        step = self._make(role, width, span, *more)
+        self._plan(step)
+        self._steps[key] = step
+        return step
 
     def _reserve(self, role: str) -> None:
-        """Plans the role's largest graph first, so that no later one makes its buffer grow."""
-        width, drafting = self._widest[role], self.drafting
-        self.drafting = self.drafter is not None
-        self._steps[role, width, self.kv.live, self.drafting] = self._build(role, width, self.kv.live)
+        """Plans the role's graphs at the smallest and the largest span, the one with the largest buffer first, so that no later one makes it
+        grow. Which graph needs most is not a matter of its size alone: the allocator packs 16 rows over 256 worse than over 1,536.
+        """
+        drafting, self.drafting = self.drafting, self.drafter is not None
+        spans = {min(SPAN, self.kv.live), self.kv.live}
+        made = {(width, span): self._make(role, width, span) for width in self._widths[role] for span in spans}
+        for width, span in sorted(made, key=lambda key: -made[key].graph.measure()):
+            self._plan(made[width, span])
+            self._steps[role, width, span, self.drafting] = made[width, span]
         self.drafting = drafting
 
-    def _build(self, role: str, width: int, span: int, *more) -> Step:
+    def _make(self, role: str, width: int, span: int, *more) -> Step:
         if role not in self.roles:
             self.roles[role] = Role(self.backend, role)
         graph = Graph(self.roles[role])
         try:
             fields = StepFields(self.io, graph)
             extra = self._builders[role](graph, fields, width, span, *more) or {}
-            graph.plan()
         except BaseException:
             graph.close()
             raise
         return Step(graph, fields, extra)
+
+    def _plan(self, step: Step) -> None:
+        try:
+            step.graph.plan()
+        except BaseException:
+            step.graph.close()
+            raise
+
+    def _stale(self, step: Step) -> bool:
+        return step.graph.stale
 
     def _make_room(self, role: str, width: int) -> None:
         family = [key for key in self._steps if key[:2] == (role, width)]
@@ -153,7 +169,17 @@ class StepGraphs:
         positions = f.input("positions", "i32", width)
         kv_rows = f.input("kv_rows", "i64", width)
         q_last = f.input("q_last", "f32", 1, width)
-        return {"positions": positions, "kv_rows": kv_rows, "mask": g.span_mask(self.kv.near, q_last, None, span), "span": span}
+        mask = g.span_mask(self.kv.near, q_last, None, span)
+        sliding = self._sliding(g, f, kv_rows, q_last, width, span) if self.target.window else None
+        return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "span": span, "sliding": sliding}
+
+    def _sliding(self, g: Graph, f: StepFields, kv_rows, q_last, width: int, span: int) -> Seen:
+        """What sliding layers write and see: a ring of rows, or all rows where the context is no longer than one."""
+        q_first = f.input("q_first", "f32", 1, width)
+        if not self.kv.ring:
+            return Seen(kv_rows, g.span_mask(self.kv.near, q_last, q_first, span), span)
+        rows, near = f.input("sliding_rows", "i64", width), f.input("sliding_near", "f32", self.kv.ring)
+        return Seen(rows, g.span_mask(near, q_last, q_first, self.kv.ring), self.kv.ring)
 
     def _begin_block(self, g: Graph, f: StepFields, width: int, replay: bool) -> None:
         if self.delta is None:

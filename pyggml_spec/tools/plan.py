@@ -13,9 +13,7 @@ from ..cache.kv import SPAN, KVCache, padded
 from ..cache.recurrent import DeltaState
 from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, pick_device
-from ..ggml.graph import Graph, Role
 from ..ggml.library import ffi, lib, text
-from ..ggml.step_io import StepFields
 from ..gguf_io import GGUFFile
 from ..models.registry import open_drafter, open_target
 from ..models.weights import Weights
@@ -72,54 +70,33 @@ class PlannedWeights(Weights):
 class PlannedKV(KVCache):
     """K/V rows without memory."""
 
-    def __init__(self, backend: Backend, shapes, n_ctx: int, trash: int):
-        self.live, self.trash = padded(n_ctx), trash
-        rows = self.live + trash
-        params = ffi.new("struct ggml_init_params *", {"mem_size": (2 * len(shapes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True})
-        self._ctx = lib.ggml_init(params[0])
-        self.near = lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 1, (rows,))
-        self.layers = tuple(
-            tuple(lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F16, 2, (s.size * s.n_head_kv, rows)) for _ in range(2)) for s in shapes
-        )
-        pretence = _Pretence(self._ctx, [self.near, *(t for pair in self.layers for t in pair)], backend.default_buffer_type)
-        self._buffer, self._planned = pretence.buffer, pretence.nbytes
+    def _allocate(self, backend: Backend, n_ctx: int):
+        tensors = [self.near, *(t for pair in self.layers for t in pair)]
+        pretence = _Pretence(self._ctx, tensors, backend.default_buffer_type)
+        self._planned = pretence.nbytes
+        return pretence.buffer
+
+    def fill(self, value: int) -> None:
+        """There is nothing to fill."""
 
     @property
     def nbytes(self) -> int:
         return self._planned
 
 
-class _PlannedGraph(Graph):
-    stale = False
-
-    def planned_bytes(self) -> int:
-        """The compute buffer that this graph asks for."""
-        sizes = ffi.new("size_t[1]")
-        galloc = lib.ggml_gallocr_new(self.role.backend.default_buffer_type)
-        lib.ggml_gallocr_reserve_n_size(galloc, self.gf, ffi.NULL, ffi.NULL, sizes)
-        lib.ggml_gallocr_free(galloc)
-        return sizes[0]
-
-
 class PlannedGraphs(StepGraphs):
-    """Graphs that are built, and whose buffers are only sized: one per role, as large as its largest graph."""
+    """Graphs that are built, and whose buffers are only sized: one per role, as large as the graph that asks for most."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.bytes_by_role: dict[str, int] = {}
 
-    def _build(self, role: str, width: int, span: int, *more) -> Step:
-        if role not in self.roles:
-            self.roles[role] = Role(self.backend, role)
-        graph = _PlannedGraph(self.roles[role])
-        try:
-            fields = StepFields(self.io, graph)
-            extra = self._builders[role](graph, fields, width, span, *more) or {}
-            self.bytes_by_role[role] = max(self.bytes_by_role.get(role, 0), graph.planned_bytes())
-        except BaseException:
-            graph.close()
-            raise
-        return Step(graph, fields, extra)
+    def _plan(self, step: Step) -> None:
+        role = step.graph.role.name
+        self.bytes_by_role[role] = max(self.bytes_by_role.get(role, 0), step.graph.measure())
+
+    def _stale(self, step: Step) -> bool:
+        return False
 
     @property
     def compute_bytes(self) -> int:

@@ -3,6 +3,7 @@
 Norms, gates, biases and decays are random too: constant ones hide wrong formulae.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from .quants import quantise, type_id
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a random qwen35 target and of the dflash drafter that fits it."""
+    """Sizes of a random target and of the dflash drafter that fits it; each architecture takes the fields that it has."""
 
     n_layer: int = 4
     n_embd: int = 256
@@ -38,9 +39,15 @@ class Shape:
     target_layers: tuple[int, ...] = (1, 2, 3)
     window: int = 0
     rope_base: float = 1e6
+    n_expert: int = 8
+    n_used: int = 3
+    n_ff_expert: int = 256
+    n_ff_shared: int = 256
+    target_window: int = 24
+    embedding_scale: float = 0.0
 
 
-class _Writer:
+class Writer:
     """GGUF writer that quantises what can be quantised and leaves vectors in F32."""
 
     def __init__(self, path: Path, arch: str, quant: str, seed: int):
@@ -50,14 +57,23 @@ class _Writer:
         self._blocks: dict[tuple, np.ndarray] = {}
 
     def matrix(self, name: str, n_in: int, n_out: int, gain: float = 1.0, kind: int | None = None) -> None:
+        whole, kind = self._values(n_in, n_out, gain, kind)
+        self.out.add_tensor(name, whole, raw_dtype=None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind))
+
+    def experts(self, name: str, n_in: int, n_out: int, count: int, kind: int | None = None) -> None:
+        """``count`` matrices as one 3-D tensor."""
+        whole, kind = self._values(n_in, n_out * count, 1.0, kind)
+        whole = whole.reshape(count, n_out, whole.shape[-1])
+        self.out.add_tensor(name, whole, raw_dtype=None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind))
+
+    def _values(self, n_in: int, n_out: int, gain: float, kind: int | None) -> tuple[np.ndarray, int]:
         kind = self.kind if kind is None else kind
         if n_in % lib.ggml_blck_size(kind):
             kind = type_id("q8_0") if n_in % 32 == 0 else type_id("f16")
         rows = min(n_out, max(64, (1 << 20) // n_in))
         # fresh numbers for small matrices; large ones are turned copies of one block per width: quantising 27 billion takes an hour
         block = self._block(n_in, rows, gain, kind) if rows == n_out else np.roll(self._large(n_in, rows, gain, kind), self.rng.integers(rows), 0)
-        whole = np.tile(block, ((n_out + rows - 1) // rows, 1))[:n_out]
-        self.out.add_tensor(name, whole, raw_dtype=None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind))
+        return np.tile(block, ((n_out + rows - 1) // rows, 1))[:n_out], kind
 
     def _block(self, n_in: int, rows: int, gain: float, kind: int) -> np.ndarray:
         values = self.rng.standard_normal((rows, n_in), np.float32) * (gain / n_in**0.5)
@@ -71,6 +87,35 @@ class _Writer:
 
     def vector(self, name: str, n: int, low: float, high: float) -> None:
         self.out.add_tensor(name, self.rng.uniform(low, high, n).astype(np.float32))
+
+    def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None) -> None:
+        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ."""
+        out = self.out
+        out.add_block_count(s.n_layer)
+        out.add_context_length(s.n_ctx)
+        out.add_embedding_length(s.n_embd)
+        out.add_feed_forward_length(s.n_ff)
+        out.add_head_count(heads or s.n_head)
+        out.add_head_count_kv(heads_kv or s.n_head_kv)
+        out.add_key_length(s.head_size)
+        out.add_value_length(s.head_size)
+        out.add_layer_norm_rms_eps(1e-6)
+
+    def ends(self, s: Shape) -> None:
+        """Tokenizer, embedding, head and last norm."""
+        self.tokenizer(s.n_vocab)
+        self.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=s.n_embd**0.5)
+        self.matrix("output.weight", s.n_embd, s.n_vocab)
+        self.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
+
+    def matrices(self, prefix: str, shapes: dict[str, tuple[int, int]], kinds: dict[str, int] | None = None) -> None:
+        """``prefix``name.weight of (n_in, n_out) each; ``kinds`` gives some of them another type."""
+        for name, (n_in, n_out) in shapes.items():
+            self.matrix(f"{prefix}{name}.weight", n_in, n_out, kind=(kinds or {}).get(name))
+
+    def norms(self, prefix: str, sizes: dict[str, int]) -> None:
+        for name, n in sizes.items():
+            self.vector(f"{prefix}{name}.weight", n, 0.5, 1.5)
 
     def tokenizer(self, n_vocab: int) -> None:
         """A byte-level BPE with one merge: 256 bytes, two spaces, filler tokens, and an end token and a mask token at the end."""
@@ -107,18 +152,21 @@ def _byte_table() -> dict[int, str]:
 
 def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False) -> Path:
     """Writes a random qwen35 target. ``mixed`` gives attn_v and ffn_down another type, as real k-quant files do."""
-    s, path = shape, Path(path)
-    w = _Writer(path, "qwen35", quant, seed)
-    out, a = w.out, "qwen35"
-    out.add_block_count(s.n_layer)
-    out.add_context_length(s.n_ctx)
-    out.add_embedding_length(s.n_embd)
-    out.add_feed_forward_length(s.n_ff)
-    out.add_head_count(s.n_head)
-    out.add_head_count_kv(s.n_head_kv)
-    out.add_key_length(s.head_size)
-    out.add_value_length(s.head_size)
-    out.add_layer_norm_rms_eps(1e-6)
+
+    def ffn(w: Writer, prefix: str, other: int | None) -> None:
+        w.matrix(prefix + "ffn_gate.weight", shape.n_embd, shape.n_ff)
+        w.matrix(prefix + "ffn_up.weight", shape.n_embd, shape.n_ff)
+        w.matrix(prefix + "ffn_down.weight", shape.n_ff, shape.n_embd, kind=other)
+
+    return write_hybrid(path, "qwen35", shape, quant, seed, mixed, ffn)
+
+
+def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixed: bool, ffn: Callable) -> Path:
+    """Writes a random target with delta-net layers; ``ffn(writer, prefix, other type)`` writes the FFN tensors of a layer."""
+    path = Path(path)
+    w = Writer(path, a, quant, seed)
+    out = w.out
+    w.sizes(s)
     out.add_rope_dimension_count(s.n_rot)
     out.add_rope_freq_base(s.rope_base)
     out.add_rope_dimension_sections([(s.n_rot // 2 + 2 - axis) // 3 for axis in range(3)] + [0])
@@ -128,10 +176,7 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
     out.add_uint32(f"{a}.ssm.time_step_rank", s.delta_v)
     out.add_uint32(f"{a}.ssm.group_count", s.delta_k)
     out.add_uint32(f"{a}.full_attention_interval", s.every)
-    w.tokenizer(s.n_vocab)
-    w.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=s.n_embd**0.5)
-    w.matrix("output.weight", s.n_embd, s.n_vocab)
-    w.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
+    w.ends(s)
     other = type_id("q6_K") if mixed else None
     channels, inner = s.delta_head * (2 * s.delta_k + s.delta_v), s.delta_head * s.delta_v
     for i in range(s.n_layer):
@@ -155,9 +200,7 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
             w.matrix(b + "attn_output.weight", s.n_head * s.head_size, s.n_embd)
             w.vector(b + "attn_q_norm.weight", s.head_size, 0.5, 1.5)
             w.vector(b + "attn_k_norm.weight", s.head_size, 0.5, 1.5)
-        w.matrix(b + "ffn_gate.weight", s.n_embd, s.n_ff)
-        w.matrix(b + "ffn_up.weight", s.n_embd, s.n_ff)
-        w.matrix(b + "ffn_down.weight", s.n_ff, s.n_embd, kind=other)
+        ffn(w, b, other)
     w.close()
     return path
 
@@ -165,7 +208,7 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
 def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2) -> Path:
     """Writes a random dflash drafter for ``write_qwen35`` of the same shape; embedding and head are the target's."""
     s, path = shape, Path(path)
-    w = _Writer(path, "dflash", quant, seed)
+    w = Writer(path, "dflash", quant, seed)
     out = w.out
     out.add_block_count(s.draft_layers)
     out.add_context_length(s.n_ctx)
@@ -180,6 +223,8 @@ def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
     out.add_rope_dimension_count(s.draft_head_size)
     out.add_rope_dimension_sections([s.draft_head_size // 2, 0, 0, 0])
     out.add_causal_attention(False)
+    if s.embedding_scale:
+        out.add_float32("dflash.embedding_scale", s.embedding_scale)
     out.add_uint32("dflash.block_size", 16)
     out.add_array("dflash.target_layers", list(s.target_layers))
     if s.window:

@@ -10,7 +10,7 @@ from pyggml_spec.spec.loop import count_matched
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 
-def _assert_blocks_equal(session, target, draft, prompt, blocks):
+def assert_blocks_equal(session, target, draft, prompt, blocks):
     """Runs both engines in step; returns how many drafts were accepted in all."""
     engine, hp = session.engine, session.drafter.hp
     oracle = LlamaDFlash(target, draft, hp.target_layers, hp.mask_token, n_ctx=session.engine.options.n_ctx, block=hp.block_size)
@@ -37,11 +37,11 @@ def test_random_pair(tmp_path, quant, window, prompt):
     target, draft = write_qwen35(tmp_path / "t.gguf", shape, quant), write_dflash(tmp_path / "d.gguf", shape, quant)
     ids = np.random.default_rng(3).integers(0, 256, prompt).tolist()
     with ps.load(target, draft, device="CPU", threads=2, n_ctx=1024) as session:
-        _assert_blocks_equal(session, target, draft, ids, 20)
+        assert_blocks_equal(session, target, draft, ids, 20)
 
 
 def test_embedded_pair_over_60_blocks_with_partial_acceptance():
     with ps.load(device="CPU", threads=2, n_ctx=1024) as session:
         prompt = session.tokenizer.encode("class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n")
-        accepted = _assert_blocks_equal(session, DEMO_TARGET, DEMO_DRAFTER, prompt, 60)
+        accepted = assert_blocks_equal(session, DEMO_TARGET, DEMO_DRAFTER, prompt, 60)
     assert 60 < accepted < 15 * 60  # some accepted and some rejected, or the comparison shows little

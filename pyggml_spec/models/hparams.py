@@ -1,0 +1,118 @@
+"""Reading hyper-parameters and tensor lists, every value checked: ggml ends the process on a bad shape."""
+
+from collections.abc import Container
+
+import numpy as np
+
+from ..errors import ModelError
+from ..gguf_io import GGUFFile
+from .weights import MATMUL, ROWS, VECTOR, Spec
+
+
+def positive(file: GGUFFile, key: str, default: int | None = None, limit: int = 1 << 24) -> int:
+    """An integer hyper-parameter in [1, limit].
+
+    Raises:
+        ModelError: out of range (a damaged file would otherwise ask for absurd shapes).
+    """
+    value = file.get(key, int, default)
+    if not 0 < value <= limit:
+        raise ModelError(f"{file.path}: {key} is {value}, but it has to be between 1 and {limit}")
+    return value
+
+
+def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None, limit: int = 1 << 24) -> tuple[int, ...]:
+    """An integer hyper-parameter in [1, limit] of each layer: one number for all, or a list.
+
+    Raises:
+        ModelError: out of range, or a list that is too short.
+    """
+    if not isinstance(file.metadata.get(key), np.ndarray):
+        return (positive(file, key, default, limit),) * n_layer
+    values = [int(v) for v in file.array(key, "iu")[:n_layer]]
+    bad = [v for v in values if not 0 < v <= limit]
+    if bad or len(values) < n_layer:
+        raise ModelError(f"{file.path}: {key} is {values}, but it has to be {n_layer} numbers between 1 and {limit}")
+    return tuple(values)
+
+
+def layer_heads(file: GGUFFile, arch: str, n_layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query heads and K/V heads of each layer.
+
+    Raises:
+        ModelError: a layer whose query heads cannot share its K/V heads evenly.
+    """
+    heads = per_layer(file, f"{arch}.attention.head_count", n_layer)
+    heads_kv = per_layer(file, f"{arch}.attention.head_count_kv", n_layer, heads[0])
+    for i, (n, kv) in enumerate(zip(heads, heads_kv, strict=True)):
+        if n % kv:
+            raise ModelError(f"{file.path}: the {n} query heads of layer {i} cannot share {kv} K/V heads (attention.head_count_kv)")
+    return heads, heads_kv
+
+
+def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4) -> tuple[int, tuple[bool, ...]]:
+    """The sliding window, 0 for none, and which layers have it: a list, or the first of every ``period`` layers sees everything.
+
+    Raises:
+        ModelError: a window out of range, or a pattern that is too short.
+    """
+    window, key = file.get(f"{arch}.attention.sliding_window", int, 0), f"{arch}.attention.sliding_window_pattern"
+    if not 0 <= window < 1 << 31:
+        raise ModelError(f"{file.path}: attention.sliding_window is {window}, but it has to be between 0 and {(1 << 31) - 1}")
+    if not window:
+        return 0, (False,) * n_layer
+    if not isinstance(file.metadata.get(key), np.ndarray):
+        period = positive(file, key, period)
+        return window, tuple(i % period != 0 for i in range(n_layer))
+    pattern = tuple(bool(v) for v in file.array(key)[:n_layer])
+    if len(pattern) < n_layer:
+        raise ModelError(f"{file.path}: attention.sliding_window_pattern names {len(pattern)} of {n_layer} layers")
+    return window, pattern
+
+
+def epsilon(file: GGUFFile, arch: str) -> float:
+    """What the RMS norms add to the mean square; ggml asserts that it is not negative."""
+    eps = file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)
+    if eps < 0:
+        raise ModelError(f"{file.path}: attention.layer_norm_rms_epsilon is {eps}, but it cannot be negative")
+    return eps
+
+
+def kv_heads(file: GGUFFile, arch: str, n_head: int) -> int:
+    """K/V heads, each of which serves the same number of query heads."""
+    n = positive(file, f"{arch}.attention.head_count_kv", n_head)
+    if n_head % n:
+        raise ModelError(f"{file.path}: {n_head} query heads cannot share {n} K/V heads")
+    return n
+
+
+def vocabulary(file: GGUFFile) -> int:
+    """Tokens of the embedding; 0 if the file has none, which its specs then name."""
+    embedding = file.tensors.get("token_embd.weight")
+    return embedding.shape[-1] if embedding else 0
+
+
+def ends(file: GGUFFile, n_embd: int, n_vocab: int) -> list[Spec]:
+    """Embedding, last norm and head; the head is the embedding where the file has none."""
+    head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    return [
+        Spec("token_embd.weight", (n_embd, n_vocab), ROWS),
+        Spec("output_norm.weight", (n_embd,), VECTOR),
+        Spec("output.weight", (n_embd, n_vocab), MATMUL, head),
+    ]
+
+
+def nothing_unread(file: GGUFFile, arch: str, specs: list[Spec], n_layer: int, idle: Container[str] = ()) -> list[Spec]:
+    """``specs``, if they are all that the file's layers consist of.
+
+    A bias or a scale that nobody reads would give wrong text without a word; llama.cpp too refuses a file with tensors left over.
+
+    Raises:
+        ModelError: a tensor of one of the ``n_layer`` layers, or of none, that is not among the specs and not ``idle``.
+    """
+    read = {spec.source or spec.name for spec in specs}
+    for name in file.tensors:
+        layer = name.split(".")[1] if name.startswith("blk.") else ""
+        if name not in read and name not in idle and not (layer.isdecimal() and int(layer) >= n_layer):
+            raise ModelError(f"{file.path} has the tensor {name!r}, which {arch} models here do not use; the result would be wrong")
+    return specs

@@ -1,0 +1,118 @@
+"""Routed experts: every token goes through the few of many small FFNs that a router picks.
+
+    p = softmax(W_r x) or sigmoid(W_r x);  chosen = the n_used largest of p (+ bias);  w = p[chosen], divided by its sum, times a scale
+    result = sum over chosen of w * FFN_e(x)
+The order of the nodes is that of llama.cpp's build_moe_ffn: ggml-cuda fuses the router by pattern, and bit-equality depends on the order of
+the additions. Expert matrices are 3-D: [n_in, n_out, n_expert].
+"""
+
+from dataclasses import dataclass
+
+from ..errors import ModelError
+from ..gguf_io import GGUFFile
+from ..ggml.graph import Graph
+from .hparams import per_layer, positive
+from .weights import EXPERTS, MATMUL, VECTOR, Spec, Weights
+
+SOFTMAX, SIGMOID = 1, 2  # values of `expert_gating_func`
+SMALLEST_SUM = 6.103515625e-5  # smallest normal F16 number, what llama.cpp clamps the sum of the weights to
+
+
+@dataclass(frozen=True)
+class Experts:
+    """``n_used`` of ``n_expert`` FFNs with ``n_ff`` hidden values per token.
+
+    ``gating`` SOFTMAX or SIGMOID; ``normalise`` divides the weights by their sum; ``scale`` multiplies them; ``gelu`` gates with GELU
+    (tanh) instead of SiLU; ``biased`` adds `exp_probs_b` to what the choice is made by, not to the weights.
+    """
+
+    n_expert: int
+    n_used: int
+    n_ff: int
+    gating: int = SOFTMAX
+    normalise: bool = True
+    scale: float = 1.0
+    gelu: bool = False
+    biased: bool = False
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile, arch: str, n_layer: int, n_ff: int | None = None, **more) -> "Experts":
+        """Reads `expert_count`, `expert_used_count` and `expert_feed_forward_length` (``n_ff`` where the file lacks it).
+
+        Raises:
+            ModelError: counts that contradict each other, or a routing that is not supported.
+        """
+        n_expert = positive(file, f"{arch}.expert_count", limit=1024)
+        used = set(per_layer(file, f"{arch}.expert_used_count", n_layer, limit=n_expert))
+        sizes = set(per_layer(file, f"{arch}.expert_feed_forward_length", n_layer, n_ff))
+        if n_expert < 2:
+            raise ModelError(f"{file.path}: expert_count is 1, and a router between one expert routes nothing")
+        if len(used) > 1 or len(sizes) > 1:
+            raise ModelError(f"{file.path} has layers with different expert counts or sizes; {arch} files without are supported")
+        if file.get(f"{arch}.expert_group_count", int, 0) > 1:
+            raise ModelError(f"{file.path} routes in groups of experts (expert_group_count), which {arch} does not have")
+        return cls(n_expert, used.pop(), sizes.pop(), **more)
+
+    def specs(self, file: GGUFFile, prefix: str, n_embd: int) -> list[Spec]:
+        """Tensors of the layer ``prefix``; gate and up may be one tensor in the file."""
+        out = [
+            Spec(f"{prefix}ffn_gate_inp.weight", (n_embd, self.n_expert), MATMUL),
+            Spec(f"{prefix}ffn_down_exps.weight", (self.n_ff, n_embd, self.n_expert), EXPERTS),
+        ]
+        if f"{prefix}ffn_gate_up_exps.weight" in file.tensors:
+            out.append(Spec(f"{prefix}ffn_gate_up_exps.weight", (n_embd, 2 * self.n_ff, self.n_expert), EXPERTS))
+        else:
+            out += [Spec(f"{prefix}ffn_{name}_exps.weight", (n_embd, self.n_ff, self.n_expert), EXPERTS) for name in ("gate", "up")]
+        if self.biased:
+            out.append(Spec(f"{prefix}exp_probs_b.bias", (self.n_expert,), VECTOR))
+        if f"{prefix}ffn_down_exps.scale" in file.tensors:
+            out.append(Spec(f"{prefix}ffn_down_exps.scale", (self.n_expert,), VECTOR))
+        return out
+
+    def __call__(self, g: Graph, w: Weights, prefix: str, x, logits=None):
+        """x F32 [n_embd, T] -> F32 [n_embd, T]; ``logits`` F32 [n_expert, T] replace those of the router on x."""
+        n_embd, rows = x.ne[0], x.ne[1]
+        weights, chosen = self._route(g, w, prefix, g.matmul(w[f"{prefix}ffn_gate_inp.weight"], x) if logits is None else logits)
+        # early, so that ggml-cuda finds the whole router in one piece
+        g.expand(weights)
+        hidden = self._hidden(g, w, prefix, g.shaped(x, n_embd, 1, rows), chosen)
+        out = g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, chosen)
+        if f"{prefix}ffn_down_exps.scale" in w:
+            scales = g.repeat(g.shaped(w[f"{prefix}ffn_down_exps.scale"], 1, self.n_expert, 1), 1, self.n_expert, rows)
+            out = g.mul(out, g.rows(scales, chosen))
+        out = g.mul(out, weights)
+        g.expand(out)
+        return self._sum(g, out)
+
+    def _route(self, g: Graph, w: Weights, prefix: str, logits):
+        """F32 [1, n_used, T] weights and I32 [n_used, T] chosen experts."""
+        rows = logits.ne[1]
+        p = g.softmax(logits) if self.gating == SOFTMAX else g.sigmoid(logits)
+        chosen = g.top_k(g.add(p, w[f"{prefix}exp_probs_b.bias"]) if self.biased else p, self.n_used)
+        weights = g.rows(g.shaped(p, 1, self.n_expert, rows), chosen)
+        if self.normalise:
+            flat = g.shaped(weights, self.n_used, rows)
+            flat = g.div(flat, g.clamp(g.sum_rows(flat), SMALLEST_SUM, float("inf")))
+            weights = g.shaped(flat, 1, self.n_used, rows)
+        return (g.scale(weights, self.scale) if self.scale not in (0.0, 1.0) else weights), chosen
+
+    def _hidden(self, g: Graph, w: Weights, prefix: str, x, chosen):
+        """act(W_gate x) * W_up x of the chosen experts, F32 [n_ff, n_used, T]."""
+        if f"{prefix}ffn_gate_up_exps.weight" in w:
+            both = g.matmul_experts(w[f"{prefix}ffn_gate_up_exps.weight"], x, chosen)
+            gate, up = g.part_3d(both, self.n_ff, 0), g.part_3d(both, self.n_ff, self.n_ff)
+        else:
+            up = g.matmul_experts(w[f"{prefix}ffn_up_exps.weight"], x, chosen)
+            gate = g.matmul_experts(w[f"{prefix}ffn_gate_exps.weight"], x, chosen)
+        return g.geglu(gate, up) if self.gelu else g.swiglu(gate, up)
+
+    def _sum(self, g: Graph, out):
+        """F32 [n_embd, n_used, T] -> F32 [n_embd, T], added in order; the views come before the additions."""
+        parts = [g.slice_2d(out, i) for i in range(self.n_used)]
+        for part in parts:
+            g.expand(part)
+        total = parts[0]
+        for part in parts[1:]:
+            total = g.add(total, part)
+            g.expand(total)
+        return g.cont(total) if self.n_used == 1 else total

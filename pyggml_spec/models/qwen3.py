@@ -1,0 +1,149 @@
+"""qwen3: the dense transformer of Qwen3, for which most DFlash drafters were published first.
+
+Per layer, with rms(x; w) = x / sqrt(mean x^2 + eps) * w:
+    h = rms(x; attn_norm);  q, k rms-normalised per head, then rotated (NEOX pairs);  x += W_o attention(q, k, v)
+    n = rms(x; ffn_norm);  x += W_down(silu(W_gate n) * W_up n)
+Source of the formulae: llama.cpp, src/models/qwen3.cpp. ``llama`` differs in two places only and builds on this class.
+"""
+
+from dataclasses import dataclass
+
+from ..errors import ModelError
+from ..gguf_io import GGUFFile
+from ..ggml.graph import Graph
+from .base import KVShape, Rows
+from .blocks import attend, project, swiglu_ffn
+from .hparams import ends, epsilon, kv_heads, nothing_unread, positive, vocabulary
+from .rope import Rope
+from .weights import VECTOR, Spec
+
+
+@dataclass(frozen=True)
+class Hparams:
+    """Hyper-parameters as the GGUF keys give them; sizes in values."""
+
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_size: int
+    eps: float
+    rope: Rope
+    context_length: int
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile, arch: str, neox: bool) -> "Hparams":
+        n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
+        head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
+        if file.get(f"{arch}.attention.value_length", int, head_size) != head_size:
+            raise ModelError(f"{file.path}: attention.value_length differs from key_length {head_size}, which {arch} does not have")
+        if file.get(f"{arch}.expert_count", int, 0):
+            raise ModelError(f"{file.path} has routed experts, which {arch} models here do not; use a dense model")
+        return cls(
+            positive(file, f"{arch}.block_count", limit=1024),
+            n_embd,
+            positive(file, f"{arch}.feed_forward_length"),
+            n_head,
+            kv_heads(file, arch, n_head),
+            head_size,
+            epsilon(file, arch),
+            Rope.from_gguf(file, arch, head_size, neox, yarn=True),
+            positive(file, f"{arch}.context_length", limit=1 << 31),
+        )
+
+
+class Qwen3:
+    """The qwen3 target. ``weights`` has to be set before ``forward``."""
+
+    arch = "qwen3"
+    neox = True  # rope pairs (i, i + n_rot / 2)
+    head_norms = ("attn_q_norm", "attn_k_norm")
+    window = 0
+    embedding_scale = 1.0
+
+    def __init__(self, file: GGUFFile):
+        self.file, self.hp = file, Hparams.from_gguf(file, self.arch, self.neox)
+        self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
+        self.n_vocab = vocabulary(file)
+        self.weights = None
+
+    # -- what it reads
+
+    def specs(self) -> list[Spec]:
+        hp, n = self.hp, self.n_embd
+        width, width_kv = hp.head_size * hp.n_head, hp.head_size * hp.n_head_kv
+        shapes = {
+            "attn_q": (n, width),
+            "attn_k": (n, width_kv),
+            "attn_v": (n, width_kv),
+            "attn_output": (width, n),
+            "ffn_gate": (n, hp.n_ff),
+            "ffn_up": (n, hp.n_ff),
+            "ffn_down": (hp.n_ff, n),
+        }
+        vectors = {"attn_norm": n, "ffn_norm": n, **dict.fromkeys(self.head_norms, hp.head_size)}
+        out = ends(self.file, n, self.n_vocab)
+        for i in range(hp.n_layer):
+            out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
+            out += [Spec(f"blk.{i}.{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
+        return nothing_unread(self.file, self.arch, out + self._more_specs(), hp.n_layer)
+
+    def _more_specs(self) -> list[Spec]:
+        return []
+
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        out = {}
+        for i in range(self.n_layer):
+            out[f"blk.{i}.mixer"] = tuple(f"blk.{i}.{name}.weight" for name in ("attn_q", "attn_k", "attn_v"))
+            out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in ("ffn_gate", "ffn_up"))
+        return out
+
+    def fused_alike(self) -> list[tuple[str, ...]]:
+        return []
+
+    def kv_shapes(self) -> list[KVShape]:
+        return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.n_layer
+
+    def delta_shape(self) -> None:
+        return None
+
+    # -- the graph
+
+    def embed(self, g: Graph, tokens):
+        return g.rows(self.weights["token_embd.weight"], tokens)
+
+    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[object, list]:
+        """Adds all layers. Returns (F32 [n_embd, T] normalised for the head, captured inputs of the layers named by ``capture``).
+
+        A value v in ``capture`` is the input of layer v, that is the output of layer v - 1; v = n_layer is the last layer's output.
+        """
+        hp, w = self.hp, self.weights
+        x, captured = self.embed(g, rows.tokens), {}
+        for i in range(hp.n_layer):
+            captured[i] = x
+            h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
+            x = g.add(self._attention(g, rows, h, i), x)
+            n = g.rms_norm(x, w[f"blk.{i}.ffn_norm.weight"], hp.eps)
+            x = g.add(self._ffn(g, n, i), x)
+        captured[hp.n_layer] = x
+        return g.rms_norm(x, w["output_norm.weight"], hp.eps), [captured[v] for v in capture]
+
+    def logits(self, g: Graph, hidden):
+        """F32 [n_embd, T] -> F32 [n_vocab, T]."""
+        return g.matmul(self.weights["output.weight"], hidden)
+
+    def _attention(self, g: Graph, rows: Rows, h, i: int):
+        hp, size = self.hp, self.hp.head_size
+        q, k, v = project(g, self.weights.group(f"blk.{i}.mixer"), h)
+        q = self._rotate(g, g.heads(q, size, hp.n_head), rows.positions, f"blk.{i}.attn_q_norm.weight")
+        k = self._rotate(g, g.heads(k, size, hp.n_head_kv), rows.positions, f"blk.{i}.attn_k_norm.weight")
+        v = g.heads(v, size, hp.n_head_kv)
+        out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, size**-0.5)
+        return g.matmul(self.weights[f"blk.{i}.attn_output.weight"], out)
+
+    def _ffn(self, g: Graph, n, i: int):
+        return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights[f"blk.{i}.ffn_down.weight"], n)
+
+    def _rotate(self, g: Graph, x, positions, norm: str):
+        return self.hp.rope(g, g.rms_norm(x, self.weights[norm], self.hp.eps), positions)

@@ -1,0 +1,60 @@
+"""Files of the further architectures whose keys or tensors lie: each is refused with one line or runs, none ends the process."""
+
+from dataclasses import replace
+
+import pytest
+from gguf_io.batch import load_all
+from gguf_io.build import ARR, BOOL, F32, I32, U32, Model
+from gguf_io.small import SMALL
+
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
+
+TINY = replace(SMALL, n_expert=4, n_used=2, n_ff_expert=32, n_ff_shared=32, target_window=8)
+WRITERS = {
+    "qwen3": lambda path: write_qwen3(path, TINY, yarn=4.0),
+    "llama": lambda path: write_llama(path, TINY),
+    "qwen35moe": lambda path: write_qwen35moe(path, TINY),
+    "laguna": lambda path: write_laguna(path, TINY),
+    "gemma4": lambda path: write_gemma4(path, replace(TINY, n_layer=4), routed=True),
+}
+NUMBERS = [(U32, n) for n in (0, 1, 3, (1 << 32) - 1)] + [(I32, -1), (F32, -1.0), (F32, 1e30), (ARR, (U32, [1])), (ARR, (U32, [3] * 8))]
+LISTS = [(U32, 3), (ARR, (U32, [])), (ARR, (U32, [3] * 8)), (ARR, (U32, [0] * 8)), (ARR, (I32, [-1] * 8)), (ARR, (BOOL, [True] * 8))]
+GUARDED = {  # keys that can only be refused, whatever number of NUMBERS they hold: the tensors have other shapes
+    "block_count", "embedding_length", "attention.head_count", "expert_count", "expert_used_count", "expert_feed_forward_length",
+}  # fmt: skip
+
+
+def lies(valid, arch):
+    """(what was changed, model) for every numeric key of the architecture and every tensor of its second layer."""
+    keys = Model(valid).keys
+    for name, (kind, _) in keys.items():
+        for change in (LISTS if kind == ARR else NUMBERS) if name.startswith(f"{arch}.") and kind != 8 else ():
+            model = Model(valid)
+            model.keys[name] = change
+            yield (name.removeprefix(f"{arch}."), change), model
+    for name, (shape, _, data) in Model(valid).tensors.items():
+        if name.startswith("blk.1.") or not name.startswith("blk."):
+            for other in (None, shape[::-1], (shape[0], len(data) // 4 // shape[0]), (1, *shape)):
+                model = Model(valid)
+                if other is None:
+                    del model.tensors[name]
+                else:
+                    model.tensors[name][0] = other
+                yield (name, other), model
+
+
+@pytest.mark.parametrize("arch", WRITERS)
+def test_every_number_and_every_tensor(tmp_path, arch):
+    valid = WRITERS[arch](tmp_path / "valid.gguf")
+    cases, pairs = [], [(valid, None)]
+    for i, (case, model) in enumerate(lies(valid, arch)):
+        cases.append(case)
+        pairs.append((model.write(tmp_path / f"{i}.gguf"), None))
+    first, *found = load_all(pairs, tokens=2)
+    assert first is None, first
+    for case, result in zip(cases, found, strict=True):
+        assert result is None or (result[0] == "PyspecError" and "\n" not in result[1] and len(result[1]) < 700), (case, result)
+    accepted = [case for case, result in zip(cases, found, strict=True) if result is None]
+    # 1 is the true value of some; a number that says what the list said is no lie either
+    assert not [case for case in accepted if case[0] in GUARDED and case[1][1] not in (1, 3, (U32, [3] * 8))], accepted
+    assert len(accepted) < len(cases) / 2

@@ -1,0 +1,223 @@
+"""Every further architecture: target logits, drafted ids and speculative text against llama.cpp and against plain decoding."""
+
+from contextlib import ExitStack, closing, contextmanager
+
+import numpy as np
+import pytest
+from spec.helpers import oracle, reference, run
+from spec.test_draft_parity import assert_blocks_equal
+
+import pyggml_spec as ps
+from pyggml_spec.cache.kv import KVCache
+from pyggml_spec.errors import ModelError
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.models.registry import open_target
+from pyggml_spec.models.weights import Weights
+from pyggml_spec.spec.engine import Engine, EngineOptions
+from pyggml_spec.tools.compare import compare_logits
+from pyggml_spec.tools.random_archs import start_dense, write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_model import Shape, write_dflash
+
+WRITERS = {
+    "qwen3": write_qwen3,
+    "llama": write_llama,
+    "qwen35moe": write_qwen35moe,
+    "laguna": write_laguna,
+    "gemma4": write_gemma4,
+}
+DRAFTED_BY_LLAMA_CPP = ("qwen3", "llama", "qwen35moe", "gemma4")  # architectures whose layer inputs the pinned llama.cpp exposes
+QUANTS = ["F32", "Q8_0", "Q4_K"]
+
+
+def assert_equal(path, tokens):
+    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1)
+    assert (result.nmse, result.max_abs) == (0.0, 0.0)
+    assert (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("arch", WRITERS)
+def test_logits_of_every_type(tmp_path, arch, quant):
+    """1, 37 and 300 tokens: one row, an odd chunk, past a span boundary."""
+    path = WRITERS[arch](tmp_path / "t.gguf", Shape(), quant)
+    for tokens in (1, 37, 300):
+        assert_equal(path, tokens)
+
+
+@pytest.mark.parametrize("arch", WRITERS)
+def test_mixed_types_are_not_fused_and_still_equal(tmp_path, arch):
+    assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True), 65)
+
+
+@pytest.mark.parametrize("arch", DRAFTED_BY_LLAMA_CPP)
+@pytest.mark.parametrize("quant", ["F32", "Q4_K"])
+def test_drafted_ids(tmp_path, arch, quant):
+    """Past the drafter's sliding window of 12, ten blocks."""
+    shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0)  # sqrt(256)
+    target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, quant), write_dflash(tmp_path / "d.gguf", shape, quant)
+    ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512) as session:
+        assert_blocks_equal(session, target, draft, ids, 10)
+
+
+@pytest.mark.parametrize("arch", WRITERS)
+def test_speculative_text_equals_plain(tmp_path, arch):
+    """A real drafter whose blocks are mostly rejected, and a scripted one with every accepted length 0 .. 15 in turn."""
+    shape = Shape()
+    target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
+    prompt = np.random.default_rng(5).integers(0, 256, 230).tolist()
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512) as session:
+        text = reference(session.engine, prompt, 60)
+        assert run(session.engine, prompt, 60)[0] == text
+        text = reference(session.engine, prompt, 140)
+        tokens, _ = run(session.engine, prompt, 140, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
+        assert tokens == text
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(n_head=6, n_head_kv=3, n_embd=384), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3, every=3)]
+)
+@pytest.mark.parametrize("arch", WRITERS)
+def test_odd_shapes(tmp_path, arch, shape):
+    assert_equal(WRITERS[arch](tmp_path / "t.gguf", shape, "F32"), 40)
+
+
+def test_llama_without_frequency_table(tmp_path):
+    assert_equal(write_llama(tmp_path / "t.gguf", Shape(), "F32", factors=False), 37)
+
+
+def test_qwen3_with_yarn(tmp_path):
+    """Stretched positions, magnitude and ramp; 300 tokens are past the 64 that the file claims to be trained on."""
+    assert_equal(write_qwen3(tmp_path / "t.gguf", Shape(), "F32", yarn=4.0), 300)
+
+
+def test_a_tensor_that_nobody_reads_is_named(tmp_path):
+    """A bias that is ignored gives wrong text; llama.cpp would read this one."""
+    shape = Shape()
+    w = start_dense(tmp_path / "t.gguf", "llama", shape, "F32", 1, False)
+    w.vector("blk.0.attn_q.bias", shape.n_head * shape.head_size, -1, 1)
+    w.close()
+    with GGUFFile(tmp_path / "t.gguf") as file, pytest.raises(ModelError, match="blk.0.attn_q.bias"):
+        open_target(file).specs()
+
+
+def test_qwen35moe_with_gate_and_up_in_one_tensor(tmp_path):
+    assert_equal(write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q4_K", joined=True), 37)
+
+
+@pytest.mark.parametrize("n_expert, n_used", [(8, 1), (5, 5), (64, 8)])
+def test_expert_counts(tmp_path, n_expert, n_used):
+    """One expert per token, all of them, and more experts than a block has rows."""
+    assert_equal(write_qwen35moe(tmp_path / "t.gguf", Shape(n_expert=n_expert, n_used=n_used, n_ff_expert=64), "F32"), 37)
+
+
+@pytest.mark.parametrize("n_expert, n_used", [(8, 9), (8, 0), (1, 1), (0, 0)])
+def test_impossible_expert_counts_are_refused(tmp_path, n_expert, n_used):
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(n_used=2, n_expert=4), "F32")
+    with GGUFFile(path) as file:
+        file.metadata.update({"qwen35moe.expert_count": n_expert, "qwen35moe.expert_used_count": n_used})
+        with pytest.raises(ModelError, match="expert_"):
+            open_target(file)
+
+
+@pytest.mark.parametrize("more", [{"wide_gate": True}, {"yarn": 0.0}], ids=["gate per output", "plain rope"])
+def test_laguna_variants(tmp_path, more):
+    assert_equal(write_laguna(tmp_path / "t.gguf", Shape(n_layer=6), "F32", **more), 70)
+
+
+def test_laguna_without_sliding_window(tmp_path):
+    assert_equal(write_laguna(tmp_path / "t.gguf", Shape(target_window=0), "F32"), 37)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n_per_layer": 0, "shared": False},
+        {"n_per_layer": 0, "shared": False, "routed": True},
+        {"softcap": 0.0},
+        {"softcap": None},
+        {"softcap": 5.0},
+    ],
+    ids=["dense", "routed", "no cap", "cap not said", "cap 5"],
+)
+def test_gemma4_variants(tmp_path, more, quant):
+    """The shapes of the dense, the routed and (by default, above) the small models with per-layer embeddings and shared K/V."""
+    assert_equal(write_gemma4(tmp_path / "t.gguf", Shape(n_layer=5), quant, **more), 70)
+
+
+def test_a_drafter_without_embedding_scale_takes_the_targets(tmp_path):
+    """Scale in the file, left out, and a wrong one: only the first two draft alike. Leaving it unscaled was a public bug."""
+    shape, drafts = Shape(), {}
+    target = write_gemma4(tmp_path / "t.gguf", shape)
+    for scale in (16.0, 0.0, 256.0):
+        draft = write_dflash(tmp_path / f"{scale}.gguf", Shape(embedding_scale=scale))
+        with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
+            session.engine.prefill(list(range(40)))
+            drafts[scale] = session.engine.fused_step().tokens.tolist()
+    assert drafts[16.0] == drafts[0.0] != drafts[256.0]
+
+
+@pytest.mark.parametrize(
+    "key, value", [("attention.shared_kv_layers", 3), ("attention.shared_kv_layers", 9), ("attention.sliding_window", 0)]
+)
+def test_gemma4_refuses_contradictions(tmp_path, key, value):
+    """Three shared layers of four leave one layer: llama.cpp ends the process there."""
+    with GGUFFile(write_gemma4(tmp_path / "t.gguf")) as file:
+        file.metadata[f"gemma4.{key}"] = value
+        with pytest.raises(ModelError, match=key.split(".")[1]):
+            open_target(file)
+
+
+@contextmanager
+def open_engine(path, chunk, n_ctx):
+    """An engine of one thread for blocks of up to 16 rows, its K/V memory full of numbers that are not zero."""
+    with ExitStack() as stack:
+        file, backend = stack.enter_context(GGUFFile(path)), stack.enter_context(closing(Backend(pick_device("CPU"), 1)))
+        target = open_target(file)
+        target.weights = stack.enter_context(closing(Weights(backend, file, target.specs(), target.groups(), target.fused_alike())))
+        engine = stack.enter_context(closing(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=16, chunk=chunk))))
+        engine.kv.fill(0x3E)
+        yield engine
+
+
+@pytest.mark.parametrize("arch", ["laguna", "gemma4"])
+def test_a_ring_that_wraps_three_times(tmp_path, arch):
+    """Ring of 256 rows (window 24, chunk 64), prompt of 900, then 120 tokens with every accepted length: equal to plain decoding. A second
+    sequence in the same rows sees nothing of the first."""
+    path, prompt = WRITERS[arch](tmp_path / "t.gguf", Shape()), np.random.default_rng(9).integers(0, 256, 900).tolist()
+    with open_engine(path, 64, 1280) as engine:
+        assert engine.kv.ring == 256
+        short, text = reference(engine, prompt[:40], 20), reference(engine, prompt, 120)
+        assert run(engine, prompt, 120, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))[0] == text
+        assert reference(engine, prompt[:40], 20) == short
+
+
+@pytest.mark.parametrize("arch", ["laguna", "gemma4"])
+def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
+    """The same blocks with the same acceptance 1 .. 16 past a wrap, by an engine with a ring and by one that keeps every position. The order
+    of summation differs, and ggml's CPU attention sums V in F16: measured 1e-8 (laguna) and 2e-11 (gemma4); a ring whose positions are off
+    by one gives 5e-2 and 3e-4."""
+    path, tokens, logits = WRITERS[arch](tmp_path / "t.gguf", Shape()), np.random.default_rng(9).integers(0, 256, 800).tolist(), []
+    for ring in (256, 0):
+        with open_engine(path, 64, 1024) as engine:
+            assert engine.kv.ring == ring
+            engine.prefill(tokens[:480])
+            engine.cursor.pending = tokens[480]
+            for step in range(16):
+                n, rows = engine.cursor.committed, step % 16 + 1
+                engine.verify_step(tokens[n + 1 : n + rows] + [7] * (16 - rows))
+                engine.accept(rows, tokens[n + rows])
+            logits.append(engine.logits(tokens[engine.cursor.committed :][:40]))
+        monkeypatch.setattr("pyggml_spec.spec.engine.KVCache", lambda *args: KVCache(*args[:4]))
+    errors = ((logits[0] - logits[1]) ** 2).sum(axis=1) / (logits[1] ** 2).sum(axis=1)
+    assert np.median(errors) < 1e-6 and errors.max() < 1e-4
+
+
+@pytest.mark.parametrize("arch", ["laguna", "gemma4"])
+def test_logits_behind_a_ring(tmp_path, arch):
+    """llama.cpp keeps all positions, so the same rows are summed in another order: equal to rounding, not bit for bit."""
+    path = WRITERS[arch](tmp_path / "t.gguf", Shape())
+    result = compare_logits(path, 1500, seed=1, device="CPU", threads=1)
+    assert result.nmse < 1e-10 and result.argmax_agree == 1.0
