@@ -1,5 +1,6 @@
 """GGUF files: reading with every limit checked before ggml sees a byte, and writing."""
 
+from ..ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)
 from .reader import GGUFFile, TensorInfo
 
 __all__ = ["GGUFFile", "TensorInfo"]

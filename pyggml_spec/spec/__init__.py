@@ -1,1 +1,3 @@
 """The step engine's graphs, the speculative loop, acceptance and statistics."""
+
+from ..ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)

@@ -1,6 +1,5 @@
 """llama.cpp itself, through llama_cpp: the reference that every architecture is compared with, on the same file and the same device."""
 
-import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import llama_cpp
 import numpy as np
 
 from ..errors import DeviceError, ModelError
-from ..ggml.device import Device
+from ..ggml.device import Device, devices
 from ..text import tokenizer as _quiet  # noqa: F401  (silences llama.cpp's log)
 
 
@@ -18,13 +17,9 @@ class LlamaReference:
     def __init__(self, path: str | Path, device: Device, n_ctx: int, chunk: int, threads: int):
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0 if device.kind == "cpu" else -1
-        self._devices = None
         if device.kind != "cpu":
-            ggml = ctypes.CDLL(str(_library("ggml")))
-            ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-            ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-            self._devices = (ctypes.c_void_p * 2)(ggml.ggml_backend_dev_get(device.index), None)
-            params.devices = ctypes.addressof(self._devices)
+            gpus = [d.name for d in devices() if d.kind in ("gpu", "igpu")]
+            params.split_mode, params.main_gpu = llama_cpp.LLAMA_SPLIT_MODE_NONE, gpus.index(device.name)
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise ModelError(f"llama.cpp cannot load {path}, so there is nothing to compare with")
@@ -64,12 +59,3 @@ class LlamaReference:
             llama_cpp.llama_model_free(self._model)
             self._ctx = None
 
-
-def _library(name: str) -> Path:
-    """Path of a library that llama_cpp loaded."""
-    from llama_cpp.llama_cpp import _base_path
-
-    found = sorted(Path(_base_path).glob(f"lib{name}.*"))
-    if not found:
-        raise DeviceError(f"llama-cpp-python has no lib{name} in {_base_path}; reinstall it")
-    return found[0]

@@ -87,3 +87,16 @@ def test_the_import_itself_checks(tmp_path):
 def test_versions_name_everything_that_a_benchmark_depends_on():
     assert set(library.versions()) >= {"pyggml_spec", "llama_cpp_python", "ggml", "ggml_commit", "python"}
     assert all(library.versions().values())
+
+
+@pytest.mark.parametrize("module", ["session", "tools.compare", "tools.reference", "tools.bench", "models.weights", "spec.engine", "gguf_io"])
+def test_ggml_is_mapped_before_numpy(module):
+    """A CUDA build with a C++ runtime of its own crashed llama.cpp when numpy had come first."""
+    code = (
+        "import sys, builtins\nseen, real = [], builtins.__import__\n"
+        "def spy(name, *a, **k):\n    seen.append(name.split('.')[0])\n    return real(name, *a, **k)\n"
+        f"builtins.__import__ = spy\nimport pyggml_spec.{module}\n"
+        "assert seen.index('llama_cpp') < seen.index('numpy'), seen[:40]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

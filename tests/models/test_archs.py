@@ -210,7 +210,7 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
                 engine.verify_step(tokens[n + 1 : n + rows] + [7] * (16 - rows))
                 engine.accept(rows, tokens[n + rows])
             logits.append(engine.logits(tokens[engine.cursor.committed :][:40]))
-        monkeypatch.setattr("pyggml_spec.spec.engine.KVCache", lambda *args: KVCache(*args[:4]))
+        monkeypatch.setattr("pyggml_spec.spec.engine.Engine.kv_class", staticmethod(lambda *args: KVCache(*args[:4])))
     errors = ((logits[0] - logits[1]) ** 2).sum(axis=1) / (logits[1] ** 2).sum(axis=1)
     assert np.median(errors) < 1e-6 and errors.max() < 1e-4
 
