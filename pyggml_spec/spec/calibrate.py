@@ -19,10 +19,12 @@ START = [0] * 8  # tokens that the measured steps follow
 def step_costs(engine: Engine, widths: tuple[int, ...]) -> dict[int, float]:
     """Milliseconds per step by width, 1 being plain decoding: the median of several runs, host work included. Forgets the sequence.
 
-    The fastest run instead of the median was tried: on a shared two-core machine it flattered wide blocks by a quarter.
+    Widths that the context is too short for are left out. The fastest run instead of the median was tried: on a shared two-core machine it flattered wide blocks by a quarter.
     """
     costs = {}
     for width in (1, *widths):
+        if engine.options.n_ctx < len(START) + width + 1:
+            continue  # a context this short never holds such a block
         engine.reset(drafting=width > 1)
         engine.prefill(START)
         runs, started = [], time.perf_counter()
@@ -63,11 +65,13 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -
     path = cache_folder() / f"costs-{cost_key(engine, widths)}.json"
     try:
         stored = {int(k): float(v) for k, v in json.loads(path.read_text()).items()}
-        if not fresh and set(stored) == {1, *widths} and all(0 < v < 1e6 for v in stored.values()):
+        if not fresh and 1 in stored and set(stored) <= {1, *widths} and all(0 < v < 1e6 for v in stored.values()):
             return stored, True
     except (OSError, ValueError, AttributeError):
         pass
     costs = step_costs(engine, widths)
+    if 1 not in costs:
+        return {}, False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

@@ -1,5 +1,7 @@
 """Measured costs: kept, measured again when the entry is damaged, and noticed when they were taken in a busy moment."""
 
+import pytest
+
 import pyggml_spec as ps
 from pyggml_spec.spec.calibrate import cache_folder, cached_costs
 from pyggml_spec.spec.width import WidthControl
@@ -38,3 +40,11 @@ def test_costs_that_real_steps_undercut_are_outdated():
         width = honest.next()
         honest.observe(width, 1, honest.costs[width] * 1.5)
     assert not honest.outdated
+
+
+@pytest.mark.parametrize("n_ctx", [1, 5, 9, 10, 12, 20, 26])
+def test_a_context_shorter_than_a_block_loads_and_generates(pair, n_ctx):
+    """Measuring had nothing to measure there and ended in a traceback."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=n_ctx) as session:
+        stats = session.generate([65], None)[1]
+        assert stats.emitted == n_ctx and stats.stop_reason in ("context", "end")
