@@ -24,6 +24,7 @@ from ..ggml.step_io import StepFields, StepIO
 from ..models.base import Rows, Seen
 from ..models.dflash import BlockRows
 
+MEASURED_SPANS = 16
 KEEP_SPANS = 12  # graphs kept per (role, width) besides the widest span; about 2 MB of host memory each
 
 
@@ -106,15 +107,24 @@ class StepGraphs:
         return step
 
     def _reserve(self, role: str) -> None:
-        """Plans the role's graphs at the smallest and the largest span, the one with the largest buffer first, so that no later one makes it
-        grow. Which graph needs most is not a matter of its size alone: the allocator packs 16 rows over 256 worse than over 1,536.
+        """Plans the role's graph with the largest buffer first, so that no later one makes it grow.
+
+        Which graph needs most is not a matter of its size alone: the allocator packs 16 rows over 256 worse than over 2,048, and over 1,280
+        worst. So every width is measured at up to MEASURED_SPANS spans; the largest of all and each width's widest are planned and kept.
         """
         drafting, self.drafting = self.drafting, self.drafter is not None
-        spans = {min(SPAN, self.kv.live), self.kv.live}
+        count = self.kv.live // SPAN
+        spans = {SPAN * (1 + i * (count - 1) // (MEASURED_SPANS - 1)) for i in range(MEASURED_SPANS)} if count > MEASURED_SPANS else None
+        spans = spans or {SPAN * (i + 1) for i in range(count)}
         made = {(width, span): self._make(role, width, span) for width in self._widths[role] for span in spans}
-        for width, span in sorted(made, key=lambda key: -made[key].graph.measure()):
-            self._plan(made[width, span])
-            self._steps[role, width, span, self.drafting] = made[width, span]
+        sizes = {key: step.graph.measure() for key, step in made.items()}
+        largest = max(sizes, key=sizes.get)
+        for key in sorted(made, key=lambda key: key != largest):
+            if key == largest or key[1] == self.kv.live:
+                self._plan(made[key])
+                self._steps[role, *key, self.drafting] = made[key]
+            else:
+                made[key].graph.close()
         self.drafting = drafting
 
     def _make(self, role: str, width: int, span: int, *more) -> Step:
