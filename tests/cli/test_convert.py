@@ -48,7 +48,9 @@ def test_ctrl_c_leaves_nothing(demo, tmp_path):
         "c._chunk = chunk\nfrom pyggml_spec.cli import main\nmain(sys.argv[1:])"
     )
     args = [sys.executable, "-c", slow, "convert", str(demo), "-m", str(DEMO_TARGET), "-o", str(tmp_path / "o.gguf"), "-t", "1"]
-    process = subprocess.Popen(args, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    # a shell starts background jobs with SIGINT ignored, and children inherit that
+    listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    process = subprocess.Popen(args, stderr=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=listen)
     try:
         deadline = time.monotonic() + 60
         while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
