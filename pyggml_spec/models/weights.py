@@ -266,10 +266,6 @@ class Weights:
         """Bytes of all weight buffers."""
         return sum(lib.ggml_backend_buffer_get_size(b) for b in self._buffers)
 
-    @property
-    def fused_groups(self) -> int:
-        return sum(group.fused is not None for group in self._groups.values())
-
     def close(self) -> None:
         for buffer in self._buffers:
             lib.ggml_backend_buffer_free(buffer)
