@@ -130,6 +130,8 @@ void ggml_backend_buffer_clear(ggml_backend_buffer_t, uint8_t);
 void ggml_backend_buffer_set_usage(ggml_backend_buffer_t, enum ggml_backend_buffer_usage);
 void ggml_backend_tensor_set(struct ggml_tensor *, const void * data, size_t offset, size_t size);
 void ggml_backend_tensor_get(const struct ggml_tensor *, void * data, size_t offset, size_t size);
+void ggml_backend_tensor_copy_async(ggml_backend_t, ggml_backend_t, const struct ggml_tensor * src, struct ggml_tensor * dst);
+enum ggml_status ggml_backend_view_init(struct ggml_tensor *);
 
 // extra-buffer-type and thread entry points that a backend offers by name
 typedef ggml_backend_buffer_type_t * (*ggml_backend_dev_get_extra_bufts_t)(ggml_backend_dev_t);

@@ -127,6 +127,15 @@ static struct ggml_tensor * states_view(const pgs_delta * d, struct ggml_context
     return ggml_view_4d(ctx, from, S, S, d->s.n_head_v, n_layer, S * f, S * S * f, state_floats(d) * f, offset * f);
 }
 
+// What one layer keeps of the sequence, as views: its committed state, F32 [S * S * H_v], and its convolution history, F32
+// [row * (d_conv - 1)]. The history lies there while the pool is laid out for width 0, that is, after a prefill or a commit into width 0.
+void pgs_delta_kept(const pgs_delta * d, struct ggml_context * ctx, int64_t layer, struct ggml_tensor ** state,
+                    struct ggml_tensor ** history) {
+    const int64_t n = state_floats(d), rows = d->s.row * (d->s.conv - 1);
+    *state   = ggml_view_1d(ctx, d->states, n, (size_t) (replay_scratch(d, d->s.max_width) + n * layer) * sizeof(float));
+    *history = ggml_view_1d(ctx, d->conv, rows, (size_t) (rows * layer) * sizeof(float));
+}
+
 // [row, d_conv - 1 + width, L], or `rows` of its rows starting at `first`
 static struct ggml_tensor * conv_view(const pgs_delta * d, struct ggml_context * ctx, int64_t width, int64_t row, int64_t first,
                                       int64_t rows, int64_t layer, int64_t n_layer) {

@@ -115,6 +115,8 @@ size_t      pgs_delta_bytes(const pgs_delta * d);
 void        pgs_delta_fill(pgs_delta * d, uint8_t value);  // tests: poison everything that a clean start must not depend on
 size_t      pgs_delta_state_bytes(const pgs_delta * d);
 void        pgs_delta_read_state(const pgs_delta * d, void * out);
+void        pgs_delta_kept(const pgs_delta * d, struct ggml_context * ctx, int64_t layer, struct ggml_tensor ** state,
+                           struct ggml_tensor ** history);
 
 int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width_from, int64_t width_to,
                     struct ggml_tensor * keep, struct ggml_tensor * tail, char * err);

@@ -13,7 +13,8 @@ from ..cache.cursor import Cursor
 from ..cache.features import RING, FeatureRing
 from ..cache.kv import SPAN, KVCache, padded
 from ..cache.recurrent import DeltaState
-from ..errors import ContextError, EngineError, PairError
+from ..cache.snapshot import SequenceMemory, Snapshot
+from ..errors import ContextError, DeviceError, EngineError, PairError
 from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepIO, StepTimes
@@ -81,6 +82,7 @@ class Engine:
                 )
         self.options = options
         self.cursor = Cursor(options.n_ctx)
+        self.epoch = 0  # sequences begun so far: whoever remembers what lies in the caches can tell whether it still does
         self._iota = np.arange(max(options.chunk, options.width, RING), dtype=np.int32)
         self._open_block: int | None = None  # rows of the last block until accept says how many count
         self._parts: list = []
@@ -108,6 +110,7 @@ class Engine:
         self.delta = None
         if shape is not None:
             self.delta = self._recurrent_state(shape)
+        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, self.target.kv_shapes(), self.target.window)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         self.io = self._own(StepIO(self.backend, 64 * widest + tail + 4 * self.kv.ring + 8192))
         blocks, chunks = candidate_widths(opt.width), tuple(sorted({*(c for c in CHUNKS if c < opt.chunk), opt.chunk}))
@@ -157,11 +160,51 @@ class Engine:
         if self.graphs.closed:
             raise EngineError("the session is closed: load the model again")
         self.cursor.reset()
+        self.epoch += 1
+        self._open_block = None
         self.graphs.drafting = drafting and self.drafter is not None
         if self.ring is not None:
             self.ring.waiting = 0
         if self.delta is not None:
             self.delta.clear()
+
+    def settle(self) -> None:
+        """Commits what the last block left pending and computes the drafter rows that are due: the caches hold the whole sequence then."""
+        if self.graphs.closed:
+            raise EngineError("the session is closed: load the model again")
+        if self._open_block is not None:
+            raise EngineError(f"the last block of {self._open_block} rows is neither accepted nor given up: call accept first")
+        self._catch_up()
+        self._enter(0, pending=False)
+
+    def resume(self, committed: int, pending: int | None = None) -> None:
+        """Goes on behind ``committed`` tokens whose rows and state somebody has put into the caches since the last reset."""
+        if self.cursor.committed or not 0 <= committed <= self.options.n_ctx:
+            raise EngineError(f"a sequence of {self.cursor.committed} tokens cannot become one of {committed} in a context of {self.options.n_ctx}")
+        self.cursor.advance(committed, pending)
+        if self.delta is not None:
+            self.delta.reset_cursor()
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the sequence as it stands, on the device. ``restore`` it any number of times; ``close`` it.
+
+        Raises:
+            DeviceError: the device has no memory for it.
+        """
+        self.settle()
+        n, drafting = self.cursor.committed, self.graphs.drafting
+        with self.sequence.whole(n, drafting) as pieces:
+            copy = pieces.copy(self.backend)
+        if copy is None:
+            raise DeviceError(f"no memory on {self.backend.device.name} for a snapshot of {n} tokens; close another one or use a smaller -c")
+        return Snapshot(copy, n, self.cursor.pending, drafting)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Makes ``snapshot`` of this engine the sequence: the next step gives what it would have given then."""
+        self.reset(snapshot.drafting)
+        with self.sequence.whole(snapshot.committed, snapshot.drafting) as pieces:
+            snapshot.pieces.write_to(pieces, self.backend)
+        self.resume(snapshot.committed, snapshot.pending)
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None, stop: Callable[[], bool] | None = None
