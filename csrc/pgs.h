@@ -54,7 +54,7 @@ int pgs_place(struct ggml_tensor * home, size_t offset, struct ggml_tensor * nod
 
 // ---- step_io.c
 
-typedef struct pgs_step_times {  // microseconds of one pgs_step_run
+typedef struct pgs_step_times {  // microseconds of one step
     int64_t upload, compute, read;
 } pgs_step_times;
 
@@ -64,8 +64,9 @@ void *               pgs_io_host(pgs_io * io);
 struct ggml_tensor * pgs_io_home(pgs_io * io);
 struct ggml_tensor * pgs_io_tensor(pgs_io * io, struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1, size_t offset,
                                    struct ggml_tensor * after, char * err);
-int pgs_step_run(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times,
-                 char * err);
+int  pgs_step_launch(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times,
+                     char * err);
+void pgs_step_wait(pgs_io * io, pgs_step_times * times);
 
 // ---- kv_write_rows.c
 

@@ -80,8 +80,10 @@ struct ggml_tensor * pgs_io_tensor(pgs_io * io, struct ggml_context * ctx, enum 
     return t;
 }
 
-int pgs_step_run(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times,
-                 char * err) {
+// Queues one step: upload, compute, read. On a device with a queue of its own this returns while the step runs, and the host is free
+// until pgs_step_wait; on the CPU the step is over.
+int pgs_step_launch(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times,
+                    char * err) {
     const int64_t t0 = ggml_time_us();
     if (upload_bytes > 0) {
         ggml_backend_tensor_set_async(io->backend, io->home, io->host, 0, upload_bytes);
@@ -91,13 +93,16 @@ int pgs_step_run(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t rea
         ggml_backend_synchronize(io->backend);
         return 1;
     }
-    const int64_t t2 = ggml_time_us();
+    times->upload  = t1 - t0;
+    times->compute = ggml_time_us() - t1;
     if (read_bytes > 0) {
         ggml_backend_tensor_get_async(io->backend, io->home, (char *) io->host + read_offset, read_offset, read_bytes);
     }
-    ggml_backend_synchronize(io->backend);
-    times->upload  = t1 - t0;
-    times->compute = t2 - t1;
-    times->read    = ggml_time_us() - t2;
     return 0;
+}
+
+void pgs_step_wait(pgs_io * io, pgs_step_times * times) {
+    const int64_t t0 = ggml_time_us();
+    ggml_backend_synchronize(io->backend);
+    times->read = ggml_time_us() - t0;
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ContextError, PairError, PyspecError
-from .ggml.device import Backend, pick_device
+from .ggml.device import Backend, disable_graph_replay, pick_device
 from .ggml.library import versions
 from .gguf_io import GGUFFile
 from .models.registry import open_drafter, open_target
@@ -246,6 +246,7 @@ def load(
     threads: int | None = None,
     n_ctx: int | None = None,
     draft_width: int | None = None,
+    graphs: bool = True,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
     """Loads a target and perhaps its drafter; without a target, the embedded pair.
@@ -256,6 +257,7 @@ def load(
         threads: CPU threads; None takes the cores of this process, at most 16.
         n_ctx: tokens of context; None takes 4096 or what the model was trained with, whichever is less.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
+        graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
 
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.
@@ -266,6 +268,8 @@ def load(
         if not DEMO_TARGET.exists():
             raise PyspecError("this installation has no embedded pair; name a target with -m")
         target, draft = DEMO_TARGET, DEMO_DRAFTER
+    if not graphs:
+        disable_graph_replay()
     session = Session()
     try:
         return session._load(Path(target), Path(draft) if draft is not None else None, device, threads, n_ctx, draft_width, progress)

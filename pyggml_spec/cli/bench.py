@@ -9,7 +9,7 @@ import click
 from ..ggml.library import versions
 from ..session import load
 from ..tools.bench import BenchOptions, bench
-from .options import target_options
+from .options import graphs_option, target_options
 from .report import engaged_line
 from .terminal import progress_line, say
 
@@ -31,6 +31,7 @@ class _Numbers(click.ParamType):
 
 @click.command("bench")
 @target_options
+@graphs_option
 @click.option("-p", "--prompts", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none.")
 @click.option("-n", "--tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate; 0 for none.")
 @click.option("-d", "--depths", type=_Numbers(), default="0", show_default=True, help="Tokens in the context beforehand.")
@@ -39,13 +40,13 @@ class _Numbers(click.ParamType):
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per block. Default: chosen while running.")
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
-def command(target, draft, device, threads, n_ctx, prompts, tokens, depths, repetitions, synthetic, draft_width, output, as_json):
+def command(target, draft, device, threads, n_ctx, graphs, prompts, tokens, depths, repetitions, synthetic, draft_width, output, as_json):
     """Measures prompt processing, plain and speculative decoding in one process, interleaved."""
     prompts = tuple(n for n in prompts if n)
     depths = depths or (0,)
     need = max(depths) + max([*prompts, tokens + 8])
     with progress_line() as progress:
-        session = load(target, draft, device=device, threads=threads, n_ctx=n_ctx or max(need, 512), draft_width=draft_width, progress=progress)
+        session = load(target, draft, device=device, threads=threads, n_ctx=n_ctx or max(need, 512), draft_width=draft_width, graphs=graphs, progress=progress)
     with session:
         say(engaged_line(session.engaged(), None))
         options = BenchOptions(prompts, tokens, depths, repetitions, synthetic, draft_width)

@@ -16,3 +16,6 @@ def target_options(command):
     ):
         command = option(command)
     return command
+
+
+graphs_option = click.option("--no-graphs", "graphs", is_flag=True, flag_value=False, default=True, help="No CUDA graph replay: shows what it is worth.")

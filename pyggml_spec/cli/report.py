@@ -1,9 +1,11 @@
 """The two things `pyspec run` says about itself: what is engaged, before; what it measured, after."""
 
+from ..ggml.device import graph_replay_enabled
 from ..session import Engaged
 from ..spec.stats import Stats
 from .terminal import size
 
+LEAST_REPLAY = 0.99
 _BAR = " ▁▂▃▄▅▆▇█"
 
 
@@ -45,8 +47,11 @@ def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
         lines.append(f"steps: {used}; {reason}")
     if s.nan_drafts:
         lines.append("the drafter produced NaN or Inf: speculation was switched off; the text is the target's own")
+    if s.cuda_graphs:
+        lines.append(_replays(s))
+    ahead = f", {s.graphs_built_ahead} ahead of need" if s.graphs_built_ahead else ""
     lines.append(
-        f"graphs: {s.computes} computed, {s.graphs_built} built ({s.graphs_built_after_warmup} after warm-up), "
+        f"graphs: {s.computes} computed, {s.graphs_built} built ({s.graphs_built_after_warmup} after warm-up{ahead}), "
         f"{s.buffer_growths} buffers allocated ({s.buffer_growths_after_warmup} after warm-up)"
     )
     lines.append(
@@ -54,6 +59,18 @@ def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
         f"ended by: {s.stop_reason or 'nothing'}"
     )
     return "\n".join(lines)
+
+
+def _replays(s: Stats) -> str:
+    c, rate = s.cuda_graphs, s.replay_rate
+    line = f"CUDA graphs: {c['captured']} captured, {c['replayed']} steps replayed, {c['eager']} launched kernel by kernel after warm-up"
+    if rate is None or rate >= LEAST_REPLAY:
+        return line
+    why = "they are switched off (--no-graphs or GGML_CUDA_DISABLE_GRAPHS)" if not graph_replay_enabled() else (
+        "a matrix product over routed experts at this width stops the replay; a smaller --draft-width may keep it, "
+        "or else this build of ggml has no CUDA graphs"
+    )  # fmt: skip
+    return f"{line}\nwarning: only {100 * rate:.0f} % of the steps were replayed, so launches cost time: {why}"
 
 
 def _positions(s: Stats) -> str:

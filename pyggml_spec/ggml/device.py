@@ -58,10 +58,32 @@ def default_threads() -> int:
     return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
+_NO_GRAPHS = "GGML_CUDA_DISABLE_GRAPHS"  # ggml-cuda reads it once, at its first graph
+
+
+def graph_replay_enabled() -> bool:
+    """Whether ggml-cuda may replay steps as CUDA graphs in this process."""
+    return _NO_GRAPHS not in os.environ
+
+
+def disable_graph_replay() -> None:
+    """Makes ggml-cuda launch every step kernel by kernel, as a control. Only before the first backend of the process is opened.
+
+    Raises:
+        DeviceError: a backend was opened before, so ggml may have read its setting already.
+    """
+    if graph_replay_enabled() and Backend.opened:
+        raise DeviceError("graph replay can only be switched off before the first model is loaded; start a new process for it")
+    os.environ[_NO_GRAPHS] = "1"
+
+
 class Backend:
     """One execution stream on a device. Owns its ggml backend; ``close`` is idempotent."""
 
+    opened = 0  # backends of this process so far
+
     def __init__(self, device: Device, threads: int | None = None):
+        Backend.opened += 1
         self.device = device
         self._dev = lib.ggml_backend_dev_get(device.index)
         self.handle = lib.ggml_backend_dev_init(self._dev, ffi.NULL)

@@ -1,7 +1,7 @@
 """The small inputs and outputs of a step: one device buffer, one upload, one read.
 
 A step's fields lie one behind the other: inputs first, then ``tokens`` (partly written by the host, partly by the drafter), then outputs.
-The host fills numpy views of a pinned mirror; ``run`` uploads the inputs, computes the graph and reads the outputs.
+The host fills numpy views of a pinned mirror; ``launch`` queues the upload, the graph and the read, ``wait`` waits for them, ``run`` does both.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
 from .library import check, ffi, lib, new_err, text
+from .replay import ReplayCounters
 
 _TYPES = {"i32": (lib.GGML_TYPE_I32, np.int32), "i64": (lib.GGML_TYPE_I64, np.int64), "f32": (lib.GGML_TYPE_F32, np.float32)}
 _ALIGN = 64  # CUDA kernels read inputs as vectors
@@ -29,6 +30,7 @@ class StepIO:
         self.home = lib.pgs_io_home(self.handle)
         self.mirror = np.frombuffer(ffi.buffer(lib.pgs_io_host(self.handle), capacity), np.uint8)
         self.uploads = self.upload_bytes = self.reads = self.read_bytes = 0
+        self.replay = ReplayCounters() if backend.device.name.startswith("CUDA") else None
 
     def close(self) -> None:
         if self.handle is not None:
@@ -58,6 +60,7 @@ class StepFields:
         self._read_start: int | None = None
         self._err = new_err()
         self._times = ffi.new("pgs_step_times *")
+        self._calls, self._replayed = 0, False
 
     def _take(self, name: str, kind: str, count: int) -> tuple[int, int]:
         ggml_type, dtype = _TYPES[kind]
@@ -106,16 +109,32 @@ class StepFields:
         self.graph.place(self.io.home, offset, node)
         self.graph.expand(node)
 
-    def run(self) -> StepTimes:
-        """Uploads the inputs, computes the graph, reads the outputs. Blocks until the outputs are there (the GIL is released)."""
+    def launch(self) -> None:
+        """Queues the upload, the graph and the read. On a GPU the host is free until ``wait``; on the CPU the step is over on return."""
         read_start = self._end if self._read_start is None else self._read_start
         size = self._end - read_start
-        check(
-            lib.pgs_step_run(self.io.handle, self.graph.handle, self._upload_end, read_start, size, self._times, self._err), self._err
-        )
+        args = (self.io.handle, self.graph.handle, self._upload_end, read_start, size, self._times, self._err)
+        check(lib.pgs_step_launch(*args), self._err)
         self.io.uploads += 1
         self.io.upload_bytes += self._upload_end
         if size:
             self.io.reads += 1
             self.io.read_bytes += size
+        if self.io.replay is not None:
+            self._count_replay(self.io.replay)
+
+    def _count_replay(self, counters: ReplayCounters) -> None:
+        self._calls += 1
+        if counters.count(self._calls, self._times.compute, self.graph.n_nodes) and not self._replayed:
+            self._replayed = True
+            counters.captured += 1
+
+    def wait(self) -> StepTimes:
+        """Blocks until the outputs are there (the GIL is released)."""
+        lib.pgs_step_wait(self.io.handle, self._times)
         return StepTimes(self._times.upload, self._times.compute, self._times.read)
+
+    def run(self) -> StepTimes:
+        """``launch`` and ``wait``."""
+        self.launch()
+        return self.wait()

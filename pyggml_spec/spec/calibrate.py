@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..ggml.device import graph_replay_enabled
 from ..ggml.library import versions
 from .engine import Engine
 
@@ -49,7 +50,7 @@ def cache_folder() -> Path:
 
 def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
     """Names what the costs depend on: both files (size and first MiB), device, threads, widths, context, versions."""
-    parts = [engine.backend.device.name, engine.backend.device.description, engine.backend.threads, widths, engine.options, versions()]
+    parts = [graph_replay_enabled(), engine.backend.device.name, engine.backend.device.description, engine.backend.threads, widths, engine.options, versions()]
     for model in (engine.target, engine.drafter):
         path = Path(model.file.path)
         with open(path, "rb") as file:

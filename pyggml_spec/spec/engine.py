@@ -22,6 +22,7 @@ from .graphs import Step, StepGraphs
 
 TRASH_ROWS = 16
 WIDTHS = (2, 4, 8, 16)
+PREPARE_TOKENS = 2048
 CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
 
 
@@ -85,6 +86,9 @@ class Engine:
         self.epoch = 0  # sequences begun so far: whoever remembers what lies in the caches can tell whether it still does
         self._iota = np.arange(max(options.chunk, options.width, RING), dtype=np.int32)
         self._open_block: int | None = None  # rows of the last block until accept says how many count
+        self._kinds: tuple[tuple[str, int], ...] = ()  # steps that are expected, see prepare
+        self._last_span = 0
+        self.built_ahead = 0  # graphs built while the device computed
         self._parts: list = []
         try:
             self._allocate()
@@ -135,11 +139,26 @@ class Engine:
             width = self.options.width
             self.graphs.get("commit", width, 0, 0, width > 1)
 
-    def prepare(self, role: str, width: int, tokens: int) -> None:
-        """Builds the graphs of ``role`` for every span that the next ``tokens`` tokens will reach, so that no later step waits for one."""
-        first, last = self._span(width), min(padded(self.cursor.committed + tokens + width), self.kv.live)
-        for span in range(first, last + 1, SPAN):
-            self.graphs.get(role, width, span)
+    def prepare(self, kinds: Sequence[tuple[str, int]], tokens: int) -> None:
+        """Announces the (role, width) of the steps that the next ``tokens`` tokens will take, so that none of them waits for its graph.
+
+        What is needed at once is built here. The graphs of the next span are built one per step, while the device computes; the CPU has no
+        such time to spare and builds the spans of PREPARE_TOKENS tokens here.
+        """
+        self._kinds, self._last_span = tuple(kinds), padded(self.cursor.committed + tokens)
+        ahead = min(tokens, PREPARE_TOKENS if self.backend.device.kind == "cpu" else SPAN // 4)
+        for role, width in self._kinds:
+            for span in range(self._span(width), min(padded(self.cursor.committed + ahead + width), self.kv.live) + 1, SPAN):
+                self.graphs.get(role, width, span)
+
+    def _build_ahead(self) -> None:
+        """Builds one graph of the next span, if one is missing."""
+        for role, width in self._kinds:
+            span = self._span(width) + SPAN
+            if span <= min(self._last_span, self.kv.live) and not self.graphs.has(role, width, span):
+                self.graphs.get(role, width, span)
+                self.built_ahead += 1
+                return
 
     def prepare_transitions(self, widths: Sequence[int]) -> None:
         """Builds the commit graphs between blocks of these widths, and from prefill into them: ten nodes each."""
@@ -162,6 +181,7 @@ class Engine:
         self.cursor.reset()
         self.epoch += 1
         self._open_block = None
+        self._kinds = ()
         self.graphs.drafting = drafting and self.drafter is not None
         if self.ring is not None:
             self.ring.waiting = 0
@@ -351,13 +371,19 @@ class Engine:
             self.delta.fill_tail(step.host["tail"])
             if pending:
                 self.delta.fill_keep(step.host["keep"])
-        times = step.fields.run()
+        step.fields.launch()
+        if self.backend.device.kind != "cpu":
+            self._build_ahead()
+        times = step.fields.wait()
         self._open_block = width
         if self.delta is not None:  # until accept says more: the block is there, none of it counts
             self.delta.after_step(width, 0, pending)
         host = step.host
         draft_finite = "draft_sum" not in host or bool(np.isfinite(host["draft_sum"]).all())
-        return StepResult(host["tokens"].copy(), step.ids(), draft_finite, bool(np.isfinite(host["ids_sum"]).all()), times)
+        ids = step.ids()
+        if self.backend.device.kind == "cpu":
+            self._build_ahead()
+        return StepResult(host["tokens"].copy(), ids, draft_finite, bool(np.isfinite(host["ids_sum"]).all()), times)
 
     # -- helpers
 

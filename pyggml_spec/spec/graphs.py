@@ -106,6 +106,11 @@ class StepGraphs:
         self._steps[key] = step
         return step
 
+    def has(self, role: str, width: int, span: int) -> bool:
+        """Whether ``get`` would not have to build."""
+        step = self._steps.get((role, width, span, self.drafting))
+        return step is not None and not self._stale(step)
+
     def _reserve(self, role: str) -> None:
         """Plans the role's graph with the largest buffer first, so that no later one makes it grow.
 

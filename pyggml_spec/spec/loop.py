@@ -8,7 +8,7 @@ never which.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from .width import WidthControl
 
 SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
 WARMUP_STEPS = 2
-PREPARE_TOKENS = 2048  # how far ahead the graphs of later spans are built before decoding starts
 
 
 @dataclass(frozen=True)
@@ -178,10 +177,9 @@ class _Run:
             role = "verify"
         elif self.speculating:
             role = "fused"
-        widths = self.control.widths if self.control is not None else [self.options.width]
-        self.engine.prepare_transitions(widths if role != "plain" else [1])
-        for width in widths if role != "plain" else [1]:
-            self.engine.prepare(role if width > 1 else "plain", width, min(self.limit, PREPARE_TOKENS))
+        widths = [1] if role == "plain" else self.control.widths if self.control is not None else [self.options.width]
+        self.engine.prepare_transitions(widths)
+        self.engine.prepare([(role if width > 1 else "plain", width) for width in widths], self.limit - self.stats.emitted)
 
     def _count_time(self, result: StepResult, total_ns: int) -> None:
         times, host = result.times, self.stats.host_us
@@ -200,17 +198,20 @@ class _Run:
             stats.seconds["decode"] += time.perf_counter() - self._decode_started
             self._decode_started = None
         for key, value in now.items():
-            setattr(stats, key, value if key in ("graphs_built", "buffer_growths") else value - self._before[key])
+            before = 0 if key in ("graphs_built", "buffer_growths") else self._before[key]
+            setattr(stats, key, value - before if isinstance(value, int) else {k: v - before[k] for k, v in value.items()})
         warm = self._warm or now
-        stats.graphs_built_after_warmup = now["graphs_built"] - warm["graphs_built"]
+        built, ahead = (now[key] - warm[key] for key in ("graphs_built", "graphs_built_ahead"))
+        stats.graphs_built_after_warmup = built - ahead
         stats.buffer_growths_after_warmup = now["buffer_growths"] - warm["buffer_growths"]
         stats.memory = self.engine.memory()
 
 
-def _counts(engine: Engine) -> dict[str, int]:
+def _counts(engine: Engine) -> dict:
     counters = engine.graphs.counters().values()
-    return {
+    out = {
         "graphs_built": sum(c.graphs_built for c in counters),
+        "graphs_built_ahead": engine.built_ahead,
         "buffer_growths": sum(c.buffer_growths for c in counters),
         "computes": sum(c.computes for c in counters),
         "uploads": engine.io.uploads,
@@ -218,3 +219,4 @@ def _counts(engine: Engine) -> dict[str, int]:
         "reads": engine.io.reads,
         "read_bytes": engine.io.read_bytes,
     }
+    return {**out, "cuda_graphs": asdict(engine.io.replay)} if engine.io.replay is not None else out

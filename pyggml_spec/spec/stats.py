@@ -21,6 +21,9 @@ class Stats:
         block_sizes: how many steps emitted n tokens.
         widths: how many steps ran at each width.
         nan_drafts: blocks whose drafter produced NaN or Inf.
+        graphs_built_after_warmup: graphs that a step had to wait for after the second one; graphs_built_ahead: graphs of the next span that
+            were built meanwhile, one per step, on a GPU while it computed.
+        cuda_graphs: on a CUDA device, how steps were launched: warmup (first two calls of a graph), captured (graphs), replayed, eager.
         seconds: wall-clock time by phase: load, prefill, decode.
         host_us: host microseconds per phase of a step, summed: upload, compute (launch), read (includes waiting), host (the rest).
     """
@@ -43,6 +46,7 @@ class Stats:
     widths: Counter = field(default_factory=Counter)
     graphs_built: int = 0
     graphs_built_after_warmup: int = 0
+    graphs_built_ahead: int = 0
     buffer_growths: int = 0
     buffer_growths_after_warmup: int = 0
     computes: int = 0
@@ -54,6 +58,7 @@ class Stats:
     host_us: dict = field(default_factory=lambda: {"upload": 0, "compute": 0, "read": 0, "host": 0})
     memory: dict = field(default_factory=dict)
     versions: dict = field(default_factory=dict)
+    cuda_graphs: dict | None = None
 
     def add_block(self, width: int, matched: int, drafted_by_model: bool, drafted: bool = True) -> None:
         """Counts one decode step over ``width`` rows whose first ``matched`` drafts were accepted.
@@ -87,6 +92,12 @@ class Stats:
         return self.matched / self.drafted if self.drafted else 0.0
 
     @property
+    def replay_rate(self) -> float | None:
+        """Share of the steps after each graph's warm-up that were replayed as CUDA graphs; None where nothing can be."""
+        c = self.cuda_graphs
+        return c["replayed"] / (c["replayed"] + c["eager"]) if c and c["replayed"] + c["eager"] else None
+
+    @property
     def matched_per_position(self) -> list[float]:
         return [m / o if o else 0.0 for m, o in zip(self.matched_at, self.offered_at)]
 
@@ -102,6 +113,7 @@ class Stats:
         out["widths"] = {str(k): v for k, v in sorted(self.widths.items())}
         out["tokens_per_step"] = self.tokens_per_step
         out["acceptance"] = self.acceptance
+        out["replay_rate"] = self.replay_rate
         out["matched_per_position"] = self.matched_per_position
         out["tokens_per_second"] = self.tokens_per_second
         return out

@@ -147,7 +147,7 @@ def test_blocks_wider_than_planned_and_accepting_nonsense_are_refused(session, p
 
 
 def test_speculative_text_equals_reference_text_on_the_embedded_pair_with_rejections():
-    with ps.load(device="CPU", threads=1, n_ctx=512) as demo:
+    with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=16) as demo:  # mixed widths could flip a near-tie
         for prompt in ("def ", "import os\n\n\ndef walk(path):\n", "class Queue:\n    "):
             spec, stats = demo.generate(prompt, 100)
             plain, _ = demo.generate(prompt, 100, mode="reference")
