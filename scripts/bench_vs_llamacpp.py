@@ -5,7 +5,8 @@
 
 Legs, interleaved round by round: llama-bench (prompt processing and plain decoding), llama-server with draft-dflash (block 16,
 --spec-draft-n-max 15, greedy, --backend-sampling), and pyspec. llama-server keeps running beside pyspec; only one of them computes at a time.
-Prints a table of medians and writes every single figure.
+Prints a table of medians and writes every single figure. Where llama-server cannot run the pair, its speculative leg is left out and the
+reason is written down.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pyggml_spec.spec.stats import Stats
 from pyggml_spec.tools.bench import BenchOptions, bench
 
 PORT = 8099
-PROMPT = [100 + 7 * i % 4000 for i in range(64)]
+PROMPT = [100 + 7 * i % 200 for i in range(64)]
 
 
 def environment(tools: Path) -> dict:
@@ -44,6 +45,10 @@ def llama_bench(args, prompts: list[int], tokens: int) -> dict[str, float]:
     return {(f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}"): r["avg_ts"] for r in json.loads(done.stdout)}
 
 
+class ServerEnded(Exception):
+    """llama-server ended by itself; the text says why."""
+
+
 class Server:
     """A llama-server child; ``tokens_per_second`` asks it for one greedy completion of a fixed length."""
 
@@ -58,25 +63,45 @@ class Server:
                 command += ["--spec-synth-len", str(args.synthetic_acceptance)]
         self.log = open(args.out.with_suffix(".server.log"), "w")
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment(args.tools))
-        self._wait()
+        try:
+            self._wait()
+            self.complete(8)  # some pairs end it only when they draft
+        except BaseException:
+            self.close()
+            raise
 
     def _wait(self) -> None:
         for _ in range(600):
             if self.process.poll() is not None:
-                sys.exit(f"llama-server ended with {self.process.returncode}; see {self.log.name}")
+                raise ServerEnded(self._reason())
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2) as answer:
                     if answer.status == 200:
                         return
             except OSError:
                 time.sleep(0.5)
-        sys.exit("llama-server did not become ready")
+        raise ServerEnded("llama-server did not become ready in five minutes")
+
+    def _reason(self) -> str:
+        """What it said last before it ended: its assertion, or the last error."""
+        lines = [line.strip() for line in Path(self.log.name).read_text(errors="replace").splitlines()]
+        for sign in ("GGML_ASSERT", "GGML_ABORT", "error", "failed"):
+            told = [line for line in lines if sign in line]
+            if told:
+                break
+        return f"llama-server ended with {self.process.wait()}: {(told or lines or ['no output'])[-1]}"
 
     def complete(self, tokens: int) -> dict:
         body = json.dumps({"prompt": PROMPT, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{PORT}/completion", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            return json.load(answer)["timings"]
+        try:
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                return json.load(answer)["timings"]
+        except OSError:
+            time.sleep(1)  # it answers nothing more when it dies, and dies a moment later
+            if self.process.poll() is None:
+                raise
+            raise ServerEnded(self._reason()) from None
 
     def close(self) -> None:
         self.process.terminate()
@@ -116,16 +141,21 @@ def main() -> None:
     used = [device_memory_used(args.device)]
     session = ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=args.draft_width)
     used.append(device_memory_used(args.device))
-    server = Server(args, speculative=True)
+    server, notes = None, []
+    try:
+        server = Server(args, speculative=True)
+    except ServerEnded as why:
+        notes.append(str(why))
     used.append(device_memory_used(args.device))
     rows = []
     with session:
         for _ in range(args.rounds):
             for test, value in llama_bench(args, prompts, 128).items():
                 add("llama.cpp", test, value)
-            for _ in range(3):
-                timings = server.complete(args.tokens)
-            add("llama.cpp", "spec", timings["predicted_per_second"])
+            if server is not None:
+                for _ in range(3):
+                    timings = server.complete(args.tokens)
+                add("llama.cpp", "spec", timings["predicted_per_second"])
             options = BenchOptions(tuple(prompts), args.tokens, (0,), 2, args.synthetic_acceptance, args.draft_width)
             rows = bench(session, options)
             for row in rows:
@@ -135,16 +165,19 @@ def main() -> None:
         stats = Stats()
         for _ in generate(session.engine, PROMPT, LoopOptions(8, PLAIN), stats):
             pass
-    server.close()
+    if server is not None:
+        server.close()
 
     print(f"| test | llama.cpp | pyspec | ratio |\n|---|---|---|---|  {args.device}, {Path(args.model).name}")
     for test in figures["pyspec"]:
-        theirs, ours = statistics.median(figures["llama.cpp"][test]), statistics.median(figures["pyspec"][test])
-        print(f"| {test} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.3f} |")
+        theirs, ours = figures["llama.cpp"].get(test), statistics.median(figures["pyspec"][test])
+        print(f"| {test} | {statistics.median(theirs):.1f} | {ours:.1f} | {ours / statistics.median(theirs):.3f} |" if theirs else f"| {test} | - | {ours:.1f} | - |")
+    for note in notes:
+        print(note)
     for row in rows:
         print(row.test, {k: round(v) for k, v in row.phases_us.items()}, f"{row.ms_per_step:.3f} ms/step", f"{row.tokens_per_step:.2f} tok/step", row.widths)
     print("costs ms", costs, "memory", memory, "device memory: before, + pyspec, + server", used)
-    args.out.write_text(json.dumps({"figures": figures, "rows": [r.as_dict() for r in rows], "costs_ms": costs, "memory": memory,
+    args.out.write_text(json.dumps({"figures": figures, "rows": [r.as_dict() for r in rows], "costs_ms": costs, "memory": memory, "notes": notes,
                                     "device_memory_used": used, "command": sys.argv, "versions": versions()}, indent=1))  # fmt: skip
 
 

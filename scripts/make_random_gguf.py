@@ -1,40 +1,112 @@
 #!/usr/bin/env python3
 """Writes a random-weight target and its dflash drafter with the shapes of a real model, in seconds. llama.cpp loads both.
 
-    make_random_gguf.py 4B --quant Q4_K --out models/
+    make_random_gguf.py 35B-A3B --quant Q4_K --out models/
+
+Shapes are those of the published configurations; where a drafter has none, it is as wide as its target. ``--layers`` cuts the target
+down, for machines that the whole model does not fit.
 """
 
 import argparse
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
-QWEN35 = dict(head_size=256, n_rot=64, delta_head=128, n_vocab=248320, n_ctx=262144, draft_head_size=128, rope_base=1e7)
-SHAPES = {
-    "tiny": Shape(),
-    "0.8B": Shape(n_layer=24, n_embd=1024, n_ff=3584, n_head=8, n_head_kv=2, delta_k=16, delta_v=16,
-                  draft_layers=5, draft_heads=16, draft_heads_kv=8, draft_ff=3072, target_layers=(2, 7, 12, 17, 22), **QWEN35),
-    "4B": Shape(n_layer=32, n_embd=2560, n_ff=9216, n_head=16, n_head_kv=4, delta_k=16, delta_v=32,
-                draft_layers=5, draft_heads=32, draft_heads_kv=8, draft_ff=9728, target_layers=(2, 9, 16, 23, 30), **QWEN35),
-    "9B": Shape(n_layer=32, n_embd=4096, n_ff=12288, n_head=16, n_head_kv=4, delta_k=16, delta_v=32,
-                draft_layers=5, draft_heads=32, draft_heads_kv=8, draft_ff=12288, target_layers=(2, 9, 16, 23, 30), **QWEN35),
-    "27B": Shape(n_layer=64, n_embd=5120, n_ff=17408, n_head=24, n_head_kv=4, delta_k=16, delta_v=48,
-                 draft_layers=5, draft_heads=32, draft_heads_kv=8, draft_ff=17408, target_layers=(2, 17, 32, 47, 62), **QWEN35),
+
+@dataclass(frozen=True)
+class Model:
+    """A published model: its architecture's writer, its shape, and what the writer has to be told besides."""
+
+    write: Callable
+    shape: Shape
+    options: dict = field(default_factory=dict)
+
+
+def drafter(layers: int, heads: int, heads_kv: int, n_ff: int, *target_layers: int) -> dict:
+    """Shape of a drafter with heads of 128 values that reads the inputs of ``target_layers``."""
+    return dict(draft_layers=layers, draft_heads=heads, draft_heads_kv=heads_kv, draft_ff=n_ff, draft_head_size=128, target_layers=target_layers)
+
+
+HYBRID = dict(head_size=256, n_rot=64, delta_head=128, n_vocab=248320, n_ctx=262144, rope_base=1e7)
+QWEN3 = dict(head_size=128, n_head_kv=8, n_vocab=151936, n_ctx=40960, rope_base=1e6)
+GEMMA4 = dict(head_size=256, n_vocab=262144, n_ctx=262144, rope_base=1e6, target_window=1024, full_every=6, tied=True)
+MODELS = {
+    "tiny": Model(write_qwen35, Shape()),
+    "0.8B": Model(write_qwen35, Shape(n_layer=24, n_embd=1024, n_ff=3584, n_head=8, n_head_kv=2, delta_k=16, delta_v=16,
+                                      **drafter(5, 16, 8, 3072, 2, 7, 12, 17, 22), **HYBRID)),
+    "4B": Model(write_qwen35, Shape(n_layer=32, n_embd=2560, n_ff=9216, n_head=16, n_head_kv=4, delta_k=16, delta_v=32,
+                                    **drafter(5, 32, 8, 9728, 2, 9, 16, 23, 30), **HYBRID)),
+    "9B": Model(write_qwen35, Shape(n_layer=32, n_embd=4096, n_ff=12288, n_head=16, n_head_kv=4, delta_k=16, delta_v=32,
+                                    **drafter(5, 32, 8, 12288, 2, 9, 16, 23, 30), **HYBRID)),
+    "27B": Model(write_qwen35, Shape(n_layer=64, n_embd=5120, n_ff=17408, n_head=24, n_head_kv=4, delta_k=16, delta_v=48,
+                                     **drafter(5, 32, 8, 17408, 2, 17, 32, 47, 62), **HYBRID)),
+    "35B-A3B": Model(write_qwen35moe, Shape(n_layer=40, n_embd=2048, n_head=16, n_head_kv=2, delta_k=16, delta_v=32,
+                                            n_expert=256, n_used=8, n_ff_expert=512, n_ff_shared=512,
+                                            **drafter(8, 32, 4, 6144, 2, 11, 20, 29, 38), **HYBRID)),
+    "gemma4-31B": Model(write_gemma4, Shape(n_layer=60, n_embd=5376, n_ff=21504, n_head=32, n_head_kv=16, n_head_kv_full=4,
+                                            embedding_scale=5376**0.5, **drafter(5, 32, 8, 21504, 2, 13, 24, 36, 47, 58), **GEMMA4),
+                        dict(n_per_layer=0, shared=False)),
+    "gemma4-26B-A4B": Model(write_gemma4, Shape(n_layer=30, n_embd=2816, n_ff=2112, n_head=16, n_head_kv=8, n_head_kv_full=2,
+                                                n_expert=128, n_used=8, n_ff_expert=704, embedding_scale=2816**0.5,
+                                                **drafter(5, 32, 8, 8192, 2, 7, 12, 18, 23, 28), **GEMMA4),
+                            dict(n_per_layer=0, shared=False, routed=True, alike=True)),
+    "laguna-XS.2": Model(write_laguna, Shape(n_layer=40, n_embd=2048, n_ff=8192, n_head=48, n_head_sliding=64, n_head_kv=8, head_size=128,
+                                             n_rot_full=64, n_rot_sliding=128, n_vocab=100352, n_ctx=131072, rope_base=5e5,
+                                             target_window=512, n_expert=256, n_used=8, n_ff_expert=512, n_ff_shared=512,
+                                             **drafter(5, 32, 8, 6144, 2, 10, 18, 37, 40)),
+                         dict(yarn=32.0)),
+    "qwen3-4B": Model(write_qwen3, Shape(n_layer=36, n_embd=2560, n_ff=9728, n_head=32, tied=True,
+                                         **drafter(5, 32, 8, 9728, 2, 10, 18, 26, 34), **QWEN3)),
+    "qwen3-8B": Model(write_qwen3, Shape(n_layer=36, n_embd=4096, n_ff=12288, n_head=32,
+                                         **drafter(5, 32, 8, 12288, 2, 10, 18, 26, 34), **QWEN3)),
+    "qwen3-14B": Model(write_qwen3, Shape(n_layer=40, n_embd=5120, n_ff=17408, n_head=40,
+                                          **drafter(5, 32, 8, 17408, 2, 11, 20, 29, 38), **QWEN3)),
+    "qwen3-32B": Model(write_qwen3, Shape(n_layer=64, n_embd=5120, n_ff=25600, n_head=64,
+                                          **drafter(5, 32, 8, 25600, 2, 17, 32, 47, 62), **QWEN3)),
+    "llama-8B": Model(write_llama, Shape(n_layer=32, n_embd=4096, n_ff=14336, n_head=32, n_head_kv=8, head_size=128, n_vocab=128256,
+                                         n_ctx=131072, rope_base=5e5, **drafter(5, 32, 8, 14336, 2, 9, 16, 23, 30))),
 }  # fmt: skip
+
+
+def cut(shape: Shape, layers: int) -> Shape:
+    """The same model with fewer layers, its drafter reading the deepest that are left."""
+    return replace(shape, n_layer=layers, target_layers=tuple(min(v, layers - 1) for v in shape.target_layers))
+
+
+def write_pair(name: str, quant: str, out: Path, layers: int | None = None) -> tuple[Path, Path]:
+    """Writes target and drafter of ``MODELS[name]`` unless they are there. Returns their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    model, label = MODELS[name], name if layers is None else f"{name}-{layers}-layers"
+    shape = model.shape if layers is None else cut(model.shape, layers)
+    paths = []
+    for kind in ("target", "drafter"):
+        path = out / f"{label}-{quant}-{kind}.gguf"
+        if not path.exists():
+            part = path.with_suffix(".part")
+            if kind == "target":
+                model.write(part, shape, quant, **model.options)
+            else:
+                write_dflash(part, shape, quant)
+            part.rename(path)
+        paths.append(path)
+    return paths[0], paths[1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("model", choices=MODELS, nargs="+")
     parser.add_argument("--quant", default="Q4_K")
+    parser.add_argument("--layers", type=int, help="layers of the target (default: as published)")
     parser.add_argument("--out", type=Path, default=Path("models"))
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for kind, write in (("target", write_qwen35), ("drafter", write_dflash)):
+    for name in args.model:
         started = time.perf_counter()
-        path = write(args.out / f"{args.shape}-{args.quant}-{kind}.gguf", SHAPES[args.shape], args.quant)
-        print(f"{path}  {path.stat().st_size / 1e9:.2f} GB  {time.perf_counter() - started:.1f} s")
+        paths = write_pair(name, args.quant, args.out, args.layers)
+        print(*(f"{path}  {path.stat().st_size / 1e9:.2f} GB" for path in paths), f"{time.perf_counter() - started:.1f} s", sep="  ")
 
 
 if __name__ == "__main__":

@@ -109,15 +109,15 @@ def write_laguna(
     ``wide_gate`` gates every attention output instead of every head; ``yarn`` 0 leaves positions as they are.
     """
     s, w = shape, Writer(Path(path), "laguna", quant, seed)
-    heads = [s.n_head * (2 if s.target_window and i % 4 else 1) for i in range(s.n_layer)]
+    heads = [(s.n_head_sliding or 2 * s.n_head) if s.target_window and i % 4 else s.n_head for i in range(s.n_layer)]
     w.sizes(s, heads)
-    w.out.add_rope_dimension_count(s.head_size)
+    w.out.add_rope_dimension_count(s.n_rot_full or s.head_size)
     w.out.add_rope_freq_base(s.rope_base)
     if yarn:
         write_yarn(w, yarn, 64)
     if s.target_window:
         w.out.add_sliding_window(s.target_window)
-        w.out.add_uint32("laguna.rope.dimension_count_swa", s.head_size // 2)
+        w.out.add_uint32("laguna.rope.dimension_count_swa", s.n_rot_sliding or s.head_size // 2)
         w.out.add_float32("laguna.rope.freq_base_swa", 1e4)
     w.out.add_leading_dense_block_count(1)
     expert_keys(w, s)
@@ -143,15 +143,16 @@ def write_laguna(
 
 def write_gemma4(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False,
-    n_per_layer: int = 32, shared: bool = True, routed: bool = False, softcap: float | None = 30.0
+    n_per_layer: int = 32, shared: bool = True, routed: bool = False, softcap: float | None = 30.0, alike: bool = False
 ) -> Path:  # fmt: skip
-    """Writes a random gemma4 target: every second layer is full, with one K/V head of twice the size and no attn_v.
+    """Writes a random gemma4 target: the last of every ``full_every`` layers is full, with K/V heads of twice the size and no attn_v.
 
     ``shared`` lets all layers but the first two read the K/V of those; ``routed`` adds experts to every layer but the first.
+    ``alike`` routes in the first one too and stores gate and up of all layers as one tensor, as published files do.
     """
     s, w = shape, Writer(Path(path), "gemma4", quant, seed)
-    full = [i % 2 == 1 for i in range(s.n_layer)]
-    heads_kv = [1 if f else s.n_head_kv for f in full]
+    full = [(i + 1) % s.full_every == 0 for i in range(s.n_layer)]
+    heads_kv = [s.n_head_kv_full if f else s.n_head_kv for f in full]
     w.sizes(replace(s, head_size=2 * s.head_size), heads_kv=heads_kv)
     out = w.out
     out.add_uint32("gemma4.attention.key_length_swa", s.head_size)
@@ -176,28 +177,30 @@ def write_gemma4(
         w.norms("", {"per_layer_proj_norm": n_per_layer})
     kinds = {"ffn_down": type_id("q6_K")} if mixed else {}
     for i in range(s.n_layer):
-        _gemma4_layer(w, s, i, (2 if full[i] else 1) * s.head_size, heads_kv[i], i < 2 or not shared, n_per_layer, routed and i > 0, kinds)
+        own_kv, size = i < 2 or not shared, (2 if full[i] else 1) * s.head_size
+        norms, shapes = _gemma4_layer(s, size, heads_kv[i], own_kv, full[i], n_per_layer)
+        if routed and (i > 0 or alike):
+            norms |= dict.fromkeys(("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), s.n_embd)
+            write_experts(w, f"blk.{i}.", s, kinds.get("ffn_down"), joined=alike or i % 2 == 0)
+            w.vector(f"blk.{i}.ffn_gate_inp.scale", s.n_embd, 2.0, 6.0)
+            w.vector(f"blk.{i}.ffn_down_exps.scale", s.n_expert, 0.5, 1.5)
+        w.matrices(f"blk.{i}.", shapes, kinds)
+        w.norms(f"blk.{i}.", norms)
     w.close()
     return Path(path)
 
 
-def _gemma4_layer(
-    w: Writer, s: Shape, i: int, size: int, heads_kv: int, own_kv: bool, n_per_layer: int, routed: bool, kinds: dict[str, int]
-) -> None:
-    b, n = f"blk.{i}.", s.n_embd
-    shapes = attention_shapes(replace(s, head_size=size, n_head_kv=heads_kv))
-    for name in () if own_kv and i % 2 == 0 else ("attn_v",) if own_kv else ("attn_k", "attn_v"):
+def _gemma4_layer(s: Shape, size: int, heads_kv: int, own_kv: bool, full: bool, n_per_layer: int) -> tuple[dict, dict]:
+    """Sizes of the norms, shapes of the matrices."""
+    n = s.n_embd
+    shapes = attention_shapes(replace(s, head_size=size, n_head_kv=heads_kv)) | ffn_shapes(n, s.n_ff)
+    for name in () if own_kv and not full else ("attn_v",) if own_kv else ("attn_k", "attn_v"):
         del shapes[name]
     norms = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), n) | {"attn_q_norm": size}
+    norms["layer_output_scale"] = 1
     if own_kv:
         norms["attn_k_norm"] = size
     if n_per_layer:
         shapes |= {"inp_gate": (n, n_per_layer), "proj": (n_per_layer, n)}
         norms["post_norm"] = n
-    if routed:
-        norms |= dict.fromkeys(("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), n)
-        write_experts(w, b, s, kinds.get("ffn_down"), joined=i % 2 == 0)
-        w.vector(b + "ffn_gate_inp.scale", n, 2.0, 6.0)
-        w.vector(b + "ffn_down_exps.scale", s.n_expert, 0.5, 1.5)
-    w.matrices(b, shapes | ffn_shapes(n, s.n_ff), kinds)
-    w.norms(b, norms | {"layer_output_scale": 1})
+    return norms, shapes

@@ -45,6 +45,29 @@ class Shape:
     n_ff_shared: int = 256
     target_window: int = 24
     embedding_scale: float = 0.0
+    tied: bool = False  # the head is the embedding
+    full_every: int = 2  # gemma4: one full layer in so many
+    n_head_kv_full: int = 1  # gemma4: K/V heads of the full layers
+    n_head_sliding: int = 0  # laguna: heads of the sliding layers, 0 for twice those of the full ones
+    n_rot_full: int = 0  # laguna: rotated values of the full layers, 0 for all
+    n_rot_sliding: int = 0  # laguna: rotated values of the sliding layers, 0 for half
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """``n_rows`` rows that repeat those of ``block``, which starts ``shift`` rows late."""
+
+    block: np.ndarray
+    n_rows: int
+    shift: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_rows * self.block.strides[0]
+
+    def values(self) -> np.ndarray:
+        copies = -(-self.n_rows // self.block.shape[0])
+        return np.tile(np.roll(self.block, self.shift, 0), (copies, 1))[: self.n_rows]
 
 
 class Writer:
@@ -55,25 +78,29 @@ class Writer:
         self.arch, self.kind = arch, type_id(quant)
         self.rng = np.random.default_rng(seed)
         self._blocks: dict[tuple, np.ndarray] = {}
+        self._tiled: dict[str, Tiled] = {}
 
     def matrix(self, name: str, n_in: int, n_out: int, gain: float = 1.0, kind: int | None = None) -> None:
-        whole, kind = self._values(n_in, n_out, gain, kind)
-        self.out.add_tensor(name, whole, raw_dtype=None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind))
+        self._add(name, n_in, n_out, (n_out,), gain, kind)
 
     def experts(self, name: str, n_in: int, n_out: int, count: int, kind: int | None = None) -> None:
         """``count`` matrices as one 3-D tensor."""
-        whole, kind = self._values(n_in, n_out * count, 1.0, kind)
-        whole = whole.reshape(count, n_out, whole.shape[-1])
-        self.out.add_tensor(name, whole, raw_dtype=None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind))
+        self._add(name, n_in, n_out * count, (count, n_out), 1.0, kind)
 
-    def _values(self, n_in: int, n_out: int, gain: float, kind: int | None) -> tuple[np.ndarray, int]:
+    def _add(self, name: str, n_in: int, n_out: int, shape: tuple[int, ...], gain: float, kind: int | None) -> None:
         kind = self.kind if kind is None else kind
         if n_in % lib.ggml_blck_size(kind):
             kind = type_id("q8_0") if n_in % 32 == 0 else type_id("f16")
-        rows = min(n_out, max(64, (1 << 20) // n_in))
-        # fresh numbers for small matrices; large ones are turned copies of one block per width: quantising 27 billion takes an hour
-        block = self._block(n_in, rows, gain, kind) if rows == n_out else np.roll(self._large(n_in, rows, gain, kind), self.rng.integers(rows), 0)
-        return np.tile(block, ((n_out + rows - 1) // rows, 1))[:n_out], kind
+        # fresh numbers for small matrices; large ones are turned copies of one block per width: quantising 27 billion takes an hour. An odd
+        # number of rows, so that no two experts get the same ones
+        rows = min(n_out, max(64, (1 << 20) // n_in) | 1)
+        if rows == n_out:
+            tiled = Tiled(self._block(n_in, rows, gain, kind), n_out, 0)
+        else:
+            tiled = Tiled(self._large(n_in, rows, gain, kind), n_out, int(self.rng.integers(rows)))
+        raw = None if kind == lib.GGML_TYPE_F32 else gguf.GGMLQuantizationType(kind)
+        self.out.add_tensor_info(name, (*shape, tiled.block.shape[1]), tiled.block.dtype, tiled.nbytes, raw)
+        self._tiled[name] = tiled
 
     def _block(self, n_in: int, rows: int, gain: float, kind: int) -> np.ndarray:
         values = self.rng.standard_normal((rows, n_in), np.float32) * (gain / n_in**0.5)
@@ -104,8 +131,9 @@ class Writer:
     def ends(self, s: Shape) -> None:
         """Tokenizer, embedding, head and last norm."""
         self.tokenizer(s.n_vocab)
-        self.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=s.n_embd**0.5)
-        self.matrix("output.weight", s.n_embd, s.n_vocab)
+        self.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=1.0 if s.tied else s.n_embd**0.5)
+        if not s.tied:
+            self.matrix("output.weight", s.n_embd, s.n_vocab)
         self.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
 
     def matrices(self, prefix: str, shapes: dict[str, tuple[int, int]], kinds: dict[str, int] | None = None) -> None:
@@ -134,7 +162,9 @@ class Writer:
     def close(self) -> None:
         self.out.write_header_to_file()
         self.out.write_kv_data_to_file()
-        self.out.write_tensors_to_file()
+        self.out.write_ti_data_to_file()
+        for name, info in [*self.out.tensors[0].items()]:  # one tensor in memory at a time
+            self.out.write_tensor_data(info.tensor if name not in self._tiled else self._tiled[name].values())
         self.out.close()
 
 
