@@ -16,6 +16,7 @@ GGML = """
 enum ggml_type { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_I8, GGML_TYPE_I32, GGML_TYPE_I64, GGML_TYPE_BF16, GGML_TYPE_COUNT, ... };
 enum ggml_status { GGML_STATUS_SUCCESS, ... };
 enum ggml_prec { GGML_PREC_DEFAULT, GGML_PREC_F32, ... };
+enum ggml_op_hint { GGML_HINT_NONE, GGML_HINT_SRC0_IS_HADAMARD, ... };
 enum ggml_log_level { GGML_LOG_LEVEL_NONE, GGML_LOG_LEVEL_ERROR, ... };
 enum ggml_backend_dev_type { GGML_BACKEND_DEVICE_TYPE_CPU, GGML_BACKEND_DEVICE_TYPE_GPU, GGML_BACKEND_DEVICE_TYPE_IGPU,
                              GGML_BACKEND_DEVICE_TYPE_ACCEL, ... };
@@ -60,6 +61,7 @@ struct ggml_tensor * ggml_view_3d(struct ggml_context *, struct ggml_tensor *, i
 struct ggml_tensor * ggml_reshape_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_reshape_3d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2);
 struct ggml_tensor * ggml_repeat_4d(struct ggml_context *, struct ggml_tensor *, int64_t, int64_t, int64_t, int64_t);
+bool ggml_is_contiguous(const struct ggml_tensor *);
 struct ggml_tensor * ggml_cont(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_permute(struct ggml_context *, struct ggml_tensor *, int axis0, int axis1, int axis2, int axis3);
 struct ggml_tensor * ggml_cont_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
@@ -68,7 +70,9 @@ struct ggml_tensor * ggml_mul(struct ggml_context *, struct ggml_tensor *, struc
 struct ggml_tensor * ggml_div(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_mul_mat(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_mul_mat_id(struct ggml_context *, struct ggml_tensor * experts, struct ggml_tensor *, struct ggml_tensor * ids);
+void ggml_mul_mat_set_hint(struct ggml_tensor *, enum ggml_op_hint);
 struct ggml_tensor * ggml_concat(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, int dim);
+struct ggml_tensor * ggml_set_rows(struct ggml_context *, struct ggml_tensor * to, struct ggml_tensor * rows, struct ggml_tensor * index);
 struct ggml_tensor * ggml_get_rows(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_rms_norm(struct ggml_context *, struct ggml_tensor *, float eps);
 struct ggml_tensor * ggml_rope_ext(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, struct ggml_tensor *, int n_dims,

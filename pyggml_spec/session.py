@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .cache.kv_types import KVTypes
 from .errors import ContextError, PairError, PyspecError
 from .ggml.device import Backend, disable_graph_replay, pick_device
 from .ggml.library import versions
@@ -72,7 +73,7 @@ class Session:
 
     # -- loading
 
-    def _load(self, target: Path, draft: Path | None, device, threads, n_ctx, width, progress: Progress) -> "Session":
+    def _load(self, target: Path, draft: Path | None, device, threads, n_ctx, width, kv, draft_kv, progress: Progress) -> "Session":
         started = time.perf_counter()
         self.backend = self._own(Backend(pick_device(device), threads))
         file = self._own(GGUFFile(target))
@@ -86,7 +87,7 @@ class Session:
         self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total))
         if self.drafter is not None:
             self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
-        options = EngineOptions(n_ctx=self._context(n_ctx), width=self._width(width))
+        options = EngineOptions(n_ctx=self._context(n_ctx), width=self._width(width), kv=kv, draft_kv=draft_kv)
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
         if self.drafter is not None and width is None:
             self._measure_costs()
@@ -209,6 +210,10 @@ class Session:
         engine.reset()
         return 1000 * statistics.median(times[3:] or times)
 
+    def _kv_types(self) -> str:
+        kv, draft_kv = self.engine.options.kv, self.engine.options.draft_kv
+        return str(kv) if self.drafter is None or kv == draft_kv else f"{kv}, drafter {draft_kv}"
+
     def engaged(self) -> Engaged:
         """What is in use: read it before trusting a speed."""
         drafter = self.drafter.file.path.name if self.drafter is not None else None
@@ -221,7 +226,7 @@ class Session:
             width,
             tuple(useful_widths(self.costs)) if self.costs else (),
             self.engine.options.n_ctx,
-            "f16",
+            self._kv_types(),
             self.engine.memory(),
             tuple(self.notes),
         )
@@ -247,6 +252,10 @@ def load(
     n_ctx: int | None = None,
     draft_width: int | None = None,
     graphs: bool = True,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+    draft_cache_type_k: str = "f16",
+    draft_cache_type_v: str = "f16",
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
     """Loads a target and perhaps its drafter; without a target, the embedded pair.
@@ -258,6 +267,7 @@ def load(
         n_ctx: tokens of context; None takes 4096 or what the model was trained with, whichever is less.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
         graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
+        cache_type_k, cache_type_v: what K and V rows are stored as, one of ``cache.kv_types.TYPES``; the next two are the drafter's.
 
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.
@@ -272,7 +282,9 @@ def load(
         disable_graph_replay()
     session = Session()
     try:
-        return session._load(Path(target), Path(draft) if draft is not None else None, device, threads, n_ctx, draft_width, progress)
+        kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
+        draft = Path(draft) if draft is not None else None
+        return session._load(Path(target), draft, device, threads, n_ctx, draft_width, kv, draft_kv, progress)
     except BaseException:
         session.close()
         raise

@@ -11,6 +11,10 @@ import llama_cpp as L
 import numpy as np
 from llama_cpp.llama_cpp import _lib
 
+from pyggml_spec.cache.kv_types import KVTypes
+
+F16 = KVTypes()
+
 
 class _Embd(ctypes.Structure):
     _fields_ = [("data", ctypes.POINTER(ctypes.c_float)), ("n_rows", ctypes.c_size_t), ("n_embd", ctypes.c_size_t)]
@@ -40,12 +44,12 @@ _DECODE = 1
 class LlamaDFlash:
     """A target and a drafter in llama.cpp, one sequence, greedy. Owns models and contexts."""
 
-    def __init__(self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=2, block=16):
+    def __init__(self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=1, block=16, kv=F16, draft_kv=F16):
         self.layers, self.mask, self.block = target_layers, mask_token, block
         self.n_ubatch = n_ubatch
         self.models = [self._model(target), self._model(draft)]
-        self.tgt = self._context(self.models[0], n_ctx, n_ubatch, threads, n_rs=block - 1)
-        self.dft = self._context(self.models[1], n_ctx, n_ubatch, threads, other=self.tgt)
+        self.tgt = self._context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=block - 1)
+        self.dft = self._context(self.models[1], n_ctx, n_ubatch, threads, draft_kv, other=self.tgt)
         self.n_embd = L.llama_model_n_embd(self.models[0])
         self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.models[0]))
         for layer in target_layers:
@@ -62,12 +66,13 @@ class LlamaDFlash:
         assert model, path
         return model
 
-    def _context(self, model, n_ctx, n_ubatch, threads, n_rs=0, other=None):
+    def _context(self, model, n_ctx, n_ubatch, threads, kv, n_rs=0, other=None):
         p = L.llama_context_default_params()
         p.n_ctx, p.n_batch, p.n_ubatch = n_ctx, n_ubatch, n_ubatch
         p.n_threads = p.n_threads_batch = threads
         p.flash_attn_type = L.LLAMA_FLASH_ATTN_TYPE_ENABLED
         p.n_rs_seq = n_rs
+        p.type_k, p.type_v = kv.ids
         if other is not None:
             p.ctx_other = other
         ctx = L.llama_init_from_model(model, p)

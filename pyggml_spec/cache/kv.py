@@ -12,7 +12,8 @@ import numpy as np
 from ..errors import DeviceError
 from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
-from ..models.base import KVShape
+from ..models.base import KVLayer, KVShape
+from .kv_types import KVTypes, hadamard
 
 SPAN = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
 MAX_ROWS = 1 << 16  # rows that one graph may write
@@ -25,22 +26,28 @@ def padded(n: int) -> int:
 
 
 class KVCache:
-    """One (K, V) tensor pair per attention layer: F16 [size * n_head_kv, rows]. Owns its buffer.
+    """One K and one V tensor [size * n_head_kv, rows] per attention layer, of the types that ``types`` names. Owns its buffer.
 
     ``ring`` rows are live in sliding layers, 0 if they keep every position (no window, or a context that is no longer than the ring).
     ``near`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
     """
 
-    def __init__(self, backend: Backend, shapes: list[KVShape], n_ctx: int, trash: int, window: int = 0, widest: int = 0):
+    def __init__(
+        self, backend: Backend, shapes: list[KVShape], n_ctx: int, trash: int, window: int = 0, widest: int = 0, types: KVTypes = KVTypes()
+    ):
         self.live = padded(n_ctx)
         self.ring = padded(window + widest) if window and padded(window + widest) < self.live else 0
         self.trash = trash
         self._iota = np.arange(max(MAX_ROWS, self.ring))
         rows = self.live + trash
-        params = ffi.new("struct ggml_init_params *", {"mem_size": (2 * len(shapes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True})
-        self._ctx = lib.ggml_init(params[0])
-        self.near = lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 1, (rows,))
-        self.layers = tuple(self._pair(s, self.ring + trash if s.sliding and self.ring else rows) for s in shapes)
+        sizes = {n for s in shapes for n in types.rotations(s) if n}
+        params = ffi.new(
+            "struct ggml_init_params *", {"mem_size": (2 * len(shapes) + len(sizes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True}
+        )
+        self._ctx, self._tensors = lib.ggml_init(params[0]), []
+        self.near = self._tensor(lib.GGML_TYPE_F32, rows)
+        self._rotations = {n: self._tensor(lib.GGML_TYPE_F32, n, n) for n in sizes}
+        self.layers = tuple(self._layer(s, self.ring + trash if s.sliding and self.ring else rows, types) for s in shapes)
         self._buffer = self._allocate(backend, n_ctx)
         self.fill(0)
 
@@ -52,14 +59,21 @@ class KVCache:
             raise DeviceError(f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {backend.device.name}; use a smaller -c")
         return buffer
 
-    def _pair(self, s: KVShape, rows: int) -> tuple:
-        return tuple(lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F16, 2, (s.size * s.n_head_kv, rows)) for _ in range(2))
+    def _tensor(self, kind: int, *ne: int):
+        self._tensors.append(lib.ggml_new_tensor(self._ctx, kind, len(ne), ne))
+        return self._tensors[-1]
+
+    def _layer(self, s: KVShape, rows: int, types: KVTypes) -> KVLayer:
+        k, v = (self._tensor(kind, s.size * s.n_head_kv, rows) for kind in types.ids)
+        return KVLayer(k, v, *(self._rotations.get(n) for n in types.rotations(s)))
 
     def fill(self, value: int) -> None:
         """Sets every byte of every row (0 at creation; tests poison with 0xff, which is NaN, and 0x3e)."""
         lib.ggml_backend_buffer_clear(self._buffer, value)
-        near = 0.5 - np.arange(self.live + self.trash, dtype=np.float32)
-        lib.ggml_backend_tensor_set(self.near, ffi.from_buffer(near), 0, near.nbytes)
+        constants = {self.near: 0.5 - np.arange(self.live + self.trash, dtype=np.float32)}
+        constants |= {tensor: hadamard(n) for n, tensor in self._rotations.items()}
+        for tensor, values in constants.items():
+            lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
 
     def rows_for(self, first: int, count: int, real: int, out: np.ndarray) -> None:
         """Writes the cache rows of positions first .. first + count - 1 into ``out``; rows past ``real`` or past the end are trash rows."""

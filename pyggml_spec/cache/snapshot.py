@@ -108,9 +108,9 @@ class SequenceMemory:
     def __init__(self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int):
         self._kv, self._draft_kv, self._delta, self._window = kv, draft_kv, delta, window
         in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
-        self._full = [t for pair, ring in zip(kv.layers, in_ring) if not ring for t in pair]
-        self._ringed = [t for pair, ring in zip(kv.layers, in_ring) if ring for t in pair]
-        self._drafter = [t for pair in draft_kv.layers for t in pair] if draft_kv is not None else []
+        self._full = [t for layer, ring in zip(kv.layers, in_ring) if not ring for t in (layer.k, layer.v)]
+        self._ringed = [t for layer, ring in zip(kv.layers, in_ring) if ring for t in (layer.k, layer.v)]
+        self._drafter = [t for layer in draft_kv.layers for t in (layer.k, layer.v)] if draft_kv is not None else []
 
     @property
     def stateful(self) -> bool:

@@ -9,7 +9,7 @@ import click
 from ..ggml.library import versions
 from ..session import load
 from ..tools.bench import BenchOptions, bench
-from .options import graphs_option, target_options
+from .options import cache_type_options, draft_cache_type_options, graphs_option, target_options
 from .report import engaged_line
 from .terminal import progress_line, say
 
@@ -32,6 +32,8 @@ class _Numbers(click.ParamType):
 @click.command("bench")
 @target_options
 @graphs_option
+@cache_type_options
+@draft_cache_type_options
 @click.option("-p", "--prompts", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none.")
 @click.option("-n", "--tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate; 0 for none.")
 @click.option("-d", "--depths", type=_Numbers(), default="0", show_default=True, help="Tokens in the context beforehand.")
@@ -40,13 +42,18 @@ class _Numbers(click.ParamType):
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per block. Default: chosen while running.")
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
-def command(target, draft, device, threads, n_ctx, graphs, prompts, tokens, depths, repetitions, synthetic, draft_width, output, as_json):
+def command(
+    target, draft, device, threads, n_ctx, graphs, prompts, tokens, depths, repetitions, synthetic, draft_width, output, as_json, **cache_types
+):
     """Measures prompt processing, plain and speculative decoding in one process, interleaved."""
     prompts = tuple(n for n in prompts if n)
     depths = depths or (0,)
     need = max(depths) + max([*prompts, tokens + 8])
     with progress_line() as progress:
-        session = load(target, draft, device=device, threads=threads, n_ctx=n_ctx or max(need, 512), draft_width=draft_width, graphs=graphs, progress=progress)
+        n_ctx = n_ctx or max(need, 512)
+        session = load(
+            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **cache_types
+        )
     with session:
         say(engaged_line(session.engaged(), None))
         options = BenchOptions(prompts, tokens, depths, repetitions, synthetic, draft_width)
@@ -55,7 +62,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompts, tokens, dept
         if as_json:
             about = {"versions": versions(), "device": session.backend.device.description, "threads": session.backend.threads}
             files = {"target": str(session.target.file.path), "drafter": str(session.drafter.file.path) if session.drafter else None}
-            click.echo(json.dumps({**about, **files, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows]}))
+            click.echo(json.dumps({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows]}))
 
 
 def _table(rows, output: str) -> str:

@@ -6,6 +6,7 @@ import sys
 import click
 
 from .main import EXIT_CHECK
+from .options import cache_type_options
 from .terminal import printable, progress_line, say
 
 
@@ -17,23 +18,25 @@ from .terminal import printable, progress_line, say
 @click.option("--tolerance", default=1e-10, show_default=True, help="Largest NMSE that passes; 0 asks for bit-equality.")
 @click.option("--device", help="Device for both engines. Default: the first GPU, or the CPU.")
 @click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads for both engines.")
+@cache_type_options
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object.")
-def command(file, files, tokens: int, seed: int, tolerance: float, device: str | None, threads: int | None, as_json: bool):
+def command(file, files, tokens: int, seed: int, tolerance: float, device: str | None, threads: int | None, as_json: bool, **types):
     """Is this engine, or this file, right? Exit code 3 if not.
 
     --logits feeds the same tokens to pyspec and to llama.cpp and compares all logits. --weights compares two files tensor by tensor.
     """
     if (file is None) == (files is None):
         raise click.UsageError("name either --logits FILE or --weights A B")
-    passed = _weights(*files, as_json) if files else _logits(file, tokens, seed, tolerance, device, threads, as_json)
+    options = {"device": device, "threads": threads, **types}
+    passed = _weights(*files, as_json) if files else _logits(file, tokens, seed, tolerance, options, as_json)
     if not passed:
         sys.exit(EXIT_CHECK)
 
 
-def _logits(file: str, tokens: int, seed: int, tolerance: float, device: str | None, threads: int | None, as_json: bool) -> bool:
+def _logits(file: str, tokens: int, seed: int, tolerance: float, options: dict, as_json: bool) -> bool:
     from ..tools.compare import compare_logits
 
-    result = compare_logits(file, tokens, seed, device, threads)
+    result = compare_logits(file, tokens, seed, **options)
     passed = result.nmse <= tolerance
     click.echo(f"tokens          {result.tokens}")
     click.echo(f"NMSE            {result.nmse:.3g}{'  (bit-equal)' if result.max_abs == 0 else ''}")

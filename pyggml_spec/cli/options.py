@@ -2,6 +2,8 @@
 
 import click
 
+from ..cache.kv_types import TYPES
+
 
 def target_options(command):
     """-m, -md, --device, -t, -c: which pair, where, and how much context."""
@@ -19,3 +21,21 @@ def target_options(command):
 
 
 graphs_option = click.option("--no-graphs", "graphs", is_flag=True, flag_value=False, default=True, help="No CUDA graph replay: shows what it is worth.")
+
+
+def _cache_type(names: str, help: str):
+    return click.option(*names.split(), type=click.Choice(TYPES), metavar="TYPE", default="f16", show_default=True, help=help)
+
+
+def cache_type_options(command):
+    """-ctk, -ctv: keyword arguments as ``load`` takes them."""
+    command = _cache_type("-ctv --cache-type-v", "The same for V rows.")(command)
+    return _cache_type("-ctk --cache-type-k", f"What K rows are stored as: {', '.join(TYPES)}.")(command)
+
+
+def draft_cache_type_options(command):
+    """-ctkd, -ctvd: the same for the drafter; the longer names are ours and those of llama.cpp's tools, old and new."""
+    for rows in "vk":
+        names = f"-ct{rows}d --draft-cache-type-{rows} --cache-type-{rows}-draft --spec-draft-type-{rows} draft_cache_type_{rows}"
+        command = _cache_type(names, f"The same for the drafter's {rows.upper()} rows.")(command)
+    return command

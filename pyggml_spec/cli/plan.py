@@ -7,6 +7,7 @@ import click
 
 from ..tools.plan import NoPlan, Plan, plan, plan_everywhere
 from .main import EXIT_CHECK
+from .options import cache_type_options, draft_cache_type_options
 from .terminal import size
 
 _PURPOSES = {
@@ -25,16 +26,18 @@ _PURPOSES = {
 @click.option("--device", help="Plan for this device only. Default: every device.")
 @click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help="Context in tokens. Default: 4096 or the model's own.")
 @click.option("--draft-width", type=click.IntRange(1, 1024), help="Rows per verified block. Default: the drafter's block.")
+@cache_type_options
+@draft_cache_type_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per device.")
-def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, as_json: bool):
+def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, as_json: bool, **cache_types):
     """Says how many bytes a pair will take before it is loaded, and the longest context that fits. Exit code 3 if no device has room.
 
     What a driver takes for itself (some hundred MiB with CUDA) is not counted.
     """
     if device is not None:
-        plans = [plan(target, draft, device=device, n_ctx=n_ctx, draft_width=draft_width)]
+        plans = [plan(target, draft, device=device, n_ctx=n_ctx, draft_width=draft_width, **cache_types)]
     else:
-        plans = plan_everywhere(target, draft, n_ctx=n_ctx, draft_width=draft_width)
+        plans = plan_everywhere(target, draft, n_ctx=n_ctx, draft_width=draft_width, **cache_types)
     for one in plans:
         if as_json:
             click.echo(json.dumps(one.as_dict()))

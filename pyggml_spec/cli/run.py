@@ -11,7 +11,7 @@ import click
 from ..errors import ContextError, PyspecError
 from ..session import load
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
-from .options import graphs_option, target_options
+from .options import cache_type_options, draft_cache_type_options, graphs_option, target_options
 from .report import engaged_line, footer
 from .terminal import Interrupt, TextOut, progress_line, say
 
@@ -21,6 +21,8 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @click.command("run")
 @target_options
 @graphs_option
+@cache_type_options
+@draft_cache_type_options
 @click.option("-p", "--prompt", help="Prompt text.")
 @click.option("-f", "--file", "prompt_file", type=click.Path(), help="File with the prompt text.")
 @click.option("-n", "--predict", "max_tokens", type=click.IntRange(0), help="Tokens to generate. Default: until the end token; 256 for the embedded pair.")
@@ -34,14 +36,16 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @click.option("--stats", "stats_file", type=click.Path(), help="Write the statistics as one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="No engaged line and no footer.")
 def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, max_tokens, draft_width, mode, reference, require_spec, stop, ignore_eos,
-            special, stats_file, quiet):  # fmt: skip
+            special, stats_file, quiet, **cache_types):  # fmt: skip
     """Generates text greedily. The text goes to stdout; everything else goes to stderr."""
     text = _prompt(prompt, prompt_file, embedded=target is None)
     if target is None and max_tokens is None:
         max_tokens = 256
     mode = "reference" if reference else mode
     with progress_line() as progress:
-        session = load(target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress)
+        session = load(
+            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **cache_types
+        )
     with session, Interrupt() as interrupt:
         if not quiet:
             say(engaged_line(session.engaged(), mode))

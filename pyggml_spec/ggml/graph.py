@@ -193,6 +193,15 @@ class Graph:
         """A contiguous tensor in another shape of 2 or 3 dimensions."""
         return (lib.ggml_reshape_2d if len(shape) == 2 else lib.ggml_reshape_3d)(self.ctx, x, *shape)
 
+    def rotated(self, x, hadamard):
+        """F32 [D, H, T] or [D, T] with every stretch of n values multiplied by ``hadamard`` F32 [n, n]; as it is if that is None."""
+        if hadamard is None:
+            return x
+        n, x = hadamard.ne[0], x if lib.ggml_is_contiguous(x) else self.cont(x)
+        out = lib.ggml_mul_mat(self.ctx, hadamard, lib.ggml_reshape_2d(self.ctx, x, n, x.ne[0] * x.ne[1] * x.ne[2] // n))
+        lib.ggml_mul_mat_set_hint(out, lib.GGML_HINT_SRC0_IS_HADAMARD)
+        return lib.ggml_reshape_3d(self.ctx, out, *x.ne[0:3])
+
     def repeat(self, x, *shape: int):
         """Repeats x to a 3-D shape."""
         return lib.ggml_repeat_4d(self.ctx, x, *shape, 1)

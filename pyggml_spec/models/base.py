@@ -6,7 +6,7 @@ that comes in through ``Rows`` and ``BlockRows``.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..ggml.graph import Graph
 from .weights import Spec
@@ -36,6 +36,15 @@ class KVShape:
     sliding: bool = False
 
 
+class KVLayer(NamedTuple):
+    """The rows of one layer: cache tensors [size * n_head_kv, rows], and what K and V are rotated with (None: stored as they are)."""
+
+    k: object
+    v: object
+    rotation_k: object = None
+    rotation_v: object = None
+
+
 class DeltaLayers(Protocol):
     """The recurrent state as a graph under construction sees it (``cache.recurrent``)."""
 
@@ -63,7 +72,7 @@ class Rows:
         mask: F16 [span, T], 0 where visible and -inf elsewhere.
         span: cache rows that attention reads.
         sliding: rows, mask and span of the layers with a sliding window; None for models without one.
-        kv: one (K, V) pair of cache tensors per attention layer, in layer order.
+        kv: a KVLayer per attention layer, in layer order.
         delta: the recurrent state, or None for models without one.
     """
 

@@ -1,6 +1,7 @@
 """Parts of graphs that several architectures share."""
 
 from ..ggml.graph import Graph
+from .base import KVLayer
 from .weights import Group
 
 
@@ -33,16 +34,24 @@ def _gated_ffn(g: Graph, gate_up: Group, down, x, split, halves):
     return g.matmul(down, halves(g.matmul(gate_up.fused, x)))
 
 
-def attend(g: Graph, q, k, v, kv, kv_rows, mask, span: int, n_head_kv: int, scale: float):
+def write_kv(g: Graph, k, v, kv: KVLayer, kv_rows) -> None:
+    """Writes k, v F32 [D, H_kv, T] into the cache rows.
+
+    The order of the expansions keeps rope, view and row write of K next to each other, which ggml-cuda fuses.
+    """
+    k, v = g.rotated(k, kv.rotation_k), g.rotated(v, kv.rotation_v)
+    g.expand(v)
+    g.kv_write_rows(kv.k, k, kv_rows)
+    g.kv_write_rows(kv.v, v, kv_rows)
+
+
+def attend(g: Graph, q, k, v, kv: KVLayer, kv_rows, mask, span: int, n_head_kv: int, scale: float):
     """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] over the span. Returns F32 [D * H, T].
 
     k and v None: the layer owns no K/V, ``kv`` holds the rows that an earlier layer wrote.
-    The order of the three expansions keeps rope, view and row write of K next to each other, which ggml-cuda fuses.
     """
-    cache_k, cache_v = kv
+    q = g.rotated(q, kv.rotation_k)
     g.expand(q)
     if k is not None:
-        g.expand(v)
-        g.kv_write_rows(cache_k, k, kv_rows)
-        g.kv_write_rows(cache_v, v, kv_rows)
-    return g.fa_span(q, cache_k, cache_v, mask, n_head_kv, span, scale)
+        write_kv(g, k, v, kv, kv_rows)
+    return g.rotated(g.fa_span(q, kv.k, kv.v, mask, n_head_kv, span, scale), kv.rotation_v)

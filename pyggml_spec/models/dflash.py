@@ -13,8 +13,8 @@ from ..errors import ModelError, PairError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape
-from .blocks import attend, project, swiglu_ffn
-from .hparams import epsilon, kv_heads, positive
+from .blocks import attend, project, swiglu_ffn, write_kv
+from .hparams import epsilon, inverse_root, kv_heads, positive
 from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
@@ -84,7 +84,7 @@ class Hparams:
             block,
             file.get("tokenizer.ggml.mask_token_id", int),
             tuple(int(v) for v in layers),
-            file.get(f"{arch}.attention.scale", float, 0.0) or head_size**-0.5,
+            file.get(f"{arch}.attention.scale", float, 0.0) or inverse_root(head_size),
             file.get(f"{arch}.embedding_scale", float, 0.0),
             cls._windows(file, arch, n_layer),
         )
@@ -177,10 +177,7 @@ class DFlash:
         c = g.matmul(w["fc.weight"], g.clamp(g.concat(features), -F16_MAX, F16_MAX))
         c = g.rms_norm(c, w["enc.output_norm.weight"], hp.eps)
         for i in range(hp.n_layer):
-            k, v = self._keys_values(g, i, c, positions)
-            g.expand(v)
-            g.kv_write_rows(kv[i][0], k, kv_rows)
-            g.kv_write_rows(kv[i][1], v, kv_rows)
+            write_kv(g, *self._keys_values(g, i, c, positions), kv[i], kv_rows)
 
     def _keys_values(self, g: Graph, i: int, x, positions):
         hp, w = self.hp, self.weights

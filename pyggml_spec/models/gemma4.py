@@ -19,7 +19,7 @@ from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape, Rows
 from .blocks import attend, geglu_ffn, project
-from .hparams import ends, epsilon, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary
+from .hparams import ends, epsilon, inverse_root, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary
 from .moe import Experts
 from .qwen3 import Qwen3
 from .rope import Rope
@@ -214,9 +214,9 @@ class Gemma4(Qwen3):
         hp, w, rows = self.hp, self.weights, x.ne[1]
         looked_up = g.shaped(g.rows(w["per_layer_token_embd.weight"], tokens), hp.n_per_layer, hp.n_layer, rows)
         looked_up = g.scale(looked_up, float(np.sqrt(np.float32(hp.n_per_layer))))
-        projected = g.scale(g.matmul(w["per_layer_model_proj.weight"], x), float(np.float32(1) / np.sqrt(np.float32(self.n_embd))))
+        projected = g.scale(g.matmul(w["per_layer_model_proj.weight"], x), inverse_root(self.n_embd))
         projected = g.rms_norm(g.shaped(projected, hp.n_per_layer, hp.n_layer, rows), w["per_layer_proj_norm.weight"], hp.eps)
-        both = g.scale(g.add(projected, looked_up), float(np.float32(1) / np.sqrt(np.float32(2))))
+        both = g.scale(g.add(projected, looked_up), inverse_root(2))
         return g.cont(g.permute(both, 0, 2, 1, 3))
 
     def _layer(self, g: Graph, rows: Rows, x, i: int):
@@ -229,7 +229,7 @@ class Gemma4(Qwen3):
 
     def _experts(self, g: Graph, a, i: int):
         n = self._norm(g, a, i, "pre_ffw_norm_2")
-        seen = g.scale(g.norm(a, self.hp.eps), float(np.float32(1) / np.sqrt(np.float32(self.n_embd))))
+        seen = g.scale(g.norm(a, self.hp.eps), inverse_root(self.n_embd))
         logits = g.matmul(self._w(i, "ffn_gate_inp"), g.mul(seen, self.weights[f"blk.{i}.ffn_gate_inp.scale"]))
         return self.hp.experts(g, self.weights, f"blk.{i}.", n, logits)
 

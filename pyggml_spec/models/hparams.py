@@ -86,6 +86,11 @@ def kv_heads(file: GGUFFile, arch: str, n_head: int) -> int:
     return n
 
 
+def inverse_root(n: int) -> float:
+    """1 / sqrt(n), both steps in single precision as llama.cpp takes them: for heads of 72, 96 or 112 one rounding gives another last bit."""
+    return float(np.float32(1) / np.sqrt(np.float32(n)))
+
+
 def vocabulary(file: GGUFFile) -> int:
     """Tokens of the embedding; 0 if the file has none, which its specs then name."""
     embedding = file.tensors.get("token_embd.weight")

@@ -15,7 +15,7 @@ from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
-from .hparams import ends, epsilon, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary
+from .hparams import ends, epsilon, inverse_root, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary
 from .moe import SIGMOID, SOFTMAX, Experts
 from .qwen3 import Qwen3
 from .rope import Rope
@@ -145,7 +145,7 @@ class Laguna(Qwen3):
         q = rope(g, g.rms_norm(g.heads(q, size, heads), w[f"{b}attn_q_norm.weight"], hp.eps), rows.positions)
         k = rope(g, g.rms_norm(g.heads(k, size, hp.n_head_kv[i]), w[f"{b}attn_k_norm.weight"], hp.eps), rows.positions)
         v = g.heads(v, size, hp.n_head_kv[i])
-        out = attend(g, q, k, v, rows.kv[i], seen.kv_rows, seen.mask, seen.span, hp.n_head_kv[i], size**-0.5)
+        out = attend(g, q, k, v, rows.kv[i], seen.kv_rows, seen.mask, seen.span, hp.n_head_kv[i], inverse_root(size))
         # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
         gate = g.softplus(gate if g.whole(gate) == gate else g.cont(gate))
         if self._gate_is_wide(i):

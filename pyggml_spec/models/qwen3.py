@@ -13,7 +13,7 @@ from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
-from .hparams import ends, epsilon, kv_heads, nothing_unread, positive, vocabulary
+from .hparams import ends, epsilon, inverse_root, kv_heads, nothing_unread, positive, vocabulary
 from .rope import Rope
 from .weights import VECTOR, Spec
 
@@ -139,7 +139,7 @@ class Qwen3:
         q = self._rotate(g, g.heads(q, size, hp.n_head), rows.positions, f"blk.{i}.attn_q_norm.weight")
         k = self._rotate(g, g.heads(k, size, hp.n_head_kv), rows.positions, f"blk.{i}.attn_k_norm.weight")
         v = g.heads(v, size, hp.n_head_kv)
-        out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, size**-0.5)
+        out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, inverse_root(size))
         return g.matmul(self.weights[f"blk.{i}.attn_output.weight"], out)
 
     def _ffn(self, g: Graph, n, i: int):

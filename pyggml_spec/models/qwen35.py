@@ -12,7 +12,7 @@ from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import DeltaShape, KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
-from .hparams import ends, epsilon, kv_heads, positive, vocabulary
+from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
 from .rope import Rope
 from .weights import VECTOR, Spec
 
@@ -195,7 +195,7 @@ class Qwen35:
         q = hp.rope(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
         k = hp.rope(g, g.rms_norm(g.heads(k, size, hp.n_head_kv), w[f"blk.{i}.attn_k_norm.weight"], hp.eps), rows.positions)
         v = g.heads(v, size, hp.n_head_kv)
-        out = attend(g, q, k, v, rows.kv[n], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, size**-0.5)
+        out = attend(g, q, k, v, rows.kv[n], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, inverse_root(size))
         return g.matmul(w[f"blk.{i}.attn_output.weight"], g.mul(out, g.sigmoid(gate)))
 
     def _delta_net(self, g: Graph, rows: Rows, h, i: int, n: int):

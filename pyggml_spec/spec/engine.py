@@ -12,6 +12,7 @@ import numpy as np
 from ..cache.cursor import Cursor
 from ..cache.features import RING, FeatureRing
 from ..cache.kv import SPAN, KVCache, padded
+from ..cache.kv_types import KVTypes, check_types
 from ..cache.recurrent import DeltaState
 from ..cache.snapshot import SequenceMemory, Snapshot
 from ..errors import ContextError, DeviceError, EngineError, PairError
@@ -32,11 +33,14 @@ class EngineOptions:
     n_ctx: tokens that the context holds.
     width: rows of a verified block (draft width), 1 for none; never more than the drafter's trained block.
     chunk: widest prefill chunk in tokens.
+    kv, draft_kv: what the target's and the drafter's K and V rows are stored as.
     """
 
     n_ctx: int = 4096
     width: int = 16
     chunk: int = 512
+    kv: KVTypes = KVTypes()
+    draft_kv: KVTypes = KVTypes()
 
 
 def candidate_widths(block_size: int) -> tuple[int, ...]:
@@ -104,12 +108,16 @@ class Engine:
     def _allocate(self) -> None:
         opt = self.options
         widest = max(opt.chunk, opt.width)
-        self.kv = self._own(self.kv_class(self.backend, self.target.kv_shapes(), opt.n_ctx, TRASH_ROWS, self.target.window, widest))
+        shapes = self.target.kv_shapes()
+        check_types(opt.kv, shapes, self.backend, draft=False)
+        self.kv = self._own(self.kv_class(self.backend, shapes, opt.n_ctx, TRASH_ROWS, self.target.window, widest, types=opt.kv))
         self.draft_kv = self.ring = None
         if self.drafter is not None:
             n_features = self.target.n_embd * len(self.drafter.hp.target_layers)
             self.ring = self._own(FeatureRing(self.backend, n_features))
-            self.draft_kv = self._own(self.kv_class(self.backend, self.drafter.kv_shapes(), opt.n_ctx, TRASH_ROWS))
+            shapes = self.drafter.kv_shapes()
+            check_types(opt.draft_kv, shapes, self.backend, draft=True)
+            self.draft_kv = self._own(self.kv_class(self.backend, shapes, opt.n_ctx, TRASH_ROWS, types=opt.draft_kv))
         shape = self.target.delta_shape()
         self.delta = None
         if shape is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..cache.kv_types import KVTypes
 from ..errors import ContextError
 from ..ggml.device import Backend, pick_device
 from ..gguf_io import GGUFFile
@@ -39,7 +40,15 @@ class Comparison:
         return asdict(self)
 
 
-def compare_logits(path: str | Path, tokens: int = 64, seed: int = 0, device: str | None = None, threads: int | None = None) -> Comparison:
+def compare_logits(
+    path: str | Path,
+    tokens: int = 64,
+    seed: int = 0,
+    device: str | None = None,
+    threads: int | None = None,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+) -> Comparison:
     """Feeds ``tokens`` random ids to both engines, in graphs of exactly the same number of rows, then decodes 64 tokens greedily on both.
 
     Raises:
@@ -48,7 +57,7 @@ def compare_logits(path: str | Path, tokens: int = 64, seed: int = 0, device: st
     """
     if tokens < 1:
         raise ContextError(f"{tokens} tokens cannot be compared; use --tokens 1 or more")
-    parts = []
+    parts, kv = [], KVTypes(cache_type_k, cache_type_v)
 
     def own(part):
         parts.append(part)
@@ -64,8 +73,8 @@ def compare_logits(path: str | Path, tokens: int = 64, seed: int = 0, device: st
         backend = own(Backend(pick_device(device), threads))
         target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_alike()))
         n_ctx = tokens + GREEDY_TOKENS
-        engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK)))
-        reference = own(LlamaReference(path, backend.device, n_ctx, CHUNK, backend.threads))
+        engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv)))
+        reference = own(LlamaReference(path, backend.device, n_ctx, CHUNK, backend.threads, kv))
         ids = np.random.default_rng(seed).integers(0, target.n_vocab, tokens).tolist()
         ours, theirs = engine.logits(ids), reference.logits(ids)
         greedy = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()))

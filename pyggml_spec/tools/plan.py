@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..cache.kv import SPAN, KVCache, padded
+from ..cache.kv_types import KVTypes
 from ..cache.recurrent import DeltaState
 from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, pick_device
@@ -71,8 +72,7 @@ class PlannedKV(KVCache):
     """K/V rows without memory."""
 
     def _allocate(self, backend: Backend, n_ctx: int):
-        tensors = [self.near, *(t for pair in self.layers for t in pair)]
-        pretence = _Pretence(self._ctx, tensors, backend.default_buffer_type)
+        pretence = _Pretence(self._ctx, self._tensors, backend.default_buffer_type)
         self._planned = pretence.nbytes
         return pretence.buffer
 
@@ -170,6 +170,10 @@ def plan(
     n_ctx: int | None = None,
     draft_width: int | None = None,
     free: int | None = None,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+    draft_cache_type_k: str = "f16",
+    draft_cache_type_v: str = "f16",
 ) -> Plan:
     """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
 
@@ -183,10 +187,11 @@ def plan(
         if draft is not None:
             raise PyspecError(f"the drafter {draft} needs its target: name it with -m")
         target, draft = DEMO_TARGET, DEMO_DRAFTER
-    return _plan_on(pick_device(device), Path(target), Path(draft) if draft is not None else None, n_ctx, draft_width, free)
+    kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
+    return _plan_on(pick_device(device), Path(target), Path(draft) if draft is not None else None, n_ctx, draft_width, free, kv, draft_kv)
 
 
-def plan_everywhere(target=None, draft=None, *, n_ctx: int | None = None, draft_width: int | None = None) -> list[Plan | NoPlan]:
+def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
     """``plan`` for every device of this machine; a device that cannot run the pair is a NoPlan.
 
     Raises:
@@ -195,7 +200,7 @@ def plan_everywhere(target=None, draft=None, *, n_ctx: int | None = None, draft_
     out: list[Plan | NoPlan] = []
     for device in devices():
         try:
-            out.append(plan(target, draft, device=device.name, n_ctx=n_ctx, draft_width=draft_width))
+            out.append(plan(target, draft, device=device.name, **options))
         except PyspecError as error:
             out.append(NoPlan(device.name, str(error)))
             last = error
@@ -215,7 +220,7 @@ def free_bytes(device: Device) -> int:
     return device.memory_free
 
 
-def _plan_on(device: Device, target_path: Path, draft_path: Path | None, n_ctx, draft_width, free) -> Plan:
+def _plan_on(device: Device, target_path: Path, draft_path: Path | None, n_ctx, draft_width, free, kv: KVTypes, draft_kv: KVTypes) -> Plan:
     with ExitStack() as stack:
 
         def own(part):
@@ -237,7 +242,7 @@ def _plan_on(device: Device, target_path: Path, draft_path: Path | None, n_ctx, 
         delta = own(DeltaState(backend, shape, target.delta_row(), width)) if shape is not None else None
 
         def at(context: int) -> tuple[dict[str, int], dict[str, int]]:
-            engine = PlannedEngine(backend, target, drafter, EngineOptions(n_ctx=context, width=width), delta)
+            engine = PlannedEngine(backend, target, drafter, EngineOptions(n_ctx=context, width=width, kv=kv, draft_kv=draft_kv), delta)
             try:
                 return engine.memory(), dict(engine.graphs.bytes_by_role)
             finally:
@@ -248,10 +253,10 @@ def _plan_on(device: Device, target_path: Path, draft_path: Path | None, n_ctx, 
         for model in (target, drafter):
             for name, nbytes in model.weights.bytes_by_type.items() if model is not None else ():
                 by_type[name] = by_type.get(name, 0) + nbytes
-        shapes = [*target.kv_shapes(), *(drafter.kv_shapes() if drafter is not None else ())]
         free = free_bytes(device) if free is None else free
         largest = _largest(lambda context: sum(at(context)[0].values()) <= free, target.context_length)
-        per_token = sum(2 * 2 * s.size * s.n_head_kv for s in shapes)
+        draft_shapes = drafter.kv_shapes() if drafter is not None else ()
+        per_token = sum(map(kv.row_bytes, target.kv_shapes())) + sum(map(draft_kv.row_bytes, draft_shapes))
         return Plan(device.name, n_ctx, target.context_length, memory, by_type, roles, per_token, free, largest)
 
 

@@ -6,15 +6,16 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
+from ..cache.kv_types import KVTypes
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Device, devices
 from ..text import tokenizer as _quiet  # noqa: F401  (silences llama.cpp's log)
 
 
 class LlamaReference:
-    """A llama.cpp model and context: flash attention on, micro-batches as large as the chunk, F16 K/V. Owns both."""
+    """A llama.cpp model and context: flash attention on, micro-batches as large as the chunk. Owns both."""
 
-    def __init__(self, path: str | Path, device: Device, n_ctx: int, chunk: int, threads: int):
+    def __init__(self, path: str | Path, device: Device, n_ctx: int, chunk: int, threads: int, kv: KVTypes = KVTypes()):
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0 if device.kind == "cpu" else -1
         if device.kind != "cpu":
@@ -27,6 +28,7 @@ class LlamaReference:
         options.n_ctx, options.n_batch, options.n_ubatch = n_ctx, chunk, chunk
         options.n_threads = options.n_threads_batch = max(1, threads)
         options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        options.type_k, options.type_v = kv.ids
         self._ctx = llama_cpp.llama_init_from_model(self._model, options)
         if not self._ctx:
             llama_cpp.llama_model_free(self._model)

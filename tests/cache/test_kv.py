@@ -45,18 +45,18 @@ def test_contexts_are_rounded_up_to_whole_spans(n, rounded):
 
 
 def test_every_layer_has_its_own_shape_with_trash_rows_behind_the_live_ones(cache):
-    assert [(k.ne[0], k.ne[1], v.ne[0], v.ne[1]) for k, v in cache.layers] == [(128, 528, 128, 528), (32, 528, 32, 528)]
+    assert [(k.ne[0], k.ne[1], v.ne[0], v.ne[1]) for k, v, *_ in cache.layers] == [(128, 528, 128, 528), (32, 528, 32, 528)]
     assert cache.nbytes >= 2 * 2 * 528 * (128 + 32)
 
 
 def test_everything_is_zero_at_creation(cache):
     """0 * NaN is NaN: a masked row of whatever was in memory before would poison every attention."""
-    assert all(not content(t, np.uint8).any() for layer in cache.layers for t in layer)
+    assert all(not content(t, np.uint8).any() for layer in cache.layers for t in (layer.k, layer.v))
 
 
 def test_filling_leaves_the_mask_constant_alone(cache):
     cache.fill(0xFF)
-    assert (content(cache.layers[1][0], np.uint8) == 0xFF).all()
+    assert (content(cache.layers[1].k, np.uint8) == 0xFF).all()
     assert (content(cache.near, np.float32) == 0.5 - np.arange(528)).all()
 
 

@@ -26,6 +26,15 @@ def test_without_a_terminal_there_are_no_bars_and_no_escapes(pinned):
     assert "\x1b" not in done.stderr and "\r" not in done.stderr
 
 
+def test_cache_types_are_engaged(pinned):
+    """Under our names, llama.cpp's old ones and its new ones."""
+    for more in (["--cache-type-k", "q8_0", "--draft-cache-type-v", "q4_0"], ["-ctk", "q8_0", "-ctvd", "q4_0"],
+                 ["-ctk", "q8_0", "--spec-draft-type-v", "q4_0"]):  # fmt: skip
+        done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5, *more)
+        assert done.returncode == 0 and "K q8_0 V f16, drafter K f16 V q4_0" in done.stderr
+    assert pyspec("run", *pinned, "-p", PROMPT, "-ctv", "q4_K").returncode == 2
+
+
 def test_quiet_says_nothing(pinned, text):
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "-q")
     assert (done.stdout.decode(), done.stderr) == (text, "")

@@ -61,6 +61,15 @@ def test_kv_per_token(pair):
     assert sum(b.memory[k] - a.memory[k] for k in ("kv", "draft_kv")) == 1024 * (a.kv_per_token + near)
 
 
+@pytest.mark.parametrize("types", [("q8_0", "q8_0", "q4_0", "q4_0"), ("q4_0", "bf16", "f16", "q8_0")], ids="-".join)
+def test_cache_types(tmp_path, types):
+    names = ("cache_type_k", "cache_type_v", "draft_cache_type_k", "draft_cache_type_v")
+    shape = Shape(window=12)
+    pair = write_qwen35(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
+    planned = _assert_exact(*pair, n_ctx=700, **dict(zip(names, types, strict=True)))
+    assert planned.kv_per_token < plan(*pair, device="CPU").kv_per_token
+
+
 def test_nothing_large_is_allocated(tmp_path):
     """A context of 16 million tokens is planned on a machine that has no room for it."""
     target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))

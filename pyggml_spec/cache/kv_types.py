@@ -1,0 +1,101 @@
+"""What K and V rows are stored as.
+
+Rows of a quantised type are rotated first: every stretch of n values of a head is multiplied by an orthonormal Hadamard matrix, which
+spreads outliers over the stretch, so that a block's scale fits all of it. q is rotated like K, and what attention returns is rotated back
+(the matrix is its own inverse), so the result differs by rounding only. Types, sizes and the order of operations are llama.cpp's
+(src/llama-kv-cache.cpp), which keeps logits comparable bit for bit.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import DeviceError, ModelError, PyspecError
+from ..ggml.device import Backend
+from ..ggml.library import ffi, lib, text
+from ..models.base import KVShape
+
+TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+# f32 is left out: llama.cpp rounds such rows to f16 before it attends, which makes them twice the memory for nothing
+_IDS = {text(lib.ggml_type_name(i)): i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_blck_size(i)}
+SMALLEST_ROTATION = 64  # values; heads that it does not divide are stored as they are
+
+
+@dataclass(frozen=True)
+class KVTypes:
+    """ggml's names of the types of K rows and of V rows, each one of ``TYPES``."""
+
+    k: str = "f16"
+    v: str = "f16"
+
+    def __post_init__(self):
+        for name in (self.k, self.v):
+            if name not in TYPES:
+                raise PyspecError(f"K/V cannot be stored as {name!r}; use one of {', '.join(TYPES)}")
+
+    def __str__(self) -> str:
+        return self.k if self.k == self.v else f"K {self.k} V {self.v}"
+
+    @property
+    def ids(self) -> tuple[int, int]:
+        """The ggml types of K and V."""
+        return _IDS[self.k], _IDS[self.v]
+
+    def row_bytes(self, shape: KVShape) -> int:
+        """Bytes of one position of one layer, K and V together."""
+        return sum(lib.ggml_row_size(kind, shape.size * shape.n_head_kv) for kind in self.ids)
+
+    def rotations(self, shape: KVShape) -> tuple[int, int]:
+        """Values that one rotation mixes in K and in V of such a layer, 0 for none: in K as many as a power of two in the head allows."""
+        quantised_k, quantised_v = (lib.ggml_is_quantized(kind) and shape.size % SMALLEST_ROTATION == 0 for kind in self.ids)
+        return (shape.size & -shape.size) * quantised_k, SMALLEST_ROTATION * quantised_v
+
+
+def hadamard(n: int) -> np.ndarray:
+    """The orthonormal Hadamard matrix F32 [n, n], n a power of two (Sylvester's construction)."""
+    h = np.ones((1, 1), np.float32)
+    while len(h) < n:
+        h = np.block([[h, h], [h, -h]])
+    return h / np.sqrt(np.float32(n))
+
+
+def check_types(types: KVTypes, shapes: Iterable[KVShape], backend: Backend, draft: bool) -> None:
+    """Whether rows of these types can hold these heads, and whether the device can write them and attend over them.
+
+    Raises:
+        ModelError: a head is not a whole number of the type's blocks.
+        DeviceError: this device, or this build of its backend, lacks a kernel.
+    """
+    whose, option = ("the drafter's", "--draft-cache-type") if draft else ("the target's", "--cache-type")
+    for shape in set(shapes):
+        for letter, name, kind in zip("kv", (types.k, types.v), types.ids, strict=True):
+            block = lib.ggml_blck_size(kind)
+            if shape.size % block:
+                raise ModelError(
+                    f"{whose} heads of {shape.size} values are not whole blocks of {block}, which {name} rows consist of; "
+                    f"use {option}-{letter} f16"
+                )
+        if not _runs(types, shape, backend) and _runs(KVTypes(), shape, backend):
+            raise DeviceError(
+                f"{backend.device.name} cannot attend over {types} rows with heads of {shape.size} values in this llama-cpp-python; "
+                f"use other types with {option}-k and {option}-v (f16 works)"
+            )
+
+
+def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:
+    params = ffi.new("struct ggml_init_params *", {"mem_size": 32 * lib.ggml_tensor_overhead(), "no_alloc": True})
+    ctx = lib.ggml_init(params[0])
+    try:
+
+        def new(kind: int, *ne: int):
+            return lib.ggml_new_tensor(ctx, kind, len(ne), ne)
+
+        rows, index = new(lib.GGML_TYPE_F32, s.size * s.n_head_kv, 1), new(lib.GGML_TYPE_I64, 1)
+        caches = [new(kind, s.size * s.n_head_kv, 256) for kind in types.ids]
+        q, mask = new(lib.GGML_TYPE_F32, s.size, 2 * s.n_head_kv, 1), new(lib.GGML_TYPE_F16, 256, 1)
+        nodes = [lib.ggml_set_rows(ctx, cache, rows, index) for cache in caches]
+        attention = lib.pgs_fa_span(ctx, q, *caches, mask, s.n_head_kv, 256, 1.0)
+        return all(backend.supports(node) for node in (*nodes, attention.view_src))
+    finally:
+        lib.ggml_free(ctx)
