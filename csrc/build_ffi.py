@@ -63,6 +63,7 @@ struct ggml_tensor * ggml_reshape_3d(struct ggml_context *, struct ggml_tensor *
 struct ggml_tensor * ggml_repeat_4d(struct ggml_context *, struct ggml_tensor *, int64_t, int64_t, int64_t, int64_t);
 bool ggml_is_contiguous(const struct ggml_tensor *);
 struct ggml_tensor * ggml_cont(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_cpy(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_permute(struct ggml_context *, struct ggml_tensor *, int axis0, int axis1, int axis2, int axis3);
 struct ggml_tensor * ggml_cont_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_add(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);

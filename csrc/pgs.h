@@ -47,6 +47,7 @@ int                   pgs_graph_plan(pgs_graph * graph, char * err);
 int                   pgs_graph_compute(pgs_graph * graph, char * err);
 bool                  pgs_graph_stale(const pgs_graph * graph);
 uint64_t              pgs_graph_hash(const pgs_graph * graph);
+size_t                pgs_graph_traffic(const pgs_graph * graph);
 void                  pgs_graph_memory(const pgs_graph * graph, uintptr_t * begin, uintptr_t * end);
 
 // Gives `node` (not yet allocated, not a view) the memory at byte `offset` of the allocated tensor `home`.

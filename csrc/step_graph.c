@@ -196,6 +196,58 @@ void pgs_graph_memory(const pgs_graph * graph, uintptr_t * begin, uintptr_t * en
     }
 }
 
+static const struct ggml_tensor * home_of(const struct ggml_tensor * t) {
+    return t->view_src != NULL ? t->view_src : t;
+}
+
+static bool persistent(const struct ggml_tensor * t) {
+    const ggml_backend_buffer_t buffer = home_of(t)->buffer;
+    return buffer != NULL && ggml_backend_buffer_get_usage(buffer) != GGML_BACKEND_BUFFER_USAGE_COMPUTE;
+}
+
+// Bytes of persistent memory (weights, K/V, recurrent state) that a compute has to move at least: everything read once however many nodes
+// read it, plus what is written. Looked-up rows and routed experts count as far as they can be chosen, written cache rows as rows.
+size_t pgs_graph_traffic(const pgs_graph * graph) {
+    const int     n    = ggml_graph_n_nodes(graph->gf);
+    const void ** seen = malloc(sizeof(void *) * GGML_MAX_SRC * (size_t) (n > 0 ? n : 1));
+    size_t        n_seen = 0, total = 0;
+    for (int i = 0; seen != NULL && i < n; i++) {
+        const struct ggml_tensor * node = ggml_graph_node(graph->gf, i);
+        if (node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE) {
+            continue;
+        }
+        if (node->op == GGML_OP_SET_ROWS) {
+            total += ggml_row_size(node->type, ggml_nelements(node->src[0]));
+        } else if (persistent(node)) {
+            total += ggml_nbytes(node);
+        }
+        for (int j = 0; j < GGML_MAX_SRC; j++) {
+            const struct ggml_tensor * t = node->src[j];
+            if (t == NULL || !persistent(t) || (node->op == GGML_OP_SET_ROWS && home_of(t) == home_of(node))) {
+                continue;
+            }
+            size_t bytes = ggml_nbytes(t);
+            if (node->op == GGML_OP_GET_ROWS && j == 0) {
+                const size_t rows = ggml_row_size(t->type, t->ne[0]) * (size_t) ggml_nelements(node->src[1]);
+                bytes             = rows < bytes ? rows : bytes;
+            } else if (node->op == GGML_OP_MUL_MAT_ID && j == 0) {
+                const size_t chosen = t->nb[2] * (size_t) ggml_nelements(node->src[2]);
+                bytes               = chosen < bytes ? chosen : bytes;
+            }
+            bool again = false;
+            for (size_t k = 0; k < n_seen && !again; k++) {
+                again = seen[k] == t->data;
+            }
+            if (!again) {
+                seen[n_seen++] = t->data;
+                total += bytes;
+            }
+        }
+    }
+    free(seen);
+    return total;
+}
+
 int pgs_place(struct ggml_tensor * home, size_t offset, struct ggml_tensor * node, char * err) {
     if (home->buffer == NULL || node->data != NULL || node->view_src != NULL) {
         snprintf(err, PGS_ERR, "only an unallocated tensor that is not a view can be placed, and only into an allocated one");

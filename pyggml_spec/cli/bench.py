@@ -8,10 +8,11 @@ import click
 
 from ..ggml.library import versions
 from ..session import load
+from ..tools.anatomy import anatomy
 from ..tools.bench import BenchOptions, bench
 from .options import cache_type_options, draft_cache_type_options, graphs_option, target_options
 from .report import engaged_line
-from .terminal import progress_line, say
+from .terminal import progress_line, say, size
 
 
 class _Numbers(click.ParamType):
@@ -59,10 +60,31 @@ def command(
         options = BenchOptions(prompts, tokens, depths, repetitions, synthetic, draft_width)
         rows = bench(session, options)
         click.echo(_table(rows, output))
+        parts = anatomy(session, _widths(rows), max(8, depths[-1])) if tokens else []
+        if output == "md" and parts:
+            click.echo("\n" + _parts_table(parts))
         if as_json:
             about = {"versions": versions(), "device": session.backend.device.description, "threads": session.backend.threads}
             files = {"target": str(session.target.file.path), "drafter": str(session.drafter.file.path) if session.drafter else None}
-            click.echo(json.dumps({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows]}))
+            click.echo(json.dumps({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
+                                   "anatomy": [p.as_dict() for p in parts]}))  # fmt: skip
+
+
+def _widths(rows) -> tuple[int, ...]:
+    """Plain decoding, and the width that most speculative steps had."""
+    used = [max(r.widths, key=r.widths.get) for r in rows if r.widths]
+    return tuple(sorted({1, *used}))
+
+
+def _parts_table(parts) -> str:
+    lines = ["| step | ms | commit | draft | verify | host | nodes | moved | of copy bandwidth |", "|" + "---|" * 9]
+    for p in parts:
+        name = f"width {p.width}" if p.width > 1 else "plain"
+        lines.append(
+            f"| {name} | {p.step_ms:.2f} | {p.commit_ms:.2f} | {p.draft_ms:.2f} | {p.verify_ms:.2f} | {p.host_ms:.2f} "
+            f"| {p.nodes} | {size(p.bytes)} | {100 * p.bandwidth_share:.0f} % |"
+        )
+    return "\n".join(lines)
 
 
 def _table(rows, output: str) -> str:

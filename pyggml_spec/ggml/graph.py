@@ -289,6 +289,13 @@ class Graph:
         """Hash of everything that graph replay compares: operations, parameters, shapes, strides, addresses."""
         return lib.pgs_graph_hash(self.handle)
 
+    def traffic(self) -> int:
+        """Bytes of weights, K/V and recurrent state that one run has to move at least: each read once, plus what is written.
+
+        Routed experts count as if no two rows chose the same one.
+        """
+        return lib.pgs_graph_traffic(self.handle)
+
     def memory(self) -> tuple[int, int]:
         """First and past-the-end address that this graph's own nodes use in its role's buffer."""
         begin, end = ffi.new("uintptr_t *"), ffi.new("uintptr_t *")

@@ -17,6 +17,7 @@ from ..cache.recurrent import DeltaState
 from ..cache.snapshot import SequenceMemory, Snapshot
 from ..errors import ContextError, DeviceError, EngineError, PairError
 from ..ggml.device import Backend
+from ..ggml.graph import Graph
 from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepIO, StepTimes
 from .graphs import Step, StepGraphs
@@ -407,6 +408,10 @@ class Engine:
         if not 2 <= width <= self.options.width:
             raise EngineError(f"a block of {width} rows is impossible here: 2 to {self.options.width} were planned for at load")
         return width
+
+    def step_graph(self, role: str, width: int) -> Graph:
+        """The graph that a step of this role and width would compute now."""
+        return self.graphs.get(role, width, self._span(width)).graph
 
     def _span(self, width: int) -> int:
         return min(padded(self.cursor.committed + width), self.kv.live)

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""The time of every step of one long generation, and what happened at span boundaries: does anything stall when the graph changes?
+
+    step_trace.py [-m target.gguf -md drafter.gguf] [-n 4096] [--device CPU] [-t 2] [--synthetic-acceptance 6] [--mode plain] --out FILE.csv
+
+Prints, per width, the median step, the 99th percentile and the slowest, and the slowest of the eight steps behind each span boundary.
+"""
+
+import argparse
+import csv
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pyggml_spec as ps
+from pyggml_spec.cache.kv import SPAN
+from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from pyggml_spec.spec.stats import Stats
+from pyggml_spec.spec.synthetic import SyntheticAcceptance
+from pyggml_spec.spec.width import WidthControl
+
+NEAR = 8  # steps behind a boundary that are looked at
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model")
+    parser.add_argument("-md", "--model-draft")
+    parser.add_argument("-n", "--tokens", type=int, default=4096)
+    parser.add_argument("--device", default="CPU")
+    parser.add_argument("-t", "--threads", type=int)
+    parser.add_argument("--draft-width", type=int)
+    parser.add_argument("--mode", choices=[PLAIN, SPECULATIVE], default=SPECULATIVE)
+    parser.add_argument("--synthetic-acceptance", type=float)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    with ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.tokens + 64, draft_width=args.draft_width) as session:
+        engine, stats = session.engine, Stats()
+        synthetic = SyntheticAcceptance(args.synthetic_acceptance, engine.options.width - 1, seed=1) if args.synthetic_acceptance else None
+        control = WidthControl(session.costs) if session.costs and args.mode == SPECULATIVE else None
+        engine.reset(drafting=args.mode == SPECULATIVE)
+        options = LoopOptions(args.tokens, args.mode, engine.options.width, ignore_end=True, synthetic=synthetic)
+        rows, last, widths = [], None, defaultdict(int)
+        for block in generate(engine, list(range(8)), options, stats, control=control):
+            now = time.perf_counter()
+            if last is not None:
+                width = next(w for w, n in stats.widths.items() if n != widths[w])
+                rows.append((engine.cursor.committed, width, len(block), 1000 * (now - last)))
+                widths = defaultdict(int, stats.widths)
+            last = time.perf_counter()
+    rows = rows[1:]  # the first one includes building what is needed at once
+    with open(args.out, "w", newline="") as file:
+        csv.writer(file).writerows([("committed", "width", "tokens", "ms"), *rows])
+    by_width = defaultdict(list)
+    for _, width, _, ms in rows:
+        by_width[width].append(ms)
+    print("| width | steps | median ms | p99 ms | slowest ms |\n|---|---|---|---|---|")
+    for width, ms in sorted(by_width.items()):
+        ms.sort()
+        print(f"| {width} | {len(ms)} | {statistics.median(ms):.3f} | {ms[int(0.99 * (len(ms) - 1))]:.3f} | {ms[-1]:.3f} |")
+    main_width = max(by_width, key=lambda w: len(by_width[w]))
+    usual, worst = statistics.median(by_width[main_width]), []
+    for i in range(1, len(rows)):
+        if rows[i][0] // SPAN != rows[i - 1][0] // SPAN:
+            worst.append(max(ms for *_, ms in rows[i : i + NEAR]))
+    if worst:
+        print(f"{len(worst)} span boundaries; slowest of the {NEAR} steps behind each: median {statistics.median(worst):.3f} ms, most {max(worst):.3f} ms, "
+              f"against {usual:.3f} ms usually")  # fmt: skip
+    print(f"graphs built ahead {stats.graphs_built_ahead}, waited for {stats.graphs_built_after_warmup}; CUDA graphs {stats.cuda_graphs}; host us/step",
+          {k: round(v / stats.steps) for k, v in stats.host_us.items()})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
