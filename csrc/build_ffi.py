@@ -58,6 +58,7 @@ struct ggml_tensor * ggml_view_1d(struct ggml_context *, struct ggml_tensor *, i
 struct ggml_tensor * ggml_view_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, size_t nb1, size_t offset);
 struct ggml_tensor * ggml_view_3d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2, size_t nb1,
                                   size_t nb2, size_t offset);
+struct ggml_tensor * ggml_reshape_1d(struct ggml_context *, struct ggml_tensor *, int64_t ne0);
 struct ggml_tensor * ggml_reshape_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_reshape_3d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2);
 struct ggml_tensor * ggml_repeat_4d(struct ggml_context *, struct ggml_tensor *, int64_t, int64_t, int64_t, int64_t);
@@ -134,6 +135,7 @@ size_t ggml_backend_buffer_get_size(ggml_backend_buffer_t);
 void ggml_backend_buffer_clear(ggml_backend_buffer_t, uint8_t);
 void ggml_backend_buffer_set_usage(ggml_backend_buffer_t, enum ggml_backend_buffer_usage);
 void ggml_backend_tensor_set(struct ggml_tensor *, const void * data, size_t offset, size_t size);
+void ggml_backend_tensor_memset(struct ggml_tensor *, uint8_t value, size_t offset, size_t size);
 void ggml_backend_tensor_get(const struct ggml_tensor *, void * data, size_t offset, size_t size);
 void ggml_backend_tensor_copy_async(ggml_backend_t, ggml_backend_t, const struct ggml_tensor * src, struct ggml_tensor * dst);
 enum ggml_status ggml_backend_view_init(struct ggml_tensor *);

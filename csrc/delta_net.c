@@ -14,6 +14,12 @@
 //   convd   [channels, w, L]                    the block after convolution and SiLU; v is read from here
 //   qk      [S, 2 H_k, w, L]                    the block's normalised q and k
 //   gates   [H_v, w, L, 2]                      g of all layers, then beta of all layers
+//
+// With N slots (many sequences) every L above is N * L, slots inside layers: layer l of the slots [first, first + count) is one contiguous
+// piece, the batch dimension of a step over these slots, and all layers of all slots are one piece for the replay. Only `conv` differs: the
+// products of several slots are one contiguous tensor and cannot lie between history rows, so it is
+//   conv    [row, d_conv - 1, N, L] histories, then [row, w, N, L] blocks: one table of rows, from which the next histories are gathered
+// A step over some of the slots replays layer by layer, with a copy that ggml-cuda fuses: in place would need scratch before each slot.
 #include "pgs.h"
 
 #include <math.h>
@@ -24,6 +30,7 @@
 struct pgs_delta {
     pgs_delta_shape       s;
     int64_t               channels;
+    int64_t               n_slots;  // of the layouts: 1 also where s.n_slots is 0
     struct ggml_context * ctx;
     ggml_backend_buffer_t buffer;
     // 1-d F32 homes; the layouts above are views made per graph
@@ -33,11 +40,14 @@ struct pgs_delta {
     struct ggml_tensor * qk;
     struct ggml_tensor * gates;
     struct ggml_tensor * norm;   // [S] filled with 1/sqrt(S): rms_norm times this is the L2 norm, and fuses with it
-    struct ggml_tensor * fresh;  // the states as the graph under construction sees them: the pool, or the replay's output
+    // the graph under construction: its slots, and the states as it sees them: the pool, the replay's output, or one replay per layer
+    int64_t               first, count;
+    struct ggml_tensor *  fresh;
+    struct ggml_tensor ** replayed;
 };
 
 static int64_t replay_scratch(const pgs_delta * d, int64_t width) {  // floats of attention output that a replay writes and nobody reads
-    return d->s.head_size * d->s.n_head_v * width * d->s.n_layer;
+    return d->s.head_size * d->s.n_head_v * width * d->n_slots * d->s.n_layer;
 }
 
 static int64_t state_floats(const pgs_delta * d) {  // one layer
@@ -48,16 +58,18 @@ void pgs_delta_free(pgs_delta * d) {
     if (d != NULL) {
         ggml_backend_buffer_free(d->buffer);
         ggml_free(d->ctx);
+        free(d->replayed);
         free(d);
     }
 }
 
 pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape, char * err) {
     const pgs_delta_shape s = *shape;
-    if (s.n_layer < 1 || s.head_size < 1 || s.n_head_k < 1 || s.n_head_v % s.n_head_k != 0 || s.conv < 2 || s.max_width < 1) {
-        snprintf(err, PGS_ERR, "delta-net shape out of range: %lld layers, head size %lld, %lld/%lld heads, %lld taps, width %lld",
-                 (long long) s.n_layer, (long long) s.head_size, (long long) s.n_head_k, (long long) s.n_head_v, (long long) s.conv,
-                 (long long) s.max_width);
+    if (s.n_layer < 1 || s.head_size < 1 || s.n_head_k < 1 || s.n_head_v % s.n_head_k != 0 || s.conv < 2 || s.max_width < 1 ||
+        s.n_slots < 0) {
+        snprintf(err, PGS_ERR, "delta-net shape out of range: %lld layers, head size %lld, %lld/%lld heads, %lld taps, width %lld, "
+                 "%lld slots", (long long) s.n_layer, (long long) s.head_size, (long long) s.n_head_k, (long long) s.n_head_v,
+                 (long long) s.conv, (long long) s.max_width, (long long) s.n_slots);
         return NULL;
     }
     pgs_delta * d = calloc(1, sizeof(*d));
@@ -66,6 +78,8 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
         return NULL;
     }
     d->s        = s;
+    d->n_slots  = s.n_slots > 0 ? s.n_slots : 1;
+    d->count    = 1;
     d->channels = s.head_size * (2 * s.n_head_k + s.n_head_v);
     if (s.row < d->channels) {
         snprintf(err, PGS_ERR, "delta-net rows of %lld floats are narrower than %lld convolution channels", (long long) s.row,
@@ -74,7 +88,8 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
         return NULL;
     }
     const struct ggml_init_params params = { .mem_size = ggml_tensor_overhead() * 8, .mem_buffer = NULL, .no_alloc = true };
-    const int64_t w = s.max_width, L = s.n_layer;
+    const int64_t w = s.max_width, L = s.n_layer * d->n_slots;
+    d->replayed = calloc((size_t) s.n_layer, sizeof(*d->replayed));
     d->ctx    = ggml_init(params);
     d->states = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, replay_scratch(d, w) + state_floats(d) * L);
     d->conv   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.row * (s.conv - 1 + w) * L);
@@ -83,8 +98,9 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
     d->gates  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.n_head_v * w * L * 2);
     d->norm   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size);
     d->buffer = ggml_backend_alloc_ctx_tensors(d->ctx, backend);
-    if (d->buffer == NULL) {
-        snprintf(err, PGS_ERR, "no memory for the delta-net state of %lld layers on %s", (long long) L, ggml_backend_name(backend));
+    if (d->buffer == NULL || d->replayed == NULL) {
+        snprintf(err, PGS_ERR, "no memory for the delta-net state of %lld layers and %lld slots on %s", (long long) s.n_layer,
+                 (long long) d->n_slots, ggml_backend_name(backend));
         pgs_delta_free(d);
         return NULL;
     }
@@ -113,18 +129,61 @@ size_t pgs_delta_bytes(const pgs_delta * d) {
 }
 
 size_t pgs_delta_state_bytes(const pgs_delta * d) {
-    return (size_t) (state_floats(d) * d->s.n_layer) * sizeof(float);
+    return (size_t) (state_floats(d) * d->n_slots * d->s.n_layer) * sizeof(float);
 }
 
 void pgs_delta_read_state(const pgs_delta * d, void * out) {
     ggml_backend_tensor_get(d->states, out, (size_t) replay_scratch(d, d->s.max_width) * sizeof(float), pgs_delta_state_bytes(d));
 }
 
+// Sets every byte of what `slot` has: states, convolution histories, and its block in pools laid out for `width` (0: no block).
+void pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint8_t value) {
+    const size_t  f = sizeof(float);
+    const int64_t hist = d->s.conv - 1, scratch = replay_scratch(d, d->s.max_width), gates = d->s.n_head_v * width;
+    const int64_t blocks = hist * d->n_slots * d->s.n_layer;  // first row of the blocks in conv
+    const struct { struct ggml_tensor * pool; int64_t start, size; } parts[] = {
+        { d->states, scratch, state_floats(d) },
+        { d->conv, 0, d->s.row * hist },
+        { d->conv, d->s.row * blocks, d->s.row * width },
+        { d->convd, 0, d->channels * width },
+        { d->qk, 0, d->s.head_size * 2 * d->s.n_head_k * width },
+        { d->gates, 0, gates },
+        { d->gates, gates * d->n_slots * d->s.n_layer, gates },
+    };
+    for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++) {
+        for (int64_t layer = 0; layer < d->s.n_layer; layer++) {
+            const int64_t at = parts[i].start + parts[i].size * (layer * d->n_slots + slot);
+            ggml_backend_tensor_memset(parts[i].pool, value, (size_t) at * f, (size_t) parts[i].size * f);
+        }
+    }
+}
+
+// Zeroes the block pools as far as a layout for `width` uses them: whatever another layout left there would pass through 0 * NaN.
+void pgs_delta_clear_blocks(pgs_delta * d, int64_t width) {
+    const size_t rows = (size_t) (width * d->n_slots * d->s.n_layer) * sizeof(float);
+    ggml_backend_tensor_memset(d->convd, 0, 0, (size_t) d->channels * rows);
+    ggml_backend_tensor_memset(d->qk, 0, 0, (size_t) (d->s.head_size * 2 * d->s.n_head_k) * rows);
+    ggml_backend_tensor_memset(d->gates, 0, 0, (size_t) (d->s.n_head_v * 2) * rows);
+}
+
+// The n_seq states behind `offset` floats of `from`, F32 [S, S, H_v, n_seq].
 static struct ggml_tensor * states_view(const pgs_delta * d, struct ggml_context * ctx, struct ggml_tensor * from, int64_t offset,
-                                        int64_t n_layer) {
+                                        int64_t n_seq) {
     const int64_t S = d->s.head_size;
     const size_t  f = sizeof(float);
-    return ggml_view_4d(ctx, from, S, S, d->s.n_head_v, n_layer, S * f, S * S * f, state_floats(d) * f, offset * f);
+    return ggml_view_4d(ctx, from, S, S, d->s.n_head_v, n_seq, S * f, S * S * f, state_floats(d) * f, offset * f);
+}
+
+// Where the states of one layer live: 2-D and right after the node that makes them, so that ggml-cuda fuses the copy into its kernel.
+static struct ggml_tensor * write_states(const pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, struct ggml_tensor * out,
+                                         int64_t rows, int64_t layer) {
+    const int64_t n = state_floats(d);
+    const size_t  f = sizeof(float), tail = (size_t) (d->s.head_size * d->s.n_head_v * rows) * f;
+    const size_t  home = (size_t) (replay_scratch(d, d->s.max_width) + n * (layer * d->n_slots + d->first)) * f;
+    struct ggml_tensor * copy = ggml_cpy(ctx, ggml_view_2d(ctx, out, n, d->count, n * f, tail),
+                                         ggml_view_2d(ctx, d->states, n, d->count, n * f, home));
+    ggml_build_forward_expand(gf, copy);
+    return copy;
 }
 
 // What one layer keeps of the sequence, as views: its committed state, F32 [S * S * H_v], and its convolution history, F32
@@ -144,48 +203,102 @@ static struct ggml_tensor * conv_view(const pgs_delta * d, struct ggml_context *
     return ggml_view_3d(ctx, d->conv, row, rows, n_layer, nb1, nb2, nb2 * layer + nb1 * first);
 }
 
-// Starts a graph: commits the block of `width_from` rows that the step before left, and lays the convolution history out for `width_to`.
-//   keep: F32 [1, width_from], 1 for accepted rows, 0 for the others; NULL where the state has been written directly
-//   tail: I32 [d_conv - 1, L], rows of [history ; block] that become the history: n, n + 1, ... for n accepted rows; NULL: as it lies
-int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width_from, int64_t width_to,
-                    struct ggml_tensor * keep, struct ggml_tensor * tail, char * err) {
+// The same of several slots: their histories of one layer, or [rows, n, count] of every layer with n_layer = all. F32 [channels, ...].
+static struct ggml_tensor * histories(const pgs_delta * d, struct ggml_context * ctx, int64_t layer, int64_t n_layer) {
+    const int64_t hist = d->s.conv - 1;
+    const size_t  nb1 = d->s.row * sizeof(float), nb2 = nb1 * hist, nb3 = nb2 * d->n_slots;
+    return ggml_view_4d(ctx, d->conv, d->channels, hist, d->count, n_layer, nb1, nb2, nb3, nb3 * layer + nb2 * d->first);
+}
+
+// Makes the histories that the block before leads to and puts them where `width_to` looks for them.
+static void next_histories(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width_from, int64_t width_to,
+                           struct ggml_tensor * tail) {
     const pgs_delta_shape s = d->s;
-    const int64_t L = s.n_layer, S = s.head_size;
-    const size_t  f = sizeof(float);
+    const int64_t hist = s.conv - 1, L = s.n_layer;
+    struct ggml_tensor * from, * to;
+    if (s.n_slots == 0) {
+        from = conv_view(d, ctx, width_from, s.row, 0, hist + width_from, 0, L);
+        to   = conv_view(d, ctx, width_to, s.row, 0, hist, 0, L);
+    } else {
+        const size_t row = s.row * sizeof(float);
+        from = ggml_view_2d(ctx, d->conv, d->channels, (hist + s.max_width) * d->n_slots * L, row, 0);
+        to   = histories(d, ctx, 0, L);
+    }
+    ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_get_rows(ctx, from, tail), to));
+}
+
+// The pending block of `width` rows of `n` consecutive (layer, slot) pairs, from `at` on, replayed on `state`. Rows of `gates` as in
+// the pool but for the slots of this graph only: g of n_gates pairs, then beta; the pairs of this call start at `gate`.
+static struct ggml_tensor * replay_block(const pgs_delta * d, struct ggml_context * ctx, int64_t width, int64_t at, int64_t n,
+                                         struct ggml_tensor * gates, int64_t gate, int64_t n_gates, struct ggml_tensor * state) {
+    const pgs_delta_shape s = d->s;
+    const int64_t S = s.head_size, w = width;
+    const size_t  f = sizeof(float), gn = s.n_head_v * f, kn = 2 * s.n_head_k * S * f, vn = d->channels * f;
+    struct ggml_tensor * g    = ggml_view_4d(ctx, gates, 1, s.n_head_v, w, n, f, gn, gn * w, gn * w * gate);
+    struct ggml_tensor * beta = ggml_view_4d(ctx, gates, 1, s.n_head_v, w, n, f, gn, gn * w, gn * w * (n_gates + gate));
+    struct ggml_tensor * k = ggml_view_4d(ctx, d->qk, S, s.n_head_k, w, n, S * f, kn, kn * w, kn * w * at + s.n_head_k * S * f);
+    struct ggml_tensor * v = ggml_view_4d(ctx, d->convd, S, s.n_head_v, w, n, S * f, vn, vn * w, vn * w * at + 2 * s.n_head_k * S * f);
+    // k stands in for q: the attention output is not read
+    return ggml_gated_delta_net(ctx, k, k, v, g, beta, state, 1);
+}
+
+static int replay_all(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width, struct ggml_tensor * keep,
+                      char * err) {
+    const pgs_delta_shape s = d->s;
+    const int64_t L = s.n_layer, N = d->n_slots, w = width, scratch = replay_scratch(d, s.max_width);
+    const size_t  f = sizeof(float), gn = s.n_head_v * f;
+    struct ggml_tensor * gates;
+    if (s.n_slots == 0) {
+        gates = ggml_mul(ctx, ggml_view_3d(ctx, d->gates, s.n_head_v, w, 2 * L, gn, gn * w, 0), keep);
+    } else {
+        gates = ggml_view_4d(ctx, d->gates, s.n_head_v, w, d->count, 2 * L, gn, gn * w, gn * w * N, gn * w * d->first);
+        gates = ggml_mul(ctx, gates, ggml_reshape_3d(ctx, keep, 1, w, d->count));
+    }
+    if (d->count == N) {
+        struct ggml_tensor * replay = replay_block(d, ctx, w, 0, N * L, gates, 0, N * L, d->fresh);
+        if (pgs_place(d->states, (scratch - replay_scratch(d, w)) * f, replay, err) != 0) {
+            return 1;
+        }
+        ggml_build_forward_expand(gf, replay);
+        d->fresh = states_view(d, ctx, replay, replay_scratch(d, w), N * L);
+        return 0;
+    }
+    for (int64_t layer = 0; layer < L; layer++) {
+        const int64_t at = layer * N + d->first;
+        struct ggml_tensor * state  = states_view(d, ctx, d->states, scratch + state_floats(d) * at, d->count);
+        struct ggml_tensor * replay = replay_block(d, ctx, w, at, d->count, gates, d->count * layer, d->count * L, state);
+        d->replayed[layer] = states_view(d, ctx, write_states(d, ctx, gf, replay, w * d->count, layer), 0, d->count);
+    }
+    return 0;
+}
+
+// Starts a graph over the slots [first, first + count): commits the blocks of `width_from` rows that the step before left, and lays the
+// convolution history out for `width_to`.
+//   keep: F32 [1, width_from * count], 1 for accepted rows, 0 for the others; NULL where the state has been written directly
+//   tail: I32 [d_conv - 1, L], rows of [history ; block] that become the history: n, n + 1, ... for n accepted rows; NULL: as it lies.
+//         With slots I32 [(d_conv - 1) * count * L], rows of the whole table in `conv`, slots inside layers
+int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t first, int64_t count, int64_t width_from,
+                    int64_t width_to, struct ggml_tensor * keep, struct ggml_tensor * tail, char * err) {
+    const pgs_delta_shape s = d->s;
     if (width_from < 0 || width_from > s.max_width || width_to < 0 || width_to > s.max_width) {
         snprintf(err, PGS_ERR, "block width %lld -> %lld, but the delta-net state was made for up to %lld", (long long) width_from,
                  (long long) width_to, (long long) s.max_width);
         return 1;
     }
-    const int64_t scratch = replay_scratch(d, s.max_width);
-    d->fresh = states_view(d, ctx, d->states, scratch, L);
-
+    if (first < 0 || count < 1 || first + count > d->n_slots) {
+        snprintf(err, PGS_ERR, "slots %lld to %lld, but the delta-net state was made for %lld", (long long) first,
+                 (long long) (first + count - 1), (long long) d->n_slots);
+        return 1;
+    }
+    d->first = first;
+    d->count = count;
+    d->fresh = states_view(d, ctx, d->states, replay_scratch(d, s.max_width), d->n_slots * s.n_layer);
+    memset(d->replayed, 0, (size_t) s.n_layer * sizeof(*d->replayed));
     if (tail == NULL) {  // prefill after prefill: the history lies where it is read
         return 0;
     }
-    struct ggml_tensor * history = ggml_get_rows(ctx, conv_view(d, ctx, width_from, s.row, 0, s.conv - 1 + width_from, 0, L), tail);
-    ggml_build_forward_expand(gf, ggml_cpy(ctx, history, conv_view(d, ctx, width_to, s.row, 0, s.conv - 1, 0, L)));
-
-    if (keep != NULL) {
-        const int64_t w = width_from;
-        struct ggml_tensor * gates = ggml_view_3d(ctx, d->gates, s.n_head_v, w, 2 * L, s.n_head_v * f, s.n_head_v * w * f, 0);
-        gates = ggml_mul(ctx, gates, keep);
-        const size_t gn = s.n_head_v * f;
-        struct ggml_tensor * g    = ggml_view_4d(ctx, gates, 1, s.n_head_v, w, L, f, gn, gn * w, 0);
-        struct ggml_tensor * beta = ggml_view_4d(ctx, gates, 1, s.n_head_v, w, L, f, gn, gn * w, gn * w * L);
-        const size_t kn = 2 * s.n_head_k * S * f;
-        struct ggml_tensor * k = ggml_view_4d(ctx, d->qk, S, s.n_head_k, w, L, S * f, kn, kn * w, s.n_head_k * S * f);
-        const size_t vn = d->channels * f;
-        struct ggml_tensor * v = ggml_view_4d(ctx, d->convd, S, s.n_head_v, w, L, S * f, vn, vn * w, 2 * s.n_head_k * S * f);
-        // k stands in for q: the attention output is not read
-        struct ggml_tensor * replay = ggml_gated_delta_net(ctx, k, k, v, g, beta, d->fresh, 1);
-        if (pgs_place(d->states, (scratch - replay_scratch(d, w)) * f, replay, err) != 0) {
-            return 1;
-        }
-        ggml_build_forward_expand(gf, replay);
-        d->fresh = states_view(d, ctx, replay, replay_scratch(d, w), L);
-    }
-    return 0;
+    next_histories(d, ctx, gf, width_from, width_to, tail);
+    return keep != NULL ? replay_all(d, ctx, gf, width_from, keep, err) : 0;
 }
 
 // [history ; block] of one layer, time-major for ggml_ssm_conv: F32 [d_conv - 1 + T, channels]. Also makes the history of the next step.
@@ -209,59 +322,78 @@ static struct ggml_tensor * conv_input(pgs_delta * d, struct ggml_context * ctx,
     return ggml_cont(ctx, ggml_transpose(ctx, rows));
 }
 
-// One delta-net layer over T rows, up to but without the output norm. Returns F32 [S, H_v, T].
-//   width = T for blocks (the projected rows stay in the pool, the next begin makes the history from them), 0 for prefill.
+// The same for the slots of this graph: F32 [d_conv - 1 + T, channels, count], T rows of each. `width` 0: the histories are made now.
+static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer,
+                                             int64_t width, const pgs_delta_inputs * in, char * err) {
+    const int64_t hist = d->s.conv - 1, T = in->proj->ne[1] / d->count, at = layer * d->n_slots + d->first;
+    if (width > 0) {
+        const int64_t row = hist * d->n_slots * d->s.n_layer + at * width;
+        if (pgs_place(d->conv, (size_t) (d->s.row * row) * sizeof(float), in->proj, err) != 0) {
+            return NULL;
+        }
+    }
+    struct ggml_tensor * history = histories(d, ctx, layer, 1);
+    struct ggml_tensor * block   = ggml_view_3d(ctx, in->proj, d->channels, T, d->count, in->proj->nb[1], in->proj->nb[1] * T, 0);
+    if (width > 0) {
+        return ggml_concat(ctx, ggml_transpose(ctx, history), ggml_transpose(ctx, block), 0);
+    }
+    struct ggml_tensor * rows = ggml_concat(ctx, history, block, 1);
+    ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_get_rows(ctx, rows, in->last), histories(d, ctx, layer, 1)));
+    return ggml_cont(ctx, ggml_transpose(ctx, rows));
+}
+
+// One delta-net layer over T rows, up to but without the output norm. Returns F32 [S, H_v, T]. With slots, T rows are `count` slots of
+// the same number of rows, one slot after the other.
+//   width = T / count for blocks (the projected rows stay in the pool, the next begin makes the history from them), 0 for prefill.
 struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width,
                                      pgs_delta_mode mode, const pgs_delta_inputs * in, char * err) {
     const pgs_delta_shape s = d->s;
-    const int64_t L = s.n_layer, S = s.head_size, T = in->proj->ne[1];
+    const int64_t L = s.n_layer, S = s.head_size, rows = in->proj->ne[1], B = d->count, T = rows / B, at = layer * d->n_slots + d->first;
     const size_t  f = sizeof(float);
     const bool    pending = mode == PGS_DELTA_PENDING;
-    if (layer < 0 || layer >= L || (width != 0 && width != T) || width > s.max_width || (pending && width == 0)) {
-        snprintf(err, PGS_ERR, "delta-net layer %lld of %lld over %lld rows at width %lld", (long long) layer, (long long) L, (long long) T,
-                 (long long) width);
+    if (layer < 0 || layer >= L || T * B != rows || (width != 0 && width != T) || width > s.max_width || (pending && width == 0)) {
+        snprintf(err, PGS_ERR, "delta-net layer %lld of %lld over %lld rows of %lld slots at width %lld", (long long) layer, (long long) L,
+                 (long long) rows, (long long) B, (long long) width);
         return NULL;
     }
-    struct ggml_tensor * sx = conv_input(d, ctx, gf, layer, width, in, err);
+    struct ggml_tensor * sx = s.n_slots > 0 ? conv_input_slots(d, ctx, gf, layer, width, in, err)
+                                            : conv_input(d, ctx, gf, layer, width, in, err);
     if (sx == NULL) {
         return NULL;
     }
-    struct ggml_tensor * mixed = ggml_silu(ctx, ggml_ssm_conv(ctx, sx, in->conv_w));  // [channels, T]
-    if (pending && pgs_place(d->convd, d->channels * T * layer * f, mixed, err) != 0) {
+    struct ggml_tensor * mixed = ggml_silu(ctx, ggml_ssm_conv(ctx, sx, in->conv_w));  // [channels, T, B]
+    if (pending && pgs_place(d->convd, d->channels * T * at * f, mixed, err) != 0) {
         return NULL;
     }
     const size_t row = mixed->nb[1];
-    struct ggml_tensor * v  = ggml_view_4d(ctx, mixed, S, s.n_head_v, T, 1, S * f, row, row * T, 2 * s.n_head_k * S * f);
-    struct ggml_tensor * qk = ggml_view_3d(ctx, mixed, S, 2 * s.n_head_k, T, S * f, row, 0);
+    struct ggml_tensor * v  = ggml_view_4d(ctx, mixed, S, s.n_head_v, T, B, S * f, row, row * T, 2 * s.n_head_k * S * f);
+    struct ggml_tensor * qk = ggml_view_3d(ctx, mixed, S, 2 * s.n_head_k, rows, S * f, row, 0);
     // x / sqrt(sum x^2 + eps) as rms_norm(x, eps / S) / sqrt(S): ggml_l2_norm has another epsilon (3.6 % relative error in the logits)
     qk = ggml_mul(ctx, ggml_rms_norm(ctx, qk, in->eps / (float) S), d->norm);
-    if (pending && pgs_place(d->qk, 2 * s.n_head_k * S * T * layer * f, qk, err) != 0) {
+    if (pending && pgs_place(d->qk, 2 * s.n_head_k * S * T * at * f, qk, err) != 0) {
         return NULL;
     }
-    struct ggml_tensor * q = ggml_view_4d(ctx, qk, S, s.n_head_k, T, 1, S * f, qk->nb[2], qk->nb[2] * T, 0);
-    struct ggml_tensor * k = ggml_view_4d(ctx, qk, S, s.n_head_k, T, 1, S * f, qk->nb[2], qk->nb[2] * T, s.n_head_k * S * f);
+    struct ggml_tensor * q = ggml_view_4d(ctx, qk, S, s.n_head_k, T, B, S * f, qk->nb[2], qk->nb[2] * T, 0);
+    struct ggml_tensor * k = ggml_view_4d(ctx, qk, S, s.n_head_k, T, B, S * f, qk->nb[2], qk->nb[2] * T, s.n_head_k * S * f);
 
     // part of a fused product, beta has gaps between its rows, which the sigmoid of several backends does not take
     struct ggml_tensor * beta = ggml_sigmoid(ctx, ggml_is_contiguous(in->beta) ? in->beta : ggml_cont(ctx, in->beta));
     struct ggml_tensor * g    = ggml_mul(ctx, ggml_softplus(ctx, ggml_add(ctx, in->alpha, in->dt)), in->a);
     if (pending) {
         const size_t each = s.n_head_v * T * f;
-        if (pgs_place(d->gates, each * layer, g, err) != 0 || pgs_place(d->gates, each * (L + layer), beta, err) != 0) {
+        if (pgs_place(d->gates, each * at, g, err) != 0 || pgs_place(d->gates, each * (L * d->n_slots + at), beta, err) != 0) {
             return NULL;
         }
     } else if (in->on != NULL) {
         g    = ggml_mul(ctx, g, in->on);
         beta = ggml_mul(ctx, beta, in->on);
     }
-    struct ggml_tensor * state = states_view(d, ctx, d->fresh, state_floats(d) * layer, 1);
-    struct ggml_tensor * out   = ggml_gated_delta_net(ctx, q, k, v, ggml_reshape_4d(ctx, g, 1, s.n_head_v, T, 1),
-                                                      ggml_reshape_4d(ctx, beta, 1, s.n_head_v, T, 1), state, 1);
+    struct ggml_tensor * state =
+        d->replayed[layer] != NULL ? d->replayed[layer] : states_view(d, ctx, d->fresh, state_floats(d) * at, B);
+    struct ggml_tensor * out = ggml_gated_delta_net(ctx, q, k, v, ggml_reshape_4d(ctx, g, 1, s.n_head_v, T, B),
+                                                    ggml_reshape_4d(ctx, beta, 1, s.n_head_v, T, B), state, 1);
     if (!pending) {
-        // directly after the delta-net node, with a destination of this shape, ggml-cuda fuses the copy into the kernel
-        const int64_t n = state_floats(d);
-        struct ggml_tensor * tail = ggml_view_1d(ctx, out, n, S * s.n_head_v * T * f);
-        struct ggml_tensor * home = ggml_view_1d(ctx, d->states, n, (replay_scratch(d, s.max_width) + n * layer) * f);
-        ggml_build_forward_expand(gf, ggml_cpy(ctx, tail, home));
+        write_states(d, ctx, gf, out, rows, layer);
     }
-    return ggml_view_3d(ctx, out, S, s.n_head_v, T, S * f, S * s.n_head_v * f, 0);
+    return ggml_view_3d(ctx, out, S, s.n_head_v, rows, S * f, S * s.n_head_v * f, 0);
 }

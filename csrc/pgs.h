@@ -77,7 +77,7 @@ void pgs_kv_write_rows(struct ggml_context * ctx, struct ggml_cgraph * gf, struc
 // ---- fa_span.c
 
 struct ggml_tensor * pgs_span_mask(struct ggml_context * ctx, struct ggml_tensor * kv_near, struct ggml_tensor * q_last,
-                                   struct ggml_tensor * q_first, int64_t span);
+                                   struct ggml_tensor * q_first, int64_t span, int64_t slots);
 struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
                                  struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale);
 
@@ -91,6 +91,7 @@ typedef struct pgs_delta_shape {
     int64_t conv;       // d_conv: taps of the causal convolution
     int64_t row;        // floats per projected row that the engine keeps: conv channels, or more when the projection is fused
     int64_t max_width;  // widest block that is verified
+    int64_t n_slots;    // sequences that share steps; 0: one sequence, in the layout that needs no copy
 } pgs_delta_shape;
 
 typedef enum pgs_delta_mode {
@@ -106,7 +107,7 @@ typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows
     struct ggml_tensor * dt;      // [H_v]
     struct ggml_tensor * a;       // [H_v] = -exp(A_log)
     struct ggml_tensor * on;      // [1, T] 1 for real rows, 0 for padding; NULL: all rows are real
-    struct ggml_tensor * last;    // I32 [d_conv - 1] rows of [history ; block] that become the next history (prefill only)
+    struct ggml_tensor * last;    // I32 [d_conv - 1 (, slots)] rows of [history ; block] that become the next history (prefill only)
     float                eps;     // epsilon of the L2 norm of q and k
 } pgs_delta_inputs;
 
@@ -115,12 +116,14 @@ void        pgs_delta_free(pgs_delta * d);
 void        pgs_delta_clear(pgs_delta * d);
 size_t      pgs_delta_bytes(const pgs_delta * d);
 void        pgs_delta_fill(pgs_delta * d, uint8_t value);  // tests: poison everything that a clean start must not depend on
+void        pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint8_t value);
+void        pgs_delta_clear_blocks(pgs_delta * d, int64_t width);
 size_t      pgs_delta_state_bytes(const pgs_delta * d);
 void        pgs_delta_read_state(const pgs_delta * d, void * out);
 void        pgs_delta_kept(const pgs_delta * d, struct ggml_context * ctx, int64_t layer, struct ggml_tensor ** state,
                            struct ggml_tensor ** history);
 
-int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width_from, int64_t width_to,
-                    struct ggml_tensor * keep, struct ggml_tensor * tail, char * err);
+int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t first, int64_t count, int64_t width_from,
+                    int64_t width_to, struct ggml_tensor * keep, struct ggml_tensor * tail, char * err);
 struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width,
                                      pgs_delta_mode mode, const pgs_delta_inputs * in, char * err);

@@ -30,14 +30,23 @@ class KVCache:
 
     ``ring`` rows are live in sliding layers, 0 if they keep every position (no window, or a context that is no longer than the ring).
     ``near`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
+    With ``slots`` sequences the tensors are [size * n_head_kv, rows, slots], each slot with trash rows of its own.
     """
 
     def __init__(
-        self, backend: Backend, shapes: list[KVShape], n_ctx: int, trash: int, window: int = 0, widest: int = 0, types: KVTypes = KVTypes()
+        self,
+        backend: Backend,
+        shapes: list[KVShape],
+        n_ctx: int,
+        trash: int,
+        window: int = 0,
+        widest: int = 0,
+        types: KVTypes = KVTypes(),
+        slots: int = 1,
     ):
         self.live = padded(n_ctx)
         self.ring = padded(window + widest) if window and padded(window + widest) < self.live else 0
-        self.trash = trash
+        self.trash, self.slots = trash, slots
         self._iota = np.arange(max(MAX_ROWS, self.ring))
         rows = self.live + trash
         sizes = {n for s in shapes for n in types.rotations(s) if n}
@@ -64,7 +73,7 @@ class KVCache:
         return self._tensors[-1]
 
     def _layer(self, s: KVShape, rows: int, types: KVTypes) -> KVLayer:
-        k, v = (self._tensor(kind, s.size * s.n_head_kv, rows) for kind in types.ids)
+        k, v = (self._tensor(kind, s.size * s.n_head_kv, rows, self.slots) for kind in types.ids)
         return KVLayer(k, v, *(self._rotations.get(n) for n in types.rotations(s)))
 
     def fill(self, value: int) -> None:
@@ -74,6 +83,11 @@ class KVCache:
         constants |= {tensor: hadamard(n) for n, tensor in self._rotations.items()}
         for tensor, values in constants.items():
             lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
+
+    def fill_slot(self, slot: int, value: int) -> None:
+        """Sets every byte of the rows of one slot: 0 between two sequences, because a masked row of NaN poisons attention (0 * NaN)."""
+        for tensor in (t for layer in self.layers for t in (layer.k, layer.v)):
+            lib.ggml_backend_tensor_memset(tensor, value, slot * tensor.nb[2], tensor.nb[2])
 
     def rows_for(self, first: int, count: int, real: int, out: np.ndarray) -> None:
         """Writes the cache rows of positions first .. first + count - 1 into ``out``; rows past ``real`` or past the end are trash rows."""

@@ -16,12 +16,14 @@ from ..models.base import DeltaShape
 class DeltaState:
     """Owns the device pools. ``width`` is 0 after prefill, 1 after plain decoding, W after a verified block of W rows."""
 
+    slots = 0  # one sequence; see DeltaSlots
+
     def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int):
         self.shape, self.max_width = shape, max_width
         self._history = np.arange(shape.conv - 1, dtype=np.int32)
         self._err = new_err()
         spec = ffi.new(
-            "pgs_delta_shape *", [shape.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.conv, row, max_width]
+            "pgs_delta_shape *", [shape.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.conv, row, max_width, self.slots]
         )
         self.handle = lib.pgs_delta_new(backend.handle, spec, self._err)
         if self.handle == ffi.NULL:
@@ -61,7 +63,7 @@ class DeltaState:
     def begin(self, g: Graph, width_from: int, width_to: int, keep, tail) -> None:
         """Adds the commit of the block before, and the convolution history of the next one."""
         status = lib.pgs_delta_begin(
-            self.handle, g.ctx, g.gf, width_from, width_to, keep if keep is not None else ffi.NULL, tail if tail is not None else ffi.NULL,
+            self.handle, g.ctx, g.gf, 0, 1, width_from, width_to, keep if keep is not None else ffi.NULL, tail if tail is not None else ffi.NULL,
             self._err,
         )  # fmt: skip
         check(status, self._err)

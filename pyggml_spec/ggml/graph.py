@@ -129,7 +129,7 @@ class Graph:
         return self.mul(lib.ggml_rms_norm(self.ctx, x, eps), weight)
 
     def rows(self, table, index):
-        """table [n, rows], index I32 [T] -> F32 [n, T]."""
+        """table [n, rows], index I32 [T] -> F32 [n, T] (I32 of an I32 table)."""
         return lib.ggml_get_rows(self.ctx, table, index)
 
     def concat(self, parts):
@@ -169,6 +169,16 @@ class Graph:
         """Views [n, T] as F32 [size, count, T]; ``stride`` floats lie between heads (default ``size``), the first starts at ``first``."""
         return lib.ggml_view_3d(self.ctx, x, size, count, x.ne[1], 4 * (stride or size), x.nb[1], 4 * first)
 
+    def slots(self, cache, first: int, count: int):
+        """The slots [first, first + count) of a cache [n, rows, slots], as a view."""
+        return lib.ggml_view_3d(self.ctx, cache, cache.ne[0], cache.ne[1], count, cache.nb[1], cache.nb[2], first * cache.nb[2])
+
+    def tails(self, x, rows: int, first: int):
+        """F32 [n, T], T a multiple of ``rows`` -> the rows [first, rows) of every ``rows``, F32 [n, T * (rows - first) / rows], by copy."""
+        count = x.ne[1] // rows
+        view = lib.ggml_view_3d(self.ctx, x, x.ne[0], rows - first, count, x.nb[1], x.nb[1] * rows, x.nb[1] * first)
+        return lib.ggml_cont_2d(self.ctx, view, x.ne[0], (rows - first) * count)
+
     def columns(self, x, n: int, first: int = 0):
         """The part [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
         return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
@@ -190,8 +200,8 @@ class Graph:
         return lib.ggml_permute(self.ctx, x, *axes)
 
     def shaped(self, x, *shape: int):
-        """A contiguous tensor in another shape of 2 or 3 dimensions."""
-        return (lib.ggml_reshape_2d if len(shape) == 2 else lib.ggml_reshape_3d)(self.ctx, x, *shape)
+        """A contiguous tensor in another shape of 1 to 3 dimensions."""
+        return (lib.ggml_reshape_1d, lib.ggml_reshape_2d, lib.ggml_reshape_3d)[len(shape) - 1](self.ctx, x, *shape)
 
     def rotated(self, x, hadamard):
         """F32 [D, H, T] or [D, T] with every stretch of n values multiplied by ``hadamard`` F32 [n, n]; as it is if that is None."""
@@ -244,8 +254,8 @@ class Graph:
     def kv_write_rows(self, cache, rows, index) -> None:
         lib.pgs_kv_write_rows(self.ctx, self.gf, cache, rows, index)
 
-    def span_mask(self, kv_near, q_last, q_first, span: int):
-        return lib.pgs_span_mask(self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span)
+    def span_mask(self, kv_near, q_last, q_first, span: int, slots: int = 1):
+        return lib.pgs_span_mask(self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span, slots)
 
     def fa_span(self, q, cache_k, cache_v, mask, n_head_kv: int, span: int, scale: float):
         return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale)

@@ -100,6 +100,17 @@ class StepFields:
         self.graph.place(self.io.home, offset + 4, drafts)
         return self._tensor(ggml_type, count, 1, offset, after=drafts)
 
+    def picked_tokens(self, count: int, drafts):
+        """The token ids [count], each of them ``given[source]``: the host writes the inputs ``source`` and the first ``count`` of
+        ``given``, the node ``drafts`` (I32) the rest. Readable after the run."""
+        source = self.input("source", "i32", count)
+        offset, ggml_type = self._take("given", "i32", count + drafts.ne[0])
+        self._upload_end = offset + 4 * count
+        self.graph.place(self.io.home, offset + 4 * count, drafts)
+        picked = self.graph.rows(self._tensor(ggml_type, 1, count + drafts.ne[0], offset, after=drafts), source)
+        self.output("tokens", "i32", picked)
+        return self.graph.shaped(picked, count)
+
     def output(self, name: str, kind: str, node) -> None:
         """Puts the node's result where the host reads it (``host[name]``) after the run."""
         count = node.ne[0] * node.ne[1]

@@ -35,6 +35,7 @@ class EngineOptions:
     width: rows of a verified block (draft width), 1 for none; never more than the drafter's trained block.
     chunk: widest prefill chunk in tokens.
     kv, draft_kv: what the target's and the drafter's K and V rows are stored as.
+    slots: sequences at once, each with ``n_ctx`` tokens of context; more than one needs a ``BatchEngine``.
     """
 
     n_ctx: int = 4096
@@ -42,11 +43,27 @@ class EngineOptions:
     chunk: int = 512
     kv: KVTypes = KVTypes()
     draft_kv: KVTypes = KVTypes()
+    slots: int = 1
 
 
 def candidate_widths(block_size: int) -> tuple[int, ...]:
     """The block widths that are planned for at load, and that width control chooses from."""
     return tuple(sorted({*(w for w in WIDTHS if w < block_size), block_size}))
+
+
+def check_options(options: EngineOptions, target, drafter) -> None:
+    """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
+    if options.n_ctx < 1:
+        raise ContextError(f"a context of {options.n_ctx} tokens is impossible; use -c 1 or more")
+    if options.width < 1 or options.chunk < 1:
+        raise EngineError(f"block width {options.width} and prefill chunk {options.chunk} have to be at least 1")
+    if drafter is not None:
+        drafter.check_pair(target)
+        if options.width > drafter.hp.block_size:
+            raise PairError(
+                f"a draft width of {options.width} is wider than the block of {drafter.hp.block_size} that {drafter.file.path.name} "
+                f"was trained for; use --draft-width {drafter.hp.block_size} or less"
+            )
 
 
 @dataclass(frozen=True)
@@ -74,18 +91,8 @@ class Engine:
     kv_class, graphs_class = KVCache, StepGraphs  # planning puts classes without memory here
 
     def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
-        if options.n_ctx < 1:
-            raise ContextError(f"a context of {options.n_ctx} tokens is impossible; use -c 1 or more")
-        if options.width < 1 or options.chunk < 1:
-            raise EngineError(f"block width {options.width} and prefill chunk {options.chunk} have to be at least 1")
+        check_options(options, target, drafter)
         self.backend, self.target, self.drafter = backend, target, drafter
-        if drafter is not None:
-            drafter.check_pair(target)
-            if options.width > drafter.hp.block_size:
-                raise PairError(
-                    f"a draft width of {options.width} is wider than the block of {drafter.hp.block_size} that {drafter.file.path.name} "
-                    f"was trained for; use --draft-width {drafter.hp.block_size} or less"
-                )
         self.options = options
         self.cursor = Cursor(options.n_ctx)
         self.epoch = 0  # sequences begun so far: whoever remembers what lies in the caches can tell whether it still does

@@ -1,0 +1,84 @@
+"""The recurrent state of several sequences, one per slot. A slot is one sequence for its whole life and never moves.
+
+All slots share one block width at a time, because the pools are compact per width. A slot that has nothing to do in a step takes part with
+rows that are switched off: its state is then committed up to what was accepted, and otherwise left as it is, bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..ggml.device import Backend
+from ..ggml.graph import Graph
+from ..ggml.library import check, ffi, lib
+from ..models.base import DeltaShape
+from .recurrent import DeltaState
+
+
+@dataclass(frozen=True)
+class SlotRange:
+    """The slots [first, first + count) that one graph covers."""
+
+    first: int
+    count: int
+
+    @property
+    def slots(self) -> range:
+        return range(self.first, self.first + self.count)
+
+    @property
+    def part(self) -> slice:
+        return slice(self.first, self.first + self.count)
+
+
+def covering(slots, n_slots: int) -> SlotRange:
+    """The smallest range of 1, 2, 4, 8, ... slots, aligned to its size, that holds all of ``slots``; cut at the last slot there is.
+
+    Few graphs follow from it (2 N - 1 ranges at most), and few rows that are switched off, as long as the lowest slots are taken first.
+    """
+    low, high, size = min(slots), max(slots), 1
+    while low // size != high // size:
+        size *= 2
+    first = low // size * size
+    return SlotRange(first, min(size, n_slots - first))
+
+
+class DeltaSlots(DeltaState):
+    """Owns the device pools. ``accepted`` [slots]: rows of each slot's block that the next step over the slot commits."""
+
+    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int):
+        self.slots = slots
+        super().__init__(backend, shape, row, max_width)
+        pairs = np.arange(shape.layers * slots, dtype=np.int32).reshape(shape.layers, slots, 1)
+        self._histories, self._pairs = pairs * self.history_rows, pairs  # as rows of the table that csrc/delta_net.c gathers from
+
+    def reset_cursor(self) -> None:
+        self.width, self.accepted = 0, np.zeros(self.slots, np.int64)
+
+    def lay_out(self, width: int) -> None:
+        """Blocks of ``width`` rows from now on; nothing may be pending."""
+        lib.pgs_delta_clear_blocks(self.handle, width)
+        self.width = width
+
+    def fill_slot(self, slot: int, value: int) -> None:
+        """Sets every byte that belongs to one slot: 0 is the state before the first token, by a write and not by 0 * what was there."""
+        lib.pgs_delta_fill_slot(self.handle, slot, self.width, value)
+        self.accepted[slot] = 0
+
+    def fill_tail(self, tail: np.ndarray, seats: SlotRange) -> None:
+        rows = self.accepted[seats.part, None] + self._history
+        first_block = self.history_rows * self.shape.layers * self.slots
+        blocks = first_block + self._pairs[:, seats.part] * self.width + rows - self.history_rows
+        np.copyto(tail.reshape(blocks.shape), np.where(rows < self.history_rows, self._histories[:, seats.part] + rows, blocks), casting="same_kind")
+
+    def fill_keep(self, keep: np.ndarray, seats: SlotRange) -> None:
+        keep.reshape(seats.count, self.width)[:] = np.arange(self.width) < self.accepted[seats.part, None]
+
+    def begin_slots(self, g: Graph, seats: SlotRange, width: int, keep, tail) -> None:
+        """Adds the commit of these slots' blocks; ``keep`` and ``tail`` None where nothing can be pending."""
+        keep, tail = (x if x is not None else ffi.NULL for x in (keep, tail))
+        check(lib.pgs_delta_begin(self.handle, g.ctx, g.gf, seats.first, seats.count, width, width, keep, tail, self._err), self._err)
+
+    def read_slot(self, slot: int) -> np.ndarray:
+        """The committed states of one slot, F32 [layers, H_v * S * S] (tests)."""
+        return self.read().reshape(self.shape.layers, self.slots, -1)[:, slot]

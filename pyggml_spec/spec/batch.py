@@ -1,0 +1,447 @@
+"""The batch engine: one target, perhaps a drafter, N sequences. One forward pass per step, whatever each of them needs.
+
+A slot is one sequence for its whole life and never moves. Order of life: ``admit`` -> any number of ``step`` and ``accept`` (a prompt is
+work for ``step`` like everything else) -> ``release``. What each slot does in a step is its own business: a part of a prompt, a plain
+token, given drafts or drafting, at widths of its own; slots that are not named do nothing and are left as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..cache.cursor import Cursor
+from ..cache.kv import NOWHERE, KVCache, padded
+from ..cache.kv_types import check_types
+from ..cache.slots import DeltaSlots, SlotRange, covering
+from ..errors import ContextError, EngineError
+from ..ggml.device import Backend
+from ..ggml.library import ffi, lib
+from ..ggml.step_io import StepIO
+from .batch_graphs import BatchGraphs
+from .engine import CHUNKS, TRASH_ROWS, EngineOptions, StepResult, candidate_widths, check_options
+from .graphs import Step
+
+MAX_SLOTS = 64
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens that certainly come next: they are committed by the step, and the choice after the last one becomes pending."""
+
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Verify:
+    """The pending token and given drafts behind it; without drafts a plain token. Follow with ``accept``."""
+
+    drafts: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The pending token and ``width`` - 1 drafts of the drafter's. Follow with ``accept``."""
+
+    width: int
+
+
+Work = Prompt | Verify | Draft
+
+
+@dataclass
+class Slot:
+    """One sequence. ``tokens`` are the rows of its last block, from position ``base`` on; ``ids`` the choices after them.
+
+    The recurrent state holds the tokens before ``base``; the block's accepted rows are folded in by the next step over this slot.
+    """
+
+    cursor: Cursor
+    used: bool = False
+    clean: bool = True  # nothing of an earlier sequence is left in it
+    drafting: bool = True
+    base: int = 0
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    open_rows: int = 0  # of the last block, until accept says how many count
+
+    def settle(self) -> None:
+        """What is committed is in the recurrent state; nothing is left to roll back."""
+        self.base, self.tokens, self.ids, self.open_rows = self.cursor.committed, self.tokens[:0], self.ids[:0], 0
+
+
+class BatchEngine:
+    """Runs steps over N slots. Owns caches, graphs and step buffers; borrows models (with their weights) and the backend."""
+
+    kv_class, graphs_class = KVCache, BatchGraphs  # planning puts classes without memory here
+
+    def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
+        check_options(options, target, drafter)
+        if not 1 <= options.slots <= MAX_SLOTS:
+            raise EngineError(f"{options.slots} slots are impossible: use 1 to {MAX_SLOTS}")
+        self.backend, self.target, self.drafter, self.options = backend, target, drafter, options
+        self.slots = [Slot(Cursor(options.n_ctx)) for _ in range(options.slots)]
+        self.forwards = self.rows_computed = self.rows_used = 0
+        self._iota = np.arange(max(options.chunk, options.width), dtype=np.int32)
+        self._parts: list = []
+        try:
+            self._allocate()
+        except BaseException:
+            self.close()
+            raise
+
+    def _own(self, part):
+        self._parts.append(part)
+        return part
+
+    def _allocate(self) -> None:
+        opt, n = self.options, self.options.slots
+        widest = max(opt.chunk, opt.width)
+        shapes = self.target.kv_shapes()
+        check_types(opt.kv, shapes, self.backend, draft=False)
+        self.kv = self._own(
+            self.kv_class(self.backend, shapes, opt.n_ctx, TRASH_ROWS, self.target.window, widest, types=opt.kv, slots=n)
+        )
+        self.draft_kv = None
+        if self.drafter is not None:
+            shapes = self.drafter.kv_shapes()
+            check_types(opt.draft_kv, shapes, self.backend, draft=True)
+            self.draft_kv = self._own(self.kv_class(self.backend, shapes, opt.n_ctx, TRASH_ROWS, types=opt.draft_kv, slots=n))
+        shape = self.target.delta_shape()
+        self.delta = self._recurrent_state(shape) if shape is not None else None
+        tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
+        self.io = self._own(StepIO(self.backend, n * (96 * widest + tail + 4 * self.kv.ring) + 8192))
+        blocks = candidate_widths(opt.width)
+        self.chunks = tuple(sorted({*(c for c in CHUNKS if c < opt.chunk), opt.chunk}))
+        widths = {"direct": (1, *self.chunks), "logits": (opt.chunk,), "verify": blocks, "fused": blocks}
+        self.graphs = self._own(
+            self.graphs_class(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, widths, n)
+        )
+        live, every = self.kv.live, SlotRange(0, n)
+        self.graphs.get("direct", 1, live, every)
+        if self.drafter is not None and opt.width > 1:
+            self.graphs.get("fused", opt.width, live, every)
+        if self.delta is not None:
+            self.graphs.get("commit", opt.width, 0, every)
+
+    def _recurrent_state(self, shape) -> DeltaSlots:
+        return self._own(DeltaSlots(self.backend, shape, self.target.delta_row(), self.options.width, self.options.slots))
+
+    # -- sequences
+
+    def admit(self, drafting: bool = True) -> int | None:
+        """Takes the lowest free slot for a new sequence; None if there is none. ``drafting`` False: it will not be drafted for."""
+        for index, slot in enumerate(self.slots):
+            if not slot.used:
+                self._clean(index)
+                slot.cursor.reset()
+                slot.settle()
+                slot.used, slot.drafting = True, drafting and self.drafter is not None
+                return index
+        return None
+
+    def release(self, slot: int) -> None:
+        """Ends the sequence; the slot can be admitted again. Its memory is cleared before any step looks at it."""
+        s = self._sequence(slot)
+        s.used = s.clean = False
+        s.cursor.reset()
+        s.settle()
+        if self.delta is not None:
+            self.delta.accepted[slot] = 0
+
+    def _clean(self, index: int) -> None:
+        """Writes zeros over what the sequence before left: it may be NaN, which neither masks nor switched-off rows stop."""
+        if self.slots[index].clean:
+            return
+        self.kv.fill_slot(index, 0)
+        if self.draft_kv is not None:
+            self.draft_kv.fill_slot(index, 0)
+        if self.delta is not None:
+            self.delta.fill_slot(index, 0)
+        self.slots[index].clean = True
+
+    def accept(self, slot: int, rows: int, pending: int) -> None:
+        """Commits the first ``rows`` rows of the slot's last block; ``pending`` is the token chosen after them."""
+        s = self._sequence(slot)
+        if not 1 <= rows <= s.open_rows:
+            raise EngineError(f"{rows} rows cannot be accepted of a block of {s.open_rows} in slot {slot}")
+        if s.tokens.size:
+            self._move(slot, s.base + rows, pending)
+        else:  # a plain token is in the recurrent state already
+            s.cursor.pending, s.open_rows = pending, 0
+
+    def rollback_range(self, slot: int) -> tuple[int, int]:
+        """The lengths, lowest and highest, that ``rollback`` takes now."""
+        s = self._sequence(slot)
+        return s.base, s.base + s.tokens.size
+
+    def rollback(self, slot: int, n: int) -> None:
+        """Makes the sequence ``n`` tokens long; the token that stood at position n becomes pending again.
+
+        Valid exactly for lengths within the last block, rows that were not accepted included: shorter ones are in the recurrent state
+        already. After plain steps and prompts the only such length is the current one.
+
+        Raises:
+            EngineError: any other length; nothing has changed then.
+        """
+        s = self._sequence(slot)
+        low, high = self.rollback_range(slot)
+        if not low <= n <= high:
+            raise EngineError(f"slot {slot} cannot be rolled back to {n} tokens: its last block holds the lengths {low} to {high}")
+        if s.tokens.size:
+            self._move(slot, n, int(s.tokens[n - low] if n < high else s.ids[-1]))
+
+    def _move(self, slot: int, committed: int, pending: int) -> None:
+        s = self.slots[slot]
+        s.cursor.committed, s.cursor.pending, s.open_rows = committed, pending, 0
+        if self.delta is not None:
+            self.delta.accepted[slot] = committed - s.base
+
+    def fold(self) -> None:
+        """Commits what is pending in all slots into their recurrent states: their lengths are final."""
+        if any(s.open_rows for s in self.slots):
+            raise EngineError("a block is open: accept its rows before its slot is folded")
+        if self.delta is not None and self.delta.accepted.any():
+            every = SlotRange(0, self.options.slots)
+            step = self.graphs.get("commit", self.delta.width, 0, every)
+            self._fill_commit(step, every)
+            step.fields.run()
+            self.delta.accepted[:] = 0
+        for s in self.slots:
+            s.settle()
+
+    # -- steps
+
+    def step(self, work: Mapping[int, Work]) -> dict[int, StepResult]:
+        """One forward pass over the slots named in ``work``. Results have the rows of their slot only; a prompt's has its last row.
+
+        Raises:
+            ContextError: a prompt that is empty, does not fit the context or has ids outside the vocabulary.
+            EngineError: a slot without a sequence, a block that was not accepted yet, a width that was not planned for.
+        """
+        if self.graphs.closed:
+            raise EngineError("the session is closed: load the model again")
+        if not work:
+            raise EngineError("a step needs work for at least one slot")
+        rows = {slot: self._check(slot, item) for slot, item in work.items()}
+        seats = covering(rows, self.options.slots)
+        for slot in seats.slots:
+            if not self.slots[slot].used:
+                self._clean(slot)
+        self.graphs.drafting = self.drafter is not None and any(self.slots[slot].drafting for slot in work)
+        if all(isinstance(item, Prompt) or (isinstance(item, Verify) and not item.drafts) for item in work.values()):
+            return self._direct(work, rows, seats)
+        return self._block(work, rows, seats)
+
+    def _check(self, slot: int, item: Work) -> int:
+        """Rows that the work takes, at least 1."""
+        s = self._sequence(slot)
+        if s.open_rows:
+            raise EngineError(f"slot {slot} has a block of {s.open_rows} rows that nothing was accepted of: call accept or rollback first")
+        if isinstance(item, Prompt):
+            self._check_prompt(s, item.tokens)
+            return len(item.tokens)
+        if s.cursor.pending is None:
+            raise EngineError(f"slot {slot} has no pending token: give it a prompt first")
+        if s.cursor.room < 1:
+            raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise -c")
+        width = item.width if isinstance(item, Draft) else 1 + len(item.drafts)
+        if not 1 <= width <= self.options.width or (isinstance(item, Draft) and width < 2):
+            raise EngineError(f"a block of {width} rows is impossible here: 2 to {self.options.width} were planned for at load")
+        if isinstance(item, Draft) and not s.drafting:
+            why = "there is no drafter" if self.drafter is None else f"slot {slot} was admitted without drafting"
+            raise EngineError(f"{why}: use Verify")
+        return width
+
+    def _check_prompt(self, s: Slot, tokens: Sequence[int]) -> None:
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.ndim != 1 or ids.size == 0:
+            raise ContextError("the prompt is empty; give at least one token")
+        bad = ids[(ids < 0) | (ids >= self.target.n_vocab)]
+        if bad.size:
+            raise ContextError(f"token id {bad[0]} is outside the vocabulary of {self.target.n_vocab}")
+        s.cursor.check_fits(ids.size)
+        if ids.size > self.options.chunk:
+            raise EngineError(f"a prompt of {ids.size} tokens in one step: the widest chunk is {self.options.chunk}")
+
+    def _direct(self, work: Mapping[int, Work], rows: dict[int, int], seats: SlotRange, role: str = "direct") -> dict[int, StepResult]:
+        """All rows are certain: the recurrent states are written by the step itself."""
+        if self.delta is not None and self.delta.accepted[seats.part].any():
+            self.fold()
+        need = max(rows.values())
+        width = need if need == 1 or role == "logits" else next(c for c in self.chunks if need <= c)
+        step = self.graphs.get(role, width, self._span(seats, width), seats)
+        self._fill_rows(step, width, rows, seats)
+        host = step.host
+        tokens = host["tokens"].reshape(seats.count, width)
+        tokens[:] = 0
+        for slot, n in rows.items():
+            tokens[slot - seats.first, :n] = self._known(slot, work[slot])
+        if "out_row" in host:
+            host["out_row"][:] = [(slot - seats.first) * width + rows.get(slot, 1) - 1 for slot in seats.slots]
+        if self.delta is not None:
+            real = np.array([rows.get(slot, 0) for slot in seats.slots])[:, None]
+            host["on"].reshape(tokens.shape)[:] = self._iota[:width] < real
+            host["last"].reshape(seats.count, -1)[:] = real + np.arange(self.delta.history_rows)
+        times = step.fields.run()
+        self._count(width * seats.count, rows)
+        ids, out = step.ids() if role == "direct" else None, {}
+        for slot, n in rows.items():
+            s, at = self.slots[slot], slot - seats.first
+            s.cursor.advance(n, None if ids is None else int(ids[at]))
+            s.settle()
+            if ids is not None:
+                s.open_rows = 0 if isinstance(work[slot], Prompt) else 1
+                out[slot] = StepResult(tokens[at, :n].copy(), ids[at : at + 1], True, bool(np.isfinite(host["ids_sum"][at])), times)
+        return out
+
+    def _block(self, work: Mapping[int, Work], rows: dict[int, int], seats: SlotRange) -> dict[int, StepResult]:
+        """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left pending."""
+        need = max(rows.values())
+        width = next((w for w in candidate_widths(self.options.width) if need <= w), None)
+        if width is None:
+            raise EngineError(f"a step with drafts has at most {self.options.width} rows per slot, but a prompt has {need}")
+        self._lay_out(width)
+        drafting = any(isinstance(item, Draft) for item in work.values())
+        step = self.graphs.get("fused" if drafting else "verify", width, self._span(seats, width), seats)
+        self._fill_rows(step, width, rows, seats)
+        given = step.host["given"][: width * seats.count] if drafting else step.host["tokens"]
+        known = given.reshape(seats.count, width)
+        known[:] = 0
+        for slot, item in work.items():
+            ids = self._known(slot, item)
+            known[slot - seats.first, : len(ids)] = ids
+        if drafting:
+            self._fill_drafts(step, width, work, seats)
+        if self.delta is not None:
+            self._fill_commit(step, seats)
+        times = step.fields.run()
+        self._count(width * seats.count, rows)
+        for slot in seats.slots:  # whatever was pending there is committed now
+            self.slots[slot].settle()
+            if self.delta is not None:
+                self.delta.accepted[slot] = 0
+        return {slot: self._block_result(step, width, slot, item, rows[slot], seats, times) for slot, item in work.items()}
+
+    def _block_result(self, step: Step, width: int, slot: int, item: Work, n: int, seats: SlotRange, times) -> StepResult:
+        s, host = self.slots[slot], step.host
+        part = slice((slot - seats.first) * width, (slot - seats.first) * width + n)
+        s.tokens, s.ids, s.open_rows = host["tokens"][part].copy(), step.ids()[part], n
+        draft_finite = not isinstance(item, Draft) or bool(np.isfinite(host["draft_sum"][part]).all())
+        result = StepResult(s.tokens, s.ids, draft_finite, bool(np.isfinite(host["ids_sum"][part]).all()), times)
+        if isinstance(item, Prompt):
+            self._move(slot, s.base + n, int(s.ids[-1]))
+            return StepResult(s.tokens, s.ids[-1:], True, result.target_finite, times)
+        return result
+
+    def logits(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
+        """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
+        most). Commits the tokens; no token becomes pending."""
+        work = {slot: Prompt(tokens) for slot, tokens in prompts.items()}
+        rows = {slot: self._check(slot, item) for slot, item in work.items()}
+        seats = covering(rows, self.options.slots)
+        for slot in seats.slots:
+            if not self.slots[slot].used:
+                self._clean(slot)
+        self.graphs.drafting = self.drafter is not None
+        width = max(rows.values())
+        logits = self.graphs.get("logits", width, self._span(seats, width), seats).extra["logits"]
+        self._direct(work, rows, seats, "logits")
+        out = {}
+        for slot, n in rows.items():
+            out[slot] = np.empty((n, self.target.n_vocab), np.float32)
+            at = (slot - seats.first) * width * logits.nb[1]
+            lib.ggml_backend_tensor_get(logits, ffi.from_buffer(out[slot]), at, out[slot].nbytes)
+        return out
+
+    # -- helpers
+
+    def _sequence(self, slot: int) -> Slot:
+        if not 0 <= slot < len(self.slots) or not self.slots[slot].used:
+            raise EngineError(f"slot {slot} has no sequence: admit one first")
+        return self.slots[slot]
+
+    def _known(self, slot: int, item: Work) -> list[int]:
+        """The ids of the work's rows that the host knows."""
+        if isinstance(item, Prompt):
+            return list(item.tokens)
+        pending = [self.slots[slot].cursor.pending]
+        return pending if isinstance(item, Draft) else pending + list(item.drafts)
+
+    def _span(self, seats: SlotRange, width: int) -> int:
+        longest = max(self.slots[slot].cursor.committed for slot in seats.slots)
+        return min(padded(longest + width), self.kv.live)
+
+    def _lay_out(self, width: int) -> None:
+        if self.delta is not None and self.delta.width != width:
+            self.fold()
+            self.delta.lay_out(width)
+
+    def _fill_commit(self, step: Step, seats: SlotRange) -> None:
+        self.delta.fill_tail(step.host["tail"], seats)
+        self.delta.fill_keep(step.host["keep"], seats)
+
+    def _fill_rows(self, step: Step, width: int, rows: dict[int, int], seats: SlotRange) -> None:
+        """Positions and cache rows. A slot without work looks at its first row, so that what it computes is finite, and writes trash."""
+        host, kv = step.host, self.kv
+        positions, kv_rows = (host[name].reshape(seats.count, width) for name in ("positions", "kv_rows"))
+        for at, slot in enumerate(seats.slots):
+            real = rows.get(slot, 0)
+            n = self.slots[slot].cursor.committed if real else 0
+            positions[at] = self._iota[:width] + n if real else 0
+            kv.rows_for(n, width, real, kv_rows[at])
+            kv_rows[at] += at * (kv.live + kv.trash)
+            if kv.ring:
+                self._fill_ring(host, width, real, n, at, seats)
+        host["q_last"][:] = host["positions"]
+        if self.target.window:
+            host["q_first"][:] = host["positions"]
+            host["q_first"] -= self.target.window - 1
+
+    def _fill_ring(self, host, width: int, real: int, n: int, at: int, seats: SlotRange) -> None:
+        rows = host["sliding_rows"].reshape(seats.count, width)[at]
+        near = host["sliding_near"].reshape(seats.count, self.kv.ring)[at]
+        self.kv.fill_ring(n, width, real, rows, near)
+        rows += at * (self.kv.ring + self.kv.trash)
+        if not real:
+            near[:] = NOWHERE
+            near[0] = 0.5
+
+    def _fill_drafts(self, step: Step, width: int, work: Mapping[int, Work], seats: SlotRange) -> None:
+        host, total = step.host, width * seats.count
+        shape = (seats.count, width)
+        host["block"][:] = self.drafter.hp.mask_token
+        host["source"][:] = np.arange(total)
+        host["draft_last"][:] = 0
+        for window in set(self.drafter.hp.window) - {0}:
+            host[f"draft_first_{window}"][:] = host["positions"] - window + 1
+        for at, slot in enumerate(seats.slots):
+            item, cursor = work.get(slot), self.slots[slot].cursor
+            rows = host["draft_rows"].reshape(shape)[at]
+            real = item.width if isinstance(item, Draft) else 0
+            self.draft_kv.rows_for(cursor.committed, width, real, rows)
+            rows += at * (self.draft_kv.live + self.draft_kv.trash)
+            if real:
+                host["block"].reshape(shape)[at, 0] = cursor.pending
+                host["draft_last"].reshape(shape)[at] = cursor.committed + real - 1
+                drafts = total + at * (width - 1)
+                host["source"].reshape(shape)[at, 1:real] = drafts + self._iota[: real - 1]
+
+    def _count(self, computed: int, rows: dict[int, int]) -> None:
+        self.forwards += 1
+        self.rows_computed += computed
+        self.rows_used += sum(rows.values())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device by purpose."""
+        out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
+        if self.drafter is not None:
+            out["draft_weights"], out["draft_kv"] = self.drafter.weights.nbytes, self.draft_kv.nbytes
+        if self.delta is not None:
+            out["recurrent"] = self.delta.nbytes
+        return out
+
+    def close(self) -> None:
+        for part in reversed(self._parts):
+            part.close()
+        self._parts = []
