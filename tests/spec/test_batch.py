@@ -1,0 +1,272 @@
+"""Several sequences in one forward pass give what each of them gives alone, whatever the others do, did or left behind.
+
+Solo streams come from the one-slot engine in plain decoding. The hybrid model carries recurrent state; the same harness runs on a dense
+model and on one with sliding windows as control.
+"""
+
+import numpy as np
+import pytest
+from spec.batch_helpers import Pair, accept, prompts, random_work, run
+
+from pyggml_spec.errors import ContextError, EngineError
+from pyggml_spec.spec.batch import Draft, Prompt, Verify
+
+ARCHS = ("qwen35", "qwen3", "gemma4")
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def pair(request, tmp_path_factory):
+    made = Pair(tmp_path_factory.mktemp("pairs"), request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    made = Pair(tmp_path_factory.mktemp("hybrid"), "qwen35")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_distinct_prompts_equal_their_solo_streams(hybrid, count):
+    texts = prompts(count)
+    assert run(hybrid.batch(count), texts, 24) == [hybrid.solo(text, 24) for text in texts]
+
+
+def test_identical_prompts_give_one_answer(pair):
+    """Compared with each other, not with a model's answer: nothing can excuse a difference."""
+    text = prompts(3)[2]
+    answers = run(pair.batch(5), [text] * 5, 24)
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0] == pair.solo(text, 24)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)])
+def test_unequal_lengths_in_any_order(pair, order):
+    texts = [prompts(4)[i] for i in order]
+    assert run(pair.batch(4), texts, 24) == [pair.solo(text, 24) for text in texts]
+
+
+def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
+    """The others go on in graphs that still cover its slot."""
+    texts = prompts(4)
+    batch = hybrid.batch(4)
+    want = [hybrid.solo(text, 30) for text in texts]
+    slots, out = [batch.admit() for _ in texts], {i: [] for i in range(4)}
+    accept(batch, batch.step({slot: Prompt(text) for slot, text in zip(slots, texts)}), out)
+    batch.step({slot: Draft(16) for slot in slots})
+    for slot in slots:
+        batch.rollback(slot, batch.rollback_range(slot)[0] + 1) if slot != 1 else batch.release(slot)
+    for slot in (0, 2, 3):  # one row of the block was kept: the pending token after it is a draft, not the target's choice
+        assert batch.slots[slot].cursor.committed == len(texts[slot]) + 1
+        batch.slots[slot].cursor.pending = want[slot][1]
+        out[slot].append(want[slot][1])
+    while min(len(out[s]) for s in (0, 2, 3)) < 30:
+        accept(batch, batch.step({slot: Draft(16) for slot in (0, 2, 3) if len(out[slot]) < 30}), out)
+    assert [out[s][:30] for s in (0, 2, 3)] == [want[s] for s in (0, 2, 3)]
+
+
+@pytest.mark.parametrize("poison", [0xFF, 0x7E, 0x3E], ids=["NaN bytes", "1e38", "0x3e bytes"])
+def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
+    """Neither for the neighbours, whose steps cover it, nor for the next sequence in it."""
+    texts = prompts(4, seed=7)
+    clean = pair.batch(4)
+    want = run(clean, texts, 20)
+    batch = pair.batch(4)
+    slots, out = [batch.admit() for _ in texts], {i: [] for i in range(4)}
+    for slot, text in zip(slots, texts):
+        accept(batch, batch.step({slot: Prompt(text)}), out)
+    for _ in range(4):
+        accept(batch, batch.step({slot: Draft(16) for slot in slots}), out)
+    for gone in (1, 2):
+        batch.release(gone)
+        for cache in (batch.kv, batch.draft_kv):
+            cache.fill_slot(gone, poison)
+        if batch.delta is not None:
+            batch.delta.fill_slot(gone, poison)
+    for slot in (0, 3):
+        accept(batch, batch.step({0: Draft(16), 3: Draft(16)}), out)
+    assert batch.admit() == 1
+    out[1] = []
+    accept(batch, batch.step({1: Prompt(texts[1]), 0: Draft(16), 3: Draft(16)}), out)  # 5 rows of prompt in a step with drafts
+    while min(len(out[s]) for s in (0, 1, 3)) < 20:
+        accept(batch, batch.step({slot: Draft(16) for slot in (0, 1, 3)}), out)
+    assert [out[s][:20] for s in (0, 1, 3)] == [want[s] for s in (0, 1, 3)]
+
+
+def test_four_times_512_tokens_are_one_forward_pass(tmp_path):
+    """Public engines fall back to one token at a time here. Logits of each sequence against the same sequence alone."""
+    pair = Pair(tmp_path, "qwen35", n_ctx=768)
+    texts = [np.random.default_rng(i).integers(0, 256, 512).tolist() for i in range(4)]
+    batch = pair.batch(4)
+    slots = [batch.admit() for _ in texts]
+    before, computes = batch.forwards, sum(c.computes for c in batch.graphs.counters().values())
+    got = batch.logits(dict(zip(slots, texts)))
+    assert batch.forwards - before == 1
+    assert sum(c.computes for c in batch.graphs.counters().values()) - computes == 1
+    assert batch.rows_used == batch.rows_computed == 4 * 512
+    engine = pair.session.engine
+    for slot, text in zip(slots, texts):
+        engine.reset()
+        want = engine.logits(text)
+        error = ((got[slot] - want) ** 2).sum() / (want**2).sum()
+        assert error <= 1e-10
+        assert abs(_perplexity(got[slot], text) / _perplexity(want, text) - 1) <= 1e-6 and _perplexity(want, text) > 10
+    pair.close()
+
+
+def _perplexity(logits, text) -> float:
+    rows = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
+    picked = rows[np.arange(len(text) - 1), text[1:]] - np.log(np.exp(rows).sum(axis=1))
+    return float(np.exp(-picked.mean()))
+
+
+def test_single_tokens_of_two_sequences_in_turn(pair):
+    """The shape of every step is the same and only the slot differs: a graph that was kept must not answer for the other one."""
+    texts = prompts(2, seed=3)
+    batch = pair.batch(2)
+    slots, out = [batch.admit(), batch.admit()], {0: [], 1: []}
+    for slot, text in zip(slots, texts):
+        accept(batch, batch.step({slot: Prompt(text)}), out)
+    for _ in range(20):
+        for slot in slots:
+            accept(batch, batch.step({slot: Verify()}), out)
+    assert [out[0], out[1]] == [pair.solo(text, 21) for text in texts]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ragged_steps_with_random_acceptance(pair, seed):
+    """See scripts/fuzz_slots.py for more seeds."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(3, 8))
+    texts = prompts(count, seed)
+    want = {i: pair.solo(text, 24) for i, text in enumerate(texts)}
+    got = run(pair.batch(count), texts, 24, random_work(rng, want))
+    assert all(pair.agrees(text, tokens) for text, tokens in zip(texts, got))
+    assert pair.ties <= 2
+
+
+# -- rollback
+
+
+def _after_block(pair, text, drafts):
+    """A batch of two whose slot 0 has verified ``drafts`` behind ``text``; slot 1 is busy with something else."""
+    batch = pair.batch(2)
+    assert (batch.admit(), batch.admit()) == (0, 1)
+    batch.step({0: Prompt(text), 1: Prompt([9, 8, 7])})
+    batch.step({0: Verify(drafts), 1: Draft(4)})
+    batch.accept(1, 1, 5)
+    return batch
+
+
+def _continues(batch, text, pair, n=6):
+    """Whether plain tokens from here on are those of a fresh sequence that was fed ``text``; its last token is pending."""
+    out = []
+    for _ in range(n):
+        r = batch.step({0: Verify()})[0]
+        batch.accept(0, 1, int(r.ids[0]))
+        out.append(int(r.ids[0]))
+    return out == pair.solo(text, n)
+
+
+DRAFTS = np.random.default_rng(6).integers(0, 256, 15).tolist()
+
+
+@pytest.mark.parametrize("keep", range(17))
+def test_rollback_to_every_length_of_a_block(hybrid, keep):
+    text = prompts(3, seed=4)[2]
+    first = hybrid.solo(text, 1)[0]
+    batch = _after_block(hybrid, text, DRAFTS)
+    batch.accept(0, 16, 3)
+    batch.rollback(0, len(text) + keep)
+    rows = [*text, first, *DRAFTS]
+    assert batch.slots[0].cursor.committed == len(text) + keep
+    if keep < 16:
+        assert batch.slots[0].cursor.pending == rows[len(text) + keep]
+    assert _continues(batch, [*rows[: len(text) + keep], batch.slots[0].cursor.pending], hybrid)
+
+
+def test_rollback_twice_and_forwards_again(hybrid):
+    text = prompts(3, seed=4)[2]
+    first = hybrid.solo(text, 1)[0]
+    batch = _after_block(hybrid, text, DRAFTS)
+    for keep in (12, 3, 9):
+        batch.rollback(0, len(text) + keep)
+    assert _continues(batch, [*text, first, *DRAFTS[:9]], hybrid)
+
+
+def test_rollback_is_refused_outside_the_block_without_side_effects(hybrid):
+    text = prompts(3, seed=4)[2]
+    first = hybrid.solo(text, 1)[0]
+    batch = _after_block(hybrid, text, DRAFTS)
+    batch.rollback(0, len(text) + 5)
+    for n in (0, len(text) - 1, len(text) + 17):
+        with pytest.raises(EngineError, match=f"{n} tokens.*{len(text)} to {len(text) + 16}"):
+            batch.rollback(0, n)
+    assert _continues(batch, [*text, first, *DRAFTS[:5]], hybrid)
+
+
+def test_after_plain_steps_only_the_current_length_is_left(hybrid):
+    """llama.cpp accepts a rollback here and returns a wrong state."""
+    text = prompts(3, seed=4)[2]
+    want = hybrid.solo(text, 12)
+    batch = hybrid.batch(2)
+    batch.admit()
+    batch.step({0: Prompt(text)})
+    for token in want[1:5]:
+        batch.step({0: Verify()})
+        batch.accept(0, 1, token)
+    n = len(text) + 4
+    assert batch.rollback_range(0) == (n, n)
+    for wrong in (n - 1, n - 4, n + 1):
+        with pytest.raises(EngineError, match="cannot be rolled back"):
+            batch.rollback(0, wrong)
+    batch.rollback(0, n)
+    assert _continues(batch, [*text, *want[:5]], hybrid)
+
+
+def test_a_fold_makes_lengths_final(hybrid):
+    """What a snapshot does first: the pending block goes into the state, and rollback starts from there."""
+    text = prompts(3, seed=4)[2]
+    first = hybrid.solo(text, 1)[0]
+    batch = _after_block(hybrid, text, DRAFTS)
+    batch.accept(0, 7, 11)
+    batch.fold()
+    n = len(text) + 7
+    assert batch.rollback_range(0) == (n, n)
+    with pytest.raises(EngineError):
+        batch.rollback(0, n - 1)
+    assert _continues(batch, [*text, first, *DRAFTS[:6], 11], hybrid)
+
+
+# -- refusals
+
+
+def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
+    batch = hybrid.batch(2)
+    assert (batch.admit(), batch.admit(), batch.admit()) == (0, 1, None)
+    text = prompts(3, seed=4)[2]
+    batch.step({0: Prompt(text)})
+    before = batch.forwards
+    for work, error, words in (
+        ({}, EngineError, "at least one slot"),
+        ({2: Verify()}, EngineError, "slot 2 has no sequence"),
+        ({1: Verify()}, EngineError, "slot 1 has no pending token"),
+        ({0: Verify([1] * 16)}, EngineError, "17 rows"),
+        ({0: Draft(1)}, EngineError, "block of 1 rows"),
+        ({0: Prompt([])}, ContextError, "empty"),
+        ({0: Prompt([9999])}, ContextError, "9999"),
+        ({0: Prompt([1] * 512)}, ContextError, "do not fit"),
+        ({0: Draft(16), 1: Prompt([1] * 17)}, EngineError, "at most 16 rows"),
+    ):
+        with pytest.raises(error, match=words):
+            batch.step(work)
+    assert batch.forwards == before
+    with pytest.raises(EngineError, match="1 rows cannot be accepted of a block of 0"):
+        batch.accept(0, 1, 5)
+    batch.step({0: Draft(16)})
+    with pytest.raises(EngineError, match="nothing was accepted of"):
+        batch.step({0: Verify()})
+    batch.rollback(0, len(text))
+    assert _continues(batch, [*text, batch.slots[0].cursor.pending], hybrid)
