@@ -93,6 +93,7 @@ struct ggml_tensor * ggml_tanh(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_softplus(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_soft_max(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_argsort_top_k(struct ggml_context *, struct ggml_tensor *, int k);
+struct ggml_tensor * ggml_top_k(struct ggml_context *, struct ggml_tensor *, int k);
 struct ggml_tensor * ggml_sum_rows(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_argmax(struct ggml_context *, struct ggml_tensor *);
 

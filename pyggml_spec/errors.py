@@ -29,6 +29,10 @@ class ContextError(PyspecError):
     """A prompt or a request that does not fit the context."""
 
 
+class SamplingError(PyspecError):
+    """A sampling parameter out of range, or a grammar that is none."""
+
+
 class EngineError(PyspecError):
     """A step failed, or the engine was used in a way that its state does not allow."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .cache.kv_types import KVTypes
-from .errors import ContextError, PairError, PyspecError
+from .errors import ContextError, PairError, PyspecError, SamplingError
 from .ggml.device import Backend, disable_graph_replay, pick_device
 from .ggml.library import versions
 from .gguf_io import GGUFFile
@@ -16,6 +16,7 @@ from .models.weights import Weights
 from .spec.calibrate import cached_costs
 from .spec.engine import Engine, EngineOptions, candidate_widths
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from .spec.sampling import Sampler, Sampling, TokenLogprob
 from .spec.stats import Stats
 from .spec.synthetic import SyntheticAcceptance
 from .spec.width import WidthControl, useful_widths
@@ -25,6 +26,7 @@ from .text.tokenizer import Tokenizer, first_difference
 DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER = DEMO / "target.gguf", DEMO / "drafter.gguf"
 DEFAULT_CONTEXT = 4096
+GREEDY = Sampling(temperature=0)
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while something long goes on: "weights", "drafter weights" (bytes), "prefill" (tokens)."""
@@ -32,11 +34,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step of a generation: new ``text`` (may be empty), its ``tokens``, and the statistics so far."""
+    """One step of a generation: new ``text`` (may be empty), its ``tokens``, the statistics so far, and ``logprobs`` if they were asked for."""
 
     text: str
     tokens: tuple[int, ...]
     stats: Stats
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class Session:
         max_tokens: int | None = None,
         *,
         mode: str | None = None,
+        sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         ignore_end: bool = False,
         special: bool = False,
@@ -136,12 +140,13 @@ class Session:
         prefill_progress: Callable[[int, int], None] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Iterator[StepEvent]:
-        """Generates greedily from ``prompt`` and yields one event per step; the last event flushes the text.
+        """Generates from ``prompt`` and yields one event per step; the last event flushes the text.
 
         Args:
             prompt: text, or token ids.
             max_tokens: at most this many tokens; None: until the end token or the end of the context.
             mode: "speculative" (the default with a drafter), "plain", or "reference".
+            sampling: how tokens are chosen; None: greedily.
             stop: texts that end the generation; they and what follows are not part of the text.
             ignore_end: go on after the end token.
             special: whether control tokens are recognised in the prompt text.
@@ -150,6 +155,7 @@ class Session:
 
         Raises:
             ContextError: the prompt is empty or does not fit the context.
+            SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
         """
         ids = self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -158,9 +164,11 @@ class Session:
         if self.control is not None and self.control.outdated:
             self._measure_costs(fresh=True)
         mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
+        stats, sampler = self.new_stats(), self._sampler(sampling, ignore_end)
+        if sampler is not None:
+            stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
         engine.reset(drafting=mode == SPECULATIVE)
-        stats = self.new_stats()
-        options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end, synthetic)
+        options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end, synthetic, sampler)
         text = TextStream(self.tokenizer.piece, stop)
         self.control = WidthControl(self.costs) if self.costs and mode == SPECULATIVE else None
         run = generate(
@@ -169,13 +177,24 @@ class Session:
         try:
             for block in run:
                 shown = "".join(text.push(token) for token in block)
-                yield StepEvent(shown, tuple(block), stats)
+                yield StepEvent(shown, tuple(block), stats, sampler.take_logprobs() if sampler is not None else ())
                 if text.stopped:
                     stats.stop_reason = "stop"
                     break
         finally:
             run.close()
+            if sampler is not None:
+                sampler.close()
         yield StepEvent(text.finish(), (), stats)
+
+    def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
+        suppressed = self.target.file.array("tokenizer.ggml.suppress_tokens", "i")
+        sampling = sampling or GREEDY
+        if sampling.constrained and ignore_end:
+            raise SamplingError("a grammar ends with an end token, and end tokens are to be ignored; give one of the two")
+        if sampling.is_greedy and suppressed is None:
+            return None
+        return Sampler(sampling, self.tokenizer.vocab, self.tokenizer.n_vocab, () if suppressed is None else suppressed.tolist())
 
     def stream(self, prompt: str | Sequence[int], max_tokens: int | None = None, **options) -> Iterator[StepEvent]:
         """``steps``, without the events that carry no text (except the last, which has the final statistics)."""

@@ -150,6 +150,11 @@ class Graph:
         """F32 [n, T] -> I32 [T]."""
         return lib.ggml_argmax(self.ctx, x)
 
+    def largest(self, x, k: int):
+        """F32 [n, T] -> I32 [k, T], the places of the k largest values in any order, and F32 [1, k, T], the values."""
+        places = lib.ggml_top_k(self.ctx, x, k)
+        return places, lib.ggml_get_rows(self.ctx, self.shaped(x, 1, x.ne[0], x.ne[1]), places)
+
     def rope(
         self, x, positions, n_rot: int, neox: bool, base: float, scale: float, factors=None, n_ctx_orig: int = 0, yarn=(0.0, 1.0, 32.0, 1.0)
     ):

@@ -113,7 +113,7 @@ class StepFields:
 
     def output(self, name: str, kind: str, node) -> None:
         """Puts the node's result where the host reads it (``host[name]``) after the run."""
-        count = node.ne[0] * node.ne[1]
+        count = node.ne[0] * node.ne[1] * node.ne[2]
         if self._read_start is None:
             self._read_start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
         offset, _ = self._take(name, kind, count)

@@ -20,7 +20,7 @@ from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepIO, StepTimes
-from .graphs import Step, StepGraphs
+from .graphs import MOST_CANDIDATES, Step, StepGraphs
 
 TRASH_ROWS = 16
 WIDTHS = (2, 4, 8, 16)
@@ -97,6 +97,7 @@ class Engine:
         self.cursor = Cursor(options.n_ctx)
         self.epoch = 0  # sequences begun so far: whoever remembers what lies in the caches can tell whether it still does
         self._iota = np.arange(max(options.chunk, options.width, RING), dtype=np.int32)
+        self._last: Step | None = None  # the step whose logits candidates() reads
         self._open_block: int | None = None  # rows of the last block until accept says how many count
         self._kinds: tuple[tuple[str, int], ...] = ()  # steps that are expected, see prepare
         self._last_span = 0
@@ -132,7 +133,7 @@ class Engine:
             self.delta = self._recurrent_state(shape)
         self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, self.target.kv_shapes(), self.target.window)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 4 * self.kv.ring + 8192))
+        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width + 8192))
         blocks, chunks = candidate_widths(opt.width), tuple(sorted({*(c for c in CHUNKS if c < opt.chunk), opt.chunk}))
         widths = {"prefill": chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks, "fused": blocks}
         self.graphs = self._own(
@@ -289,6 +290,7 @@ class Engine:
         self._fill_chunk_delta(step, real)
         step.fields.run()
         self._check_target(step)
+        self._last = step
         return int(step.ids()[0])
 
     def _fill_chunk_delta(self, step: Step, real: int) -> None:
@@ -370,6 +372,20 @@ class Engine:
         step.host["tokens"][1:] = drafts
         return self._run_block(step, width, pending=True)
 
+    def read_candidates(self, count: int | None) -> None:
+        """What ``candidates`` gives from the next step on: so many of a row's largest logits, None for all; 0 if nobody will ask.
+
+        On the CPU all logits lie in host memory, and nothing has to be read.
+        """
+        self.graphs.candidates = 0 if self.backend.device.kind == "cpu" else count
+
+    def candidates(self, row: int) -> tuple[np.ndarray | None, np.ndarray]:
+        """What may come after ``row`` of the last block (0 after ``prefill``): I32 token ids (None: all of the vocabulary) and F32 logits.
+
+        Valid until ``accept`` or the next step.
+        """
+        return self._last.candidates(row)
+
     def accept(self, rows: int, pending: int) -> None:
         """Commits the first ``rows`` rows of the last block; ``pending`` is the token chosen after them."""
         if self._open_block is None or not 1 <= rows <= self._open_block:
@@ -380,6 +396,8 @@ class Engine:
             self.ring.waiting += 1
         self._open_block = None
         self.cursor.advance(rows, pending)
+        if self.backend.device.kind == "cpu":  # computing keeps the host busy, and building may move the logits that were read until now
+            self._build_ahead()
 
     def _run_block(self, step: Step, width: int, pending: bool) -> StepResult:
         self._fill_rows(step, width, width)
@@ -391,15 +409,12 @@ class Engine:
         if self.backend.device.kind != "cpu":
             self._build_ahead()
         times = step.fields.wait()
-        self._open_block = width
+        self._open_block, self._last = width, step
         if self.delta is not None:  # until accept says more: the block is there, none of it counts
             self.delta.after_step(width, 0, pending)
         host = step.host
         draft_finite = "draft_sum" not in host or bool(np.isfinite(host["draft_sum"]).all())
-        ids = step.ids()
-        if self.backend.device.kind == "cpu":
-            self._build_ahead()
-        return StepResult(host["tokens"].copy(), ids, draft_finite, bool(np.isfinite(host["ids_sum"]).all()), times)
+        return StepResult(host["tokens"].copy(), step.ids(), draft_finite, step.finite, times)
 
     # -- helpers
 
@@ -435,7 +450,7 @@ class Engine:
         self.kv.rows_for(n, width, real, step.host["kv_rows"])
 
     def _check_target(self, step: Step) -> None:
-        if not np.isfinite(step.host["ids_sum"]).all():
+        if not step.finite:
             raise EngineError(
                 f"{self.target.file.path.name} produced NaN or Inf at position {self.cursor.committed}; the weights are damaged or overflow "
                 "on this device"

@@ -20,11 +20,13 @@ from ..cache.recurrent import DeltaRows, DeltaState
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role, RoleCounters
+from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepFields, StepIO
 from ..models.base import Rows, Seen
 from ..models.dflash import BlockRows
 
 MEASURED_SPANS = 16
+MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
 KEEP_SPANS = 12  # graphs kept per (role, width) besides the widest span; about 2 MB of host memory each
 
 
@@ -41,13 +43,36 @@ class Step:
     def host(self):
         return self.fields.host
 
+    @property
+    def finite(self) -> bool:
+        """Whether the target produced neither NaN nor Inf."""
+        return all(np.isfinite(self.host[name]).all() for name in ("ids_sum", "logits_sum") if name in self.host)
+
     def ids(self) -> np.ndarray:
         """I32 [rows] greedy choice after each row that has logits, once the step has run."""
         if "ids" in self.host:
             return self.host["ids"].copy()
+        return self._host_logits().argmax(axis=1).astype(np.int32)
+
+    def _host_logits(self) -> np.ndarray:
         if self._logits is None:
             self._logits = self.graph.host_view(self.extra["logits"])
-        return self._logits.argmax(axis=1).astype(np.int32)
+        return self._logits
+
+    def candidates(self, row: int) -> tuple[np.ndarray | None, np.ndarray]:
+        """I32 token ids (None: all of the vocabulary) and F32 logits after ``row``, until the next step runs.
+
+        Rows in device memory are read one by one: most of a block's rows are never asked for.
+        """
+        if "best_ids" in self.host:
+            rows = self.host["ids"].size
+            return self.host["best_ids"].reshape(rows, -1)[row], self.host["best_logits"].reshape(rows, -1)[row]
+        if "ids" not in self.host:
+            return None, self._host_logits()[row]
+        logits = self.extra["logits"]
+        out = np.empty(logits.ne[0], np.float32)
+        lib.ggml_backend_tensor_get(logits, ffi.from_buffer(out), row * logits.nb[1], out.nbytes)
+        return None, out
 
 
 class StepGraphs:
@@ -71,7 +96,9 @@ class StepGraphs:
         self.roles: dict[str, Role] = {}
         self.closed = False
         self.drafting = drafter is not None  # whether target graphs also write drafter rows
+        self.candidates: int | None = 0  # how many of a row's largest logits are read with the ids; None: whole rows, on demand
         self._steps: dict[tuple, Step] = {}
+        self._reserved: set[tuple] = set()
         self._builders = {
             "prefill": self._prefill,
             "logits": self._logits,
@@ -85,17 +112,17 @@ class StepGraphs:
     # -- the cache
 
     def get(self, role: str, width: int, span: int, *more) -> Step:
-        """The graph of this role, width and span, with drafter rows or without; built if it is not there or its memory has moved."""
+        """The graph of this role, width and span, as ``drafting`` and ``candidates`` ask; built if it is not there or its memory has moved."""
         if self.closed:
             raise EngineError("the session is closed: load the model again")
-        key = (role, width, span, *more, self.drafting)
+        key = (role, width, span, *more, self.drafting, self.candidates)
         step = self._steps.get(key)
         if step is not None and not self._stale(step):
             return step
         if step is not None:
             step.graph.close()
             del self._steps[key]
-        if role not in self.roles and role in self._widths:
+        if role in self._widths and (role, self.candidates) not in self._reserved:
             self._reserve(role)
             step = self._steps.get(key)
             if step is not None:
@@ -108,7 +135,7 @@ class StepGraphs:
 
     def has(self, role: str, width: int, span: int) -> bool:
         """Whether ``get`` would not have to build."""
-        step = self._steps.get((role, width, span, self.drafting))
+        step = self._steps.get((role, width, span, self.drafting, self.candidates))
         return step is not None and not self._stale(step)
 
     def _reserve(self, role: str) -> None:
@@ -117,6 +144,7 @@ class StepGraphs:
         Which graph needs most is not a matter of its size alone: the allocator packs 16 rows over 256 worse than over 2,048, and over 1,280
         worst. So every width is measured at up to MEASURED_SPANS spans; the largest of all and each width's widest are planned and kept.
         """
+        self._reserved.add((role, self.candidates))
         drafting, self.drafting = self.drafting, self.drafter is not None
         count = self.kv.live // SPAN
         spans = {SPAN * (1 + i * (count - 1) // (MEASURED_SPANS - 1)) for i in range(MEASURED_SPANS)} if count > MEASURED_SPANS else None
@@ -127,7 +155,7 @@ class StepGraphs:
         for key in sorted(made, key=lambda key: key != largest):
             if key == largest or key[1] == self.kv.live:
                 self._plan(made[key])
-                self._steps[role, *key, self.drafting] = made[key]
+                self._steps[role, *key, self.drafting, self.candidates] = made[key]
             else:
                 made[key].graph.close()
         self.drafting = drafting
@@ -227,11 +255,17 @@ class StepGraphs:
         """
         f.output("ids_sum", "f32", g.sum_rows(hidden))
         logits = self.target.logits(g, hidden)
-        if self.backend.device.kind == "cpu":
+        in_host = self.backend.device.kind == "cpu" and not self.candidates
+        if in_host or self.candidates is None:
             g.keep(logits)
-            return {"logits": logits}
-        f.output("ids", "i32", g.argmax(logits))
-        return {}
+        if not in_host:
+            f.output("ids", "i32", g.argmax(logits))
+        if self.candidates:
+            f.output("logits_sum", "f32", g.sum_rows(logits))
+            best, values = g.largest(logits, min(self.candidates, logits.ne[0]))
+            f.output("best_ids", "i32", best)
+            f.output("best_logits", "f32", values)
+        return {"logits": logits}
 
     # -- the graphs
 

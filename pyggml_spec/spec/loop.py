@@ -1,19 +1,18 @@
-"""The speculative loop, greedy.
+"""The speculative loop.
 
 The verifier sees [pending, d_1 .. d_{W-1}]; its row j predicts the token after row j. The accepted drafts are the longest prefix with
-target_j == d_{j+1}; that many rows plus one are committed, and the target's own choice after them becomes the pending token. Every token
-that comes out is therefore the target's greedy choice after exactly the tokens before it: the drafter decides how many come out per step,
-never which.
+target_j == d_{j+1}, where target_j is the greedy choice after row j, or a sampler's; that many rows plus one are committed, and the
+target's own choice after them becomes the pending token. Every token that comes out is therefore the target's choice after exactly the
+tokens before it: the drafter decides how many come out per step, never which.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from ..errors import EngineError
 from .engine import Engine, StepResult
+from .sampling import Sampler
 from .stats import Stats
 from .synthetic import SyntheticAcceptance
 from .width import WidthControl
@@ -30,6 +29,7 @@ class LoopOptions:
     width: rows per block.
     is_end: whether a token ends the text.
     ignore_end: go on after end tokens.
+    sampler: chooses the tokens, of this generation alone; None: the greedy ones.
     """
 
     max_tokens: int | None = None
@@ -38,16 +38,11 @@ class LoopOptions:
     is_end: Callable[[int], bool] = lambda token: False
     ignore_end: bool = False
     synthetic: SyntheticAcceptance | None = None
+    sampler: Sampler | None = None
 
 
 Drafts = Callable[[Sequence[int], int], Sequence[int]]
 """A scripted drafter: (all tokens so far, count) -> that many draft ids. Used by tests and synthetic drafting."""
-
-
-def count_matched(result: StepResult) -> int:
-    """Length of the longest prefix of drafts that the target agrees with."""
-    agree = result.ids[:-1] == result.tokens[1:]
-    return int(agree.size if agree.all() else np.argmin(agree))
 
 
 def generate(
@@ -93,6 +88,8 @@ class _Run:
         if self.limit < 1:
             stats.stop_reason = "length"
             return
+        sampler = self.options.sampler
+        engine.read_candidates(sampler.sampling.candidates() if sampler is not None else 0)
         started = time.perf_counter()
         stats.prompt_tokens = len(self.history)
         first = engine.prefill(self.history, self.progress, self.interrupted)
@@ -100,6 +97,10 @@ class _Run:
         if first is None:
             stats.stop_reason = "interrupt"
             return
+        if sampler is not None:
+            sampler.accept_prompt(self.history)
+            first = sampler.choose(*engine.candidates(0))
+            engine.cursor.advance(0, first)
         stats.target_forwards += 1
         stats.emitted = 1
         self.history.append(first)
@@ -120,9 +121,9 @@ class _Run:
     def _step(self) -> list[int]:
         began = time.perf_counter_ns()
         result, width, by_model = self._forward()
-        matched = self._accept(result)
-        self.engine.accept(matched + 1, int(result.ids[matched]))
-        block = [*result.tokens[1 : matched + 1].tolist(), int(result.ids[matched])]  # accepted drafts, then the target's own choice
+        block = self._choose(result)
+        matched = len(block) - 1
+        self.engine.accept(len(block), block[-1])
         self.history += block
         self.stats.add_block(width, matched, by_model, self.options.mode != REFERENCE)
         spent = time.perf_counter_ns() - began
@@ -156,16 +157,22 @@ class _Run:
             )
         return result
 
-    def _accept(self, result: StepResult) -> int:
-        """Accepted drafts of this block, cut at the end token, at the token limit and at the end of the context."""
-        if self.options.mode == REFERENCE:
-            return 0
-        agreed = self.options.synthetic.draw(result.ids.size - 1) if self.options.synthetic is not None else count_matched(result)
-        matched = min(agreed, self.limit - self.stats.emitted - 1, self.engine.cursor.room - 1)
-        for j in range(matched):
-            if self._ends(int(result.tokens[j + 1])):
-                return j
-        return matched
+    def _choose(self, result: StepResult) -> list[int]:
+        """The target's choices: row after row while the next row's draft is the choice, cut at an end token, the limit and the context."""
+        sampler, synthetic, greedy = self.options.sampler, self.options.synthetic, result.ids.tolist()
+        most = min(len(greedy), self.limit - self.stats.emitted, self.engine.cursor.room)
+        drafts = result.tokens[1:most].tolist() if self.options.mode != REFERENCE else []
+        if synthetic is not None:
+            drafts = drafts[: synthetic.draw(len(greedy) - 1)]
+        block: list[int] = []
+        for j, draft in enumerate([*drafts, None]):
+            token = greedy[j] if sampler is None else sampler.choose(*self.engine.candidates(j))
+            if synthetic is not None and draft is not None:
+                token = draft
+            block.append(token)
+            if token != draft or self._ends(token):
+                break
+        return block
 
     def _ends(self, token: int) -> bool:
         return not self.options.ignore_end and self.options.is_end(token)
@@ -193,6 +200,7 @@ class _Run:
         stats = self.stats
         if self.engine.graphs.closed:
             return
+        self.engine.read_candidates(0)
         now = _counts(self.engine)
         if self._decode_started is not None:
             stats.seconds["decode"] += time.perf_counter() - self._decode_started

@@ -20,6 +20,7 @@ class Stats:
         offered_at: how often there was a draft at position i.
         block_sizes: how many steps emitted n tokens.
         widths: how many steps ran at each width.
+        seed, sampling: of the random numbers (None if there are none), and what the tokens were chosen by, in words.
         nan_drafts: blocks whose drafter produced NaN or Inf.
         graphs_built_after_warmup: graphs that a step had to wait for after the second one; graphs_built_ahead: graphs of the next span that
             were built meanwhile, one per step, on a GPU while it computed.
@@ -40,6 +41,8 @@ class Stats:
     target_forwards: int = 0
     draft_forwards: int = 0
     nan_drafts: int = 0
+    seed: int | None = None
+    sampling: str = "greedy"
     matched_at: list[int] = field(default_factory=list)
     offered_at: list[int] = field(default_factory=list)
     block_sizes: Counter = field(default_factory=Counter)

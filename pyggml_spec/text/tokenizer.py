@@ -104,6 +104,11 @@ class Tokenizer:
             if adds and not 0 <= token < self.n_vocab:
                 raise GGUFError(f"{self.path} asks for a {name} token in every text, but tokenizer.ggml.{name}_token_id names none")
 
+    @property
+    def vocab(self):
+        """libllama's vocabulary, for its samplers; valid until ``close``."""
+        return self._vocab
+
     def encode(self, text: str | bytes, special: bool = False, bos: bool = True) -> list[int]:
         """Token ids of ``text``.
 

@@ -4,6 +4,12 @@ from pyggml_spec.spec.loop import REFERENCE, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.spec.stats import Stats
 
 
+def count_matched(result):
+    """Length of the longest prefix of drafts that are the target's greedy choices."""
+    agree = (result.ids[:-1] == result.tokens[1:]).tolist()
+    return agree.index(False) if False in agree else len(agree)
+
+
 def run(engine, prompt, n, *, mode=SPECULATIVE, drafts=None, width=16, is_end=lambda t: False, **more):
     """All tokens of one generation from a fresh sequence, and its statistics."""
     engine.reset()

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from llama_oracle import LlamaDFlash
+from spec.helpers import count_matched
 
 import pyggml_spec as ps
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
-from pyggml_spec.spec.loop import count_matched
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 

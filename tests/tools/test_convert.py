@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from gguf_io.build import F32, Model
 from llama_oracle import LlamaDFlash
+from spec.helpers import count_matched
 from tools.checkpoint import export, floats
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ConvertError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
-from pyggml_spec.spec.loop import count_matched
 from pyggml_spec.tools import convert as module
 from pyggml_spec.tools.convert import convert_drafter
 
