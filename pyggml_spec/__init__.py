@@ -11,10 +11,18 @@ faster.
 
 import importlib
 
-from .errors import ContextError, DeviceError, EngineError, GGUFError, LibraryError, ModelError, PairError, PyspecError
+from .errors import ContextError, DeviceError, EngineError, GGUFError, LibraryError, ModelError, PairError, PyspecError, SamplingError
 
 # what needs ggml is imported when it is first used: a wrong llama-cpp-python is then a LibraryError at that point, and --help loads nothing
-_LAZY = {"Device": "ggml.device", "devices": "ggml.device", "Session": "session", "StepEvent": "session", "load": "session", "Stats": "spec.stats"}
+_LAZY = {
+    "Device": "ggml.device",
+    "devices": "ggml.device",
+    "Sampling": "spec.sampling",
+    "Session": "session",
+    "Stats": "spec.stats",
+    "StepEvent": "session",
+    "load": "session",
+}
 
 __all__ = [
     "ContextError",
@@ -25,6 +33,7 @@ __all__ = [
     "ModelError",
     "PairError",
     "PyspecError",
+    "SamplingError",
     *_LAZY,
 ]
 __version__ = "0.1.0"

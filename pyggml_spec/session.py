@@ -1,9 +1,10 @@
 """A loaded pair: files, models, tokenizer and engine together, and generation from text."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .cache.kv_types import KVTypes
@@ -188,13 +189,13 @@ class Session:
         yield StepEvent(text.finish(), (), stats)
 
     def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
-        suppressed = self.target.file.array("tokenizer.ggml.suppress_tokens", "i")
-        sampling = sampling or GREEDY
+        sampling, forbidden = sampling or GREEDY, self.target.file.array("tokenizer.ggml.suppress_tokens", "i")
+        if forbidden is not None:  # by the model file, as in llama.cpp
+            ids = [int(i) for i in forbidden if 0 <= i < self.tokenizer.n_vocab]
+            sampling = replace(sampling, logit_bias={**sampling.logit_bias, **dict.fromkeys(ids, -math.inf)})
         if sampling.constrained and ignore_end:
             raise SamplingError("a grammar ends with an end token, and end tokens are to be ignored; give one of the two")
-        if sampling.is_greedy and suppressed is None:
-            return None
-        return Sampler(sampling, self.tokenizer.vocab, self.tokenizer.n_vocab, () if suppressed is None else suppressed.tolist())
+        return None if sampling.is_greedy else Sampler(sampling, self.tokenizer.vocab, self.tokenizer.n_vocab)
 
     def stream(self, prompt: str | Sequence[int], max_tokens: int | None = None, **options) -> Iterator[StepEvent]:
         """``steps``, without the events that carry no text (except the last, which has the final statistics)."""

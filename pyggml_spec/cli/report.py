@@ -9,7 +9,7 @@ LEAST_REPLAY = 0.99
 _BAR = " ▁▂▃▄▅▆▇█"
 
 
-def engaged_line(e: Engaged, mode: str | None) -> str:
+def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy") -> str:
     """One line with everything that decides speed and memory, and one per note."""
     where = f"{e.device} ({e.threads} threads)" if e.threads else e.device
     if e.drafter is None:
@@ -23,7 +23,7 @@ def engaged_line(e: Engaged, mode: str | None) -> str:
     if "recurrent" in m:
         parts.append(f"state {size(m['recurrent'])}")
     parts.append(f"compute {size(m['compute'])}")
-    line = f"engaged: {e.target} on {where} | {draft} | context {e.n_ctx} | {', '.join(parts)}"
+    line = f"engaged: {e.target} on {where} | {draft} | {sampling} | context {e.n_ctx} | {', '.join(parts)}"
     return "\n".join([line, *(f"note: {note}" for note in e.notes)])
 
 
@@ -45,6 +45,8 @@ def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
     if reason:
         used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
         lines.append(f"steps: {used}; {reason}")
+    if s.seed is not None:
+        lines.append(f"sampling: {s.sampling}; --seed {s.seed}")
     if s.nan_drafts:
         lines.append("the drafter produced NaN or Inf: speculation was switched off; the text is the target's own")
     if s.cuda_graphs:

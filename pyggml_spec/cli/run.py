@@ -13,6 +13,7 @@ from ..session import load
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import cache_type_options, draft_cache_type_options, graphs_option, target_options
 from .report import engaged_line, footer
+from .sampling import sampling_options, take_sampling
 from .terminal import Interrupt, TextOut, progress_line, say
 
 DEMO_PROMPT = "def quicksort(items):\n"
@@ -26,6 +27,9 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @click.option("-p", "--prompt", help="Prompt text.")
 @click.option("-f", "--file", "prompt_file", type=click.Path(), help="File with the prompt text.")
 @click.option("-n", "--predict", "max_tokens", type=click.IntRange(0), help="Tokens to generate. Default: until the end token; 256 for the embedded pair.")
+@sampling_options
+@click.option("--logprobs", "logprobs_file", type=click.Path(), help="Write the model's log probability of every token, one JSON object per line.")
+@click.option("--n-probs", type=click.IntRange(0, 1024), default=5, show_default=True, help="How many most likely tokens --logprobs adds to each.")
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
 @click.option("--mode", type=click.Choice(["speculative", "plain", "reference"]), help="Default: speculative if there is a drafter.")
 @click.option("--reference-shape", "reference", is_flag=True, help="Same as --mode reference: plain decoding on the W-wide graph.")
@@ -36,22 +40,28 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @click.option("--stats", "stats_file", type=click.Path(), help="Write the statistics as one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="No engaged line and no footer.")
 def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, max_tokens, draft_width, mode, reference, require_spec, stop, ignore_eos,
-            special, stats_file, quiet, **cache_types):  # fmt: skip
-    """Generates text greedily. The text goes to stdout; everything else goes to stderr."""
+            special, stats_file, logprobs_file, n_probs, quiet, **more):  # fmt: skip
+    """Generates text. The text goes to stdout; everything else goes to stderr.
+
+    Without a sampling option decoding is greedy. With one of temperature, top-k, top-p, min-p, typical, samplers or seed, the others have
+    llama.cpp's defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05.
+    """
+    sampling = take_sampling(more, logprobs=n_probs if logprobs_file is not None else None)
     text = _prompt(prompt, prompt_file, embedded=target is None)
     if target is None and max_tokens is None:
         max_tokens = 256
     mode = "reference" if reference else mode
     with progress_line() as progress:
         session = load(
-            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **cache_types
+            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **more
         )
     with session, Interrupt() as interrupt:
         if not quiet:
-            say(engaged_line(session.engaged(), mode))
+            say(engaged_line(session.engaged(), mode, sampling.describe()))
         if target is None and not quiet:
             say("prompt: " + json.dumps(text if len(text) < 60 else text[:57] + "..."))
-        stats, failed = _stream(session, text, max_tokens, mode, stop, ignore_eos, special, interrupt, stats_file)
+        options = {"mode": mode, "sampling": sampling, "stop": stop, "ignore_end": ignore_eos, "special": special}
+        stats, failed = _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, options)
         if not quiet:
             plain_ms = session.calibrate_plain() if stats.steps and stats.stop_reason != "interrupt" else None
             say(footer(stats, plain_ms, session.control.reason() if session.control is not None else ""))
@@ -93,39 +103,51 @@ def _prompt(prompt: str | None, prompt_file: str | None, embedded: bool) -> str:
     raise ContextError("there is no prompt: give one with -p, -f or on standard input")
 
 
-def _stream(session, text, max_tokens, mode, stop, ignore_end, special, interrupt, stats_file):
-    """Writes the text as it comes. Returns the statistics, and the error if their file could not be written."""
-    out, stats, bars = TextOut(), session.new_stats(), ExitStack()
+def _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, options):
+    """Writes the text as it comes. Returns the statistics, and the error if a file could not be written."""
+    out, stats, bars, probabilities = TextOut(), session.new_stats(), ExitStack(), []
     try:
         with bars:
             progress = bars.enter_context(progress_line())
             events = session.steps(
-                text, max_tokens, mode=mode, stop=stop, ignore_end=ignore_end, special=special, interrupted=interrupt,
-                prefill_progress=lambda done, total: progress("prefill", done, total),
+                text, max_tokens, interrupted=interrupt, prefill_progress=lambda done, total: progress("prefill", done, total), **options
             )  # fmt: skip
             with closing(events):  # before the session closes, whatever happens
                 for event in events:
                     bars.close()
                     stats = event.stats
+                    probabilities += [json.dumps(_probability(session.tokenizer, p)) + "\n" for p in event.logprobs]
                     out.write(event.text)
         if out.is_terminal:
             out.write("\n")
     finally:  # also after an error: the statistics up to it
         failed = write_stats(stats_file, stats)
+        failed = _write("log probabilities", logprobs_file, "".join(probabilities)) or failed
     return stats, failed
+
+
+def _probability(tokenizer, p) -> dict:
+    def named(token: int, logprob: float) -> dict:
+        return {"token": token, "text": tokenizer.piece(token, special=True).decode("utf-8", "replace"), "logprob": logprob}
+
+    return {**named(p.token, p.logprob), "top": [named(*pair) for pair in p.top]}
 
 
 def write_stats(path: str | None, stats) -> PyspecError | None:
     """Writes the statistics file, if one is asked for. Returns the error instead of raising it: the text counts more."""
+    return _write("statistics", path, json.dumps(stats.as_dict(), indent=1) + "\n")
+
+
+def _write(what: str, path: str | None, text: str) -> PyspecError | None:
     try:
         if path is not None:
-            write_atomically(Path(path), json.dumps(stats.as_dict(), indent=1) + "\n")
+            write_atomically(Path(path), text, what)
     except PyspecError as error:
         return error
     return None
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, what: str = "statistics") -> None:
     """Writes beside the file and renames: a reader never sees half of it."""
     part = path.parent / f".{path.name}.{os.getpid()}.part"
     try:
@@ -135,4 +157,4 @@ def write_atomically(path: Path, text: str) -> None:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise PyspecError(f"the statistics cannot be written to {path}: {error.strerror}") from None
+        raise PyspecError(f"the {what} cannot be written to {path}: {error.strerror}") from None

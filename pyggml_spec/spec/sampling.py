@@ -112,14 +112,14 @@ class Sampling:
         return self.grammar is not None or self.json_schema is not None
 
     @property
-    def _takes_largest(self) -> bool:
+    def takes_largest(self) -> bool:
         """Whether the token is the one with the largest logit after bias and penalties: typical_p alone can drop that one."""
         return self.temperature == 0 and (self.typical_p == 1 or "typ_p" not in self.samplers)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the argmax of the logits is the token, and nothing else about them is asked for."""
-        return self._takes_largest and not (self.penalises or self.logit_bias or self.constrained or self.logprobs is not None)
+        return self.takes_largest and not (self.penalises or self.logit_bias or self.constrained or self.logprobs is not None)
 
     def candidates(self) -> int | None:
         """How many of a row's largest logits are enough for the chain to choose as it would from all of them; None: it needs all.
@@ -131,14 +131,14 @@ class Sampling:
             return None
         first = self.samplers[: self.samplers.index("top_k")] if "top_k" in self.samplers else self.samplers
         sums = self.top_p < 1 and "top_p" in first or self.typical_p < 1 and "typ_p" in first  # over all tokens
-        k = 1 if self._takes_largest else self.top_k if "top_k" in self.samplers and not sums else 0
+        k = 1 if self.takes_largest else self.top_k if "top_k" in self.samplers and not sums else 0
         lowered = len(self.logit_bias) + (self.repeat_last_n if self.penalises else 0)
         count = -(-(k + lowered) // _ROUND) * _ROUND
         return count if k and count <= MOST_CANDIDATES else None
 
     def describe(self) -> str:
         """One phrase with what is in effect."""
-        if self._takes_largest:
+        if self.takes_largest:
             parts = ["greedy"]
         else:
             on = {
@@ -171,35 +171,33 @@ class Sampler:
     """One generation's chain: chooses tokens and remembers them. Owns libllama samplers; borrows the vocabulary.
 
     Attributes:
-        seed: of the random numbers, drawn here if the sampling has none.
+        seed: of the random numbers, drawn here if the sampling names none; None if there are no random numbers.
         logprobs: of the tokens chosen since ``take_logprobs``.
     """
 
-    def __init__(self, sampling: Sampling, vocab, n_vocab: int, suppressed: Sequence[int] = ()):
+    def __init__(self, sampling: Sampling, vocab, n_vocab: int):
         """
         Args:
             vocab: ``Tokenizer.vocab``; has to live longer than this.
-            suppressed: tokens that the model file forbids.
 
         Raises:
             SamplingError: a bias for a token that does not exist, or a wrong grammar.
         """
         self.sampling, self.n_vocab = sampling, n_vocab
-        self.seed = sampling.seed if sampling.seed is not None else secrets.randbelow(RANDOM_SEED)
+        self.seed = None if sampling.takes_largest else sampling.seed if sampling.seed is not None else secrets.randbelow(RANDOM_SEED)
         self.logprobs: list[TokenLogprob] = []
-        bias = {**sampling.logit_bias, **dict.fromkeys(suppressed, -math.inf)}
-        if (outside := max(bias, default=0)) >= n_vocab:
+        if (outside := max(sampling.logit_bias, default=0)) >= n_vocab:
             raise SamplingError(f"there is a logit bias for token {outside}, but the vocabulary has {n_vocab} tokens")
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
         self._tokens = np.zeros(n_vocab, TOKEN_DATA)
         self._array = llama_cpp.llama_token_data_array()
         self.grammar = Grammar.of(sampling.grammar, sampling.json_schema, vocab)
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        for part in self._parts(bias):
+        for part in self._parts():
             llama_cpp.llama_sampler_chain_add(self._chain, part)
 
-    def _parts(self, bias: Mapping[int, float]):
-        s, lc = self.sampling, llama_cpp
+    def _parts(self):
+        s, bias, lc = self.sampling, self.sampling.logit_bias, llama_cpp
         make = {
             "penalties": lambda: lc.llama_sampler_init_penalties(
                 self.n_vocab, s.repeat_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
@@ -215,7 +213,7 @@ class Sampler:
             yield lc.llama_sampler_init_logit_bias(self.n_vocab, len(bias), entries)
         for name in s.samplers:
             yield make[name]()
-        yield lc.llama_sampler_init_dist(self.seed)
+        yield lc.llama_sampler_init_dist(self.seed or 0)
 
     def accept_prompt(self, tokens: Sequence[int]) -> None:
         """Penalties see the prompt, the grammar does not."""

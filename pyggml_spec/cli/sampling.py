@@ -1,0 +1,75 @@
+"""The sampling options, named and with defaults as in llama.cpp."""
+
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import click
+
+from ..errors import PyspecError
+
+_SAMPLING = [
+    click.option("--temp", "--temperature", "temperature", type=float, help="Temperature; 0 takes the most likely token."),
+    click.option("--top-k", type=int, help="Only the k most likely tokens; 0 for all."),
+    click.option("--top-p", type=float, help="Only the most likely tokens that together have this probability; 1 for all."),
+    click.option("--min-p", type=float, help="Only tokens at least this likely relative to the most likely one; 0 for all."),
+    click.option("--typical", "--typical-p", "typical_p", type=float, help="Only tokens of typical information; 1 for all."),
+    click.option("--samplers", help="Order of the samplers, with ; between them. Default: penalties; top_k; typ_p; top_p; min_p; temperature"),
+    click.option("-s", "--seed", type=click.IntRange(-1, (1 << 32) - 1), help="Of the random numbers. Default, or -1: a random one, which the footer tells."),
+    click.option("--repeat-penalty", type=float, help="Divides positive logits of recent tokens, multiplies negative ones; 1 for none."),
+    click.option("--repeat-last-n", type=int, help="How many tokens are recent, the prompt's included. Default: 64"),
+    click.option("--presence-penalty", type=float, help="Taken off the logits of recent tokens, once."),
+    click.option("--frequency-penalty", type=float, help="Taken off the logits of recent tokens, per occurrence."),
+    click.option("-l", "--logit-bias", multiple=True, metavar="ID(+/-)BIAS", help="Added to the logit of a token, as in 15043-1.5 or 15043-inf."),
+]
+_CONSTRAINTS = [
+    click.option("--grammar", help="GBNF grammar that the text has to match."),
+    click.option("--grammar-file", type=click.Path(), help="File with the grammar."),
+    click.option("-j", "--json-schema", help="JSON schema that the text has to match, as in '{\"type\": \"object\"}'."),
+    click.option("-jf", "--json-schema-file", type=click.Path(), help="File with the schema."),
+]
+_RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed")
+
+
+def sampling_options(command):
+    """The sampler chain, seed, bias, grammar and schema; `take_sampling` makes one value of them."""
+    for option in reversed(_SAMPLING + _CONSTRAINTS):
+        command = option(command)
+    return command
+
+
+def take_sampling(options: dict, **more):
+    """The Sampling that a command's options ask for; takes them out of ``options``. Greedy unless one of _RANDOM is among them."""
+    from ..spec.sampling import Sampling
+
+    texts = {name: _text(name, options.pop(name), options.pop(name + "_file")) for name in ("grammar", "json_schema")}
+    values = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
+    if all(values[name] is None for name in _RANDOM):
+        values["temperature"] = 0.0
+    values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
+    if values["samplers"] is not None:
+        values["samplers"] = tuple(name.strip() for name in values["samplers"].split(";") if name.strip())
+    if values["seed"] in (-1, (1 << 32) - 1):  # llama.cpp's ways to ask for a random one
+        values["seed"] = None
+    return Sampling(**{name: value for name, value in values.items() if value is not None}, **texts, **more)
+
+
+def _text(name: str, given: str | None, path: str | None) -> str | None:
+    option = "--" + name.replace("_", "-")
+    if given is not None and path is not None:
+        raise click.UsageError(f"give {option} or {option}-file, not both")
+    if path is None:
+        return given
+    try:
+        return Path(path).read_text("utf-8", "replace")
+    except OSError as error:
+        raise PyspecError(f"the file {path} cannot be read: {error.strerror}") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    match = re.fullmatch(r"(\d{1,9})([+-])(inf|\d{0,9}\.?\d{0,9})", text)
+    try:
+        return int(match[1]), math.copysign(float(match[3]), -1 if match[2] == "-" else 1)
+    except (TypeError, ValueError):
+        raise click.UsageError(f"the logit bias {text!r} is not of the form 15043-1.5") from None

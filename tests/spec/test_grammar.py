@@ -1,0 +1,104 @@
+"""Grammars under speculation: the output matches, its state moves by accepted tokens only, and no text ends the process."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import pyggml_spec as ps
+from pyggml_spec.errors import SamplingError
+from pyggml_spec.spec.grammar import MAX_DEPTH, MAX_TEXT, Grammar, gbnf
+from pyggml_spec.spec.sampling import Sampling
+
+CALL = 'root ::= "def " name "(" (name ("," name)*)? "):" "\\n" "    return " name\nname ::= [a-z] [a-z_]{0,8}'
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["list", "dict"]}, "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
+    "required": ["name", "kind", "sizes"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
+        yield session
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0}, {"seed": 1}, {"seed": 2, "temperature": 1.5, "top_k": 0, "repeat_penalty": 1.2}])
+def test_the_output_matches_and_equals_plain_decoding(demo, values):
+    sampling = Sampling(grammar=CALL, **values)
+    text, stats = demo.generate("import os\n\n", 120, sampling=sampling)
+    assert re.fullmatch(r"def [a-z][a-z_]{0,8}\(([a-z][a-z_]{0,8}(,[a-z][a-z_]{0,8})*)?\):\n    return [a-z][a-z_]{0,8}", text), text
+    assert stats.stop_reason == "end" and 0 < stats.matched < stats.drafted
+    assert text == demo.generate("import os\n\n", 120, sampling=sampling, mode="reference")[0]
+
+
+def test_json_by_schema(demo):
+    text, stats = demo.generate("config = ", 200, sampling=Sampling(json_schema=json.dumps(SCHEMA), temperature=0.6, seed=4))
+    value = json.loads(text)
+    assert set(value) == {"name", "kind", "sizes"} and value["kind"] in ("list", "dict") and all(type(n) is int for n in value["sizes"])
+    assert stats.stop_reason == "end" and stats.drafted > 0
+
+
+def test_a_grammar_that_no_token_continues_is_said(demo):
+    """Nothing is left after the bias; llama.cpp would end the process when it is told to accept a token that does not fit."""
+    with pytest.raises(ps.EngineError, match="no token"):
+        demo.generate("a", 5, sampling=Sampling(temperature=0, grammar="root ::= [a-z]+", logit_bias={i: float("-inf") for i in range(4090)}))
+    assert demo.generate("a", 3)[1].emitted == 3
+
+
+def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
+    with pytest.raises(SamplingError, match="end token"):
+        demo.generate("a", 5, sampling=Sampling(grammar=CALL), ignore_end=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "empty"),
+        ("root ::= [a-z", "end of input"),
+        ('root ::= "a" (', "expecting '\\)'"),
+        ("start ::= [a-z]", "root"),
+        ("root ::= root [a-z]", "begins with itself"),
+        ("root ::= other", "Undefined rule identifier 'other'"),
+        ("root ::= [a-z]{5,2}", "smaller"),
+        ("root ::= [a-z]{0000000000000000000000000005,2}", "smaller"),
+        ("root ::= [a-z]{99999999}", "repetitions"),
+        ("root ::= [a-z]{99999999999999999999999999}", "stoull"),
+        ("root ::= [a]\0", "NUL"),
+        ("root ::= " + "(" * (MAX_DEPTH + 1) + "[a]" + ")" * (MAX_DEPTH + 1), "parentheses"),
+        ("root ::= [a]" + " " * MAX_TEXT, "characters"),
+    ],
+)
+def test_wrong_grammars_are_one_sentence(demo, text, words, capfd):
+    with pytest.raises(SamplingError, match=words):
+        Grammar(text, demo.tokenizer.vocab)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_looks_absurd_inside_a_literal_is_none(demo):
+    Grammar(r'root ::= "{5,2}" [{5,2}(] "\"((((" # {5,2}', demo.tokenizer.vocab).close()
+    Grammar("root ::= " + "(" * MAX_DEPTH + "[a]" + ")" * MAX_DEPTH, demo.tokenizer.vocab).close()
+    Grammar("".join(f"r{i} ::= r{i + 1}\n" for i in range(8000)) + "r8000 ::= [a]\nroot ::= r0", demo.tokenizer.vocab).close()
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ("", "no JSON"), ("[]", "object"), ('{"$ref": "https://example.com/a.json"}', "https://example.com"), ('{"$ref": "#/nothing"}', "grammar"),
+        ('{"type": "unheard of"}', "grammar"), ('{"items": {"$ref": 5}}', "grammar"), ("[" * 100000, "no JSON"),
+        ('{"anyOf": ' + '[{"anyOf": ' * 5000 + "[]" + "}]" * 5000 + "}", "JSON"),
+    ],
+)  # fmt: skip
+def test_wrong_schemas_are_one_sentence(schema, words):
+    with pytest.raises(SamplingError, match=words):
+        gbnf(schema)
+
+
+def test_references_to_elsewhere_are_refused_without_assertions_too():
+    """The converter guards its download with an assert, which -O drops."""
+    line = "from pyggml_spec.spec.grammar import gbnf; gbnf('{\"$ref\": \"https://localhost:9/a\"}')"
+    done = subprocess.run([sys.executable, "-O", "-c", line], capture_output=True, text=True, timeout=60)
+    assert "only references into itself" in done.stderr
