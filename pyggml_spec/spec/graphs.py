@@ -72,6 +72,8 @@ class Step:
         logits = self.extra["logits"]
         out = np.empty(logits.ne[0], np.float32)
         lib.ggml_backend_tensor_get(logits, ffi.from_buffer(out), row * logits.nb[1], out.nbytes)
+        self.fields.io.reads += 1
+        self.fields.io.read_bytes += out.nbytes
         return None, out
 
 
