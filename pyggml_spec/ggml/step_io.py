@@ -14,7 +14,12 @@ from .graph import Graph
 from .library import check, ffi, lib, new_err, text
 from .replay import ReplayCounters
 
-_TYPES = {"i32": (lib.GGML_TYPE_I32, np.int32), "i64": (lib.GGML_TYPE_I64, np.int64), "f32": (lib.GGML_TYPE_F32, np.float32)}
+_TYPES = {
+    "i32": (lib.GGML_TYPE_I32, np.int32),
+    "i64": (lib.GGML_TYPE_I64, np.int64),
+    "f16": (lib.GGML_TYPE_F16, np.float16),
+    "f32": (lib.GGML_TYPE_F32, np.float32),
+}
 _ALIGN = 64  # CUDA kernels read inputs as vectors
 
 

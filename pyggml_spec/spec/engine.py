@@ -256,15 +256,7 @@ class Engine:
         Raises:
             ContextError: empty, too long for the context, or an id outside the vocabulary.
         """
-        ids = np.asarray(tokens, dtype=np.int64)
-        if ids.ndim != 1 or ids.size == 0:
-            raise ContextError("the prompt is empty; give at least one token")
-        bad = ids[(ids < 0) | (ids >= self.target.n_vocab)]
-        if bad.size:
-            raise ContextError(f"token id {bad[0]} is outside the vocabulary of {self.target.n_vocab}")
-        self.cursor.check_fits(ids.size)
-        if self.graphs.closed:
-            raise EngineError("the session is closed: load the model again")
+        ids = self._checked_tokens(tokens)
         self._catch_up()
         self._enter(0, pending=False)
         done, pending = 0, None
@@ -304,8 +296,7 @@ class Engine:
 
         This is llama.cpp's batch shape, so results can be compared bit for bit. Commits the tokens; no drafter rows are written.
         """
-        ids = np.asarray(tokens, dtype=np.int64)
-        self.cursor.check_fits(ids.size)
+        ids = self._checked_tokens(tokens)
         self._enter(0, pending=False)
         out = np.empty((ids.size, self.target.n_vocab), np.float32)
         for first in range(0, ids.size, self.options.chunk):
@@ -319,6 +310,36 @@ class Engine:
             lib.ggml_backend_tensor_get(step.extra["logits"], ffi.from_buffer(block), 0, block.nbytes)
             self.cursor.advance(part.size, int(block[-1].argmax()))
         return out
+
+    def capture(self, tokens: Sequence[int], layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Greedy ids after each of ``tokens``, I32 [T], and the inputs of the target ``layers``, F32 [len(layers), T, n_embd].
+
+        Layer v means what it does in a drafter's ``target_layers``: n_layer is the last layer's output. Commits the tokens; no drafter rows
+        are written.
+
+        Raises:
+            ContextError: as ``prefill``.
+            EngineError: a layer that the target does not have.
+        """
+        bad = [v for v in layers if not 0 <= v <= self.target.n_layer]
+        if bad:
+            raise EngineError(f"the target has no input of layer {bad[0]}: 0 to {self.target.n_layer} can be captured")
+        ids = self._checked_tokens(tokens)
+        self._enter(0, pending=False)
+        chosen = np.empty(ids.size, np.int32)
+        out = np.empty((len(layers), ids.size, self.target.n_embd), np.float32)
+        for first in range(0, ids.size, self.options.chunk):
+            part = ids[first : first + self.options.chunk]
+            step = self.graphs.get("capture", part.size, self._span(part.size), tuple(layers))
+            self._fill_rows(step, part.size, part.size)
+            step.host["tokens"][:] = part
+            self._fill_chunk_delta(step, part.size)
+            step.fields.run()
+            chosen[first : first + part.size] = step.ids()
+            for block, feature in zip(out[:, first : first + part.size], step.extra["features"]):
+                lib.ggml_backend_tensor_get(feature, ffi.from_buffer(block), 0, block.nbytes)
+            self.cursor.advance(part.size, int(chosen[first + part.size - 1]))
+        return chosen, out
 
     # -- steps
 
@@ -416,6 +437,10 @@ class Engine:
         draft_finite = "draft_sum" not in host or bool(np.isfinite(host["draft_sum"]).all())
         return StepResult(host["tokens"].copy(), step.ids(), draft_finite, step.finite, times)
 
+    def flush(self) -> None:
+        """Commits what was accepted of the last block into the recurrent state now; the next step would otherwise do it first."""
+        self._enter(0, pending=False)
+
     # -- helpers
 
     def _pending(self) -> int:
@@ -424,6 +449,21 @@ class Engine:
         if self.cursor.room < 1:
             raise ContextError(f"the context of {self.cursor.n_ctx} tokens is full; raise -c")
         return self.cursor.pending
+
+    def _checked_tokens(self, tokens: Sequence[int]) -> np.ndarray:
+        """``tokens`` as I64 [T], if they are ids of the vocabulary that fit behind what is there: ggml does not check row numbers."""
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.size == 0:
+            raise ContextError("the prompt is empty; give at least one token")
+        if ids.dtype.kind not in "iu":
+            raise ContextError(f"token ids have to be whole numbers, these are {ids.dtype}")
+        bad = ids[(ids < 0) | (ids >= self.target.n_vocab)]
+        if bad.size:
+            raise ContextError(f"token id {bad[0]} is outside the vocabulary of {self.target.n_vocab}")
+        self.cursor.check_fits(ids.size)
+        if self.graphs.closed:
+            raise EngineError("the session is closed: load the model again")
+        return ids.astype(np.int64)
 
     def _block_width(self, width: int | None) -> int:
         width = self.options.width if width is None else width

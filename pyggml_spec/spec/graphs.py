@@ -3,6 +3,7 @@
 role      rows                 recurrent state               drafter
 prefill   a padded chunk       written directly              K/V rows of the chunk
 logits    an exact chunk       written directly              -            (all logits readable; parity checks)
+capture   an exact chunk       written directly              -            (inputs of named target layers readable; doctor)
 plain     1                    written directly              features of the token into the ring
 verify    W, ids from host     replay, then left pending     K/V rows of the block
 fused     W                    replay, then left pending     drafts the block first, then its K/V rows
@@ -104,6 +105,7 @@ class StepGraphs:
         self._builders = {
             "prefill": self._prefill,
             "logits": self._logits,
+            "capture": self._capture,
             "plain": self._plain,
             "verify": self._verify,
             "fused": self._fused,
@@ -287,6 +289,14 @@ class StepGraphs:
         logits = self.target.logits(g, hidden)
         g.expand(logits)
         return {"logits": logits}
+
+    def _capture(self, g: Graph, f: StepFields, width: int, span: int, layers: tuple[int, ...]) -> dict:
+        inputs = self._target_inputs(g, f, width, span)
+        delta = self._begin_prefill(g, f, width)
+        hidden, features = self.target.forward(g, Rows(tokens=f.tokens(width), kv=self.kv.layers, delta=delta, **inputs), layers)
+        for feature in features:
+            g.keep(feature)
+        return {**self._emit(g, f, hidden), "features": features}
 
     def _plain(self, g: Graph, f: StepFields, width: int, span: int) -> dict:
         inputs = self._target_inputs(g, f, 1, span)

@@ -1,0 +1,52 @@
+"""What a pair is measured on: texts that the target wrote itself, and the hidden states it had while it read them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..session import DEMO
+from ..spec.engine import Engine
+from ..spec.loop import PLAIN, LoopOptions, generate
+
+PROMPTS = DEMO / "prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A prompt and what the target greedily wrote behind it.
+
+    Attributes:
+        tokens: I32 [T], prompt and continuation.
+        n_prompt: tokens of the prompt.
+        features: F32 [n_embd, T] as numpy rows [T, n_embd], by target layer: the input of that layer.
+    """
+
+    tokens: np.ndarray
+    n_prompt: int
+    features: dict[int, np.ndarray]
+
+
+def held_out_prompts(count: int, path: Path = PROMPTS) -> list[str]:
+    """The first ``count`` prompts of the embedded set, which the embedded pair was not trained on."""
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line)["prompt"] for line in lines][:count]
+
+
+def write_passages(engine: Engine, prompts: Sequence[Sequence[int]], layers: Sequence[int], tokens: int) -> list[Passage]:
+    """Lets the target continue each prompt by ``tokens`` tokens (end tokens do not end it), then captures the inputs of ``layers``."""
+    return [capture(engine, prompt, continued(engine, prompt, tokens), layers) for prompt in prompts]
+
+
+def continued(engine: Engine, prompt: Sequence[int], tokens: int) -> list[int]:
+    engine.reset(drafting=False)
+    return [t for block in generate(engine, prompt, LoopOptions(tokens, PLAIN, ignore_end=True)) for t in block]
+
+
+def capture(engine: Engine, prompt: Sequence[int], text: Sequence[int], layers: Sequence[int]) -> Passage:
+    engine.reset(drafting=False)
+    tokens = np.array([*prompt, *text], np.int32)
+    _, features = engine.capture(tokens, layers)
+    return Passage(tokens, len(prompt), dict(zip(layers, features)))

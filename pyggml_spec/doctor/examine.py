@@ -1,0 +1,254 @@
+"""The order of the examination, and what is open while it goes on."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import PyspecError
+from ..ggml.device import Backend, pick_device
+from ..ggml.library import versions
+from ..gguf_io import GGUFFile
+from ..models.registry import open_target
+from ..models.weights import Weights
+from ..session import DEMO_DRAFTER, DEMO_TARGET
+from ..spec.engine import Engine, EngineOptions
+from ..text.tokenizer import Tokenizer
+from . import files, precision, readings, running, templates
+from .evidence import Passage, held_out_prompts, write_passages
+from .opening import Opened, open_leniently
+from .probe import FLOOR, JUDGED, Measured, Probe, Reading
+from .report import FAIL, FIT, NOT_APPLICABLE, RUNNING, Check, Report, causes_only
+
+Done = Callable[[str, int, int], None]
+"""Called with (what goes on, checks done, checks in all)."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: prompts, tokens of each that are read and written, blocks of each text, tokens of each generation."""
+
+    prompts: int = 4
+    prompt_tokens: int = 96
+    tokens: int = 160
+    blocks: int = 24
+    generated: int = 96
+    running: bool = True
+
+
+class Subject:
+    """A loaded target and the texts that it writes; drafters are examined against it. Owns everything, ``close`` it."""
+
+    def __init__(self, target: str | Path, *, device: str | None = None, threads: int | None = None, n_ctx: int | None = None,
+                 prompts: Sequence[str] | None = None, effort: Effort = Effort()):  # fmt: skip
+        self.effort, self._stack = effort, ExitStack()
+        self._passages: list[Passage] = []
+        self._noisy: Passage | None = None
+        try:
+            self.backend = self._own(Backend(pick_device(device), threads))
+            self.file = self._own(GGUFFile(target))
+            self.target = open_target(self.file)
+            self.tokenizer = self._own(Tokenizer(self.file))
+            self.target.weights = self._own(Weights(self.backend, self.file, self.target.specs(), self.target.groups(), self.target.fused_alike()))
+            self.n_ctx = min(n_ctx or 1024, self.target.context_length)
+            if self.n_ctx < 128:
+                raise PyspecError(f"a context of {self.n_ctx} tokens is too short to measure anything; use -c 512 or more")
+            self.prompts = list(prompts if prompts is not None else held_out_prompts(effort.prompts))[: effort.prompts]
+            if not self.prompts:
+                raise PyspecError("there is no prompt to measure on; give some with --prompts")
+            self.ids = [self.tokenizer.encode(prompt)[: min(effort.prompt_tokens, self.n_ctx // 3)] for prompt in self.prompts]
+            if not all(self.ids):
+                raise PyspecError(f"prompt {self.ids.index([])} is empty; give texts to continue")
+        except BaseException:
+            self.close()
+            raise
+
+    def _own(self, part):
+        return self._stack.enter_context(closing(part))
+
+    def engine(self, target, drafter=None) -> Engine:
+        """An engine over this subject's backend; the caller closes it.
+
+        Raises:
+            PyspecError: the drafter does not fit the target, or there is no memory.
+        """
+        width = drafter.hp.block_size if drafter is not None else 1
+        return Engine(self.backend, target, drafter, EngineOptions(n_ctx=self.n_ctx, width=width))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a continuation that fit."""
+        return min(self.effort.tokens, self.n_ctx - max(map(len, self.ids)) - 1)
+
+    def passages(self, layers: Sequence[int]) -> list[Passage]:
+        """The texts with at least these layers' inputs."""
+        if not self._passages or set(layers) - set(self._passages[0].features):
+            with closing(self.engine(self.target)) as engine:
+                self._passages, self._noisy = write_passages(engine, self.ids, sorted(set(layers)), self.tokens), None
+        return self._passages
+
+    def noisy_passage(self) -> Passage:
+        """The first text as the target would read it with twice the quantisation noise."""
+        if self._noisy is None:
+            self._noisy = precision.noisy_passage(self.engine, self.backend, self.target, self._passages[0])
+        return self._noisy
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def examine(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    device: str | None = None,
+    threads: int | None = None,
+    n_ctx: int | None = None,
+    prompts: Sequence[str] | None = None,
+    progress: Done = lambda what, done, total: None,
+) -> Report:
+    """Examines a pair; without a target, the embedded one.
+
+    Args:
+        target, draft: GGUF files.
+        device, threads, n_ctx: as for ``load``; the context defaults to 1024.
+        prompts: texts to measure on; None takes held-out prompts of the embedded set (Python code).
+
+    Raises:
+        PyspecError: the target cannot be run at all, or one of the files cannot be read.
+    """
+    if target is None and draft is None:
+        target, draft = DEMO_TARGET, DEMO_DRAFTER
+    if target is None or draft is None:
+        raise PyspecError("the doctor examines a pair: name the target with -m and the drafter with -md")
+    progress("loading", 0, 1)
+    with closing(Subject(target, device=device, threads=threads, n_ctx=n_ctx, prompts=prompts)) as subject:
+        return examine_drafter(subject, draft, progress)
+
+
+def examine_drafter(subject: Subject, draft: str | Path, progress: Done = lambda what, done, total: None) -> Report:
+    """Examines one drafter against a loaded target.
+
+    Raises:
+        GGUFError: the drafter's file cannot be read.
+    """
+    with GGUFFile(draft) as file:
+        checks = list(_Examination(subject, file, progress).checks())
+    conditions = {
+        "device": subject.backend.device.description, "threads": subject.backend.threads, "context": subject.n_ctx, "versions": versions(),
+        "prompts": len(subject.ids), "tokens_per_text": subject.tokens,
+    }  # fmt: skip
+    return Report(str(subject.file.path), str(file.path), causes_only(checks), conditions)
+
+
+class _Examination:
+    """One drafter, check by check."""
+
+    def __init__(self, subject: Subject, file: GGUFFile, progress: Done):
+        self.subject, self.file, self.target, self.progress = subject, file, subject.target, progress
+
+    def checks(self):
+        self.progress("files", 0, 8)
+        yield files.tokenizer(self.subject.file, self.file)
+        try:
+            opened = open_leniently(self.file, self.target)
+        except PyspecError as error:
+            yield Check("drafter", FAIL, str(error), "use a dflash drafter that was converted for this target")
+            return
+        yield from opened.refusals
+        drafter, effort = opened.drafter, self.subject.effort
+        if (misfit := self._misfit(drafter)) is not None:
+            yield misfit
+            return
+        yield (mask := files.mask_embedding(self.target, drafter))
+        yield files.weights(drafter, mask)
+        with ExitStack() as stack:
+            drafter.weights = stack.enter_context(
+                closing(Weights(self.subject.backend, self.file, drafter.specs(), drafter.groups(), drafter.fused_alike()))
+            )
+            self.progress("texts", 1, 8)
+            layers = sorted({v + shift for v in drafter.hp.target_layers for shift in (-1, 0, 1) if 0 <= v + shift <= self.target.n_layer})
+            passages = self.subject.passages(layers)
+            probe = stack.enter_context(closing(Probe(self.subject.backend, self.target, drafter, passages, effort.blocks)))
+            yield from self._probed(opened, drafter, probe)
+
+    def _misfit(self, drafter) -> Check | None:
+        """Why this drafter cannot be measured at all with this target, if so. Layers and mask tokens out of range can still be swept."""
+        layers, mask = drafter.hp.target_layers, drafter.hp.mask_token
+        within = replace(drafter.hp, target_layers=tuple(min(v, self.target.n_layer) for v in layers), mask_token=0)
+        try:
+            drafter.hp, kept = within, drafter.hp
+            try:
+                drafter.check_pair(self.target)
+            finally:
+                drafter.hp = kept
+            if min(layers) < 0 or mask < 0:
+                raise PyspecError(f"{self.file.path.name} has a negative layer or mask token")
+            return None
+        except PyspecError as error:
+            return Check("pair", FAIL, str(error), "use the drafter that was made for this target, or the target that it was made for")
+
+    def _probed(self, opened: Opened, drafter, probe: Probe):
+        reading = Reading(drafter.hp, causal=bool(opened.mended.get("dflash.attention.causal", False)))
+        base = self._measured(probe, reading)
+        usable = base is not None
+        if usable:
+            yield readings.features(probe, reading, base)
+        else:
+            base = _nothing(probe)
+        self.progress("readings", 2, 8)
+        longest = min(int(probe.anchors(p).max()) for p in probe.passages)
+        for sweep in readings.sweeps(reading, drafter, self.target, longest):
+            yield readings.run(_possible(sweep, probe), probe, reading, base)
+        if not usable:
+            yield Check("pair", FAIL, _misfit_of(drafter, self.target), "use the drafter that was made for this target", FIT)
+            return
+        yield readings.soft_cap(probe, reading, drafter, self.target)
+        self.progress("fit and precision", 4, 8)
+        yield readings.fit(probe, reading, base)
+        yield precision.drafter(self.subject.backend, self.target, drafter, probe, reading, base)
+        yield precision.target(self.subject.noisy_passage, self.target, probe, reading)
+        self.progress("generations", 5, 8)
+        if self.subject.effort.running:
+            yield from self._running(drafter, probe, reading, base)
+
+    def _measured(self, probe: Probe, reading: Reading) -> Measured | None:
+        """The pair as its files have it; None if the target has no such layers or token."""
+        return probe.measure(reading) if _fits(reading, probe) else None
+
+    def _running(self, drafter, probe: Probe, reading: Reading, base: Measured):
+        effort = self.subject.effort
+        tokens = min(effort.generated, self.subject.tokens)
+        try:
+            engine = self.subject.engine(self.target, drafter)
+        except PyspecError as error:
+            yield Check("generation", NOT_APPLICABLE, f"the pair cannot generate: {error}", stage=RUNNING)
+            return
+        with closing(engine):
+            yield templates.compare(engine, self.subject.tokenizer, probe, reading, self.subject.prompts[:2], self.subject.tokens)
+            yield from running.examine(engine, self.subject.ids, tokens, base)
+
+
+def _misfit_of(drafter, target) -> str:
+    try:
+        drafter.check_pair(target)
+    except PyspecError as error:
+        return str(error)
+    return "the drafter reads layers or a token that the target does not have"
+
+
+def _fits(reading: Reading, probe: Probe) -> bool:
+    captured = set(probe.passages[0].features)
+    return set(reading.hp.target_layers) <= captured and 0 <= reading.hp.mask_token < probe.target.n_vocab
+
+
+def _possible(sweep: readings.Sweep, probe: Probe) -> readings.Sweep:
+    return replace(sweep, alternatives=[(label, other) for label, other in sweep.alternatives if _fits(other, probe)])
+
+
+def _nothing(probe: Probe) -> Measured:
+    """What a pair that cannot draft accepts."""
+    blocks = sum(len(probe.anchors(p)) for p in probe.passages)
+    return Measured(np.zeros(blocks, np.int32), np.zeros(0, np.int32), np.full((blocks, JUDGED), np.log(FLOOR), np.float32), True)

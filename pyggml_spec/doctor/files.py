@@ -1,0 +1,102 @@
+"""What the two files say and hold, before anything runs: tokenizers, the mask token's embedding, the drafter's weights."""
+
+import numpy as np
+
+from ..gguf_io import GGUFFile
+from ..gguf_io.reader import StringArray, brief
+from ..ggml.library import lib
+from ..text.tokenizer import first_difference
+from ..tools.quants import dequantise
+from .report import FAIL, FILES, NOT_APPLICABLE, OK, WARN, Check
+
+SCANNED = 8 << 20  # values of each tensor that are looked at
+_BEHAVIOUR = ("model", "pre", "add_bos_token", "bos_token_id", "eos_token_id")
+
+
+def tokenizer(target: GGUFFile, draft: GGUFFile) -> Check:
+    """Same tokens, merges, types and pre-tokenizer?"""
+    remedy = "convert the drafter again with this target's tokenizer, or use the target that it was made for"
+    if "tokenizer.ggml.tokens" not in draft.metadata:
+        return Check("tokenizer", NOT_APPLICABLE, "the drafter has no vocabulary of its own and uses the target's")
+    difference = first_difference(target, draft)
+    if difference:
+        return Check("tokenizer", FAIL, difference, remedy)
+    for name in ("merges", "token_type"):
+        if (differs := _lists_differ(target.metadata.get(f"tokenizer.ggml.{name}"), draft.metadata.get(f"tokenizer.ggml.{name}"))) is not None:
+            return Check("tokenizer", FAIL, f"the tokens are equal, but tokenizer.ggml.{name} differs at {differs}", remedy)
+    for name in _BEHAVIOUR:
+        theirs, ours = (file.metadata.get(f"tokenizer.ggml.{name}") for file in (target, draft))
+        if ours is not None and theirs != ours:
+            return Check("tokenizer", WARN, f"tokenizer.ggml.{name} is {brief(theirs)} in the target and {brief(ours)} in the drafter", remedy)
+    return Check("tokenizer", OK, f"{len(target.metadata['tokenizer.ggml.tokens'])} tokens and their merges are equal")
+
+
+def _lists_differ(a, b) -> int | None:
+    """The first place where two lists differ; None if they do not, or if the second is absent."""
+    if b is None:
+        return None
+    if a is None or len(a) != len(b):
+        return 0
+    if isinstance(a, StringArray):
+        return next((i for i in range(len(a)) if a.raw(i) != b.raw(i)), None)
+    return int(np.flatnonzero(a != b)[0]) if (a != b).any() else None
+
+
+def mask_embedding(target, drafter) -> Check:
+    """Is the mask token's embedding a finite vector of the usual size?"""
+    own = "token_embd.weight" in drafter.file.tensors
+    file, mask = (drafter if own else target).file, drafter.hp.mask_token
+    info = file.tensors["token_embd.weight"]
+    where = f"the {'drafter' if own else 'target'}'s embedding"
+    if not 0 <= mask < info.shape[1]:
+        return Check("mask embedding", NOT_APPLICABLE, f"the mask token is {mask}, but {where} has {info.shape[1]} rows")
+    rows = np.unique(np.linspace(0, info.shape[1] - 1, 256).astype(int))
+    usual = float(np.nanmedian([np.sqrt(np.mean(_row(file, info, r) ** 2)) for r in rows]))
+    row = _row(file, info, mask)
+    rms = float(np.sqrt(np.mean(row**2)))
+    text = brief(target.file.metadata["tokenizer.ggml.tokens"][mask])
+    data = {"mask_token": mask, "text": text, "rms": rms, "usual_rms": usual}
+    if not np.isfinite(row).all():
+        bad = int((~np.isfinite(row)).sum())
+        return Check(
+            "mask embedding", FAIL, f"{bad} of the {row.size} values that {where} has for token {mask} ({text}) are NaN or Inf",
+            "fetch or convert the file again: no block can be drafted from this embedding", FILES, {**data, "rms": None},
+        )  # fmt: skip
+    found = f"token {mask} ({text}) has an embedding of RMS {rms:.3g}, usual is {usual:.3g}"
+    if rms == 0 or not 0.02 < rms / usual < 50:
+        return Check(
+            "mask embedding", WARN, found, "see whether the drafter was trained with this token; some vocabularies have several that look unused",
+            FILES, data,
+        )  # fmt: skip
+    return Check("mask embedding", OK, found, data=data)
+
+
+def _row(file: GGUFFile, info, i: int) -> np.ndarray:
+    nbytes = lib.ggml_row_size(info.type, info.shape[0])
+    with file.read(info.name) as data:
+        return dequantise(bytes(data[i * nbytes : (i + 1) * nbytes]), info.type, info.shape[0])
+
+
+def weights(drafter, known: Check) -> Check:
+    """Are all tensors of the drafter finite and not zero? ``known``: the verdict on its mask embedding, which is not repeated."""
+    bad, looked = [], 0
+    for spec in drafter.specs():
+        info = drafter.file.tensors.get(spec.source or spec.name)
+        if info is None or (known.verdict == FAIL and spec.name == "token_embd.weight"):
+            continue
+        count = int(np.prod(info.shape))
+        whole = min(count, max(info.shape[0], SCANNED // info.shape[0] * info.shape[0]))
+        with drafter.file.read(info.name) as data:
+            values = dequantise(bytes(data[: lib.ggml_row_size(info.type, whole)]), info.type, whole)
+        looked += whole
+        if not np.isfinite(values).all():
+            bad.append(f"{info.name} has {int((~np.isfinite(values)).sum())} values that are NaN or Inf")
+        elif not values.any():
+            bad.append(f"{info.name} is all zeros")
+    if bad:
+        more = f" (and {len(bad) - 1} tensors more)" if len(bad) > 1 else ""
+        return Check(
+            "drafter weights", FAIL, bad[0] + more, "fetch or convert the drafter again, and compare it with `pyspec compare --weights`",
+            FILES, {"bad": bad},
+        )  # fmt: skip
+    return Check("drafter weights", OK, f"{looked} values looked at, all finite, no tensor all zero")

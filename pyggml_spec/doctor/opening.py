@@ -1,0 +1,104 @@
+"""Opening a drafter that the engine refuses: with the offending keys mended in memory, so that the rest of it can still be measured."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import PyspecError
+from ..gguf_io import GGUFFile
+from ..models.registry import open_drafter
+from .report import FAIL, FILES, Check
+
+
+@dataclass(frozen=True)
+class Mend:
+    """A key that can keep a drafter from being opened, the check that names it, and the value that is tried instead (None: no key)."""
+
+    check: str
+    key: str
+    value: object
+    remedy: str
+
+
+def _mends(file: GGUFFile, target) -> list[Mend]:
+    again = "convert the drafter again"
+    layers = np.unique(np.linspace(1, max(1, target.n_layer - 2), 4).round().astype(np.int32))
+    return [
+        Mend("block direction", "dflash.attention.causal", False, "set dflash.attention.causal to false in the drafter (gguf-set-metadata)"),
+        Mend("rope sections", "dflash.rope.dimension_sections", None, f"{again}: text needs one section that holds all rotated pairs"),
+        Mend("mask token", "tokenizer.ggml.mask_token_id", _mask_token(file, target), f"{again}, naming the mask token that it was trained with"),
+        Mend("block size", "dflash.block_size", 16, f"{again} with the block size that it was trained with"),
+        Mend("sliding window", "dflash.attention.sliding_window", 0, f"{again}: the window needs a pattern that says which layers have it"),
+        Mend("rope base", "dflash.rope.freq_base", 10000.0, f"{again} with the rope base of its training"),
+        Mend("target layers", "dflash.target_layers", layers, f"{again}, naming the layers that it reads"),
+        Mend("activation", "dflash.hidden_activation", "silu", "use a drafter with silu; others are not supported"),
+    ]
+
+
+def _mask_token(file: GGUFFile, target) -> int:
+    """The target's mask token, or the first token that looks like one, or the last token."""
+    theirs = target.file.metadata.get("tokenizer.ggml.mask_token_id")
+    if type(theirs) is int and 0 <= theirs < target.n_vocab:
+        return theirs
+    return next(iter(mask_candidates(file, target)), target.n_vocab - 1)
+
+
+def mask_candidates(file: GGUFFile, target, limit: int = 8) -> list[int]:
+    """Tokens that could be the mask: by key, by text, or because they lie where unused tokens do."""
+    found = []
+    for one in (target.file, file):
+        found += [one.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("mask", "padding", "unknown")]
+    tokens = target.file.metadata["tokenizer.ggml.tokens"]
+    found += [i for i in range(len(tokens)) if b"mask" in (raw := tokens.raw(i).lower()) and raw[:1] in b"<[{"]
+    found.append(target.n_vocab - 1)
+    valid = [i for i in found if type(i) is int and 0 <= i < target.n_vocab]
+    return list(dict.fromkeys(valid))[:limit]
+
+
+@dataclass
+class Opened:
+    """A drafter, perhaps mended; ``refusals`` are the failed checks that name what was mended."""
+
+    drafter: object
+    refusals: list[Check]
+    mended: dict[str, object]
+
+
+def open_leniently(file: GGUFFile, target) -> Opened:
+    """Opens the drafter; where it is refused, tries each mend until the refusal changes.
+
+    Raises:
+        PyspecError: the refusal that no mend changes.
+    """
+    refusals, mended, left = [], {}, _mends(file, target)
+    while True:
+        try:
+            return Opened(open_drafter(file), refusals, mended)
+        except PyspecError as error:
+            refusal = str(error)
+        for mend in left:
+            before = file.metadata.get(mend.key)
+            _set(file, mend.key, mend.value)
+            if _refusal(file) != refusal:
+                break
+            _set(file, mend.key, before)
+        else:
+            raise PyspecError(refusal)
+        left.remove(mend)
+        mended[mend.key] = before
+        refusals.append(Check(mend.check, FAIL, f"the engine refuses the drafter: {refusal}", mend.remedy, FILES, {"gain": float("inf")}))
+
+
+def _set(file: GGUFFile, key: str, value) -> None:
+    if value is None:
+        file.metadata.pop(key, None)
+    else:
+        file.metadata[key] = value
+
+
+def _refusal(file: GGUFFile) -> str | None:
+    try:
+        open_drafter(file)
+    except PyspecError as error:
+        return str(error)
+    return None

@@ -1,0 +1,154 @@
+"""What quantisation costs, measured: noise as large as the quantisation's own is added once more, and acceptance says how much it hurts.
+
+Quantisation errors of two passes are independent, so their squares add up: adding noise of the size that is already there loses about as much
+again as was lost before (embedded drafter in q2_K: 0.50 nats lost against q8_0, 0.4 more with its own noise added).
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from copy import copy
+from functools import cache
+
+import numpy as np
+
+from ..errors import PyspecError
+from ..ggml.library import lib, text
+from ..models.weights import MATMUL, Weights
+from ..tools.quants import TYPES, dequantise, quantise, type_id
+from .evidence import Passage, capture
+from .probe import Measured, Probe, Reading
+from .readings import MIN_Z, gain
+from .report import FAIL, NOT_APPLICABLE, OK, PRECISION, WARN, Check
+
+MOST_BYTES = 1 << 30  # of a perturbed copy of the weights
+LOSS_FAIL, LOSS_WARN = 0.15, 0.05  # share of the accepted drafts
+NATS_FAIL = 0.15
+
+
+@cache
+def relative_error(kind: int) -> float:
+    """RMS error of a ggml type on normally distributed weights, relative to their RMS: measured where ggml can quantise without more data."""
+    name = text(lib.ggml_type_name(kind))
+    if name == "f32":
+        return 0.0
+    if name not in TYPES:
+        bits = 8 * lib.ggml_type_size(kind) / lib.ggml_blck_size(kind)
+        return float(2.0**-bits)  # the least that any code of so many bits can have
+    values = np.random.default_rng(0).standard_normal((16, 1024), np.float32)
+    back = dequantise(quantise(values, kind).tobytes(), kind, values.size).reshape(values.shape)
+    return float(np.sqrt(np.mean((back - values) ** 2)))
+
+
+class NoisyFile:
+    """An open GGUF whose matrices named in ``noisy`` carry as much noise as their type has already; they are stored as Q8_0 or F16."""
+
+    def __init__(self, file, noisy: set[str], seed: int = 0):
+        self._file, self._rng = file, np.random.default_rng(seed)
+        self.path, self.metadata = file.path, file.metadata
+        self.tensors = {name: self._stored(info) if name in noisy else info for name, info in file.tensors.items()}
+
+    def _stored(self, info):
+        kind = type_id("q8_0" if info.shape[0] % 32 == 0 else "f16")
+        rows = int(np.prod(info.shape[1:]))
+        return type(info)(info.name, kind, info.shape, info.offset, lib.ggml_row_size(kind, info.shape[0]) * rows)
+
+    def read(self, name: str) -> memoryview:
+        old, new = self._file.tensors[name], self.tensors[name]
+        if new is old:
+            return self._file.read(name)
+        with self._file.read(name) as data:
+            values = dequantise(bytes(data), old.type, int(np.prod(old.shape))).reshape(-1, old.shape[0])
+        size = relative_error(old.type) * np.sqrt(np.mean(values.astype(np.float64) ** 2, axis=1, keepdims=True))
+        values = values + self._rng.standard_normal(values.shape, np.float32) * size.astype(np.float32)
+        return memoryview(quantise(values, new.type)).cast("B")
+
+
+def _matrices(model) -> set[str]:
+    """The names of the model's matrices in its file."""
+    names = {spec.source or spec.name for spec in model.specs() if spec.use == MATMUL}
+    return {n for n in names if n in model.file.tensors and len(model.file.tensors[n].shape) == 2}
+
+
+def _types(model, names: set[str]) -> tuple[float, float, str]:
+    """Mean bits per weight, RMS of the relative error, and the types by size."""
+    infos = [model.file.tensors[n] for n in names]
+    counts = np.array([np.prod(i.shape, dtype=float) for i in infos])
+    error = float(np.sqrt(np.average([relative_error(i.type) ** 2 for i in infos], weights=counts)))
+    by_type: dict[str, float] = {}
+    for info in infos:
+        by_type[info.type_name] = by_type.get(info.type_name, 0) + info.nbytes
+    return 8 * sum(i.nbytes for i in infos) / counts.sum(), error, ", ".join(sorted(by_type, key=by_type.get, reverse=True))
+
+
+def _noisy_model(backend, model) -> object:
+    """The model with noisy weights, which the caller closes."""
+    noisy, file = copy(model), NoisyFile(model.file, _matrices(model))
+    noisy.weights = Weights(backend, file, model.specs(), model.groups(), model.fused_alike())
+    return noisy
+
+
+def _verdict(name: str, what: str, base: Measured, noisy: Measured, remedy: str, data: dict) -> Check:
+    change, z = gain(base, noisy)
+    lost = 1 - (noisy.tokens_per_block - 1) / max(base.tokens_per_block - 1, 1e-6)
+    data |= {"tokens_per_block": base.tokens_per_block, "with_as_much_noise_again": noisy.tokens_per_block, "nats": change, "z": z}
+    found = f"{what}: as much noise again takes acceptance from {base.tokens_per_block:.2f} to {noisy.tokens_per_block:.2f} tokens per block"
+    real = z <= -MIN_Z
+    if real and -change >= NATS_FAIL and lost >= LOSS_FAIL:
+        return Check(name, FAIL, found + ", so about that much is lost already", remedy, PRECISION, data)
+    if real and -change >= NATS_FAIL / 3 and lost >= LOSS_WARN:
+        return Check(name, WARN, found, remedy, PRECISION, data)
+    return Check(name, OK, found, "", PRECISION, data)
+
+
+def _described(model) -> tuple[str, dict, str | None]:
+    names = _matrices(model)
+    if not names:
+        return "", {}, "it has no matrices"
+    bits, error, types = _types(model, names)
+    size = sum(np.prod(model.file.tensors[n].shape, dtype=float) for n in names) * 34 / 32
+    what = f"{types}, {bits:.1f} bits per weight, relative error {error:.2g}"
+    reason = None
+    if size > MOST_BYTES:
+        reason = f"{what}; measuring what that costs would take a second copy of {size / (1 << 30):.1f} GiB"
+    elif error < 1e-3:
+        reason = f"{what}: nothing to lose"
+    return what, {"bits_per_weight": bits, "relative_error": error, "types": types}, reason
+
+
+def drafter(backend, target, model, probe: Probe, reading: Reading, base: Measured) -> Check:
+    """What the drafter's quantisation costs."""
+    name, (what, data, reason) = "drafter quantisation", _described(model)
+    if reason is not None:
+        return Check(name, NOT_APPLICABLE, reason, stage=PRECISION, data=data)
+    noisy = _noisy_model(backend, model)
+    with closing(noisy.weights), closing(Probe(backend, target, noisy, probe.passages, probe.blocks)) as other:
+        measured = other.measure(reading)
+    return _verdict(name, what, base, measured, "use the drafter in Q8_0 or F16: it is small, and what it guesses wrong costs a whole target step", data)
+
+
+def noisy_passage(make_engine, backend, model, passage: Passage) -> Passage:
+    """The passage as the target with noisy weights reads it. ``make_engine(target)``: an engine without a drafter.
+
+    Raises:
+        PyspecError: a copy of the weights with noise cannot be made.
+    """
+    noisy = _noisy_model(backend, model)
+    try:
+        with closing(make_engine(noisy)) as engine:
+            return capture(engine, passage.tokens[: passage.n_prompt], passage.tokens[passage.n_prompt :], sorted(passage.features))
+    finally:
+        noisy.weights.close()
+
+
+def target(changed: Callable[[], Passage], model, probe: Probe, reading: Reading) -> Check:
+    """What the target's quantisation costs the drafter; ``changed()`` is the first passage with noise."""
+    name, (what, data, reason) = "target quantisation", _described(model)
+    if reason is not None:
+        return Check(name, NOT_APPLICABLE, reason, stage=PRECISION, data=data)
+    try:
+        noisy = Probe(probe.backend, probe.target, probe.drafter, [changed()], probe.blocks)
+    except PyspecError as error:
+        return Check(name, NOT_APPLICABLE, f"{what}; a copy with noise cannot be made: {error}", stage=PRECISION, data=data)
+    with closing(noisy):
+        base, measured = probe.measure(reading, slice(0, 1)), noisy.measure(reading)
+    return _verdict(name, what, base, measured, "use the target with more bits per weight: the drafter was trained on its own hidden states", data)

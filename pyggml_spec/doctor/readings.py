@@ -1,0 +1,240 @@
+"""Is the drafter read as it was trained? Every hyper-parameter that files get wrong is swept, and acceptance says which value is right.
+
+A reading is better if the drafts' log-likelihood rises by MIN_GAIN nats and MIN_Z standard errors over the same blocks: accepted tokens alone
+are a far coarser measure (embedded pair, layer ids + 1: 3.97 against 4.17 tokens per block is 0.8 standard errors, likelihood 7.6).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..models.dflash import F16_MAX
+from .opening import mask_candidates
+from .probe import Measured, Probe, Reading
+from .report import FAIL, FEATURES, FIT, NOT_APPLICABLE, OK, READING, WARN, Check
+
+MIN_GAIN, MIN_Z = 0.05, 3.0
+MIN_RISE = 0.1  # tokens per block
+BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+WINDOWS = (128, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Other readings of one hyper-parameter. ``now``: how the file has it; ``screen``: drop an alternative that is worse on one passage."""
+
+    check: str
+    now: str
+    alternatives: list[tuple[str, Reading]]
+    remedy: str
+    screen: bool = True
+    reason: str = ""  # why there is nothing to try
+
+
+def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
+    """All sweeps. ``longest``: positions that the passages reach, beyond which a window cannot be measured."""
+    hp, edit = reading.hp, "with gguf-set-metadata, or convert it again"
+    layers = {shift: tuple(v + shift for v in hp.target_layers) for shift in (-1, 1)}
+    shifted = [
+        (f"target layers are {list(ids)}", reading.but(target_layers=ids)) for ids in layers.values() if all(0 <= v <= target.n_layer for v in ids)
+    ]
+    masks = [
+        (f"the mask token is {i} ({target.file.metadata['tokenizer.ggml.tokens'][i]!r})", reading.but(mask_token=i))
+        for i in mask_candidates(drafter.file, target)
+        if i != hp.mask_token
+    ]
+    blocks = [(f"the block has {n} rows", reading.but(block_size=n)) for n in sorted({hp.block_size // 2, 2 * hp.block_size, 8, 16})]
+    rope, theirs = hp.rope, getattr(target.hp, "rope", None)
+    bases = sorted({*BASES, *([theirs.base] if hasattr(theirs, "base") else [])} - {rope.base})
+    turned = sorted({hp.head_size, hp.head_size // 2, hp.head_size // 4} - {rope.n_rot, 0})
+    dims = [(f"{n} values of each head are rotated", reading.but(rope=replace(rope, n_rot=n))) for n in turned if n % 2 == 0]
+    dims.append((f"{'neighbouring values' if rope.neox else 'halves'} of a head are paired", reading.but(rope=replace(rope, neox=not rope.neox))))
+    if rope.scale != 1.0:
+        dims.append(("positions are not scaled", reading.but(rope=replace(rope, scale=1.0))))
+    return [
+        Sweep("target layers", f"target layers {list(hp.target_layers)}", shifted, "convert the drafter again with these dflash.target_layers", False),
+        Sweep("mask token", f"mask token {hp.mask_token}", masks, f"set tokenizer.ggml.mask_token_id in the drafter {edit}"),
+        Sweep("block size", f"block of {hp.block_size}", [b for b in blocks if 2 <= b[1].hp.block_size <= 64 and b[1].hp.block_size != hp.block_size],
+              f"set dflash.block_size in the drafter {edit}"),
+        Sweep("rope base", f"rope base {rope.base:g}", [(f"rope base is {b:g}", reading.but(rope=replace(rope, base=b))) for b in bases],
+              f"set dflash.rope.freq_base in the drafter {edit}"),
+        Sweep("rope sections", f"{rope.n_rot} of {hp.head_size} values rotated", dims, "convert the drafter again with the rope dimensions and sections of its training"),
+        _embedding(reading, drafter, target, edit),
+        Sweep("attention scale", f"attention scale {hp.attention_scale:.4g}",
+              [(f"the attention scale is {s:.4g}", reading.but(attention_scale=s)) for s in (hp.head_size**-0.5, 1.0) if abs(s / hp.attention_scale - 1) > 1e-3],
+              f"set dflash.attention.scale in the drafter {edit}"),
+        _windows(reading, target, longest, edit),
+        Sweep("block direction", f"{'causal' if reading.causal else 'bidirectional'} block",
+              [(f"the block is {'bidirectional' if reading.causal else 'causal'}", replace(reading, causal=not reading.causal))],
+              f"set dflash.attention.causal in the drafter {edit}"),
+    ]  # fmt: skip
+
+
+def _embedding(reading: Reading, drafter, target, edit: str) -> Sweep:
+    own = "token_embd.weight" in drafter.file.tensors
+    now = reading.hp.embedding_scale or (1.0 if own else target.embedding_scale)
+    tried = {1.0, target.embedding_scale, float(np.sqrt(target.n_embd))}
+    scales = [(f"block embeddings are scaled by {s:.4g}", reading.but(embedding_scale=s)) for s in sorted(tried) if abs(s / now - 1) > 1e-3]
+    return Sweep("embedding scale", f"block embeddings scaled by {now:.4g}", scales, f"set dflash.embedding_scale in the drafter {edit}")
+
+
+def _windows(reading: Reading, target, longest: int, edit: str) -> Sweep:
+    hp, tried = reading.hp, {}
+    now = f"windows {list(hp.window)}" if any(hp.window) else "no sliding window"
+    if any(hp.window):
+        tried["no layer has a sliding window"] = (0,) * hp.n_layer
+        window = max(hp.window)
+        flipped = tuple(0 if w else window for w in hp.window)
+        if window < longest and any(flipped):
+            tried[f"windows are {list(flipped)}"] = flipped
+    for window in sorted({*WINDOWS, target.window} - {0, *hp.window}):
+        if window < longest:
+            tried[f"all layers have a window of {window}"] = (window,) * hp.n_layer
+    visible = {label: w for label, w in tried.items() if any(0 < x < longest for x in (*w, *hp.window))}
+    reason = f"the texts reach position {longest}; no window that could be meant is shorter"
+    return Sweep(
+        "sliding window", now, [(label, reading.but(window=w)) for label, w in visible.items()],
+        f"set dflash.attention.sliding_window and its pattern in the drafter {edit}", reason=reason,
+    )  # fmt: skip
+
+
+def gain(base: Measured, other: Measured) -> tuple[float, float]:
+    """How much likelier the drafts are under ``other``, in nats per draft, and that in standard errors. Same blocks, common drafts."""
+    n, k = min(len(base.matched), len(other.matched)), min(base.likelihood.shape[1], other.likelihood.shape[1])
+    return _paired((other.likelihood[:n, :k] - base.likelihood[:n, :k]).mean(axis=1))
+
+
+def _first(base: Measured, other: Measured) -> Measured:
+    """``base`` on the blocks that ``other`` was measured on."""
+    return replace(base, matched=base.matched[: len(other.matched)], likelihood=base.likelihood[: len(other.matched)])
+
+
+def _paired(differences: np.ndarray) -> tuple[float, float]:
+    error = differences.std(ddof=1) / np.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    return float(differences.mean()), float(differences.mean() / max(error, 1e-6))
+
+
+def better(base: Measured, other: Measured) -> bool:
+    """Whether drafts are really likelier under ``other``, and it shows in accepted tokens; where the likelihood leaves no doubt, their noise
+    may hide it."""
+    change, z = gain(base, other)
+    rise = other.tokens_per_block - base.tokens_per_block
+    return change >= MIN_GAIN and z >= MIN_Z and (rise >= MIN_RISE or (change >= 6 * MIN_GAIN and rise > -0.1 * base.tokens_per_block and other.tokens_per_block > 1.5))
+
+
+def longer_blocks_pay(base: Measured, other: Measured) -> bool:
+    """For another block size: its drafts lie at other places, so only accepted tokens can be compared."""
+    n = min(len(base.matched), len(other.matched))
+    rise, z = _paired((other.matched[:n] - base.matched[:n]).astype(float))
+    return rise >= max(MIN_RISE, 0.03 * base.tokens_per_block) and z >= 1.5 and gain(base, other)[0] > -MIN_GAIN
+
+
+def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
+    """The verdict on one hyper-parameter."""
+    if not sweep.alternatives:
+        return Check(sweep.check, NOT_APPLICABLE, sweep.reason or f"{sweep.now}: there is no other value to try", stage=READING)
+    rows, best = [], None
+    for label, other in sweep.alternatives:
+        resized = other.hp.block_size != reading.hp.block_size
+        judge = longer_blocks_pay if resized else better
+        measured = probe.measure(other, slice(0, 1) if sweep.screen else slice(None))
+        first = _first(base, measured)
+        rise, nats = measured.tokens_per_block - first.tokens_per_block, gain(base, measured)[0]
+        if (rise if resized else nats) > 0 and len(measured.matched) < len(base.matched):
+            measured = probe.measure(other)
+        change, z = gain(base, measured)
+        rows.append({"when": label, "tokens_per_block": measured.tokens_per_block, "nats": change, "z": z, "blocks": len(measured.matched)})
+        score = change + measured.tokens_per_block - base.tokens_per_block
+        if len(measured.matched) == len(base.matched) and judge(base, measured) and (best is None or score > best[0] + MIN_RISE):
+            best = (score, label, measured)
+    data = {"now": sweep.now, "tokens_per_block": base.tokens_per_block, "tried": rows, "gain": 0.0}
+    if best is None:
+        nearest = max(rows, key=lambda row: row["nats"])
+        others = ", ".join(f"{row['tokens_per_block']:.2f} when {row['when']}" for row in rows if not sweep.screen or row is nearest)
+        blocks = "" if nearest["blocks"] == len(base.matched) else " on the first text"
+        found = f"{sweep.now}: {base.tokens_per_block:.2f} tokens per block; {others}{blocks} ({nearest['nats']:+.2f} nats)"
+        return Check(sweep.check, OK, found, "", READING, data)
+    score, label, measured = best
+    found = f"acceptance rises from {base.tokens_per_block:.2f} to {measured.tokens_per_block:.2f} tokens per block when {label}"
+    if measured.tokens_per_block < base.tokens_per_block + MIN_RISE:
+        times = np.exp(gain(base, measured)[0])
+        found = f"right drafts become {times:.1f} times as likely when {label}, {measured.tokens_per_block:.2f} tokens per block"
+    return Check(sweep.check, FAIL, f"{found} (now {sweep.now}, {base.tokens_per_block:.2f})", sweep.remedy, READING, {**data, "gain": score})
+
+
+def features(probe: Probe, reading: Reading, base: Measured) -> Check:
+    """Size, NaN and overflow of the hidden states that the drafter reads."""
+    rows = []
+    for v in sorted(set(reading.hp.target_layers)):
+        values = np.concatenate([p.features[v].ravel() for p in probe.passages])
+        bad = int((~np.isfinite(values)).sum())
+        finite = values[np.isfinite(values)].astype(np.float64)
+        rows.append({
+            "layer": v, "rms": float(np.sqrt(np.mean(finite**2))) if finite.size else None, "largest": float(np.abs(finite).max(initial=0)),
+            "not_finite": bad, "clamped": int((np.abs(finite) > F16_MAX).sum()), "values": values.size,
+        })  # fmt: skip
+    data = {"layers": rows}
+    broken = next((r for r in rows if r["not_finite"]), None)
+    if broken:
+        return Check(
+            "features", FAIL, f"{broken['not_finite']} of {broken['values']} values of the input of target layer {broken['layer']} are NaN or Inf",
+            "the target's weights are damaged or overflow on this device: check them with `pyspec compare --logits`", FEATURES, data,
+        )  # fmt: skip
+    found = "inputs of layers " + ", ".join(f"{r['layer']}: RMS {r['rms']:.3g}, largest {r['largest']:.3g}" for r in rows)
+    clamped = sum(r["clamped"] for r in rows)
+    if not clamped:
+        return Check("features", OK, found, "", FEATURES, data)
+    largest = max(r["largest"] for r in rows)
+    fitting = probe.measure(replace(reading, feature_scale=float(2.0 ** np.floor(np.log2(F16_MAX / largest)))))
+    found = f"{clamped} values are beyond {F16_MAX:g} and are cut off; the largest is {largest:.3g}"
+    if better(base, fitting):
+        rises = f"acceptance rises from {base.tokens_per_block:.2f} to {fitting.tokens_per_block:.2f} tokens per block when they are scaled to fit"
+        return Check(
+            "features", FAIL, f"{found}; {rises}", "use a conversion of the target whose hidden states stay in the range of F16, or a drafter "
+            "that was trained for this one", FEATURES, data,
+        )  # fmt: skip
+    return Check("features", WARN, f"{found}; acceptance does not suffer", "watch the acceptance on long texts", FEATURES, data)
+
+
+def fit(probe: Probe, reading: Reading, base: Measured) -> Check:
+    """Do the target's hidden states help the drafter at all? Compared with those of another text."""
+    if len(probe.passages) < 2:
+        return Check("fit to this target", NOT_APPLICABLE, "it takes two texts to compare", stage=FIT)
+    strange = probe.measure(replace(reading, features_of=1))
+    change, z = gain(strange, base)
+    data = {"right_features": base.tokens_per_block, "other_features": strange.tokens_per_block, "nats": change, "z": z}
+    found = f"{base.tokens_per_block:.2f} tokens per block with the hidden states of the text, {strange.tokens_per_block:.2f} with those of another one"
+    if change < 0.25 or z < MIN_Z:
+        return Check(
+            "fit to this target", FAIL, found + ": the drafter does not understand this target",
+            "use the drafter that was made for exactly this target (same release, same tuning), or the target that it was made for", FIT, data,
+        )  # fmt: skip
+    if base.tokens_per_block < 1.3:
+        return Check(
+            "fit to this target", WARN, found + ": hardly any draft is right",
+            "see whether these prompts are what the drafter was trained on (name others with --prompts)", FIT, data,
+        )  # fmt: skip
+    return Check("fit to this target", OK, found, "", FIT, data)
+
+
+def soft_cap(probe: Probe, reading: Reading, drafter, target) -> Check:
+    """Does a soft-cap on the draft logits change drafts? llama.cpp applies the drafter file's key; pyspec caps as the target does."""
+    key = f"{drafter.arch}.final_logit_softcapping"
+    theirs, ours = float(getattr(target.hp, "softcap", 0.0)), drafter.file.get(key, float, 0.0)
+    if not theirs and not ours:
+        return Check("soft-cap", NOT_APPLICABLE, "neither file caps its logits", stage=READING)
+    as_file, plain = probe.measure(replace(reading, cap=ours)), probe.measure(replace(reading, cap=0.0))
+    as_target = probe.measure(replace(reading, cap=theirs))
+    changed = float((as_file.drafts != as_target.drafts).mean())
+    data = {
+        "target_cap": theirs, "drafter_cap": ours, "changed_drafts": changed, "changed_without": float((plain.drafts != as_target.drafts).mean()),
+        "gain": gain(as_file, as_target)[0] + as_target.tokens_per_block - as_file.tokens_per_block,
+    }  # fmt: skip
+    found = f"cap {theirs:g} in the target, {ours:g} in the drafter: {100 * changed:.1f} % of drafts change with the drafter's"
+    remedy = f"set {key} in the drafter to {theirs:g} (gguf-set-metadata): llama.cpp caps draft logits with it"
+    if changed > 0.01:
+        found += f", {as_file.tokens_per_block:.2f} instead of {as_target.tokens_per_block:.2f} tokens per block"
+        return Check("soft-cap", FAIL, found, remedy, READING, data)
+    if theirs != ours and ours:
+        return Check("soft-cap", WARN, found, remedy, READING, data)
+    return Check("soft-cap", OK, found, "", READING, data)

@@ -1,0 +1,182 @@
+"""What the pair does when it runs: prompts in pieces, repeated prompts, replay, where a step's time goes, and whether speculation pays."""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..spec.calibrate import WARMUP, step_costs
+from ..spec.engine import Engine, candidate_widths
+from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from ..spec.stats import Stats
+from ..spec.width import WidthControl
+from .probe import Measured
+from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
+
+PIECE = 32
+AGREES = 0.6  # share of the accepted drafts that has to remain: two runs differ by the last bit of other batch shapes
+IN_LOOP = 0.35  # the same for a loop, whose blocks begin where the one before went wrong (embedded pair: 2.92 against 4.07 tokens)
+RUNS = 9
+
+
+def speculate(engine: Engine, prompt: Sequence[int], tokens: int, *, mode: str = SPECULATIVE, width: int | None = None, piece: int = 0,
+              keep: bool = False, control: WidthControl | None = None) -> Stats:  # fmt: skip
+    """One generation's statistics. ``piece``: prefill in pieces of so many tokens. ``keep``: go on with the sequence that is there."""
+    if not keep:
+        engine.reset(drafting=mode == SPECULATIVE)
+    prompt, stats = list(prompt), Stats()
+    while piece and len(prompt) > piece:
+        engine.prefill(prompt[:piece])
+        prompt = prompt[piece:]
+    options = LoopOptions(tokens, mode, width or engine.options.width, ignore_end=True)
+    for _ in generate(engine, prompt, options, stats, control=control):
+        pass
+    return stats
+
+
+def _same(name: str, usual: Stats, other: Stats, how: str, remedy: str) -> Check:
+    data = {"usual": usual.tokens_per_step, "other": other.tokens_per_step, "drafted": other.drafted, "nan_drafts": other.nan_drafts}
+    found = f"{other.tokens_per_step:.2f} tokens per step {how}, {usual.tokens_per_step:.2f} otherwise"
+    broken = other.nan_drafts or not other.drafted or other.matched < AGREES * usual.matched
+    return Check(name, FAIL if broken else OK, found, remedy if broken else "", RUNNING, data)
+
+
+def micro_batches(engine: Engine, prompt: Sequence[int], tokens: int) -> Check:
+    """A prompt in one piece and in pieces: does the drafter see all of it?"""
+    if len(prompt) <= PIECE:
+        return Check("micro-batches", NOT_APPLICABLE, f"the prompt has {len(prompt)} tokens, one piece holds {PIECE}", stage=RUNNING)
+    usual, pieces = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens, piece=PIECE)
+    how = f"with the prompt in {-(-len(prompt) // PIECE)} pieces"
+    return _same("micro-batches", usual, pieces, how, "report this: the hidden states of some pieces do not reach the drafter")
+
+
+def repeated_prompt(engine: Engine, prompt: Sequence[int], tokens: int) -> Check:
+    """The same prompt again, and its text continued as a second turn."""
+    usual, again = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens)
+    return _same("repeated prompt", usual, again, "for the same prompt again", "report this: the first run leaves something behind")
+
+
+def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
+    """Tokens per step of real generations against the teacher-forced estimate."""
+    steps, matched = sum(s.steps for s in stats), sum(s.matched for s in stats)
+    nan, real = sum(s.nan_drafts for s in stats), 1 + matched / max(1, steps)
+    data = {"tokens_per_step": real, "estimate": base.tokens_per_block, "nan_drafts": nan, "steps": steps}
+    found = f"{real:.2f} tokens per step in {steps} steps, {base.tokens_per_block:.2f} teacher-forced"
+    if nan:
+        return Check("acceptance", FAIL, f"{nan} blocks of drafts were NaN or Inf", "the drafter overflows on this device: use --device CPU to tell, "
+                     "and a drafter in another type", RUNNING, data)  # fmt: skip
+    if real < 1 + IN_LOOP * (base.tokens_per_block - 1):
+        return Check("acceptance", WARN, found, "a loop accepts less than single blocks do, but not that much less: report this", RUNNING, data)
+    if real < 1.5:
+        return Check("acceptance", WARN, found, "try prompts like those the drafter was trained on (--prompts), and both thinking modes", RUNNING, data)
+    return Check("acceptance", OK, found, "", RUNNING, data)
+
+
+def replay(stats: Sequence[Stats]) -> Check:
+    """Steps that reused a kept graph."""
+    computes = sum(s.computes for s in stats)
+    built, grown = (sum(getattr(s, name) for s in stats) for name in ("graphs_built_after_warmup", "buffer_growths_after_warmup"))
+    rate = 1 - built / max(1, computes)
+    data = {"graphs_computed": computes, "built_after_warmup": built, "buffers_grown_after_warmup": grown, "rate": rate}
+    found = f"{computes} graphs computed, {built} built and {grown} buffers grown after warm-up: {100 * rate:.1f} % replayed"
+    if built or grown:
+        return Check("graph replay", FAIL, found, "report this with the model's name and the context: a graph was not prepared beforehand", RUNNING, data)
+    return Check("graph replay", OK, found, "", RUNNING, data)
+
+
+def time_split(engine: Engine, stats: Sequence[Stats], width: int) -> Check:
+    """Milliseconds of one speculative step by part: drafting, verification, commit of the recurrent state, the host's own work."""
+    fused, verify = _median(engine, lambda: engine.fused_step(width)), _median(engine, lambda: engine.verify_step([0] * (width - 1)))
+    commit = _commit(engine, width) if engine.delta is not None else 0.0
+    steps = max(1, sum(s.steps for s in stats))
+    host = sum(s.host_us["host"] + s.host_us["upload"] for s in stats) / steps / 1000
+    parts = {"draft": max(0.0, fused - verify), "verify": max(0.0, verify - commit), "commit": commit, "host": host}
+    found = f"width {width}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in parts.items())
+    data = {"width": width, "fused_ms": fused, **{f"{k}_ms": v for k, v in parts.items()}}
+    if host > 0.25 * fused:
+        return Check("time split", WARN, found + ": the host takes a quarter or more", "leave a core free for the process; use fewer threads (-t)", RUNNING, data)
+    if parts["draft"] > parts["verify"]:
+        return Check("time split", WARN, found + ": drafting costs more than verifying", "use a drafter of fewer layers or fewer bits", RUNNING, data)
+    return Check("time split", OK, found, "", RUNNING, data)
+
+
+def _median(engine: Engine, step) -> float:
+    engine.reset()
+    engine.prefill([0] * 8)
+    times = []
+    for _ in range(min(RUNS + WARMUP, engine.cursor.room - engine.options.width)):
+        began = time.perf_counter()
+        result = step()
+        engine.accept(1, int(result.ids[0]))
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times[WARMUP:] or times)
+
+
+def _commit(engine: Engine, width: int) -> float:
+    """The graph that commits a whole block and nothing else."""
+    engine.reset()
+    engine.prefill([0] * 8)
+    times = []
+    for _ in range(RUNS):
+        result = engine.fused_step(width)
+        engine.accept(1, int(result.ids[0]))
+        began = time.perf_counter()
+        engine.flush()
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def _costs(engine: Engine, base: Measured) -> dict[int, float]:
+    """Step costs by width; measured again, and the lower ones taken, before they say that speculation does not pay."""
+    widths = candidate_widths(engine.options.width)
+    costs = step_costs(engine, widths)
+    if max(_gains(costs, base).values()) <= 1:
+        again = step_costs(engine, widths)
+        costs = {w: min(costs[w], again[w]) for w in costs}
+    return costs
+
+
+def _expected(width: int, base: Measured) -> float:
+    """Tokens of a block of ``width`` rows."""
+    return 1.0 + float(np.minimum(base.matched, width - 1).mean())
+
+
+def _gains(costs: dict[int, float], base: Measured) -> dict[int, float]:
+    """Predicted speed-up by width."""
+    return {w: _expected(w, base) * costs[1] / costs[w] for w in costs if w > 1}
+
+
+def pays(costs: dict[int, float], base: Measured, plain: Sequence[Stats], speculative: Sequence[Stats]) -> list[Check]:
+    """Break-even acceptance by width, and predicted against measured speed-up."""
+    gains = _gains(costs, base)
+    expected, needed = {w: _expected(w, base) for w in gains}, {w: costs[w] / costs[1] for w in gains}
+    width = max(gains, key=gains.get)
+    rows = {str(w): {"ms": costs[w], "break_even": needed[w], "expected": expected[w], "speedup": gains[w]} for w in needed}
+    found = f"width {width} needs {needed[width]:.2f} tokens per step to pay and gets {expected[width]:.2f}"
+    worth = gains[width] > 1
+    even = Check(
+        "break-even", OK if worth else WARN, found, "" if worth else "speculation cannot pay here, and width control decodes plainly: use a smaller or "
+        "better drafter, or a device with more compute for its bandwidth", RUNNING, {"plain_ms": costs[1], "widths": rows},
+    )  # fmt: skip
+    speeds = [sum(s.emitted - 1 for s in legs) / sum(s.seconds["decode"] for s in legs) for legs in (plain, speculative)]
+    measured, predicted = speeds[1] / speeds[0], max(1.0, gains[width])
+    found = f"{measured:.2f}x measured ({speeds[0]:.0f} to {speeds[1]:.0f} tok/s), {predicted:.2f}x predicted from costs and acceptance"
+    data = {"measured": measured, "predicted": predicted, "plain_tok_s": speeds[0], "speculative_tok_s": speeds[1]}
+    slow = measured < 0.75 * predicted
+    remedy = "run it again on a quiet machine; if it stays, compare the time split with `pyspec bench`" if slow else ""
+    return [even, Check("speed-up", WARN if slow else OK, found, remedy, RUNNING, data)]
+
+
+def examine(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, base: Measured) -> list[Check]:
+    """All checks that run generations."""
+    costs = _costs(engine, base)
+    longest = max(prompts, key=len)
+    checks = [micro_batches(engine, longest, tokens), repeated_prompt(engine, longest, tokens)]
+    full = [speculate(engine, prompt, tokens) for prompt in prompts]
+    checks += [loop_acceptance(full, base), replay(full)]
+    plain, chosen = [], []
+    for prompt in prompts:  # interleaved: a machine that slows down does so to both
+        plain.append(speculate(engine, prompt, tokens, mode=PLAIN))
+        chosen.append(speculate(engine, prompt, tokens, control=WidthControl(costs)))
+    return [*checks, time_split(engine, full, engine.options.width), *pays(costs, base, plain, chosen)]

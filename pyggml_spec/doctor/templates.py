@@ -1,0 +1,46 @@
+"""Template and thinking mode, A/B: the same requests as raw text, through the chat template, and with thinking on and off."""
+
+from collections.abc import Sequence
+
+from ..errors import TemplateError
+from ..spec.engine import Engine
+from ..text.template import KEY, ChatTemplate
+from ..text.tokenizer import Tokenizer
+from .evidence import write_passages
+from .probe import Probe, Reading
+from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
+
+MATTERS = 0.8  # share of the best way's accepted drafts below which a way is pointed out
+
+
+def ways(template: ChatTemplate, tokenizer: Tokenizer, prompts: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Token ids of each prompt, by how it is put to the model."""
+    modes = {"template": None, **({"template, thinking": True, "template, no thinking": False} if template.can_think else {})}
+    out = {"raw text": [tokenizer.encode(prompt) for prompt in prompts]}
+    for name, thinking in modes.items():
+        out[name] = [template.encode(tokenizer, [{"role": "user", "content": prompt}], thinking=thinking) for prompt in prompts]
+    return out
+
+
+def compare(engine: Engine, tokenizer: Tokenizer, probe: Probe, reading: Reading, prompts: Sequence[str], tokens: int) -> Check:
+    """Acceptance of the target's own text for each way of asking."""
+    name, file = "template and thinking", engine.target.file
+    if KEY not in file.metadata:
+        return Check(name, NOT_APPLICABLE, "the target has no chat template", stage=RUNNING)
+    try:
+        asked = ways(ChatTemplate.from_gguf(file), tokenizer, prompts)
+    except TemplateError as error:
+        return Check(name, WARN, f"the template cannot be measured: {error}", "use a model file with a working template", RUNNING)
+    kept, found = probe.passages, {}
+    try:
+        for way, ids in asked.items():
+            probe.passages = write_passages(engine, ids, sorted(kept[0].features), tokens)
+            found[way] = probe.measure(reading).tokens_per_block
+    finally:
+        probe.passages = kept
+    best = max(found, key=found.get)
+    text = ", ".join(f"{way} {value:.2f}" for way, value in found.items()) + " tokens per block"
+    poor = [way for way, value in found.items() if value - 1 < MATTERS * (found[best] - 1)]
+    if poor:
+        return Check(name, WARN, text, f"the drafter was trained for {best!r}: ask that way where the task allows it", RUNNING, {"ways": found})
+    return Check(name, OK, text, "", RUNNING, {"ways": found})
