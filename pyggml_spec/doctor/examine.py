@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import PyspecError
+from ..errors import EngineError, PyspecError
 from ..ggml.device import Backend, pick_device
 from ..ggml.library import versions
 from ..gguf_io import GGUFFile
@@ -20,7 +21,7 @@ from . import files, precision, readings, running, templates
 from .evidence import Passage, held_out_prompts, write_passages
 from .opening import Opened, open_leniently
 from .probe import FLOOR, JUDGED, Measured, Probe, Reading
-from .report import FAIL, FIT, NOT_APPLICABLE, RUNNING, Check, Report, causes_only
+from .report import FAIL, FEATURES, FIT, NOT_APPLICABLE, RUNNING, Check, Report, causes_only
 
 Done = Callable[[str, int, int], None]
 """Called with (what goes on, checks done, checks in all)."""
@@ -61,6 +62,7 @@ class Subject:
             self.ids = [self.tokenizer.encode(prompt)[: min(effort.prompt_tokens, self.n_ctx // 3)] for prompt in self.prompts]
             if not all(self.ids):
                 raise PyspecError(f"prompt {self.ids.index([])} is empty; give texts to continue")
+            self.prompts = [self.tokenizer.decode(ids) for ids in self.ids]
         except BaseException:
             self.close()
             raise
@@ -81,6 +83,10 @@ class Subject:
     def tokens(self) -> int:
         """Tokens of a continuation that fit."""
         return min(self.effort.tokens, self.n_ctx - max(map(len, self.ids)) - 1)
+
+    @cached_property
+    def target_weights(self) -> Check:
+        return files.weights("target weights", self.target, files.SCANNED_TARGET)
 
     def passages(self, layers: Sequence[int]) -> list[Passage]:
         """The texts with at least these layers' inputs."""
@@ -163,14 +169,20 @@ class _Examination:
             yield misfit
             return
         yield (mask := files.mask_embedding(self.target, drafter))
-        yield files.weights(drafter, mask)
+        yield files.weights("drafter weights", drafter, files.SCANNED, mask)
+        yield self.subject.target_weights
         with ExitStack() as stack:
             drafter.weights = stack.enter_context(
                 closing(Weights(self.subject.backend, self.file, drafter.specs(), drafter.groups(), drafter.fused_alike()))
             )
             self.progress("texts", 1, 8)
             layers = sorted({v + shift for v in drafter.hp.target_layers for shift in (-1, 0, 1) if 0 <= v + shift <= self.target.n_layer})
-            passages = self.subject.passages(layers)
+            try:
+                passages = self.subject.passages(layers)
+            except EngineError as error:
+                remedy = "fetch or convert the target again; `pyspec compare --logits` tells a damaged file from a kernel"
+                yield Check("target", FAIL, str(error), remedy, FEATURES)
+                return
             probe = stack.enter_context(closing(Probe(self.subject.backend, self.target, drafter, passages, effort.blocks)))
             yield from self._probed(opened, drafter, probe)
 

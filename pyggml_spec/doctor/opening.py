@@ -86,7 +86,7 @@ def open_leniently(file: GGUFFile, target) -> Opened:
             raise PyspecError(refusal)
         left.remove(mend)
         mended[mend.key] = before
-        refusals.append(Check(mend.check, FAIL, f"the engine refuses the drafter: {refusal}", mend.remedy, FILES, {"gain": float("inf")}))
+        refusals.append(Check(mend.check, FAIL, f"the engine refuses the drafter: {refusal}", mend.remedy, FILES))
 
 
 def _set(file: GGUFFile, key: str, value) -> None:

@@ -43,7 +43,7 @@ def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
         for i in mask_candidates(drafter.file, target)
         if i != hp.mask_token
     ]
-    blocks = [(f"the block has {n} rows", reading.but(block_size=n)) for n in sorted({hp.block_size // 2, 2 * hp.block_size, 8, 16})]
+    blocks = [(f"the block has {n} rows", reading.but(block_size=n)) for n in sorted({hp.block_size // 2, 2 * hp.block_size, 8, 16}, reverse=True)]
     rope, theirs = hp.rope, getattr(target.hp, "rope", None)
     bases = sorted({*BASES, *([theirs.base] if hasattr(theirs, "base") else [])} - {rope.base})
     turned = sorted({hp.head_size, hp.head_size // 2, hp.head_size // 4} - {rope.n_rot, 0})

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 
@@ -52,9 +53,23 @@ def micro_batches(engine: Engine, prompt: Sequence[int], tokens: int) -> Check:
 
 
 def repeated_prompt(engine: Engine, prompt: Sequence[int], tokens: int) -> Check:
-    """The same prompt again, and its text continued as a second turn."""
+    """The same prompt again."""
     usual, again = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens)
     return _same("repeated prompt", usual, again, "for the same prompt again", "report this: the first run leaves something behind")
+
+
+def cache_hit(engine: Engine, prompt: Sequence[int], tokens: int) -> Check:
+    """A prompt whose beginning comes from a snapshot: are the drafter's rows part of it?"""
+    if len(prompt) < 2:
+        return Check("cache hit", NOT_APPLICABLE, "the prompt is one token, so there is no prefix to keep", stage=RUNNING)
+    usual = speculate(engine, prompt, tokens)
+    engine.reset()
+    engine.prefill(prompt[:-1])
+    with closing(engine.snapshot()) as snapshot:
+        speculate(engine, prompt[::-1], tokens)  # something else lies in the caches now
+        engine.restore(snapshot)
+        hit = speculate(engine, prompt[-1:], tokens, keep=True)
+    return _same("cache hit", usual, hit, "behind a restored prefix", "report this: the drafter does not see the restored tokens")
 
 
 def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
@@ -74,14 +89,21 @@ def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
 
 
 def replay(stats: Sequence[Stats]) -> Check:
-    """Steps that reused a kept graph."""
+    """Steps that reused a kept graph, and on CUDA those that were replayed."""
     computes = sum(s.computes for s in stats)
     built, grown = (sum(getattr(s, name) for s in stats) for name in ("graphs_built_after_warmup", "buffer_growths_after_warmup"))
-    rate = 1 - built / max(1, computes)
-    data = {"graphs_computed": computes, "built_after_warmup": built, "buffers_grown_after_warmup": grown, "rate": rate}
-    found = f"{computes} graphs computed, {built} built and {grown} buffers grown after warm-up: {100 * rate:.1f} % replayed"
+    cuda = [s.cuda_graphs for s in stats if s.cuda_graphs is not None]
+    replayed, eager = (sum(c[name] for c in cuda) for name in ("replayed", "eager"))
+    rate = replayed / (replayed + eager) if replayed + eager else None
+    data = {"graphs_computed": computes, "built_after_warmup": built, "buffers_grown_after_warmup": grown, "cuda_replay_rate": rate}
+    found = f"{computes} graphs computed, {built} built and {grown} buffers grown after warm-up"
+    if rate is not None:
+        found += f", {100 * rate:.1f} % of the steps after each graph's warm-up replayed as CUDA graphs"
     if built or grown:
         return Check("graph replay", FAIL, found, "report this with the model's name and the context: a graph was not prepared beforehand", RUNNING, data)
+    if rate is not None and rate < 0.9:
+        remedy = "see whether GGML_CUDA_DISABLE_GRAPHS is set; routed experts at many rows keep ggml-cuda from replaying"
+        return Check("graph replay", WARN, found, remedy, RUNNING, data)
     return Check("graph replay", OK, found, "", RUNNING, data)
 
 
@@ -172,7 +194,7 @@ def examine(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, base:
     """All checks that run generations."""
     costs = _costs(engine, base)
     longest = max(prompts, key=len)
-    checks = [micro_batches(engine, longest, tokens), repeated_prompt(engine, longest, tokens)]
+    checks = [check(engine, longest, tokens) for check in (micro_batches, repeated_prompt, cache_hit)]
     full = [speculate(engine, prompt, tokens) for prompt in prompts]
     checks += [loop_acceptance(full, base), replay(full)]
     plain, chosen = [], []

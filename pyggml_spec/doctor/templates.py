@@ -7,7 +7,7 @@ from ..spec.engine import Engine
 from ..text.template import KEY, ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .evidence import write_passages
-from .probe import Probe, Reading
+from .probe import KNOWN, Probe, Reading
 from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
 
 MATTERS = 0.8  # share of the best way's accepted drafts below which a way is pointed out
@@ -31,6 +31,9 @@ def compare(engine: Engine, tokenizer: Tokenizer, probe: Probe, reading: Reading
         asked = ways(ChatTemplate.from_gguf(file), tokenizer, prompts)
     except TemplateError as error:
         return Check(name, WARN, f"the template cannot be measured: {error}", "use a model file with a working template", RUNNING)
+    tokens = min(tokens, engine.options.n_ctx - max(len(ids) for both in asked.values() for ids in both) - 1)
+    if tokens < KNOWN + 8:
+        return Check(name, NOT_APPLICABLE, f"the rendered prompts leave no room in a context of {engine.options.n_ctx}; use a larger -c", stage=RUNNING)
     kept, found = probe.passages, {}
     try:
         for way, ids in asked.items():

@@ -78,7 +78,6 @@ def _rotated_features(model: Model) -> None:
 
 BROKEN: dict[str, tuple[str, Callable[[Model], None]]] = {
     "tokens swapped": ("tokenizer", _swapped_tokens),
-    "merges of another tokenizer": ("tokenizer", _other_merges),
     "mask token is another token": ("mask token", _key("tokenizer.ggml.mask_token_id", U32, 4094)),
     "mask token outside the vocabulary": ("mask token", _key("tokenizer.ggml.mask_token_id", U32, 5000)),
     "mask embedding is NaN": ("mask embedding", _nan_mask_embedding),
@@ -95,19 +94,46 @@ BROKEN: dict[str, tuple[str, Callable[[Model], None]]] = {
     "tight soft-cap": ("soft-cap", _key("dflash.final_logit_softcapping", F32, 0.25)),
     "sliding window of 16": ("sliding window", lambda m: (_key("dflash.attention.sliding_window", U32, 16)(m),
                                                           _key("dflash.attention.sliding_window_pattern", ARR, (BOOL, [True, True]))(m))),
-    "window without its pattern": ("sliding window", _key("dflash.attention.sliding_window", U32, 512)),
     "causal flag": ("block direction", _key("dflash.attention.causal", BOOL, True)),
-    "another activation": ("activation", _key("dflash.hidden_activation", STR, "gelu")),
     "a norm zeroed": ("drafter weights", _zero_norm),
-    "a weight is NaN": ("drafter weights", _nan_weight),
     "two-bit weights": ("drafter quantisation", _coarse),
     "drafter of another target": ("fit to this target", _rotated_features),
 }  # fmt: skip
 
+AT_A_GLANCE: dict[str, tuple[str, Callable[[Model], None]]] = {
+    "merges of another tokenizer": ("tokenizer", _other_merges),
+    "a weight is NaN": ("drafter weights", _nan_weight),
+    "another activation": ("activation", _key("dflash.hidden_activation", STR, "gelu")),
+    "window without its pattern": ("sliding window", _key("dflash.attention.sliding_window", U32, 512)),
+    "no mask token": ("mask token", lambda m: m.keys.pop("tokenizer.ggml.mask_token_id")),
+    "no target layers": ("target layers", lambda m: m.keys.pop("dflash.target_layers")),
+    "block of 1": ("block size", _key("dflash.block_size", U32, 1)),
+}
+"""What the files alone give away."""
+
+
+def write_loud_target(path, factor: float) -> None:
+    """The embedded target with a residual stream ``factor`` (a power of two) times as large: same text, larger hidden states."""
+    model = Model(DEMO_TARGET)
+    for name, tensor in model.tensors.items():
+        if name.split(".")[-2] in ("token_embd", "attn_output", "ssm_out", "ffn_down"):
+            blocks = np.frombuffer(tensor[2], np.uint8).reshape(-1, 34).copy()
+            scales = blocks[:, :2].copy().view(np.float16) * np.float16(factor)
+            blocks[:, :2] = scales.astype(np.float16).view(np.uint8)
+            tensor[2] = blocks.tobytes()
+    model.write(path)
+
+
+def write_own_embedding(path) -> None:
+    """The embedded drafter with a copy of the embedding, for a target whose own is another."""
+    model = Model(DEMO_DRAFTER)
+    _own_embedding(model)
+    model.write(path)
+
 
 def write(name: str, path) -> str:
     """Writes the broken drafter ``name``; returns the check that has to fail."""
-    cause, change = BROKEN[name]
+    cause, change = {**BROKEN, **AT_A_GLANCE}[name]
     model = Model(DEMO_DRAFTER)
     change(model)
     model.write(path)

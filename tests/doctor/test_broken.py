@@ -1,0 +1,88 @@
+"""A good pair broken in one place at a time: doctor names the place, and nothing else."""
+
+import numpy as np
+import pytest
+from doctor.broken import AT_A_GLANCE, BROKEN, store, values, write, write_loud_target, write_own_embedding
+from gguf_io.build import Model
+
+from pyggml_spec.doctor import FAIL, WARN, Subject, examine_drafter
+from pyggml_spec.doctor.examine import Effort
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+
+VALUES = {  # not only which key is wrong: what it has to be
+    "layer ids + 1": "[1, 4, 6, 7]",
+    "layer ids - 1": "[1, 4, 6, 7]",
+    "rope base of another model": "rope base is 100000",
+    "block of 32": "the block has 16 rows",
+    "mask token is another token": "<|mask|>",
+    "mask token outside the vocabulary": "<|mask|>",
+    "sliding window of 16": "no layer has a sliding window",
+    "half of each head rotated": "64 values of each head",
+    "attention scale 1": "0.125",
+}
+EFFORT = Effort(prompts=3, blocks=12, running=False)
+GLANCE = Effort(prompts=1, prompt_tokens=16, tokens=48, blocks=4, running=False)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    one = Subject(DEMO_TARGET, device="CPU", threads=1, effort=EFFORT)
+    one.passages(range(one.target.n_layer + 1))
+    yield one
+    one.close()
+
+
+def test_the_good_pair_passes(subject):
+    report = examine_drafter(subject, DEMO_DRAFTER)
+    assert not report.failed and not [c.name for c in report.checks if c.verdict == WARN]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_cause_is_named_alone(subject, tmp_path, name):
+    cause = write(name, tmp_path / "drafter.gguf")
+    report = examine_drafter(subject, tmp_path / "drafter.gguf")
+    assert [check.name for check in report.failed] == [cause], [(c.name, c.found) for c in report.failed]
+    assert report.failed[0].remedy and VALUES.get(name, "") in report.failed[0].found
+
+
+@pytest.fixture(scope="module")
+def glance():
+    """A subject that measures next to nothing, for what needs no measurement."""
+    one = Subject(DEMO_TARGET, device="CPU", threads=1, effort=GLANCE)
+    one.passages(range(one.target.n_layer + 1))
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("name", AT_A_GLANCE)
+def test_what_the_file_gives_away_is_named(glance, tmp_path, name):
+    cause = write(name, tmp_path / "drafter.gguf")
+    report = examine_drafter(glance, tmp_path / "drafter.gguf")
+    assert report.failed[0].name == cause, [(c.name, c.found) for c in report.failed]
+
+
+def test_hidden_states_beyond_f16_are_named(tmp_path):
+    write_loud_target(tmp_path / "target.gguf", 2.0**14)
+    write_own_embedding(tmp_path / "drafter.gguf")
+    subject = Subject(tmp_path / "target.gguf", device="CPU", threads=1, effort=EFFORT)
+    try:
+        report = examine_drafter(subject, tmp_path / "drafter.gguf")
+    finally:
+        subject.close()
+    assert [check.name for check in report.failed] == ["features"]
+    assert "beyond 65504" in report.failed[0].found and report.check("features").verdict == FAIL
+
+
+@pytest.mark.parametrize("name", ["output_norm.weight", "blk.3.attn_norm.weight"])
+def test_a_damaged_target_is_named(tmp_path, name):
+    """In the last norm a NaN stops the engine; in an earlier one, rounding activations to integers hides it and the text is merely wrong."""
+    model = Model(DEMO_TARGET)
+    norm = values(model, name)
+    norm[0, 0] = np.nan
+    store(model, name, norm[0], 0)
+    subject = Subject(model.write(tmp_path / "target.gguf"), device="CPU", threads=1, effort=GLANCE)
+    try:
+        report = examine_drafter(subject, DEMO_DRAFTER)
+    finally:
+        subject.close()
+    assert [check.name for check in report.failed] == ["target weights"] and name in report.failed[0].found
