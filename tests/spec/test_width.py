@@ -7,6 +7,7 @@ import pytest
 from pyggml_spec.spec.width import WidthControl, useful_widths
 
 H200_27B = {1: 11.1, 2: 13.6, 4: 19.8, 8: 28.9, 16: 24.4}  # not monotonic: measured
+FAST_PLAIN = {1: 1.16, 2: 3.47, 4: 4.92, 8: 7.02, 16: 10.41}  # the embedded pair on two fast cores: it fits their cache
 SLOW_BLOCKS = {1: 2.0, 2: 3.4, 4: 4.7, 8: 8.7, 16: 12.6}  # a small model on two cores
 
 
@@ -37,6 +38,13 @@ def test_a_drafter_that_is_always_right_ends_in_the_widest_paying_block_within_6
     control = WidthControl(costs)
     _drive(control, 64, lambda width: width - 1)
     assert control.current == 16
+
+
+@pytest.mark.parametrize("tokens", [128, 512, 4096])
+def test_probes_that_never_pay_cost_at_most_three_percent_however_dear_blocks_are(tokens):
+    """128 tokens with three probes of 6 plain steps each lost 13 %."""
+    used = _drive(WidthControl(FAST_PLAIN), tokens, lambda width: 0)
+    assert sum(FAST_PLAIN[w] for w in used) <= 1.03 * FAST_PLAIN[1] * tokens
 
 
 def test_widths_that_a_wider_block_undercuts_are_never_used():
