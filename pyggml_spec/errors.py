@@ -43,3 +43,7 @@ class ConvertError(PyspecError):
 
 class TemplateError(PyspecError):
     """A chat template that is wrong, refuses the conversation, or does what a template must not do."""
+
+
+class PatchError(PyspecError):
+    """A patch of the llama.cpp set that does not fit the tree, or a tree that cannot be had."""

@@ -1,0 +1,44 @@
+"""pyspec patches"""
+
+import click
+
+from ..errors import PatchError
+from ..tools import patches as tool
+from .main import EXIT_CHECK
+from .terminal import say
+
+
+@click.group("patches")
+def command():
+    """The patch set for people who build llama.cpp themselves; patches/README.md says what each does."""
+
+
+@command.command("list")
+def list_():
+    """The patches in the order in which they apply."""
+    for patch in tool.series():
+        click.echo(f"{patch.path.name:<40} {patch.title}")
+    click.echo(f"made for {tool.MADE_FOR}; in {tool.patches_dir()}")
+
+
+@command.command("check")
+@click.argument("tree", metavar="DIR", type=click.Path(exists=True, file_okay=False))
+@click.pass_context
+def check(ctx, tree: str):
+    """Dry run on the llama.cpp source tree in DIR; exit code 3 when a patch does not fit."""
+    try:
+        left = tool.check(tree)
+    except PatchError as error:
+        say(str(error))
+        ctx.exit(EXIT_CHECK)
+    click.echo(f"{len(tool.series()) - len(left)} applied, {len(left)} fit")
+    for patch in left:
+        click.echo(f"{patch.path.name}: {len(patch.files)} files")
+
+
+@command.command("apply")
+@click.argument("tree", metavar="DIR", type=click.Path(exists=True, file_okay=False))
+def apply(tree: str):
+    """Applies to DIR what it lacks of the series: all of it, or nothing."""
+    left = tool.apply(tree)
+    click.echo("nothing to do, all patches are applied" if not left else f"applied {', '.join(patch.path.name for patch in left)}")

@@ -1,0 +1,185 @@
+"""The patch set for llama.cpp: what is in it, whether it fits a tree, applying it.
+
+The patches are made for one tree, the llama.cpp inside the llama-cpp-python sdist of `library.LLAMA_CPP_PYTHON`, and each needs those before it
+in ``series``. git does the matching, in memory: nothing is written unless all of it fits.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import PatchError
+
+LLAMA_CPP_PYTHON = "0.3.36"
+MADE_FOR = f"llama.cpp 0c1e57098 with ggml 0.25.3, the tree in the sdist of llama-cpp-python {LLAMA_CPP_PYTHON}"
+SDIST = f"llama_cpp_python-{LLAMA_CPP_PYTHON}.tar.gz"
+VENDORED = f"llama_cpp_python-{LLAMA_CPP_PYTHON}/vendor/llama.cpp"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Attributes:
+    path: the file; its name starts with its number.
+    title: first line of its header.
+    files: what it changes, relative to the tree's root.
+    """
+
+    path: Path
+    title: str
+    files: tuple[str, ...]
+
+
+def patches_dir() -> Path:
+    """The folder with ``series``: in the installed package, or in the repository.
+
+    Raises:
+        PatchError: it is in neither.
+    """
+    package = Path(__file__).parents[1]
+    for folder in (package / "patches", package.parent / "patches"):
+        if (folder / "series").is_file():
+            return folder
+    raise PatchError(f"there is no patches/series in {package} or beside it; install pyggml_spec again, or run from its repository")
+
+
+def series(folder: Path | None = None) -> list[Patch]:
+    """The patches in the order in which they apply.
+
+    Raises:
+        PatchError: a file that ``series`` names is missing or is no patch.
+    """
+    folder = folder or patches_dir()
+    names = [line.strip() for line in (folder / "series").read_text().splitlines()]
+    found = []
+    for name in (name for name in names if name and not name.startswith("#")):
+        path = folder / name
+        if not path.is_file():
+            raise PatchError(f"{folder / 'series'} names {name}, which is not there")
+        text = path.read_text()
+        files = tuple(dict.fromkeys(re.findall(r"^diff --git a/\S+ b/(\S+)$", text, re.MULTILINE)))
+        if not files:
+            raise PatchError(f"{path} changes no file; is it a patch in git's format?")
+        found.append(Patch(path, text.splitlines()[0], files))
+    return found
+
+
+def ggml_version(tree: Path) -> str:
+    """Version of ggml in a llama.cpp tree.
+
+    Raises:
+        PatchError: it is no llama.cpp tree.
+    """
+    file = tree / "ggml" / "CMakeLists.txt"
+    if not (tree / "src" / "llama-context.cpp").is_file() or not file.is_file():
+        raise PatchError(f"{tree} is no llama.cpp source tree (src/llama-context.cpp and ggml/CMakeLists.txt expected); the patches are for {MADE_FOR}")
+    parts = re.findall(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH)\s+(\d+)\)", file.read_text(errors="replace"))
+    return ".".join(parts) or "of an unknown version"
+
+
+def _git_apply(tree: Path, patches: list[Patch], *options: str) -> subprocess.CompletedProcess:
+    if not patches:
+        return subprocess.CompletedProcess([], 0, "", "")
+    if not shutil.which("git"):
+        raise PatchError("git is not installed, and it is git that applies the patches; install git")
+    command = ["git", "apply", "--whitespace=nowarn", *options, *(str(patch.path.resolve()) for patch in patches)]
+    # a tree inside another repository would be silently skipped as outside of git's working directory
+    alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.resolve().parent), "LC_ALL": "C"}
+    return subprocess.run(command, cwd=tree, env=alone, capture_output=True, text=True)
+
+
+def n_applied(tree: Path, patches: list[Patch] | None = None) -> int:
+    """How many patches of the series, from its start, the tree already has."""
+    patches = series() if patches is None else patches
+    for n in range(len(patches), 0, -1):
+        if _git_apply(tree, patches[n - 1 :: -1], "--reverse", "--check").returncode == 0:
+            return n
+    return 0
+
+
+def check(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
+    """Dry run of what the tree lacks.
+
+    Args:
+        tree: root of a llama.cpp source tree; any number of the first patches may be applied to it.
+        patches: the series; by default the one that comes with the package.
+
+    Returns:
+        The patches that are not applied yet and fit, in order.
+
+    Raises:
+        PatchError: no llama.cpp tree, or a patch that does not fit; names the patch, the file and line of the hunk, and the tree it was made for.
+    """
+    tree = Path(tree)
+    patches = series() if patches is None else patches
+    version = ggml_version(tree)
+    applied = n_applied(tree, patches)
+    left = patches[applied:]
+    for n in range(1, len(left) + 1):
+        done = _git_apply(tree, left[:n], "--check")
+        if done.returncode:
+            hunks = re.findall(r"^error: patch failed: (\S+:\d+)$", done.stderr, re.MULTILINE)
+            where = f"hunk at {', '.join(hunks)}" if hunks else done.stderr.strip().removeprefix("error: ") or f"git apply ended with {done.returncode}"
+            have = f", after {applied} of the series that the tree has" if applied else ""
+            raise PatchError(f"{left[n - 1].path.name} does not fit {tree}{have}: {where}. It was made for {MADE_FOR}; this tree has ggml {version}")
+    return left
+
+
+def apply(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
+    """Applies what the tree lacks, or nothing.
+
+    Returns:
+        The patches that were applied now.
+
+    Raises:
+        PatchError: as `check`; the tree is then as it was.
+    """
+    left = check(tree, patches)
+    done = _git_apply(Path(tree), left)
+    if done.returncode:
+        raise PatchError(f"git could not write the patched files of {tree}: {done.stderr.strip()}")
+    return left
+
+
+def fetch_sdist(folder: Path) -> Path:
+    """The sdist that holds the tree, downloaded once into ``folder`` by pip.
+
+    Raises:
+        PatchError: pip could not get it.
+    """
+    sdist = folder / SDIST
+    if not sdist.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        # the build tools of this environment do: pip asks an sdist for its name and version before it keeps it
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:"]
+        command += ["--no-build-isolation", "--dest", str(folder), f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not sdist.is_file():
+            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise PatchError(f"pip could not download the source of llama-cpp-python {LLAMA_CPP_PYTHON} ({said}); put {SDIST} into {folder}, or pass a tree")
+    return sdist
+
+
+def unpack(sdist: Path, folder: Path, only: set[str] | None = None) -> Path:
+    """Unpacks the sdist below ``folder`` and returns the llama.cpp tree in it; ``only``: these files of the tree and nothing else.
+
+    Raises:
+        PatchError: the sdist is damaged or not the one expected.
+    """
+    try:
+        with tarfile.open(sdist) as archive:
+            if only is None:
+                archive.extractall(folder, filter="data")
+            for member in archive if only is not None else ():
+                if member.name.removeprefix(f"{VENDORED}/") in only:
+                    archive.extract(member, folder, filter="data")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise PatchError(f"{sdist} cannot be unpacked ({error}); delete it and try again") from None
+    tree = folder / VENDORED
+    if not tree.is_dir():
+        raise PatchError(f"{sdist} holds no {VENDORED}; it is not the sdist of llama-cpp-python {LLAMA_CPP_PYTHON}")
+    return tree

@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Builds llama.cpp with the patch set, or llama-cpp-python on top of it.
+
+    build_patched_llamacpp.py --out DIR [--tree LLAMA_CPP | --sdist FILE] [--cuda [--cuda-arch 90]] [--unpatched] [--jobs N] [TARGET ...]
+    build_patched_llamacpp.py --out DIR --wheel [--cuda]
+
+The tree comes out of the llama-cpp-python sdist (downloaded by pip into DIR), or is a copy of --tree. The tools land in DIR/build/bin;
+--wheel writes a wheel of llama-cpp-python into DIR instead: its version is unchanged, so pyggml_spec runs on it after
+`pip install --force-reinstall --no-deps DIR/llama_cpp_python-*.whl`. --unpatched builds the same tree as it is, for comparisons.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pyggml_spec.errors import PyspecError
+from pyggml_spec.tools import patches
+
+TARGETS = ["llama-server", "llama-bench"]
+TESTS = ["test-backend-ops", "test-llama-archs", "test-recurrent-state-rollback", "test-batch-alloc"]
+NEW_TESTS = ["test-perf-counters"]
+
+
+def run(command: list[str], env: dict[str, str] | None = None) -> None:
+    print("+", *command, flush=True)
+    status = subprocess.run(command, env=env).returncode
+    if status:
+        sys.exit(f"{command[0]} ended with {status}")
+
+
+def cmake_options(args) -> list[str]:
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", f"-DGGML_CUDA={'ON' if args.cuda else 'OFF'}"]
+    if args.cuda and args.cuda_arch:
+        options.append(f"-DCMAKE_CUDA_ARCHITECTURES={args.cuda_arch}")
+    if shutil.which("ccache"):
+        languages = ("C", "CXX", "CUDA") if args.cuda else ("C", "CXX")
+        options += [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in languages]
+    return options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tree", type=Path, help="llama.cpp source tree, which is copied")
+    parser.add_argument("--sdist", type=Path, help=f"{patches.SDIST}, if it is here already")
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--cuda-arch", default="", help="for example 90 for H100 and H200; by default CMake's choice")
+    parser.add_argument("--unpatched", action="store_true")
+    parser.add_argument("--wheel", action="store_true", help="build llama-cpp-python instead of the tools")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("targets", nargs="*", help=f"by default {' '.join(TARGETS)} and the tests that the patches touch")
+    args = parser.parse_args()
+    if args.wheel and args.tree:
+        parser.error("--wheel needs the whole sdist, not a tree")
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    tree = args.out / "llama.cpp" if args.tree else args.out / patches.VENDORED
+    if not tree.is_dir():
+        if args.tree:
+            patches.ggml_version(args.tree)
+            shutil.copytree(args.tree, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", "build*"))
+        else:
+            patches.unpack(args.sdist or patches.fetch_sdist(args.out), args.out)
+    if not args.unpatched:
+        done = patches.apply(tree)
+        print(f"applied {', '.join(patch.path.name for patch in done) or 'nothing: it is patched already'}", flush=True)
+
+    if args.wheel:
+        env = {**os.environ, "CMAKE_ARGS": " ".join(cmake_options(args)), "CMAKE_BUILD_PARALLEL_LEVEL": str(args.jobs)}
+        run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(args.out), str(tree.parents[1])], env)
+        return
+    build = args.out / "build"
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    run(["cmake", *generator, "-S", str(tree), "-B", str(build), *cmake_options(args), "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=ON"])
+    targets = args.targets or TARGETS + TESTS + ([] if args.unpatched else NEW_TESTS)
+    run(["cmake", "--build", str(build), "--parallel", str(args.jobs), "--target", *targets])
+    print(build / "bin")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PyspecError as error:
+        sys.exit(f"build_patched_llamacpp.py: {error}")

@@ -1,0 +1,93 @@
+"""The patch set fits the tree it was made for, and what does not fit is named and leaves the tree alone."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pyggml_spec.cli.patches import command
+from pyggml_spec.errors import PatchError
+from pyggml_spec.tools import patches
+
+SERIES = patches.series()
+
+
+def contents(tree: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(tree)): path.read_bytes() for path in tree.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("n", range(1, len(SERIES) + 1), ids=lambda n: SERIES[n - 1].path.stem)
+def test_every_prefix_of_the_series_applies(pristine: Path, n: int):
+    done = subprocess.run(
+        ["git", "apply", "--check", *(patch.path for patch in SERIES[:n])],
+        cwd=pristine,
+        env={"PATH": "/usr/bin:/bin:/usr/local/bin", "GIT_CEILING_DIRECTORIES": str(pristine.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_series_is_the_folder():
+    folder = patches.patches_dir()
+    assert [patch.path.name for patch in SERIES] == sorted(path.name for path in folder.glob("*.patch"))
+
+
+@pytest.mark.parametrize("patch", SERIES, ids=lambda patch: patch.path.stem)
+def test_headers_say_what_why_and_on_what(patch):
+    header = patch.path.read_text().split("diff --git", 1)[0]
+    for field in ("What:", "Why:", "Moves:", "Needs:", "Test:"):
+        assert re.search(rf"^{field}", header, re.MULTILINE), f"{patch.path.name} has no line {field}"
+    assert patch.path.stem in (patches.patches_dir() / "README.md").read_text()
+
+
+def test_apply_is_all_or_nothing_and_repeatable(tree: Path):
+    assert patches.n_applied(tree) == 0
+    assert patches.apply(tree) == SERIES
+    after = contents(tree)
+    assert patches.n_applied(tree) == len(SERIES)
+    assert patches.apply(tree) == []
+    assert contents(tree) == after
+
+
+def test_continues_a_tree_that_has_the_first_patches(tree: Path):
+    patches.apply(tree, SERIES[:1])
+    assert patches.apply(tree) == SERIES[1:]
+
+
+def test_a_hunk_that_does_not_fit_is_named_and_nothing_is_written(tree: Path):
+    file = tree / "src" / "llama-memory-recurrent.cpp"
+    file.write_text(file.read_text().replace("rollback <= (llama_pos) n_rs_seq", "rollback < (llama_pos) n_rs_seq"))
+    before = contents(tree)
+    with pytest.raises(PatchError, match=r"0002-\S+ does not fit .*src/llama-memory-recurrent.cpp:\d+.*0\.3\.36.*this tree has ggml 0\.25\.3"):
+        patches.apply(tree)
+    assert contents(tree) == before
+
+
+def test_a_tree_inside_another_repository_is_not_skipped(tree: Path):
+    subprocess.run(["git", "init", "-q", str(tree.parent)], check=True)
+    patches.apply(tree)
+    assert "llama_perf_counters" in (tree / "include" / "llama.h").read_text()
+
+
+def test_something_else_is_refused(tmp_path: Path):
+    with pytest.raises(PatchError, match="no llama.cpp source tree"):
+        patches.check(tmp_path)
+
+
+def test_a_damaged_sdist_is_named(tmp_path: Path):
+    (tmp_path / patches.SDIST).write_bytes(b"\x1f\x8b not an archive")
+    with pytest.raises(PatchError, match="cannot be unpacked"):
+        patches.unpack(tmp_path / patches.SDIST, tmp_path)
+
+
+def test_commands(tree: Path, tmp_path: Path):
+    listed = CliRunner().invoke(command, ["list"])
+    assert listed.exit_code == 0 and all(patch.path.name in listed.output for patch in SERIES)
+    assert f"0 applied, {len(SERIES)} fit" in CliRunner().invoke(command, ["check", str(tree)]).output
+    assert CliRunner().invoke(command, ["apply", str(tree)]).exit_code == 0
+    assert f"{len(SERIES)} applied, 0 fit" in CliRunner().invoke(command, ["check", str(tree)]).output
+    refused = CliRunner().invoke(command, ["check", str(tmp_path)])
+    assert refused.exit_code == 3 and "no llama.cpp source tree" in refused.output
