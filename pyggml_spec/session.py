@@ -14,10 +14,12 @@ from .ggml.library import versions
 from .gguf_io import GGUFFile
 from .models.registry import open_drafter, open_target
 from .models.weights import Weights
+from .spec.batch import BatchEngine
 from .spec.calibrate import cached_costs
 from .spec.engine import Engine, EngineOptions, candidate_widths
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from .spec.sampling import Sampler, Sampling, TokenLogprob
+from .spec.scheduler import Scheduler
 from .spec.stats import Stats
 from .spec.synthetic import SyntheticAcceptance
 from .spec.width import WidthControl, useful_widths
@@ -215,6 +217,18 @@ class Session:
         stats = Stats(device=self.backend.device.name, versions=versions())
         stats.seconds["load"] = self.load_seconds
         return stats
+
+    def batch(self, slots: int, n_ctx: int | None = None) -> Scheduler:
+        """A scheduler for ``slots`` sequences at once over this session's weights, with caches of its own; close it before the session.
+
+        Each slot has ``n_ctx`` tokens of context; None takes the session's.
+
+        Raises:
+            EngineError: an impossible number of slots.
+            DeviceError: their caches do not fit the device.
+        """
+        options = replace(self.engine.options, slots=slots, n_ctx=n_ctx or self.engine.options.n_ctx)
+        return Scheduler(BatchEngine(self.backend, self.target, self.drafter, options), None if self.costs else options.width)
 
     def calibrate_plain(self, steps: int = 12) -> float:
         """Milliseconds of one plain decode step of this target on this device, the median of ``steps``. Forgets the sequence."""

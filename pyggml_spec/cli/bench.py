@@ -10,6 +10,7 @@ from ..ggml.library import versions
 from ..session import load
 from ..tools.anatomy import anatomy
 from ..tools.bench import BenchOptions, bench
+from ..tools.bench_slots import bench_slots, tokens_needed
 from .options import cache_type_options, draft_cache_type_options, graphs_option, target_options
 from .report import engaged_line
 from .terminal import progress_line, say, size
@@ -41,15 +42,20 @@ class _Numbers(click.ParamType):
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Measured runs of every leg.")
 @click.option("--synthetic-acceptance", "synthetic", type=float, help="Accept L tokens per full block on average, at random. The text is not valid.")
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per block. Default: chosen while running.")
+@click.option("--slots", type=_Numbers(), help="Sequences at once: aggregate speed for each of these numbers, instead of the other tests.")
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
 def command(
-    target, draft, device, threads, n_ctx, graphs, prompts, tokens, depths, repetitions, synthetic, draft_width, output, as_json, **cache_types
+    target, draft, device, threads, n_ctx, graphs, prompts, tokens, depths, repetitions, synthetic, draft_width, slots, output, as_json,
+    **cache_types,
 ):
     """Measures prompt processing, plain and speculative decoding in one process, interleaved."""
     prompts = tuple(n for n in prompts if n)
     depths = depths or (0,)
-    need = max(depths) + max([*prompts, tokens + 8])
+    options = BenchOptions(prompts, tokens, depths, repetitions, synthetic, draft_width)
+    if slots is not None and (0 in slots or not slots or not tokens):
+        raise click.UsageError("--slots takes numbers from 1 up, and needs tokens to generate (-n)")
+    need = tokens_needed(options) if slots else max(depths) + max([*prompts, tokens + 8])
     with progress_line() as progress:
         n_ctx = n_ctx or max(need, 512)
         session = load(
@@ -57,10 +63,9 @@ def command(
         )
     with session:
         say(engaged_line(session.engaged(), None))
-        options = BenchOptions(prompts, tokens, depths, repetitions, synthetic, draft_width)
-        rows = bench(session, options)
-        click.echo(_table(rows, output))
-        parts = anatomy(session, _widths(rows), max(8, depths[-1])) if tokens else []
+        rows = bench_slots(session, slots, options) if slots else bench(session, options)
+        click.echo(_slots_table(rows, output) if slots else _table(rows, output))
+        parts = anatomy(session, _widths(rows), max(8, depths[-1])) if tokens and not slots else []
         if output == "md" and parts:
             click.echo("\n" + _parts_table(parts))
         if as_json:
@@ -87,9 +92,17 @@ def _parts_table(parts) -> str:
     return "\n".join(lines)
 
 
+def _slots_table(rows, output: str) -> str:
+    header = ["test", "tok/s", "deviation", "per sequence", "ms/step", "tokens/step", "widths", "rows used", "memory per slot"]
+    cells = []
+    for r in rows:
+        widths = " ".join(f"{w}:{n}" for w, n in sorted(r.widths.items()))
+        steps = [f"{r.mean / r.slots:.1f}", f"{r.ms_per_step:.2f}", f"{r.tokens_per_step:.2f}"]
+        cells.append([r.test, f"{r.mean:.1f}", f"{r.deviation:.1f}", *steps, widths, f"{100 * r.used:.0f} %", size(r.slot_bytes)])
+    return _written(rows, header, cells, output)
+
+
 def _table(rows, output: str) -> str:
-    if output == "jsonl":
-        return "\n".join(json.dumps(row.as_dict()) for row in rows)
     header = ["test", "tok/s", "deviation", "ms/step", "tokens/step", "upload", "launch", "read+wait", "host"]
     cells = []
     for r in rows:
@@ -97,6 +110,12 @@ def _table(rows, output: str) -> str:
         phases = [f"{us[k]:.0f} us" for k in ("upload", "compute", "read", "host")] if us else [""] * 4
         steps = [f"{r.ms_per_step:.2f}", f"{r.tokens_per_step:.2f}"] if r.ms_per_step else ["", ""]
         cells.append([r.test, f"{r.mean:.1f}", f"{r.deviation:.1f}", *steps, *phases])
+    return _written(rows, header, cells, output)
+
+
+def _written(rows, header: list[str], cells: list[list[str]], output: str) -> str:
+    if output == "jsonl":
+        return "\n".join(json.dumps(row.as_dict()) for row in rows)
     if output == "csv":
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows([header, *cells])

@@ -257,19 +257,27 @@ class BatchEngine:
         ids = np.asarray(tokens, dtype=np.int64)
         if ids.ndim != 1 or ids.size == 0:
             raise ContextError("the prompt is empty; give at least one token")
-        bad = ids[(ids < 0) | (ids >= self.target.n_vocab)]
-        if bad.size:
-            raise ContextError(f"token id {bad[0]} is outside the vocabulary of {self.target.n_vocab}")
+        self.check_tokens(ids)
         s.cursor.check_fits(ids.size)
         if ids.size > self.options.chunk:
             raise EngineError(f"a prompt of {ids.size} tokens in one step: the widest chunk is {self.options.chunk}")
+
+    def check_tokens(self, ids: np.ndarray) -> None:
+        """Raises ContextError for an id outside the vocabulary."""
+        bad = ids[(ids < 0) | (ids >= self.target.n_vocab)]
+        if bad.size:
+            raise ContextError(f"token id {bad[0]} is outside the vocabulary of {self.target.n_vocab}")
+
+    def chunk_width(self, rows: int) -> int:
+        """Rows of the graph that computes ``rows`` certain rows of a slot."""
+        return next(w for w in (1, *self.chunks) if rows <= w)
 
     def _direct(self, work: Mapping[int, Work], rows: dict[int, int], seats: SlotRange, role: str = "direct") -> dict[int, StepResult]:
         """All rows are certain: the recurrent states are written by the step itself."""
         if self.delta is not None and self.delta.accepted[seats.part].any():
             self.fold()
         need = max(rows.values())
-        width = need if need == 1 or role == "logits" else next(c for c in self.chunks if need <= c)
+        width = need if role == "logits" else self.chunk_width(need)
         step = self.graphs.get(role, width, self._span(seats, width), seats)
         self._fill_rows(step, width, rows, seats)
         host = step.host

@@ -1,0 +1,371 @@
+"""Who does what in the next step: admission, prompts in chunks, decoding, limits, cancellation.
+
+    submit -> waiting -> (lowest free slot) -> prompt, chunk by chunk -> decoding -> ended
+
+Sequences that decode share every step. While some decode and others still read their prompts, steps of both kinds take turns, and a chunk is
+then at most BESIDE tokens: no decoding sequence waits longer than that chunk. Prompts take turns among each other, chunk by chunk; short ones
+that fit into one step together share it, and a prompt's end that is no longer than the block rides along with the decoding step.
+
+Whoever waits for tokens drives: iterating a stream runs steps, for all sequences, until it has something. From several threads one drives
+and the others wait for it.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..cache.slots import covering
+from ..errors import ContextError, EngineError
+from .batch import BatchEngine, Draft, Prompt, Verify, Work
+from .batch_width import BatchWidths
+from .engine import StepResult, candidate_widths
+from .loop import REFERENCE, SPECULATIVE, LoopOptions, count_matched
+from .stats import Stats
+from .width import Acceptance
+
+BESIDE = 128  # prompt tokens per step while others decode
+
+
+@dataclass
+class BatchStats:
+    """Counts of an engine with several slots, over all sequences.
+
+    Attributes:
+        steps: forward passes; ``prompt_steps`` of them computed prompts only.
+        emitted: tokens that came out.
+        finished: sequences by why they ended.
+        rows_computed, rows_used: rows of the target's graphs, and those that a sequence had work for.
+        decoding: how many steps ran with n sequences decoding.
+        widths: how many steps with drafts ran at each width.
+        longest_wait: most seconds that a decoding sequence had between two of its steps.
+        seconds: spent in steps.
+    """
+
+    steps: int = 0
+    prompt_steps: int = 0
+    emitted: int = 0
+    finished: Counter = field(default_factory=Counter)
+    rows_computed: int = 0
+    rows_used: int = 0
+    decoding: Counter = field(default_factory=Counter)
+    widths: Counter = field(default_factory=Counter)
+    longest_wait: float = 0.0
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict:
+        """Plain values, JSON-ready."""
+        counters = {k: {str(n): c for n, c in sorted(v.items())} for k, v in self.__dict__.items() if isinstance(v, Counter)}
+        return {**self.__dict__, **counters}
+
+
+class Stream:
+    """One sequence as its owner sees it. Iterating gives the tokens of each step, the first one alone; ``cancel`` ends it at any time.
+
+    Attributes:
+        tokens: everything that came out so far.
+        stats: statistics of this sequence; ``stats.stop_reason`` says why it ended: "end", "length", "context" or "cancelled".
+    """
+
+    def __init__(self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int):
+        self._scheduler, self._prompt, self._options = scheduler, prompt, options
+        self.tokens: list[int] = []
+        self.stats = Stats(mode=options.mode, width=options.width, prompt_tokens=len(prompt))
+        self.slot: int | None = None
+        self.ended = False
+        self.error: Exception | None = None
+        self._blocks: deque = deque()
+        self._cancelled = False
+        self._filled = 0  # tokens of the prompt that are committed
+        self._limit = 0
+        self._speculating = options.mode == SPECULATIVE and options.width > 1
+        self._acceptance = Acceptance(widest - 1) if self._speculating else None
+        self._since = time.perf_counter()
+        self._last_step = 0.0
+
+    def cancel(self) -> None:
+        """Ends the sequence before the next step. May be called from any thread, and when it has ended."""
+        self._cancelled = True
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        while not self._blocks:
+            if self.error is not None:
+                raise self.error
+            if self.ended:
+                raise StopIteration
+            self._scheduler.drive(self)
+        return self._blocks.popleft()
+
+    def result(self) -> list[int]:
+        """Waits for the end and returns all tokens."""
+        for _ in self:
+            pass
+        return self.tokens
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next iteration returns, or ends, without a step."""
+        return bool(self._blocks) or self.ended or self.error is not None
+
+    # -- for the scheduler
+
+    @property
+    def _left(self) -> int:
+        return len(self._prompt) - self._filled
+
+    def _phase(self, name: str) -> None:
+        now = time.perf_counter()
+        self.stats.seconds[name] = self.stats.seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+
+class Scheduler:
+    """Runs the sequences of one batch engine, which it owns. ``width`` pins the rows per block; None learns what pays."""
+
+    def __init__(self, engine: BatchEngine, width: int | None = None):
+        self.engine, self.stats = engine, BatchStats()
+        self.widths = BatchWidths(candidate_widths(engine.options.width)) if width is None and engine.drafter is not None else None
+        self.width = width or engine.options.width
+        self._waiting: deque[Stream] = deque()
+        self._active: list[Stream] = []
+        self._prompts_turn, self._covered = True, 1  # slots that the last decoding step covered
+        self._driving, self._queue = threading.Lock(), threading.Lock()
+
+    # -- for everybody
+
+    def submit(self, prompt: Sequence[int], options: LoopOptions = LoopOptions()) -> Stream:
+        """Queues a sequence; it starts as soon as a slot is free. ``options.width`` is not used: widths are the scheduler's.
+
+        Raises:
+            ContextError: the prompt is empty, does not fit the context, or has ids outside the vocabulary.
+            EngineError: a mode that several sequences cannot have.
+        """
+        ids = np.asarray(prompt, dtype=np.int64)
+        if options.mode == REFERENCE:
+            raise EngineError("reference mode is for one sequence: use one slot")
+        if ids.ndim != 1 or ids.size == 0:
+            raise ContextError("the prompt is empty; give at least one token")
+        self.engine.check_tokens(ids)
+        if ids.size > self.engine.options.n_ctx:
+            raise ContextError(f"a prompt of {ids.size} tokens does not fit the context of {self.engine.options.n_ctx} per slot; raise -c")
+        if options.mode == SPECULATIVE and self.engine.drafter is None:
+            raise EngineError("there is no drafter: submit with plain mode")
+        stream = Stream(self, ids.tolist(), options, self.engine.options.width)
+        room = self.engine.options.n_ctx - ids.size
+        stream._limit = options.max_tokens if options.max_tokens is not None else room + 1
+        with self._queue:
+            if stream._limit < 1:
+                stream.ended, stream.stats.stop_reason = True, "length"
+            else:
+                self._waiting.append(stream)
+        return stream
+
+    def drive(self, stream: Stream) -> None:
+        """Runs one step, unless another thread's step has brought ``stream`` news meanwhile."""
+        with self._driving:
+            if not stream.has_news and not self._step():
+                raise EngineError("this stream's scheduler has forgotten it")
+
+    def step(self) -> bool:
+        """One forward pass for whoever needs it; False if nobody does."""
+        with self._driving:
+            return self._step()
+
+    def run(self) -> None:
+        """Steps until every sequence has ended."""
+        while self.step():
+            pass
+
+    def pin_width(self, width: int) -> None:
+        """Every block has ``width`` rows from now on."""
+        self.width, self.widths = width, None
+
+    def learn_widths(self) -> None:
+        """Steps until the cost of every width is known for the sequences that are decoding now, or one of them has ended."""
+        before = len(self._active)
+        while self.widths is not None and not self.widths.settled(self._covered) and len(self._active) == before and self.step():
+            pass
+
+    def close(self) -> None:
+        """Ends every sequence and closes the engine. Closing twice is fine."""
+        if not self.engine.graphs.closed:
+            self.cancel_all()
+            self.engine.close()
+
+    def __enter__(self) -> "Scheduler":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._active
+
+    def cancel_all(self) -> None:
+        """Ends every sequence and frees every slot."""
+        with self._driving:
+            for stream in (*self._waiting, *self._active):
+                stream.cancel()
+            self._drop_cancelled()
+
+    # -- one step
+
+    def _step(self) -> bool:
+        self._drop_cancelled()
+        self._admit()
+        if not self._active:
+            return False
+        filling, decoding = [s for s in self._active if s._left], [s for s in self._active if not s._left]
+        prompts = bool(filling) and (self._prompts_turn or not decoding)
+        work = self._prompt_work(filling, bool(decoding)) if prompts else self._decode_work(decoding, filling)
+        self._prompts_turn = not prompts
+        began = time.perf_counter()
+        try:
+            results = self.engine.step({stream.slot: item for stream, item in work.items()})
+        except BaseException as error:
+            self._fail(list(self._active), error)
+            raise
+        for stream, item in work.items():
+            self._take(stream, item, results[stream.slot])
+        spent = time.perf_counter() - began
+        self._count(work, decoding, prompts, spent)
+        return True
+
+    def _drop_cancelled(self) -> None:
+        with self._queue:
+            gone = [s for s in self._waiting if s._cancelled]
+            self._waiting = deque(s for s in self._waiting if not s._cancelled)
+        for stream in gone + [s for s in self._active if s._cancelled]:
+            self._end(stream, "cancelled")
+
+    def _admit(self) -> None:
+        with self._queue:
+            while self._waiting:
+                slot = self.engine.admit(self._waiting[0]._options.mode == SPECULATIVE)
+                if slot is None:
+                    return
+                stream = self._waiting.popleft()
+                stream.slot = slot
+                stream._phase("queued")
+                self._active.append(stream)
+
+    def _prompt_work(self, filling: list[Stream], others_decode: bool) -> dict[Stream, Work]:
+        """A chunk of the prompt whose turn it is, and of those that fit into the same step as a whole."""
+        rows = min(self.engine.options.chunk, BESIDE) if others_decode else self.engine.options.chunk
+        chosen: list[Stream] = []
+        for stream in filling:
+            widest = max(min(s._left, rows) for s in (*chosen, stream))
+            width = self.engine.chunk_width(widest)
+            if not chosen or width * covering([s.slot for s in (*chosen, stream)], len(self.engine.slots)).count <= rows:
+                chosen.append(stream)
+        for stream in chosen:  # the others come first in the next step
+            self._active.remove(stream)
+            self._active.append(stream)
+        return {s: Prompt(s._prompt[s._filled : s._filled + rows]) for s in chosen}
+
+    def _decode_work(self, decoding: list[Stream], filling: list[Stream]) -> dict[Stream, Work]:
+        width = self.width
+        self._covered = covering([s.slot for s in decoding], len(self.engine.slots)).count
+        if self.widths is not None:
+            width = self.widths.choose(self._covered, [s._acceptance if s._speculating else None for s in decoding])
+        work: dict[Stream, Work] = {s: Draft(width) if s._speculating and width > 1 else Verify() for s in decoding}
+        if any(isinstance(item, Draft) for item in work.values()):
+            covered = [s.slot for s in decoding]
+            for s in filling:
+                if s._left <= width and covering([*covered, s.slot], len(self.engine.slots)).count == self._covered:
+                    work[s] = Prompt(s._prompt[s._filled :])
+        return work
+
+    def _take(self, stream: Stream, item: Work, result: StepResult) -> None:
+        """What a step brought one sequence."""
+        stats = stream.stats
+        stats.target_forwards += 1
+        if not result.target_finite:
+            where = f"{self.engine.target.file.path.name} produced NaN or Inf after {self.engine.slots[stream.slot].cursor.committed} tokens"
+            self._fail([stream], EngineError(f"{where}; the weights are damaged or overflow on this device"))
+            return
+        if isinstance(item, Prompt):
+            stream._filled += len(item.tokens)
+            if not stream._left:
+                stream._phase("prefill")
+                stats.emitted = 1
+                self._emit(stream, [int(result.ids[0])])
+            return
+        stats.target_forwards -= 1  # add_block counts it
+        if not result.draft_finite:
+            stats.nan_drafts += 1
+            stream._speculating = False
+        block = self._choose(stream, result)
+        self.engine.accept(stream.slot, len(block), block[-1])
+        drafted = isinstance(item, Draft)
+        stats.add_block(item.width if drafted else 1, len(block) - 1, drafted)
+        if drafted and stream._acceptance is not None:
+            stream._acceptance.observe(item.width, len(block) - 1)
+        self._emit(stream, block)
+
+    def _choose(self, stream: Stream, result: StepResult) -> list[int]:
+        """Accepted drafts and the target's own choice after them, cut at an end token, the token limit and the end of the context."""
+        synthetic, cursor = stream._options.synthetic, self.engine.slots[stream.slot].cursor
+        agreed = synthetic.draw(result.ids.size - 1) if synthetic is not None else count_matched(result)
+        matched = min(agreed, stream._limit - stream.stats.emitted - 1, max(0, cursor.room - 1))
+        drafts = result.tokens[1 : matched + 1].tolist()
+        for j, draft in enumerate(drafts):
+            if self._ends(stream, draft):
+                return drafts[: j + 1]
+        return [*drafts, int(result.ids[matched])]
+
+    def _ends(self, stream: Stream, token: int) -> bool:
+        return not stream._options.ignore_end and stream._options.is_end(token)
+
+    def _emit(self, stream: Stream, block: list[int]) -> None:
+        stream.tokens += block
+        stream._blocks.append(block)
+        self.stats.emitted += len(block)
+        if self._ends(stream, block[-1]):
+            self._end(stream, "end")
+        elif stream.stats.emitted >= stream._limit:
+            self._end(stream, "length")
+        elif self.engine.slots[stream.slot].cursor.room < 1:
+            self._end(stream, "context")
+
+    def _end(self, stream: Stream, reason: str) -> None:
+        stream.stats.stop_reason = reason
+        self.stats.finished[reason] += 1
+        self._leave(stream)
+        stream.ended = True
+
+    def _fail(self, streams: list[Stream], error: BaseException) -> None:
+        for stream in streams:
+            stream.error = error
+            self.stats.finished["error"] += 1
+            self._leave(stream)
+
+    def _leave(self, stream: Stream) -> None:
+        stream._phase("queued" if stream.slot is None else "decode" if not stream._left else "prefill")
+        if stream in self._active:
+            self._active.remove(stream)
+            self.engine.release(stream.slot)
+
+    def _count(self, work: dict[Stream, Work], decoding: list[Stream], prompts: bool, spent: float) -> None:
+        stats, now = self.stats, time.perf_counter()
+        stats.steps += 1
+        stats.prompt_steps += prompts
+        stats.decoding[0 if prompts else len(decoding)] += 1
+        stats.rows_computed, stats.rows_used, stats.seconds = self.engine.rows_computed, self.engine.rows_used, stats.seconds + spent
+        if prompts:
+            return
+        width = max(item.width if isinstance(item, Draft) else 1 for item in work.values())
+        stats.widths[width] += 1
+        if self.widths is not None and len(work) == len(decoding):
+            self.widths.observe(self._covered, width, 1000 * spent)
+        for stream in decoding:
+            if stream._last_step:
+                stats.longest_wait = max(stats.longest_wait, now - stream._last_step)
+            stream._last_step = now

@@ -1,0 +1,141 @@
+"""Benchmark of several sequences at once: tokens per second of all of them together, by the number of slots.
+
+Every sequence starts behind a short prompt of its own and is still going when the measurement ends, so that each step has all slots in it;
+what a prompt costs is not part of it. One slot is measured on the one-sequence engine, which is what one slot uses.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from ..errors import ContextError
+from ..session import Session
+from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions
+from ..spec.scheduler import Scheduler
+from ..spec.synthetic import SyntheticAcceptance
+from .bench import BenchOptions, _Decode, _fill
+
+ENDLESS = 1 << 30
+
+
+@dataclass
+class SlotsRow:
+    """One leg: ``test`` is tg or spec, tokens per sequence and slots (spec128x4).
+
+    Attributes:
+        runs: tokens per second of all sequences together.
+        tokens_per_step: mean tokens of one sequence per step.
+        used: part of the computed rows that a sequence had work for.
+        slot_bytes: K/V rows and recurrent state of one slot.
+    """
+
+    test: str
+    slots: int
+    runs: list[float] = field(default_factory=list)
+    ms_per_step: float = 0.0
+    tokens_per_step: float = 0.0
+    used: float = 1.0
+    widths: dict = field(default_factory=dict)
+    slot_bytes: int = 0
+    compute_bytes: int = 0
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.runs)
+
+    @property
+    def deviation(self) -> float:
+        return statistics.stdev(self.runs) if len(self.runs) > 1 else 0.0
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "mean": self.mean, "deviation": self.deviation, "median": statistics.median(self.runs)}
+
+
+def tokens_needed(options: BenchOptions) -> int:
+    """Context per slot: no sequence may end before the others have their tokens, whoever is luckiest."""
+    return max(options.depths) + 3 * options.tokens + 64
+
+
+def bench_slots(session: Session, slots: tuple[int, ...], options: BenchOptions, done: Callable = lambda row: None) -> list[SlotsRow]:
+    """Runs plain and speculative legs for each number of slots; ``done(row)`` when a leg is finished. The first depth counts.
+
+    Raises:
+        ContextError: a depth that does not fit the context of a slot.
+    """
+    room = session.engine.options.n_ctx
+    if tokens_needed(options) > room:
+        raise ContextError(f"each slot needs {tokens_needed(options)} tokens of context, but has {room}; use -c {tokens_needed(options)}")
+    rows = []
+    for count in slots:
+        modes = (PLAIN, SPECULATIVE) if session.drafter is not None else (PLAIN,)
+        made = _one_slot(session, options, modes) if count == 1 else _several(session, count, options, modes)
+        for row in made:
+            done(row)
+        rows += made
+    return rows
+
+
+def _one_slot(session: Session, options: BenchOptions, modes) -> list[SlotsRow]:
+    legs = [_Decode(session, options, options.depths[0], mode) for mode in modes]
+    for repetition in range(options.repetitions + 1):
+        for leg in legs:
+            leg.run(repetition)
+    memory = session.engine.memory()
+    out = []
+    for leg, mode in zip(legs, modes, strict=True):
+        row = leg.row
+        out.append(SlotsRow(_name(mode, options, 1), 1, row.runs, row.ms_per_step, row.tokens_per_step, 1.0, row.widths))
+        out[-1].slot_bytes, out[-1].compute_bytes = _slot_bytes(memory, 1), memory["compute"]
+    return out
+
+
+def _several(session: Session, count: int, options: BenchOptions, modes) -> list[SlotsRow]:
+    with session.batch(count) as scheduler:
+        if options.width is not None:
+            scheduler.pin_width(options.width)
+        rows = {mode: SlotsRow(_name(mode, options, count), count) for mode in modes}
+        for repetition in range(options.repetitions + 1):
+            for mode in modes:
+                _measure(session, scheduler, count, mode, options, repetition, rows[mode])
+        memory = scheduler.engine.memory()
+        for row in rows.values():
+            row.slot_bytes, row.compute_bytes = _slot_bytes(memory, count), memory["compute"]
+        return list(rows.values())
+
+
+def _measure(session: Session, scheduler: Scheduler, count: int, mode: str, options: BenchOptions, repetition: int, row: SlotsRow) -> None:
+    streams = []
+    for i in range(count):
+        synthetic = None
+        if mode == SPECULATIVE and options.synthetic is not None:
+            synthetic = SyntheticAcceptance(options.synthetic, session.engine.options.width - 1, seed=1000 * repetition + i)
+        prompt = _fill(session, max(options.depths[0], 8), 2 + i)
+        streams.append(scheduler.submit(prompt, LoopOptions(ENDLESS, mode, ignore_end=True, synthetic=synthetic)))
+    while not all(stream.tokens for stream in streams):
+        scheduler.step()
+    if not repetition and mode == SPECULATIVE:
+        scheduler.learn_widths()
+    before, widths, engine = scheduler.stats.emitted, Counter(scheduler.stats.widths), scheduler.engine
+    steps, computed, used = scheduler.stats.steps, engine.rows_computed, engine.rows_used
+    began = time.perf_counter()
+    while scheduler.stats.emitted - before < count * options.tokens and not any(stream.ended for stream in streams):
+        scheduler.step()
+    seconds = time.perf_counter() - began
+    emitted, steps = scheduler.stats.emitted - before, scheduler.stats.steps - steps
+    scheduler.cancel_all()
+    if repetition:
+        row.runs.append(emitted / seconds)
+        row.ms_per_step, row.tokens_per_step = 1000 * seconds / steps, emitted / steps / count
+        row.used = (engine.rows_used - used) / (engine.rows_computed - computed)
+        row.widths = dict(scheduler.stats.widths - widths)
+
+
+def _name(mode: str, options: BenchOptions, count: int) -> str:
+    depth = f"@d{options.depths[0]}" if options.depths[0] else ""
+    return f"{'tg' if mode == PLAIN else 'spec'}{options.tokens}x{count}{depth}"
+
+
+def _slot_bytes(memory: dict[str, int], slots: int) -> int:
+    return sum(memory.get(name, 0) for name in ("kv", "draft_kv", "recurrent")) // slots
