@@ -20,7 +20,7 @@ from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepIO
 from .batch_graphs import BatchGraphs
 from .engine import CHUNKS, TRASH_ROWS, EngineOptions, StepResult, candidate_widths, check_options
-from .graphs import Step
+from .graphs import MOST_CANDIDATES, Step
 
 MAX_SLOTS = 64
 
@@ -60,10 +60,12 @@ class Slot:
     used: bool = False
     clean: bool = True  # nothing of an earlier sequence is left in it
     drafting: bool = True
+    candidates: int | None = 0  # see Engine.read_candidates
     base: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     open_rows: int = 0  # of the last block, until accept says how many count
+    row: int = 0  # of the last step's choices: the slot's first one
 
     def settle(self) -> None:
         """What is committed is in the recurrent state; nothing is left to roll back."""
@@ -82,6 +84,7 @@ class BatchEngine:
         self.backend, self.target, self.drafter, self.options = backend, target, drafter, options
         self.slots = [Slot(Cursor(options.n_ctx)) for _ in range(options.slots)]
         self.forwards = self.rows_computed = self.rows_used = 0
+        self._last: Step | None = None  # the step whose logits candidates() reads
         self._iota = np.arange(max(options.chunk, options.width), dtype=np.int32)
         self._parts: list = []
         try:
@@ -110,7 +113,7 @@ class BatchEngine:
         shape = self.target.delta_shape()
         self.delta = self._recurrent_state(shape) if shape is not None else None
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        self.io = self._own(StepIO(self.backend, n * (96 * widest + tail + 4 * self.kv.ring) + 8192))
+        self.io = self._own(StepIO(self.backend, n * (96 * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width) + 8192))
         blocks = candidate_widths(opt.width)
         self.chunks = tuple(sorted({*(c for c in CHUNKS if c < opt.chunk), opt.chunk}))
         widths = {"direct": (1, *self.chunks), "logits": (opt.chunk,), "verify": blocks, "fused": blocks}
@@ -129,14 +132,18 @@ class BatchEngine:
 
     # -- sequences
 
-    def admit(self, drafting: bool = True) -> int | None:
-        """Takes the lowest free slot for a new sequence; None if there is none. ``drafting`` False: it will not be drafted for."""
+    def admit(self, drafting: bool = True, candidates: int | None = 0) -> int | None:
+        """Takes the lowest free slot for a new sequence; None if there is none.
+
+        ``drafting`` False: it will not be drafted for. ``candidates``: what ``candidates()`` is to give, as in Engine.read_candidates.
+        """
         for index, slot in enumerate(self.slots):
             if not slot.used:
                 self._clean(index)
                 slot.cursor.reset()
                 slot.settle()
                 slot.used, slot.drafting = True, drafting and self.drafter is not None
+                slot.candidates = 0 if self.backend.device.kind == "cpu" else candidates
                 return index
         return None
 
@@ -169,6 +176,19 @@ class BatchEngine:
             self._move(slot, s.base + rows, pending)
         else:  # a plain token is in the recurrent state already
             s.cursor.pending, s.open_rows = pending, 0
+
+    def candidates(self, slot: int, row: int) -> tuple[np.ndarray | None, np.ndarray]:
+        """What may come after ``row`` of the slot's last work (of a prompt, after its last row): I32 token ids (None: all of the vocabulary)
+        and F32 logits. Valid until the next step; ``admit`` says how many there are."""
+        s = self._sequence(slot)
+        return self._last.candidates(s.row + row)
+
+    def choose(self, slot: int, pending: int) -> None:
+        """Puts ``pending`` in the place of the greedy choice after a prompt."""
+        s = self._sequence(slot)
+        if s.open_rows:
+            raise EngineError(f"slot {slot} has an open block: accept says which token comes after it")
+        s.cursor.pending = pending
 
     def rollback_range(self, slot: int) -> tuple[int, int]:
         """The lengths, lowest and highest, that ``rollback`` takes now."""
@@ -229,6 +249,8 @@ class BatchEngine:
             if not self.slots[slot].used:
                 self._clean(slot)
         self.graphs.drafting = self.drafter is not None and any(self.slots[slot].drafting for slot in work)
+        wanted = [self.slots[slot].candidates for slot in work]
+        self.graphs.candidates = None if None in wanted else max(wanted)
         if all(isinstance(item, Prompt) or (isinstance(item, Verify) and not item.drafts) for item in work.values()):
             return self._direct(work, rows, seats)
         return self._block(work, rows, seats)
@@ -291,7 +313,7 @@ class BatchEngine:
             real = np.array([rows.get(slot, 0) for slot in seats.slots])[:, None]
             host["on"].reshape(tokens.shape)[:] = self._iota[:width] < real
             host["last"].reshape(seats.count, -1)[:] = real + np.arange(self.delta.history_rows)
-        times = step.fields.run()
+        times, self._last = step.fields.run(), step
         self._count(width * seats.count, rows)
         ids, out = step.ids() if role == "direct" else None, {}
         for slot, n in rows.items():
@@ -299,8 +321,8 @@ class BatchEngine:
             s.cursor.advance(n, None if ids is None else int(ids[at]))
             s.settle()
             if ids is not None:
-                s.open_rows = 0 if isinstance(work[slot], Prompt) else 1
-                out[slot] = StepResult(tokens[at, :n].copy(), ids[at : at + 1], True, bool(np.isfinite(host["ids_sum"][at])), times)
+                s.open_rows, s.row = 0 if isinstance(work[slot], Prompt) else 1, at
+                out[slot] = StepResult(tokens[at, :n].copy(), ids[at : at + 1], True, _finite(step, slice(at, at + 1)), times)
         return out
 
     def _block(self, work: Mapping[int, Work], rows: dict[int, int], seats: SlotRange) -> dict[int, StepResult]:
@@ -323,24 +345,24 @@ class BatchEngine:
             self._fill_drafts(step, width, work, seats)
         if self.delta is not None:
             self._fill_commit(step, seats)
-        times = step.fields.run()
+        times, self._last = step.fields.run(), step
         self._count(width * seats.count, rows)
         for slot in seats.slots:  # whatever was pending there is committed now
             self.slots[slot].settle()
             if self.delta is not None:
                 self.delta.accepted[slot] = 0
-        return {slot: self._block_result(step, width, slot, item, rows[slot], seats, times) for slot, item in work.items()}
+        ids = step.ids()
+        return {slot: self._block_result(step, ids, width, slot, item, rows[slot], seats, times) for slot, item in work.items()}
 
-    def _block_result(self, step: Step, width: int, slot: int, item: Work, n: int, seats: SlotRange, times) -> StepResult:
+    def _block_result(self, step: Step, ids: np.ndarray, width: int, slot: int, item: Work, n: int, seats: SlotRange, times) -> StepResult:
         s, host = self.slots[slot], step.host
         part = slice((slot - seats.first) * width, (slot - seats.first) * width + n)
-        s.tokens, s.ids, s.open_rows = host["tokens"][part].copy(), step.ids()[part], n
+        s.tokens, s.ids, s.open_rows, s.row = host["tokens"][part].copy(), ids[part], n, part.start
         draft_finite = not isinstance(item, Draft) or bool(np.isfinite(host["draft_sum"][part]).all())
-        result = StepResult(s.tokens, s.ids, draft_finite, bool(np.isfinite(host["ids_sum"][part]).all()), times)
         if isinstance(item, Prompt):
             self._move(slot, s.base + n, int(s.ids[-1]))
-            return StepResult(s.tokens, s.ids[-1:], True, result.target_finite, times)
-        return result
+            s.row += n - 1
+        return StepResult(s.tokens, s.ids[-1:] if isinstance(item, Prompt) else s.ids, draft_finite, _finite(step, part), times)
 
     def logits(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
@@ -351,7 +373,7 @@ class BatchEngine:
         for slot in seats.slots:
             if not self.slots[slot].used:
                 self._clean(slot)
-        self.graphs.drafting = self.drafter is not None
+        self.graphs.drafting, self.graphs.candidates = self.drafter is not None, 0
         width = max(rows.values())
         logits = self.graphs.get("logits", width, self._span(seats, width), seats).extra["logits"]
         self._direct(work, rows, seats, "logits")
@@ -453,3 +475,8 @@ class BatchEngine:
         for part in reversed(self._parts):
             part.close()
         self._parts = []
+
+
+def _finite(step: Step, part: slice) -> bool:
+    """Whether the target produced neither NaN nor Inf in these rows."""
+    return all(np.isfinite(step.host[name][part]).all() for name in ("ids_sum", "logits_sum") if name in step.host)

@@ -38,6 +38,7 @@ class BatchGraphs(StepGraphs):
 
     def _reserve(self, role: str) -> None:
         """Plans the largest graph of a role first; see StepGraphs. All slots take more than some of them, but not by much at one row."""
+        self._reserved.add((role, self.candidates))
         drafting, self.drafting = self.drafting, self.drafter is not None
         count = self.kv.live // SPAN
         spans = {SPAN * (1 + i * (count - 1) // (MEASURED_SPANS - 1)) for i in range(MEASURED_SPANS)}
@@ -52,7 +53,7 @@ class BatchGraphs(StepGraphs):
         largest = max(sizes, key=sizes.get)
         step = self._make(role, *largest)
         self._plan(step)
-        self._steps[role, *largest, self.drafting] = step
+        self._steps[role, *largest, self.drafting, self.candidates] = step
         self.drafting = drafting
 
     def _make_room(self, role: str, width: int) -> None:

@@ -40,9 +40,35 @@ class LoopOptions:
     synthetic: SyntheticAcceptance | None = None
     sampler: Sampler | None = None
 
+    def ends(self, token: int) -> bool:
+        """Whether the sequence ends with ``token``."""
+        return not self.ignore_end and self.is_end(token)
+
 
 Drafts = Callable[[Sequence[int], int], Sequence[int]]
 """A scripted drafter: (all tokens so far, count) -> that many draft ids. Used by tests and synthetic drafting."""
+
+
+def choose_block(greedy: list[int], drafts: list[int], options: LoopOptions, candidates: Callable[[int], tuple]) -> list[int]:
+    """The tokens that a verified block gives: the target's choice after row 0, 1, ... while the choice is the next row's draft.
+
+    Args:
+        greedy: the target's greedy choice after each row.
+        drafts: of the rows 1, 2, ..., as many as may be accepted.
+        candidates: (row) -> ids and logits for the sampler.
+    """
+    sampler, synthetic = options.sampler, options.synthetic
+    if synthetic is not None:
+        drafts = drafts[: synthetic.draw(len(greedy) - 1)]
+    block: list[int] = []
+    for j, draft in enumerate([*drafts, None]):
+        token = greedy[j] if sampler is None else sampler.choose(*candidates(j))
+        if synthetic is not None and draft is not None:
+            token = draft
+        block.append(token)
+        if token != draft or options.ends(token):
+            break
+    return block
 
 
 def generate(
@@ -159,23 +185,12 @@ class _Run:
 
     def _choose(self, result: StepResult) -> list[int]:
         """The target's choices: row after row while the next row's draft is the choice, cut at an end token, the limit and the context."""
-        sampler, synthetic, greedy = self.options.sampler, self.options.synthetic, result.ids.tolist()
-        most = min(len(greedy), self.limit - self.stats.emitted, self.engine.cursor.room)
+        most = min(result.ids.size, self.limit - self.stats.emitted, self.engine.cursor.room)
         drafts = result.tokens[1:most].tolist() if self.options.mode != REFERENCE else []
-        if synthetic is not None:
-            drafts = drafts[: synthetic.draw(len(greedy) - 1)]
-        block: list[int] = []
-        for j, draft in enumerate([*drafts, None]):
-            token = greedy[j] if sampler is None else sampler.choose(*self.engine.candidates(j))
-            if synthetic is not None and draft is not None:
-                token = draft
-            block.append(token)
-            if token != draft or self._ends(token):
-                break
-        return block
+        return choose_block(result.ids.tolist(), drafts, self.options, self.engine.candidates)
 
     def _ends(self, token: int) -> bool:
-        return not self.options.ignore_end and self.options.is_end(token)
+        return self.options.ends(token)
 
     def _prepare(self) -> None:
         """Builds every graph that the coming tokens can need, so that no step waits for one."""

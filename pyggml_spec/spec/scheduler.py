@@ -15,15 +15,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from ..cache.slots import covering
-from ..errors import ContextError, EngineError
+from ..errors import ContextError, EngineError, PyspecError
 from .batch import BatchEngine, Draft, Prompt, Verify, Work
 from .batch_width import BatchWidths
 from .engine import StepResult, candidate_widths
-from .loop import REFERENCE, SPECULATIVE, LoopOptions, count_matched
+from .loop import REFERENCE, SPECULATIVE, LoopOptions, choose_block
 from .stats import Stats
 from .width import Acceptance
 
@@ -233,7 +234,10 @@ class Scheduler:
             self._fail(list(self._active), error)
             raise
         for stream, item in work.items():
-            self._take(stream, item, results[stream.slot])
+            try:
+                self._take(stream, item, results[stream.slot])
+            except PyspecError as error:  # one sequence's own: its grammar, its logits
+                self._fail([stream], error)
         spent = time.perf_counter() - began
         self._count(work, decoding, prompts, spent)
         return True
@@ -248,7 +252,9 @@ class Scheduler:
     def _admit(self) -> None:
         with self._queue:
             while self._waiting:
-                slot = self.engine.admit(self._waiting[0]._options.mode == SPECULATIVE)
+                options = self._waiting[0]._options
+                sampler = options.sampler
+                slot = self.engine.admit(options.mode == SPECULATIVE, sampler.sampling.candidates() if sampler is not None else 0)
                 if slot is None:
                     return
                 stream = self._waiting.popleft()
@@ -288,15 +294,15 @@ class Scheduler:
         stats = stream.stats
         stats.target_forwards += 1
         if not result.target_finite:
-            where = f"{self.engine.target.file.path.name} produced NaN or Inf after {self.engine.slots[stream.slot].cursor.committed} tokens"
-            self._fail([stream], EngineError(f"{where}; the weights are damaged or overflow on this device"))
-            return
+            at = self.engine.slots[stream.slot].cursor.committed
+            name = self.engine.target.file.path.name
+            raise EngineError(f"{name} produced NaN or Inf after {at} tokens; the weights are damaged or overflow on this device")
         if isinstance(item, Prompt):
             stream._filled += len(item.tokens)
             if not stream._left:
                 stream._phase("prefill")
                 stats.emitted = 1
-                self._emit(stream, [int(result.ids[0])])
+                self._emit(stream, [self._first(stream, result)])
             return
         stats.target_forwards -= 1  # add_block counts it
         if not result.draft_finite:
@@ -311,24 +317,27 @@ class Scheduler:
         self._emit(stream, block)
 
     def _choose(self, stream: Stream, result: StepResult) -> list[int]:
-        """Accepted drafts and the target's own choice after them, cut at an end token, the token limit and the end of the context."""
-        synthetic, cursor = stream._options.synthetic, self.engine.slots[stream.slot].cursor
-        agreed = synthetic.draw(result.ids.size - 1) if synthetic is not None else count_matched(result)
-        matched = min(agreed, stream._limit - stream.stats.emitted - 1, max(0, cursor.room - 1))
-        drafts = result.tokens[1 : matched + 1].tolist()
-        for j, draft in enumerate(drafts):
-            if self._ends(stream, draft):
-                return drafts[: j + 1]
-        return [*drafts, int(result.ids[matched])]
+        """What the block gives, cut at an end token, the token limit and the end of the context."""
+        room = max(1, self.engine.slots[stream.slot].cursor.room)  # 0 after the plain token that filled the context
+        most = min(result.ids.size, stream._limit - stream.stats.emitted, room)
+        candidates = partial(self.engine.candidates, stream.slot)
+        return choose_block(result.ids.tolist(), result.tokens[1:most].tolist(), stream._options, candidates)
 
-    def _ends(self, stream: Stream, token: int) -> bool:
-        return not stream._options.ignore_end and stream._options.is_end(token)
+    def _first(self, stream: Stream, result: StepResult) -> int:
+        """The token behind the prompt."""
+        sampler = stream._options.sampler
+        if sampler is None:
+            return int(result.ids[0])
+        sampler.accept_prompt(stream._prompt)
+        token = sampler.choose(*self.engine.candidates(stream.slot, 0))
+        self.engine.choose(stream.slot, token)
+        return token
 
     def _emit(self, stream: Stream, block: list[int]) -> None:
         stream.tokens += block
         stream._blocks.append(block)
         self.stats.emitted += len(block)
-        if self._ends(stream, block[-1]):
+        if stream._options.ends(block[-1]):
             self._end(stream, "end")
         elif stream.stats.emitted >= stream._limit:
             self._end(stream, "length")
