@@ -96,6 +96,10 @@ class Graph:
     def tanh(self, x):
         return lib.ggml_tanh(self.ctx, x)
 
+    def soft_cap(self, x, cap: float):
+        """cap * tanh(x / cap); x itself for 0."""
+        return self.scale(self.tanh(self.scale(x, float(np.float32(1) / np.float32(cap)))), cap) if cap else x
+
     def gelu(self, x):
         """The tanh approximation."""
         return lib.ggml_gelu(self.ctx, x)

@@ -5,12 +5,13 @@ ggml ends the process on a file that contradicts itself, so everything that it w
 allocated that the file's own size does not justify.
 """
 
+import copy
 import math
 import mmap
 import os
 import stat
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -243,6 +244,12 @@ class GGUFFile:
         return total // block * lib.ggml_type_size(kind)
 
     # -- access
+
+    def under_other_names(self, metadata: dict, tensors: dict[str, TensorInfo]) -> "GGUFFile":
+        """A view of this file with these keys and tensor names. It borrows the memory: only this file has to be closed."""
+        view = copy.copy(self)
+        view.metadata, view.tensors = metadata, {name: replace(info, name=name) for name, info in tensors.items()}
+        return view
 
     def read(self, name: str) -> memoryview:
         """The tensor's bytes as they lie in the file. Valid until ``close``."""

@@ -95,6 +95,7 @@ class Target(Protocol):
     n_vocab: int
     context_length: int
     window: int  # positions that the sliding layers see, 0 for none
+    softcap: float  # of the logits, applied by ``logits``; 0 for none
     embedding_scale: float  # what the target multiplies ``embed`` with; a drafter that borrows the embedding does too
 
     def specs(self) -> list[Spec]: ...

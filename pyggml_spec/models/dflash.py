@@ -4,6 +4,9 @@ Context row at position p, from the target's captured hidden states f: c = rms(f
 K = rope(rms_head(W_k c; k_norm), p), V = W_v c. c does not pass attn_norm.
 Block: rows [pending, MASK, ...] at n .. n + B - 1; h = rms(x; attn_norm); q, k, v from h; attention over the committed rows and the whole
 block, both directions; x += W_o(attn); x += FFN(rms(x; ffn_norm)); logits = head(rms(x; output_norm)).
+Where the file says so: V = rms_head(W_k c) without weight in layers without attn_v; W_o(attn) * attention.value_scale; norms behind
+attention (post_attention_norm, which is the FFN's norm in files without ffn_norm) and behind the FFN (post_ffw_norm); x *=
+layer_output_scale; GELU instead of SiLU; rope frequencies divided by rope_freqs; logits capped, c tanh(l / c).
 Source of the formulae: llama.cpp, src/models/dflash.cpp.
 """
 
@@ -13,12 +16,14 @@ from ..errors import ModelError, PairError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape
-from .blocks import attend, project, swiglu_ffn, write_kv
-from .hparams import epsilon, inverse_root, kv_heads, positive
+from .blocks import attend, geglu_ffn, project, swiglu_ffn, write_kv
+from .hparams import epsilon, inverse_root, kv_heads, nothing_unread, positive
 from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
 F16_MAX = 65504.0
+GELU = ("gelu", "gelu_pytorch_tanh")
+FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,10 @@ class Hparams:
     mask_token: int
     target_layers: tuple[int, ...]
     attention_scale: float
+    value_scale: float
     embedding_scale: float
+    softcap: float
+    gelu: bool
     window: tuple[int, ...]
 
     @classmethod
@@ -57,6 +65,8 @@ class Hparams:
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
         n_layer = positive(file, f"{arch}.block_count", limit=256)
         head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
+        if file.get(f"{arch}.attention.value_length", int, head_size) != head_size:
+            raise ModelError(f"{file.path}: attention.value_length differs from key_length {head_size}, which {arch} does not have")
         layers = file.array(f"{arch}.target_layers", "iu")
         if layers is None or len(layers) == 0:
             raise ModelError(f"{file.path} has no {arch}.target_layers: a drafter that does not say which hidden states it reads is unusable")
@@ -65,13 +75,18 @@ class Hparams:
         if file.get(f"{arch}.attention.causal", bool, False):
             raise ModelError(f"{file.path} has a causal block (attention.causal is true); drafters with a bidirectional block are supported")
         act = file.get(f"{arch}.hidden_activation", str, "silu")
-        if act != "silu":
-            raise ModelError(f"{file.path} uses the activation {act!r}; dflash drafters with silu are supported")
+        if act not in ("silu", *GELU):
+            raise ModelError(f"{file.path} uses the activation {act!r}; dflash drafters with silu, {' or '.join(GELU)} are supported")
+        softcap = file.get(f"{arch}.final_logit_softcapping", float, 0.0)
+        if softcap < 0 or file.get(f"{arch}.logit_scale", float, 1.0) < 0:  # a positive scale does not change which logit is largest
+            raise ModelError(f"{file.path}: final_logit_softcapping or logit_scale is below 0; convert the drafter again")
         block = positive(file, f"{arch}.block_size", 16, 1024)
         if block < 2:
             raise ModelError(f"{file.path}: block_size is {block}, and a block of one row holds no draft")
         rope = Rope.from_gguf(file, arch, head_size)
         rope.check_sections(file, arch, interleaved=False)
+        if FACTORS in file.tensors and file.array(f"{arch}.rope.dimension_sections") is not None:
+            raise ModelError(f"{file.path} has {FACTORS} and rope.dimension_sections, which exclude each other; convert the drafter again")
         return cls(
             n_layer,
             n_embd,
@@ -85,7 +100,10 @@ class Hparams:
             file.get("tokenizer.ggml.mask_token_id", int),
             tuple(int(v) for v in layers),
             file.get(f"{arch}.attention.scale", float, 0.0) or inverse_root(head_size),
+            file.get(f"{arch}.attention.value_scale", float, 0.0) or 1.0,
             file.get(f"{arch}.embedding_scale", float, 0.0),
+            softcap,
+            act in GELU,
             cls._windows(file, arch, n_layer),
         )
 
@@ -119,32 +137,43 @@ class DFlash:
             Spec("enc.output_norm.weight", (n,), VECTOR),
             Spec("output_norm.weight", (n,), VECTOR),
         ]
-        for name, use in (("token_embd.weight", ROWS), ("output.weight", MATMUL)):
-            if name in self.file.tensors:
-                out.append(Spec(name, (n, self.file.tensors[name].shape[-1]), use))
+        tensors = self.file.tensors
+        if "token_embd.weight" in tensors:
+            out.append(Spec("token_embd.weight", (n, tensors["token_embd.weight"].shape[-1]), ROWS))
+        head = next((name for name in ("output.weight", "token_embd.weight") if name in tensors), None)
+        if head is not None:  # an embedding without a head is the head too, as in llama.cpp
+            out.append(Spec("output.weight", (n, tensors[head].shape[-1]), MATMUL, head))
+        if FACTORS in tensors:
+            out.append(Spec(FACTORS, (hp.rope.n_rot // 2,), VECTOR))
         for i in range(hp.n_layer):
             shapes = {
                 "attn_q": (n, width),
                 "attn_k": (n, width_kv),
-                "attn_v": (n, width_kv),
+                **({"attn_v": (n, width_kv)} if self._has(i, "attn_v") else {}),
                 "attn_output": (width, n),
                 "ffn_gate": (n, hp.n_ff),
                 "ffn_up": (n, hp.n_ff),
                 "ffn_down": (hp.n_ff, n),
             }
             vectors = {"attn_norm": n, "attn_q_norm": hp.head_size, "attn_k_norm": hp.head_size, self._ffn_norm(i): n}
+            more = {"post_attention_norm": n, "post_ffw_norm": n, "layer_output_scale": 1}
+            vectors |= {name: size for name, size in more.items() if self._has(i, name)}
             out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
             out += [Spec(f"blk.{i}.{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
-        return out
+        return nothing_unread(self.file, self.arch, out, hp.n_layer)
+
+    def _has(self, i: int, name: str) -> bool:
+        return f"blk.{i}.{name}.weight" in self.file.tensors
 
     def _ffn_norm(self, i: int) -> str:
-        return "ffn_norm" if f"blk.{i}.ffn_norm.weight" in self.file.tensors else "post_attention_norm"
+        return "ffn_norm" if self._has(i, "ffn_norm") else "post_attention_norm"
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         """k and v are a group of their own: context rows need them without q."""
         out = {}
         for i in range(self.hp.n_layer):
-            out[f"blk.{i}.kv"] = (f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight")
+            names = ("attn_k", "attn_v") if self._has(i, "attn_v") else ("attn_k",)
+            out[f"blk.{i}.kv"] = tuple(f"blk.{i}.{name}.weight" for name in names)
             out[f"blk.{i}.ffn"] = (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight")
         return out
 
@@ -181,9 +210,12 @@ class DFlash:
 
     def _keys_values(self, g: Graph, i: int, x, positions):
         hp, w = self.hp, self.weights
-        k, v = project(g, w.group(f"blk.{i}.kv"), x)
-        k = g.rms_norm(g.heads(k, hp.head_size, hp.n_head_kv), w[f"blk.{i}.attn_k_norm.weight"], hp.eps)
-        return hp.rope(g, k, positions), g.heads(v, hp.head_size, hp.n_head_kv)
+        k, *own_v = (g.heads(y, hp.head_size, hp.n_head_kv) for y in project(g, w.group(f"blk.{i}.kv"), x))
+        v = own_v[0] if own_v else g.norm(k, hp.eps)
+        return self._rotate(g, g.rms_norm(k, w[f"blk.{i}.attn_k_norm.weight"], hp.eps), positions), v
+
+    def _rotate(self, g: Graph, x, positions):
+        return self.hp.rope(g, x, positions, self.weights[FACTORS] if FACTORS in self.weights else None)
 
     def denoise(self, g: Graph, rows: BlockRows, target):
         """The block's hidden states before the head, F32 [n_embd, B]."""
@@ -197,16 +229,27 @@ class DFlash:
         for i in range(hp.n_layer):
             h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
             q = g.heads(g.matmul(w[f"blk.{i}.attn_q.weight"], h), hp.head_size, hp.n_head)
-            q = hp.rope(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
+            q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
             k, v = self._keys_values(g, i, h, rows.positions)
             out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.masks[i], rows.span, hp.n_head_kv, hp.attention_scale)
-            x = g.add(g.matmul(w[f"blk.{i}.attn_output.weight"], out), x)
+            out = g.matmul(w[f"blk.{i}.attn_output.weight"], out)
+            if hp.value_scale != 1.0:
+                out = g.scale(out, hp.value_scale)
+            if self._ffn_norm(i) == "ffn_norm":
+                out = self._norm_if_any(g, out, i, "post_attention_norm")
+            x = g.add(out, x)
             n = g.rms_norm(x, w[f"blk.{i}.{self._ffn_norm(i)}.weight"], hp.eps)
-            x = g.add(swiglu_ffn(g, w.group(f"blk.{i}.ffn"), w[f"blk.{i}.ffn_down.weight"], n), x)
+            ffn = (geglu_ffn if hp.gelu else swiglu_ffn)(g, w.group(f"blk.{i}.ffn"), w[f"blk.{i}.ffn_down.weight"], n)
+            x = g.add(self._norm_if_any(g, ffn, i, "post_ffw_norm"), x)
+            if self._has(i, "layer_output_scale"):
+                x = g.mul(x, w[f"blk.{i}.layer_output_scale.weight"])
         return g.rms_norm(x, w["output_norm.weight"], hp.eps)
 
+    def _norm_if_any(self, g: Graph, x, i: int, name: str):
+        return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x
+
     def logits(self, g: Graph, hidden, target):
-        """F32 [n_embd, T] -> F32 [n_vocab, T], by the drafter's own head or the target's."""
-        if "output.weight" in self.weights:
-            return g.matmul(self.weights["output.weight"], hidden)
-        return target.logits(g, hidden)
+        """F32 [n_embd, T] -> F32 [n_vocab, T], by the drafter's own head or the target's, capped once (a target caps for itself)."""
+        own = "output.weight" in self.weights
+        logits = g.matmul(self.weights["output.weight"], hidden) if own else target.logits(g, hidden)
+        return g.soft_cap(logits, self.hp.softcap if own or not target.softcap else 0.0)

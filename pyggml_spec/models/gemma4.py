@@ -119,7 +119,7 @@ class Gemma4(Qwen3):
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
         self.window, self.n_vocab = self.hp.window, vocabulary(file)
-        self.embedding_scale = float(np.sqrt(np.float32(self.n_embd)))
+        self.embedding_scale, self.softcap = float(np.sqrt(np.float32(self.n_embd))), self.hp.softcap
         self.weights = None
 
     # -- what it reads
@@ -200,8 +200,7 @@ class Gemma4(Qwen3):
 
     def logits(self, g: Graph, hidden):
         """F32 [n_embd, T] -> F32 [n_vocab, T], capped where the file says so."""
-        out, cap = super().logits(g, hidden), self.hp.softcap
-        return g.scale(g.tanh(g.scale(out, float(np.float32(1) / np.float32(cap)))), cap) if cap else out
+        return g.soft_cap(super().logits(g, hidden), self.softcap)
 
     def _w(self, i: int, name: str):
         return self.weights[f"blk.{i}.{name}.weight"]

@@ -60,7 +60,7 @@ class Qwen3:
     neox = True  # rope pairs (i, i + n_rot / 2)
     head_norms = ("attn_q_norm", "attn_k_norm")
     window = 0
-    embedding_scale = 1.0
+    embedding_scale, softcap = 1.0, 0.0
 
     def __init__(self, file: GGUFFile):
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch, self.neox)

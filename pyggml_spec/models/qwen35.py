@@ -75,7 +75,7 @@ class Qwen35:
 
     arch = "qwen35"
     window = 0
-    embedding_scale = 1.0
+    embedding_scale, softcap = 1.0, 0.0
 
     def __init__(self, file: GGUFFile):
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)

@@ -3,6 +3,8 @@
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from .dflash import DFlash
+from .dialects import ARCHS as DRAFTERS
+from .dialects import SUPPORTED, as_dflash, refuse_other_methods
 from .gemma4 import Gemma4
 from .laguna import Laguna
 from .llama import Llama
@@ -11,11 +13,7 @@ from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
 
 TARGETS = {cls.arch: cls for cls in (Gemma4, Laguna, Llama, Qwen3, Qwen35, Qwen35MoE)}
-DRAFTERS = {cls.arch: cls for cls in (DFlash,)}
-
-
-def _names(table: dict) -> str:
-    return ", ".join(sorted(table))
+SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 
 
 def open_target(file: GGUFFile):
@@ -28,19 +26,22 @@ def open_target(file: GGUFFile):
     if arch in DRAFTERS:
         raise ModelError(f"{file.path} is a drafter ({arch}); name it with -md and give its target with -m")
     if arch not in TARGETS:
-        raise ModelError(f"{file.path} has the architecture {arch!r}; supported targets: {_names(TARGETS)}")
+        refuse_other_methods(file)
+        raise ModelError(f"{file.path} has the architecture {arch!r}; supported targets: {SUPPORTED_TARGETS}")
     return TARGETS[arch](file)
 
 
 def open_drafter(file: GGUFFile):
-    """The drafter of an open file.
+    """The drafter of an open file, whichever converter wrote it.
 
     Raises:
-        ModelError: an architecture that is not a drafter here.
+        ModelError: an architecture that is not a drafter here, or a drafter of another method, which the message names.
     """
     arch = file.get("general.architecture", str)
     if arch in TARGETS:
-        raise ModelError(f"{file.path} is a target model ({arch}), not a drafter; supported drafters: {_names(DRAFTERS)}")
+        heads = " (its own MTP layers do not draft here)" if file.get(f"{arch}.nextn_predict_layers", int, 0) else ""
+        raise ModelError(f"{file.path} is a target model ({arch}), not a drafter{heads}; {SUPPORTED}")
+    refuse_other_methods(file)
     if arch not in DRAFTERS:
-        raise ModelError(f"{file.path} has the architecture {arch!r}; supported drafters: {_names(DRAFTERS)}")
-    return DRAFTERS[arch](file)
+        raise ModelError(f"{file.path} has the architecture {arch!r}; {SUPPORTED}")
+    return DFlash(as_dflash(file))

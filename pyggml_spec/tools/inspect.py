@@ -8,6 +8,7 @@ import numpy as np
 from ..errors import PyspecError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
+from ..models.dialects import method
 from ..models.registry import DRAFTERS, TARGETS, open_drafter, open_target
 
 
@@ -66,14 +67,14 @@ def inspect_file(path: str | Path) -> Inspection:
 def _verdict(file: GGUFFile) -> tuple[str, bool]:
     arch = file.metadata.get("general.architecture")
     try:
-        if arch in DRAFTERS:
-            hp = open_drafter(file).hp
-            layers = ", ".join(str(v) for v in hp.target_layers)
-            return f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with -md", True
         if arch in TARGETS:
             model = open_target(file)
             return f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with -m", True
+        if arch in DRAFTERS or method(file):
+            hp = open_drafter(file).hp
+            layers = ", ".join(str(v) for v in hp.target_layers)
+            return f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with -md", True
     except PyspecError as error:
         return f"cannot be run: {error}", False
-    known = ", ".join(sorted([*TARGETS, *DRAFTERS]))
+    known = ", ".join([*sorted(TARGETS), *DRAFTERS])
     return f"cannot be run: the architecture {arch!r} is not supported ({known} are)", False

@@ -235,8 +235,15 @@ def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixe
     return path
 
 
-def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2) -> Path:
-    """Writes a random dflash drafter for ``write_qwen35`` of the same shape; embedding and head are the target's."""
+def write_dflash(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, *,
+    gelu: bool = False, value_scale: float = 0.0, softcap: float = 0.0, norms_behind: bool = False, shared_kv: bool = False,
+    factors: bool = False, own: tuple[str, ...] = ()
+) -> Path:  # fmt: skip
+    """Writes a random dflash drafter for a target of the same shape; embedding and head are the target's, unless ``own`` names them.
+
+    ``norms_behind`` adds norms behind attention and FFN and a scale per layer, ``shared_kv`` leaves attn_v out, ``factors`` adds rope_freqs.
+    """
     s, path = shape, Path(path)
     w = Writer(path, "dflash", quant, seed)
     out = w.out
@@ -251,8 +258,17 @@ def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
     out.add_layer_norm_rms_eps(1e-6)
     out.add_rope_freq_base(s.rope_base)
     out.add_rope_dimension_count(s.draft_head_size)
-    out.add_rope_dimension_sections([s.draft_head_size // 2, 0, 0, 0])
+    if factors:
+        out.add_tensor("rope_freqs.weight", w.rng.uniform(1.0, 8.0, s.draft_head_size // 2).astype(np.float32))
+    else:
+        out.add_rope_dimension_sections([s.draft_head_size // 2, 0, 0, 0])
     out.add_causal_attention(False)
+    if gelu:
+        out.add_string("dflash.hidden_activation", "gelu_pytorch_tanh")
+    if value_scale:
+        out.add_float32("dflash.attention.value_scale", value_scale)
+    if softcap:
+        out.add_final_logit_softcapping(softcap)
     if s.embedding_scale:
         out.add_float32("dflash.embedding_scale", s.embedding_scale)
     out.add_uint32("dflash.block_size", 16)
@@ -261,6 +277,10 @@ def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
         out.add_sliding_window(s.window)
         out.add_array("dflash.attention.sliding_window_pattern", [i + 1 < s.draft_layers for i in range(s.draft_layers)])
     w.tokenizer(s.n_vocab)
+    if "embedding" in own:
+        w.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=s.n_embd**0.5)
+    if "head" in own:
+        w.matrix("output.weight", s.n_embd, s.n_vocab)
     w.matrix("fc.weight", s.n_embd * len(s.target_layers), s.n_embd)
     w.vector("enc.output_norm.weight", s.n_embd, 0.5, 1.5)
     w.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
@@ -270,7 +290,7 @@ def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
         for name, n_in, n_out in (
             ("attn_q", s.n_embd, wide),
             ("attn_k", s.n_embd, wide_kv),
-            ("attn_v", s.n_embd, wide_kv),
+            *(() if shared_kv else (("attn_v", s.n_embd, wide_kv),)),
             ("attn_output", wide, s.n_embd),
             ("ffn_gate", s.n_embd, s.draft_ff),
             ("ffn_up", s.n_embd, s.draft_ff),
@@ -279,5 +299,7 @@ def write_dflash(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
             w.matrix(f"{b}{name}.weight", n_in, n_out)
         for name, n in (("attn_norm", s.n_embd), ("ffn_norm", s.n_embd), ("attn_q_norm", s.draft_head_size), ("attn_k_norm", s.draft_head_size)):
             w.vector(f"{b}{name}.weight", n, 0.5, 1.5)
+        if norms_behind:
+            w.norms(b, {"post_attention_norm": s.n_embd, "post_ffw_norm": s.n_embd, "layer_output_scale": 1})
     w.close()
     return path

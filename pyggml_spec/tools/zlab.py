@@ -12,6 +12,7 @@ from gguf import GGUFValueType as Kind
 from ..errors import ConvertError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
+from ..models.dflash import GELU
 
 SUPPORTED = "DFlash drafters in the z-lab layout (DFlashDraftModel) are supported"
 ARCH = "dflash"
@@ -123,12 +124,11 @@ def _refuse_features(c: _Config) -> None:
     """What this engine would silently compute otherwise."""
     act, rope = c.get("hidden_act", "hidden_activation") or "silu", c.rope.get("rope_type", c.rope.get("type", "default"))
     wrong = (
-        (act != "silu", f"the activation {brief(act)} (silu is supported)"),
+        (act not in ("silu", *GELU), f"the activation {brief(act)} (silu and GELU are supported)"),
         (rope not in ("default", "linear", None), f"rope scaling of the type {brief(rope)} (default and linear are supported)"),
         (bool(c.get("is_causal", "causal")), "a causal block (bidirectional ones are supported)"),
         (bool(c.get("attention_bias")), "attention biases"),
         (c.get("rope_is_neox_style") is False, "interleaved rope (NEOX pairing is supported)"),
-        (c.get("attention_value_scale") not in (None, 1, 1.0), "an attention value scale"),
     )
     for is_wrong, what in wrong:
         if is_wrong:
@@ -215,7 +215,7 @@ def _mask_token(c: _Config, target: GGUFFile, n_vocab: int) -> int:
 
 
 def _scales(c: _Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[str, tuple]:
-    """Embedding scale and soft-cap. Gemma targets multiply their embedding by sqrt(n_embd), which configs leave unsaid."""
+    """Scales and soft-cap. Gemma targets multiply their embedding by sqrt(n_embd), which configs leave unsaid."""
     arch, out = target.get("general.architecture", str), {}
     scale, cap = c.number("input_embedding_scale"), c.number("final_logit_softcapping")
     if scale is None and arch.startswith("gemma"):
@@ -223,8 +223,9 @@ def _scales(c: _Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict
         notes.append(f"{arch} targets scale their embeddings: wrote an embedding scale of {scale:g}, which config.json does not mention")
     if cap is None:
         cap = target.get(f"{arch}.final_logit_softcapping", float, 0.0)
-    multiplier = c.number("output_multiplier")
-    for key, value in (("embedding_scale", scale), ("final_logit_softcapping", cap), ("logit_scale", multiplier)):
+    named = {"embedding_scale": scale, "final_logit_softcapping": cap, "logit_scale": c.number("output_multiplier")}
+    named["attention.value_scale"] = c.number("attention_value_scale")
+    for key, value in named.items():
         if value is not None and value > 0:
             out[f"{ARCH}.{key}"] = (Kind.FLOAT32, value)
     return out
@@ -296,6 +297,8 @@ def read_layout(config: dict, names, target: GGUFFile) -> Layout:
         meta[f"{ARCH}.attention.sliding_window"] = (Kind.UINT32, window)
         meta[f"{ARCH}.attention.sliding_window_pattern"] = (Kind.ARRAY, pattern, Kind.BOOL)
     meta |= _scales(c, target, n_embd, notes)
+    if (act := c.get("hidden_act", "hidden_activation")) in GELU:
+        meta[f"{ARCH}.hidden_activation"] = (Kind.STRING, act)
     meta |= _tokenizer(target)
     meta["tokenizer.ggml.mask_token_id"] = (Kind.UINT32, _mask_token(c, target, len(tokens)))
     shapes = {"attn_q": (n_head * size, n_embd), "attn_k": (n_kv * size, n_embd), "attn_v": (n_kv * size, n_embd)}

@@ -189,7 +189,7 @@ LYING_DRAFTERS = {
     "window pattern a number": (
         both(put(D + "attention.sliding_window", U32, 8), put(D + "attention.sliding_window_pattern", U32, 1)), "sliding_window_pattern",
     ),
-    "activation another": (put(D + "hidden_activation", STR, "gelu"), "gelu"),
+    "activation another": (put(D + "hidden_activation", STR, "relu"), "relu"),
     "embedding width another": (put(D + "embedding_length", U32, 64), "64"),
     "vocabulary another": (tokens(lambda v: v.__setitem__(5, b"\xe2\x82\xac")), "token 5"),
     "vocabulary shorter": (tokens(lambda v: v.pop()), "tokens"),

@@ -175,18 +175,6 @@ def test_gemma4_variants(tmp_path, more, quant):
     assert_equal(write_gemma4(tmp_path / "t.gguf", Shape(n_layer=5), quant, **more), 70)
 
 
-def test_a_drafter_without_embedding_scale_takes_the_targets(tmp_path):
-    """Scale in the file, left out, and a wrong one: only the first two draft alike. Leaving it unscaled was a public bug."""
-    shape, drafts = Shape(), {}
-    target = write_gemma4(tmp_path / "t.gguf", shape)
-    for scale in (16.0, 0.0, 256.0):
-        draft = write_dflash(tmp_path / f"{scale}.gguf", Shape(embedding_scale=scale))
-        with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
-            session.engine.prefill(list(range(40)))
-            drafts[scale] = session.engine.fused_step().tokens.tolist()
-    assert drafts[16.0] == drafts[0.0] != drafts[256.0]
-
-
 @pytest.mark.parametrize(
     "key, value", [("attention.shared_kv_layers", 3), ("attention.shared_kv_layers", 9), ("attention.sliding_window", 0)]
 )

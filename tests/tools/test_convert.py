@@ -127,6 +127,12 @@ def _meta(tmp_path, change=lambda config, tensors: None, target=DEMO_TARGET):
         return {k.removeprefix("dflash."): v for k, v in file.metadata.items() if k.startswith("dflash.")}, done.notes
 
 
+def test_activation_and_value_scale_are_written(tmp_path):
+    meta, _ = _meta(tmp_path, lambda config, tensors: config.update(hidden_act="gelu_pytorch_tanh", attention_value_scale=0.5))
+    assert (meta["hidden_activation"], meta["attention.value_scale"]) == ("gelu_pytorch_tanh", 0.5)
+    assert not {"hidden_activation", "attention.value_scale"} & _meta(tmp_path)[0].keys()
+
+
 def test_sliding_window_follows_layer_types(tmp_path):
     """llama.cpp's converter drops the pattern unless use_sliding_window is set; an explicit false switches it off."""
 
@@ -213,7 +219,7 @@ REFUSED = [
     (_set(dflash_config={"mask_token_id": 4095, "target_layer_ids": [8]}), "target_layer_ids holds 8"),
     (_set(dflash_config={"mask_token_id": 4095, "target_layer_ids": []}), "no target_layer_ids"),
     (_set(dflash_config=3), "dflash_config is 3"),
-    (_set(hidden_act="gelu"), "activation 'gelu'"),
+    (_set(hidden_act="relu"), "activation 'relu'"),
     (_set(is_causal=True), "causal block"),
     (_set(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn'"),
     (_set(rope_theta=-1), "rope_theta is -1"),

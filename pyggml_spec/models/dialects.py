@@ -1,0 +1,69 @@
+"""Drafter files of other converters, read as if llama.cpp's had written them; and drafters of other methods, recognised by name.
+
+dialect                                     keys                    tensors
+dflash (llama.cpp)                          dflash.*                fc, enc.output_norm, ffn_norm
+dflash, before it was merged                dflash.*, *_layer_ids   the same, or hidden_norm
+dflash-draft                                <arch>.dflash.*         dflash_fc, dflash_hidden_norm, post_attention_norm as the FFN's norm
+qwen35-dflash-draft, gemma4-dflash-draft    <arch>.dflash.*         dflash.fc, dflash.hidden_norm
+
+`target_layer_ids` counts layers by their outputs, as the checkpoints do; `target_layers` by their inputs, so it holds 1 more.
+"""
+
+from ..errors import ModelError
+from ..gguf_io import GGUFFile
+
+ARCH = "dflash"
+ARCHS = (ARCH, "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
+SUPPORTED = f"DFlash drafters with the architecture {', '.join(ARCHS)} are supported instead"
+
+_TENSORS = {f"{prefix}fc.weight": "fc.weight" for prefix in ("dflash.", "dflash_")}
+_TENSORS |= {f"{prefix}hidden_norm.weight": "enc.output_norm.weight" for prefix in ("dflash.", "dflash_", "")}
+# method: what its architecture, its keys (behind the architecture) or its tensors are called, or begin with
+_OTHERS = {
+    "DFlash2": ("selector_", "dflash.selector_", "conv_kernel_size", "attn_conv_", "ffn_conv_"),
+    "DSpark": ("markov_", "conf_proj", "dspark", "dflash.dspark", "has_confidence_head", "hyper_connection.", "deepseek4-dflash-draft"),
+    "Domino": ("domino", "dflash.domino"),
+    "EAGLE-3": ("eagle",),
+    "MTP": ("mtp", "nextn.", "gemma4-assistant"),
+    "reduced-vocabulary": ("d2t", "t2d"),
+    "Laguna-style DFlash": ("dflash.aux_hidden_norm", "dflash.context_kv_layer_norm", "enc.aux_norm", "aux_hidden_norm"),
+}
+
+
+def method(file: GGUFFile) -> tuple[str, str] | None:
+    """The method of a drafter that is not DFlash, or a DFlash that is not supported, and the name that gives it away; None for others."""
+    arch = file.get("general.architecture", str)
+    names = [arch, *(key.removeprefix(f"{arch}.") for key in file.metadata if key.startswith(f"{arch}."))]
+    names += [name.split(".", 2)[2] if name.startswith("blk.") and name.count(".") > 1 else name for name in file.tensors]
+    for other, beginnings in _OTHERS.items():
+        sign = next((name for name in names if name.startswith(beginnings)), None)
+        if sign is not None:
+            return other, sign
+    return None
+
+
+def refuse_other_methods(file: GGUFFile) -> None:
+    """Raises ModelError naming the method if this is a drafter of one that is not supported."""
+    found = method(file)
+    if found is not None:
+        raise ModelError(f"{file.path} is a {found[0]} drafter (it has {found[1]!r}), which is not supported; {SUPPORTED}")
+
+
+def as_dflash(file: GGUFFile) -> GGUFFile:
+    """The file under the names of the dflash architecture: itself, or a view that borrows its memory."""
+    arch = file.get("general.architecture", str)
+    metadata = {_key(key, arch): value for key, value in file.metadata.items()} | {"general.architecture": ARCH}
+    ids = file.array(f"{arch}.dflash.target_layer_ids", "iu")
+    ids = file.array(f"{arch}.target_layer_ids", "iu") if ids is None else ids
+    if ids is not None:
+        metadata.setdefault(f"{ARCH}.target_layers", ids.astype("int64") + 1)
+    if f"{ARCH}.mask_token_id" in metadata:
+        metadata.setdefault("tokenizer.ggml.mask_token_id", metadata[f"{ARCH}.mask_token_id"])
+    return file.under_other_names(metadata, {_TENSORS.get(name, name): info for name, info in file.tensors.items()})
+
+
+def _key(key: str, arch: str) -> str:
+    for prefix in (f"{arch}.dflash.", f"{arch}."):
+        if key.startswith(prefix):
+            return f"{ARCH}.{key.removeprefix(prefix)}"
+    return key
