@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import DeviceError
 from .library import ffi, lib, text
@@ -51,6 +52,17 @@ def pick_device(name: str | None = None) -> Device:
         if device.name.lower() == name.lower():
             return device
     raise DeviceError(f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(d.name for d in found)}")
+
+
+def free_bytes(device: Device) -> int:
+    """What the device has free. ggml calls all of the CPU's memory free; Linux knows how much a program can still have."""
+    if device.kind == "cpu":
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            return min(device.memory_free, next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+        except (OSError, ValueError, IndexError, StopIteration):
+            pass
+    return device.memory_free
 
 
 def default_threads() -> int:

@@ -6,6 +6,7 @@ allocated that the file's own size does not justify.
 """
 
 import copy
+import hashlib
 import math
 import mmap
 import os
@@ -285,6 +286,18 @@ class GGUFFile:
         if value is not None and not (isinstance(value, np.ndarray) and value.dtype.kind in kinds):
             raise GGUFError(f"{self.path}: the key {key!r} holds {brief(value)}, which is not a list of the numbers that it must have")
         return value
+
+    def fingerprint(self) -> str:
+        """Names the contents: SHA-256, in hex, of everything before the tensor data and of the first, middle and last 4 KiB of every tensor.
+
+        Training or quantising again changes every tensor; reading all of a file of many gigabytes would take longer than what it guards.
+        """
+        tensors = sorted(self.tensors.values(), key=lambda t: t.offset)
+        digest = hashlib.sha256(self._map[: tensors[0].offset if tensors else len(self._map)])
+        for t in tensors:
+            for start in (t.offset, t.offset + t.nbytes // 2, max(t.offset, t.offset + t.nbytes - 4096)):
+                digest.update(self._map[start : min(start + 4096, t.offset + t.nbytes)])
+        return digest.hexdigest()
 
     @property
     def nbytes(self) -> int:

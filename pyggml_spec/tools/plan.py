@@ -13,7 +13,7 @@ from ..cache.kv import SPAN, KVCache, padded
 from ..cache.kv_types import KVTypes
 from ..cache.recurrent import DeltaState
 from ..errors import PyspecError
-from ..ggml.device import Backend, Device, devices, pick_device
+from ..ggml.device import Backend, Device, devices, free_bytes, pick_device
 from ..ggml.library import ffi, lib, text
 from ..gguf_io import GGUFFile
 from ..models.registry import open_drafter, open_target
@@ -207,17 +207,6 @@ def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
     if not any(isinstance(one, Plan) for one in out):
         raise last
     return out
-
-
-def free_bytes(device: Device) -> int:
-    """What the device has free. ggml calls all of the CPU's memory free; Linux knows how much a program can still have."""
-    if device.kind == "cpu":
-        try:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            return min(device.memory_free, next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
-        except (OSError, ValueError, IndexError, StopIteration):
-            pass
-    return device.memory_free
 
 
 def _plan_on(device: Device, target_path: Path, draft_path: Path | None, n_ctx, draft_width, free, kv: KVTypes, draft_kv: KVTypes) -> Plan:

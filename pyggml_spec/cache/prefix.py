@@ -1,0 +1,288 @@
+"""Prompts that begin alike are computed once.
+
+A prompt is cut into chunks, those of the prefill. A chunk's key is the hash of its tokens and of the key before it, so prompts that begin
+alike share the chunks of their beginning. What a chunk can have:
+
+    rows    K/V rows of its tokens: in place (the slot's last prompt had this chunk too), as a copy on the device, or in a file
+    state   what the tokens up to its end left besides rows; only for models where rows are not enough (recurrent, or with a ring)
+
+A prompt goes on behind the deepest chunk that has a state and whose rows, and those of all chunks before it, are there. Every part of it
+was computed by the graph that would have computed it now, with the same rows in it: cached and uncached runs are equal bit for bit. That
+is why the grain is a whole chunk, and why tokens that were generated are computed again: a step of one row rounds otherwise.
+
+Copies are made late: rows when another prompt is about to overwrite them, files after the text is out. States, which can be larger than
+the rows of hundreds of tokens, are kept at every STATE_EVERY-th chunk, at the last two, and where a prompt is seen to leave an older one.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .prefix_files import PrefixFiles, Refused
+from .snapshot import Pieces
+
+ROWS, STATE = "rows", "state"
+STATE_EVERY = 4
+REMEMBERED = 1 << 14  # chunks without copies whose keys are remembered, to see where prompts part
+
+
+@dataclass
+class Reuse:
+    """What a prompt did not have to compute.
+
+    Attributes:
+        tokens: leading tokens of the prompt that are in the caches.
+        chunks: how many of its chunks were "in place", copied from "memory", read from "disk".
+        notes: sentences about what could not be used.
+    """
+
+    tokens: int = 0
+    chunks: dict[str, int] = field(default_factory=lambda: {"in place": 0, "memory": 0, "disk": 0})
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """``index`` chunks come before it. ``used``: when each kind of copy was last of use."""
+
+    key: bytes
+    index: int
+    copies: dict[str, Pieces] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Place:
+    """The prompt whose chunks a slot holds: the first ``done`` of them are in place as long as the engine is still in ``epoch``."""
+
+    chunks: list[_Chunk]
+    drafting: bool
+    epoch: int
+    done: int = 0
+    wanted: set[int] = field(default_factory=set)  # depths at which a state is to be kept
+    saved: bool = False
+
+
+class PrefixCache:
+    """Borrows the engine; owns its copies. Call ``begin`` in place of ``engine.reset``, ``computed`` after every chunk, ``save`` at the end.
+
+    ``budget``: bytes on the device for copies; the least recently used ones go first. ``files``: where they outlive the process.
+    """
+
+    def __init__(self, engine, budget: int, files: PrefixFiles | None = None):
+        self.engine, self.budget, self.files = engine, budget, files
+        self.used_bytes = 0
+        self.notes: list[str] = []
+        self._chunks: dict[bytes, _Chunk] = {}
+        self._place: _Place | None = None
+        self._clock = 0
+
+    @property
+    def grain(self) -> int:
+        """Tokens per chunk."""
+        return self.engine.options.chunk
+
+    # -- a prompt
+
+    def begin(self, tokens: Sequence[int], drafting: bool = True) -> Reuse:
+        """Resets the engine and brings back as much of ``tokens`` as there is; the caller computes the others (at least one)."""
+        engine, ids = self.engine, np.asarray(tokens, np.int64)
+        drafting = drafting and engine.drafter is not None
+        old = self._in_place()
+        engine.reset(drafting)
+        if old is not None:
+            old.epoch = engine.epoch
+        self.save()
+        keys = self._keys(ids, drafting) if ids.ndim == 1 and ids.size <= engine.options.n_ctx else []
+        seen = self._seen(keys)
+        chunks = [self._chunk(key, i) for i, key in enumerate(keys)]
+        self._clock += 1
+        for chunk in chunks:
+            chunk.used[ROWS] = self._clock
+        same = _alike(old.chunks[: old.done], chunks) if old is not None else 0
+        if old is not None:
+            self._rescue(old, same, keep=chunks)
+        self._place = _Place(chunks, drafting, engine.epoch, same)
+        self._place.wanted = {d for d in range(1, len(keys) + 1) if d % STATE_EVERY == 0 or d > len(keys) - 2 or d == seen}
+        reuse = Reuse()
+        depth = self._bring_back(reuse, (ids.size - 1) // self.grain)
+        reuse.tokens = depth * self.grain
+        engine.resume(reuse.tokens)
+        self._place.done = depth
+        reuse.notes, self.notes = self.notes, []
+        self._forget()
+        return reuse
+
+    def computed(self) -> None:
+        """Notes that the prefill came this far, and keeps the state if it is wanted here."""
+        place, done = self._in_place(), self.engine.cursor.committed
+        if place is None or done % self.grain or done // self.grain != place.done + 1 or place.done >= len(place.chunks):
+            return
+        chunk = place.chunks[place.done]
+        place.done += 1
+        if self.engine.sequence.stateful and place.done in place.wanted and STATE not in chunk.copies:
+            with self.engine.sequence.state(done) as pieces:
+                self._keep(chunk, STATE, pieces)
+
+    def save(self) -> None:
+        """Writes what the last prompt added to the files, if there are any. What cannot be written is noted, and goes unwritten."""
+        place = self._in_place()
+        if self.files is None or place is None or place.saved:
+            return
+        place.saved = True
+        try:
+            for chunk in place.chunks[: self._useful(place)]:
+                if not self.files.has(chunk.key, ROWS):
+                    with self._rows(chunk, place.drafting) as pieces:
+                        self.files.store(chunk.key, ROWS, pieces.read())
+                if STATE in chunk.copies and not self.files.has(chunk.key, STATE):
+                    self.files.store(chunk.key, STATE, chunk.copies[STATE].read())
+            self.files.trim()
+        except Refused as refused:
+            self.notes.append(str(refused))
+
+    # -- bringing back
+
+    def _bring_back(self, reuse: Reuse, usable: int) -> int:
+        """Fills the caches; returns how many chunks are there. A file that is refused is left out, and the next best depth is tried."""
+        place, in_place = self._place, self._place.done
+        while depth := self._deepest(usable):
+            try:
+                for chunk in place.chunks[place.done : depth]:
+                    with self._rows(chunk, place.drafting) as pieces:
+                        reuse.chunks[self._fill(chunk, ROWS, pieces)] += 1
+                    place.done += 1
+                if self.engine.sequence.stateful:
+                    self._fill_state(place.chunks[depth - 1])
+                reuse.chunks["in place"] = min(in_place, depth)
+                return depth
+            except Refused as refused:
+                self.notes.append(str(refused))
+        return 0
+
+    def _deepest(self, usable: int) -> int:
+        """The deepest of the first ``usable`` chunks behind which the prompt can go on."""
+        depth, stateful = 0, self.engine.sequence.stateful
+        for i, chunk in enumerate(self._place.chunks[:usable]):
+            if i >= self._place.done and not self._has(chunk, ROWS):
+                break
+            if not stateful or self._has(chunk, STATE):
+                depth = i + 1
+        return depth
+
+    def _fill_state(self, chunk: _Chunk) -> None:
+        chunk.used[STATE] = self._clock
+        with self.engine.sequence.state((chunk.index + 1) * self.grain) as pieces:
+            if self._fill(chunk, STATE, pieces) == "disk":
+                self._keep(chunk, STATE, pieces)
+
+    def _fill(self, chunk: _Chunk, kind: str, pieces: Pieces) -> str:
+        """Fills ``pieces`` of the caches; says from where."""
+        if kind in chunk.copies:
+            chunk.copies[kind].write_to(pieces, self.engine.backend)
+            return "memory"
+        pieces.write(self.files.load(chunk.key, kind, pieces.nbytes))
+        return "disk"
+
+    def _useful(self, place: _Place) -> int:
+        """How many of the chunks in place a prompt can ever go on behind: rows after the deepest state are of no use."""
+        if not self.engine.sequence.stateful:
+            return place.done
+        return max((i + 1 for i, chunk in enumerate(place.chunks[: place.done]) if self._has(chunk, STATE)), default=0)
+
+    def _has(self, chunk: _Chunk, kind: str) -> bool:
+        return kind in chunk.copies or self.files is not None and self.files.has(chunk.key, kind)
+
+    # -- copies and their budget
+
+    def _rescue(self, old: _Place, same: int, keep: list[_Chunk]) -> None:
+        """Copies rows that the new prompt will overwrite. The beginnings first: the others are of no use without them."""
+        for chunk in old.chunks[same : self._useful(old)]:
+            if ROWS not in chunk.copies:
+                with self._rows(chunk, old.drafting) as pieces:
+                    if not self._keep(chunk, ROWS, pieces, keep):
+                        return
+
+    def _keep(self, chunk: _Chunk, kind: str, pieces: Pieces, keep: Sequence[_Chunk] = ()) -> bool:
+        chunk.used.setdefault(kind, 0)
+        if kind == STATE:
+            chunk.used[kind] = self._clock
+        need = pieces.nbytes
+        if not self._make_room(need, {id(c) for c in keep} | {id(chunk)}):
+            if kind == STATE and need > self.budget:
+                self.notes.append(
+                    f"the prefix cache of {self.budget / (1 << 20):.1f} MiB cannot hold one state of this model, {need / (1 << 20):.1f} MiB: "
+                    "nothing is reused; give it more memory"
+                )
+            return False
+        copy = pieces.copy(self.engine.backend)
+        if copy is None:
+            return False
+        chunk.copies[kind] = copy
+        self.used_bytes += need
+        return True
+
+    def _make_room(self, need: int, keep: set[int]) -> bool:
+        """Drops the least recently used copies until ``need`` bytes are free; of equally old ones the deepest, which least depends on."""
+        if need > self.budget:
+            return False
+        found = [(c.used[kind], -c.index, kind, c) for c in self._chunks.values() for kind in c.copies if id(c) not in keep]
+        for _, _, kind, chunk in sorted(found, key=lambda item: item[:3]):
+            if self.used_bytes + need <= self.budget:
+                break
+            self._drop(chunk, kind)
+        return self.used_bytes + need <= self.budget
+
+    def _drop(self, chunk: _Chunk, kind: str) -> None:
+        copy = chunk.copies.pop(kind)
+        self.used_bytes -= copy.nbytes
+        copy.close()
+
+    # -- helpers
+
+    def _in_place(self) -> _Place | None:
+        """The slot's prompt, unless somebody else has begun another sequence since."""
+        return self._place if self._place is not None and self._place.epoch == self.engine.epoch else None
+
+    def _keys(self, ids: np.ndarray, drafting: bool) -> list[bytes]:
+        """One key per whole chunk. Rows made while drafting and while not are kept apart: graphs that capture features may round otherwise."""
+        key = (self.files.layout_digest if self.files is not None else b"") + bytes([drafting])
+        keys = []
+        for start in range(0, ids.size - self.grain + 1, self.grain):
+            key = hashlib.sha256(key + ids[start : start + self.grain].tobytes()).digest()
+            keys.append(key)
+        return keys
+
+    def _seen(self, keys: list[bytes]) -> int:
+        """How many leading chunks some prompt before had as well."""
+        return next((i for i, key in enumerate(keys) if key not in self._chunks and not (self.files and self.files.has(key, ROWS))), len(keys))
+
+    def _chunk(self, key: bytes, index: int) -> _Chunk:
+        return self._chunks.setdefault(key, _Chunk(key, index))
+
+    def _rows(self, chunk: _Chunk, drafting: bool) -> Pieces:
+        return self.engine.sequence.rows(chunk.index * self.grain, self.grain, drafting)
+
+    def _forget(self) -> None:
+        """Forgets the oldest keys that nothing is known of."""
+        surplus = len(self._chunks) - REMEMBERED
+        if surplus > 0:
+            used = {id(c) for c in self._place.chunks}
+            for key in [key for key, c in self._chunks.items() if not c.copies and id(c) not in used][:surplus]:
+                del self._chunks[key]
+
+    def close(self) -> None:
+        """Writes what is still to be written, and frees the copies."""
+        if not self.engine.graphs.closed:
+            self.save()
+        for chunk in self._chunks.values():
+            for kind in list(chunk.copies):
+                self._drop(chunk, kind)
+        self._chunks, self._place = {}, None
+
+
+def _alike(a: list[_Chunk], b: list[_Chunk]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x is not y), min(len(a), len(b)))

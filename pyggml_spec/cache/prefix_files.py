@@ -1,0 +1,227 @@
+"""The prefix cache's files: one per chunk and kind, ``<layout>-<key>.rows`` and ``.state``.
+
+    4096 bytes   header: magic, version, kind, key, layout digest, payload size, SHA-256 of the payload; the layout in words; at the end
+                 the SHA-256 of the header itself
+    payload      the bytes of the tensors, one behind the other
+
+A file is written under another name, synced and renamed: it is there whole or not at all. Nothing is believed that a file says: its size
+has to be what this engine's own layout makes it, so that nothing is allocated for a file's sake, and both checksums have to fit. They find
+damage, not malice: whoever may write to the folder can put other rows into it.
+"""
+
+import hashlib
+import os
+import re
+import stat
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import PyspecError
+
+MAGIC, VERSION, HEADER = b"pyspecPC", 1, 4096
+_FIELDS = struct.Struct("<8sI8s32s32sQ32sI")  # magic, version, kind, key, layout, payload bytes, its SHA-256, bytes of the layout's words
+_NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{48}\.(rows|state)")
+_PART = re.compile(r"\.[0-9a-f]{16}-[0-9a-f]{48}\.(rows|state)\.\d+\.part")
+ABANDONED_S = 3600  # a part file this old has no writer any more
+
+
+class Refused(PyspecError):
+    """A file of the prefix cache that cannot be used, or written."""
+
+
+class PrefixFiles:
+    """The files of one layout in ``folder``, which is made if it is not there.
+
+    ``layout``: everything that rows and states depend on, one "what: value" per line. ``budget``: bytes that all files of the folder may
+    take; the longest unused ones go first.
+
+    Raises:
+        PyspecError: the folder cannot be made or listed.
+    """
+
+    def __init__(self, folder: str | Path, layout: str, budget: int):
+        self.folder, self.layout, self.budget = Path(folder), layout, budget
+        self.layout_digest = hashlib.sha256(layout.encode()).digest()
+        self.notes: list[str] = []
+        self._refused: set[Path] = set()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            entries = self._entries()
+            self._sweep()
+        except OSError as error:
+            raise PyspecError(f"the prefix cache {folder} cannot be opened: {error.strerror}; name a folder that can be written") from None
+        if entries and not any(path.name.startswith(self._prefix) for path, _ in entries):
+            self.notes.append(self._foreign(len(entries), entries[0][0]))
+
+    # -- reading
+
+    def has(self, key: bytes, kind: str) -> bool:
+        """Whether there is a file that has not been refused."""
+        path = self._path(key, kind)
+        return path not in self._refused and path.exists()
+
+    def load(self, key: bytes, kind: str, nbytes: int) -> np.ndarray:
+        """The payload, U8 [nbytes].
+
+        Raises:
+            Refused: the file is damaged, cut short, or made for something else; ``has`` is False from then on.
+        """
+        path = self._path(key, kind)
+        try:
+            with _open(path) as file:
+                payload = self._read(file, path, key, kind, nbytes)
+            os.utime(path)
+            return payload
+        except OSError as error:
+            self._refused.add(path)
+            raise Refused(f"{path} cannot be read ({error.strerror}); this part of the prompt is computed") from None
+        except Refused:
+            self._refused.add(path)
+            raise
+
+    def _read(self, file, path: Path, key: bytes, kind: str, nbytes: int) -> np.ndarray:
+        what = os.fstat(file.fileno())
+        if not stat.S_ISREG(what.st_mode):
+            raise _refuse(path, "is not a file")
+        header = file.read(HEADER)
+        found = self._header(header, path)
+        if found["layout"] != self.layout_digest:
+            raise _refuse(path, f"was made for another model or layout ({_difference(found['words'], self.layout)})")
+        if (found["key"], found["kind"]) != (key, kind):
+            raise _refuse(path, "holds another prefix than its name says")
+        if what.st_size != HEADER + nbytes or found["nbytes"] != nbytes:
+            raise _refuse(path, f"has {what.st_size} bytes instead of {HEADER + nbytes}: it was cut short or does not belong here")
+        payload = np.empty(nbytes, np.uint8)
+        done, view = 0, memoryview(payload)
+        while done < nbytes:
+            got = file.readinto(view[done:])
+            if not got:
+                raise _refuse(path, f"ends after {HEADER + done} bytes instead of {HEADER + nbytes}")
+            done += got
+        if hashlib.sha256(payload).digest() != found["sha256"]:
+            raise _refuse(path, "is damaged: its contents do not fit their checksum")
+        return payload
+
+    def _header(self, header: bytes, path: Path) -> dict:
+        if len(header) < HEADER:
+            raise _refuse(path, f"has {len(header)} bytes, which is less than its header: it was cut short")
+        magic, version, kind, key, layout, nbytes, sha256, size = _FIELDS.unpack_from(header)
+        if magic != MAGIC:
+            raise _refuse(path, "is not a file of the prefix cache")
+        if version != VERSION:
+            raise _refuse(path, f"has version {version}, but {VERSION} is supported")
+        if hashlib.sha256(header[:-32]).digest() != header[-32:]:
+            raise _refuse(path, "is damaged: its header does not fit its checksum")
+        words = header[_FIELDS.size : min(_FIELDS.size + size, HEADER - 32)].decode("utf-8", "replace")
+        return {"kind": kind.rstrip(b"\0").decode("ascii", "replace"), "key": key, "layout": layout, "nbytes": nbytes, "sha256": sha256, "words": words}
+
+    # -- writing
+
+    def store(self, key: bytes, kind: str, payload: np.ndarray) -> None:
+        """Writes one file; a reader sees all of it or none.
+
+        Raises:
+            Refused: the folder cannot be written, or the disk is full.
+        """
+        path = self._path(key, kind)
+        part = self.folder / f".{path.name}.{os.getpid()}.part"
+        words = self.layout.encode()[: HEADER - 32 - _FIELDS.size]
+        fields = (MAGIC, VERSION, kind.encode(), key, self.layout_digest, payload.nbytes, hashlib.sha256(payload).digest(), len(words))
+        header = (_FIELDS.pack(*fields) + words).ljust(HEADER - 32, b"\0")
+        try:
+            try:
+                with open(part, "wb", buffering=0) as file:
+                    for data in (header + hashlib.sha256(header).digest(), payload):
+                        _write_all(file, memoryview(data))
+                    os.fsync(file.fileno())
+                os.replace(part, path)
+                _sync_folder(self.folder)
+            finally:
+                part.unlink(missing_ok=True)
+        except OSError as error:
+            raise Refused(f"the prefix cache {self.folder} cannot be written: {error.strerror}; the text is not affected") from None
+        self._refused.discard(path)
+
+    def trim(self) -> None:
+        """Deletes the longest unused files until all of them fit the budget."""
+        try:
+            entries = sorted(self._entries(), key=lambda entry: entry[1].st_mtime_ns)
+            total = sum(what.st_size for _, what in entries)
+            for path, what in entries:
+                if total <= self.budget:
+                    break
+                path.unlink(missing_ok=True)
+                total -= what.st_size
+        except OSError as error:
+            raise Refused(f"old files of the prefix cache {self.folder} cannot be deleted: {error.strerror}") from None
+
+    # -- helpers
+
+    @property
+    def _prefix(self) -> str:
+        return self.layout_digest.hex()[:16]
+
+    def _path(self, key: bytes, kind: str) -> Path:
+        return self.folder / f"{self._prefix}-{key.hex()[:48]}.{kind}"
+
+    def _entries(self) -> list[tuple[Path, os.stat_result]]:
+        """Our files with what the folder says about them; one that goes away meanwhile is left out."""
+        out = []
+        with os.scandir(self.folder) as found:
+            for entry in found:
+                if _NAME.fullmatch(entry.name):
+                    try:
+                        what = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    if stat.S_ISREG(what.st_mode):
+                        out.append((Path(entry.path), what))
+        return out
+
+    def _sweep(self) -> None:
+        """Deletes what writers that were killed left behind."""
+        with os.scandir(self.folder) as found:
+            for entry in found:
+                if _PART.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > ABANDONED_S:
+                    Path(entry.path).unlink(missing_ok=True)
+
+    def _foreign(self, count: int, path: Path) -> str:
+        try:
+            with _open(path) as file:
+                why = _difference(self._header(file.read(HEADER), path)["words"], self.layout)
+        except (OSError, Refused):
+            why = "the one that was looked at is damaged"
+        return f"none of the {count} files in the prefix cache {self.folder} was made for this model and layout ({why}); they are not used"
+
+
+def _refuse(path: Path, why: str) -> Refused:
+    return Refused(f"{path} {why}; it is not used, and this part of the prompt is computed")
+
+
+def _difference(theirs: str, ours: str) -> str:
+    """The first line of the layout that differs, in both versions."""
+    for a, b in zip(theirs.splitlines(), ours.splitlines()):
+        if a != b:
+            return f"{a[:120]!r} there, {b[:120]!r} here"
+    return "another layout"
+
+
+def _open(path: Path):
+    """Opens for reading; a pipe does not wait for its other end."""
+    return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def _write_all(file, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
