@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .cache.kv_types import KVTypes
+from .cache.prefix import PrefixCache, layout_of
+from .cache.prefix_files import PrefixFiles
 from .errors import ContextError, PairError, PyspecError, SamplingError
-from .ggml.device import Backend, disable_graph_replay, pick_device
+from .ggml.device import Backend, devices, disable_graph_replay, free_bytes, pick_device
 from .ggml.library import versions
 from .gguf_io import GGUFFile
 from .models.registry import open_drafter, open_target
@@ -30,6 +32,9 @@ DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER = DEMO / "target.gguf", DEMO / "drafter.gguf"
 DEFAULT_CONTEXT = 4096
 GREEDY = Sampling(temperature=0)
+
+PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, and at most an eighth of what is free after loading
+PREFIX_DISK = 8 << 30
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while something long goes on: "weights", "drafter weights" (bytes), "prefill" (tokens)."""
@@ -72,6 +77,7 @@ class Session:
         self.costs: dict[int, float] | None = None  # milliseconds per step by width; None where the width is pinned
         self.costs_cached = False
         self.control: WidthControl | None = None  # of the last generation
+        self.prefix: PrefixCache | None = None
 
     def _own(self, part):
         self._parts.append(part)
@@ -79,7 +85,7 @@ class Session:
 
     # -- loading
 
-    def _load(self, target: Path, draft: Path | None, device, threads, n_ctx, width, kv, draft_kv, progress: Progress) -> "Session":
+    def _load(self, target: Path, draft: Path | None, device, threads, options: dict, width, prefix: tuple, progress: Progress) -> "Session":
         started = time.perf_counter()
         self.backend = self._own(Backend(pick_device(device), threads))
         file = self._own(GGUFFile(target))
@@ -93,15 +99,26 @@ class Session:
         self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total))
         if self.drafter is not None:
             self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
-        options = EngineOptions(n_ctx=self._context(n_ctx), width=self._width(width), kv=kv, draft_kv=draft_kv)
+        options = EngineOptions(**{**options, "n_ctx": self._context(options["n_ctx"])}, width=self._width(width))
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
         if self.drafter is not None and width is None:
             self._measure_costs()
+        self.prefix = self._own(self._prefix_cache(*prefix))
         self.load_seconds = time.perf_counter() - started
         return self
 
     def _weights(self, model, progress) -> Weights:
         return self._own(Weights(self.backend, model.file, model.specs(), model.groups(), model.fused_alike(), progress))
+
+    def _prefix_cache(self, folder: str | Path | None, memory: int | None, disk: int | None) -> PrefixCache:
+        if memory is None:
+            free = free_bytes(devices()[self.backend.device.index])  # now that the pair is loaded
+            memory = min(PREFIX_MEMORY, free // 8)
+        files = None
+        if folder is not None:
+            files = PrefixFiles(folder, layout_of(self.engine, versions()), PREFIX_DISK if disk is None else disk)
+            self.notes += files.notes
+        return PrefixCache(self.engine, memory, files)
 
     def _check_vocabularies(self, target: GGUFFile, draft: GGUFFile) -> None:
         difference = first_difference(target, draft)
@@ -167,15 +184,23 @@ class Session:
         if self.control is not None and self.control.outdated:
             self._measure_costs(fresh=True)
         mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
-        stats, sampler = self.new_stats(), self._sampler(sampling, ignore_end)
+        stats, sampler, started = self.new_stats(), self._sampler(sampling, ignore_end), time.perf_counter()
         if sampler is not None:
             stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
-        engine.reset(drafting=mode == SPECULATIVE)
+        reuse = self.prefix.begin(ids, drafting=mode == SPECULATIVE)
+        stats.seconds["prefill"] = time.perf_counter() - started  # bringing rows back is part of the start
+        stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
         options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end, synthetic, sampler)
         text = TextStream(self.tokenizer.piece, stop)
         self.control = WidthControl(self.costs) if self.costs and mode == SPECULATIVE else None
+
+        def prefilled(done: int, total: int) -> None:
+            self.prefix.computed()
+            if prefill_progress is not None:
+                prefill_progress(reuse.tokens + done, reuse.tokens + total)
+
         run = generate(
-            engine, ids, options, stats, prefill_progress=prefill_progress, interrupted=interrupted, control=self.control
+            engine, ids, options, stats, prefill_progress=prefilled, interrupted=interrupted, control=self.control, known=reuse.tokens
         )
         try:
             for block in run:
@@ -189,6 +214,7 @@ class Session:
             if sampler is not None:
                 sampler.close()
         yield StepEvent(text.finish(), (), stats)
+        self.prefix.save()
 
     def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
         sampling, forbidden = sampling or GREEDY, self.target.file.array("tokenizer.ggml.suppress_tokens", "i")
@@ -290,6 +316,10 @@ def load(
     cache_type_v: str = "f16",
     draft_cache_type_k: str = "f16",
     draft_cache_type_v: str = "f16",
+    chunk: int = 512,
+    prefix_cache: str | Path | None = None,
+    prefix_memory: int | None = None,
+    prefix_disk: int | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
     """Loads a target and perhaps its drafter; without a target, the embedded pair.
@@ -302,6 +332,11 @@ def load(
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
         graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
         cache_type_k, cache_type_v: what K and V rows are stored as, one of ``cache.kv_types.TYPES``; the next two are the drafter's.
+        chunk: widest prefill chunk in tokens; also the grain in which prompts that begin alike are computed once.
+        prefix_cache: folder in which computed prompts outlive the process; made if it is not there. Without it they are kept in memory.
+        prefix_memory: bytes on the device for them; None takes 1 GiB, or an eighth of what is free if that is less. 0 still reuses what the
+            prompt before left in place, if the model is attention only.
+        prefix_disk: bytes that the folder may take, None for 8 GiB; what was not used for longest is deleted.
 
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.
@@ -316,9 +351,15 @@ def load(
         disable_graph_replay()
     session = Session()
     try:
-        kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
+        options = {
+            "n_ctx": n_ctx,
+            "chunk": chunk,
+            "kv": KVTypes(cache_type_k, cache_type_v),
+            "draft_kv": KVTypes(draft_cache_type_k, draft_cache_type_v),
+        }
+        prefix = (prefix_cache, prefix_memory, prefix_disk)
         draft = Path(draft) if draft is not None else None
-        return session._load(Path(target), draft, device, threads, n_ctx, draft_width, kv, draft_kv, progress)
+        return session._load(Path(target), draft, device, threads, options, draft_width, prefix, progress)
     except BaseException:
         session.close()
         raise

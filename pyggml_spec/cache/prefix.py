@@ -61,7 +61,9 @@ class _Place:
     drafting: bool
     epoch: int
     done: int = 0
+    resumed: int = 0  # chunks that were brought back, not computed
     wanted: set[int] = field(default_factory=set)  # depths at which a state is to be kept
+    damaged: bool = False  # a file was refused: the deeper ones were not looked at, and are written again
     saved: bool = False
 
 
@@ -110,7 +112,7 @@ class PrefixCache:
         depth = self._bring_back(reuse, (ids.size - 1) // self.grain)
         reuse.tokens = depth * self.grain
         engine.resume(reuse.tokens)
-        self._place.done = depth
+        self._place.done = self._place.resumed = depth
         reuse.notes, self.notes = self.notes, []
         self._forget()
         return reuse
@@ -134,10 +136,11 @@ class PrefixCache:
         place.saved = True
         try:
             for chunk in place.chunks[: self._useful(place)]:
-                if not self.files.has(chunk.key, ROWS):
+                again = place.damaged and chunk.index >= place.resumed
+                if again or not self.files.has(chunk.key, ROWS):
                     with self._rows(chunk, place.drafting) as pieces:
                         self.files.store(chunk.key, ROWS, pieces.read())
-                if STATE in chunk.copies and not self.files.has(chunk.key, STATE):
+                if STATE in chunk.copies and (again or not self.files.has(chunk.key, STATE)):
                     self.files.store(chunk.key, STATE, chunk.copies[STATE].read())
             self.files.trim()
         except Refused as refused:
@@ -159,6 +162,7 @@ class PrefixCache:
                 reuse.chunks["in place"] = min(in_place, depth)
                 return depth
             except Refused as refused:
+                place.damaged = True
                 self.notes.append(str(refused))
         return 0
 
@@ -281,6 +285,21 @@ class PrefixCache:
             for kind in list(chunk.copies):
                 self._drop(chunk, kind)
         self._chunks, self._place = {}, None
+
+
+def layout_of(engine, versions: dict[str, str]) -> str:
+    """Everything that rows and states depend on, one "what: value" per line: what differs in any of them is never mixed."""
+    device, files = engine.backend.device, {"target": engine.target.file}
+    if engine.drafter is not None:
+        files["drafter"] = engine.drafter.file
+    lines = {
+        **{what: f"{file.metadata['general.architecture']} of {file.nbytes} bytes, {file.fingerprint()[:32]}" for what, file in files.items()},
+        "chunk": engine.options.chunk,
+        "cache": engine.sequence.describe(),
+        "device": f"{device.kind} {device.description}, {engine.backend.threads} threads",  # attention on the CPU sums by thread
+        **{what: versions[what] for what in ("pyggml_spec", "llama_cpp_python", "ggml_commit")},
+    }
+    return "\n".join(f"{what}: {value}" for what, value in lines.items())
 
 
 def _alike(a: list[_Chunk], b: list[_Chunk]) -> int:

@@ -39,3 +39,27 @@ def draft_cache_type_options(command):
         names = f"-ct{rows}d --draft-cache-type-{rows} --cache-type-{rows}-draft --spec-draft-type-{rows} draft_cache_type_{rows}"
         command = _cache_type(names, f"The same for the drafter's {rows.upper()} rows.")(command)
     return command
+
+
+def prefix_options(command):
+    """--prefix-cache and its limits."""
+    for option in reversed(
+        [
+            click.option("--prefix-cache", "prefix_cache", type=click.Path(), help="Folder that keeps computed prompts: what begins alike starts sooner."),
+            click.option("--prefix-disk", type=click.IntRange(0), metavar="MIB", help="What the folder may take. Default: 8192."),
+            click.option("--prefix-memory", "--cache-ram", type=click.IntRange(0), metavar="MIB", help="What the prefix cache may take on the device. "
+                         "Default: 1024, or an eighth of what is free."),
+            click.option("-ub", "--ubatch-size", "chunk", type=click.IntRange(1, 4096), default=512, show_default=True, help="Prompt tokens per pass; prompts are "
+                         "reused in whole passes."),
+        ]
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def take_prefix(values: dict) -> None:
+    """Turns what ``prefix_options`` added to ``values`` into what ``load`` takes: bytes, and no copies where there is nothing to reuse."""
+    for name in ("prefix_disk", "prefix_memory"):
+        values[name] = values[name] << 20 if values[name] is not None else None
+    if values["prefix_cache"] is None:  # one request in one process
+        values["prefix_memory"] = 0

@@ -56,10 +56,12 @@ def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
         f"graphs: {s.computes} computed, {s.graphs_built} built ({s.graphs_built_after_warmup} after warm-up{ahead}), "
         f"{s.buffer_growths} buffers allocated ({s.buffer_growths_after_warmup} after warm-up)"
     )
+    reused = f", {s.reused_tokens} of them from the prefix cache" if s.reused_tokens else ""
     lines.append(
-        f"load {s.seconds['load']:.2f} s, prefill {s.seconds['prefill']:.2f} s ({s.prompt_tokens} tokens), decode {decode:.2f} s; "
+        f"load {s.seconds['load']:.2f} s, prefill {s.seconds['prefill']:.2f} s ({s.prompt_tokens} tokens{reused}), decode {decode:.2f} s; "
         f"ended by: {s.stop_reason or 'nothing'}"
     )
+    lines += [f"note: {note}" for note in s.notes]
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ import click
 from ..errors import ContextError, PyspecError
 from ..session import load
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
-from .options import cache_type_options, draft_cache_type_options, graphs_option, target_options
+from .options import cache_type_options, draft_cache_type_options, graphs_option, prefix_options, take_prefix, target_options
 from .report import engaged_line, footer
 from .sampling import sampling_options, take_sampling
 from .terminal import Interrupt, TextOut, progress_line, say
@@ -37,6 +37,7 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @click.option("--stop", multiple=True, help="Text that ends the generation; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end token.")
 @click.option("--special", is_flag=True, help="Recognise control tokens in the prompt text.")
+@prefix_options
 @click.option("--stats", "stats_file", type=click.Path(), help="Write the statistics as one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="No engaged line and no footer.")
 def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, max_tokens, draft_width, mode, reference, require_spec, stop, ignore_eos,
@@ -47,6 +48,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     llama.cpp's defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05.
     """
     sampling = take_sampling(more, logprobs=n_probs if logprobs_file is not None else None)
+    take_prefix(more)
     text = _prompt(prompt, prompt_file, embedded=target is None)
     if target is None and max_tokens is None:
         max_tokens = 256

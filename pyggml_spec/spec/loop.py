@@ -80,16 +80,17 @@ def generate(
     prefill_progress: Callable[[int, int], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False,
     control: WidthControl | None = None,
+    known: int = 0,
 ) -> Iterator[list[int]]:
     """Yields the tokens of each step: first the one that the prompt leads to, then a block per step.
 
     ``stats.stop_reason`` says why it ended: "end" (an end token, which is yielded last), "length", "context", "interrupt" (``interrupted``,
     asked before every chunk of the prompt and every step, said so). Close the generator to stop earlier; the engine then holds exactly the
-    tokens that were committed.
+    tokens that were committed. The first ``known`` tokens of ``prompt`` are in the caches already.
     """
     stats = stats if stats is not None else Stats()
     stats.mode, stats.width = options.mode, options.width if options.mode != PLAIN else 1
-    run = _Run(engine, options, stats, list(prompt), drafts, prefill_progress, interrupted, control)
+    run = _Run(engine, options, stats, list(prompt), drafts, prefill_progress, interrupted, control, known)
     try:
         yield from run.tokens()
     finally:
@@ -99,8 +100,8 @@ def generate(
 class _Run:
     """One generation's local state."""
 
-    def __init__(self, engine: Engine, options: LoopOptions, stats: Stats, history: list[int], drafts: Drafts | None, progress, interrupted, control):
-        self.progress, self.interrupted = progress, interrupted
+    def __init__(self, engine: Engine, options: LoopOptions, stats: Stats, history: list[int], drafts: Drafts | None, progress, interrupted, control, known):
+        self.progress, self.interrupted, self.known = progress, interrupted, known
         self.engine, self.options, self.stats, self.history, self.drafts = engine, options, stats, history, drafts
         self.limit = options.max_tokens if options.max_tokens is not None else engine.cursor.room + 1
         self.speculating = options.mode == SPECULATIVE and (drafts is not None or engine.drafter is not None) and options.width > 1
@@ -118,7 +119,7 @@ class _Run:
         engine.read_candidates(sampler.sampling.candidates() if sampler is not None else 0)
         started = time.perf_counter()
         stats.prompt_tokens = len(self.history)
-        first = engine.prefill(self.history, self.progress, self.interrupted)
+        first = engine.prefill(self.history[self.known :], self.progress, self.interrupted)
         stats.seconds["prefill"] += time.perf_counter() - started
         if first is None:
             stats.stop_reason = "interrupt"

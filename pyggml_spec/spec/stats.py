@@ -12,6 +12,9 @@ class Stats:
     """Counts and times of one generation; ``as_dict`` is what ``--stats`` writes.
 
     Attributes:
+        reused_tokens: tokens of the prompt that were not computed, because an earlier prompt began alike.
+        reused_from: how many chunks of them were in place, copied from memory, and read from disk.
+        notes: what could not be used and was done without, one sentence each.
         emitted: tokens that came out, an end token included.
         steps: decode steps, that is target forwards after the prompt.
         drafted: drafts that were verified, per step the block's width - 1.
@@ -34,6 +37,8 @@ class Stats:
     device: str = ""
     stop_reason: str = ""
     prompt_tokens: int = 0
+    reused_tokens: int = 0
+    reused_from: dict = field(default_factory=dict)
     emitted: int = 0
     steps: int = 0
     drafted: int = 0
@@ -60,6 +65,7 @@ class Stats:
     seconds: dict = field(default_factory=lambda: {"load": 0.0, "prefill": 0.0, "decode": 0.0})
     host_us: dict = field(default_factory=lambda: {"upload": 0, "compute": 0, "read": 0, "host": 0})
     memory: dict = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     versions: dict = field(default_factory=dict)
     cuda_graphs: dict | None = None
 
