@@ -186,13 +186,13 @@ static struct ggml_tensor * write_states(const pgs_delta * d, struct ggml_contex
     return copy;
 }
 
-// What one layer keeps of the sequence, as views: its committed state, F32 [S * S * H_v], and its convolution history, F32
-// [row * (d_conv - 1)]. The history lies there while the pool is laid out for width 0, that is, after a prefill or a commit into width 0.
-void pgs_delta_kept(const pgs_delta * d, struct ggml_context * ctx, int64_t layer, struct ggml_tensor ** state,
+// What `slot` keeps of one layer, as views: its committed state, F32 [S * S * H_v], and its convolution history, F32 [row * (d_conv - 1)].
+// For one sequence the history lies there while the pool is laid out for width 0, that is, after a prefill or a commit into width 0.
+void pgs_delta_kept(const pgs_delta * d, struct ggml_context * ctx, int64_t slot, int64_t layer, struct ggml_tensor ** state,
                     struct ggml_tensor ** history) {
-    const int64_t n = state_floats(d), rows = d->s.row * (d->s.conv - 1);
-    *state   = ggml_view_1d(ctx, d->states, n, (size_t) (replay_scratch(d, d->s.max_width) + n * layer) * sizeof(float));
-    *history = ggml_view_1d(ctx, d->conv, rows, (size_t) (rows * layer) * sizeof(float));
+    const int64_t n = state_floats(d), rows = d->s.row * (d->s.conv - 1), at = layer * d->n_slots + slot;
+    *state   = ggml_view_1d(ctx, d->states, n, (size_t) (replay_scratch(d, d->s.max_width) + n * at) * sizeof(float));
+    *history = ggml_view_1d(ctx, d->conv, rows, (size_t) (rows * at) * sizeof(float));
 }
 
 // [row, d_conv - 1 + width, L], or `rows` of its rows starting at `first`

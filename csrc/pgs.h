@@ -120,7 +120,7 @@ void        pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint
 void        pgs_delta_clear_blocks(pgs_delta * d, int64_t width);
 size_t      pgs_delta_state_bytes(const pgs_delta * d);
 void        pgs_delta_read_state(const pgs_delta * d, void * out);
-void        pgs_delta_kept(const pgs_delta * d, struct ggml_context * ctx, int64_t layer, struct ggml_tensor ** state,
+void        pgs_delta_kept(const pgs_delta * d, struct ggml_context * ctx, int64_t slot, int64_t layer, struct ggml_tensor ** state,
                            struct ggml_tensor ** history);
 
 int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t first, int64_t count, int64_t width_from,

@@ -277,14 +277,18 @@ class PrefixCache:
             for key in [key for key, c in self._chunks.items() if not c.copies and id(c) not in used][:surplus]:
                 del self._chunks[key]
 
-    def close(self) -> None:
-        """Writes what is still to be written, and frees the copies."""
-        if not self.engine.graphs.closed:
-            self.save()
+    def clear(self) -> None:
+        """Forgets every prompt and frees the copies. Files stay."""
         for chunk in self._chunks.values():
             for kind in list(chunk.copies):
                 self._drop(chunk, kind)
         self._chunks, self._place = {}, None
+
+    def close(self) -> None:
+        """Writes what is still to be written, and frees the copies."""
+        if not self.engine.graphs.closed:
+            self.save()
+        self.clear()
 
 
 def layout_of(engine, versions: dict[str, str]) -> str:

@@ -30,15 +30,15 @@ class Pieces:
         lib.ggml_backend_view_init(view)
         self.tensors.append(view)
 
-    def add_rows(self, tensor, first: int, count: int) -> None:
-        """Rows first .. first + count - 1 of ``tensor``."""
+    def add_rows(self, tensor, slot: int, first: int, count: int) -> None:
+        """Rows first .. first + count - 1 of one slot of ``tensor``."""
         if count:
-            self.add_view(lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], first * tensor.nb[1]))
+            self.add_view(lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], slot * tensor.nb[2] + first * tensor.nb[1]))
 
-    def add_delta(self, delta: DeltaState, layer: int) -> None:
+    def add_delta(self, delta: DeltaState, slot: int, layer: int) -> None:
         """The state and the convolution history of one delta-net layer."""
         out = ffi.new("struct ggml_tensor *[2]")
-        lib.pgs_delta_kept(delta.handle, self._ctx, layer, out, out + 1)
+        lib.pgs_delta_kept(delta.handle, self._ctx, slot, layer, out, out + 1)
         self.add_view(out[0])
         self.add_view(out[1])
 
@@ -100,7 +100,7 @@ class Pieces:
 
 
 class SequenceMemory:
-    """Where the caches of an engine keep a sequence. Borrows the caches.
+    """Where the caches of an engine keep the sequence of a slot. Borrows the caches.
 
     ``shapes``: of the target's attention layers, in the order of ``kv.layers``; ``window``: positions that its sliding layers see.
     """
@@ -117,37 +117,37 @@ class SequenceMemory:
         """Whether rows alone are not enough to go on from a position."""
         return self._delta is not None or bool(self._ringed)
 
-    def rows(self, first: int, count: int, drafting: bool) -> Pieces:
+    def rows(self, first: int, count: int, drafting: bool, slot: int = 0) -> Pieces:
         """Rows of positions first .. first + count - 1; those of the drafter only if ``drafting``."""
-        return self._pieces(first, count, drafting, None)
+        return self._pieces(slot, first, count, drafting, None)
 
-    def state(self, n: int) -> Pieces:
+    def state(self, n: int, slot: int = 0) -> Pieces:
         """What ``n`` committed tokens left besides rows, with nothing pending. Of a ring, the rows that position n can still see."""
-        return self._pieces(0, 0, False, n)
+        return self._pieces(slot, 0, 0, False, n)
 
-    def whole(self, n: int, drafting: bool) -> Pieces:
+    def whole(self, n: int, drafting: bool, slot: int = 0) -> Pieces:
         """All that ``n`` committed tokens left, with nothing pending."""
-        return self._pieces(0, n, drafting, n)
+        return self._pieces(slot, 0, n, drafting, n)
 
-    def _pieces(self, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
+    def _pieces(self, slot: int, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
         tensors = self._full + (self._drafter if drafting else [])
         layers = self._delta.shape.layers if self._delta is not None and state_of is not None else 0
         pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed))
         for tensor in tensors:
-            pieces.add_rows(tensor, first, count)
+            pieces.add_rows(tensor, slot, first, count)
         for layer in range(layers):
-            pieces.add_delta(self._delta, layer)
+            pieces.add_delta(self._delta, slot, layer)
         if state_of is not None:
-            self._add_window(pieces, state_of)
+            self._add_window(pieces, slot, state_of)
         return pieces
 
-    def _add_window(self, pieces: Pieces, n: int) -> None:
+    def _add_window(self, pieces: Pieces, slot: int, n: int) -> None:
         count = min(n, self._window)
         for tensor in self._ringed:
             first = (n - count) % self._kv.ring
             before_wrap = min(count, self._kv.ring - first)
-            pieces.add_rows(tensor, first, before_wrap)
-            pieces.add_rows(tensor, 0, count - before_wrap)
+            pieces.add_rows(tensor, slot, first, before_wrap)
+            pieces.add_rows(tensor, slot, 0, count - before_wrap)
 
     def describe(self) -> str:
         """The layout in words: types, widths and the ring."""
