@@ -215,8 +215,8 @@ class PrefixCache:
             chunk.used[kind] = self._clock
         need = pieces.nbytes
         if not self._make_room(need, {id(c) for c in keep} | {id(chunk)}):
-            if kind == STATE and need > self.budget:
-                self.notes.append(
+            if kind == STATE and need > self.budget and (self.budget or self.files is not None):
+                self._say(
                     f"the prefix cache of {self.budget / (1 << 20):.1f} MiB cannot hold one state of this model, {need / (1 << 20):.1f} MiB: "
                     "nothing is reused; give it more memory"
                 )
@@ -238,6 +238,10 @@ class PrefixCache:
                 break
             self._drop(chunk, kind)
         return self.used_bytes + need <= self.budget
+
+    def _say(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _drop(self, chunk: _Chunk, kind: str) -> None:
         copy = chunk.copies.pop(kind)
