@@ -1,7 +1,7 @@
 """The patch set for llama.cpp: what is in it, whether it fits a tree, applying it.
 
 The patches are made for one tree, the llama.cpp inside the llama-cpp-python sdist of `library.LLAMA_CPP_PYTHON`, and each needs those before it
-in ``series``. git does the matching, in memory: nothing is written unless all of it fits.
+in ``series``. git does the matching, on a copy of the files: nothing is written to the tree unless all of it fits.
 """
 
 import os
@@ -10,6 +10,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,24 +84,45 @@ def ggml_version(tree: Path) -> str:
     return ".".join(parts) or "of an unknown version"
 
 
-def _git_apply(tree: Path, patches: list[Patch], *options: str) -> subprocess.CompletedProcess:
-    if not patches:
-        return subprocess.CompletedProcess([], 0, "", "")
+def _git_apply(tree: Path, patch: Patch, *options: str) -> subprocess.CompletedProcess:
     if not shutil.which("git"):
         raise PatchError("git is not installed, and it is git that applies the patches; install git")
-    command = ["git", "apply", "--whitespace=nowarn", *options, *(str(patch.path.resolve()) for patch in patches)]
-    # a tree inside another repository would be silently skipped as outside of git's working directory
+    command = ["git", "apply", "--whitespace=nowarn", *options, str(patch.path.resolve())]
+    # inside another repository git would silently skip all files as outside of its working directory
     alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.resolve().parent), "LC_ALL": "C"}
     return subprocess.run(command, cwd=tree, env=alone, capture_output=True, text=True)
+
+
+@contextmanager
+def _scratch(tree: Path, patches: list[Patch]) -> Iterator[Path]:
+    """A copy of the files that the patches touch. git can check several patches of one file only by applying them one after the other."""
+    with tempfile.TemporaryDirectory(prefix="pyspec-patches-") as folder:
+        copy = Path(folder) / "llama.cpp"
+        copy.mkdir()
+        for name in {name for patch in patches for name in patch.files if (tree / name).is_file()}:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(tree / name, copy / name)
+        yield copy
 
 
 def n_applied(tree: Path, patches: list[Patch] | None = None) -> int:
     """How many patches of the series, from its start, the tree already has."""
     patches = series() if patches is None else patches
     for n in range(len(patches), 0, -1):
-        if _git_apply(tree, patches[n - 1 :: -1], "--reverse", "--check").returncode == 0:
-            return n
+        with _scratch(tree, patches) as copy:
+            if all(_git_apply(copy, patch, "--reverse").returncode == 0 for patch in reversed(patches[:n])):
+                return n
     return 0
+
+
+def _apply_to(copy: Path, tree: Path, applied: int, left: list[Patch]) -> None:
+    for patch in left:
+        done = _git_apply(copy, patch)
+        if done.returncode:
+            hunks = re.findall(r"^error: patch failed: (\S+:\d+)$", done.stderr, re.MULTILINE)
+            where = f"hunk at {', '.join(hunks)}" if hunks else done.stderr.strip().removeprefix("error: ") or f"git ended with {done.returncode}"
+            have = f", which has the first {applied} of the series" if applied else ""
+            raise PatchError(f"{patch.path.name} does not fit {tree}{have}: {where}. It was made for {MADE_FOR}; this tree has ggml {ggml_version(tree)}")
 
 
 def check(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
@@ -114,19 +138,7 @@ def check(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
     Raises:
         PatchError: no llama.cpp tree, or a patch that does not fit; names the patch, the file and line of the hunk, and the tree it was made for.
     """
-    tree = Path(tree)
-    patches = series() if patches is None else patches
-    version = ggml_version(tree)
-    applied = n_applied(tree, patches)
-    left = patches[applied:]
-    for n in range(1, len(left) + 1):
-        done = _git_apply(tree, left[:n], "--check")
-        if done.returncode:
-            hunks = re.findall(r"^error: patch failed: (\S+:\d+)$", done.stderr, re.MULTILINE)
-            where = f"hunk at {', '.join(hunks)}" if hunks else done.stderr.strip().removeprefix("error: ") or f"git apply ended with {done.returncode}"
-            have = f", after {applied} of the series that the tree has" if applied else ""
-            raise PatchError(f"{left[n - 1].path.name} does not fit {tree}{have}: {where}. It was made for {MADE_FOR}; this tree has ggml {version}")
-    return left
+    return _run(Path(tree), patches, write=False)
 
 
 def apply(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
@@ -138,10 +150,22 @@ def apply(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
     Raises:
         PatchError: as `check`; the tree is then as it was.
     """
-    left = check(tree, patches)
-    done = _git_apply(Path(tree), left)
-    if done.returncode:
-        raise PatchError(f"git could not write the patched files of {tree}: {done.stderr.strip()}")
+    return _run(Path(tree), patches, write=True)
+
+
+def _run(tree: Path, patches: list[Patch] | None, write: bool) -> list[Patch]:
+    patches = series() if patches is None else patches
+    ggml_version(tree)
+    applied = n_applied(tree, patches)
+    left = patches[applied:]
+    with _scratch(tree, left) as copy:
+        _apply_to(copy, tree, applied, left)
+        for name in dict.fromkeys(name for patch in left for name in patch.files) if write else ():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            if (copy / name).is_file():
+                shutil.copyfile(copy / name, tree / name)
+            else:
+                (tree / name).unlink(missing_ok=True)
     return left
 
 
