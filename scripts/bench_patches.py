@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""llama-server before and after the patches on the same files, device and minutes: tokens per second and what the contexts did per step.
+
+    bench_patches.py --before DIR/bin --after DIR/bin -m target.gguf -md drafter.gguf [--slots 1,4] [--synthetic-acceptance 6] --out FILE.json
+
+All servers stay up and compute in turn: before, after, after, before, ... Greedy, draft-dflash with 15 drafts, --backend-sampling on both.
+The counters come from /metrics; the unpatched server has none.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+PROMPT = 64  # tokens; each slot and each round begins differently
+
+
+class Server:
+    def __init__(self, name: str, tools: Path, slots: int, port: int, args):
+        self.name, self.slots, self.url = name, slots, f"http://127.0.0.1:{port}"
+        command = [str(tools / "llama-server"), "-m", args.model, "-md", args.drafter, "--spec-type", "draft-dflash", "--spec-draft-n-max", "15"]
+        command += ["-np", str(slots), "-c", str(args.ctx * slots), "-ngl", str(args.ngl), "-ngld", str(args.ngl), "-fa", "on", "--temp", "0"]
+        command += ["--backend-sampling", "--metrics", "--no-webui", "--no-warmup", "--port", str(port), *args.server_args]
+        if args.synthetic_acceptance:
+            command += ["--spec-synth-len", str(args.synthetic_acceptance)]
+        if args.threads:
+            command += ["-t", str(args.threads), "-td", str(args.threads)]
+        env = {**os.environ, "LD_LIBRARY_PATH": f"{tools}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+        self.log = Path(f"{args.out}.{name}-np{slots}.log")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=600) as answer:
+            return answer.read().decode()
+
+    def wait(self) -> None:
+        while True:
+            if self.process.poll() is not None:
+                sys.exit(f"the {self.name} server ended: see {self.log}")
+            try:
+                self.get("/health")
+                return
+            except OSError:
+                time.sleep(0.5)
+
+    def complete(self, seed: int, tokens: int) -> dict:
+        prompt = [100 + (7 * i + 31 * seed) % 200 for i in range(PROMPT)]
+        body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        request = urllib.request.Request(f"{self.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=1800) as answer:
+            return json.load(answer)["timings"]
+
+    def counters(self) -> dict[str, float]:
+        lines = re.findall(r'^llamacpp:(\w+)\{context="(\w+)"\} (\S+)$', self.get("/metrics"), re.MULTILINE)
+        drafts = re.search(r"^llamacpp:spec_decode_num_drafts_total (\S+)$", self.get("/metrics"), re.MULTILINE)
+        found = {f"{context}.{name}": float(value) for name, context, value in lines}
+        return {**found, "steps": float(drafts[1]) if drafts else 0.0}
+
+    def round(self, number: int, tokens: int) -> dict[str, float]:
+        """All slots at once. ``tok/s``: tokens of all slots by the wall time, prompts included; ``decode tok/s``: the slots' own rates summed."""
+        before, started = self.counters(), time.perf_counter()
+        with ThreadPoolExecutor(self.slots) as pool:
+            timings = list(pool.map(lambda slot: self.complete(number * self.slots + slot, tokens), range(self.slots)))
+        seconds, after = time.perf_counter() - started, self.counters()
+        figures = {"tok/s": sum(t["predicted_n"] for t in timings) / seconds, "decode tok/s": sum(t["predicted_per_second"] for t in timings)}
+        steps = max(after["steps"] - before["steps"], 1)
+        figures["tokens/step"] = sum(t["predicted_n"] for t in timings) / steps
+        return {**figures, **{f"{name}/step": (after[name] - before[name]) / steps for name in after if name != "steps"}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, required=True)
+    parser.add_argument("--after", type=Path, required=True)
+    parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("-md", "--drafter", required=True)
+    parser.add_argument("--slots", default="1,4")
+    parser.add_argument("--synthetic-acceptance", type=float, default=6.0, help="mean tokens per step of the target; 0: the drafter's own")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--ctx", type=int, default=2048, help="per slot")
+    parser.add_argument("--ngl", type=int, default=99)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--port", type=int, default=8110)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("server_args", nargs="*", metavar="-- SERVER ARGUMENTS")
+    args = parser.parse_args()
+
+    results: dict[str, list[dict[str, float]]] = {}
+    for slots in map(int, args.slots.split(",")):
+        with contextlib.ExitStack() as stack:
+            pair = []
+            for i, (name, tools) in enumerate((("before", args.before), ("after", args.after))):
+                pair.append(Server(name, tools, slots, args.port + i, args))
+                stack.callback(pair[-1].close)
+            for server in pair:
+                server.wait()
+                server.round(0, 64)
+            for number in range(1, args.rounds + 1):
+                for server in pair if number % 2 else reversed(pair):
+                    results.setdefault(f"np {slots} {server.name}", []).append(server.round(number, args.tokens))
+        Path(args.out).write_text(json.dumps({"model": args.model, "drafter": args.drafter, "rounds": results}, indent=1))
+        report(slots, results)
+
+
+def report(slots: int, results: dict[str, list[dict[str, float]]]) -> None:
+    before, after = results[f"np {slots} before"], results[f"np {slots} after"]
+    print(f"\nnp {slots}, medians of {len(after)} rounds{'':<14} {'before':>12} {'after':>12} {'ratio':>7}")
+    for name in after[0]:
+        new = statistics.median(r[name] for r in after)
+        old = statistics.median(r[name] for r in before) if name in before[0] else None
+        if old or new:
+            print(f"{name:<44} {'-' if old is None else f'{old:.2f}':>12} {new:>12.2f} {f'{new / old:.2f}' if old else '':>7}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
