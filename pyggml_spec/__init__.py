@@ -15,7 +15,9 @@ from .errors import ContextError, DeviceError, EngineError, GGUFError, LibraryEr
 
 # what needs ggml is imported when it is first used: a wrong llama-cpp-python is then a LibraryError at that point, and --help loads nothing
 _LAZY = {
+    "ConcurrentSession": "concurrent",
     "Device": "ggml.device",
+    "Handle": "concurrent",
     "devices": "ggml.device",
     "Sampling": "spec.sampling",
     "Session": "session",

@@ -10,7 +10,7 @@ from pathlib import Path
 from .cache.kv_types import KVTypes
 from .cache.prefix import PrefixCache, layout_of
 from .cache.prefix_files import PrefixFiles
-from .errors import ContextError, PairError, PyspecError, SamplingError
+from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .ggml.device import Backend, devices, disable_graph_replay, free_bytes, pick_device
 from .ggml.library import versions
 from .gguf_io import GGUFFile
@@ -78,6 +78,7 @@ class Session:
         self.costs_cached = False
         self.control: WidthControl | None = None  # of the last generation
         self.prefix: PrefixCache | None = None
+        self._concurrent = None  # the ConcurrentSession that was made last
 
     def _own(self, part):
         self._parts.append(part)
@@ -180,6 +181,8 @@ class Session:
         ids = self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ContextError("the prompt is empty; give some text with -p, -f or on standard input")
+        if self._concurrent is not None and not self._concurrent.closed:
+            raise EngineError("this session runs many requests at once: submit this one too, or close the concurrent session first")
         engine = self.engine
         if self.control is not None and self.control.outdated:
             self._measure_costs(fresh=True)
@@ -255,6 +258,18 @@ class Session:
         """
         options = replace(self.engine.options, slots=slots, n_ctx=n_ctx or self.engine.options.n_ctx)
         return Scheduler(BatchEngine(self.backend, self.target, self.drafter, options), None if self.costs else options.width)
+
+    def concurrent(self, slots: int, n_ctx: int | None = None) -> "ConcurrentSession":  # noqa: F821
+        """Many requests at once, from threads or asyncio: ``submit`` returns handles. Arguments and errors as of ``batch``.
+
+        This session itself generates nothing while it is open: both would use one device stream from two threads.
+        """
+        from .concurrent import ConcurrentSession  # which is made of this module's events
+
+        if self._concurrent is not None and not self._concurrent.closed:
+            raise EngineError("requests are already taken by another concurrent session: close it first")
+        self._concurrent = self._own(ConcurrentSession(self, self.batch(slots, n_ctx)))
+        return self._concurrent
 
     def calibrate_plain(self, steps: int = 12) -> float:
         """Milliseconds of one plain decode step of this target on this device, the median of ``steps``. Forgets the sequence."""

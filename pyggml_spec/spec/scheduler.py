@@ -158,8 +158,7 @@ class Scheduler:
         if options.mode == SPECULATIVE and self.engine.drafter is None:
             raise EngineError("there is no drafter: submit with plain mode")
         stream = Stream(self, ids.tolist(), options, self.engine.options.width)
-        room = self.engine.options.n_ctx - ids.size
-        stream._limit = options.max_tokens if options.max_tokens is not None else room + 1
+        stream._limit = options.max_tokens if options.max_tokens is not None else self.engine.options.n_ctx + 1  # the context ends first
         with self._queue:
             if stream._limit < 1:
                 stream.ended, stream.stats.stop_reason = True, "length"

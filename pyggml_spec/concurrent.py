@@ -1,0 +1,286 @@
+"""Many requests at once, from threads or from asyncio: ``submit`` returns a handle at once, a thread of its own runs the steps.
+
+    with ps.load(...) as session, session.concurrent(slots=4) as server:
+        handles = [server.submit(prompt, max_tokens=200) for prompt in prompts]      # from any thread
+        for event in handles[0]:                                                    # each handle has one reader, in any thread ...
+            print(event.text, end="")
+        async for event in handles[1]:                                              # ... or in any event loop
+            print(event.text, end="")
+
+The steps do not wait for readers: events of a handle that nobody reads pile up, at most to its token limit. A reader that goes away calls
+``cancel``, or holds the handle in a ``with`` block.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from .errors import EngineError, PyspecError
+from .ggml.library import versions
+from .session import Session, StepEvent
+from .spec.loop import PLAIN, SPECULATIVE, LoopOptions
+from .spec.sampling import Sampler, Sampling
+from .spec.scheduler import BatchStats, Scheduler, Stream
+from .spec.stats import Stats
+from .text.stream import TextStream
+
+
+class _Mailbox:
+    """Items from the stepping thread to one reader, who waits in a thread or in an event loop."""
+
+    def __init__(self):
+        self._items: deque = deque()
+        self._filled = threading.Condition()
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+
+    def put(self, item) -> None:
+        with self._filled:
+            self._items.append(item)
+            waiter, self._waiter = self._waiter, None
+            self._filled.notify()
+        if waiter is not None:
+            loop, future = waiter
+            try:
+                loop.call_soon_threadsafe(_wake, future)
+            except RuntimeError:  # the loop is closed: its reader is gone
+                pass
+
+    def peek(self, timeout: float | None = None):
+        """The oldest item, which stays. Raises TimeoutError."""
+        with self._filled:
+            if not self._filled.wait_for(lambda: self._items, timeout):
+                raise TimeoutError
+            return self._items[0]
+
+    async def peek_async(self):
+        while True:
+            with self._filled:
+                if self._items:
+                    return self._items[0]
+                loop = asyncio.get_running_loop()
+                future = loop.create_future()
+                self._waiter = loop, future
+            await future
+
+    def pop(self) -> None:
+        self._items.popleft()
+
+
+def _wake(future: asyncio.Future) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class _End:
+    """The last item: ``error`` is what ended the request, None if it ended by itself."""
+
+    def __init__(self, error: BaseException | None = None):
+        self.error = error
+
+
+class Handle:
+    """One request. Iterate it with ``for`` or ``async for``; it gives ``StepEvent``s, the last one with the final statistics.
+
+    Attributes:
+        stats: statistics so far; ``stop_reason`` is "end", "length", "context", "stop" or "cancelled" when it has ended.
+    """
+
+    def __init__(self, server: "ConcurrentSession", stream: Stream, text: TextStream, sampler: Sampler | None):
+        self._server, self._stream, self._text, self._sampler = server, stream, text, sampler
+        self._mail = _Mailbox()
+        self.stats: Stats = stream.stats
+
+    def cancel(self) -> None:
+        """Ends the request before the next step, from any thread, at any time."""
+        self._stream.cancel()
+        self._server._look()
+
+    def result(self, timeout: float | None = None) -> tuple[str, Stats]:
+        """Waits for the end: the text that was not read yet, and the statistics.
+
+        Raises:
+            TimeoutError: no event within ``timeout`` seconds; the request goes on.
+        """
+        texts = []
+        while True:
+            item = self._mail.peek(timeout)
+            if isinstance(item, _End):
+                return "".join(texts), self._finish(item)
+            self._mail.pop()
+            texts.append(item.text)
+
+    async def result_async(self) -> tuple[str, Stats]:
+        """``result`` for event loops."""
+        return "".join([event.text async for event in self]), self.stats
+
+    def __iter__(self) -> Iterator[StepEvent]:
+        return self
+
+    def __next__(self) -> StepEvent:
+        return self._next(self._mail.peek(), StopIteration)
+
+    def __aiter__(self) -> "Handle":
+        return self
+
+    async def __anext__(self) -> StepEvent:
+        return self._next(await self._mail.peek_async(), StopAsyncIteration)
+
+    def _next(self, item: StepEvent | _End, stop: type[Exception]) -> StepEvent:
+        if isinstance(item, _End):
+            self._finish(item)
+            raise stop
+        self._mail.pop()
+        return item
+
+    def _finish(self, end: _End) -> Stats:
+        if end.error is not None:
+            raise end.error
+        return self.stats
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.cancel()
+
+    # -- for the stepping thread
+
+    def _collect(self) -> bool:
+        """Turns what the stream has brought into events; False when it has ended."""
+        error = None
+        while self._stream.has_news:
+            try:
+                block = next(self._stream)
+            except StopIteration:
+                break
+            except BaseException as caught:
+                error = caught
+                break
+            if self._text.stopped:
+                continue
+            shown = "".join(self._text.push(token) for token in block)
+            logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
+            self._mail.put(StepEvent(shown, tuple(block), self.stats, logprobs))
+            if self._text.stopped:
+                self._stream.cancel()
+        else:
+            return True
+        if self._text.stopped:
+            self.stats.stop_reason = "stop"
+        if self._sampler is not None:
+            self._sampler.close()
+        if error is None:
+            self._mail.put(StepEvent(self._text.finish(), (), self.stats))
+        self._mail.put(_End(error))
+        return False
+
+
+class ConcurrentSession:
+    """Runs the requests of many readers over one session's weights. Made by ``Session.concurrent``; owns the scheduler and one thread."""
+
+    def __init__(self, session: Session, scheduler: Scheduler):
+        self._session, self._scheduler = session, scheduler
+        self._handles: list[Handle] = []
+        self._changed, self._closing = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="pyggml_spec steps", daemon=True)
+        self._thread.start()
+
+    @property
+    def stats(self) -> BatchStats:
+        """Counts over all requests."""
+        return self._scheduler.stats
+
+    @property
+    def closed(self) -> bool:
+        return self._closing and not self._thread.is_alive()
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int | None = None,
+        *,
+        mode: str | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        ignore_end: bool = False,
+        special: bool = False,
+    ) -> Handle:
+        """Queues a request, from any thread; it starts when a slot is free. Arguments as of ``Session.steps``.
+
+        Raises:
+            ContextError: the prompt is empty or does not fit the context of a slot.
+            SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
+            EngineError: closed, or a mode that several sequences cannot have.
+        """
+        session = self._session
+        ids = session.tokenizer.encode(prompt, special) if isinstance(prompt, str) else list(prompt)
+        sampler = session._sampler(sampling, ignore_end)
+        mode = mode or (SPECULATIVE if session.drafter is not None else PLAIN)
+        options = LoopOptions(max_tokens, mode, session.engine.options.width, session.tokenizer.is_end, ignore_end, None, sampler)
+        try:
+            with self._changed:
+                if self._closing:
+                    raise EngineError("this concurrent session is closed and takes no more requests")
+                stream = self._scheduler.submit(ids, options)
+                handle = Handle(self, stream, TextStream(session.tokenizer.piece, stop), sampler)
+                self._handles.append(handle)
+                self._changed.notify()
+        except BaseException:
+            if sampler is not None:
+                sampler.close()
+            raise
+        handle.stats.device, handle.stats.versions = session.backend.device.name, versions()
+        if sampler is not None:
+            handle.stats.seed, handle.stats.sampling = sampler.seed, sampler.sampling.describe()
+        return handle
+
+    def _look(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._handles or self._closing)
+                if self._closing and not self._handles:
+                    return
+            try:
+                self._scheduler.step()
+            except BaseException as error:
+                # the scheduler has handed it to every stream that it concerns; if it concerns none, the next step would fail alike
+                if not self._deliver() or not isinstance(error, PyspecError):
+                    self._give_up(error)
+            else:
+                self._deliver()
+
+    def _deliver(self) -> bool:
+        """Brings every reader its news; whether a request has ended."""
+        with self._changed:
+            before = len(self._handles)
+            self._handles = [handle for handle in self._handles if handle._collect()]
+            return len(self._handles) < before
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends everything: nobody may wait for ever."""
+        with self._changed:
+            self._closing = True
+            for handle in self._handles:
+                handle._mail.put(_End(error))
+            self._handles = []
+
+    def close(self) -> None:
+        """Cancels every request, ends the thread and frees the slots. Closing twice is fine."""
+        with self._changed:
+            self._closing = True
+            for handle in self._handles:
+                handle._stream.cancel()
+            self._changed.notify()
+        self._thread.join()
+        self._scheduler.close()
+
+    def __enter__(self) -> "ConcurrentSession":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()

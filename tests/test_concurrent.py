@@ -1,0 +1,150 @@
+"""Requests from threads and event loops: everybody gets the text that a session alone would give, and nobody waits for ever."""
+
+import asyncio
+import threading
+
+import pytest
+
+import pyggml_spec as ps
+from pyggml_spec.errors import ContextError, EngineError
+from pyggml_spec.spec.sampling import Sampling
+
+PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range(", "# sort\n", "return "]
+WAIT = 120
+
+
+@pytest.fixture(scope="module")
+def session(pair):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def want(session):
+    return {prompt: session.generate(prompt, 20)[0] for prompt in PROMPTS}
+
+
+@pytest.fixture
+def server(session, want):  # what is wanted is computed before the session is taken
+    with session.concurrent(slots=3) as made:
+        yield made
+
+
+def test_threads(server, want):
+    """Seven readers, three slots, each in a thread of its own."""
+    got = {}
+
+    def read(prompt):
+        events = list(server.submit(prompt, 20))
+        got[prompt] = "".join(event.text for event in events), events[-1].stats.stop_reason
+
+    threads = [threading.Thread(target=read, args=(prompt,)) for prompt in PROMPTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert {prompt: text for prompt, (text, _) in got.items()} == want
+    assert {reason for _, reason in got.values()} <= {"length", "end"}
+    assert sum(server.stats.finished.values()) == 7
+
+
+def test_asyncio(server, want):
+    async def read(prompt):
+        return "".join([event.text async for event in server.submit(prompt, 20)])
+
+    async def main():
+        texts = await asyncio.wait_for(asyncio.gather(*map(read, PROMPTS)), WAIT)
+        text, stats = await server.submit(PROMPTS[0], 20).result_async()
+        assert stats.drafted > 0 and stats.device == "CPU"
+        return dict(zip(PROMPTS, texts)) | {PROMPTS[0]: text}
+
+    assert asyncio.run(main()) == want
+
+
+def test_a_result_without_reading(server, want):
+    handles = [server.submit(prompt, 20) for prompt in PROMPTS]
+    assert [handle.result(WAIT)[0] for handle in reversed(handles)] == [want[prompt] for prompt in reversed(PROMPTS)]
+    assert handles[0].result(WAIT) == ("", handles[0].stats)  # what was read is read
+
+
+def test_stop_text_and_limits(server, want):
+    text = want[PROMPTS[0]]
+    got, stats = server.submit(PROMPTS[0], 20, stop=[text[4:7]]).result(WAIT)
+    assert got == text[: text.index(text[4:7])] and stats.stop_reason == "stop"
+    assert server.submit(PROMPTS[0], 0).result(WAIT)[0] == ""
+    assert server.submit(PROMPTS[0], ignore_end=True).result(WAIT)[1].stop_reason == "context"
+
+
+def test_sampling_repeats_with_its_seed(server):
+    sampled = Sampling(temperature=1.0, seed=7, logprobs=2)
+    a, b = (server.submit(PROMPTS[0], 20, sampling=sampled) for _ in range(2))
+    events = list(a)
+    assert "".join(event.text for event in events) == b.result(WAIT)[0]
+    assert sum(len(event.logprobs) for event in events) == a.stats.emitted and a.stats.seed == 7
+
+
+def test_cancelling_frees_the_slot_for_the_next(server, want):
+    with server.submit(PROMPTS[0], ignore_end=True) as endless:
+        next(endless)
+    handles = [server.submit(prompt, 20) for prompt in PROMPTS[:3]]
+    assert [handle.result(WAIT)[0] for handle in handles] == [want[prompt] for prompt in PROMPTS[:3]]
+    assert endless.result(WAIT)[1].stop_reason == "cancelled"
+
+
+def test_an_event_loop_that_goes_away_disturbs_nobody(server, want):
+    async def leave():
+        handle = server.submit(PROMPTS[0], ignore_end=True)
+        await anext(handle)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(_forever(handle), 0.05)
+        return handle
+
+    async def _forever(handle):
+        async for _ in handle:
+            pass
+        await asyncio.sleep(WAIT)
+
+    gone = asyncio.run(leave())
+    assert server.submit(PROMPTS[1], 20).result(WAIT)[0] == want[PROMPTS[1]]
+    gone.cancel()
+
+
+def test_what_cannot_be_submitted(session, server):
+    with pytest.raises(ContextError, match="empty"):
+        server.submit("")
+    with pytest.raises(ContextError, match="256"):
+        server.submit([1] * 300)
+    with pytest.raises(EngineError, match="one sequence"):
+        server.submit("x", mode="reference")
+    with pytest.raises(EngineError, match="many requests at once"):
+        session.generate("x", 1)
+    with pytest.raises(EngineError, match="close it first"):
+        session.concurrent(slots=2)
+
+
+def test_closing_wakes_every_reader(session, want):
+    server = session.concurrent(slots=2)
+    handles = [server.submit(prompt, ignore_end=True) for prompt in PROMPTS]
+    ended = []
+    threads = [threading.Thread(target=lambda h=handle: ended.append(h.result(WAIT)[1].stop_reason)) for handle in handles]
+    for thread in threads:
+        thread.start()
+    server.close(), server.close()
+    for thread in threads:
+        thread.join(WAIT)
+    assert len(ended) == 7 and set(ended) <= {"cancelled", "context"}
+    with pytest.raises(EngineError, match="closed"):
+        server.submit("x")
+    assert session.generate(PROMPTS[0], 20)[0] == want[PROMPTS[0]]
+
+
+@pytest.mark.parametrize("error", [EngineError("a step failed"), ZeroDivisionError("a bug")])
+def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monkeypatch):
+    with session.concurrent(slots=1) as server:
+        monkeypatch.setattr(server._scheduler.engine, "step", lambda work: (_ for _ in ()).throw(error))
+        handles = [server.submit(prompt, 5) for prompt in PROMPTS[:3]]
+        for handle in handles:
+            with pytest.raises(type(error), match=str(error)):
+                handle.result(WAIT)
+            with pytest.raises(type(error)):  # again, for whoever asks again
+                next(handle)
