@@ -223,8 +223,10 @@ class Scheduler:
         if not self._active:
             return False
         filling, decoding = [s for s in self._active if s._left], [s for s in self._active if not s._left]
-        prompts = bool(filling) and (self._prompts_turn or not decoding)
-        work = self._prompt_work(filling, bool(decoding)) if prompts else self._decode_work(decoding, filling)
+        work = self._decode_work(decoding, filling) if decoding else {}
+        prompts = not decoding or (self._prompts_turn and not all(s in work for s in filling))
+        if prompts:
+            work = self._prompt_work(filling, bool(decoding))
         self._prompts_turn = not prompts
         began = time.perf_counter()
         try:
@@ -282,9 +284,8 @@ class Scheduler:
             width = self.widths.choose(self._covered, [s._acceptance if s._speculating else None for s in decoding])
         work: dict[Stream, Work] = {s: Draft(width) if s._speculating and width > 1 else Verify() for s in decoding}
         if any(isinstance(item, Draft) for item in work.values()):
-            covered = [s.slot for s in decoding]
-            for s in filling:
-                if s._left <= width and covering([*covered, s.slot], len(self.engine.slots)).count == self._covered:
+            for s in filling:  # twice the rows are still less than a step of its own
+                if s._left <= width and covering([other.slot for other in (*work, s)], len(self.engine.slots)).count <= 2 * self._covered:
                     work[s] = Prompt(s._prompt[s._filled :])
         return work
 
