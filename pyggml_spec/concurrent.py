@@ -168,12 +168,15 @@ class Handle:
             return True
         if self._text.stopped:
             self.stats.stop_reason = "stop"
-        if self._sampler is not None:
-            self._sampler.close()
         if error is None:
             self._mail.put(StepEvent(self._text.finish(), (), self.stats))
-        self._mail.put(_End(error))
+        self._close(error)
         return False
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
+        self._mail.put(_End(error))
 
 
 class ConcurrentSession:
@@ -183,6 +186,7 @@ class ConcurrentSession:
         self._session, self._scheduler = session, scheduler
         self._handles: list[Handle] = []
         self._changed, self._closing = threading.Condition(), False
+        self._failure: BaseException | None = None  # what ended everything
         self._thread = threading.Thread(target=self._run, name="pyggml_spec steps", daemon=True)
         self._thread.start()
 
@@ -211,7 +215,7 @@ class ConcurrentSession:
         Raises:
             ContextError: the prompt is empty or does not fit the context of a slot.
             SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
-            EngineError: closed, or a mode that several sequences cannot have.
+            EngineError: closed, ended by an error in a step, or a mode that several sequences cannot have.
         """
         session = self._session
         ids = session.tokenizer.encode(prompt, special) if isinstance(prompt, str) else list(prompt)
@@ -221,7 +225,8 @@ class ConcurrentSession:
         try:
             with self._changed:
                 if self._closing:
-                    raise EngineError("this concurrent session is closed and takes no more requests")
+                    why = "is closed" if self._failure is None else f"was ended by {type(self._failure).__name__}: {self._failure}"
+                    raise EngineError(f"this concurrent session {why}; it takes no more requests, make another one") from self._failure
                 stream = self._scheduler.submit(ids, options)
                 handle = Handle(self, stream, TextStream(session.tokenizer.piece, stop), sampler)
                 self._handles.append(handle)
@@ -264,9 +269,9 @@ class ConcurrentSession:
     def _give_up(self, error: BaseException) -> None:
         """Ends everything: nobody may wait for ever."""
         with self._changed:
-            self._closing = True
+            self._closing, self._failure = True, error
             for handle in self._handles:
-                handle._mail.put(_End(error))
+                handle._close(error)
             self._handles = []
 
     def close(self) -> None:

@@ -140,11 +140,16 @@ def test_closing_wakes_every_reader(session, want):
 
 @pytest.mark.parametrize("error", [EngineError("a step failed"), ZeroDivisionError("a bug")])
 def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monkeypatch):
+    """An error of ours ends the requests of the step, a bug ends everything: it would come back with every step."""
     with session.concurrent(slots=1) as server:
         monkeypatch.setattr(server._scheduler.engine, "step", lambda work: (_ for _ in ()).throw(error))
-        handles = [server.submit(prompt, 5) for prompt in PROMPTS[:3]]
+        with server._changed:  # no step in between: it would end a request, or the session, before the next one is there
+            handles = [server.submit(prompt, 5) for prompt in PROMPTS[:3]]
         for handle in handles:
             with pytest.raises(type(error), match=str(error)):
                 handle.result(WAIT)
             with pytest.raises(type(error)):  # again, for whoever asks again
                 next(handle)
+        if isinstance(error, ZeroDivisionError):
+            with pytest.raises(EngineError, match="ended by ZeroDivisionError: a bug"):
+                server.submit(PROMPTS[0], 5)
