@@ -1,9 +1,9 @@
 """Mutated files: whatever is wrong with one, it is refused with PyspecError or it works."""
 
 import random
-import struct
 from dataclasses import replace
 
+from fuzz.mutate import header_places, mutated
 from gguf_io.batch import load_all
 from gguf_io.build import ARR, BOOL, F32, F64, I32, STR, U8, U16, U32, U64, Model, aligned, gguf, info, key
 from gguf_io.small import SMALL
@@ -20,43 +20,11 @@ EVERY_VALUE = gguf(
     [info("a", (8, 4)), info("b", (256,), 12, 128), info("c", (2, 2, 2, 2), 1, 288)],
     aligned(bytes(320)),
 )
-EXTREMES = [struct.pack("<Q", n) for n in (0, 1, 255, 1 << 31, (1 << 32) - 1, 1 << 62, 1 << 63, (1 << 64) - 1)]
-
-
-def mutated(data: bytes, rng: random.Random, places: list[range]) -> bytes:
-    """``data`` with one to three changes inside ``places``: a flipped bit, another byte, an extreme number, bytes removed, added or cut off."""
-    out = bytearray(data)
-    for _ in range(rng.randint(1, 3)):
-        place = rng.choice(places)
-        at = rng.randrange(place.start, min(place.stop, len(out))) if len(out) > place.start else 0
-        match rng.randrange(6):
-            case 0:
-                out[at : at + 1] = bytes([out[at] ^ 1 << rng.randrange(8)]) if at < len(out) else b""
-            case 1:
-                out[at : at + 1] = bytes([rng.randrange(256)])
-            case 2:
-                extreme = rng.choice(EXTREMES)[: rng.choice((1, 4, 8))]
-                out[at : at + len(extreme)] = extreme
-            case 3:
-                del out[at : at + rng.randint(1, 16)]
-            case 4:
-                out[at:at] = rng.randbytes(rng.randint(1, 16))
-            case 5 if rng.random() < 0.3:
-                del out[at:]
-    return bytes(out)
-
-
-def header_places(path) -> list[range]:
-    """The header of a model file without its token list, which would take nearly all mutations."""
-    data = path.read_bytes()
-    first, last = data.index(b"tokenizer.ggml.tokens") + 40, data.index(b"tokenizer.ggml.token_type")
-    end = data.rindex(b".weight") + 60
-    return [range(0, 400), range(400, first), range(last, last + 60), range(data.index(b"tokenizer.ggml.merges"), end)]
 
 
 def test_mutations_are_read_or_refused(small, tmp_path):
     rng, path = random.Random(1), tmp_path / "x.gguf"
-    originals = [(EVERY_VALUE, [range(len(EVERY_VALUE))])] + [(p.read_bytes(), header_places(p)) for p in small]
+    originals = [(EVERY_VALUE, [range(len(EVERY_VALUE))])] + [(p.read_bytes(), header_places(p.read_bytes())) for p in small]
     refusals = 0
     for i in range(4000):
         data, places = originals[i % 3]
@@ -73,7 +41,7 @@ def test_mutations_are_read_or_refused(small, tmp_path):
 def test_mutated_pairs_run_or_are_refused(small, tmp_path):
     """All the way through llama.cpp's tokenizer, the weights and a few steps; an abort is a failure."""
     rng, pairs, originals = random.Random(2), [], [p.read_bytes() for p in small]
-    places = [header_places(p) for p in small]
+    places = [header_places(data) for data in originals]
     for i in range(300):
         which = i % 2
         path = tmp_path / f"{i}.gguf"

@@ -1,0 +1,22 @@
+"""A short run of every target, and proof that the driver notices each way in which an input can go wrong."""
+
+import pytest
+from fuzz.run import fuzz
+
+
+@pytest.mark.parametrize(("target", "executions"), [("gguf", 1500), ("json", 1000), ("prompt", 500), ("template", 500), ("pair", 60)])
+def test_a_short_run_finds_nothing(target, executions):
+    result = fuzz(target, executions, "2")
+    assert not result.findings, result.findings[0]
+    assert result.executions == executions == sum(result.outcomes.values())
+    assert len(result.outcomes) > 1
+
+
+def test_the_driver_notices_what_goes_wrong():
+    """Among 120 inputs: memory at 67, an abort at 84, an endless loop at 105, a slow one at 109, a foreign exception at 111."""
+    result = fuzz("selftest", 120, "1331", stalled_s=2)
+    found = {number: what for number, what, _ in result.findings}
+    assert sorted(found) == [67, 84, 105, 109, 111]
+    assert "MemoryError" in found[67] and "died" in found[84] and found[105] == "stalled" and "took" in found[109] and "KeyError" in found[111]
+    assert all(data == bytes([kind]) for (_, _, data), kind in zip(sorted(result.findings), (3, 1, 2, 5, 4)))
+    assert result.executions == 120
