@@ -217,7 +217,7 @@ class _Examination:
         if not usable:
             yield Check("pair", FAIL, _misfit_of(drafter, self.target), "use the drafter that was made for this target", FIT)
             return
-        yield readings.soft_cap(probe, reading, drafter, self.target)
+        yield readings.soft_cap(probe, reading, base, drafter, self.target)
         self.progress("fit and precision", 4, 8)
         yield readings.fit(probe, reading, base)
         yield precision.drafter(self.subject.backend, self.target, drafter, probe, reading, base)

@@ -31,7 +31,7 @@ def _mends(file: GGUFFile, target) -> list[Mend]:
         Mend("sliding window", "dflash.attention.sliding_window", 0, f"{again}: the window needs a pattern that says which layers have it"),
         Mend("rope base", "dflash.rope.freq_base", 10000.0, f"{again} with the rope base of its training"),
         Mend("target layers", "dflash.target_layers", layers, f"{again}, naming the layers that it reads"),
-        Mend("activation", "dflash.hidden_activation", "silu", "use a drafter with silu; others are not supported"),
+        Mend("activation", "dflash.hidden_activation", "silu", "use a drafter with silu or gelu; others are not supported"),
     ]
 
 

@@ -33,14 +33,14 @@ class Reading:
         causal: whether a row of the block sees only rows before it.
         feature_scale: what the target's hidden states are multiplied with first.
         features_of: 1 gives every passage the hidden states of the next one.
-        cap: soft-cap on the draft logits, 0 for none; None as the target does.
+        capped: whether draft logits are capped as the files say.
     """
 
     hp: object
     causal: bool = False
     feature_scale: float = 1.0
     features_of: int = 0
-    cap: float | None = None
+    capped: bool = True
 
     def but(self, **changes) -> "Reading":
         """This reading with other hyper-parameters."""
@@ -130,16 +130,16 @@ class Probe:
         model.context_rows(g, [context], at, rows, kv.layers)
         hidden = model.denoise(g, BlockRows(block, block_at, block_rows, tuple(masks[w] for w in hp.window), span, kv.layers), self.target)
         f.output("sum", "f32", g.sum_rows(hidden))
-        logits = self._logits(g, model, hidden, reading.cap)
+        logits = self._logits(g, model, hidden, reading.capped)
         f.output("drafts", "i32", g.argmax(logits))
         f.output("chances", "f32", g.rows(g.shaped(g.softmax(logits), 1, logits.ne[0] * n_rows), coming))
 
-    def _logits(self, g: Graph, model, hidden, cap: float | None):
-        if cap is None:
+    def _logits(self, g: Graph, model, hidden, capped: bool):
+        if capped:
             return model.logits(g, hidden, self.target)
-        uncapped = _as_read(self.target, replace(self.target.hp, softcap=0.0)) if getattr(self.target.hp, "softcap", 0.0) else self.target
-        logits = model.logits(g, hidden, uncapped)
-        return g.scale(g.tanh(g.scale(logits, 1.0 / cap)), cap) if cap else logits
+        target = copy(self.target)
+        target.softcap = 0.0
+        return _as_read(model, replace(model.hp, softcap=0.0)).logits(g, hidden, target)
 
     def _fill_blocks(self, host: dict, reading: Reading, passage: Passage, anchors: np.ndarray, n_context: int, span: int) -> None:
         width = reading.hp.block_size

@@ -63,6 +63,8 @@ def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
         Sweep("attention scale", f"attention scale {hp.attention_scale:.4g}",
               [(f"the attention scale is {s:.4g}", reading.but(attention_scale=s)) for s in (hp.head_size**-0.5, 1.0) if abs(s / hp.attention_scale - 1) > 1e-3],
               f"set dflash.attention.scale in the drafter {edit}"),
+        Sweep("activation", "GELU" if hp.gelu else "SiLU", [(f"the activation is {'SiLU' if hp.gelu else 'GELU'}", reading.but(gelu=not hp.gelu))],
+              f"set dflash.hidden_activation in the drafter {edit}"),
         _windows(reading, target, longest, edit),
         Sweep("block direction", f"{'causal' if reading.causal else 'bidirectional'} block",
               [(f"the block is {'bidirectional' if reading.causal else 'causal'}", replace(reading, causal=not reading.causal))],
@@ -217,24 +219,20 @@ def fit(probe: Probe, reading: Reading, base: Measured) -> Check:
     return Check("fit to this target", OK, found, "", FIT, data)
 
 
-def soft_cap(probe: Probe, reading: Reading, drafter, target) -> Check:
-    """Does a soft-cap on the draft logits change drafts? llama.cpp applies the drafter file's key; pyspec caps as the target does."""
-    key = f"{drafter.arch}.final_logit_softcapping"
-    theirs, ours = float(getattr(target.hp, "softcap", 0.0)), drafter.file.get(key, float, 0.0)
+def soft_cap(probe: Probe, reading: Reading, base: Measured, drafter, target) -> Check:
+    """Does the soft-cap on the draft logits change drafts? One that real logits reach makes the largest ones equal."""
+    theirs, ours = target.softcap, drafter.hp.softcap
     if not theirs and not ours:
         return Check("soft-cap", NOT_APPLICABLE, "neither file caps its logits", stage=READING)
-    as_file, plain = probe.measure(replace(reading, cap=ours)), probe.measure(replace(reading, cap=0.0))
-    as_target = probe.measure(replace(reading, cap=theirs))
-    changed = float((as_file.drafts != as_target.drafts).mean())
-    data = {
-        "target_cap": theirs, "drafter_cap": ours, "changed_drafts": changed, "changed_without": float((plain.drafts != as_target.drafts).mean()),
-        "gain": gain(as_file, as_target)[0] + as_target.tokens_per_block - as_file.tokens_per_block,
-    }  # fmt: skip
-    found = f"cap {theirs:g} in the target, {ours:g} in the drafter: {100 * changed:.1f} % of drafts change with the drafter's"
-    remedy = f"set {key} in the drafter to {theirs:g} (gguf-set-metadata): llama.cpp caps draft logits with it"
-    if changed > 0.01:
-        found += f", {as_file.tokens_per_block:.2f} instead of {as_target.tokens_per_block:.2f} tokens per block"
+    free = probe.measure(replace(reading, capped=False))
+    changed, rise = float((base.drafts != free.drafts).mean()), free.tokens_per_block - base.tokens_per_block
+    data = {"target_cap": theirs, "drafter_cap": ours, "changed_drafts": changed, "gain": gain(base, free)[0] + rise}
+    found = f"cap {theirs:g} in the target, {ours:g} in the drafter: {100 * changed:.1f} % of drafts would be others without"
+    key = f"{drafter.arch}.final_logit_softcapping"
+    remedy = f"set {key} in the drafter to {theirs:g} (gguf-set-metadata)"
+    if changed > 0.01 and rise >= MIN_RISE:
+        found += f", and acceptance rises from {base.tokens_per_block:.2f} to {free.tokens_per_block:.2f} tokens per block"
         return Check("soft-cap", FAIL, found, remedy, READING, data)
-    if theirs != ours and ours:
+    if theirs and ours and theirs != ours:
         return Check("soft-cap", WARN, found, remedy, READING, data)
     return Check("soft-cap", OK, found, "", READING, data)

@@ -91,6 +91,7 @@ BROKEN: dict[str, tuple[str, Callable[[Model], None]]] = {
     "rope sections leave pairs out": ("rope sections", _key("dflash.rope.dimension_sections", ARR, (I32, [8, 8, 8, 8]))),
     "embeddings scaled": ("embedding scale", _key("dflash.embedding_scale", F32, 512**0.5)),
     "attention scale 1": ("attention scale", _key("dflash.attention.scale", F32, 1.0)),
+    "another activation": ("activation", _key("dflash.hidden_activation", STR, "gelu")),
     "tight soft-cap": ("soft-cap", _key("dflash.final_logit_softcapping", F32, 0.25)),
     "sliding window of 16": ("sliding window", lambda m: (_key("dflash.attention.sliding_window", U32, 16)(m),
                                                           _key("dflash.attention.sliding_window_pattern", ARR, (BOOL, [True, True]))(m))),
@@ -103,7 +104,7 @@ BROKEN: dict[str, tuple[str, Callable[[Model], None]]] = {
 AT_A_GLANCE: dict[str, tuple[str, Callable[[Model], None]]] = {
     "merges of another tokenizer": ("tokenizer", _other_merges),
     "a weight is NaN": ("drafter weights", _nan_weight),
-    "another activation": ("activation", _key("dflash.hidden_activation", STR, "gelu")),
+    "an activation that nobody has": ("activation", _key("dflash.hidden_activation", STR, "relu")),
     "window without its pattern": ("sliding window", _key("dflash.attention.sliding_window", U32, 512)),
     "no mask token": ("mask token", lambda m: m.keys.pop("tokenizer.ggml.mask_token_id")),
     "no target layers": ("target layers", lambda m: m.keys.pop("dflash.target_layers")),

@@ -87,7 +87,7 @@ def test_a_whole_examination():
     names = [check.name for check in report.checks]
     assert names == [
         "tokenizer", "mask embedding", "drafter weights", "target weights", "features", "target layers", "mask token", "block size", "rope base", "rope sections",
-        "embedding scale", "attention scale", "sliding window", "block direction", "soft-cap", "fit to this target", "drafter quantisation",
+        "embedding scale", "attention scale", "activation", "sliding window", "block direction", "soft-cap", "fit to this target", "drafter quantisation",
         "target quantisation", "template and thinking", "micro-batches", "repeated prompt", "cache hit", "acceptance", "graph replay",
         "time split", "break-even", "speed-up",
     ]  # fmt: skip
@@ -99,5 +99,5 @@ def test_a_whole_examination():
 def test_cap_of_no_file_is_not_applicable():
     from pyggml_spec.doctor.readings import soft_cap
 
-    drafter = SimpleNamespace(arch="dflash", file=SimpleNamespace(get=lambda key, kind, default: default))
-    assert soft_cap(None, None, drafter, SimpleNamespace(hp=SimpleNamespace())).verdict == "n/a"
+    drafter = SimpleNamespace(hp=SimpleNamespace(softcap=0.0))
+    assert soft_cap(None, None, None, drafter, SimpleNamespace(softcap=0.0)).verdict == "n/a"
