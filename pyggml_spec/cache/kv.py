@@ -25,6 +25,24 @@ def padded(n: int) -> int:
     return (n + SPAN - 1) // SPAN * SPAN
 
 
+def span_for(n: int) -> int:
+    """Rows that attention reads for ``n`` tokens: a multiple of SPAN, and beyond 2,048 of an eighth of the next power of two.
+
+    Each new span costs ggml-cuda two launches kernel by kernel, 8 ms at 4B on one H200; the hidden rows, at most a quarter of the visible
+    ones, cost less: 32,768 tokens are 24 spans instead of 128.
+    """
+    step = max(SPAN, (1 << (n - 1).bit_length()) // 8)
+    return (n + step - 1) // step * step
+
+
+def spans_up_to(live: int) -> list[int]:
+    """Every span of a cache of ``live`` rows, ascending; the last one is all of it."""
+    out = [min(SPAN, live)]
+    while out[-1] < live:
+        out.append(min(span_for(out[-1] + 1), live))
+    return out
+
+
 class KVCache:
     """One K and one V tensor [size * n_head_kv, rows] per attention layer, of the types that ``types`` names. Owns its buffer.
 

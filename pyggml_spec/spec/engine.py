@@ -11,7 +11,7 @@ import numpy as np
 
 from ..cache.cursor import Cursor
 from ..cache.features import RING, FeatureRing
-from ..cache.kv import SPAN, KVCache, padded
+from ..cache.kv import SPAN, KVCache, padded, span_for
 from ..cache.kv_types import KVTypes, check_types
 from ..cache.recurrent import DeltaState
 from ..cache.snapshot import SequenceMemory, Snapshot
@@ -162,17 +162,18 @@ class Engine:
         What is needed at once is built here. The graphs of the next span are built one per step, while the device computes; the CPU has no
         such time to spare and builds the spans of PREPARE_TOKENS tokens here.
         """
-        self._kinds, self._last_span = tuple(kinds), padded(self.cursor.committed + tokens)
+        self._kinds, self._last_span = tuple(kinds), span_for(self.cursor.committed + tokens)
         ahead = min(tokens, PREPARE_TOKENS if self.backend.device.kind == "cpu" else SPAN // 4)
         for role, width in self._kinds:
-            for span in range(self._span(width), min(padded(self.cursor.committed + ahead + width), self.kv.live) + 1, SPAN):
-                self.graphs.get(role, width, span)
+            for span in self.graphs.spans:
+                if self._span(width) <= span <= span_for(self.cursor.committed + ahead + width):
+                    self.graphs.get(role, width, span)
 
     def _build_ahead(self) -> None:
         """Builds one graph of the next span, if one is missing."""
         for role, width in self._kinds:
-            span = self._span(width) + SPAN
-            if span <= min(self._last_span, self.kv.live) and not self.graphs.has(role, width, span):
+            span = min(span_for(self._span(width) + 1), self.kv.live)
+            if span <= self._last_span and not self.graphs.has(role, width, span):
                 self.graphs.get(role, width, span)
                 self.built_ahead += 1
                 return
@@ -301,7 +302,7 @@ class Engine:
         out = np.empty((ids.size, self.target.n_vocab), np.float32)
         for first in range(0, ids.size, self.options.chunk):
             part = ids[first : first + self.options.chunk]
-            step = self.graphs.get("logits", part.size, self._span(part.size))
+            step = self.graphs.get("logits", part.size, self._exact_span(part.size))
             self._fill_rows(step, part.size, part.size)
             step.host["tokens"][:] = part
             self._fill_chunk_delta(step, part.size)
@@ -330,7 +331,7 @@ class Engine:
         out = np.empty((len(layers), ids.size, self.target.n_embd), np.float32)
         for first in range(0, ids.size, self.options.chunk):
             part = ids[first : first + self.options.chunk]
-            step = self.graphs.get("capture", part.size, self._span(part.size), tuple(layers))
+            step = self.graphs.get("capture", part.size, self._exact_span(part.size), tuple(layers))
             self._fill_rows(step, part.size, part.size)
             step.host["tokens"][:] = part
             self._fill_chunk_delta(step, part.size)
@@ -476,6 +477,10 @@ class Engine:
         return self.graphs.get(role, width, self._span(width)).graph
 
     def _span(self, width: int) -> int:
+        return min(span_for(self.cursor.committed + width), self.kv.live)
+
+    def _exact_span(self, width: int) -> int:
+        """What llama.cpp would read: where a sum over rows is split depends on their number."""
         return min(padded(self.cursor.committed + width), self.kv.live)
 
     def _fill_rows(self, step: Step, width: int, real: int) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cache.features import FeatureRing
-from ..cache.kv import SPAN, KVCache
+from ..cache.kv import KVCache, spans_up_to
 from ..cache.recurrent import DeltaRows, DeltaState
 from ..errors import EngineError
 from ..ggml.device import Backend
@@ -98,6 +98,7 @@ class StepGraphs:
         self.kv, self.draft_kv, self.delta, self.ring = kv, draft_kv, delta, ring
         self.roles: dict[str, Role] = {}
         self.closed = False
+        self.spans = spans_up_to(kv.live)
         self.drafting = drafter is not None  # whether target graphs also write drafter rows
         self.candidates: int | None = 0  # how many of a row's largest logits are read with the ids; None: whole rows, on demand
         self._steps: dict[tuple, Step] = {}
@@ -150,9 +151,8 @@ class StepGraphs:
         """
         self._reserved.add((role, self.candidates))
         drafting, self.drafting = self.drafting, self.drafter is not None
-        count = self.kv.live // SPAN
-        spans = {SPAN * (1 + i * (count - 1) // (MEASURED_SPANS - 1)) for i in range(MEASURED_SPANS)} if count > MEASURED_SPANS else None
-        spans = spans or {SPAN * (i + 1) for i in range(count)}
+        few = max(1, len(self.spans) // MEASURED_SPANS)
+        spans = {*self.spans[::few], self.kv.live}
         made = {(width, span): self._make(role, width, span) for width in self._widths[role] for span in spans}
         sizes = {key: step.graph.measure() for key, step in made.items()}
         largest = max(sizes, key=sizes.get)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pyggml_spec.cache.kv import SPAN, KVCache, padded
+from pyggml_spec.cache.kv import SPAN, KVCache, padded, span_for, spans_up_to
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.models.base import KVShape
@@ -37,6 +37,15 @@ def rows(cache, first, count, real) -> list[int]:
     out = np.empty(count, np.int64)
     cache.rows_for(first, count, real, out)
     return out.tolist()
+
+
+def test_a_span_holds_its_tokens_hides_at_most_a_quarter_of_them_and_is_one_of_the_listed():
+    live = padded(33_000)
+    listed = spans_up_to(live)
+    assert listed == sorted(set(listed)) and listed[-1] == live and len(listed) <= 25
+    for n in range(1, live, 97):
+        span = min(span_for(n), live)
+        assert span in listed and n <= span <= max(n + SPAN, 1.25 * n) and span % SPAN == 0
 
 
 @pytest.mark.parametrize(("n", "rounded"), [(1, SPAN), (SPAN, SPAN), (SPAN + 1, 2 * SPAN), (300, 512)])
