@@ -15,6 +15,7 @@ from .errors import ContextError, DeviceError, EngineError, GGUFError, LibraryEr
 
 # what needs ggml is imported when it is first used: a wrong llama-cpp-python is then a LibraryError at that point, and --help loads nothing
 _LAZY = {
+    "Chat": "chat",
     "ConcurrentSession": "concurrent",
     "Device": "ggml.device",
     "Handle": "concurrent",

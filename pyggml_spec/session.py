@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .cache.kv_types import KVTypes
-from .cache.prefix import PrefixCache, layout_of
+from .cache.prefix import PrefixCache, Reuse, layout_of
 from .cache.prefix_files import PrefixFiles
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .ggml.device import Backend, devices, disable_graph_replay, free_bytes, pick_device
@@ -79,6 +79,7 @@ class Session:
         self.control: WidthControl | None = None  # of the last generation
         self.prefix: PrefixCache | None = None
         self._concurrent = None  # the ConcurrentSession that was made last
+        self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch in it, and its tokens
 
     def _own(self, part):
         self._parts.append(part)
@@ -157,6 +158,7 @@ class Session:
         stop: Sequence[str] = (),
         ignore_end: bool = False,
         special: bool = False,
+        append: bool = False,
         synthetic: SyntheticAcceptance | None = None,
         prefill_progress: Callable[[int, int], None] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
@@ -171,6 +173,8 @@ class Session:
             stop: texts that end the generation; they and what follows are not part of the text.
             ignore_end: go on after the end token.
             special: whether control tokens are recognised in the prompt text.
+            append: go on in the caches if the prompt begins with exactly the tokens that the last generation left there. Rows of tokens that
+                were generated come from steps then, not from a prefill, and round differently: a near-tie may fall the other way.
             synthetic: accept drafts at random (benchmarks only: the text is not the target's).
             interrupted: asked between steps; True ends the generation with the stop reason "interrupt".
 
@@ -190,15 +194,18 @@ class Session:
         stats, sampler, started = self.new_stats(), self._sampler(sampling, ignore_end), time.perf_counter()
         if sampler is not None:
             stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
-        reuse = self.prefix.begin(ids, drafting=mode == SPECULATIVE)
+        held = self._held(ids, mode == SPECULATIVE) if append else 0
+        reuse = Reuse(held) if held else self.prefix.begin(ids, drafting=mode == SPECULATIVE)
         stats.seconds["prefill"] = time.perf_counter() - started  # bringing rows back is part of the start
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
+        self._last = (engine.epoch, history := list(ids))
         options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end, synthetic, sampler)
         text = TextStream(self.tokenizer.piece, stop)
         self.control = WidthControl(self.costs) if self.costs and mode == SPECULATIVE else None
 
         def prefilled(done: int, total: int) -> None:
-            self.prefix.computed()
+            if not held:  # the chunks that the cache knows are those of the prompt that was begun
+                self.prefix.computed()
             if prefill_progress is not None:
                 prefill_progress(reuse.tokens + done, reuse.tokens + total)
 
@@ -207,6 +214,7 @@ class Session:
         )
         try:
             for block in run:
+                history += block
                 shown = "".join(text.push(token) for token in block)
                 yield StepEvent(shown, tuple(block), stats, sampler.take_logprobs() if sampler is not None else ())
                 if text.stopped:
@@ -218,6 +226,12 @@ class Session:
                 sampler.close()
         yield StepEvent(text.finish(), (), stats)
         self.prefix.save()
+
+    def _held(self, ids: list[int], drafting: bool) -> int:
+        """How many leading tokens of ``ids`` the last generation left in the caches: all that are there, or 0."""
+        epoch, history = self._last
+        n, alike = self.engine.cursor.committed, self.engine.graphs.drafting == (drafting and self.drafter is not None)
+        return n if epoch == self.engine.epoch and alike and n < len(ids) and ids[:n] == history[:n] and n <= len(history) else 0
 
     def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
         sampling, forbidden = sampling or GREEDY, self.target.file.array("tokenizer.ggml.suppress_tokens", "i")

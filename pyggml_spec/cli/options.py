@@ -1,8 +1,11 @@
 """Options that several commands share, named as people already type them."""
 
+from pathlib import Path
+
 import click
 
 from ..cache.kv_types import TYPES
+from ..errors import PyspecError
 
 
 def target_options(command):
@@ -63,3 +66,16 @@ def take_prefix(values: dict) -> None:
         values[name] = values[name] << 20 if values[name] is not None else None
     if values["prefix_cache"] is None:  # one request in one process
         values["prefix_memory"] = 0
+
+
+def text_of(name: str, given: str | None, path: str | None) -> str | None:
+    """The text of an option that can also be named as a file."""
+    option = "--" + name.replace("_", "-")
+    if given is not None and path is not None:
+        raise click.UsageError(f"give {option} or {option}-file, not both")
+    if path is None:
+        return given
+    try:
+        return Path(path).read_text("utf-8", "replace")
+    except OSError as error:
+        raise PyspecError(f"the file {path} cannot be read: {error.strerror}") from None

@@ -77,6 +77,13 @@ def _replays(s: Stats) -> str:
     return f"{line}\nwarning: only {100 * rate:.0f} % of the steps were replayed, so launches cost time: {why}"
 
 
+def answer_line(s: Stats) -> str:
+    """The one line that a chat shows below an answer."""
+    drafts = f", {s.matched} of {s.drafted} drafts accepted" if s.drafted else ""
+    reused = f", {s.reused_tokens} in the caches" if s.reused_tokens else ""
+    return f"[{s.emitted} tokens, {s.tokens_per_second:.1f} tok/s{drafts}; prompt {s.prompt_tokens} tokens{reused}; ended by: {s.stop_reason or 'nothing'}]"
+
+
 def _positions(s: Stats) -> str:
     return " ".join(f"{100 * p:.0f}" for p in s.matched_per_position) + " %"
 

@@ -154,7 +154,7 @@ def write_atomically(path: Path, text: str, what: str = "statistics") -> None:
     part = path.parent / f".{path.name}.{os.getpid()}.part"
     try:
         try:
-            part.write_text(text)
+            part.write_text(text, "utf-8")
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)

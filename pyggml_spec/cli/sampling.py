@@ -3,11 +3,10 @@
 import math
 import re
 from dataclasses import fields
-from pathlib import Path
 
 import click
 
-from ..errors import PyspecError
+from .options import text_of
 
 _SAMPLING = [
     click.option("--temp", "--temperature", "temperature", type=float, help="Temperature; 0 takes the most likely token."),
@@ -43,7 +42,7 @@ def take_sampling(options: dict, **more):
     """The Sampling that a command's options ask for; takes them out of ``options``. Greedy unless one of _RANDOM is among them."""
     from ..spec.sampling import Sampling
 
-    texts = {name: _text(name, options.pop(name), options.pop(name + "_file")) for name in ("grammar", "json_schema")}
+    texts = {name: text_of(name, options.pop(name), options.pop(name + "_file")) for name in ("grammar", "json_schema")}
     values = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
     if all(values[name] is None for name in _RANDOM):
         values["temperature"] = 0.0
@@ -53,18 +52,6 @@ def take_sampling(options: dict, **more):
     if values["seed"] in (-1, (1 << 32) - 1):  # llama.cpp's ways to ask for a random one
         values["seed"] = None
     return Sampling(**{name: value for name, value in values.items() if value is not None}, **texts, **more)
-
-
-def _text(name: str, given: str | None, path: str | None) -> str | None:
-    option = "--" + name.replace("_", "-")
-    if given is not None and path is not None:
-        raise click.UsageError(f"give {option} or {option}-file, not both")
-    if path is None:
-        return given
-    try:
-        return Path(path).read_text("utf-8", "replace")
-    except OSError as error:
-        raise PyspecError(f"the file {path} cannot be read: {error.strerror}") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

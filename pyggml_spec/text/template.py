@@ -51,17 +51,17 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled ({brief(str(error))}); use another model file") from None
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> "ChatTemplate":
-        """The template of a model file.
+    def from_gguf(cls, file: GGUFFile, source: str | None = None) -> "ChatTemplate":
+        """The template of a model file, or another one for its vocabulary.
 
         Raises:
             TemplateError: it has none, or one that is no template.
         """
-        source = file.metadata.get(KEY)
+        source = file.metadata.get(KEY) if source is None else source
         if isinstance(source, StringArray):
             raise TemplateError(f"{file.path} has a chat template of more than {MAX_TEMPLATE} characters; use another model file")
         if not isinstance(source, str) or not source:
-            raise TemplateError(f"{file.path} has no chat template; give whole prompts with `pyspec run`, or use a chat model")
+            raise TemplateError(f"{file.path} has no chat template; give one with --chat-template-file, or whole prompts to `pyspec run`")
         tokens = file.metadata.get("tokenizer.ggml.tokens")
 
         def token(name: str) -> str:

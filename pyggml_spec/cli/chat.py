@@ -1,0 +1,226 @@
+"""pyspec chat"""
+
+import json
+import sys
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import click
+
+from ..chat import CONTINUE_TOKENS, Chat, chat_template
+from ..errors import PyspecError
+from ..session import load
+from .main import EXIT_ERROR, EXIT_INTERRUPT
+from .options import cache_type_options, draft_cache_type_options, graphs_option, target_options, text_of
+from .report import answer_line, engaged_line, footer
+from .run import write_atomically
+from .sampling import sampling_options, take_sampling
+from .terminal import Interrupt, TextOut, progress_line, say
+
+HELP = """/stats           speed and acceptance of the last answer, and of the conversation
+/reset           forget the conversation; the system prompt stays
+/system [TEXT]   show the system prompt, or set it from the next answer on; /system - removes it
+/think on|off    thinking mode from the next answer on
+/save FILE       write the conversation as JSON
+/exit            end; so does Ctrl-D
+A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; twice, the chat. Begin with a space to say something that starts with /."""
+
+
+@click.command("chat")
+@target_options
+@graphs_option
+@cache_type_options
+@draft_cache_type_options
+@click.option("-sys", "--system-prompt", "system", help="System prompt.")
+@click.option("--think/--no-think", "thinking", default=None, help="Thinking mode, where the template has one. Default: the template's own.")
+@click.option("--chat-template", "template", metavar="JINJA", help="Chat template instead of the model file's.")
+@click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
+@click.option("-n", "--predict", "max_tokens", type=click.IntRange(1),
+              help=f"Tokens per answer. Default: until the end token; {CONTINUE_TOKENS} if the model has no chat template.")  # fmt: skip
+@sampling_options
+@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
+@click.option("-q", "--quiet", is_flag=True, help="Answers and errors only.")
+def command(target, draft, device, threads, n_ctx, graphs, system, thinking, template, template_file, max_tokens, draft_width, quiet, **more):
+    """Talks with a model: a line is a turn. Answers go to stdout; everything else goes to stderr. /help lists the commands.
+
+    The caches are kept from turn to turn. Lines can be piped in; the exit code is then 1 if one of them failed.
+    """
+    sampling = take_sampling(more)
+    source = text_of("chat_template", template, template_file)
+    with progress_line() as progress:
+        session = load(
+            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **more
+        )
+    with session:
+        template, origin = chat_template(session, source)
+        chat = Chat(session, template, system, thinking, sampling)
+        desk = _Desk(chat, max_tokens, quiet)
+        if thinking is not None and not template.can_think:
+            raise PyspecError(f"--{'' if thinking else 'no-'}think was given, but the chat template has no thinking mode; leave it out")
+        desk.note(engaged_line(session.engaged(), None, sampling.describe()))
+        desk.note(f"chat: {origin}; thinking {desk.thinking()}; /help lists the commands")
+        sys.exit(desk.run())
+
+
+class _Desk:
+    """Reads lines, runs commands and shows answers."""
+
+    def __init__(self, chat: Chat, max_tokens: int | None, quiet: bool):
+        self.chat, self.max_tokens, self.quiet = chat, max_tokens, quiet
+        self.out = TextOut()
+        self.interactive = sys.stdin is not None and sys.stdin.isatty()
+        self.failed = False
+        if self.interactive:
+            sys.stdin.reconfigure(errors="replace")
+            with suppress(ImportError):
+                import readline  # noqa: F401  (line editing and history for input())
+
+    def note(self, text: str) -> None:
+        if not self.quiet:
+            say(text)
+
+    def run(self) -> int:
+        """Turn after turn; returns the exit code."""
+        armed = False  # a second Ctrl-C in a row ends the chat
+        while True:
+            try:
+                line = self._read()
+                if line is None:
+                    return EXIT_ERROR if self.failed and not self.interactive else 0
+                armed = False
+                if line.startswith("/"):
+                    if self._command(line):
+                        return 0
+                elif line.strip():
+                    armed = True
+                    armed = self._answer(line)
+                if armed and not self.interactive:
+                    return EXIT_INTERRUPT
+            except PyspecError as error:
+                armed, self.failed = False, True
+                say(f"pyspec: {error}")
+            except KeyboardInterrupt:
+                if armed or not self.interactive:
+                    return EXIT_INTERRUPT
+                armed = True
+                say("\n(Ctrl-C again, or /exit, ends the chat)")
+
+    # -- lines
+
+    def _read(self) -> str | None:
+        """The next line, with those that it goes on in; None at the end of the input."""
+        parts = []
+        while True:
+            line = self._line("> " if not parts else "  ")
+            if line is None:
+                return "\n".join(parts) if parts else None
+            if not line.endswith("\\"):
+                return "\n".join([*parts, line])
+            parts.append(line[:-1])
+
+    def _line(self, prompt: str) -> str | None:
+        if sys.stdin is None:
+            return None
+        if not self.interactive:
+            line = sys.stdin.buffer.readline()
+            return line.decode("utf-8", "replace").rstrip("\r\n") if line else None
+        try:
+            if self.out.is_terminal:
+                return input(prompt)
+            click.echo(prompt, nl=False, err=True)
+            return input()
+        except EOFError:
+            self.note("")
+            return None
+
+    def _answer(self, text: str) -> bool:
+        """Shows the answer; returns whether it was stopped by Ctrl-C."""
+        last, stats = "", None
+        with Interrupt() as stopped, ExitStack() as bars:
+            progress = bars.enter_context(progress_line())
+            events = self.chat.ask(
+                text, self.max_tokens, interrupted=stopped, prefill_progress=lambda done, total: progress("prefill", done, total)
+            )
+            with closing(events):
+                for event in events:
+                    bars.close()
+                    self.out.write(event.text)
+                    last, stats = event.text or last, event.stats
+        if not last.endswith("\n"):
+            self.out.write("\n")
+        if stats.stop_reason == "interrupt":
+            kept = "" if stats.emitted else " before the answer began, and the question is forgotten"
+            self.note(f"(stopped{kept}; Ctrl-C again, or /exit, ends the chat)")
+        elif stats.stop_reason == "context":
+            self.note(f"(the context of {self.chat.session.engine.options.n_ctx} tokens is full: /reset begins anew, -c makes it larger)")
+        self.note(answer_line(stats))
+        return stats.stop_reason == "interrupt"
+
+    # -- commands
+
+    def _command(self, line: str) -> bool:
+        """Runs a command; returns whether the chat ends."""
+        name, _, rest = line.strip().partition(" ")
+        commands = {"/stats": self._stats, "/reset": self._reset, "/system": self._system, "/think": self._think, "/save": self._save}
+        if name in ("/exit", "/quit"):
+            return True
+        if name == "/help":
+            say(HELP)
+        elif name in commands:
+            commands[name](rest.strip())
+        else:
+            raise PyspecError(f"there is no command {name}; /help lists them, and a space before it makes it text")
+        return False
+
+    def _stats(self, rest: str) -> None:
+        if not self.chat.stats:
+            say("no answer yet")
+            return
+        all_of_them, session = self.chat.stats, self.chat.session
+        say(footer(all_of_them[-1], session.costs[1] if session.costs else None, session.control.reason() if session.control else "").lstrip())
+        drafted, matched, emitted = (sum(getattr(s, name) for s in all_of_them) for name in ("drafted", "matched", "emitted"))
+        prompts, reused = (sum(getattr(s, name) for s in all_of_them) for name in ("prompt_tokens", "reused_tokens"))
+        engine = session.engine
+        say(
+            f"conversation: {len(all_of_them)} answers, {emitted} tokens, {matched} of {drafted} drafts accepted, {reused} of {prompts} prompt "
+            f"tokens were in the caches; {engine.cursor.committed} of {engine.options.n_ctx} tokens of context used"
+        )
+
+    def _reset(self, rest: str) -> None:
+        self.chat.reset()
+        say("the conversation is forgotten" + ("; the system prompt stays" if self.chat.system else ""))
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self.chat.system = None if rest == "-" else rest
+        say(f"system prompt: {self.chat.system}" if self.chat.system else "no system prompt")
+
+    def _think(self, rest: str) -> None:
+        if rest and rest not in ("on", "off"):
+            raise PyspecError(f"/think {rest} is unknown; use /think on or /think off")
+        if rest and not self.chat.template.can_think:
+            raise PyspecError("the chat template has no thinking mode")
+        if rest:
+            self.chat.thinking = rest == "on"
+        say(f"thinking {self.thinking()}")
+
+    def thinking(self) -> str:
+        if not self.chat.template.can_think:
+            return "not known to the template"
+        return {None: "left to the template", True: "on", False: "off"}[self.chat.thinking]
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            raise PyspecError("/save needs the name of a file")
+        chat = self.chat
+        system = [{"role": "system", "content": chat.system}] if chat.system else []
+        content = {
+            "target": chat.session.target.file.path.name,
+            "drafter": chat.session.drafter.file.path.name if chat.session.drafter is not None else None,
+            "sampling": chat.sampling.describe(),
+            "seeds": [s.seed for s in chat.stats],
+            "thinking": chat.thinking,
+            "messages": [*system, *chat.messages],
+        }
+        write_atomically(Path(rest).expanduser(), json.dumps(content, indent=1, ensure_ascii=False) + "\n", "conversation")
+        say(f"{len(chat.messages) // 2} turns written to {rest}")
