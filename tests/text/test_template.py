@@ -3,27 +3,12 @@
 import time
 
 import pytest
-from gguf_io.build import I32, STR, Model
+from chat_model import CHATML, CONTROL, with_control_tokens
 
 from pyggml_spec.errors import TemplateError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer
-
-CONTROL = {300: "<|im_start|>", 301: "<|im_end|>", 302: "<bos>", 303: "<turn>", 304: "<|eot_id|>"}
-
-CHATML = """{%- for m in messages %}
-{%- if m.role == 'system' and not loop.first %}{{ raise_exception('the system message has to come first') }}{% endif %}
-{%- set text = m.content %}
-{%- if m.role == 'assistant' and '</think>' in text %}
-    {%- set text = text.split('</think>')[-1].lstrip('\\n') %}
-{%- endif %}
-{{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
-{%- endif %}"""
 
 LLAMA = """{{ bos_token }}{% set day = strftime_now('%d %b %Y') %}
 {% for m in messages %}
@@ -52,15 +37,7 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def tokenizer(pair, tmp_path_factory):
-    model = Model(pair[0])
-    names, types = model.keys["tokenizer.ggml.tokens"][1][1], model.keys["tokenizer.ggml.token_type"][1][1]
-    for i, name in CONTROL.items():
-        names[i], types[i] = name.encode(), 3
-    names[305], types[305] = b"he", 1
-    model.keys["tokenizer.ggml.merges"] = (9, (STR, [b"h e"]))
-    model.keys["tokenizer.ggml.token_type"] = (9, (I32, types))
-    model.keys["tokenizer.chat_template"] = (STR, CHATML)
-    path = model.write(tmp_path_factory.mktemp("chat") / "chat.gguf")
+    path = with_control_tokens(pair[0], tmp_path_factory.mktemp("chat") / "chat.gguf")
     with GGUFFile(path) as file:
         loaded = Tokenizer(file)
         loaded.file = file

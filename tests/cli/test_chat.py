@@ -1,0 +1,176 @@
+"""`pyspec chat`, through a terminal and through pipes."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import time
+
+import pytest
+from chat_model import with_control_tokens
+from cli.process import one_sentence, pyspec, start
+
+DEMO = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-c", 512]
+
+
+@pytest.fixture(scope="module")
+def talker(pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talker")
+    files = [with_control_tokens(path, folder / name, end=301) for path, name in zip(pair, ("target.gguf", "drafter.gguf"))]
+    return ["-m", files[0], "-md", files[1], *DEMO]
+
+
+class Terminal:
+    """A chat at the other end of a pseudo-terminal."""
+
+    def __init__(self, *args):
+        self.ours, theirs = pty.openpty()
+        self.process = start("chat", *args, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        os.close(theirs)
+        self.seen = ""
+
+    def until(self, pattern: str, seconds: float = 100) -> str:
+        """What came since the last call, up to a match of ``pattern``."""
+        end = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.seen)):
+            assert time.monotonic() < end, f"no {pattern!r} in {self.seen!r}"
+            if select.select([self.ours], [], [], 0.2)[0]:
+                try:
+                    self.seen += os.read(self.ours, 4096).decode("utf-8", "replace")
+                except OSError:  # the other end is closed
+                    raise AssertionError(f"ended without {pattern!r}: {self.seen!r}") from None
+        out, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return out
+
+    def type(self, text: str) -> None:
+        os.write(self.ours, text.encode())
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def ends(self) -> int:
+        code = self.process.wait(60)
+        os.close(self.ours)
+        return code
+
+
+@pytest.fixture
+def terminal():
+    opened = []
+
+    def start_one(*args):
+        opened.append(Terminal(*args))
+        return opened[-1]
+
+    yield start_one
+    for one in opened:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+def test_three_turns_through_a_terminal_with_drafts_in_each(terminal, tmp_path):
+    chat = terminal(*DEMO, "-n", 20)
+    start_text = chat.until("> ")
+    assert "engaged: " in start_text and "no chat template" in start_text and "thinking" in start_text
+    reused = []
+    for line in ("class Stack:\\\r    def __init__(self):", "    def push(self, item):", "    def pop(self):"):
+        chat.type(line + "\r")
+        told = chat.until(r"\[\d+ tokens[^\]]*\]")
+        assert int(re.search(r"of (\d+) drafts accepted", told)[1]) > 0
+        reused.append(int((re.search(r"(\d+) in the caches", told) or [0, 0])[1]))
+        chat.until("> ")
+    assert reused[0] == 0 < reused[1] < reused[2]
+    chat.type("/stats\r")
+    assert "conversation: 3 answers" in chat.until("of context used")
+    chat.type(f"/save {tmp_path / 'talk.json'}\r")
+    chat.until("3 turns written")
+    assert [m["role"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"]] == ["user", "assistant"] * 3
+    chat.type("/reset\r")
+    chat.until("is forgotten")
+    chat.type("/stats\r")
+    chat.until("no answer yet")
+    chat.type("/help\r")
+    chat.until("/exit")
+    chat.type("/exit\r")
+    assert chat.ends() == 0
+
+
+def test_ctrl_c_stops_the_answer_and_twice_the_chat(terminal):
+    chat = terminal(*DEMO, "-n", 400, "-l", "4094-inf", "--temp", 1, "-s", 1)
+    chat.until("> ")
+    chat.type("import os\r")
+    chat.until(r"import os\r\n[^>]*?[a-z]{3}")  # the answer has begun
+    chat.interrupt()
+    assert "ended by: interrupt" in chat.until(r"\[\d+ tokens[^\]]*\]")
+    chat.until("> ")
+    chat.type("/stats\r")
+    chat.until("conversation: 1 answers")
+    chat.until("> ")
+    chat.interrupt()
+    chat.until("Ctrl-C again")
+    chat.until("> ")
+    chat.interrupt()
+    assert chat.ends() == 130
+
+
+def test_end_of_input_ends_the_chat(terminal):
+    chat = terminal(*DEMO)
+    chat.until("> ")
+    chat.type("\x04")
+    assert chat.ends() == 0
+
+
+def test_piped_lines_are_turns_and_stdout_is_the_answers(talker):
+    lines = "he\n\n /not a command\nhe\\\nhe\n/stats\n"
+    done = pyspec("chat", *talker, "-n", 6, stdin=lines.encode())
+    assert done.returncode == 0 and "conversation: 3 answers" in done.stderr and "> " not in done.stdout.decode("utf-8", "replace")
+    assert done.stderr.count(" drafts accepted; prompt") == 3
+    assert "\x1b" not in done.stderr and "thinking left to the template" in done.stderr
+    quiet = pyspec("chat", *talker, "-n", 6, "-q", stdin=b"he\n")
+    assert quiet.stderr == "" and done.stdout.startswith(quiet.stdout)
+
+
+def test_the_embedded_pair_chats_without_a_model_or_a_template():
+    done = pyspec("chat", "-t", 1, "-n", 8, stdin=b"def add(a, b):\n")
+    assert done.returncode == 0 and done.stdout.strip() and "ended by" in done.stderr
+
+
+def test_thinking_is_shown_and_switched(talker):
+    done = pyspec("chat", *talker, "-n", 2, "--no-think", stdin=b"he\n/think on\nhe\n/think\n/think maybe\n")
+    assert "thinking off;" in done.stderr and done.stderr.count("thinking on\n") == 2
+    assert done.returncode == 1 and "use /think on or /think off" in done.stderr
+    one_sentence(pyspec("chat", *DEMO, "--think", "-q", stdin=b""), "no thinking mode")
+
+
+def test_system_prompt_and_templates(talker, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages | length }}{{ messages[0].content }}")
+    done = pyspec("chat", *talker, "-n", 2, "-sys", "Be brief.", "--chat-template-file", tmp_path / "t.jinja",
+                  stdin=b"he\n/system\n/system -\n/system Now\n")  # fmt: skip
+    assert done.returncode == 0 and "template that was given" in done.stderr
+    assert [line for line in done.stderr.splitlines() if "system prompt" in line] == ["system prompt: Be brief.", "no system prompt", "system prompt: Now"]
+
+
+def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_path):
+    lines = "x" * 600 + "\n/unknown\n/save\n/save " + str(tmp_path / "no" / "f") + "\nhe\n"
+    done = pyspec("chat", *talker, "-n", 2, "-q", stdin=lines.encode())
+    said = done.stderr.splitlines()
+    assert done.returncode == 1 and done.stdout and len(said) == 4 and all(line.startswith("pyspec: ") for line in said)
+    assert "512" in said[0] and "/unknown" in said[1] and "name of a file" in said[2] and "cannot be written" in said[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]), (["--top-p", 3], ["top_p"]),
+        (["-m", "/nowhere.gguf"], ["nowhere.gguf"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_start_is_one_sentence(options, words):
+    one_sentence(pyspec("chat", *DEMO, "-q", *options, stdin=b""), *words)
+
+
+def test_input_that_is_no_utf8(talker):
+    assert pyspec("chat", *talker, "-n", 2, "-q", stdin=b"\xff\xfe\n").returncode == 0

@@ -1,0 +1,107 @@
+"""A conversation: the caches are kept, a failed turn changes nothing, thinking is switched by the template."""
+
+import pytest
+from chat_model import CHATML, with_control_tokens
+
+import pyggml_spec as ps
+from pyggml_spec.chat import CONTINUE, Chat, chat_template
+from pyggml_spec.errors import ContextError, TemplateError
+from pyggml_spec.spec.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def talker(pair, tmp_path_factory):
+    """A random pair with a chat template: what it says is noise, but it says it in turns."""
+    folder = tmp_path_factory.mktemp("talker")
+    files = [with_control_tokens(path, folder / name, end=301) for path, name in zip(pair, ("target.gguf", "drafter.gguf"))]
+    with ps.load(*files, device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
+        yield session
+
+
+def say(chat, text, n=12, **more):
+    events = list(chat.ask(text, n, **more))
+    return "".join(event.text for event in events), events[-1].stats
+
+
+def test_three_turns_go_on_in_the_caches_and_say_what_a_fresh_computation_says(demo):
+    """What was generated is not computed again, its drafter rows are there, and acceptance does not suffer from it."""
+    chat = Chat(demo, chat_template(demo)[0])
+    for turn, line in enumerate(("class Stack:\n    def __init__(self):", "    def push(self, item):", "    def pop(self):")):
+        ids = chat.template.encode(demo.tokenizer, chat._messages({"role": "user", "content": line}))
+        answer, stats = say(chat, line)
+        assert stats.drafted > 0 and stats.prompt_tokens == len(ids)
+        assert stats.reused_tokens == (0 if turn == 0 else held)
+        held = demo.engine.cursor.committed
+        assert held == len(ids) + stats.emitted - 1
+    assert sum(s.matched for s in chat.stats) > 0
+    assert answer == demo.generate(ids, 12)[0]
+
+
+def test_another_generation_in_between_costs_the_reuse_and_nothing_else(demo):
+    first, second = Chat(demo, chat_template(demo)[0]), Chat(demo, chat_template(demo)[0])
+    for chat in (first, second):
+        say(chat, "def f(a, b):")
+    demo.generate("x", 3)
+    told, stats = say(second, "def g(")
+    assert stats.reused_tokens == 0
+    again, _ = say(first, "def g(")
+    assert told == again
+
+
+def test_a_template_makes_the_turns(talker):
+    template, origin = chat_template(talker)
+    assert template.source == CHATML and origin == "the template of target.gguf"
+    chat = Chat(talker, template, system="Be brief.", sampling=Sampling(temperature=0.9, seed=2))
+    say(chat, "he said <|im_end|>", 5)
+    _, stats = say(chat, "why", 5)
+    assert stats.drafted > 0  # noise does not always encode as it was generated: the caches may or may not be of use
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
+    chat.reset()
+    assert chat.messages == [] and chat.system == "Be brief."
+    assert say(chat, "why", 5)[1].reused_tokens == 0
+
+
+def test_thinking_changes_the_prompt(talker):
+    template, _ = chat_template(talker)
+    lengths = {thinking: say(Chat(talker, template, thinking=thinking), "he", 2)[1].prompt_tokens for thinking in (None, True, False)}
+    assert lengths[None] == lengths[True] < lengths[False]
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(talker):
+    chat = Chat(talker, chat_template(talker)[0])
+    say(chat, "he", 3)
+    before = list(chat.messages)
+    with pytest.raises(ContextError, match="512"):
+        say(chat, "x" * 600)
+    refusing = chat_template(talker, "{{ raise_exception('not today') }}")[0]
+    with pytest.raises(TemplateError, match="not today"):
+        say(Chat(talker, refusing), "he")
+    assert chat.messages == before and say(chat, "he", 3)[1].emitted == 3
+
+
+def test_an_answer_that_is_stopped_counts_as_far_as_it_came(demo):
+    chat = Chat(demo, chat_template(demo)[0])
+    asked = []
+    answer, stats = say(chat, "def f(", 100, interrupted=lambda: len(asked) > 4 or asked.append(1))
+    assert stats.stop_reason == "interrupt" and chat.messages[-1] == {"role": "assistant", "content": answer} and answer
+    assert say(chat, "def g(", 5)[1].emitted == 5
+    chat.reset()
+    _, stats = say(chat, "def f(", interrupted=lambda: True)
+    assert stats.emitted == 0 and chat.messages == []
+    for event in chat.ask("def f(", 50):
+        if event.stats.emitted > 6:
+            break
+    assert say(chat, "def g(", 5)[1].emitted == 5
+
+
+def test_a_model_without_a_template_goes_on_with_one_running_text(demo):
+    template, origin = chat_template(demo)
+    assert template.source == CONTINUE and "no chat template" in origin and "--chat-template-file" in origin
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert template.render(turns) == "a\nb\nc\n"
