@@ -131,6 +131,8 @@ bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t);
 ggml_backend_buffer_t ggml_backend_buft_alloc_buffer(ggml_backend_buffer_type_t, size_t);
 ggml_backend_buffer_t ggml_backend_alloc_ctx_tensors_from_buft(struct ggml_context *, ggml_backend_buffer_type_t);
 size_t ggml_backend_alloc_ctx_tensors_from_buft_size(struct ggml_context *, ggml_backend_buffer_type_t);
+ggml_backend_buffer_t ggml_backend_cpu_buffer_from_ptr(void *, size_t);
+ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
 void ggml_backend_buffer_free(ggml_backend_buffer_t);
 size_t ggml_backend_buffer_get_size(ggml_backend_buffer_t);
 void ggml_backend_buffer_clear(ggml_backend_buffer_t, uint8_t);

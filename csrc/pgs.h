@@ -4,6 +4,7 @@
 //   pgs_role    one graph allocator (ggml_gallocr) and the counters of one kind of step
 //   pgs_graph   one arena (ggml_context) and one graph inside it; kept and recomputed, never rebuilt
 //   pgs_io      the device buffer that all small inputs and outputs of a step live in, and its pinned host mirror
+//   pgs_experts what moves between host and device where experts are in host memory, and the host's own small graphs
 //   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the pending block
 //
 // Functions that can fail return 0 on success and write one sentence into `err` (PGS_ERR bytes) otherwise. Nothing here aborts on a
@@ -24,6 +25,7 @@ typedef struct pgs_role  pgs_role;
 typedef struct pgs_graph pgs_graph;
 typedef struct pgs_io    pgs_io;
 typedef struct pgs_delta pgs_delta;
+typedef struct pgs_experts pgs_experts;
 
 typedef struct pgs_counters {
     int64_t graphs_built;    // graphs planned and allocated
@@ -50,8 +52,15 @@ uint64_t              pgs_graph_hash(const pgs_graph * graph);
 size_t                pgs_graph_traffic(const pgs_graph * graph);
 void                  pgs_graph_memory(const pgs_graph * graph, uintptr_t * begin, uintptr_t * end);
 
+// Cuts the graph behind its last node: there the host fetches what experts of `layer` work on (`fetch`), or gives back their results.
+int pgs_graph_cut(pgs_graph * graph, pgs_experts * experts, int64_t layer, int64_t rows, bool fetch, char * err);
+int pgs_graph_cuts(const pgs_graph * graph);
+
 // Gives `node` (not yet allocated, not a view) the memory at byte `offset` of the allocated tensor `home`.
 int pgs_place(struct ggml_tensor * home, size_t offset, struct ggml_tensor * node, char * err);
+
+// Gives `tensor` the memory at byte `offset` of a buffer that is large enough.
+void pgs_attach(ggml_backend_buffer_t buffer, size_t offset, struct ggml_tensor * tensor);
 
 // ---- step_io.c
 
@@ -127,3 +136,38 @@ int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph
                     int64_t width_to, struct ggml_tensor * keep, struct ggml_tensor * tail, char * err);
 struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width,
                                      pgs_delta_mode mode, const pgs_delta_inputs * in, char * err);
+
+// ---- host_experts.c
+
+typedef struct pgs_experts_shape {
+    int64_t n_layer;   // layers of the model; those without experts in host memory are never asked for
+    int64_t n_embd;
+    int64_t n_ff;      // hidden values of one expert
+    int64_t n_expert;
+    int64_t n_used;    // experts per token
+    int64_t max_rows;  // widest step
+    bool    gelu;      // GEGLU instead of SwiGLU
+} pgs_experts_shape;
+
+typedef struct pgs_experts_counts {
+    int64_t chosen;   // (token, expert) pairs so far
+    int64_t hits;     // of them, those whose expert is on the device
+    int64_t host_us;  // microseconds that the host computed
+} pgs_experts_counts;
+
+pgs_experts * pgs_experts_new(ggml_backend_t device, ggml_backend_t host, const pgs_experts_shape * shape, char * err);
+void          pgs_experts_free(pgs_experts * e);
+int           pgs_experts_set_layer(pgs_experts * e, int64_t index, struct ggml_tensor * gate_up, struct ggml_tensor * gate,
+                                    struct ggml_tensor * up, struct ggml_tensor * down, const int32_t * slot, char * err);
+
+// Around the hot experts of a layer: `begin` returns the slots I32 [n_used, T] they are called with, `end` takes their result
+// F32 [n_embd, n_used, T] (NULL where none is hot) and returns that of all experts.
+struct ggml_tensor * pgs_experts_begin(pgs_experts * e, pgs_graph * graph, int64_t index, struct ggml_tensor * x,
+                                       struct ggml_tensor * chosen, char * err);
+struct ggml_tensor * pgs_experts_end(pgs_experts * e, pgs_graph * graph, int64_t index, struct ggml_tensor * down, int64_t rows, char * err);
+
+int    pgs_experts_fetch(pgs_experts * e, int64_t index, int64_t rows, char * err);
+int    pgs_experts_give(pgs_experts * e, int64_t index, int64_t rows, char * err);
+void   pgs_experts_counters(const pgs_experts * e, pgs_experts_counts * out);
+void   pgs_experts_layer_counts(const pgs_experts * e, int64_t index, int64_t * out);
+size_t pgs_experts_device_bytes(const pgs_experts * e);

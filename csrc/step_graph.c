@@ -14,12 +14,39 @@ struct pgs_role {
     uint32_t       generation;  // grows when the buffer moved: graphs planned before then point at freed memory
 };
 
+// The leading fields of ggml's own struct, which its public headers do not show: a part of a graph can only be computed as a graph that
+// shares the whole one's use counts, or ggml-cuda would fuse nothing in it. The version of ggml is checked at import, the fields in pgs_graph_cut.
+typedef struct graph_fields {
+    int                   size, n_nodes, n_leafs;
+    struct ggml_tensor ** nodes;
+    struct ggml_tensor ** grads;
+    struct ggml_tensor ** grad_accs;
+    struct ggml_tensor ** leafs;
+    int32_t *             use_counts;
+    struct {
+        size_t                size;
+        uint32_t *            used;
+        struct ggml_tensor ** keys;
+    } visited;
+    int      order;
+    uint64_t uid;
+} graph_fields;
+
+typedef struct graph_cut {
+    int           end;  // nodes before the cut
+    pgs_experts * experts;
+    int64_t       layer, rows;
+    bool          fetch;
+} graph_cut;
+
 struct pgs_graph {
     pgs_role *            role;
     struct ggml_context * ctx;
     struct ggml_cgraph *  gf;
     uint32_t              generation;
     bool                  planned;
+    graph_cut *           cuts;
+    int                   n_cuts;
 };
 
 pgs_role * pgs_role_new(ggml_backend_t backend) {
@@ -72,6 +99,7 @@ pgs_graph * pgs_graph_new(pgs_role * role, size_t max_nodes, char * err) {
 void pgs_graph_free(pgs_graph * graph) {
     if (graph != NULL) {
         ggml_free(graph->ctx);
+        free(graph->cuts);
         free(graph);
     }
 }
@@ -139,10 +167,67 @@ bool pgs_graph_stale(const pgs_graph * graph) {
     return !graph->planned || graph->generation != graph->role->generation;
 }
 
+int pgs_graph_cut(pgs_graph * graph, pgs_experts * experts, int64_t layer, int64_t rows, bool fetch, char * err) {
+    const graph_fields * fields = (const graph_fields *) graph->gf;
+    const int            nodes  = ggml_graph_n_nodes(graph->gf);
+    if (fields->n_nodes != nodes || nodes == 0 || fields->nodes[nodes - 1] != ggml_graph_node(graph->gf, -1) ||
+        fields->size != ggml_graph_size(graph->gf)) {
+        snprintf(err, PGS_ERR, "this ggml lays its graphs out in another way, so experts cannot be in host memory with it");
+        return 1;
+    }
+    graph_cut * cuts = realloc(graph->cuts, (size_t) (graph->n_cuts + 1) * sizeof(*cuts));
+    if (cuts == NULL) {
+        snprintf(err, PGS_ERR, "no memory for the parts of a graph");
+        return 1;
+    }
+    graph->cuts                  = cuts;
+    graph->cuts[graph->n_cuts++] = (graph_cut) { nodes, experts, layer, rows, fetch };
+    return 0;
+}
+
+int pgs_graph_cuts(const pgs_graph * graph) {
+    return graph->n_cuts;
+}
+
+static int compute_part(pgs_graph * graph, int first, int end, char * err) {
+    if (first == end) {
+        return 0;
+    }
+    graph_fields part = *(const graph_fields *) graph->gf;
+    part.nodes += first;
+    part.n_nodes = end - first;
+    part.n_leafs = 0;
+    part.uid     = 0;
+    const enum ggml_status status = ggml_backend_graph_compute_async(graph->role->backend, (struct ggml_cgraph *) &part);
+    if (status != GGML_STATUS_SUCCESS) {
+        snprintf(err, PGS_ERR, "the backend %s failed on a part of a step: %s", ggml_backend_name(graph->role->backend),
+                 ggml_status_to_string(status));
+        return 1;
+    }
+    return 0;
+}
+
+static int compute_parts(pgs_graph * graph, char * err) {
+    int first = 0;
+    for (int i = 0; i < graph->n_cuts; i++) {
+        const graph_cut * cut = &graph->cuts[i];
+        if (compute_part(graph, first, cut->end, err) != 0 ||
+            (cut->fetch ? pgs_experts_fetch : pgs_experts_give)(cut->experts, cut->layer, cut->rows, err) != 0) {
+            return 1;
+        }
+        first = cut->end;
+    }
+    graph->role->counters.computes++;
+    return compute_part(graph, first, ggml_graph_n_nodes(graph->gf), err);
+}
+
 int pgs_graph_compute(pgs_graph * graph, char * err) {
     if (pgs_graph_stale(graph)) {
         snprintf(err, PGS_ERR, "a graph was computed after its role's buffer had moved: build it again");
         return 1;
+    }
+    if (graph->n_cuts > 0) {
+        return compute_parts(graph, err);
     }
     const enum ggml_status status = ggml_backend_graph_compute_async(graph->role->backend, graph->gf);
     if (status != GGML_STATUS_SUCCESS) {
@@ -263,4 +348,8 @@ int pgs_place(struct ggml_tensor * home, size_t offset, struct ggml_tensor * nod
         return 1;
     }
     return 0;
+}
+
+void pgs_attach(ggml_backend_buffer_t buffer, size_t offset, struct ggml_tensor * tensor) {
+    ggml_backend_tensor_alloc(buffer, tensor, (char *) ggml_backend_buffer_get_base(buffer) + offset);
 }

@@ -288,6 +288,11 @@ class Graph:
         return sizes[0]
 
     @property
+    def cuts(self) -> int:
+        """Places where the host takes part (experts in host memory): the graph is computed in one more part than that."""
+        return lib.pgs_graph_cuts(self.handle)
+
+    @property
     def stale(self) -> bool:
         """Whether the role's buffer has moved since this graph was planned."""
         return bool(lib.pgs_graph_stale(self.handle))

@@ -136,7 +136,7 @@ class StepFields:
         if size:
             self.io.reads += 1
             self.io.read_bytes += size
-        if self.io.replay is not None:
+        if self.io.replay is not None and not self.graph.cuts:  # a launch with cuts waits for the host, so its time tells nothing
             self._count_replay(self.io.replay)
 
     def _count_replay(self, counters: ReplayCounters) -> None:

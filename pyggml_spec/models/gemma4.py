@@ -122,6 +122,10 @@ class Gemma4(Qwen3):
         self.embedding_scale, self.softcap = float(np.sqrt(np.float32(self.n_embd))), self.hp.softcap
         self.weights = None
 
+    @property
+    def experts(self) -> Experts | None:
+        return self.hp.experts
+
     # -- what it reads
 
     def specs(self) -> list[Spec]:

@@ -98,6 +98,10 @@ class Laguna(Qwen3):
         self.window, self.n_vocab = self.hp.window, vocabulary(file)
         self.weights = None
 
+    @property
+    def experts(self) -> Experts | None:
+        return self.hp.experts
+
     # -- what it reads
 
     def specs(self) -> list[Spec]:

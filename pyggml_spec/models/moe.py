@@ -71,12 +71,14 @@ class Experts:
 
     def __call__(self, g: Graph, w: Weights, prefix: str, x, logits=None):
         """x F32 [n_embd, T] -> F32 [n_embd, T]; ``logits`` F32 [n_expert, T] replace those of the router on x."""
-        n_embd, rows = x.ne[0], x.ne[1]
+        rows, layer = x.ne[1], int(prefix.split(".")[1])
         weights, chosen = self._route(g, w, prefix, g.matmul(w[f"{prefix}ffn_gate_inp.weight"], x) if logits is None else logits)
         # early, so that ggml-cuda finds the whole router in one piece
         g.expand(weights)
-        hidden = self._hidden(g, w, prefix, g.shaped(x, n_embd, 1, rows), chosen)
-        out = g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, chosen)
+        if w.host_experts is not None and layer in w.host_experts:
+            out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots))
+        else:
+            out = self._results(g, w, prefix, x, chosen)
         if f"{prefix}ffn_down_exps.scale" in w:
             scales = g.repeat(g.shaped(w[f"{prefix}ffn_down_exps.scale"], 1, self.n_expert, 1), 1, self.n_expert, rows)
             out = g.mul(out, g.rows(scales, chosen))
@@ -95,6 +97,11 @@ class Experts:
             flat = g.div(flat, g.clamp(g.sum_rows(flat), SMALLEST_SUM, float("inf")))
             weights = g.shaped(flat, 1, self.n_used, rows)
         return (g.scale(weights, self.scale) if self.scale not in (0.0, 1.0) else weights), chosen
+
+    def _results(self, g: Graph, w: Weights, prefix: str, x, chosen):
+        """FFN_e(x) of the chosen experts, by their places in the device's tensors, F32 [n_embd, n_used, T]."""
+        hidden = self._hidden(g, w, prefix, g.shaped(x, x.ne[0], 1, x.ne[1]), chosen)
+        return g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, chosen)
 
     def _hidden(self, g: Graph, w: Weights, prefix: str, x, chosen):
         """act(W_gate x) * W_up x of the chosen experts, F32 [n_ff, n_used, T]."""

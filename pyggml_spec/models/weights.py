@@ -4,6 +4,9 @@ Matrices that read the same input are stored as one where their types match: eac
 and one fix-up launch less (4B shape on one H200: 8.54 -> 7.42 ms per step). On the CPU, matmul weights go into the backend's repacked
 buffer where it takes them (13.0 against 16.5 ms per token at one row, 0.8B shape on two cores), which is also what llama.cpp does, and
 therefore what bit-equality with it needs.
+
+Experts may be in host memory, all of a layer or all but the hot ones (``placement``): there they are what the file's own pages hold, and
+nothing is copied. On the CPU no expert is repacked then, so that those of both sides go through the same kernel.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,10 +14,13 @@ from dataclasses import dataclass
 
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend
+from ..ggml.host_experts import HostExperts
 from ..ggml.library import check, ffi, lib, new_err, text
 from ..gguf_io import GGUFFile, TensorInfo
+from .placement import Placement
 
 MATMUL, EXPERTS, ROWS, VECTOR = "matmul", "experts", "rows", "vector"
+HOST_ALIGNMENT = 32  # bytes; ggml's own for memory that it did not allocate
 NOT_WEIGHTS = {"q8_1", "q8_K", "i8", "i16", "i32", "i64", "f64"}  # ggml has no product of these, and ends the process on one
 
 
@@ -56,6 +62,10 @@ class Group:
         return self.rows[: len(self.rows) - len(self.rest)]
 
 
+def _layer(name: str) -> int:
+    return int(name.split(".")[1])
+
+
 def _find(file: GGUFFile, spec: Spec) -> TensorInfo:
     name = spec.source or spec.name
     info = file.tensors.get(name)
@@ -80,7 +90,8 @@ class Weights:
     """The weights of one model on one backend. Owns their buffers.
 
     ``weights[name]`` is a tensor; ``weights.group(name)`` the matrices of one input, as many of them fused as can be. ``alike`` names groups
-    of which the same number is fused in each.
+    of which the same number is fused in each. ``placement`` and ``host``, a CPU backend: experts that are in host memory, and who computes
+    them; ``weights[name]`` holds the hot ones then.
     """
 
     def __init__(
@@ -91,8 +102,14 @@ class Weights:
         groups: dict[str, tuple[str, ...]],
         alike: Iterable[tuple[str, ...]] = (),
         progress: Callable[[int, int], None] | None = None,
+        placement: Placement | None = None,
+        host: Backend | None = None,
     ):
-        self.backend, self.file = backend, file
+        self.backend, self.file, self.placement = backend, file, placement
+        self.host_experts: HostExperts | None = None
+        self.host_bytes = 0
+        self._host_buffers: list = []
+        self._held: list = []  # views of the file's pages that tensors point into
         self._tensors: dict[str, object] = {}
         self._groups: dict[str, Group] = {}
         self._contexts: list = []
@@ -101,7 +118,10 @@ class Weights:
         self.repacked_bytes = 0
         self._bufts = [*backend.extra_buffer_types(), backend.default_buffer_type]
         try:
-            self._load(list(specs), groups, alike, progress or (lambda done, total: None))
+            specs = list(specs)
+            self._load(specs, groups, alike, progress or (lambda done, total: None))
+            if placement is not None and placement.hot:
+                self._load_host(specs, placement, host)
         except BaseException:
             self.close()
             raise
@@ -113,6 +133,8 @@ class Weights:
         if use not in (MATMUL, EXPERTS):
             return len(self._bufts) - 1
         for i, buft in enumerate(self._bufts):
+            if use == EXPERTS and self.placement is not None and i < len(self._bufts) - 1:
+                continue
             probe = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 8 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
             weight = lib.ggml_new_tensor(probe, ggml_type, len(shape), shape)
             if use == MATMUL:
@@ -163,8 +185,14 @@ class Weights:
                 parts = [found[m] for m in groups[name][:count]]
                 shape = (parts[0][0].shape[0], sum(spec.shape[1] for spec, _ in parts))
                 jobs.append((name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
+        hot = {}
         for spec, info in found.values():
-            if spec.name not in in_fused:
+            if (mine := self._hot(spec)) is not None:
+                # a slot of its own for what is not here: its rows must not change which kernel the real ones get
+                mine = hot[spec.name] = (*mine, mine[0]) if 0 < len(mine) < spec.shape[2] else mine
+                if mine:
+                    jobs.append((spec.name, info.type, (*spec.shape[:2], len(mine)), spec.use, [info]))
+            elif spec.name not in in_fused:
                 jobs.append((spec.name, info.type, spec.shape, spec.use, [info]))
 
         by_buft: dict[int, list] = {}
@@ -187,7 +215,10 @@ class Weights:
         done = 0
         for home, job_list in by_buft.items():
             for key, *_, sources in job_list:
-                self._upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
+                if key in hot:
+                    self._upload_experts(self._tensors[key], sources[0], hot[key])
+                else:
+                    self._upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
                 done += sum(info.nbytes for info in sources)
                 progress(done, total)
         for key, other in alias.items():
@@ -200,7 +231,7 @@ class Weights:
             lib.ggml_set_name(tensor, key.encode()[:63])
             self._tensors[key] = tensor
             name = text(lib.ggml_type_name(kind))
-            self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + sum(info.nbytes for info in sources)
+            self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + lib.ggml_nbytes(tensor)
         buft = self._bufts[home]
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft)
         if buffer == ffi.NULL:
@@ -226,6 +257,58 @@ class Weights:
                 lib.ggml_backend_tensor_set(tensor, pointer, offset, info.nbytes)
                 ffi.release(pointer)
             offset += info.nbytes
+
+    # -- experts in host memory
+
+    def _hot(self, spec: Spec) -> tuple[int, ...] | None:
+        """The experts of this tensor that the device has; None if it has all of them as always."""
+        return self.placement.hot.get(_layer(spec.name)) if self.placement is not None and spec.use == EXPERTS else None
+
+    def _upload_experts(self, tensor, info: TensorInfo, hot: tuple[int, ...]) -> None:
+        size = tensor.nb[2]
+        with self.file.read(info.name) as data:
+            pointer = ffi.from_buffer(data)
+            for slot, expert in enumerate(hot):
+                lib.ggml_backend_tensor_set(tensor, pointer + expert * size, slot * size, size)
+            ffi.release(pointer)
+
+    def _load_host(self, specs: list[Spec], placement: Placement, host: Backend) -> None:
+        layers: dict[int, dict[str, object]] = {}
+        found = [(spec, _find(self.file, spec)) for spec in specs if self._hot(spec) is not None]
+        ctx = self._context(len(found))
+        for spec, info in found:
+            name = spec.name.split(".")[2].removeprefix("ffn_").removesuffix("_exps")
+            layers.setdefault(_layer(spec.name), {})[name] = self._host_tensor(ctx, spec, info)
+            if len(self._hot(spec)) < spec.shape[2]:
+                self.host_bytes += info.nbytes
+        down = next(iter(layers.values()))["down"]
+        sizes = {"n_ff": down.ne[0], "n_embd": down.ne[1], "n_expert": down.ne[2]}
+        sizes |= {"n_layer": placement.n_layer, "n_used": placement.n_used, "max_rows": placement.rows}
+        self.host_experts = HostExperts(self.backend, host, sizes, placement.gelu)
+        for layer, weights in layers.items():
+            self.host_experts.set_layer(layer, weights, placement.hot[layer])
+
+    def _host_tensor(self, ctx, spec: Spec, info: TensorInfo):
+        """All experts of the tensor, as a tensor over the file's own pages; a copy where the file does not align them."""
+        tensor, err = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape), new_err()
+        view = self.file.read(info.name)
+        data = ffi.from_buffer(view)
+        address = int(ffi.cast("uintptr_t", data))
+        if address % HOST_ALIGNMENT:
+            buffer = lib.ggml_backend_buft_alloc_buffer(lib.ggml_backend_cpu_buffer_type(), info.nbytes)
+            if buffer == ffi.NULL:
+                raise DeviceError(f"{self.file.path} needs {info.nbytes >> 20} MiB of host memory for experts, which are not free")
+            lib.pgs_attach(buffer, 0, tensor)
+            lib.ggml_backend_tensor_set(tensor, data, 0, info.nbytes)
+            ffi.release(data)
+            view.release()
+        else:
+            buffer = lib.ggml_backend_cpu_buffer_from_ptr(data, info.nbytes)
+            lib.pgs_attach(buffer, 0, tensor)
+            self._held.append((data, view))
+        lib.ggml_backend_buffer_set_usage(buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        self._host_buffers.append(buffer)
+        return tensor
 
     def _make_groups(self, groups: dict, found: dict, fused: dict[str, int]) -> None:
         ctx = self._context(sum(len(members) for members in groups.values()))
@@ -263,10 +346,19 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weight buffers."""
-        return sum(lib.ggml_backend_buffer_get_size(b) for b in self._buffers)
+        """Bytes of all weight buffers on the device, and of what experts in host memory need there."""
+        rows = self.host_experts.nbytes if self.host_experts is not None else 0
+        return sum(lib.ggml_backend_buffer_get_size(b) for b in self._buffers) + rows
 
     def close(self) -> None:
+        if self.host_experts is not None:
+            self.host_experts.close()
+        for buffer in self._host_buffers:
+            lib.ggml_backend_buffer_free(buffer)
+        for data, view in self._held:
+            ffi.release(data)
+            view.release()
+        self._host_buffers, self._held = [], []
         for buffer in self._buffers:
             lib.ggml_backend_buffer_free(buffer)
         for ctx in self._contexts:

@@ -1,0 +1,341 @@
+// Routed experts whose weights are partly or wholly in host memory.
+//
+// A device graph is cut in two places per such layer. At the first cut the host reads which experts the router chose and what they are to
+// work on, and tells the device which of its own ("hot") experts to use; the device goes on with those while the host computes the others
+// ("cold"). At the second cut the host's rows go up. The device then picks, for every (token, choice), the row of the side that has the
+// expert: rows are selected, never added, so the result does not depend on which experts are where.
+//
+// The host computes (token, expert) pairs, each a product of its own, and only the pairs that are cold: a masked product over all of them
+// would cost it as much as having no hot experts at all. It has one graph per layer, whose number of pairs is set before it runs.
+//
+// No filler may share an expert with a real row: ggml's CPU product takes another kernel, with another rounding, for an expert that has eight
+// rows or more. So the host's graph has no padding, and on the device the cold pairs get a slot of their own behind the hot ones.
+#include "pgs.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define HOST_NODES 16
+
+typedef struct host_layer {
+    struct ggml_tensor *gate_up, *gate, *up, *down;  // of all experts, in host memory; gate_up, or gate and up
+    int32_t *           slot;                        // place of each expert among the hot ones, -1 for the cold
+    int64_t *           count;                       // how often each expert was chosen
+    int64_t               n_hot;
+    struct ggml_context * ctx;
+    struct ggml_cgraph *  gf;
+    struct ggml_tensor *  x;   // F32 [n_embd, 1, pairs]
+    struct ggml_tensor *  id;  // I32 [1, pairs]
+} host_layer;
+
+struct pgs_experts {
+    ggml_backend_t      device, host;
+    pgs_experts_shape   shape;
+    int64_t             max_pairs;
+    host_layer *        layers;
+    pgs_experts_counts  counts;
+    struct ggml_context *device_ctx, *host_ctx;
+    ggml_backend_buffer_t device_buffer, host_buffer;
+    struct {  // device memory
+        struct ggml_tensor * order;  // I32 [n_expert, rows] experts of each row, best first; the first n_used of each are chosen
+        struct ggml_tensor * x;      // F32 [n_embd, rows]
+        struct ggml_tensor * hot;    // I32 [n_used * rows] slot of the hot expert, n_hot where it is cold
+        struct ggml_tensor * pick;   // I32 [n_used * rows] row of the pool
+        struct ggml_tensor * pool;   // F32 [n_embd, 2 * n_used * rows] the device's results, behind them the host's
+    } on_device;
+    struct {  // host memory, pinned where the device offers it
+        struct ggml_tensor *order, *x, *hot, *pick, *pair_x, *pair_id, *gate, *up, *hidden, *out;
+    } on_host;
+    int64_t n_cold;  // pairs of the layer between its two cuts
+};
+
+static struct ggml_tensor * values(struct ggml_context * ctx, enum ggml_type type, int64_t n) {
+    return ggml_new_tensor_1d(ctx, type, n);
+}
+
+static struct ggml_context * tensors_only(size_t count) {
+    const struct ggml_init_params params = { .mem_size = ggml_tensor_overhead() * count, .mem_buffer = NULL, .no_alloc = true };
+    return ggml_init(params);
+}
+
+static ggml_backend_buffer_t alloc_host(const pgs_experts * e) {
+    const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(ggml_backend_get_device(e->device));
+    ggml_backend_buffer_t            buffer = pinned != NULL ? ggml_backend_alloc_ctx_tensors_from_buft(e->host_ctx, pinned) : NULL;
+    return buffer != NULL ? buffer : ggml_backend_alloc_ctx_tensors(e->host_ctx, e->host);
+}
+
+pgs_experts * pgs_experts_new(ggml_backend_t device, ggml_backend_t host, const pgs_experts_shape * shape, char * err) {
+    pgs_experts * e = calloc(1, sizeof(*e));
+    if (e == NULL || (e->layers = calloc((size_t) shape->n_layer, sizeof(*e->layers))) == NULL) {
+        snprintf(err, PGS_ERR, "no memory for the placement of experts");
+        free(e);
+        return NULL;
+    }
+    e->device = device;
+    e->host   = host;
+    e->shape  = *shape;
+    const int64_t pairs = e->max_pairs = shape->n_used * shape->max_rows, n_embd = shape->n_embd, n_ff = shape->n_ff;
+
+    e->device_ctx       = tensors_only(8);
+    e->on_device.order  = values(e->device_ctx, GGML_TYPE_I32, shape->n_expert * shape->max_rows);
+    e->on_device.x      = values(e->device_ctx, GGML_TYPE_F32, n_embd * shape->max_rows);
+    e->on_device.hot    = values(e->device_ctx, GGML_TYPE_I32, pairs);
+    e->on_device.pick   = values(e->device_ctx, GGML_TYPE_I32, pairs);
+    e->on_device.pool   = values(e->device_ctx, GGML_TYPE_F32, n_embd * 2 * pairs);
+    e->device_buffer    = ggml_backend_alloc_ctx_tensors(e->device_ctx, device);
+    e->host_ctx         = tensors_only(12);
+    e->on_host.order    = values(e->host_ctx, GGML_TYPE_I32, shape->n_expert * shape->max_rows);
+    e->on_host.x        = values(e->host_ctx, GGML_TYPE_F32, n_embd * shape->max_rows);
+    e->on_host.hot      = values(e->host_ctx, GGML_TYPE_I32, pairs);
+    e->on_host.pick     = values(e->host_ctx, GGML_TYPE_I32, pairs);
+    e->on_host.pair_x   = values(e->host_ctx, GGML_TYPE_F32, n_embd * pairs);
+    e->on_host.pair_id  = values(e->host_ctx, GGML_TYPE_I32, pairs);
+    e->on_host.gate     = values(e->host_ctx, GGML_TYPE_F32, 2 * n_ff * pairs);
+    e->on_host.up       = values(e->host_ctx, GGML_TYPE_F32, n_ff * pairs);
+    e->on_host.hidden   = values(e->host_ctx, GGML_TYPE_F32, n_ff * pairs);
+    e->on_host.out      = values(e->host_ctx, GGML_TYPE_F32, n_embd * pairs);
+    e->host_buffer      = alloc_host(e);
+    if (e->device_buffer == NULL || e->host_buffer == NULL) {
+        snprintf(err, PGS_ERR, "no memory for the rows of experts in host memory (%lld pairs of %lld values)", (long long) pairs, (long long) n_embd);
+        pgs_experts_free(e);
+        return NULL;
+    }
+    ggml_backend_buffer_clear(e->device_buffer, 0);
+    ggml_backend_buffer_clear(e->host_buffer, 0);
+    return e;
+}
+
+void pgs_experts_free(pgs_experts * e) {
+    if (e == NULL) {
+        return;
+    }
+    for (int64_t i = 0; i < e->shape.n_layer; i++) {
+        ggml_free(e->layers[i].ctx);
+        free(e->layers[i].slot);
+        free(e->layers[i].count);
+    }
+    free(e->layers);
+    ggml_backend_buffer_free(e->device_buffer);
+    ggml_backend_buffer_free(e->host_buffer);
+    ggml_free(e->device_ctx);
+    ggml_free(e->host_ctx);
+    free(e);
+}
+
+// ---- what the host computes
+
+static struct ggml_tensor * placed(struct ggml_tensor * home, struct ggml_tensor * node, char * err) {
+    return pgs_place(home, 0, node, err) == 0 ? node : NULL;
+}
+
+static struct ggml_tensor * half(struct ggml_context * ctx, struct ggml_tensor * both, int64_t n, int64_t first) {
+    struct ggml_tensor * part = ggml_view_3d(ctx, both, n, both->ne[1], both->ne[2], both->nb[1], both->nb[2], (size_t) first * 4);
+    ggml_backend_view_init(part);
+    return part;
+}
+
+static int build(pgs_experts * e, host_layer * layer, char * err) {
+    const struct ggml_init_params params = {
+        .mem_size   = ggml_tensor_overhead() * HOST_NODES + ggml_graph_overhead_custom(HOST_NODES, false),
+        .mem_buffer = NULL,
+        .no_alloc   = true,
+    };
+    struct ggml_context * ctx = layer->ctx = ggml_init(params);
+    if (ctx == NULL) {
+        snprintf(err, PGS_ERR, "no memory for a graph of experts");
+        return 1;
+    }
+    const int64_t n_ff = e->shape.n_ff;
+    layer->x           = placed(e->on_host.pair_x, ggml_new_tensor_3d(ctx, GGML_TYPE_F32, e->shape.n_embd, 1, e->max_pairs), err);
+    layer->id          = placed(e->on_host.pair_id, ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, e->max_pairs), err);
+    struct ggml_tensor *gate, *up;
+    if (layer->gate_up != NULL) {
+        struct ggml_tensor * both = placed(e->on_host.gate, ggml_mul_mat_id(ctx, layer->gate_up, layer->x, layer->id), err);
+        gate                      = half(ctx, both, n_ff, 0);
+        up                        = half(ctx, both, n_ff, n_ff);
+    } else {
+        up   = placed(e->on_host.up, ggml_mul_mat_id(ctx, layer->up, layer->x, layer->id), err);
+        gate = placed(e->on_host.gate, ggml_mul_mat_id(ctx, layer->gate, layer->x, layer->id), err);
+    }
+    struct ggml_tensor * glu    = e->shape.gelu ? ggml_geglu_split(ctx, gate, up) : ggml_swiglu_split(ctx, gate, up);
+    struct ggml_tensor * result = ggml_mul_mat_id(ctx, layer->down, placed(e->on_host.hidden, glu, err), layer->id);
+    placed(e->on_host.out, result, err);
+    layer->gf = ggml_new_graph_custom(ctx, HOST_NODES, false);
+    ggml_build_forward_expand(layer->gf, result);
+    for (int i = 0; i < ggml_graph_n_nodes(layer->gf); i++) {
+        const struct ggml_tensor * node = ggml_graph_node(layer->gf, i);
+        if (!ggml_backend_supports_op(e->host, node)) {
+            snprintf(err, PGS_ERR, "the host cannot run %s on experts of type %s", ggml_op_desc(node), ggml_type_name(layer->down->type));
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static void set_count(struct ggml_tensor * t, int axis, int64_t count) {
+    t->ne[axis] = count;
+    for (int i = axis + 1; i < GGML_MAX_DIMS; i++) {
+        t->nb[i] = t->nb[i - 1] * (size_t) t->ne[i - 1];
+    }
+}
+
+static void set_pairs(host_layer * layer, int64_t pairs) {
+    set_count(layer->x, 2, pairs);
+    set_count(layer->id, 1, pairs);
+    for (int i = 0; i < ggml_graph_n_nodes(layer->gf); i++) {
+        set_count(ggml_graph_node(layer->gf, i), 2, pairs);
+    }
+}
+
+int pgs_experts_set_layer(pgs_experts * e, int64_t index, struct ggml_tensor * gate_up, struct ggml_tensor * gate, struct ggml_tensor * up,
+                          struct ggml_tensor * down, const int32_t * slot, char * err) {
+    const size_t n     = (size_t) e->shape.n_expert;
+    host_layer * layer = &e->layers[index];
+    layer->gate_up     = gate_up;
+    layer->gate        = gate;
+    layer->up          = up;
+    layer->down        = down;
+    layer->slot        = malloc(n * sizeof(*layer->slot));
+    layer->count       = calloc(n, sizeof(*layer->count));
+    if (layer->slot == NULL || layer->count == NULL) {
+        snprintf(err, PGS_ERR, "no memory for the placement of experts");
+        return 1;
+    }
+    memcpy(layer->slot, slot, n * sizeof(*slot));
+    for (size_t i = 0; i < n; i++) {
+        layer->n_hot += slot[i] >= 0;
+    }
+    if (layer->n_hot == (int64_t) n) {
+        return 0;
+    }
+    return build(e, layer, err);
+}
+
+// ---- what the graph of a step holds
+
+struct ggml_tensor * pgs_experts_begin(pgs_experts * e, pgs_graph * graph, int64_t index, struct ggml_tensor * x, struct ggml_tensor * chosen,
+                                       char * err) {
+    struct ggml_context * ctx   = pgs_graph_context(graph);
+    struct ggml_tensor *  order = chosen->view_src;
+    const int64_t         rows  = x->ne[1];
+    if (rows > e->shape.max_rows) {
+        snprintf(err, PGS_ERR, "a step of %lld rows is wider than the %lld that experts in host memory were planned for", (long long) rows,
+                 (long long) e->shape.max_rows);
+        return NULL;
+    }
+    if (order == NULL || order->ne[0] != e->shape.n_expert || chosen->view_offs != 0 || chosen->nb[1] != order->nb[1]) {
+        snprintf(err, PGS_ERR, "the chosen experts have to be the first of a whole order of all %lld", (long long) e->shape.n_expert);
+        return NULL;
+    }
+    struct ggml_tensor * copy = ggml_cont(ctx, x);
+    struct ggml_tensor * hot  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, e->shape.n_used, rows);
+    if (pgs_place(e->on_device.order, 0, order, err) != 0 || pgs_place(e->on_device.x, 0, copy, err) != 0 ||
+        pgs_place(e->on_device.hot, 0, hot, err) != 0) {
+        return NULL;
+    }
+    ggml_build_forward_expand(pgs_graph_cgraph(graph), copy);
+    return pgs_graph_cut(graph, e, index, rows, true, err) == 0 ? hot : NULL;
+}
+
+struct ggml_tensor * pgs_experts_end(pgs_experts * e, pgs_graph * graph, int64_t index, struct ggml_tensor * down, int64_t rows, char * err) {
+    struct ggml_context * ctx   = pgs_graph_context(graph);
+    const int64_t         pairs = e->shape.n_used * rows, n_embd = e->shape.n_embd;
+    if (down != NULL) {
+        if (pgs_place(e->on_device.pool, 0, down, err) != 0) {
+            return NULL;
+        }
+        ggml_build_forward_expand(pgs_graph_cgraph(graph), down);
+    }
+    if (pgs_graph_cut(graph, e, index, rows, false, err) != 0) {
+        return NULL;
+    }
+    if (down == NULL) {  // every row is the host's, in order
+        struct ggml_tensor * all = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd, e->shape.n_used, rows);
+        return pgs_place(e->on_device.pool, 0, all, err) == 0 ? all : NULL;
+    }
+    struct ggml_tensor * pool = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_embd, 2 * pairs);
+    struct ggml_tensor * pick = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, pairs);
+    if (pgs_place(e->on_device.pool, 0, pool, err) != 0 || pgs_place(e->on_device.pick, 0, pick, err) != 0) {
+        return NULL;
+    }
+    return ggml_reshape_3d(ctx, ggml_get_rows(ctx, pool, pick), n_embd, e->shape.n_used, rows);
+}
+
+// ---- what happens at the cuts
+
+int pgs_experts_fetch(pgs_experts * e, int64_t index, int64_t rows, char * err) {
+    host_layer *  layer  = &e->layers[index];
+    const int64_t n_used = e->shape.n_used, n_expert = e->shape.n_expert, n_embd = e->shape.n_embd, pairs = n_used * rows;
+    const bool    cold   = layer->n_hot < n_expert;
+    ggml_backend_tensor_get_async(e->device, e->on_device.order, e->on_host.order->data, 0, (size_t) (n_expert * rows) * 4);
+    if (cold) {
+        ggml_backend_tensor_get_async(e->device, e->on_device.x, e->on_host.x->data, 0, (size_t) (n_embd * rows) * 4);
+    }
+    ggml_backend_synchronize(e->device);
+
+    const int32_t * order   = e->on_host.order->data;
+    int32_t *       hot     = e->on_host.hot->data;
+    int32_t *       pick    = e->on_host.pick->data;
+    int32_t *       pair_id = e->on_host.pair_id->data;
+    const float *   x       = e->on_host.x->data;
+    float *         pair_x  = e->on_host.pair_x->data;
+    e->n_cold               = 0;
+    for (int64_t i = 0; i < pairs; i++) {
+        const int32_t expert = order[i / n_used * n_expert + i % n_used];
+        if (expert < 0 || expert >= n_expert) {
+            snprintf(err, PGS_ERR, "a router chose expert %d of %lld: its logits are damaged", expert, (long long) n_expert);
+            return 1;
+        }
+        const int32_t slot = layer->slot[expert];
+        layer->count[expert]++;
+        hot[i]  = slot < 0 ? (int32_t) layer->n_hot : slot;
+        pick[i] = (int32_t) (slot < 0 ? pairs + e->n_cold : i);
+        if (slot < 0) {
+            memcpy(pair_x + e->n_cold * n_embd, x + i / n_used * n_embd, (size_t) n_embd * 4);
+            pair_id[e->n_cold++] = expert;
+        }
+    }
+    e->counts.chosen += pairs;
+    e->counts.hits += pairs - e->n_cold;
+    if (layer->n_hot > 0) {
+        ggml_backend_tensor_set_async(e->device, e->on_device.hot, hot, 0, (size_t) pairs * 4);
+    }
+    return 0;
+}
+
+int pgs_experts_give(pgs_experts * e, int64_t index, int64_t rows, char * err) {
+    host_layer *  layer = &e->layers[index];
+    const int64_t pairs = e->shape.n_used * rows, n_embd = e->shape.n_embd;
+    if (layer->n_hot > 0) {
+        ggml_backend_tensor_set_async(e->device, e->on_device.pick, e->on_host.pick->data, 0, (size_t) pairs * 4);
+    }
+    if (e->n_cold == 0) {
+        return 0;
+    }
+    set_pairs(layer, e->n_cold);
+    const int64_t         started = ggml_time_us();
+    const enum ggml_status status = ggml_backend_graph_compute(e->host, layer->gf);
+    e->counts.host_us += ggml_time_us() - started;
+    if (status != GGML_STATUS_SUCCESS) {
+        snprintf(err, PGS_ERR, "the host failed on experts of layer %lld: %s", (long long) index, ggml_status_to_string(status));
+        return 1;
+    }
+    const size_t first = layer->n_hot > 0 ? (size_t) (pairs * n_embd) * 4 : 0;
+    ggml_backend_tensor_set_async(e->device, e->on_device.pool, e->on_host.out->data, first, (size_t) (e->n_cold * n_embd) * 4);
+    return 0;
+}
+
+// ---- counters
+
+void pgs_experts_counters(const pgs_experts * e, pgs_experts_counts * out) {
+    *out = e->counts;
+}
+
+void pgs_experts_layer_counts(const pgs_experts * e, int64_t index, int64_t * out) {
+    memcpy(out, e->layers[index].count, (size_t) e->shape.n_expert * sizeof(*out));
+}
+
+size_t pgs_experts_device_bytes(const pgs_experts * e) {
+    return ggml_backend_buffer_get_size(e->device_buffer);
+}

@@ -1,0 +1,94 @@
+"""Routed experts whose weights are partly or wholly in host memory: the two cuts that a step's graph has per such layer.
+
+At the first cut the host reads what the router chose; the device then computes its own ("hot") experts while the host computes the others
+("cold"); at the second cut the host's rows go up, and each (token, choice) picks the row of the side that has the expert.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import EngineError
+from .device import Backend
+from .graph import Graph
+from .library import check, ffi, lib, new_err, text
+
+
+@dataclass(frozen=True)
+class ExpertCounts:
+    """(token, expert) pairs so far, those of them whose expert was on the device, and microseconds that the host computed."""
+
+    chosen: int = 0
+    hits: int = 0
+    host_us: int = 0
+
+
+class HostExperts:
+    """What moves between a device and the host, and the host's own graphs. Owns their memory, not the weights.
+
+    Args:
+        sizes: n_layer, n_embd, n_ff, n_expert, n_used, and max_rows, the rows of the widest step.
+        gelu: whether the experts gate with GELU.
+    """
+
+    def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], gelu: bool):
+        self.n_layer, self.n_expert, self._err = sizes["n_layer"], sizes["n_expert"], new_err()
+        shape = ffi.new("pgs_experts_shape *", {**sizes, "gelu": gelu})
+        self.handle = lib.pgs_experts_new(device.handle, host.handle, shape, self._err)
+        if self.handle == ffi.NULL:
+            raise EngineError(text(self._err))
+        self._layers: dict[int, int] = {}  # layer -> hot experts
+
+    def set_layer(self, index: int, weights: dict[str, object], hot: Sequence[int]) -> None:
+        """``weights``: gate_up, or gate and up, and down, of all experts in host memory; ``hot``: the device's experts in their order there."""
+        slots = np.full(self.n_expert, -1, np.int32)
+        slots[list(hot)] = np.arange(len(hot))
+        tensors = [weights.get(name, ffi.NULL) for name in ("gate_up", "gate", "up", "down")]
+        pointer = ffi.cast("int32_t *", ffi.from_buffer(slots))
+        check(lib.pgs_experts_set_layer(self.handle, index, *tensors, pointer, self._err), self._err)
+        self._layers[index] = len(hot)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._layers
+
+    def run(self, g: Graph, index: int, x, chosen, hot: Callable):
+        """The results of the chosen experts, F32 [n_embd, n_used, T].
+
+        Args:
+            x: F32 [n_embd, T].
+            chosen: I32 [n_used, T], the first part of a whole order of all experts.
+            hot: makes the results of the device's experts from their slots, I32 [n_used, T]; called if there are any.
+        """
+        slots = lib.pgs_experts_begin(self.handle, g.handle, index, x, chosen, self._err)
+        if slots == ffi.NULL:
+            raise EngineError(text(self._err))
+        mine = hot(slots) if self._layers[index] else ffi.NULL
+        out = lib.pgs_experts_end(self.handle, g.handle, index, mine, x.ne[1], self._err)
+        if out == ffi.NULL:
+            raise EngineError(text(self._err))
+        return out
+
+    def counts(self) -> ExpertCounts:
+        out = ffi.new("pgs_experts_counts *")
+        lib.pgs_experts_counters(self.handle, out)
+        return ExpertCounts(out.chosen, out.hits, out.host_us)
+
+    def chosen(self) -> dict[int, np.ndarray]:
+        """How often each expert was chosen so far, I64 [n_expert] by layer."""
+        out = {}
+        for index in self._layers:
+            row = np.empty(self.n_expert, np.int64)
+            lib.pgs_experts_layer_counts(self.handle, index, ffi.cast("int64_t *", ffi.from_buffer(row)))
+            out[index] = row
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return lib.pgs_experts_device_bytes(self.handle)
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.pgs_experts_free(self.handle)
+            self.handle = None

@@ -1,0 +1,129 @@
+"""Which routed experts are on the device and which in host memory, and the routing statistics that this is decided by."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ModelError
+
+FORMAT = "pyggml_spec experts 1"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``hot``: by layer, the experts that the device has, in their order there; a layer that is not named has all of them as always.
+
+    ``n_layer``, ``n_used``, ``gelu``: layers of the model, experts per token, and how they gate; ``rows``: rows of the widest step.
+    """
+
+    hot: dict[int, tuple[int, ...]]
+    n_layer: int
+    n_used: int
+    gelu: bool
+    rows: int = 512
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How often each expert was chosen: ``counts`` I64 [n_expert] by layer, over ``tokens`` tokens of some text."""
+
+    model: str
+    tokens: int
+    counts: dict[int, np.ndarray]
+
+    def hottest(self, layer: int, count: int) -> tuple[int, ...]:
+        """The ``count`` experts of ``layer`` that were chosen most, most often first; the lower number of two that are equal."""
+        return tuple(int(i) for i in np.argsort(-self.counts[layer], kind="stable")[:count])
+
+    def hit_rate(self, fraction: float) -> float:
+        """Share of the choices that would have been on the device with this fraction of the experts there."""
+        hits = sum(int(np.sort(row)[::-1][: hot_count(fraction, len(row))].sum()) for row in self.counts.values())
+        return hits / max(1, sum(int(row.sum()) for row in self.counts.values()))
+
+    def to_json(self) -> str:
+        layers = {str(layer): [int(n) for n in row] for layer, row in self.counts.items()}
+        return json.dumps({"format": FORMAT, "model": self.model, "tokens": self.tokens, "layers": layers}) + "\n"
+
+    @classmethod
+    def read(cls, path: Path, n_expert: int, layers: Sequence[int]) -> "Routing":
+        """Reads a profile made for a model with these routed layers.
+
+        Raises:
+            ModelError: no such file, not a profile, or one of another model.
+        """
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ModelError(
+                f"there is no routing profile {path}; make one of your own text: pyspec experts profile -m MODEL -f TEXT -o {path}"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ModelError(f"the routing profile {path} cannot be read: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("layers"), dict):
+            raise ModelError(f"{path} is not a routing profile of this version; make it again with pyspec experts profile")
+        counts = {}
+        for layer in layers:
+            row = data["layers"].get(str(layer))
+            if not isinstance(row, list) or len(row) != n_expert or not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in row):
+                raise ModelError(
+                    f"the routing profile {path} does not fit: layer {layer} should have {n_expert} counts; it was made with {data.get('model')!r}"
+                )
+            counts[layer] = np.array(row, np.int64)
+        return cls(str(data.get("model")), int(data.get("tokens") or 0), counts)
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """What a user asks for.
+
+    Attributes:
+        host_layers: the first so many routed layers keep all experts in host memory; -1 all layers.
+        residency: fraction of the experts of the other layers that is on the device, hottest first; None all of them.
+        profile: routing profile that says which are hot; None: the model's path with `.experts.json` behind it.
+        count: counts what routers choose also where every expert is on the device.
+    """
+
+    host_layers: int = 0
+    residency: float | None = None
+    profile: Path | None = None
+    count: bool = False
+
+    def placement(self, target) -> Placement:
+        """Where the experts of ``target`` go.
+
+        Raises:
+            ModelError: the model routes nothing, a fraction outside [0, 1], or a profile that is missing or does not fit.
+        """
+        experts, layers = getattr(target, "experts", None), routed_layers(target)
+        if experts is None or not layers:
+            raise ModelError(f"{target.file.path.name} has no routed experts, so none can be in host memory")
+        if self.residency is not None and not 0.0 <= self.residency <= 1.0:
+            raise ModelError(f"an expert residency of {self.residency:g} is impossible; give a fraction from 0 to 1")
+        if self.host_layers < -1:
+            raise ModelError(f"{self.host_layers} layers with experts in host memory are impossible; give 0 or more")
+        hosted = layers if self.host_layers == -1 else layers[: self.host_layers]
+        hot: dict[int, tuple[int, ...]] = dict.fromkeys(hosted, ())
+        count = hot_count(1.0 if self.residency is None else self.residency, experts.n_expert)
+        others = [layer for layer in layers if layer not in hot]
+        if count == 0:
+            hot |= dict.fromkeys(others, ())
+        elif count < experts.n_expert and others:
+            path = self.profile or Path(f"{target.file.path}.experts.json")
+            routing = Routing.read(path, experts.n_expert, others)
+            hot |= {layer: routing.hottest(layer, count) for layer in others}
+        elif self.count:
+            hot |= dict.fromkeys(others, tuple(range(experts.n_expert)))
+        return Placement(hot, target.n_layer, experts.n_used, experts.gelu)
+
+
+def hot_count(fraction: float, n_expert: int) -> int:
+    """How many of ``n_expert`` experts a fraction is, rounded to the nearest."""
+    return min(n_expert, int(fraction * n_expert + 0.5))
+
+
+def routed_layers(target) -> list[int]:
+    """Layers of ``target`` whose file has experts."""
+    return [i for i in range(target.n_layer) if f"blk.{i}.ffn_down_exps.weight" in target.file.tensors]
