@@ -14,6 +14,7 @@ from .errors import ContextError, EngineError, PairError, PyspecError, SamplingE
 from .ggml.device import Backend, devices, disable_graph_replay, free_bytes, pick_device
 from .ggml.library import versions
 from .gguf_io import GGUFFile
+from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target
 from .models.weights import Weights
 from .spec.batch import BatchEngine
@@ -87,7 +88,7 @@ class Session:
 
     # -- loading
 
-    def _load(self, target: Path, draft: Path | None, device, threads, options: dict, width, prefix: tuple, progress: Progress) -> "Session":
+    def _load(self, target: Path, draft: Path | None, device, threads, options: dict, width, prefix: tuple, experts, progress: Progress) -> "Session":
         started = time.perf_counter()
         self.backend = self._own(Backend(pick_device(device), threads))
         file = self._own(GGUFFile(target))
@@ -98,7 +99,10 @@ class Session:
             self.drafter = open_drafter(draft_file)
             self.drafter.check_pair(self.target)
             self._check_vocabularies(file, draft_file)
-        self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total))
+        placement, host = self._place_experts(experts, threads, max(options["chunk"], self._width(width)))
+        self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total), placement, host)
+        if host is not None:
+            self.notes.append(f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file stay mapped)")
         if self.drafter is not None:
             self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
         options = EngineOptions(**{**options, "n_ctx": self._context(options["n_ctx"])}, width=self._width(width))
@@ -109,8 +113,19 @@ class Session:
         self.load_seconds = time.perf_counter() - started
         return self
 
-    def _weights(self, model, progress) -> Weights:
-        return self._own(Weights(self.backend, model.file, model.specs(), model.groups(), model.fused_alike(), progress))
+    def _weights(self, model, progress, placement=None, host=None) -> Weights:
+        parts = (self.backend, model.file, model.specs(), model.groups(), model.fused_alike())
+        return self._own(Weights(*parts, progress, placement, host))
+
+    def _place_experts(self, options: ExpertOptions | None, threads: int | None, rows: int) -> tuple[Placement | None, Backend | None]:
+        """Where the target's experts go, and the CPU that computes those of the host."""
+        if options is None:
+            return None, None
+        placement = options.placement(self.target, rows)
+        if not placement.hot:
+            return placement, None
+        cpu = next(d for d in devices() if d.kind == "cpu")
+        return placement, self._own(Backend(cpu, threads))
 
     def _prefix_cache(self, folder: str | Path | None, memory: int | None, disk: int | None) -> PrefixCache:
         if memory is None:
@@ -349,6 +364,7 @@ def load(
     prefix_cache: str | Path | None = None,
     prefix_memory: int | None = None,
     prefix_disk: int | None = None,
+    experts: ExpertOptions | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
     """Loads a target and perhaps its drafter; without a target, the embedded pair.
@@ -366,6 +382,7 @@ def load(
         prefix_memory: bytes on the device for them; None takes 1 GiB, or an eighth of what is free if that is less. 0 still reuses what the
             prompt before left in place, if the model is attention only.
         prefix_disk: bytes that the folder may take, None for 8 GiB; what was not used for longest is deleted.
+        experts: which routed experts of the target stay in host memory; None keeps all of them on the device.
 
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.
@@ -388,7 +405,7 @@ def load(
         }
         prefix = (prefix_cache, prefix_memory, prefix_disk)
         draft = Path(draft) if draft is not None else None
-        return session._load(Path(target), draft, device, threads, options, draft_width, prefix, progress)
+        return session._load(Path(target), draft, device, threads, options, draft_width, prefix, experts, progress)
     except BaseException:
         session.close()
         raise

@@ -11,7 +11,7 @@ from ..session import load
 from ..tools.anatomy import anatomy
 from ..tools.bench import BenchOptions, bench
 from ..tools.bench_slots import bench_slots, tokens_needed
-from .options import cache_type_options, draft_cache_type_options, graphs_option, target_options
+from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, target_options
 from .report import engaged_line
 from .terminal import progress_line, say, size
 
@@ -34,6 +34,7 @@ class _Numbers(click.ParamType):
 @click.command("bench")
 @target_options
 @graphs_option
+@expert_options
 @cache_type_options
 @draft_cache_type_options
 @click.option("-p", "--prompts", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none.")
@@ -46,9 +47,9 @@ class _Numbers(click.ParamType):
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
 def command(
-    target, draft, device, threads, n_ctx, graphs, prompts, tokens, depths, repetitions, synthetic, draft_width, slots, output, as_json,
+    target, draft, device, threads, n_ctx, graphs, experts, prompts, tokens, depths, repetitions, synthetic, draft_width, slots, output, as_json,
     **cache_types,
-):
+):  # fmt: skip
     """Measures prompt processing, plain and speculative decoding in one process, interleaved."""
     prompts = tuple(n for n in prompts if n)
     depths = depths or (0,)
@@ -59,8 +60,9 @@ def command(
     with progress_line() as progress:
         n_ctx = n_ctx or max(need, 512)
         session = load(
-            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **cache_types
-        )
+            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, experts=experts,
+            progress=progress, **cache_types
+        )  # fmt: skip
     with session:
         say(engaged_line(session.engaged(), None))
         rows = bench_slots(session, slots, options) if slots else bench(session, options)

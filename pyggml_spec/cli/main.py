@@ -16,7 +16,7 @@ EXIT_ERROR, EXIT_CHECK, EXIT_INTERRUPT, EXIT_PIPE = 1, 3, 130, 141
 class Commands(click.Group):
     """Imports a command's module only when it is used: `pyspec --help` needs no ggml."""
 
-    names = ("run", "chat", "bench", "inspect", "devices", "compare", "convert", "plan", "doctor", "patches")
+    names = ("run", "chat", "bench", "inspect", "devices", "compare", "convert", "plan", "doctor", "patches", "experts")
 
     def list_commands(self, ctx):
         return list(self.names)

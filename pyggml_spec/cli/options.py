@@ -1,5 +1,6 @@
 """Options that several commands share, named as people already type them."""
 
+from functools import wraps
 from pathlib import Path
 
 import click
@@ -24,6 +25,35 @@ def target_options(command):
 
 
 graphs_option = click.option("--no-graphs", "graphs", is_flag=True, flag_value=False, default=True, help="No CUDA graph replay: shows what it is worth.")
+
+
+def expert_options(command):
+    """--cpu-moe, --n-cpu-moe, --expert-residency, --expert-profile: the keyword argument ``experts`` as ``load`` takes it."""
+
+    @wraps(command)
+    def wrapped(*args, cpu_moe, n_cpu_moe, expert_residency, expert_profile, **more):
+        asked = cpu_moe or n_cpu_moe is not None or expert_residency is not None
+        if expert_profile is not None and expert_residency is None:
+            raise click.UsageError("--expert-profile says which experts are hot, so it needs --expert-residency")
+        if cpu_moe and (n_cpu_moe is not None or expert_residency is not None):
+            raise click.UsageError("--cpu-moe keeps all experts in host memory; leave out --n-cpu-moe and --expert-residency")
+        if not asked:
+            return command(*args, experts=None, **more)
+        from ..models.placement import ExpertOptions  # `pyspec --help` needs no ggml
+
+        profile = Path(expert_profile) if expert_profile is not None else None
+        return command(*args, experts=ExpertOptions(-1 if cpu_moe else n_cpu_moe or 0, expert_residency, profile), **more)
+
+    for option in reversed(
+        [
+            click.option("-cmoe", "--cpu-moe", is_flag=True, help="Keep all routed experts in host memory."),
+            click.option("-ncmoe", "--n-cpu-moe", type=click.IntRange(0), metavar="N", help="Keep the routed experts of the first N layers in host memory."),
+            click.option("--expert-residency", type=click.FloatRange(0, 1), metavar="F", help="Keep the hottest fraction F of each layer's experts on the device."),
+            click.option("--expert-profile", type=click.Path(), help="Routing profile (pyspec experts profile). Default: MODEL.experts.json."),
+        ]
+    ):
+        wrapped = option(wrapped)
+    return wrapped
 
 
 def _cache_type(names: str, help: str):

@@ -51,6 +51,12 @@ def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
         lines.append("the drafter produced NaN or Inf: speculation was switched off; the text is the target's own")
     if s.cuda_graphs:
         lines.append(_replays(s))
+    if s.expert_hit_rate is not None:
+        e = s.experts
+        lines.append(
+            f"experts: {100 * s.expert_hit_rate:.1f} % of {e['chosen']} choices were on the device, in layers with experts in host memory; "
+            f"the host computed the others for {e['host_us'] / 1e6:.2f} s"
+        )
     ahead = f", {s.graphs_built_ahead} ahead of need" if s.graphs_built_ahead else ""
     lines.append(
         f"graphs: {s.computes} computed, {s.graphs_built} built ({s.graphs_built_after_warmup} after warm-up{ahead}), "

@@ -11,7 +11,7 @@ import click
 from ..errors import ContextError, PyspecError
 from ..session import load
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
-from .options import cache_type_options, draft_cache_type_options, graphs_option, prefix_options, take_prefix, target_options
+from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, prefix_options, take_prefix, target_options
 from .report import engaged_line, footer
 from .sampling import sampling_options, take_sampling
 from .terminal import Interrupt, TextOut, progress_line, say
@@ -22,6 +22,7 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @click.command("run")
 @target_options
 @graphs_option
+@expert_options
 @cache_type_options
 @draft_cache_type_options
 @click.option("-p", "--prompt", help="Prompt text.")

@@ -26,6 +26,16 @@ class Placement:
     rows: int = 512
 
 
+    def description(self, target) -> str:
+        """One line for people."""
+        n_expert, layers = target.experts.n_expert, routed_layers(target)
+        whole = sum(not hot for hot in self.hot.values())
+        parts = [f"all experts of {whole} of {len(layers)} layers in host memory"] if whole else []
+        if partly := [len(hot) for hot in self.hot.values() if 0 < len(hot) < n_expert]:
+            parts.append(f"the hottest {partly[0]} of {n_expert} experts of {len(partly)} layers on the device, the others in host memory")
+        return "; ".join(parts) or "the choices of the routers are counted"
+
+
 @dataclass(frozen=True)
 class Routing:
     """How often each expert was chosen: ``counts`` I64 [n_expert] by layer, over ``tokens`` tokens of some text."""
@@ -38,10 +48,14 @@ class Routing:
         """The ``count`` experts of ``layer`` that were chosen most, most often first; the lower number of two that are equal."""
         return tuple(int(i) for i in np.argsort(-self.counts[layer], kind="stable")[:count])
 
-    def hit_rate(self, fraction: float) -> float:
-        """Share of the choices that would have been on the device with this fraction of the experts there."""
-        hits = sum(int(np.sort(row)[::-1][: hot_count(fraction, len(row))].sum()) for row in self.counts.values())
-        return hits / max(1, sum(int(row.sum()) for row in self.counts.values()))
+    def hit_rate(self, fraction: float, other: "Routing | None" = None) -> float:
+        """Share of the choices that have their expert on the device with this fraction of the experts there: of ``other``, or its own."""
+        counts = (other or self).counts
+        hits = sum(int(row[list(self.hottest(layer, hot_count(fraction, len(row))))].sum()) for layer, row in counts.items())
+        return hits / max(1, sum(int(row.sum()) for row in counts.values()))
+
+    def __sub__(self, other: "Routing") -> "Routing":
+        return Routing(self.model, self.tokens - other.tokens, {layer: row - other.counts[layer] for layer, row in self.counts.items()})
 
     def to_json(self) -> str:
         layers = {str(layer): [int(n) for n in row] for layer, row in self.counts.items()}
@@ -91,8 +105,8 @@ class ExpertOptions:
     profile: Path | None = None
     count: bool = False
 
-    def placement(self, target) -> Placement:
-        """Where the experts of ``target`` go.
+    def placement(self, target, rows: int = 512) -> Placement:
+        """Where the experts of ``target`` go; ``rows`` of the widest step.
 
         Raises:
             ModelError: the model routes nothing, a fraction outside [0, 1], or a profile that is missing or does not fit.
@@ -116,7 +130,7 @@ class ExpertOptions:
             hot |= {layer: routing.hottest(layer, count) for layer in others}
         elif self.count:
             hot |= dict.fromkeys(others, tuple(range(experts.n_expert)))
-        return Placement(hot, target.n_layer, experts.n_used, experts.gelu)
+        return Placement(hot, target.n_layer, experts.n_used, experts.gelu, rows)
 
 
 def hot_count(fraction: float, n_expert: int) -> int:

@@ -5,7 +5,7 @@ Order of life: ``load`` -> ``prefill`` -> any number of ``plain_step`` / ``fused
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -521,6 +521,11 @@ class Engine:
         if self.delta is not None:
             out["recurrent"] = self.delta.nbytes
         return out
+
+    def expert_counts(self) -> dict[str, int] | None:
+        """Choices of routed experts so far, hits among them, and the host's microseconds; None where all experts are on the device."""
+        host = self.target.weights.host_experts if self.target.weights is not None else None
+        return asdict(host.counts()) if host is not None else None
 
     def close(self) -> None:
         for part in reversed(self._parts):

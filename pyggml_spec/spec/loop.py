@@ -243,4 +243,6 @@ def _counts(engine: Engine) -> dict:
         "reads": engine.io.reads,
         "read_bytes": engine.io.read_bytes,
     }
+    if (experts := engine.expert_counts()) is not None:
+        out["experts"] = experts
     return {**out, "cuda_graphs": asdict(engine.io.replay)} if engine.io.replay is not None else out

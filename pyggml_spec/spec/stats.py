@@ -27,6 +27,7 @@ class Stats:
         nan_drafts: blocks whose drafter produced NaN or Inf.
         graphs_built_after_warmup: graphs that a step had to wait for after the second one; graphs_built_ahead: graphs of the next span that
             were built meanwhile, one per step, on a GPU while it computed.
+        experts: with routed experts in host memory, chosen (choices of routers), hits (of those, on the device), host_us (computing the rest).
         cuda_graphs: on a CUDA device, how steps were launched: warmup (first two calls of a graph), captured (graphs), replayed, eager.
         seconds: wall-clock time by phase: load, prefill, decode.
         host_us: host microseconds per phase of a step, summed: upload, compute (launch), read (includes waiting), host (the rest).
@@ -68,6 +69,7 @@ class Stats:
     notes: list[str] = field(default_factory=list)
     versions: dict = field(default_factory=dict)
     cuda_graphs: dict | None = None
+    experts: dict | None = None
 
     def add_block(self, width: int, matched: int, drafted_by_model: bool, drafted: bool = True) -> None:
         """Counts one decode step over ``width`` rows whose first ``matched`` drafts were accepted.
@@ -107,6 +109,11 @@ class Stats:
         return c["replayed"] / (c["replayed"] + c["eager"]) if c and c["replayed"] + c["eager"] else None
 
     @property
+    def expert_hit_rate(self) -> float | None:
+        """Share of the routers' choices whose expert was on the device; None where all experts are."""
+        return self.experts["hits"] / self.experts["chosen"] if self.experts and self.experts["chosen"] else None
+
+    @property
     def matched_per_position(self) -> list[float]:
         return [m / o if o else 0.0 for m, o in zip(self.matched_at, self.offered_at)]
 
@@ -123,6 +130,7 @@ class Stats:
         out["tokens_per_step"] = self.tokens_per_step
         out["acceptance"] = self.acceptance
         out["replay_rate"] = self.replay_rate
+        out["expert_hit_rate"] = self.expert_hit_rate
         out["matched_per_position"] = self.matched_per_position
         out["tokens_per_second"] = self.tokens_per_second
         return out

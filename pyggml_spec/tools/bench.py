@@ -46,6 +46,7 @@ class BenchRow:
     tokens_per_step: float = 0.0
     phases_us: dict = field(default_factory=dict)
     widths: dict = field(default_factory=dict)
+    expert_hit_rate: float | None = None
 
     @property
     def mean(self) -> float:
@@ -133,3 +134,4 @@ class _Decode:
         row.tokens_per_step = stats.tokens_per_step
         row.phases_us = {k: v / stats.steps for k, v in stats.host_us.items()}
         row.widths = dict(stats.widths)
+        row.expert_hit_rate = stats.expert_hit_rate

@@ -1,0 +1,53 @@
+"""pyspec experts"""
+
+from pathlib import Path
+
+import click
+
+from ..errors import PyspecError
+from ..models.placement import ExpertOptions
+from ..session import load
+from .options import target_options
+from .run import write_atomically
+from .terminal import progress_line, say, size
+
+FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)
+
+
+@click.group("experts")
+def command():
+    """Which routed experts a text needs, and how many of them should be on the device."""
+
+
+@command.command("profile")
+@target_options
+@click.option("-f", "--file", "text_file", type=click.Path(), required=True, help="Text like the one that the model will be used on.")
+@click.option("-o", "--output", type=click.Path(), help="Default: MODEL.experts.json, where --expert-residency looks for it.")
+@click.option("--on-device", is_flag=True, help="Keep all experts on the device while profiling. Default: in host memory, so that any model can be profiled.")
+def profile_command(target, draft, device, threads, n_ctx, text_file, output, on_device):
+    """Counts which experts the routers choose on a text, and says which hit rate each residency would have.
+
+    The hit rates are those of the last quarter of the text, with the hot experts chosen by the first three.
+    """
+    from ..tools.experts import expert_bytes, profile
+
+    if draft is not None:
+        raise click.UsageError("a profile is the target's alone; leave -md out")
+    if target is None:
+        raise click.UsageError("name the target with -m; the embedded one has no routed experts")
+    try:
+        text = Path(text_file).read_bytes().decode("utf-8", "replace")
+    except OSError as error:
+        raise PyspecError(f"the text {text_file} cannot be read: {error.strerror}") from None
+    options = ExpertOptions(0 if on_device else -1, count=True)
+    with progress_line() as progress:
+        with load(target, device=device, threads=threads, n_ctx=n_ctx, experts=options, progress=progress) as session:
+            tokens = session.tokenizer.encode(text, False)
+            result = profile(session, tokens, lambda done, total: progress("profile", done, total))
+            sizes = [expert_bytes(session, fraction) for fraction in FRACTIONS]
+    path = Path(output or f"{target}.experts.json")
+    write_atomically(path, result.routing.to_json(), "profile")
+    say(f"{result.routing.tokens} tokens, {len(result.routing.counts)} layers with experts: {path}")
+    click.echo("| residency | hit rate | experts on the device |\n|---|---|---|")
+    for fraction, nbytes in zip(FRACTIONS, sizes, strict=True):
+        click.echo(f"| {fraction} | {100 * result.hit_rate(fraction):.1f} % | {size(nbytes)} |")

@@ -1,0 +1,171 @@
+"""Experts in host memory: the same bits wherever they are, profiles that are checked, refusals that name the remedy.
+
+A second CPU backend plays the host, so the cuts, the slots and the selection of rows run as they do beside a GPU.
+"""
+
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+
+import pyggml_spec as ps
+from pyggml_spec.errors import EngineError, ModelError
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.models import weights as weights_module
+from pyggml_spec.models.placement import ExpertOptions, Placement, Routing, hot_count, routed_layers
+from pyggml_spec.models.registry import open_target
+from pyggml_spec.models.weights import Weights
+from pyggml_spec.spec.engine import Engine, EngineOptions
+from pyggml_spec.tools.experts import profile
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_model import Shape, write_dflash
+
+WRITERS = {
+    "qwen35moe": write_qwen35moe,
+    "qwen35moe-joined": lambda path, *more: write_qwen35moe(path, *more, joined=True),
+    "laguna": write_laguna,
+    "gemma4": lambda path, *more: write_gemma4(path, *more, routed=True),
+}
+IDS = np.random.default_rng(1).integers(0, 256, 57).tolist()
+
+
+def placed(target, hot, rows=512) -> Placement:
+    return Placement({i: hot(i) for i in routed_layers(target)}, target.n_layer, target.experts.n_used, target.experts.gelu, rows)
+
+
+def logits(path, placement) -> tuple[np.ndarray, Weights]:
+    """Logits of IDS in one chunk, then of eight single rows; ``placement`` makes one for the target, or is None."""
+    with ExitStack() as stack:
+        own = lambda part: stack.enter_context(closing(part))
+        file = own(GGUFFile(path))
+        target = open_target(file)
+        device, host = (own(Backend(pick_device("CPU"), 1)) for _ in range(2))
+        where = placement(target) if placement is not None else None
+        target.weights = own(Weights(device, file, target.specs(), target.groups(), target.fused_alike(), None, where, host))
+        engine = own(Engine(device, target, None, EngineOptions(n_ctx=256)))
+        rows = [engine.logits(IDS), *(engine.logits([i]) for i in range(8))]
+        if where is not None and where.hot:
+            chosen = target.weights.host_experts.chosen()
+            assert {int(row.sum()) for row in chosen.values()} == {(len(IDS) + 8) * target.experts.n_used}
+            counts = target.weights.host_experts.counts()
+            assert counts.hits == sum(int(row[list(where.hot[i])].sum()) for i, row in chosen.items())
+        return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("arch", WRITERS)
+def test_every_placement_gives_the_same_bits(tmp_path, arch, quant):
+    """None, one, some, all but one, all experts on the device, and a mixture; against the ordinary graph where nothing is repacked.
+
+    Q4_K is where it went wrong: ggml takes another kernel for an expert with eight rows or more, and filler rows made eight.
+    """
+    path = WRITERS[arch](tmp_path / "t.gguf", Shape(), quant)
+    rng = np.random.default_rng(2)
+    some = {i: tuple(int(e) for e in rng.permutation(8)) for i in range(8)}
+    kinds = [lambda i: (), lambda i: (2,), lambda i: some[i][:3], lambda i: some[i][:7], lambda i: some[i], lambda i: some[i][: 2 * i]]
+    first, *others = (logits(path, lambda target, hot=hot: placed(target, hot)) for hot in kinds)
+    assert np.isfinite(first).all()
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+    if quant != "Q4_K":
+        np.testing.assert_array_equal(first, logits(path, None))
+
+
+def test_a_file_whose_tensors_are_not_aligned_is_copied(tmp_path, monkeypatch):
+    path = write_qwen35moe(tmp_path / "t.gguf")
+    mapped = logits(path, lambda target: placed(target, lambda i: (1, 4)))
+    monkeypatch.setattr(weights_module, "HOST_ALIGNMENT", 1 << 62)
+    np.testing.assert_array_equal(mapped, logits(path, lambda target: placed(target, lambda i: (1, 4))))
+
+
+@pytest.mark.parametrize("arch", ["qwen35moe", "laguna", "gemma4"])
+def test_speculative_text_is_the_same_at_any_residency(tmp_path, arch):
+    """Prefill, plain and fused steps of several widths, rollback; the hit rate is counted, and nothing is built late."""
+    shape = Shape()
+    target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
+    experts = ExpertOptions(count=True, host_layers=-1)
+    with ps.load(target, device="CPU", threads=1, n_ctx=256, experts=experts) as session:
+        routing = profile(session, IDS * 4).routing
+    path = tmp_path / "profile.json"
+    path.write_text(routing.to_json())
+    texts, rates = [], []
+    for residency in (None, 0.0, 0.5, 1.0):
+        options = ExpertOptions(0, residency, path) if residency is not None else None
+        with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_width=4, experts=options) as session:
+            text, stats = session.generate(IDS[:20], 24, ignore_end=True)
+            texts.append(text)
+            rates.append(stats.expert_hit_rate)
+            assert stats.buffer_growths_after_warmup == 0 and stats.graphs_built_after_warmup == 0
+    assert len(set(texts)) == 1
+    assert rates[0] is rates[3] is None and rates[1] == 0.0 < rates[2] < 1.0
+
+
+def test_a_profile_counts_every_choice_once_and_finds_the_hottest(tmp_path):
+    path = write_laguna(tmp_path / "t.gguf")
+    with ps.load(path, device="CPU", threads=1, n_ctx=64, experts=ExpertOptions(count=True)) as session:
+        result = profile(session, (IDS * 6)[:330])
+        with pytest.raises(ps.PyspecError, match="too few"):
+            profile(session, IDS)
+    assert (result.routing.tokens, result.seen.tokens, result.held_out.tokens) == (320, 224, 96)
+    assert {int(row.sum()) for row in result.routing.counts.values()} == {320 * 3}
+    for layer, row in result.routing.counts.items():
+        np.testing.assert_array_equal(row, result.seen.counts[layer] + result.held_out.counts[layer])
+        assert row[result.routing.hottest(layer, 1)[0]] == row.max()
+    assert result.hit_rate(0.0) == 0.0 and result.hit_rate(1.0) == 1.0 and 0 < result.hit_rate(0.25) < result.hit_rate(0.75) < 1
+
+
+def test_hit_rates_are_those_of_the_other_text():
+    seen = Routing("m", 2, {0: np.array([5, 1, 0, 4])})
+    other = Routing("m", 2, {0: np.array([1, 7, 1, 1])})
+    assert seen.hottest(0, 2) == (0, 3)
+    assert seen.hit_rate(0.5) == 0.9 and seen.hit_rate(0.5, other) == 0.2
+    assert [hot_count(f, 8) for f in (0, 0.05, 0.07, 0.5, 1.0)] == [0, 0, 1, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        (None, "no routing profile"),
+        ("{", "cannot be read"),
+        ("[]", "not a routing profile"),
+        ('{"format": "pyggml_spec experts 1", "model": "x", "layers": {"0": [1, 2]}}', "does not fit"),
+        ('{"format": "pyggml_spec experts 1", "model": "x", "layers": {"0": [1, 2, 3, 4, 5, 6, 7, -8]}}', "does not fit"),
+    ],
+)
+def test_profiles_that_do_not_fit_are_refused(tmp_path, written, sentence):
+    model = write_qwen35moe(tmp_path / "t.gguf")
+    if written is not None:
+        (tmp_path / "t.gguf.experts.json").write_text(written)
+    with pytest.raises(ModelError, match=sentence):
+        ps.load(model, device="CPU", threads=1, n_ctx=64, experts=ExpertOptions(0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [(ExpertOptions(0, 1.5), "fraction from 0 to 1"), (ExpertOptions(-2), "0 or more")],
+)
+def test_placements_that_cannot_be_are_refused(tmp_path, options, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        ps.load(write_laguna(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, experts=options)
+
+
+def test_a_dense_model_has_no_experts_to_place(tmp_path):
+    for model in (write_qwen3(tmp_path / "a.gguf"), write_gemma4(tmp_path / "b.gguf")):
+        with pytest.raises(ModelError, match="no routed experts"):
+            ps.load(model, device="CPU", threads=1, n_ctx=64, experts=ExpertOptions(-1))
+
+
+def test_the_first_layers_are_those_with_experts(tmp_path):
+    """Layer 0 of laguna is dense: two layers in host memory are layers 1 and 2."""
+    with closing(GGUFFile(write_laguna(tmp_path / "t.gguf"))) as file:
+        target = open_target(file)
+        assert ExpertOptions(2).placement(target).hot == {1: (), 2: ()}
+        assert ExpertOptions(99).placement(target).hot == dict.fromkeys((1, 2, 3), ())
+        assert ExpertOptions(0, 1.0).placement(target).hot == {}
+
+
+def test_a_step_wider_than_planned_is_refused_before_it_runs(tmp_path):
+    path = write_qwen35moe(tmp_path / "t.gguf")
+    with pytest.raises(EngineError, match="wider than the 16"):
+        logits(path, lambda target: placed(target, lambda i: (), rows=16))
