@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""What the placement of routed experts costs on one device: tokens per second and hit rate by residency, and whether joining gate and up pays.
+
+    bench_experts.py -m target.gguf -md drafter.gguf --device CUDA0 [--residency 0 0.25 0.5 0.75 1] [--text FILE] [--join] --out FILE.json
+
+Hot experts are chosen on the first part of ``--text`` (random tokens without it); hit rates are those of what was then generated. Full host
+placement is residency 0. ``--join`` compares milliseconds per step by width with gate and up of each expert in two tensors and in one.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import pyggml_spec as ps
+from pyggml_spec.ggml.library import versions
+from pyggml_spec.models.placement import ExpertOptions
+from pyggml_spec.models.weights import Weights
+from pyggml_spec.spec.calibrate import step_costs
+from pyggml_spec.spec.engine import candidate_widths
+from pyggml_spec.tools.bench import BenchOptions, bench
+from pyggml_spec.tools.experts import expert_bytes, profile
+
+
+def load(args, experts: ExpertOptions | None, draft: bool = True):
+    drafter = args.model_draft if draft else None
+    return ps.load(args.model, drafter, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=args.draft_width if draft else None, experts=experts)
+
+
+def make_profile(args, folder: Path) -> Path:
+    with load(args, ExpertOptions(-1), draft=False) as session:
+        if args.text:
+            tokens = session.tokenizer.encode(args.text.read_text(errors="replace"), False)
+        else:
+            tokens = np.random.default_rng(0).integers(0, session.target.n_vocab, args.profile_tokens).tolist()
+        routing = profile(session, tokens[: args.profile_tokens]).routing
+    path = folder / "experts.json"
+    path.write_text(routing.to_json())
+    return path
+
+
+def residencies(args) -> list[dict]:
+    out = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_profile(args, Path(folder))
+        for fraction in args.residency:
+            with load(args, ExpertOptions(0, fraction, path)) as session:
+                prompts = (args.prompt,) if args.prompt else ()
+                options = BenchOptions(prompts, args.tokens, (0,), args.rounds, args.synthetic_acceptance, args.draft_width)
+                rows = {row.test[: 2 if row.test[0] != "s" else 4]: row for row in bench(session, options)}
+                found = {"residency": fraction, "expert_bytes": expert_bytes(session, fraction), "costs_ms": session.costs}
+                found |= {name: statistics.median(row.runs) for name, row in rows.items()}
+                found |= {"hit_rate": rows["tg"].expert_hit_rate, "spec_hit_rate": rows["spec"].expert_hit_rate, "memory": session.engine.memory()}
+                out.append(found)
+    base = next((row for row in out if row["residency"] == 0), None)
+    print("| residency | hit rate | experts on the device | prompt tok/s | plain tok/s | speculative tok/s | against full host placement |")
+    print("|---|---|---|---|---|---|---|")
+    for row in out:
+        hit = "-" if row["hit_rate"] is None else f"{100 * row['hit_rate']:.1f} %"
+        gain = f"{row['tg'] / base['tg']:.2f}, {row['spec'] / base['spec']:.2f}" if base else "-"
+        print(f"| {row['residency']} | {hit} | {row['expert_bytes'] / 2**30:.2f} GiB | {row.get('pp', 0):.0f} | {row['tg']:.1f} | {row['spec']:.1f} | {gain} |")
+    return out
+
+
+def joining(args) -> list[dict]:
+    """Interleaved: two tensors, one tensor, and again."""
+    out = {False: [], True: []}
+    for _ in range(args.rounds):
+        for join in (False, True):
+            Weights.join_experts = join
+            with ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=16) as session:
+                out[join].append(step_costs(session.engine, candidate_widths(session.engine.options.width)))
+    Weights.join_experts = False
+    print("| width | two tensors, ms | one tensor, ms | ratio |\n|---|---|---|---|")
+    for width in out[False][0]:
+        apart, joined = (statistics.median(costs[width] for costs in out[join]) for join in (False, True))
+        print(f"| {width} | {apart:.3f} | {joined:.3f} | {apart / joined:.3f} |")
+    return [{"joined": join, "costs_ms": costs} for join, runs in out.items() for costs in runs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("-md", "--model-draft", required=True)
+    parser.add_argument("--device", default="CPU")
+    parser.add_argument("-t", "--threads", type=int)
+    parser.add_argument("-c", "--ctx", type=int, default=2048)
+    parser.add_argument("-n", "--tokens", type=int, default=128)
+    parser.add_argument("-p", "--prompt", type=int, default=512)
+    parser.add_argument("-r", "--rounds", type=int, default=2)
+    parser.add_argument("--residency", type=float, nargs="*", default=[0, 0.25, 0.5, 0.75, 1])
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--profile-tokens", type=int, default=4096)
+    parser.add_argument("--synthetic-acceptance", type=float)
+    parser.add_argument("--draft-width", type=int)
+    parser.add_argument("--join", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    found = {"command": sys.argv, "versions": versions()}
+    if args.join:
+        found["join"] = joining(args)
+    if args.residency:
+        found["residency"] = residencies(args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
