@@ -300,7 +300,10 @@ def layout_of(engine, versions: dict[str, str]) -> str:
     device, files = engine.backend.device, {"target": engine.target.file}
     if engine.drafter is not None:
         files["drafter"] = engine.drafter.file
+    placement = engine.target.weights.placement  # beside a GPU, the host's experts round in another way
+    experts = {"experts": hashlib.sha256(repr(placement).encode()).hexdigest()[:32]} if placement is not None else {}
     lines = {
+        **experts,
         **{what: f"{file.metadata['general.architecture']} of {file.nbytes} bytes, {file.fingerprint()[:32]}" for what, file in files.items()},
         "chunk": engine.options.chunk,
         "cache": engine.sequence.describe(),
