@@ -7,7 +7,7 @@ import click
 
 from ..tools.plan import NoPlan, Plan, plan, plan_everywhere
 from .main import EXIT_CHECK
-from .options import cache_type_options, draft_cache_type_options
+from .options import cache_type_options, draft_cache_type_options, expert_options
 from .terminal import size
 
 _PURPOSES = {
@@ -26,18 +26,19 @@ _PURPOSES = {
 @click.option("--device", help="Plan for this device only. Default: every device.")
 @click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help="Context in tokens. Default: 4096 or the model's own.")
 @click.option("--draft-width", type=click.IntRange(1, 1024), help="Rows per verified block. Default: the drafter's block.")
+@expert_options
 @cache_type_options
 @draft_cache_type_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per device.")
-def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, as_json: bool, **cache_types):
+def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, experts, as_json: bool, **cache_types):
     """Says how many bytes a pair will take before it is loaded, and the longest context that fits. Exit code 3 if no device has room.
 
     What a driver takes for itself (some hundred MiB with CUDA) is not counted.
     """
     if device is not None:
-        plans = [plan(target, draft, device=device, n_ctx=n_ctx, draft_width=draft_width, **cache_types)]
+        plans = [plan(target, draft, device=device, n_ctx=n_ctx, draft_width=draft_width, experts=experts, **cache_types)]
     else:
-        plans = plan_everywhere(target, draft, n_ctx=n_ctx, draft_width=draft_width, **cache_types)
+        plans = plan_everywhere(target, draft, n_ctx=n_ctx, draft_width=draft_width, experts=experts, **cache_types)
     for one in plans:
         if as_json:
             click.echo(json.dumps(one.as_dict()))
@@ -55,6 +56,8 @@ def _show(one: Plan | NoPlan) -> None:
     for key, name in _PURPOSES.items():
         if key in one.memory:
             click.echo(f"  {name:<16} {size(one.memory[key]):>10}  {_detail(one, key)}".rstrip())
+    if one.host_bytes:
+        click.echo(f"  {'in host memory':<16} {size(one.host_bytes):>10}  experts, as pages of the file")
     types = sorted(one.weights_by_type.items(), key=lambda item: -item[1])
     click.echo(f"  tensors by type: {', '.join(f'{name} {size(nbytes)}' for name, nbytes in types)}")
     if one.largest_context:

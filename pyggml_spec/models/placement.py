@@ -25,7 +25,6 @@ class Placement:
     gelu: bool
     rows: int = 512
 
-
     def description(self, target) -> str:
         """One line for people."""
         n_expert, layers = target.experts.n_expert, routed_layers(target)

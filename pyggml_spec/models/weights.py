@@ -389,10 +389,14 @@ class Weights:
         return self._groups[name]
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all weight buffers on the device."""
+        return sum(lib.ggml_backend_buffer_get_size(b) for b in self._buffers)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all weight buffers on the device, and of what experts in host memory need there."""
-        rows = self.host_experts.nbytes if self.host_experts is not None else 0
-        return sum(lib.ggml_backend_buffer_get_size(b) for b in self._buffers) + rows
+        """Bytes on the device: weights, and the rows that go to and from experts in host memory."""
+        return self.buffer_bytes + (self.host_experts.nbytes if self.host_experts is not None else 0)
 
     def close(self) -> None:
         if self.host_experts is not None:

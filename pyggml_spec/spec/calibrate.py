@@ -49,8 +49,9 @@ def cache_folder() -> Path:
 
 
 def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
-    """Names what the costs depend on: both files (size and first MiB), device, threads, widths, context, versions."""
-    parts = [graph_replay_enabled(), engine.target.weights.placement, engine.backend.device.name, engine.backend.device.description, engine.backend.threads, widths, engine.options, versions()]
+    """Names what the costs depend on: both files (size and first MiB), device, threads, widths, context, versions, experts."""
+    device, placement = engine.backend.device, engine.target.weights.placement
+    parts = [graph_replay_enabled(), placement, device.name, device.description, engine.backend.threads, widths, engine.options, versions()]
     for model in (engine.target, engine.drafter):
         path = Path(model.file.path)
         with open(path, "rb") as file:

@@ -2,11 +2,11 @@
 
 The engine's own code plans: weights, caches and graphs are made as it makes them, except that weights, K/V and compute buffers get sizes
 instead of memory. So the numbers are those of a session that is loaded afterwards, whatever the models and the backend. Only the recurrent
-state (kilobytes to a few hundred MiB) and the step buffer exist for a moment.
+state (kilobytes to a few hundred MiB), the step buffer and the rows of experts in host memory exist for a moment.
 """
 
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..cache.kv import SPAN, KVCache, padded
@@ -16,6 +16,7 @@ from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, free_bytes, pick_device
 from ..ggml.library import ffi, lib, text
 from ..gguf_io import GGUFFile
+from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_drafter, open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET, Session
@@ -38,24 +39,31 @@ class _Pretence:
 class PlannedWeights(Weights):
     """Weights without memory: each tensor has the buffer type and the fusion that it will have."""
 
-    def __init__(self, backend: Backend, model):
+    def __init__(self, backend: Backend, model, placement: Placement | None = None, host: Backend | None = None):
         self._planned = 0
-        super().__init__(backend, model.file, model.specs(), model.groups(), model.fused_alike())
+        super().__init__(backend, model.file, model.specs(), model.groups(), model.fused_alike(), None, placement, host)
 
     def _allocate(self, home: int, jobs: list) -> None:
         ctx = self._context(len(jobs))
-        for key, kind, shape, _, sources in jobs:
-            self._tensors[key] = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
+        for key, kind, shape, *_ in jobs:
+            tensor = self._tensors[key] = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
             name = text(lib.ggml_type_name(kind))
-            self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + sum(info.nbytes for info in sources)
+            self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + lib.ggml_nbytes(tensor)
         pretence = _Pretence(ctx, [self._tensors[job[0]] for job in jobs], self._bufts[home])
         self._buffers.append(pretence.buffer)
         self._planned += pretence.nbytes
         if home < len(self._bufts) - 1:
             self.repacked_bytes += pretence.nbytes
 
-    def _upload(self, tensor, sources, whole: bool) -> None:
-        pass
+    def _upload(self, *_, **__) -> None:
+        """There is nothing to fill."""
+
+    _upload_experts = _upload
+
+    def _host_tensor(self, ctx, spec, info):
+        tensor = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape)
+        self._buffers.append(_Pretence(ctx, [tensor], lib.ggml_backend_cpu_buffer_type()).buffer)
+        return tensor
 
     def _inside(self, ctx, whole, rows: tuple[int, ...]) -> tuple:
         parts = tuple(lib.ggml_new_tensor(ctx, whole.type, 2, (whole.ne[0], n)) for n in rows)
@@ -64,7 +72,7 @@ class PlannedWeights(Weights):
         return parts
 
     @property
-    def nbytes(self) -> int:
+    def buffer_bytes(self) -> int:
         return self._planned
 
 
@@ -124,6 +132,7 @@ class Plan:
         memory: by purpose, as ``Engine.memory`` reports it after loading.
         weights_by_type: the target's and the drafter's tensors together, by type.
         compute_by_role: compute buffers by kind of step.
+        host_bytes: pages of the file that experts in host memory are read from, while they are used.
         kv_per_token: K/V of one token of context, drafter included.
         free: what the device had free, before anything was loaded.
         largest_context: the longest context up to the trained one that fits, a multiple of 256 or the trained one; 0 if none does.
@@ -135,6 +144,7 @@ class Plan:
     memory: dict[str, int]
     weights_by_type: dict[str, int]
     compute_by_role: dict[str, int]
+    host_bytes: int
     kv_per_token: int
     free: int
     largest_context: int
@@ -174,6 +184,7 @@ def plan(
     cache_type_v: str = "f16",
     draft_cache_type_k: str = "f16",
     draft_cache_type_v: str = "f16",
+    experts: ExpertOptions | None = None,
 ) -> Plan:
     """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
 
@@ -188,7 +199,8 @@ def plan(
             raise PyspecError(f"the drafter {draft} needs its target: name it with -m")
         target, draft = DEMO_TARGET, DEMO_DRAFTER
     kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
-    return _plan_on(pick_device(device), Path(target), Path(draft) if draft is not None else None, n_ctx, draft_width, free, kv, draft_kv)
+    draft = Path(draft) if draft is not None else None
+    return _plan_on(pick_device(device), Path(target), draft, n_ctx, draft_width, free, kv, draft_kv, experts)
 
 
 def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
@@ -209,14 +221,16 @@ def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
     return out
 
 
-def _plan_on(device: Device, target_path: Path, draft_path: Path | None, n_ctx, draft_width, free, kv: KVTypes, draft_kv: KVTypes) -> Plan:
+def _plan_on(
+    device: Device, target_path: Path, draft_path: Path | None, n_ctx, draft_width, free, kv: KVTypes, draft_kv: KVTypes, experts
+) -> Plan:
     with ExitStack() as stack:
 
         def own(part):
             stack.callback(part.close)
             return part
 
-        session = Session()  # only for what it makes of the arguments
+        session = own(Session())  # only for what it makes of the arguments
         target = session.target = open_target(own(GGUFFile(target_path)))
         drafter = None
         if draft_path is not None:
@@ -224,14 +238,15 @@ def _plan_on(device: Device, target_path: Path, draft_path: Path | None, n_ctx, 
             drafter.check_pair(target)
         n_ctx, width = session._context(n_ctx), session._width(draft_width)
         backend = own(Backend(device, 1))
-        for model in (target, drafter):
-            if model is not None:
-                model.weights = own(PlannedWeights(backend, model))
+        options = EngineOptions(n_ctx=n_ctx, width=width, kv=kv, draft_kv=draft_kv)
+        target.weights = own(PlannedWeights(backend, target, *session._place_experts(experts, 1, max(options.chunk, width))))
+        if drafter is not None:
+            drafter.weights = own(PlannedWeights(backend, drafter))
         shape = target.delta_shape()
         delta = own(DeltaState(backend, shape, target.delta_row(), width)) if shape is not None else None
 
         def at(context: int) -> tuple[dict[str, int], dict[str, int]]:
-            engine = PlannedEngine(backend, target, drafter, EngineOptions(n_ctx=context, width=width, kv=kv, draft_kv=draft_kv), delta)
+            engine = PlannedEngine(backend, target, drafter, replace(options, n_ctx=context), delta)
             try:
                 return engine.memory(), dict(engine.graphs.bytes_by_role)
             finally:
@@ -246,7 +261,8 @@ def _plan_on(device: Device, target_path: Path, draft_path: Path | None, n_ctx, 
         largest = _largest(lambda context: sum(at(context)[0].values()) <= free, target.context_length)
         draft_shapes = drafter.kv_shapes() if drafter is not None else ()
         per_token = sum(map(kv.row_bytes, target.kv_shapes())) + sum(map(draft_kv.row_bytes, draft_shapes))
-        return Plan(device.name, n_ctx, target.context_length, memory, by_type, roles, per_token, free, largest)
+        host_bytes = target.weights.host_bytes
+        return Plan(device.name, n_ctx, target.context_length, memory, by_type, roles, host_bytes, per_token, free, largest)
 
 
 def _largest(fits, trained: int) -> int:

@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ContextError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.models.placement import ExpertOptions, Routing
 from pyggml_spec.tools.plan import NoPlan, plan, plan_everywhere
+from pyggml_spec.tools.random_archs import write_laguna, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 
@@ -21,6 +24,7 @@ def _assert_exact(target, draft, **options):
         loaded = session.engine.memory()
         assert planned.n_ctx == session.engine.options.n_ctx
         by_type = dict(session.target.weights.bytes_by_type)
+        assert planned.host_bytes == session.target.weights.host_bytes
     assert planned.memory == loaded and planned.total == sum(loaded.values())
     assert all(planned.weights_by_type[name] >= nbytes for name, nbytes in by_type.items())
     return planned
@@ -68,6 +72,30 @@ def test_cache_types(tmp_path, types):
     pair = write_qwen35(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
     planned = _assert_exact(*pair, n_ctx=700, **dict(zip(names, types, strict=True)))
     assert planned.kv_per_token < plan(*pair, device="CPU").kv_per_token
+
+
+@pytest.mark.parametrize("host_layers, residency", [(-1, None), (2, None), (1, 0.5), (0, 0.25), (0, 1.0)])
+@pytest.mark.parametrize("write", [write_qwen35moe, write_laguna])
+def test_experts_in_host_memory(tmp_path, write, host_layers, residency):
+    pair = write(tmp_path / "t.gguf", Shape(), "Q4_K"), write_dflash(tmp_path / "d.gguf", Shape())
+    counts = {i: np.arange(8) for i in range(4)}
+    (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, counts).to_json())
+    planned = _assert_exact(*pair, n_ctx=300, experts=ExpertOptions(host_layers, residency))
+    whole = plan(*pair, device="CPU", n_ctx=300)
+    saved = sum(whole.weights_by_type.values()) - sum(planned.weights_by_type.values())
+    assert (planned.host_bytes > 0) == (saved > 0) == (residency != 1.0) and saved <= planned.host_bytes
+
+
+def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
+    from pyggml_spec.cli import main
+
+    path = write_qwen35moe(tmp_path / "t.gguf")
+    for options, shown in ((("--cpu-moe",), True), (("--n-cpu-moe", "0"), False)):
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", "-m", str(path), "--device", "CPU", *options])
+        assert not stop.value.code and ("in host memory" in capsys.readouterr().out) == shown
+    with pytest.raises(ModelError, match="no routing profile"):
+        plan(path, device="CPU", experts=ExpertOptions(0, 0.5))
 
 
 def test_nothing_large_is_allocated(tmp_path):
