@@ -11,7 +11,7 @@ from ..chat import CONTINUE_TOKENS, Chat, chat_template
 from ..errors import PyspecError
 from ..session import load
 from .main import EXIT_ERROR, EXIT_INTERRUPT
-from .options import cache_type_options, draft_cache_type_options, graphs_option, target_options, text_of
+from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, target_options, text_of
 from .report import answer_line, engaged_line, footer
 from .run import write_atomically
 from .sampling import sampling_options, take_sampling
@@ -29,6 +29,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; twice,
 @click.command("chat")
 @target_options
 @graphs_option
+@expert_options
 @cache_type_options
 @draft_cache_type_options
 @click.option("-sys", "--system-prompt", "system", help="System prompt.")
