@@ -4,6 +4,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
+from llama_oracle import LlamaDFlash
 from spec.helpers import oracle, reference, run
 from spec.test_draft_parity import assert_blocks_equal
 
@@ -11,13 +12,14 @@ import pyggml_spec as ps
 from pyggml_spec.cache.kv import KVCache
 from pyggml_spec.errors import ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.tools.compare import compare_logits
 from pyggml_spec.tools.random_archs import start_dense, write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
-from pyggml_spec.tools.random_model import Shape, write_dflash
+from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 WRITERS = {
     "qwen3": write_qwen3,
@@ -27,6 +29,7 @@ WRITERS = {
     "gemma4": write_gemma4,
 }
 DRAFTED_BY_LLAMA_CPP = ("qwen3", "llama", "qwen35moe", "gemma4")  # architectures whose layer inputs the pinned llama.cpp exposes
+TARGETS = {"qwen35": write_qwen35, **WRITERS}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
 
 
@@ -99,8 +102,49 @@ def test_speculative_text_equals_plain(tmp_path, arch):
         text = reference(session.engine, prompt, 60)
         assert run(session.engine, prompt, 60)[0] == text
         text = reference(session.engine, prompt, 140)
-        tokens, _ = run(session.engine, prompt, 140, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
-        assert tokens == text
+        tokens, stats = run(session.engine, prompt, 140, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
+        assert tokens == text and set(stats.block_sizes) == set(range(1, 17))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_rollback_after_every_accepted_length(tmp_path, arch):
+    """What follows a block of which 0 .. 15 drafts were accepted, garbage behind them, is what follows the same tokens committed singly."""
+    path, tokens = TARGETS[arch](tmp_path / "t.gguf", Shape()), np.random.default_rng(4).integers(0, 256, 60).tolist()
+    with open_engine(path, 64, 256) as engine:
+        for accepted in range(16):
+            engine.reset()
+            engine.prefill(tokens[:32])
+            engine.cursor.pending = tokens[32]
+            engine.verify_step(tokens[33 : 33 + accepted] + [7] * (15 - accepted))
+            engine.accept(accepted + 1, tokens[33 + accepted])
+            after = engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids
+            engine.reset()
+            engine.prefill(tokens[:32])
+            engine.cursor.pending = tokens[32]
+            for i in range(accepted + 1):
+                engine.verify_step([tokens[33 + i]] + [7] * 14)
+                engine.accept(1, tokens[33 + i])
+            assert after.tolist() == engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids.tolist(), accepted
+
+
+@pytest.mark.parametrize("arch", ["qwen35", *DRAFTED_BY_LLAMA_CPP])
+def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
+    """Of every layer and of the last one's output, bit for bit, at a position that was decoded plainly."""
+    path = TARGETS[arch](tmp_path / "t.gguf", Shape())
+    layers = (0, 1, 2, 3)
+    draft = write_dflash(tmp_path / "d.gguf", Shape(target_layers=layers))
+    tokens = np.random.default_rng(6).integers(0, 256, 128).tolist()
+    with ps.load(path, draft, device="CPU", threads=1, n_ctx=256) as session, closing(LlamaDFlash(path, draft, layers, 319, n_ctx=256)) as theirs:
+        engine = session.engine
+        assert engine.prefill(tokens) == theirs.prefill(tokens)
+        for position in range(128, 131):
+            token = engine.cursor.pending
+            engine.accept(1, int(engine.plain_step().ids[0]))
+            theirs._decode(theirs.tgt, [token], position)
+            theirs_row = theirs._capture(1, position)[0]
+            ours = np.empty(len(theirs_row), np.float32)
+            lib.ggml_backend_tensor_get(engine.ring.rows, ffi.from_buffer(ours), (position - 128) * ours.nbytes, ours.nbytes)
+            assert np.array_equal(ours, theirs_row)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +244,14 @@ def open_engine(path, chunk, n_ctx):
 
 @pytest.mark.parametrize("arch", ["laguna", "gemma4"])
 def test_a_ring_that_wraps_three_times(tmp_path, arch):
-    """Ring of 256 rows (window 24, chunk 64), prompt of 900, then 120 tokens with every accepted length: equal to plain decoding. A second
+    """Ring of 256 rows (window 24, chunk 64), prompt of 900, then 200 tokens with every accepted length: equal to plain decoding. A second
     sequence in the same rows sees nothing of the first."""
     path, prompt = WRITERS[arch](tmp_path / "t.gguf", Shape()), np.random.default_rng(9).integers(0, 256, 900).tolist()
     with open_engine(path, 64, 1280) as engine:
         assert engine.kv.ring == 256
-        short, text = reference(engine, prompt[:40], 20), reference(engine, prompt, 120)
-        assert run(engine, prompt, 120, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))[0] == text
+        short, text = reference(engine, prompt[:40], 20), reference(engine, prompt, 200)
+        tokens, stats = run(engine, prompt, 200, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
+        assert tokens == text and set(stats.block_sizes) == set(range(1, 17))
         assert reference(engine, prompt[:40], 20) == short
 
 

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Tokens per step with the drafter's K/V in each cache type, greedy, block 16, on the same prompts. Counts only; no timing.
+
+    acceptance_by_cache_type.py [-m target.gguf -md drafter.gguf] [-n 128] [--types f16,q8_0,...]
+
+The target's rows stay f16, so that its text is the same in every run; differences of acceptance are the drafter's alone. The last column is
+the change against f16 in standard errors of the differences between prompts.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import pyggml_spec as ps
+from pyggml_spec.session import DEMO, DEMO_DRAFTER, DEMO_TARGET
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", default=str(DEMO_TARGET))
+    parser.add_argument("-md", "--model-draft", default=str(DEMO_DRAFTER))
+    parser.add_argument("-n", "--tokens", type=int, default=128)
+    parser.add_argument("--types", default="f16,bf16,q8_0,q5_0,q4_0")
+    parser.add_argument("--device", default="CPU")
+    parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.jsonl")
+    args = parser.parse_args()
+    prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
+    base: list | None = None
+    for kind in args.types.split(","):
+        types = {"draft_cache_type_k": kind, "draft_cache_type_v": kind}
+        with ps.load(args.model, args.model_draft, device=args.device, threads=1, n_ctx=2048, draft_width=16, **types) as session:
+            runs = [session.generate(prompt, args.tokens, ignore_end=True) for prompt in prompts]
+            draft_kv = session.engine.memory()["draft_kv"]
+        per_step = [stats.tokens_per_step for _, stats in runs]
+        base = base or [(text, value) for (text, _), value in zip(runs, per_step, strict=True)]
+        changes = [value - before for value, (_, before) in zip(per_step, base, strict=True)]
+        error = statistics.stdev(changes) / len(changes) ** 0.5
+        steps, matched = sum(s.steps for _, s in runs), sum(s.matched for _, s in runs)
+        same = sum(text == before for (text, _), (before, _) in zip(runs, base, strict=True))
+        print(f"{kind:<6} {draft_kv >> 10} KiB, {steps} steps, {matched} accepted, {(steps + matched) / steps:.4f} tokens per step, "
+              f"same text on {same} of {len(prompts)}, mean change {statistics.fmean(changes):+.4f} "
+              f"({statistics.fmean(changes) / error if error else 0:+.1f} standard errors)", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
