@@ -17,8 +17,10 @@
 //
 // With N slots (many sequences) every L above is N * L, slots inside layers: layer l of the slots [first, first + count) is one contiguous
 // piece, the batch dimension of a step over these slots, and all layers of all slots are one piece for the replay. Only `conv` differs: the
-// products of several slots are one contiguous tensor and cannot lie between history rows, so it is
-//   conv    [row, d_conv - 1, N, L] histories, then [row, w, N, L] blocks: one table of rows, from which the next histories are gathered
+// products of several slots are one contiguous tensor and cannot lie between history rows, so each layer has a table of rows
+//   conv    [row, (d_conv - 1 + max_width + 1) * N, L]: histories [d_conv - 1, N], then blocks [w, N], at the end one plain token of each slot
+// from which [history ; block] of every slot is gathered by index, and the next histories too. (ggml-cuda joins transposed rows with one
+// block of threads for each channel of each slot: 82,000 blocks per layer at 27B and 8 slots. Gathered rows are read in their order.)
 // A step over some of the slots replays layer by layer, with a copy that ggml-cuda fuses: in place would need scratch before each slot.
 #include "pgs.h"
 
@@ -48,6 +50,10 @@ struct pgs_delta {
 
 static int64_t replay_scratch(const pgs_delta * d, int64_t width) {  // floats of attention output that a replay writes and nobody reads
     return d->s.head_size * d->s.n_head_v * width * d->n_slots * d->s.n_layer;
+}
+
+static int64_t table_rows(const pgs_delta * d) {  // of one layer's table in conv, with slots
+    return (d->s.conv - 1 + d->s.max_width + 1) * d->n_slots;
 }
 
 static int64_t state_floats(const pgs_delta * d) {  // one layer
@@ -92,7 +98,7 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
     d->replayed = calloc((size_t) s.n_layer, sizeof(*d->replayed));
     d->ctx    = ggml_init(params);
     d->states = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, replay_scratch(d, w) + state_floats(d) * L);
-    d->conv   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.row * (s.conv - 1 + w) * L);
+    d->conv   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.row * (s.n_slots > 0 ? table_rows(d) : s.conv - 1 + w) * s.n_layer);
     d->convd  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, d->channels * w * L);
     d->qk     = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size * 2 * s.n_head_k * w * L);
     d->gates  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.n_head_v * w * L * 2);
@@ -139,20 +145,21 @@ void pgs_delta_read_state(const pgs_delta * d, void * out) {
 // Sets every byte of what `slot` has: states, convolution histories, and its block in pools laid out for `width` (0: no block).
 void pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint8_t value) {
     const size_t  f = sizeof(float);
-    const int64_t hist = d->s.conv - 1, scratch = replay_scratch(d, d->s.max_width), gates = d->s.n_head_v * width;
-    const int64_t blocks = hist * d->n_slots * d->s.n_layer;  // first row of the blocks in conv
-    const struct { struct ggml_tensor * pool; int64_t start, size; } parts[] = {
-        { d->states, scratch, state_floats(d) },
-        { d->conv, 0, d->s.row * hist },
-        { d->conv, d->s.row * blocks, d->s.row * width },
-        { d->convd, 0, d->channels * width },
-        { d->qk, 0, d->s.head_size * 2 * d->s.n_head_k * width },
-        { d->gates, 0, gates },
-        { d->gates, gates * d->n_slots * d->s.n_layer, gates },
+    const int64_t N = d->n_slots, row = d->s.row, hist = d->s.conv - 1, scratch = replay_scratch(d, d->s.max_width), table = row * table_rows(d);
+    const int64_t state = state_floats(d), gates = d->s.n_head_v * width, qk = d->s.head_size * 2 * d->s.n_head_k * width;
+    const struct { struct ggml_tensor * pool; int64_t start, size, layer; } parts[] = {
+        { d->states, scratch, state, state * N },
+        { d->conv, 0, row * hist, table },
+        { d->conv, row * hist * N, row * width, table },
+        { d->conv, row * (hist + d->s.max_width) * N, row, table },
+        { d->convd, 0, d->channels * width, d->channels * width * N },
+        { d->qk, 0, qk, qk * N },
+        { d->gates, 0, gates, gates * N },
+        { d->gates, gates * N * d->s.n_layer, gates, gates * N },
     };
     for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++) {
         for (int64_t layer = 0; layer < d->s.n_layer; layer++) {
-            const int64_t at = parts[i].start + parts[i].size * (layer * d->n_slots + slot);
+            const int64_t at = parts[i].start + parts[i].layer * layer + parts[i].size * slot;
             ggml_backend_tensor_memset(parts[i].pool, value, (size_t) at * f, (size_t) parts[i].size * f);
         }
     }
@@ -190,9 +197,10 @@ static struct ggml_tensor * write_states(const pgs_delta * d, struct ggml_contex
 // For one sequence the history lies there while the pool is laid out for width 0, that is, after a prefill or a commit into width 0.
 void pgs_delta_kept(const pgs_delta * d, struct ggml_context * ctx, int64_t slot, int64_t layer, struct ggml_tensor ** state,
                     struct ggml_tensor ** history) {
-    const int64_t n = state_floats(d), rows = d->s.row * (d->s.conv - 1), at = layer * d->n_slots + slot;
-    *state   = ggml_view_1d(ctx, d->states, n, (size_t) (replay_scratch(d, d->s.max_width) + n * at) * sizeof(float));
-    *history = ggml_view_1d(ctx, d->conv, rows, (size_t) (rows * at) * sizeof(float));
+    const int64_t n = state_floats(d), hist = d->s.conv - 1, first = layer * (d->s.n_slots > 0 ? table_rows(d) : hist) + hist * slot;
+    const int64_t home = replay_scratch(d, d->s.max_width) + n * (layer * d->n_slots + slot);
+    *state   = ggml_view_1d(ctx, d->states, n, (size_t) home * sizeof(float));
+    *history = ggml_view_1d(ctx, d->conv, d->s.row * hist, (size_t) (d->s.row * first) * sizeof(float));
 }
 
 // [row, d_conv - 1 + width, L], or `rows` of its rows starting at `first`
@@ -203,10 +211,16 @@ static struct ggml_tensor * conv_view(const pgs_delta * d, struct ggml_context *
     return ggml_view_3d(ctx, d->conv, row, rows, n_layer, nb1, nb2, nb2 * layer + nb1 * first);
 }
 
-// The same of several slots: their histories of one layer, or [rows, n, count] of every layer with n_layer = all. F32 [channels, ...].
+// With slots: `rows` rows from `first` on as one table, F32 [channels, rows].
+static struct ggml_tensor * conv_table(const pgs_delta * d, struct ggml_context * ctx, int64_t first, int64_t rows) {
+    const size_t nb1 = d->s.row * sizeof(float);
+    return ggml_view_2d(ctx, d->conv, d->channels, rows, nb1, nb1 * first);
+}
+
+// The histories of this graph's slots, of `n_layer` layers from `layer` on: F32 [channels, d_conv - 1, count, n_layer].
 static struct ggml_tensor * histories(const pgs_delta * d, struct ggml_context * ctx, int64_t layer, int64_t n_layer) {
     const int64_t hist = d->s.conv - 1;
-    const size_t  nb1 = d->s.row * sizeof(float), nb2 = nb1 * hist, nb3 = nb2 * d->n_slots;
+    const size_t  nb1 = d->s.row * sizeof(float), nb2 = nb1 * hist, nb3 = nb1 * table_rows(d);
     return ggml_view_4d(ctx, d->conv, d->channels, hist, d->count, n_layer, nb1, nb2, nb3, nb3 * layer + nb2 * d->first);
 }
 
@@ -220,8 +234,7 @@ static void next_histories(pgs_delta * d, struct ggml_context * ctx, struct ggml
         from = conv_view(d, ctx, width_from, s.row, 0, hist + width_from, 0, L);
         to   = conv_view(d, ctx, width_to, s.row, 0, hist, 0, L);
     } else {
-        const size_t row = s.row * sizeof(float);
-        from = ggml_view_2d(ctx, d->conv, d->channels, (hist + s.max_width) * d->n_slots * L, row, 0);
+        from = conv_table(d, ctx, 0, table_rows(d) * L);
         to   = histories(d, ctx, 0, L);
     }
     ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_get_rows(ctx, from, tail), to));
@@ -325,20 +338,23 @@ static struct ggml_tensor * conv_input(pgs_delta * d, struct ggml_context * ctx,
 // The same for the slots of this graph: F32 [d_conv - 1 + T, channels, count], T rows of each. `width` 0: the histories are made now.
 static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer,
                                              int64_t width, const pgs_delta_inputs * in, char * err) {
-    const int64_t hist = d->s.conv - 1, T = in->proj->ne[1] / d->count, at = layer * d->n_slots + d->first;
-    if (width > 0) {
-        const int64_t row = hist * d->n_slots * d->s.n_layer + at * width;
+    const int64_t hist = d->s.conv - 1, N = d->n_slots, T = in->proj->ne[1] / d->count, table = table_rows(d) * layer;
+    struct ggml_tensor * rows;
+    if (in->take != NULL) {  // the projection goes into the table
+        const int64_t row = table + (hist + (width > 0 ? 0 : d->s.max_width)) * N + T * d->first;
         if (pgs_place(d->conv, (size_t) (d->s.row * row) * sizeof(float), in->proj, err) != 0) {
             return NULL;
         }
+        ggml_build_forward_expand(gf, in->proj);
+        rows = ggml_get_rows(ctx, conv_table(d, ctx, table, table_rows(d)), in->take);
+        rows = ggml_reshape_3d(ctx, rows, d->channels, hist + T, d->count);
+    } else {
+        struct ggml_tensor * block = ggml_view_3d(ctx, in->proj, d->channels, T, d->count, in->proj->nb[1], in->proj->nb[1] * T, 0);
+        rows = ggml_concat(ctx, histories(d, ctx, layer, 1), block, 1);
     }
-    struct ggml_tensor * history = histories(d, ctx, layer, 1);
-    struct ggml_tensor * block   = ggml_view_3d(ctx, in->proj, d->channels, T, d->count, in->proj->nb[1], in->proj->nb[1] * T, 0);
-    if (width > 0) {
-        return ggml_concat(ctx, ggml_transpose(ctx, history), ggml_transpose(ctx, block), 0);
+    if (width == 0) {
+        ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_get_rows(ctx, rows, in->last), histories(d, ctx, layer, 1)));
     }
-    struct ggml_tensor * rows = ggml_concat(ctx, history, block, 1);
-    ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_get_rows(ctx, rows, in->last), histories(d, ctx, layer, 1)));
     return ggml_cont(ctx, ggml_transpose(ctx, rows));
 }
 
@@ -351,7 +367,8 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     const int64_t L = s.n_layer, S = s.head_size, rows = in->proj->ne[1], B = d->count, T = rows / B, at = layer * d->n_slots + d->first;
     const size_t  f = sizeof(float);
     const bool    pending = mode == PGS_DELTA_PENDING;
-    if (layer < 0 || layer >= L || T * B != rows || (width != 0 && width != T) || width > s.max_width || (pending && width == 0)) {
+    if (layer < 0 || layer >= L || T * B != rows || (width != 0 && width != T) || width > s.max_width || (pending && width == 0) ||
+        (in->take != NULL && width == 0 && T != 1) || (in->take == NULL && width != 0 && s.n_slots > 0)) {
         snprintf(err, PGS_ERR, "delta-net layer %lld of %lld over %lld rows of %lld slots at width %lld", (long long) layer, (long long) L,
                  (long long) rows, (long long) B, (long long) width);
         return NULL;

@@ -117,6 +117,7 @@ typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows
     struct ggml_tensor * a;       // [H_v] = -exp(A_log)
     struct ggml_tensor * on;      // [1, T] 1 for real rows, 0 for padding; NULL: all rows are real
     struct ggml_tensor * last;    // I32 [d_conv - 1 (, slots)] rows of [history ; block] that become the next history (prefill only)
+    struct ggml_tensor * take;    // with slots, for blocks and single rows: I32 [(d_conv - 1 + T) * slots], rows of the layer's table in `conv`
     float                eps;     // epsilon of the L2 norm of q and k
 } pgs_delta_inputs;
 

@@ -7,8 +7,8 @@
         async for event in handles[1]:                                              # ... or in any event loop
             print(event.text, end="")
 
-The steps do not wait for readers: events of a handle that nobody reads pile up, at most to its token limit. A reader that goes away calls
-``cancel``, or holds the handle in a ``with`` block.
+The steps do not wait for readers, and events are made while the device computes the next step. Events of a handle that nobody reads pile
+up, at most to its token limit. A reader that goes away calls ``cancel``, or holds the handle in a ``with`` block.
 """
 
 import asyncio
@@ -148,30 +148,28 @@ class Handle:
 
     def _collect(self) -> bool:
         """Turns what the stream has brought into events; False when it has ended."""
-        error = None
-        while self._stream.has_news:
-            try:
-                block = next(self._stream)
-            except StopIteration:
-                break
-            except BaseException as caught:
-                error = caught
-                break
-            if self._text.stopped:
-                continue
-            shown = "".join(self._text.push(token) for token in block)
-            logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
-            self._mail.put(StepEvent(shown, tuple(block), self.stats, logprobs))
-            if self._text.stopped:
-                self._stream.cancel()
-        else:
+        try:
+            while self._stream.has_news:
+                self._put(next(self._stream))
             return True
-        if self._text.stopped:
-            self.stats.stop_reason = "stop"
-        if error is None:
+        except StopIteration:
+            if self._text.stopped:
+                self.stats.stop_reason = "stop"
             self._mail.put(StepEvent(self._text.finish(), (), self.stats))
-        self._close(error)
+            self._close(None)
+        except BaseException as error:  # whatever it is, the reader has to hear of it
+            self._stream.cancel()
+            self._close(error)
         return False
+
+    def _put(self, block: list[int]) -> None:
+        if self._text.stopped:
+            return
+        shown = "".join(self._text.push(token) for token in block)
+        logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
+        self._mail.put(StepEvent(shown, tuple(block), self.stats, logprobs))
+        if self._text.stopped:
+            self._stream.cancel()
 
     def _close(self, error: BaseException | None) -> None:
         if self._sampler is not None:
@@ -251,13 +249,15 @@ class ConcurrentSession:
                 if self._closing and not self._handles:
                     return
             try:
-                self._scheduler.step()
-            except BaseException as error:
+                if not self._scheduler.step(meanwhile=self._deliver) or self._scheduler.idle:
+                    self._deliver()
+            except PyspecError as error:
                 # the scheduler has handed it to every stream that it concerns; if it concerns none, the next step would fail alike
-                if not self._deliver() or not isinstance(error, PyspecError):
+                if not self._deliver():
                     self._give_up(error)
-            else:
+            except BaseException as error:
                 self._deliver()
+                self._give_up(error)
 
     def _deliver(self) -> bool:
         """Brings every reader its news; whether a request has ended."""

@@ -142,7 +142,7 @@ def test_closing_wakes_every_reader(session, want):
 def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monkeypatch):
     """An error of ours ends the requests of the step, a bug ends everything: it would come back with every step."""
     with session.concurrent(slots=1) as server:
-        monkeypatch.setattr(server._scheduler.engine, "step", lambda work: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(server._scheduler.engine, "step", lambda *work: (_ for _ in ()).throw(error))
         with server._changed:  # no step in between: it would end a request, or the session, before the next one is there
             handles = [server.submit(prompt, 5) for prompt in PROMPTS[:3]]
         for handle in handles:
@@ -153,3 +153,14 @@ def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monk
         if isinstance(error, ZeroDivisionError):
             with pytest.raises(EngineError, match="ended by ZeroDivisionError: a bug"):
                 server.submit(PROMPTS[0], 5)
+
+
+def test_events_that_cannot_be_made_end_their_request_alone(server, want, monkeypatch):
+    """They are made while a step is under way: neither the step nor the other requests may notice."""
+    with server._changed:
+        bad, good = server.submit(PROMPTS[0], 20), server.submit(PROMPTS[1], 20)
+        monkeypatch.setattr(bad._text, "push", lambda token: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bad.result(WAIT)
+    assert good.result(WAIT)[0] == want[PROMPTS[1]]
+    assert server.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]

@@ -88,15 +88,16 @@ class DeltaRows:
     """The recurrent state in one graph: what ``models.base.DeltaLayers`` asks for.
 
     ``width`` is 0 for prefill, where ``on`` F32 [1, T] switches padding rows off and ``last`` I32 [d_conv - 1] names the next history.
+    ``take`` is for slots, see DeltaSlots.fill_take.
     """
 
-    def __init__(self, state: DeltaState, width: int, pending: bool, on=None, last=None):
+    def __init__(self, state: DeltaState, width: int, pending: bool, on=None, last=None, take=None):
         self.state, self.width = state, width
         self.mode = lib.PGS_DELTA_PENDING if pending else lib.PGS_DELTA_DIRECT
-        self.on, self.last = on or ffi.NULL, last or ffi.NULL
+        self.on, self.last, self.take = (x or ffi.NULL for x in (on, last, take))
 
     def layer(self, g: Graph, index: int, proj, beta, alpha, conv_w, dt, a, eps: float):
-        inputs = ffi.new("pgs_delta_inputs *", [proj, beta, alpha, conv_w, dt, a, self.on, self.last, eps])
+        inputs = ffi.new("pgs_delta_inputs *", [proj, beta, alpha, conv_w, dt, a, self.on, self.last, self.take, eps])
         err = new_err()
         out = lib.pgs_delta_layer(self.state.handle, g.ctx, g.gf, index, self.width, self.mode, inputs, err)
         if out == ffi.NULL:

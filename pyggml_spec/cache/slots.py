@@ -49,8 +49,10 @@ class DeltaSlots(DeltaState):
     def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int):
         self.slots = slots
         super().__init__(backend, shape, row, max_width)
-        pairs = np.arange(shape.layers * slots, dtype=np.int32).reshape(shape.layers, slots, 1)
-        self._histories, self._pairs = pairs * self.history_rows, pairs  # as rows of the table that csrc/delta_net.c gathers from
+        hist = self.history_rows
+        self._table_rows = (hist + max_width + 1) * slots  # of one layer, see csrc/delta_net.c
+        self._tables = self._table_rows * np.arange(shape.layers).reshape(-1, 1, 1)
+        self._every = np.arange(slots).reshape(-1, 1)
 
     def reset_cursor(self) -> None:
         self.width, self.accepted = 0, np.zeros(self.slots, np.int64)
@@ -66,10 +68,19 @@ class DeltaSlots(DeltaState):
         self.accepted[slot] = 0
 
     def fill_tail(self, tail: np.ndarray, seats: SlotRange) -> None:
-        rows = self.accepted[seats.part, None] + self._history
-        first_block = self.history_rows * self.shape.layers * self.slots
-        blocks = first_block + self._pairs[:, seats.part] * self.width + rows - self.history_rows
-        np.copyto(tail.reshape(blocks.shape), np.where(rows < self.history_rows, self._histories[:, seats.part] + rows, blocks), casting="same_kind")
+        """Of every layer's table, the rows that become the slots' histories: those before the first row that is not accepted."""
+        rows = self._rows(self.accepted[seats.part, None] + self._history, self.width, seats)
+        np.add(self._tables, rows, out=tail.reshape(self.shape.layers, *rows.shape), casting="same_kind")
+
+    def fill_take(self, take: np.ndarray, width: int, seats: SlotRange, single: bool = False) -> None:
+        """Of one layer's table, the rows [history ; block of ``width`` rows] of every slot; ``single``: the block is one plain token."""
+        start = self.max_width * self.slots if single else 0
+        take.reshape(seats.count, -1)[:] = self._rows(np.arange(self.history_rows + width), width, seats, start)
+
+    def _rows(self, numbers: np.ndarray, width: int, seats: SlotRange, start: int = 0) -> np.ndarray:
+        """Where the rows ``numbers`` of [history ; block] of each slot lie in a layer's table, whose blocks begin ``start`` rows late."""
+        hist, slots = self.history_rows, self._every[seats.part]
+        return np.where(numbers < hist, slots * hist + numbers, start + self.slots * hist + slots * width + numbers - hist)
 
     def fill_keep(self, keep: np.ndarray, seats: SlotRange) -> None:
         keep.reshape(seats.count, self.width)[:] = np.arange(self.width) < self.accepted[seats.part, None]

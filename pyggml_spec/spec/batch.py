@@ -5,7 +5,7 @@ work for ``step`` like everything else) -> ``release``. What each slot does in a
 token, given drafts or drafting, at widths of its own; slots that are not named do nothing and are left as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +17,13 @@ from ..cache.slots import DeltaSlots, SlotRange, covering
 from ..errors import ContextError, EngineError
 from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
-from ..ggml.step_io import StepIO
+from ..ggml.step_io import StepIO, StepTimes
 from .batch_graphs import BatchGraphs
 from .engine import CHUNKS, TRASH_ROWS, EngineOptions, StepResult, candidate_widths, check_options
 from .graphs import MOST_CANDIDATES, Step
 
 MAX_SLOTS = 64
+AHEAD = 64  # tokens, or a whole step, before a span ends the graph of the next one is built
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class BatchEngine:
         self.slots = [Slot(Cursor(options.n_ctx)) for _ in range(options.slots)]
         self.forwards = self.rows_computed = self.rows_used = 0
         self._last: Step | None = None  # the step whose logits candidates() reads
+        self.builds_ahead = backend.device.kind != "cpu"  # which has no time to spare while it computes
         self._iota = np.arange(max(options.chunk, options.width), dtype=np.int32)
         self._parts: list = []
         try:
@@ -113,7 +115,7 @@ class BatchEngine:
         shape = self.target.delta_shape()
         self.delta = self._recurrent_state(shape) if shape is not None else None
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        self.io = self._own(StepIO(self.backend, n * (96 * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width) + 8192))
+        self.io = self._own(StepIO(self.backend, n * (112 * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width) + 8192))
         blocks = candidate_widths(opt.width)
         self.chunks = tuple(sorted({*(c for c in CHUNKS if c < opt.chunk), opt.chunk}))
         widths = {"direct": (1, *self.chunks), "logits": (opt.chunk,), "verify": blocks, "fused": blocks}
@@ -232,8 +234,10 @@ class BatchEngine:
 
     # -- steps
 
-    def step(self, work: Mapping[int, Work]) -> dict[int, StepResult]:
+    def step(self, work: Mapping[int, Work], meanwhile: Callable[[], object] | None = None) -> dict[int, StepResult]:
         """One forward pass over the slots named in ``work``. Results have the rows of their slot only; a prompt's has its last row.
+
+        ``meanwhile`` is called once the pass is under way: what it does costs no time as long as a device computes on its own.
 
         Raises:
             ContextError: a prompt that is empty, does not fit the context or has ids outside the vocabulary.
@@ -252,8 +256,8 @@ class BatchEngine:
         wanted = [self.slots[slot].candidates for slot in work]
         self.graphs.candidates = None if None in wanted else max(wanted)
         if all(isinstance(item, Prompt) or (isinstance(item, Verify) and not item.drafts) for item in work.values()):
-            return self._direct(work, rows, seats)
-        return self._block(work, rows, seats)
+            return self._direct(work, rows, seats, meanwhile=meanwhile)
+        return self._block(work, rows, seats, meanwhile)
 
     def _check(self, slot: int, item: Work) -> int:
         """Rows that the work takes, at least 1."""
@@ -294,7 +298,9 @@ class BatchEngine:
         """Rows of the graph that computes ``rows`` certain rows of a slot."""
         return next(w for w in (1, *self.chunks) if rows <= w)
 
-    def _direct(self, work: Mapping[int, Work], rows: dict[int, int], seats: SlotRange, role: str = "direct") -> dict[int, StepResult]:
+    def _direct(
+        self, work: Mapping[int, Work], rows: dict[int, int], seats: SlotRange, role: str = "direct", meanwhile: Callable | None = None
+    ) -> dict[int, StepResult]:
         """All rows are certain: the recurrent states are written by the step itself."""
         if self.delta is not None and self.delta.accepted[seats.part].any():
             self.fold()
@@ -313,7 +319,9 @@ class BatchEngine:
             real = np.array([rows.get(slot, 0) for slot in seats.slots])[:, None]
             host["on"].reshape(tokens.shape)[:] = self._iota[:width] < real
             host["last"].reshape(seats.count, -1)[:] = real + np.arange(self.delta.history_rows)
-        times, self._last = step.fields.run(), step
+            if "take" in host:
+                self.delta.fill_take(host["take"], width, seats, single=True)
+        times = self._run(step, role, width, seats, meanwhile)
         self._count(width * seats.count, rows)
         ids, out = step.ids() if role == "direct" else None, {}
         for slot, n in rows.items():
@@ -325,7 +333,7 @@ class BatchEngine:
                 out[slot] = StepResult(tokens[at, :n].copy(), ids[at : at + 1], True, _finite(step, slice(at, at + 1)), times)
         return out
 
-    def _block(self, work: Mapping[int, Work], rows: dict[int, int], seats: SlotRange) -> dict[int, StepResult]:
+    def _block(self, work: Mapping[int, Work], rows: dict[int, int], seats: SlotRange, meanwhile: Callable | None) -> dict[int, StepResult]:
         """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left pending."""
         need = max(rows.values())
         width = next((w for w in candidate_widths(self.options.width) if need <= w), None)
@@ -333,7 +341,8 @@ class BatchEngine:
             raise EngineError(f"a step with drafts has at most {self.options.width} rows per slot, but a prompt has {need}")
         self._lay_out(width)
         drafting = any(isinstance(item, Draft) for item in work.values())
-        step = self.graphs.get("fused" if drafting else "verify", width, self._span(seats, width), seats)
+        role = "fused" if drafting else "verify"
+        step = self.graphs.get(role, width, self._span(seats, width), seats)
         self._fill_rows(step, width, rows, seats)
         given = step.host["given"][: width * seats.count] if drafting else step.host["tokens"]
         known = given.reshape(seats.count, width)
@@ -345,7 +354,8 @@ class BatchEngine:
             self._fill_drafts(step, width, work, seats)
         if self.delta is not None:
             self._fill_commit(step, seats)
-        times, self._last = step.fields.run(), step
+            self.delta.fill_take(step.host["take"], width, seats)
+        times = self._run(step, role, width, seats, meanwhile)
         self._count(width * seats.count, rows)
         for slot in seats.slots:  # whatever was pending there is committed now
             self.slots[slot].settle()
@@ -353,6 +363,18 @@ class BatchEngine:
                 self.delta.accepted[slot] = 0
         ids = step.ids()
         return {slot: self._block_result(step, ids, width, slot, item, rows[slot], seats, times) for slot, item in work.items()}
+
+    def _run(self, step: Step, role: str, width: int, seats: SlotRange, meanwhile: Callable | None) -> StepTimes:
+        self._last = step
+        step.fields.launch()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            if self.builds_ahead and role != "logits" and self.graphs.candidates is not None:  # whose logits must not move
+                self.graphs.get(role, width, self._span(seats, width + max(width, AHEAD)), seats)
+        finally:
+            times = step.fields.wait()
+        return times
 
     def _block_result(self, step: Step, ids: np.ndarray, width: int, slot: int, item: Work, n: int, seats: SlotRange, times) -> StepResult:
         s, host = self.slots[slot], step.host

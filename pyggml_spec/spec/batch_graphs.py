@@ -17,9 +17,9 @@ from ..ggml.graph import Graph
 from ..ggml.step_io import StepFields
 from ..models.base import Rows, Seen
 from ..models.dflash import BlockRows
-from .graphs import MEASURED_SPANS, StepGraphs
+from .graphs import MEASURED_SPANS, Step, StepGraphs
 
-KEEP_GRAPHS = 32  # per (role, width); about 2 MB of host memory each
+KEEP_GRAPHS = 32  # per (role, width), the last used; about 2 MB of host memory each
 
 
 class BatchGraphs(StepGraphs):
@@ -55,6 +55,12 @@ class BatchGraphs(StepGraphs):
         self._plan(step)
         self._steps[role, *largest, self.drafting, self.candidates] = step
         self.drafting = drafting
+
+    def get(self, role: str, width: int, span: int, *more) -> Step:
+        step = super().get(role, width, span, *more)
+        key = (role, width, span, *more, self.drafting, self.candidates)
+        self._steps[key] = self._steps.pop(key)  # used last, dropped last: never while it runs
+        return step
 
     def _make_room(self, role: str, width: int) -> None:
         family = [key for key in self._steps if key[:2] == (role, width)]
@@ -95,10 +101,13 @@ class BatchGraphs(StepGraphs):
     def _begin(self, g: Graph, f: StepFields, width: int, seats: SlotRange) -> DeltaRows | None:
         if self.delta is None:
             return None
+        self._replay(g, f, width, seats)
+        return DeltaRows(self.delta, width, True, take=self._take_rows(f, width, seats))
+
+    def _replay(self, g: Graph, f: StepFields, width: int, seats: SlotRange) -> None:
         keep = f.input("keep", "f32", 1, width * seats.count)
         tail = f.input("tail", "i32", self.delta.history_rows * seats.count * self.delta.shape.layers)
         self.delta.begin_slots(g, seats, width, keep, tail)
-        return DeltaRows(self.delta, width, True)
 
     def _begin_direct(self, g: Graph, f: StepFields, width: int, seats: SlotRange) -> DeltaRows | None:
         if self.delta is None:
@@ -106,7 +115,11 @@ class BatchGraphs(StepGraphs):
         on = f.input("on", "f32", 1, width * seats.count)
         last = f.input("last", "i32", self.delta.history_rows, seats.count)
         self.delta.begin_slots(g, seats, 0, None, None)
-        return DeltaRows(self.delta, 0, False, on, last)
+        take = self._take_rows(f, 1, seats) if width == 1 else None
+        return DeltaRows(self.delta, 0, False, on, last, take)
+
+    def _take_rows(self, f: StepFields, width: int, seats: SlotRange):
+        return f.input("take", "i32", (self.delta.history_rows + width) * seats.count)
 
     def _target(self, g: Graph, tokens, rows: dict, delta: DeltaRows | None) -> tuple[object, list]:
         capture = self.drafter.hp.target_layers if self.drafting else ()
@@ -173,5 +186,5 @@ class BatchGraphs(StepGraphs):
 
     def _commit_slots(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> None:
         """``width`` is the one that is left; ``span`` plays no part."""
-        self._begin(g, f, width, seats)
+        self._replay(g, f, width, seats)
 

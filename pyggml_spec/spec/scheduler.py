@@ -13,7 +13,7 @@ and the others wait for it.
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -172,10 +172,10 @@ class Scheduler:
             if not stream.has_news and not self._step():
                 raise EngineError("this stream's scheduler has forgotten it")
 
-    def step(self) -> bool:
-        """One forward pass for whoever needs it; False if nobody does."""
+    def step(self, meanwhile: Callable[[], object] | None = None) -> bool:
+        """One forward pass for whoever needs it; False if nobody does. ``meanwhile`` is called while it is under way."""
         with self._driving:
-            return self._step()
+            return self._step(meanwhile)
 
     def run(self) -> None:
         """Steps until every sequence has ended."""
@@ -217,7 +217,7 @@ class Scheduler:
 
     # -- one step
 
-    def _step(self) -> bool:
+    def _step(self, meanwhile: Callable[[], object] | None = None) -> bool:
         self._drop_cancelled()
         self._admit()
         if not self._active:
@@ -230,7 +230,7 @@ class Scheduler:
         self._prompts_turn = not prompts
         began = time.perf_counter()
         try:
-            results = self.engine.step({stream.slot: item for stream, item in work.items()})
+            results = self.engine.step({stream.slot: item for stream, item in work.items()}, meanwhile)
         except BaseException as error:
             self._fail(list(self._active), error)
             raise

@@ -270,3 +270,28 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
         batch.step({0: Verify()})
     batch.rollback(0, len(text))
     assert _continues(batch, [*text, batch.slots[0].cursor.pending], hybrid)
+
+
+# -- graphs
+
+
+def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
+    """Whatever their lengths and widths, and it is there before it is needed: no step waits for a graph, no buffer grows."""
+    pair = Pair(tmp_path, "qwen35", n_ctx=1024)
+    batch, rng = pair.batch(8), np.random.default_rng(0)
+    batch.builds_ahead = True  # as on a GPU
+    slots, out = [batch.admit() for _ in range(8)], {i: [] for i in range(8)}
+    for slot, length in zip(slots, (3, 250, 17, 90, 128, 1, 60, 200)):
+        accept(batch, batch.step({slot: Prompt([slot + 1] * length)}), out)
+    batch.step({slot: Draft(16) for slot in slots})
+    waited = 0
+    while max(slot.cursor.committed for slot in batch.slots) < 900:
+        for slot in slots:
+            batch.accept(slot, int(rng.integers(1, batch.slots[slot].open_rows + 1)), 7)
+        kept = list(batch.graphs.steps().values())
+        batch.step({slot: Draft(16 if slot == 1 else int(rng.integers(9, 17))) for slot in slots})
+        waited += not any(batch._last is step for step in kept)
+    spans = [key[2] for key in batch.graphs.steps() if key[0] == "fused"]
+    assert waited == 0 and sorted(spans) == [512, 768, 1024]
+    assert batch.graphs.counters()["fused"].buffer_growths == 1
+    pair.close()
