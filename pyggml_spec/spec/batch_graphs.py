@@ -10,7 +10,6 @@ fused    replay, then left pending     from the host or drafted, row by row    d
 commit   replay of all slots           -                                       before blocks of another width, or direct rows
 """
 
-from ..cache.kv import SPAN
 from ..cache.recurrent import DeltaRows
 from ..cache.slots import SlotRange
 from ..ggml.graph import Graph
@@ -40,8 +39,7 @@ class BatchGraphs(StepGraphs):
         """Plans the largest graph of a role first; see StepGraphs. All slots take more than some of them, but not by much at one row."""
         self._reserved.add((role, self.candidates))
         drafting, self.drafting = self.drafting, self.drafter is not None
-        count = self.kv.live // SPAN
-        spans = {SPAN * (1 + i * (count - 1) // (MEASURED_SPANS - 1)) for i in range(MEASURED_SPANS)}
+        spans = {*self.spans[:: max(1, len(self.spans) // MEASURED_SPANS)], self.kv.live}
         ranges = {SlotRange(0, self.slots), SlotRange(0, 1)} if role == "direct" else {SlotRange(0, self.slots)}
         # prompts go slot by slot; a chunk of every slot at once is planned when somebody asks for one
         shapes = [(w, s, r) for w in self._widths[role] for s in spans for r in ranges if w == 1 or role != "direct" or r.count == 1]
