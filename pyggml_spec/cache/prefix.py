@@ -15,7 +15,7 @@ the rows of hundreds of tokens, are kept at every STATE_EVERY-th chunk, at the l
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -153,9 +153,8 @@ class PrefixCache:
         place, in_place = self._place, self._place.done
         while depth := self._deepest(usable):
             try:
-                for chunk in place.chunks[place.done : depth]:
-                    with self._rows(chunk, place.drafting) as pieces:
-                        reuse.chunks[self._fill(chunk, ROWS, pieces)] += 1
+                for source in self._bring_rows(place.chunks[place.done : depth], place.drafting):
+                    reuse.chunks[source] += 1
                     place.done += 1
                 if self.engine.sequence.stateful:
                     self._fill_state(place.chunks[depth - 1])
@@ -165,6 +164,22 @@ class PrefixCache:
                 place.damaged = True
                 self.notes.append(str(refused))
         return 0
+
+    def _bring_rows(self, chunks: list[_Chunk], drafting: bool) -> Iterator[str]:
+        """Fills the rows of ``chunks``, one after the other; says from where."""
+        missing = [chunk for chunk in chunks if ROWS not in chunk.copies]
+        nbytes = 0
+        if missing:
+            with self._rows(missing[0], drafting) as pieces:
+                nbytes = pieces.nbytes
+        contents = self.files.load_each((c.key for c in missing), ROWS, nbytes) if missing else iter(())
+        for chunk in chunks:
+            with self._rows(chunk, drafting) as pieces:
+                if ROWS in chunk.copies:
+                    chunk.copies[ROWS].write_to(pieces, self.engine.backend)
+                else:
+                    pieces.write(next(contents))
+            yield "memory" if ROWS in chunk.copies else "disk"
 
     def _deepest(self, usable: int) -> int:
         """The deepest of the first ``usable`` chunks behind which the prompt can go on."""
@@ -179,16 +194,11 @@ class PrefixCache:
     def _fill_state(self, chunk: _Chunk) -> None:
         chunk.used[STATE] = self._clock
         with self.engine.sequence.state((chunk.index + 1) * self.grain) as pieces:
-            if self._fill(chunk, STATE, pieces) == "disk":
+            if STATE in chunk.copies:
+                chunk.copies[STATE].write_to(pieces, self.engine.backend)
+            else:
+                pieces.write(self.files.load(chunk.key, STATE, pieces.nbytes))
                 self._keep(chunk, STATE, pieces)
-
-    def _fill(self, chunk: _Chunk, kind: str, pieces: Pieces) -> str:
-        """Fills ``pieces`` of the caches; says from where."""
-        if kind in chunk.copies:
-            chunk.copies[kind].write_to(pieces, self.engine.backend)
-            return "memory"
-        pieces.write(self.files.load(chunk.key, kind, pieces.nbytes))
-        return "disk"
 
     def _useful(self, place: _Place) -> int:
         """How many of the chunks in place a prompt can ever go on behind: rows after the deepest state are of no use."""

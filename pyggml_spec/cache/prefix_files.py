@@ -15,6 +15,9 @@ import re
 import stat
 import struct
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ _FIELDS = struct.Struct("<8sI8s32s32sQ32sI")  # magic, version, kind, key, layou
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{48}\.(rows|state)")
 _PART = re.compile(r"\.[0-9a-f]{16}-[0-9a-f]{48}\.(rows|state)\.\d+\.part")
 ABANDONED_S = 3600  # a part file this old has no writer any more
+READERS = 8  # files read and checked at once: SHA-256 of one core, about 2 GB/s, would be slower than a GPU computes the prompt of a small model
 
 
 class Refused(PyspecError):
@@ -81,6 +85,17 @@ class PrefixFiles:
         except Refused:
             self._refused.add(path)
             raise
+
+    def load_each(self, keys: Iterable[bytes], kind: str, nbytes: int) -> Iterator[np.ndarray]:
+        """``load`` of one after the other; the next ones are read meanwhile."""
+        with ThreadPoolExecutor(READERS) as pool:
+            coming: deque = deque()
+            for key in keys:
+                coming.append(pool.submit(self.load, key, kind, nbytes))
+                if len(coming) == READERS:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
 
     def _read(self, file, path: Path, key: bytes, kind: str, nbytes: int) -> np.ndarray:
         what = os.fstat(file.fileno())
