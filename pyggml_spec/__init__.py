@@ -11,7 +11,20 @@ faster.
 
 import importlib
 
-from .errors import ContextError, DeviceError, EngineError, GGUFError, LibraryError, ModelError, PairError, PyspecError, SamplingError
+from .errors import (
+    ContextError,
+    ConvertError,
+    DeviceError,
+    EngineError,
+    GGUFError,
+    LibraryError,
+    ModelError,
+    PairError,
+    PatchError,
+    PyspecError,
+    SamplingError,
+    TemplateError,
+)
 
 # what needs ggml is imported when it is first used: a wrong llama-cpp-python is then a LibraryError at that point, and --help loads nothing
 _LAZY = {
@@ -29,14 +42,17 @@ _LAZY = {
 
 __all__ = [
     "ContextError",
+    "ConvertError",
     "DeviceError",
     "EngineError",
     "GGUFError",
     "LibraryError",
     "ModelError",
     "PairError",
+    "PatchError",
     "PyspecError",
     "SamplingError",
+    "TemplateError",
     *_LAZY,
 ]
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from .errors import PyspecError
+from .errors import PyspecError, TemplateError
 from .session import Session, StepEvent
 from .spec.sampling import Sampling
 from .spec.stats import Stats
@@ -54,11 +54,14 @@ class Chat:
         Raises:
             TemplateError: the template refuses the conversation.
             ContextError: it does not fit the context.
+            SamplingError: as ``Session.steps``.
         """
         if max_tokens is None and self.continues:
             max_tokens = CONTINUE_TOKENS
         turn = {"role": "user", "content": text}
         ids = self.template.encode(self.session.tokenizer, self._messages(turn), thinking=self.thinking)
+        if not ids:
+            raise TemplateError("the chat template makes no text of this conversation; use another one")
         events = self.session.steps(
             ids, max_tokens, sampling=self.sampling, stop=CONTINUE_STOP if self.continues else (), append=True,
             interrupted=interrupted, prefill_progress=prefill_progress,
@@ -93,6 +96,8 @@ def chat_template(session: Session, source: str | None = None) -> tuple[ChatTemp
         TemplateError: it is wrong.
     """
     file = session.target.file
+    if source == "":
+        raise TemplateError("the chat template that was given is empty")
     if source is not None:
         return ChatTemplate.from_gguf(file, source), "the template that was given"
     if KEY in file.metadata:

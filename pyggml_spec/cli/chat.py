@@ -1,6 +1,7 @@
 """pyspec chat"""
 
 import json
+import os
 import sys
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -11,7 +12,17 @@ from ..chat import CONTINUE_TOKENS, Chat, chat_template
 from ..errors import PyspecError
 from ..session import load
 from .main import EXIT_ERROR, EXIT_INTERRUPT
-from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, target_options, text_of
+from .options import (
+    argument_text,
+    cache_type_options,
+    draft_cache_type_options,
+    expert_options,
+    graphs_option,
+    prefix_options,
+    take_prefix,
+    target_options,
+    text_of,
+)
 from .report import answer_line, engaged_line, footer
 from .run import write_atomically
 from .sampling import sampling_options, take_sampling
@@ -40,6 +51,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; twice,
               help=f"Tokens per answer. Default: until the end token; {CONTINUE_TOKENS} if the model has no chat template.")  # fmt: skip
 @sampling_options
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
+@prefix_options
 @click.option("-q", "--quiet", is_flag=True, help="Answers and errors only.")
 def command(target, draft, device, threads, n_ctx, graphs, system, thinking, template, template_file, max_tokens, draft_width, quiet, **more):
     """Talks with a model: a line is a turn. Answers go to stdout; everything else goes to stderr. /help lists the commands.
@@ -47,7 +59,9 @@ def command(target, draft, device, threads, n_ctx, graphs, system, thinking, tem
     The caches are kept from turn to turn. Lines can be piped in; the exit code is then 1 if one of them failed.
     """
     sampling = take_sampling(more)
+    take_prefix(more, keep_memory=True)
     source = text_of("chat_template", template, template_file)
+    system = system if system is None else argument_text(system)
     with progress_line() as progress:
         session = load(
             target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **more
@@ -142,13 +156,15 @@ class _Desk:
             events = self.chat.ask(
                 text, self.max_tokens, interrupted=stopped, prefill_progress=lambda done, total: progress("prefill", done, total)
             )
-            with closing(events):
-                for event in events:
-                    bars.close()
-                    self.out.write(event.text)
-                    last, stats = event.text or last, event.stats
-        if not last.endswith("\n"):
-            self.out.write("\n")
+            try:
+                with closing(events):
+                    for event in events:
+                        bars.close()
+                        self.out.write(event.text)
+                        last, stats = event.text or last, event.stats
+            finally:  # an error's sentence begins a line too
+                if (last or stats) and not last.endswith("\n"):
+                    self.out.write("\n")
         if stats.stop_reason == "interrupt":
             kept = "" if stats.emitted else " before the answer began, and the question is forgotten"
             self.note(f"(stopped{kept}; Ctrl-C again, or /exit, ends the chat)")
@@ -223,5 +239,5 @@ class _Desk:
             "thinking": chat.thinking,
             "messages": [*system, *chat.messages],
         }
-        write_atomically(Path(rest).expanduser(), json.dumps(content, indent=1, ensure_ascii=False) + "\n", "conversation")
+        write_atomically(Path(os.path.expanduser(rest)), json.dumps(content, indent=1, ensure_ascii=False) + "\n", "conversation")
         say(f"{len(chat.messages) // 2} turns written to {rest}")

@@ -90,12 +90,17 @@ def prefix_options(command):
     return command
 
 
-def take_prefix(values: dict) -> None:
-    """Turns what ``prefix_options`` added to ``values`` into what ``load`` takes: bytes, and no copies where there is nothing to reuse."""
+def take_prefix(values: dict, keep_memory: bool = False) -> None:
+    """Turns what ``prefix_options`` added to ``values`` into what ``load`` takes: bytes, and no copies in memory for a single request."""
     for name in ("prefix_disk", "prefix_memory"):
         values[name] = values[name] << 20 if values[name] is not None else None
-    if values["prefix_cache"] is None:  # one request in one process
+    if values["prefix_cache"] is None and not keep_memory:
         values["prefix_memory"] = 0
+
+
+def argument_text(given: str) -> str:
+    """A text from the command line, bytes that are no UTF-8 replaced."""
+    return given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def text_of(name: str, given: str | None, path: str | None) -> str | None:
@@ -104,7 +109,7 @@ def text_of(name: str, given: str | None, path: str | None) -> str | None:
     if given is not None and path is not None:
         raise click.UsageError(f"give {option} or {option}-file, not both")
     if path is None:
-        return given
+        return given if given is None else argument_text(given)
     try:
         return Path(path).read_text("utf-8", "replace")
     except OSError as error:

@@ -11,7 +11,16 @@ import click
 from ..errors import ContextError, PyspecError
 from ..session import load
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
-from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, prefix_options, take_prefix, target_options
+from .options import (
+    argument_text,
+    cache_type_options,
+    draft_cache_type_options,
+    expert_options,
+    graphs_option,
+    prefix_options,
+    take_prefix,
+    target_options,
+)
 from .report import engaged_line, footer
 from .sampling import sampling_options, take_sampling
 from .terminal import Interrupt, TextOut, progress_line, say
@@ -93,7 +102,7 @@ def _prompt(prompt: str | None, prompt_file: str | None, embedded: bool) -> str:
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give the prompt with -p or with -f, not with both")
     if prompt is not None:
-        return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return argument_text(prompt)
     if prompt_file is not None:
         try:
             return Path(prompt_file).read_bytes().decode("utf-8", "replace")
@@ -152,6 +161,8 @@ def _write(what: str, path: str | None, text: str) -> PyspecError | None:
 
 def write_atomically(path: Path, text: str, what: str = "statistics") -> None:
     """Writes beside the file and renames: a reader never sees half of it."""
+    if "\0" in str(path):
+        raise PyspecError(f"the {what} cannot be written to {str(path)!r}: a file name has no zero bytes")
     part = path.parent / f".{path.name}.{os.getpid()}.part"
     try:
         try:

@@ -6,6 +6,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import time
 
 import pytest
@@ -154,17 +155,18 @@ def test_system_prompt_and_templates(talker, tmp_path):
 
 
 def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_path):
-    lines = "x" * 600 + "\n/unknown\n/save\n/save " + str(tmp_path / "no" / "f") + "\nhe\n"
+    lines = "x" * 600 + "\n/unknown\n/save\n/save " + str(tmp_path / "no" / "f") + f"\n/save {tmp_path}\n/save ~nosuch/x\n/save a\0b\nhe\n"
     done = pyspec("chat", *talker, "-n", 2, "-q", stdin=lines.encode())
     said = done.stderr.splitlines()
-    assert done.returncode == 1 and done.stdout and len(said) == 4 and all(line.startswith("pyspec: ") for line in said)
-    assert "512" in said[0] and "/unknown" in said[1] and "name of a file" in said[2] and "cannot be written" in said[3]
+    assert done.returncode == 1 and done.stdout and len(said) == 7 and all(line.startswith("pyspec: ") for line in said)
+    assert "512" in said[0] and "/unknown" in said[1] and "name of a file" in said[2] and all("cannot be written" in line for line in said[3:])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]), (["--top-p", 3], ["top_p"]),
+        (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template", ""], ["is empty"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]), (["--top-p", 3], ["top_p"]),
         (["-m", "/nowhere.gguf"], ["nowhere.gguf"]),
     ],
 )  # fmt: skip
@@ -172,5 +174,35 @@ def test_what_cannot_start_is_one_sentence(options, words):
     one_sentence(pyspec("chat", *DEMO, "-q", *options, stdin=b""), *words)
 
 
-def test_input_that_is_no_utf8(talker):
-    assert pyspec("chat", *talker, "-n", 2, "-q", stdin=b"\xff\xfe\n").returncode == 0
+def test_input_that_is_no_utf8(talker, tmp_path):
+    done = pyspec("chat", *talker, "-n", 2, "-q", "-sys", os.fsdecode(b"\xff"), stdin=b"\xff\xfe\n/save " + os.fsencode(tmp_path / "talk.json"))
+    assert done.returncode == 0 and [m["content"] for m in json.loads((tmp_path / "talk.json").read_text("utf-8"))["messages"]][:2] == ["\ufffd", "\ufffd" * 2]
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('not today') }}", "{{ messages.nothing.at_all }}", "{% for i in range(9**9) %}{% endfor %}"])
+def test_a_template_that_fails_fails_the_turn_and_not_the_chat(talker, template):
+    done = pyspec("chat", *talker, "-n", 2, "--chat-template", template, stdin=b"he\n/stats\n")
+    said = [line for line in done.stderr.splitlines() if line.startswith("pyspec: ")]
+    assert done.returncode == 1 and not done.stdout and len(said) == 1 and "chat template" in said[0] and "no answer yet" in done.stderr
+
+
+def test_a_reader_that_goes_away_ends_the_chat(talker):
+    process = start("chat", *talker, "-n", 400, "-q", stdin=subprocess.PIPE)
+    process.stdout.close()
+    assert process.communicate(b"he\nhe\n", timeout=100)[1] == b"" and process.returncode == 141
+
+
+def test_piped_ctrl_c_is_130(talker):
+    process = start("chat", *talker, "-q", stdin=subprocess.PIPE)
+    process.stdin.write(b"he\n")
+    assert process.stdout.read(1)  # the answer has begun
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and err == b""
+
+
+def test_computed_prompts_outlive_the_chat(talker, tmp_path):
+    first, second = (
+        pyspec("chat", *talker, "-n", 2, "-ub", 16, "--prefix-cache", tmp_path / "kept", "-sys", "s" * 100, stdin=b"he\n").stderr for _ in range(2)
+    )
+    assert "in the caches" not in first and "in the caches" in second
