@@ -1,19 +1,25 @@
 """pyspec bench"""
 
-import csv
-import io
 import json
+import sys
+from dataclasses import fields
 
 import click
+from click.core import ParameterSource
 
 from ..ggml.library import versions
 from ..session import load
+from ..spec.sampling import Sampling
 from ..tools.anatomy import anatomy
 from ..tools.bench import BenchOptions, bench
+from ..tools.bench_prompts import PromptsOptions
 from ..tools.bench_slots import bench_slots, tokens_needed
+from .bench_prompts import chosen_prompts, measure, modes
 from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, target_options
 from .report import engaged_line
-from .terminal import progress_line, say, size
+from .sampling import sampler_options, take_sampling
+from .tables import written
+from .terminal import Interrupt, progress_line, say, size
 
 
 class _Numbers(click.ParamType):
@@ -37,32 +43,49 @@ class _Numbers(click.ParamType):
 @expert_options
 @cache_type_options
 @draft_cache_type_options
-@click.option("-p", "--prompts", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none.")
-@click.option("-n", "--tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate; 0 for none.")
-@click.option("-d", "--depths", type=_Numbers(), default="0", show_default=True, help="Tokens in the context beforehand.")
-@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Measured runs of every leg.")
+@click.option("-p", "--n-prompt", "lengths", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none.")
+@click.option("-n", "--n-gen", "--tokens", "tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate; 0 for none.")
+@click.option("-d", "--n-depth", "--depths", "depths", type=_Numbers(), default="0", show_default=True, help="Tokens in the context beforehand.")
+@click.option("-r", "--repetitions", type=click.IntRange(1), help="Measured runs of every leg. Default: 5, or 3 with --prompts.")
 @click.option("--synthetic-acceptance", "synthetic", type=float, help="Accept L tokens per full block on average, at random. The text is not valid.")
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per block. Default: chosen while running.")
 @click.option("--slots", type=_Numbers(), help="Sequences at once: aggregate speed for each of these numbers, instead of the other tests.")
+@click.option("--prompts", metavar="FILE", help="Acceptance and speed on real prompts instead, by category: JSON lines with a \"prompt\" or \"messages\" each, "
+              "or included ones: all, code, chat, reasoning.")
+@click.option("--think/--no-think", "thinking", default=None, help="With --prompts: one thinking mode only, if the template has one. Default: both.")
+@sampler_options
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
 def command(
-    target, draft, device, threads, n_ctx, graphs, experts, prompts, tokens, depths, repetitions, synthetic, draft_width, slots, output, as_json,
-    **cache_types,
+    target, draft, device, threads, n_ctx, graphs, experts, lengths, tokens, depths, repetitions, synthetic, draft_width, slots, prompts, thinking,
+    output, as_json, **cache_types,
 ):  # fmt: skip
-    """Measures prompt processing, plain and speculative decoding in one process, interleaved."""
-    prompts = tuple(n for n in prompts if n)
+    """Measures speed, or acceptance on real prompts.
+
+    Prompt processing, plain and speculative decoding in one process, interleaved; with --prompts, plain and speculative decoding of each prompt
+    in turn. --think and the sampling options go with --prompts: greedy without them, and seeds count up from --seed (0) with them.
+    """
+    _check_combination(prompts is not None)
+    sampling = take_sampling(cache_types)
+    settings = {"device": device, "threads": threads, "draft_width": draft_width, "graphs": graphs, "experts": experts, **cache_types}
+    if prompts is not None:
+        if not tokens:
+            raise click.UsageError("--prompts needs tokens to generate (-n)")
+        chosen = chosen_prompts(prompts)
+        with progress_line() as progress:
+            session = load(target, draft, n_ctx=n_ctx, progress=progress, **settings)
+        with session, Interrupt() as interrupt:
+            say(engaged_line(session.engaged(), None, sampling.describe()))
+            options = PromptsOptions(tokens, repetitions or 3, sampling, modes(thinking))
+            sys.exit(measure(session, chosen, prompts, options, interrupt, output, as_json))
+    lengths = tuple(n for n in lengths if n)
     depths = depths or (0,)
-    options = BenchOptions(prompts, tokens, depths, repetitions, synthetic, draft_width)
+    options = BenchOptions(lengths, tokens, depths, repetitions or 5, synthetic, draft_width)
     if slots is not None and (0 in slots or not slots or not tokens):
         raise click.UsageError("--slots takes numbers from 1 up, and needs tokens to generate (-n)")
-    need = tokens_needed(options) if slots else max(depths) + max([*prompts, tokens + 8])
+    need = tokens_needed(options) if slots else max(depths) + max([*lengths, tokens + 8])
     with progress_line() as progress:
-        n_ctx = n_ctx or max(need, 512)
-        session = load(
-            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, experts=experts,
-            progress=progress, **cache_types
-        )  # fmt: skip
+        session = load(target, draft, n_ctx=n_ctx or max(need, 512), progress=progress, **settings)
     with session:
         say(engaged_line(session.engaged(), None))
         rows = bench_slots(session, slots, options) if slots else bench(session, options)
@@ -75,6 +98,15 @@ def command(
             files = {"target": str(session.target.file.path), "drafter": str(session.drafter.file.path) if session.drafter else None}
             click.echo(json.dumps({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
                                    "anatomy": [p.as_dict() for p in parts]}))  # fmt: skip
+
+
+def _check_combination(with_prompts: bool) -> None:
+    """Options of the other kind of measurement would be without effect."""
+    context = click.get_current_context()
+    only = {"lengths", "depths", "synthetic", "slots"} if with_prompts else {"thinking", *(field.name for field in fields(Sampling))}
+    given = [p.opts[-1] for p in context.command.params if p.name in only and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE]
+    if given:
+        raise click.UsageError(f"{', '.join(given)} and --prompts do not go together" if with_prompts else f"{', '.join(given)} needs --prompts")
 
 
 def _widths(rows) -> tuple[int, ...]:
@@ -101,7 +133,7 @@ def _slots_table(rows, output: str) -> str:
         widths = " ".join(f"{w}:{n}" for w, n in sorted(r.widths.items()))
         steps = [f"{r.mean / r.slots:.1f}", f"{r.ms_per_step:.2f}", f"{r.tokens_per_step:.2f}"]
         cells.append([r.test, f"{r.mean:.1f}", f"{r.deviation:.1f}", *steps, widths, f"{100 * r.used:.0f} %", size(r.slot_bytes)])
-    return _written(rows, header, cells, output)
+    return written(rows, header, cells, output)
 
 
 def _table(rows, output: str) -> str:
@@ -112,15 +144,4 @@ def _table(rows, output: str) -> str:
         phases = [f"{us[k]:.0f} us" for k in ("upload", "compute", "read", "host")] if us else [""] * 4
         steps = [f"{r.ms_per_step:.2f}", f"{r.tokens_per_step:.2f}"] if r.ms_per_step else ["", ""]
         cells.append([r.test, f"{r.mean:.1f}", f"{r.deviation:.1f}", *steps, *phases])
-    return _written(rows, header, cells, output)
-
-
-def _written(rows, header: list[str], cells: list[list[str]], output: str) -> str:
-    if output == "jsonl":
-        return "\n".join(json.dumps(row.as_dict()) for row in rows)
-    if output == "csv":
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([header, *cells])
-        return out.getvalue().rstrip()
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells])
+    return written(rows, header, cells, output)

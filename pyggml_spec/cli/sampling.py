@@ -31,18 +31,25 @@ _CONSTRAINTS = [
 _RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed")
 
 
-def sampling_options(command):
-    """The sampler chain, seed, bias, grammar and schema; `take_sampling` makes one value of them."""
-    for option in reversed(_SAMPLING + _CONSTRAINTS):
+def sampler_options(command):
+    """The sampler chain, seed and bias; `take_sampling` makes one value of them."""
+    for option in reversed(_SAMPLING):
         command = option(command)
     return command
+
+
+def sampling_options(command):
+    """The same, and grammar and schema."""
+    for option in reversed(_CONSTRAINTS):
+        command = option(command)
+    return sampler_options(command)
 
 
 def take_sampling(options: dict, **more):
     """The Sampling that a command's options ask for; takes them out of ``options``. Greedy unless one of _RANDOM is among them."""
     from ..spec.sampling import Sampling
 
-    texts = {name: text_of(name, options.pop(name), options.pop(name + "_file")) for name in ("grammar", "json_schema")}
+    texts = {name: text_of(name, options.pop(name, None), options.pop(name + "_file", None)) for name in ("grammar", "json_schema")}
     values = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
     if all(values[name] is None for name in _RANDOM):
         values["temperature"] = 0.0

@@ -1,0 +1,112 @@
+"""pyspec bench --prompts"""
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from ..chat import CONTINUE, chat_template
+from ..ggml.library import versions
+from ..session import Session
+from ..tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts
+from ..tools.prompts import CATEGORIES, INCLUDED, Prompt, included_prompts, read_prompts
+from .main import EXIT_INTERRUPT
+from .tables import written
+from .terminal import Interrupt, progress_line, say
+
+_PIECE = 8 << 20  # bytes hashed at a time
+_HEADER = ["category", "thinking", "prompts", "runs", "acceptance %", "deviation", "tokens/step", "deviation", "plain tok/s", "speculative tok/s", "speedup",
+           "deviation"]  # fmt: skip
+
+
+def chosen_prompts(name: str) -> list[Prompt]:
+    """The prompts of a file, or included ones.
+
+    Raises:
+        PyspecError: as ``read_prompts``.
+    """
+    if name == "all" or name in CATEGORIES:
+        return included_prompts(CATEGORIES if name == "all" else (name,))
+    return read_prompts(name)
+
+
+def modes(thinking: bool | None) -> tuple[bool, ...]:
+    return (True, False) if thinking is None else (thinking,)
+
+
+def measure(
+    session: Session, prompts: list[Prompt], source: str, options: PromptsOptions, interrupt: Interrupt, output: str, as_json: bool
+) -> int:
+    """Measures and writes; returns the exit code. After Ctrl-C what was complete is written."""
+    if not options.sampling.is_greedy and options.sampling.seed is None:
+        options = replace(options, sampling=replace(options.sampling, seed=0))
+    template, _ = chat_template(session)
+    with progress_line() as progress:
+        conditions = _conditions(session, prompts, source, options, progress)
+        origin = "none: messages are continued as one text" if template.source == CONTINUE else "the target's"
+        conditions["template"] = {"origin": origin, "sha256": hashlib.sha256(template.source.encode("utf-8", "replace")).hexdigest()}
+        rows = bench_prompts(session, prompts, options, template, interrupted=interrupt, progress=progress)
+    conditions["costs_ms"] = session.costs
+    click.echo(written(rows, _HEADER, [_cells(row) for row in rows], output))
+    if output == "md":
+        click.echo("\n" + "\n".join(f"* {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in conditions.items()))
+    elif output == "jsonl":
+        click.echo(json.dumps({"conditions": conditions}))
+    elif not as_json:
+        say("conditions: " + json.dumps(conditions))
+    if as_json:
+        click.echo(json.dumps({"conditions": conditions, "rows": [row.as_dict() for row in rows]}))
+    if any(row.runs and not row.acceptance for row in rows):
+        say("no draft was verified where acceptance is empty: plain decoding was expected to be faster; --draft-width W measures it all the same")
+    if interrupt.asked:
+        say(f"stopped after {len(rows[0].runs)} of {options.repetitions} runs")
+    return EXIT_INTERRUPT if interrupt.asked else 0
+
+
+def _conditions(session: Session, prompts: list[Prompt], source: str, options: PromptsOptions, progress) -> dict:
+    """What somebody needs who wants to see the same figures."""
+    engine, sampling = session.engine, options.sampling
+    included = source == "all" or source in CATEGORIES
+    files = {"target": session.target.file.path, "drafter": session.drafter.file.path if session.drafter else None, "prompts": INCLUDED if included else Path(source)}
+    return {
+        "command": " ".join(["pyspec", *sys.argv[1:]]).encode("utf-8", "replace").decode(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "device": session.backend.device.description,
+        "threads": session.backend.threads,
+        **{name: {"file": path.name, "bytes": os.path.getsize(path), "sha256": _sha256(path, progress)} for name, path in files.items() if path is not None},
+        "context": engine.options.n_ctx,
+        "width": "chosen while running" if session.costs else engine.options.width,
+        "kv_type": session.engaged().kv_type,
+        "tokens": options.tokens,
+        "runs": options.repetitions,
+        "sampling": sampling.describe(),
+        "seeds": [sampling.seed + run for run in range(options.repetitions)] if sampling.seed is not None else [],
+    }
+
+
+def _sha256(path: Path, progress) -> str:
+    digest, size, done = hashlib.sha256(), os.path.getsize(path), 0
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            progress(f"checksum of {path.name}", done := done + len(piece), size)
+    return digest.hexdigest()
+
+
+def _cells(row: PromptsRow) -> list[str]:
+    seen = row.as_dict()
+    mode = {None: "-", True: "on", False: "off"}[row.thinking]
+
+    def cells(name: str, form: str, scale: float = 1.0, deviation: bool = True) -> list[str]:
+        parts = (seen[name]["mean"], seen[name]["deviation"]) if deviation else (seen[name]["mean"],)
+        return ["" if value is None else format(scale * value, form) for value in parts]
+
+    figures = [cells("acceptance", ".1f", 100), cells("tokens_per_step", ".2f"), cells("plain_speed", ".1f", deviation=False),
+               cells("speed", ".1f", deviation=False), cells("speedup", ".2f")]  # fmt: skip
+    return [row.category, mode, str(row.prompts), str(len(row.runs)), *sum(figures, [])]

@@ -1,0 +1,182 @@
+"""Acceptance and speed on real prompts, by category and thinking mode, over several runs.
+
+Each prompt of each run is decoded plainly and speculatively in turn, so that a machine that slows down does it to both. A generation ends
+with the end token: behind it no acceptance means anything. Prompts are encoded as `pyspec chat` encodes them.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..errors import ContextError, PairError, TemplateError
+from ..session import GREEDY, Session
+from ..spec.loop import PLAIN, SPECULATIVE
+from ..spec.sampling import Sampling
+from ..spec.stats import Stats
+from ..text.template import ChatTemplate
+from .prompts import Prompt
+
+Pair = tuple[Stats, Stats]
+"""Of one prompt: decoded plainly, and speculatively."""
+
+
+@dataclass(frozen=True)
+class PromptsOptions:
+    """Attributes:
+    tokens: at most this many per generation.
+    repetitions: runs over all prompts.
+    sampling: how tokens are chosen; run i uses ``seed + i``, counted from 0.
+    thinking: modes to measure messages in, if the template can think; None leaves it to the template.
+    """
+
+    tokens: int = 128
+    repetitions: int = 3
+    sampling: Sampling = GREEDY
+    thinking: tuple[bool | None, ...] = (True, False)
+
+
+@dataclass
+class PromptsRow:
+    """What one category did in one thinking mode; ``runs`` holds, for each run, the statistics of each prompt."""
+
+    category: str
+    thinking: bool | None
+    prompts: int
+    runs: list[list[Pair]] = field(default_factory=list)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Accepted per verified draft, of each run that verified any."""
+        return self._each(lambda run: _ratio(run, lambda plain, spec: (spec.matched, spec.drafted)))
+
+    @property
+    def tokens_per_step(self) -> list[float]:
+        return self._each(lambda run: _ratio(run, lambda plain, spec: (spec.steps + spec.matched, spec.steps)))
+
+    @property
+    def plain_speed(self) -> list[float]:
+        """Tokens per second."""
+        return self._each(lambda run: _speed(run, 0))
+
+    @property
+    def speed(self) -> list[float]:
+        return self._each(lambda run: _speed(run, 1))
+
+    @property
+    def speedup(self) -> list[float]:
+        return self._each(lambda run: _speed(run, 1) / plain if (plain := _speed(run, 0)) else math.nan)
+
+    def _each(self, figure: Callable[[list[Pair]], float]) -> list[float]:
+        return [value for run in self.runs if not math.isnan(value := figure(run))]
+
+    def as_dict(self) -> dict:
+        """JSON-ready: mean, deviation and single values of each figure; accepted and offered drafts by position of the block."""
+        spec = [spec for run in self.runs for _, spec in run]
+        figures = {name: summary(getattr(self, name)) for name in ("acceptance", "tokens_per_step", "plain_speed", "speed", "speedup")}
+        return {
+            "category": self.category, "thinking": self.thinking, "prompts": self.prompts, **figures,
+            "matched_at": _by_position([s.matched_at for s in spec]), "offered_at": _by_position([s.offered_at for s in spec]),
+            "tokens": sum(s.emitted for s in spec), "ended_by": {r: sum(s.stop_reason == r for s in spec) for r in sorted({s.stop_reason for s in spec})},
+        }  # fmt: skip
+
+
+def summary(values: Sequence[float]) -> dict:
+    """Mean and sample deviation; None where there are too few values."""
+    return {
+        "mean": statistics.fmean(values) if values else None,
+        "deviation": statistics.stdev(values) if len(values) > 1 else None,
+        "runs": list(values),
+    }
+
+
+def _ratio(run: list[Pair], parts: Callable[[Stats, Stats], tuple[float, float]]) -> float:
+    above, below = (sum(column) for column in zip(*(parts(*pair) for pair in run)))
+    return above / below if below else math.nan
+
+
+def _speed(run: list[Pair], which: int) -> float:
+    return _ratio(run, lambda *pair: (pair[which].emitted - 1, pair[which].seconds["decode"]))
+
+
+def _by_position(counts: list[list[int]]) -> list[int]:
+    return [sum(c[i] for c in counts if i < len(c)) for i in range(max(map(len, counts), default=0))]
+
+
+@dataclass(frozen=True)
+class _Leg:
+    prompt: Prompt
+    thinking: bool | None
+    ids: list[int]
+
+
+def bench_prompts(
+    session: Session,
+    prompts: Sequence[Prompt],
+    options: PromptsOptions,
+    template: ChatTemplate,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[PromptsRow]:
+    """One row per category and thinking mode, and one per mode for all categories together if there are several.
+
+    An interrupt ends the measurement; the rows then hold the runs that were complete.
+
+    Raises:
+        PairError: the session has no drafter.
+        ContextError: a prompt and its tokens do not fit the context.
+        TemplateError: the template refuses messages.
+    """
+    if session.drafter is None:
+        raise PairError("acceptance needs a drafter; give one with -md")
+    legs = list(_legs(session, prompts, options, template))
+    need = max(len(leg.ids) for leg in legs) + options.tokens
+    if need > session.engine.options.n_ctx:
+        raise ContextError(f"the longest prompt and its answer need {need} tokens of context, but there are {session.engine.options.n_ctx}; use -c {need}")
+    keys = list(dict.fromkeys((leg.prompt.category, leg.thinking) for leg in legs))
+    rows = {key: PromptsRow(*key, sum((leg.prompt.category, leg.thinking) == key for leg in legs)) for key in keys}
+
+    def measured(leg: _Leg, run: int) -> Pair | None:
+        sampling = replace(options.sampling, seed=options.sampling.seed + run) if options.sampling.seed is not None else options.sampling
+        modes = {"sampling": sampling, "interrupted": interrupted}
+        plain, spec = (session.generate(leg.ids, options.tokens, mode=mode, **modes)[1] for mode in (PLAIN, SPECULATIVE))
+        return None if "interrupt" in (plain.stop_reason, spec.stop_reason) else (plain, spec)
+
+    for leg in (min(legs, key=lambda leg: len(leg.ids)), max(legs, key=lambda leg: len(leg.ids))):  # builds the graphs
+        measured(leg, 0)
+    total = len(legs) * options.repetitions
+    for run in range(options.repetitions):
+        pairs = {key: [] for key in keys}
+        for i, leg in enumerate(legs):
+            progress("prompts", run * len(legs) + i, total)
+            pair = measured(leg, run)
+            if pair is None:
+                return _with_totals(rows)
+            pairs[leg.prompt.category, leg.thinking].append(pair)
+        for key in keys:
+            rows[key].runs.append(pairs[key])
+    return _with_totals(rows)
+
+
+def _legs(session: Session, prompts: Sequence[Prompt], options: PromptsOptions, template: ChatTemplate) -> Iterator[_Leg]:
+    for prompt in prompts:
+        if prompt.text is not None:
+            yield _Leg(prompt, None, session.tokenizer.encode(prompt.text))
+            continue
+        for thinking in options.thinking if template.can_think else (None,):
+            try:
+                ids = template.encode(session.tokenizer, prompt.messages, thinking=thinking)
+            except TemplateError as error:
+                raise TemplateError(f"prompt {prompt.name!r}: {error}") from None
+            yield _Leg(prompt, thinking, ids)
+
+
+def _with_totals(rows: dict[tuple, PromptsRow]) -> list[PromptsRow]:
+    out = list(rows.values())
+    for thinking in dict.fromkeys(row.thinking for row in out):
+        parts = [row for row in out if row.thinking == thinking]
+        if len(parts) > 1:
+            runs = [sum(pairs, []) for pairs in zip(*(row.runs for row in parts))]
+            out.append(PromptsRow("all", thinking, sum(row.prompts for row in parts), runs))
+    return out

@@ -1,0 +1,62 @@
+"""Prompts to measure on: JSON lines, each a text as it is or messages for the chat template, with a category and a name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import PyspecError
+from ..gguf_io.safetensors import parse_json
+
+INCLUDED = Path(__file__).parent / "prompts.jsonl"
+CATEGORIES = ("code", "chat", "reasoning")  # of the included ones
+MAX_FILE = 1 << 24  # bytes
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``text`` goes to the model as it is, ``messages`` go through its chat template; one of the two is None."""
+
+    category: str
+    name: str
+    text: str | None = None
+    messages: tuple[Mapping, ...] | None = None
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """The prompts of a file. A line is ``{"prompt": TEXT}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``, with ``category``
+    (without it, "prompts") and ``name`` (without it, the line's number) if you like.
+
+    Raises:
+        PyspecError: the file cannot be read, has no prompt, or has a line of another form.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE + 1)
+    except (OSError, ValueError) as error:
+        raise PyspecError(f"the prompt file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MAX_FILE:
+        raise PyspecError(f"the prompt file {path} has more than {MAX_FILE} bytes; split it")
+    prompts = [_prompt(line, i, path) for i, line in enumerate(data.splitlines(), 1) if line.strip()]
+    if not prompts:
+        raise PyspecError(f'the prompt file {path} is empty; give one JSON object per line, like {{"prompt": "..."}}')
+    return prompts
+
+
+def included_prompts(categories: tuple[str, ...] = CATEGORIES) -> list[Prompt]:
+    """Those that come with the package, six of each category."""
+    return [prompt for prompt in read_prompts(INCLUDED) if prompt.category in categories]
+
+
+def _prompt(line: bytes, number: int, path: str | Path) -> Prompt:
+    where = f"line {number} of {path}"
+    value = parse_json(line, where, MAX_FILE)
+    text, messages = value.get("prompt"), value.get("messages")
+    category, name = value.get("category", "prompts"), value.get("name", str(number))
+    if not all(isinstance(label, str) and label.isprintable() for label in (category, name)):
+        raise PyspecError(f"{where} has a category or a name that is no printable text")
+    turns = isinstance(messages, list) and messages and all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in messages)
+    if not (isinstance(text, str) and text if messages is None else turns and text is None):
+        raise PyspecError(
+            f'{where} has to hold either a text named "prompt", or "messages" as in the chat APIs: a list of objects with "role" and "content"'
+        )
+    return Prompt(category, name, text, tuple(messages) if turns else None)
