@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 from chat_model import with_control_tokens
@@ -51,10 +52,26 @@ class Terminal:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
-    def ends(self) -> int:
-        code = self.process.wait(60)
+    def interrupt_until(self, pattern: str) -> None:
+        """Python's input() misses a signal between its prompt and its wait: then another one is needed."""
+        for _ in range(30):
+            self.interrupt()
+            with suppress(AssertionError):
+                self.until(pattern, seconds=3)
+                return
+        raise AssertionError(f"no {pattern!r} in {self.seen!r}")
+
+    def ends(self, seconds: float = 100) -> int:
+        code = self.process.wait(seconds)
         os.close(self.ours)
         return code
+
+    def ends_by_interrupt(self) -> int:
+        for _ in range(30):
+            self.interrupt()
+            with suppress(subprocess.TimeoutExpired):
+                return self.ends(3)
+        raise AssertionError("it does not end")
 
 
 @pytest.fixture
@@ -110,11 +127,8 @@ def test_ctrl_c_stops_the_answer_and_twice_the_chat(terminal):
     chat.type("/stats\r")
     chat.until("conversation: 1 answers")
     chat.until("> ")
-    chat.interrupt()
-    chat.until("Ctrl-C again")
-    chat.until("> ")
-    chat.interrupt()
-    assert chat.ends() == 130
+    chat.interrupt_until("Ctrl-C again")
+    assert chat.ends_by_interrupt() == 130
 
 
 def test_end_of_input_ends_the_chat(terminal):
