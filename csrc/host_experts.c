@@ -220,7 +220,8 @@ struct ggml_tensor * pgs_experts_begin(pgs_experts * e, pgs_graph * graph, int64
     struct ggml_tensor *  order = chosen->view_src;
     const int64_t         rows  = x->ne[1];
     if (rows > e->shape.max_rows) {
-        snprintf(err, PGS_ERR, "a step of %lld rows is wider than the %lld that experts in host memory were planned for", (long long) rows,
+        snprintf(err, PGS_ERR,
+                 "a step of %lld rows is wider than the %lld that experts in host memory were planned for; use fewer slots", (long long) rows,
                  (long long) e->shape.max_rows);
         return NULL;
     }

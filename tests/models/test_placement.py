@@ -181,3 +181,18 @@ def test_a_step_wider_than_planned_is_refused_before_it_runs(tmp_path):
     path = write_qwen35moe(tmp_path / "t.gguf")
     with pytest.raises(EngineError, match="wider than the 16"):
         logits(path, lambda target: placed(target, lambda i: (), rows=16))
+
+
+def test_requests_at_once(tmp_path):
+    """The same texts as with all experts on the device; more slots than rows were planned for are refused when they are asked for."""
+    target, draft = write_laguna(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
+    texts = []
+    for options in (None, ExpertOptions(2)):
+        with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, experts=options) as session:
+            with session.concurrent(slots=3) as server:
+                handles = [server.submit(IDS[i : i + 30], max_tokens=12, ignore_end=True) for i in range(5)]
+                texts.append([handle.result()[0] for handle in handles])
+            if options is not None:
+                with pytest.raises(EngineError, match="use fewer slots"):
+                    session.concurrent(slots=40)
+    assert texts[0] == texts[1]
