@@ -16,6 +16,7 @@ from .ggml.library import versions
 from .gguf_io import GGUFFile
 from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target
+from .models.rope import ignored_yarn
 from .models.weights import Weights
 from .spec.batch import BatchEngine
 from .spec.calibrate import cached_costs
@@ -93,6 +94,7 @@ class Session:
         self.backend = self._own(Backend(pick_device(device), threads))
         file = self._own(GGUFFile(target))
         self.target = open_target(file)
+        self.notes += ignored_yarn(file, self.target.arch)
         self.tokenizer = self._own(Tokenizer(file))
         if draft is not None:
             draft_file = self._own(GGUFFile(draft))

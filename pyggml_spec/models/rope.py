@@ -94,3 +94,21 @@ class Rope:
 
     def __call__(self, g: Graph, x, positions, factors=None):
         return g.rope(x, positions, self.n_rot, self.neox, self.base, self.scale, factors, self.n_ctx_orig, self.yarn)
+
+
+def ignored_yarn(file: GGUFFile, arch: str) -> list[str]:
+    """Sentences about yarn keys of the file that are not followed because llama.cpp, whose logits these are to equal, does not read them.
+
+    Its converter writes `attention_factor` of a checkpoint as `yarn_attn_factor`: what rotated rows are multiplied with. The engine takes
+    1 + 0.1 ln(factor) instead, times `attn_factor`. (Laguna XS.2: 1 in the checkpoint, 1.416 here and in llama.cpp.)
+    """
+    if file.get(f"{arch}.rope.scaling.type", str, "none") != "yarn":
+        return []
+    stretch = 1 + 0.1 * np.log(max(1.0, file.get(f"{arch}.rope.scaling.factor", float, 1.0)))
+    used = {"yarn_attn_factor": stretch * file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0), "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+    asked = {name: file.get(f"{arch}.rope.scaling.{name}", float, value) for name, value in used.items()}
+    return [
+        f"{file.path.name} says {arch}.rope.scaling.{name} {asked[name]:.4g}, which llama.cpp does not read for {arch}: {value:.4g} is used, as there"
+        for name, value in used.items()
+        if abs(asked[name] - value) > 1e-3 * value
+    ]

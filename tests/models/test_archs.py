@@ -4,6 +4,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
+from gguf_io.build import F32, Model
 from llama_oracle import LlamaDFlash
 from spec.helpers import oracle, reference, run
 from spec.test_draft_parity import assert_blocks_equal
@@ -162,6 +163,17 @@ def test_llama_without_frequency_table(tmp_path):
 def test_qwen3_with_yarn(tmp_path):
     """Stretched positions, magnitude and ramp; 300 tokens are past the 64 that the file claims to be trained on."""
     assert_equal(write_qwen3(tmp_path / "t.gguf", Shape(), "F32", yarn=4.0), 300)
+
+
+def test_yarn_keys_that_are_not_followed_are_said(tmp_path):
+    """llama.cpp's converter writes a checkpoint's attention_factor where its laguna graph does not look for it: Laguna XS.2 has 1, and gets 1.416."""
+    model = Model(write_laguna(tmp_path / "t.gguf"))
+    key = "laguna.rope.scaling.yarn_"
+    right = 1.25 * (1 + 0.1 * np.log(4))
+    for keys, said in (({}, 0), ({"attn_factor": right}, 0), ({"attn_factor": 1.0}, 1), ({"attn_factor": 1.0, "beta_fast": 64.0}, 2)):
+        model.keys |= {key + name: (F32, value) for name, value in keys.items()}
+        with ps.load(model.write(tmp_path / "o.gguf"), device="CPU", threads=1, n_ctx=64) as session:
+            assert len([note for note in session.notes if "llama.cpp does not read" in note]) == said
 
 
 def test_a_tensor_that_nobody_reads_is_named(tmp_path):
