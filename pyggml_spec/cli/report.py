@@ -2,10 +2,12 @@
 
 from ..ggml.device import graph_replay_enabled
 from ..session import Engaged
+from ..spec.loop import SPECULATIVE
 from ..spec.stats import Stats
 from .terminal import size
 
 LEAST_REPLAY = 0.99
+MUCH_WAITING = 0.1  # 0.00 to 0.02 on idle cores; 0.76, at a seventieth of the speed, with two threads on two cores that are in use
 _BAR = " ▁▂▃▄▅▆▇█"
 
 
@@ -37,7 +39,8 @@ def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
     if s.steps:
         plain = f"plain {1000 / plain_ms:.1f} tok/s (calibrated) | " if plain_ms else ""
         gain = f" | speedup {s.tokens_per_second * plain_ms / 1000:.2f}x" if plain_ms and s.drafted else ""
-        lines.append(f"{plain}{s.mode} {s.tokens_per_second:.1f} tok/s{gain}")
+        how = "decoded plainly at" if s.mode == SPECULATIVE and not s.drafted else s.mode
+        lines.append(f"{plain}{how} {s.tokens_per_second:.1f} tok/s{gain}")
         lines.append(f"{s.emitted} tokens in {s.steps} steps: {s.tokens_per_step:.2f} per step, {1000 * decode / s.steps:.2f} ms per step")
     if s.drafted:
         lines.append(f"accepted {s.matched} of {s.drafted} drafts ({100 * s.acceptance:.1f} %), by position: {_positions(s)}")
@@ -45,6 +48,9 @@ def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
     if reason:
         used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
         lines.append(f"steps: {used}; {reason}")
+    if s.waited_share > MUCH_WAITING:
+        threads = "; with more than one thread, all of them wait whenever one does: use -t 1 or stop that work" if s.device == "CPU" else ""
+        lines.append(f"warning: other work had the processor for {s.waited_s:.1f} of {decode:.1f} s, so the speeds are not those of an idle machine{threads}")
     if s.seed is not None:
         lines.append(f"sampling: {s.sampling}; --seed {s.seed}")
     if s.nan_drafts:

@@ -136,3 +136,11 @@ class Backend:
         if self.handle is not None:
             lib.ggml_backend_free(self.handle)
             self.handle = None
+
+
+def waited_for_core() -> float | None:
+    """Seconds that this thread was ready to run, but other work had its core; None where the kernel does not say (it is Linux that does)."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None

@@ -9,8 +9,10 @@ tokens before it: the drafter decides how many come out per step, never which.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from threading import get_ident
 
 from ..errors import EngineError
+from ..ggml.device import waited_for_core
 from .engine import Engine, StepResult
 from .sampling import Sampler
 from .stats import Stats
@@ -135,7 +137,7 @@ class _Run:
         yield [first]
         if not ended:
             self._prepare()
-        self._decode_started = time.perf_counter()
+        self._decode_started, self._thread, self._waited = time.perf_counter(), get_ident(), waited_for_core()
         while not ended and stats.emitted < self.limit and engine.cursor.room > 0:
             if self.interrupted():
                 stats.stop_reason = "interrupt"
@@ -221,6 +223,8 @@ class _Run:
         if self._decode_started is not None:
             stats.seconds["decode"] += time.perf_counter() - self._decode_started
             self._decode_started = None
+            waited = waited_for_core() if get_ident() == self._thread else None  # a generator may be closed by another thread
+            stats.waited_s = waited - self._waited if waited is not None and self._waited is not None else None
         for key, value in now.items():
             before = 0 if key in ("graphs_built", "buffer_growths") else self._before[key]
             setattr(stats, key, value - before if isinstance(value, int) else {k: v - before[k] for k, v in value.items()})

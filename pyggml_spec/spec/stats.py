@@ -30,6 +30,7 @@ class Stats:
         experts: with routed experts in host memory, chosen (choices of routers), hits (of those, on the device), host_us (computing the rest).
         cuda_graphs: on a CUDA device, how steps were launched: warmup (first two calls of a graph), captured (graphs), replayed, eager.
         seconds: wall-clock time by phase: load, prefill, decode.
+        waited_s: of the decode time, when other work had the core of the thread that decodes; None where the system does not say.
         host_us: host microseconds per phase of a step, summed: upload, compute (launch), read (includes waiting), host (the rest).
     """
 
@@ -65,6 +66,7 @@ class Stats:
     read_bytes: int = 0
     seconds: dict = field(default_factory=lambda: {"load": 0.0, "prefill": 0.0, "decode": 0.0})
     host_us: dict = field(default_factory=lambda: {"upload": 0, "compute": 0, "read": 0, "host": 0})
+    waited_s: float | None = None
     memory: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     versions: dict = field(default_factory=dict)
@@ -112,6 +114,11 @@ class Stats:
     def expert_hit_rate(self) -> float | None:
         """Share of the routers' choices whose expert was on the device; None where all experts are."""
         return self.experts["hits"] / self.experts["chosen"] if self.experts and self.experts["chosen"] else None
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the decode time that was spent waiting for a core that other work had."""
+        return self.waited_s / self.seconds["decode"] if self.waited_s and self.seconds["decode"] > 0 else 0.0
 
     @property
     def matched_per_position(self) -> list[float]:

@@ -85,6 +85,7 @@ def test_statistics_have_the_documented_keys_and_add_up(pinned, tmp_path):
     assert s["drafted"] == 3 * s["steps"] and s["target_forwards"] == 1 + s["steps"] and s["draft_forwards"] == s["steps"]
     assert (s["mode"], s["width"], s["device"]) == ("speculative", 4, "CPU")
     assert s["graphs_built_after_warmup"] == s["buffer_growths_after_warmup"] == 0
+    assert s["waited_s"] is None or 0 <= s["waited_s"] <= s["seconds"]["decode"]
     assert {"pyggml_spec", "llama_cpp_python", "ggml"} <= set(s["versions"])
     assert len(s["matched_per_position"]) == 3
     assert os.listdir(tmp_path) == ["s.json"]

@@ -1,0 +1,25 @@
+"""What the footer says of unusual runs."""
+
+from pyggml_spec.cli.report import footer
+from pyggml_spec.spec.stats import Stats
+
+
+def _stats(**more) -> Stats:
+    stats = Stats(mode="speculative", device="CPU", **more)
+    for _ in range(9):
+        stats.add_block(1, 0, False)
+    stats.emitted += 1
+    stats.seconds["decode"] = 2.0
+    return stats
+
+
+def test_speculation_that_never_drafted_is_not_called_speculative():
+    """Width control may take plain steps throughout: their speed is not that of speculation."""
+    assert "decoded plainly at 4.5 tok/s" in footer(_stats(), 100.0) and "speedup" not in footer(_stats(), 100.0)
+
+
+def test_a_busy_machine_is_named():
+    """Two threads on two busy cores decode at a seventieth of the speed; without a word the model or the engine would be blamed."""
+    assert "other work had the processor for 1.5 of 2.0 s" in (busy := footer(_stats(waited_s=1.5), None)) and "-t 1" in busy
+    for idle in (0.02, 0.0, None):
+        assert "other work" not in footer(_stats(waited_s=idle), None)
