@@ -3,6 +3,7 @@
 ``memory``: bytes that one input may allocate besides its own size, None where what is loaded decides.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -10,6 +11,8 @@ import re
 import tempfile
 import time
 from pathlib import Path
+
+import numpy as np
 
 import pyggml_spec as ps
 from fuzz.mutate import header_places, mutated, spliced, with_words
@@ -21,6 +24,7 @@ from models.test_arch_lies import WRITERS
 from text.test_template import CHATML, GEMMA, LLAMA, TALK
 from tools.checkpoint import config_of, export
 
+from pyggml_spec.cache.prefix_files import HEADER, PrefixFiles, Refused
 from pyggml_spec.errors import ConvertError, TemplateError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.gguf_io.safetensors import SafetensorsFile, parse_json
@@ -207,6 +211,52 @@ class Prompt(Target):
         return "valid text" if valid is not None else "not UTF-8"
 
 
+class Prefix(Target):
+    """Entries of --prefix-cache: they give back what was stored or are refused, and a good entry can take their place.
+
+    Half of the changed headers get a checksum that fits, so that every field behind it is looked at. The first byte says which kind it is.
+    """
+
+    KEY, LAYOUT, BYTES = bytes(range(32)), "target: x\nchunk: 512", 3000
+    KINDS = ("rows", "state")
+
+    def seeds(self) -> list[bytes]:
+        self.files = self._files()
+        self.payload = np.random.default_rng(0).integers(0, 256, self.BYTES, np.uint8)
+        seeds = []
+        for i, kind in enumerate(self.KINDS):
+            self.files.store(self.KEY, kind, self.payload)
+            seeds.append(bytes([i]) + self.files._path(self.KEY, kind).read_bytes())
+        return seeds
+
+    def _files(self) -> PrefixFiles:
+        return PrefixFiles(self.folder / "prefixes", self.LAYOUT, 1 << 30)
+
+    def change(self, rng: random.Random) -> bytes:
+        data = rng.choice(self.corpus)
+        if rng.random() < 0.2:
+            data = spliced(data, rng.choice(self.corpus), rng)
+        fields = range(1, 200)
+        data = mutated(data, rng, [fields, fields, range(HEADER - 40, HEADER + 1), range(len(data))])
+        if rng.random() < 0.5 and len(data) > HEADER:
+            data = data[: HEADER - 31] + hashlib.sha256(data[1 : HEADER - 31]).digest() + data[HEADER + 1 :]
+        return data
+
+    def run(self, data: bytes) -> str:
+        kind = self.KINDS[data[0] % 2] if data else "rows"
+        path = self.files._path(self.KEY, kind)
+        path.write_bytes(data[1:])
+        files = self._files()
+        try:
+            assert (files.load(self.KEY, kind, self.BYTES) == self.payload).all(), "other bytes than those that were stored"
+            return "read"
+        except Refused:
+            assert not files.has(self.KEY, kind), "a refused entry is still offered"
+            files.store(self.KEY, kind, self.payload)
+            assert files.has(self.KEY, kind) and (files.load(self.KEY, kind, self.BYTES) == self.payload).all()
+            raise
+
+
 class Json(Target):
     """config.json of a checkpoint, headers of safetensors files, lines of prompt files."""
 
@@ -279,7 +329,7 @@ class SelfTest(Target):
         return "fine"
 
 
-TARGETS = {"gguf": Gguf, "pair": Pair, "template": Template, "prompt": Prompt, "json": Json, "selftest": SelfTest}
+TARGETS = {"gguf": Gguf, "pair": Pair, "template": Template, "prompt": Prompt, "prefix": Prefix, "json": Json, "selftest": SelfTest}
 EXPECTED = (ps.PyspecError, ConvertError, TemplateError)
 
 
