@@ -15,10 +15,11 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from .errors import EngineError, PyspecError
 from .ggml.library import versions
-from .session import Session, StepEvent
+from .session import Session, StepEvent, stop_texts
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions
 from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import BatchStats, Scheduler, Stream
@@ -199,7 +200,7 @@ class ConcurrentSession:
 
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | bytes | Sequence[int],
         max_tokens: int | None = None,
         *,
         mode: str | None = None,
@@ -216,10 +217,11 @@ class ConcurrentSession:
             EngineError: closed, ended by an error in a step, or a mode that several sequences cannot have.
         """
         session = self._session
-        ids = session.tokenizer.encode(prompt, special) if isinstance(prompt, str) else list(prompt)
-        sampler = session._sampler(sampling, ignore_end)
+        ids, stop = session.prompt_ids(prompt, special), stop_texts(stop)
         mode = mode or (SPECULATIVE if session.drafter is not None else PLAIN)
-        options = LoopOptions(max_tokens, mode, session.engine.options.width, session.tokenizer.is_end, ignore_end, None, sampler)
+        options = LoopOptions(max_tokens, mode, session.engine.options.width, session.tokenizer.is_end, ignore_end)
+        sampler = session._sampler(sampling, ignore_end)
+        options = replace(options, sampler=sampler)
         try:
             with self._changed:
                 if self._closing:

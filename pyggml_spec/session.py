@@ -3,13 +3,14 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .cache.kv_types import KVTypes
 from .cache.prefix import PrefixCache, Reuse, layout_of
 from .cache.prefix_files import PrefixFiles
+from .checks import token_ids, whole
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .ggml.device import Backend, devices, disable_graph_replay, free_bytes, pick_device
 from .ggml.library import versions
@@ -20,7 +21,7 @@ from .models.rope import ignored_yarn
 from .models.weights import Weights
 from .spec.batch import BatchEngine
 from .spec.calibrate import cached_costs
-from .spec.engine import Engine, EngineOptions, candidate_widths
+from .spec.engine import MOST_CONTEXT, MOST_WIDTH, Engine, EngineOptions, candidate_widths
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from .spec.sampling import Sampler, Sampling, TokenLogprob
 from .spec.scheduler import Scheduler
@@ -37,6 +38,7 @@ GREEDY = Sampling(temperature=0)
 
 PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, and at most an eighth of what is free after loading
 PREFIX_DISK = 8 << 30
+MOST_BYTES = 1 << 60
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while something long goes on: "weights", "drafter weights" (bytes), "prefill" (tokens)."""
@@ -130,12 +132,14 @@ class Session:
         return placement, self._own(Backend(cpu, threads))
 
     def _prefix_cache(self, folder: str | Path | None, memory: int | None, disk: int | None) -> PrefixCache:
+        disk = PREFIX_DISK if disk is None else whole(disk, "the space for the prefix cache's files", 0, MOST_BYTES, PyspecError)
         if memory is None:
             free = free_bytes(devices()[self.backend.device.index])  # now that the pair is loaded
             memory = min(PREFIX_MEMORY, free // 8)
+        memory = whole(memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         files = None
         if folder is not None:
-            files = PrefixFiles(folder, layout_of(self.engine, versions()), PREFIX_DISK if disk is None else disk)
+            files = PrefixFiles(folder, layout_of(self.engine, versions()), disk)
             self.notes += files.notes
         return PrefixCache(self.engine, memory, files)
 
@@ -152,6 +156,7 @@ class Session:
         trained = self.target.context_length
         if n_ctx is None:
             return min(DEFAULT_CONTEXT, trained)
+        n_ctx = whole(n_ctx, "the context (-c)", 1, MOST_CONTEXT, ContextError)
         if n_ctx > trained:
             self.notes.append(f"the context of {n_ctx} is longer than the {trained} tokens that the model was trained with")
         return n_ctx
@@ -161,13 +166,13 @@ class Session:
             if width not in (None, 1):
                 raise PairError(f"a draft width of {width} needs a drafter: give one with -md, or leave the width out")
             return 16
-        return self.drafter.hp.block_size if width is None else max(2, width)
+        return self.drafter.hp.block_size if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
 
     # -- generating
 
     def steps(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | bytes | Sequence[int],
         max_tokens: int | None = None,
         *,
         mode: str | None = None,
@@ -183,7 +188,7 @@ class Session:
         """Generates from ``prompt`` and yields one event per step; the last event flushes the text.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text (str, or bytes of UTF-8), or token ids.
             max_tokens: at most this many tokens; None: until the end token or the end of the context.
             mode: "speculative" (the default with a drafter), "plain", or "reference".
             sampling: how tokens are chosen; None: greedily.
@@ -196,18 +201,19 @@ class Session:
             interrupted: asked between steps; True ends the generation with the stop reason "interrupt".
 
         Raises:
-            ContextError: the prompt is empty or does not fit the context.
+            ContextError: the prompt is empty or does not fit the context, or an id is outside the vocabulary.
             SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
+            EngineError: an unknown mode, or the session is closed.
         """
-        ids = self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise ContextError("the prompt is empty; give some text with -p, -f or on standard input")
+        self._check_open()
+        ids, stop = self.prompt_ids(prompt, special), stop_texts(stop)
         if self._concurrent is not None and not self._concurrent.closed:
             raise EngineError("this session runs many requests at once: submit this one too, or close the concurrent session first")
         engine = self.engine
         if self.control is not None and self.control.outdated:
             self._measure_costs(fresh=True)
         mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
+        options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end, synthetic)
         stats, sampler, started = self.new_stats(), self._sampler(sampling, ignore_end), time.perf_counter()
         if sampler is not None:
             stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
@@ -216,7 +222,7 @@ class Session:
         stats.seconds["prefill"] = time.perf_counter() - started  # bringing rows back is part of the start
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
         self._last = (engine.epoch, history := list(ids))
-        options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end, synthetic, sampler)
+        options = replace(options, sampler=sampler)
         text = TextStream(self.tokenizer.piece, stop)
         self.control = WidthControl(self.costs) if self.costs and mode == SPECULATIVE else None
 
@@ -250,7 +256,21 @@ class Session:
         n, alike = self.engine.cursor.committed, self.engine.graphs.drafting == (drafting and self.drafter is not None)
         return n if epoch == self.engine.epoch and alike and n < len(ids) and ids[:n] == history[:n] and n <= len(history) else 0
 
+    def prompt_ids(self, prompt: str | bytes | Sequence[int], special: bool = False) -> list[int]:
+        """The token ids of a prompt that is text or token ids already. Raises ContextError if it is neither, or empty."""
+        if isinstance(prompt, (str, bytes)):
+            prompt = self.tokenizer.encode(prompt, special)
+            if not prompt:
+                raise ContextError("the prompt is empty; give some text with -p, -f or on standard input")
+        return token_ids(prompt, self.target.n_vocab).tolist()
+
+    def _check_open(self) -> None:
+        if not self._parts:
+            raise EngineError("the session is closed: load the model again")
+
     def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
+        if not isinstance(sampling, (Sampling, type(None))):
+            raise SamplingError(f"the sampling is {sampling!r}; give pyggml_spec.Sampling(temperature=...)")
         sampling, forbidden = sampling or GREEDY, self.target.file.array("tokenizer.ggml.suppress_tokens", "i")
         if forbidden is not None:  # by the model file, as in llama.cpp
             ids = [int(i) for i in forbidden if 0 <= i < self.tokenizer.n_vocab]
@@ -259,7 +279,7 @@ class Session:
             raise SamplingError("a grammar ends with an end token, and end tokens are to be ignored; give one of the two")
         return None if sampling.is_greedy else Sampler(sampling, self.tokenizer.vocab, self.tokenizer.n_vocab)
 
-    def stream(self, prompt: str | Sequence[int], max_tokens: int | None = None, **options) -> Iterator[StepEvent]:
+    def stream(self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options) -> Iterator[StepEvent]:
         """``steps``, without the events that carry no text (except the last, which has the final statistics)."""
         last = None
         for last in self.steps(prompt, max_tokens, **options):
@@ -268,7 +288,7 @@ class Session:
         if last is not None:
             yield last
 
-    def generate(self, prompt: str | Sequence[int], max_tokens: int | None = None, **options) -> tuple[str, Stats]:
+    def generate(self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options) -> tuple[str, Stats]:
         """The whole text and its statistics."""
         events = list(self.steps(prompt, max_tokens, **options))
         return "".join(event.text for event in events), events[-1].stats
@@ -287,7 +307,8 @@ class Session:
             EngineError: an impossible number of slots.
             DeviceError: their caches do not fit the device.
         """
-        options = replace(self.engine.options, slots=slots, n_ctx=n_ctx or self.engine.options.n_ctx)
+        self._check_open()
+        options = replace(self.engine.options, slots=slots, n_ctx=self.engine.options.n_ctx if n_ctx is None else n_ctx)
         return Scheduler(BatchEngine(self.backend, self.target, self.drafter, options), None if self.costs else options.width)
 
     def concurrent(self, slots: int, n_ctx: int | None = None) -> "ConcurrentSession":  # noqa: F821
@@ -304,6 +325,8 @@ class Session:
 
     def calibrate_plain(self, steps: int = 12) -> float:
         """Milliseconds of one plain decode step of this target on this device, the median of ``steps``. Forgets the sequence."""
+        self._check_open()
+        steps = whole(steps, "the number of steps", 1, 1 << 20)
         if self.costs:
             return self.costs[1]
         engine, times = self.engine, []
@@ -322,6 +345,7 @@ class Session:
 
     def engaged(self) -> Engaged:
         """What is in use: read it before trusting a speed."""
+        self._check_open()
         drafter = self.drafter.file.path.name if self.drafter is not None else None
         width = self.engine.options.width if self.drafter is not None else 1
         return Engaged(
@@ -347,6 +371,13 @@ class Session:
 
     def __exit__(self, *exc) -> None:
         self.close()
+
+
+def stop_texts(stop: Sequence[str]) -> tuple[str, ...]:
+    """``stop``, if it is texts: of one str, every letter would be one."""
+    if isinstance(stop, (str, bytes)) or not isinstance(stop, Iterable) or not all(isinstance(text, str) for text in stop):
+        raise SamplingError(f"stop is {stop!r}; give a list of texts, like ['\\n\\n']")
+    return tuple(stop)
 
 
 def load(

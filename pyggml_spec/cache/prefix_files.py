@@ -55,8 +55,9 @@ class PrefixFiles:
             self.folder.mkdir(parents=True, exist_ok=True)
             entries = self._entries()
             self._sweep()
-        except OSError as error:
-            raise PyspecError(f"the prefix cache {folder} cannot be opened: {error.strerror}; name a folder that can be written") from None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", error)
+            raise PyspecError(f"the prefix cache {str(folder)!r} cannot be opened: {why}; name a folder that can be written") from None
         if entries and not any(path.name.startswith(self._prefix) for path, _ in entries):
             self.notes.append(self._foreign(len(entries), entries[0][0]))
 

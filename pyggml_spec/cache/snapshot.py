@@ -84,6 +84,10 @@ class Pieces:
             lib.ggml_backend_tensor_set(t, ffi.from_buffer(contents[at : at + size]), 0, size)
             at += size
 
+    @property
+    def closed(self) -> bool:
+        return self._ctx is None
+
     def close(self) -> None:
         if self._ctx is not None:
             if self._buffer is not None:
@@ -163,12 +167,13 @@ class SequenceMemory:
 
 @dataclass
 class Snapshot:
-    """A whole sequence at one moment: a copy of what its ``committed`` tokens left, and the ``pending`` token behind them."""
+    """A whole sequence of ``engine`` at one moment: a copy of what its ``committed`` tokens left, and the ``pending`` token behind them."""
 
     pieces: Pieces
     committed: int
     pending: int | None
     drafting: bool
+    engine: object
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checks import whole
 from ..errors import DeviceError
 from .library import ffi, lib, text
 
@@ -49,7 +50,7 @@ def pick_device(name: str | None = None) -> Device:
     if name is None:
         return next((d for d in found if d.kind in ("gpu", "igpu")), next(d for d in found if d.kind == "cpu"))
     for device in found:
-        if device.name.lower() == name.lower():
+        if device.name.lower() == str(name).lower():
             return device
     raise DeviceError(f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(d.name for d in found)}")
 
@@ -70,6 +71,7 @@ def default_threads() -> int:
     return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
+MOST_THREADS = 512  # GGML_MAX_N_THREADS
 _NO_GRAPHS = "GGML_CUDA_DISABLE_GRAPHS"  # ggml-cuda reads it once, at its first graph
 
 
@@ -95,6 +97,7 @@ class Backend:
     opened = 0  # backends of this process so far
 
     def __init__(self, device: Device, threads: int | None = None):
+        threads = default_threads() if threads is None else whole(threads, "the number of threads", 1, MOST_THREADS, DeviceError)
         Backend.opened += 1
         self.device = device
         self._dev = lib.ggml_backend_dev_get(device.index)
@@ -103,7 +106,7 @@ class Backend:
             raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another with --device")
         self.threads = 0
         if device.kind == "cpu":
-            self.threads = threads or default_threads()
+            self.threads = threads
             set_threads = self._proc("ggml_backend_set_n_threads")
             lib.call_set_n_threads(set_threads, self.handle, self.threads)
 

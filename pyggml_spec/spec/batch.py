@@ -14,12 +14,13 @@ from ..cache.cursor import Cursor
 from ..cache.kv import NOWHERE, KVCache, span_for
 from ..cache.kv_types import check_types
 from ..cache.slots import DeltaSlots, SlotRange, covering
+from ..checks import token_ids, whole
 from ..errors import ContextError, EngineError
 from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepIO, StepTimes
 from .batch_graphs import BatchGraphs
-from .engine import CHUNKS, TRASH_ROWS, EngineOptions, StepResult, candidate_widths, check_options
+from .engine import CHUNKS, MOST_WIDTH, TRASH_ROWS, EngineOptions, StepResult, candidate_widths, check_options
 from .graphs import MOST_CANDIDATES, Step
 
 MAX_SLOTS = 64
@@ -80,8 +81,7 @@ class BatchEngine:
 
     def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
         check_options(options, target, drafter)
-        if not 1 <= options.slots <= MAX_SLOTS:
-            raise EngineError(f"{options.slots} slots are impossible: use 1 to {MAX_SLOTS}")
+        whole(options.slots, "the number of slots", 1, MAX_SLOTS)
         self.backend, self.target, self.drafter, self.options = backend, target, drafter, options
         self.slots = [Slot(Cursor(options.n_ctx)) for _ in range(options.slots)]
         self.forwards = self.rows_computed = self.rows_used = 0
@@ -139,6 +139,9 @@ class BatchEngine:
 
         ``drafting`` False: it will not be drafted for. ``candidates``: what ``candidates()`` is to give, as in Engine.read_candidates.
         """
+        if self.graphs.closed:
+            raise EngineError("the session is closed: load the model again")
+        candidates = candidates if candidates is None else whole(candidates, "the number of candidates", 0, MOST_CANDIDATES)
         for index, slot in enumerate(self.slots):
             if not slot.used:
                 self._clean(index)
@@ -172,7 +175,10 @@ class BatchEngine:
     def accept(self, slot: int, rows: int, pending: int) -> None:
         """Commits the first ``rows`` rows of the slot's last block; ``pending`` is the token chosen after them."""
         s = self._sequence(slot)
-        if not 1 <= rows <= s.open_rows:
+        if not s.open_rows:
+            raise EngineError(f"rows cannot be accepted in slot {slot} without a block: run a step first")
+        pending = self._token(pending)
+        if not 1 <= whole(rows, "the number of accepted rows", 0, self.options.width) <= s.open_rows:
             raise EngineError(f"{rows} rows cannot be accepted of a block of {s.open_rows} in slot {slot}")
         if s.tokens.size:
             self._move(slot, s.base + rows, pending)
@@ -183,14 +189,16 @@ class BatchEngine:
         """What may come after ``row`` of the slot's last work (of a prompt, after its last row): I32 token ids (None: all of the vocabulary)
         and F32 logits. Valid until the next step; ``admit`` says how many there are."""
         s = self._sequence(slot)
-        return self._last.candidates(s.row + row)
+        if self._last is None or self.graphs.closed:
+            raise EngineError("no step has been computed whose candidates could be read")
+        return self._last.candidates(s.row + whole(row, f"the row of slot {slot}", 0, max(0, s.ids.size - 1)))
 
     def choose(self, slot: int, pending: int) -> None:
         """Puts ``pending`` in the place of the greedy choice after a prompt."""
         s = self._sequence(slot)
         if s.open_rows:
             raise EngineError(f"slot {slot} has an open block: accept says which token comes after it")
-        s.cursor.pending = pending
+        s.cursor.pending = self._token(pending)
 
     def rollback_range(self, slot: int) -> tuple[int, int]:
         """The lengths, lowest and highest, that ``rollback`` takes now."""
@@ -208,7 +216,7 @@ class BatchEngine:
         """
         s = self._sequence(slot)
         low, high = self.rollback_range(slot)
-        if not low <= n <= high:
+        if not low <= whole(n, "the length of the sequence", 0, self.options.n_ctx) <= high:
             raise EngineError(f"slot {slot} cannot be rolled back to {n} tokens: its last block holds the lengths {low} to {high}")
         if s.tokens.size:
             self._move(slot, n, int(s.tokens[n - low] if n < high else s.ids[-1]))
@@ -245,8 +253,8 @@ class BatchEngine:
         """
         if self.graphs.closed:
             raise EngineError("the session is closed: load the model again")
-        if not work:
-            raise EngineError("a step needs work for at least one slot")
+        if not isinstance(work, Mapping) or not work:
+            raise EngineError("a step needs work for at least one slot, as {slot: Prompt(...), Verify(...) or Draft(...)}")
         rows = {slot: self._check(slot, item) for slot, item in work.items()}
         seats = covering(rows, self.options.slots)
         for slot in seats.slots:
@@ -255,7 +263,7 @@ class BatchEngine:
         self.graphs.drafting = self.drafter is not None and any(self.slots[slot].drafting for slot in work)
         wanted = [self.slots[slot].candidates for slot in work]
         self.graphs.candidates = None if None in wanted else max(wanted)
-        if all(isinstance(item, Prompt) or (isinstance(item, Verify) and not item.drafts) for item in work.values()):
+        if all(isinstance(item, Prompt) or (isinstance(item, Verify) and len(item.drafts) == 0) for item in work.values()):
             return self._direct(work, rows, seats, meanwhile=meanwhile)
         return self._block(work, rows, seats, meanwhile)
 
@@ -265,13 +273,17 @@ class BatchEngine:
         if s.open_rows:
             raise EngineError(f"slot {slot} has a block of {s.open_rows} rows that nothing was accepted of: call accept or rollback first")
         if isinstance(item, Prompt):
-            self._check_prompt(s, item.tokens)
-            return len(item.tokens)
+            return self._check_prompt(s, item.tokens)
+        if not isinstance(item, (Verify, Draft)):
+            raise EngineError(f"the work of slot {slot} is {item!r}: use Prompt, Verify or Draft")
         if s.cursor.pending is None:
             raise EngineError(f"slot {slot} has no pending token: give it a prompt first")
         if s.cursor.room < 1:
             raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise -c")
-        width = item.width if isinstance(item, Draft) else 1 + len(item.drafts)
+        if isinstance(item, Draft):
+            width = whole(item.width, "the width of the block", 0, MOST_WIDTH)
+        else:
+            width = 1 + (token_ids(item.drafts, self.target.n_vocab, "the block of drafts").size if len(item.drafts) else 0)
         if not 1 <= width <= self.options.width or (isinstance(item, Draft) and width < 2):
             raise EngineError(f"a block of {width} rows is impossible here: 2 to {self.options.width} were planned for at load")
         if isinstance(item, Draft) and not s.drafting:
@@ -279,20 +291,15 @@ class BatchEngine:
             raise EngineError(f"{why}: use Verify")
         return width
 
-    def _check_prompt(self, s: Slot, tokens: Sequence[int]) -> None:
-        ids = np.asarray(tokens, dtype=np.int64)
-        if ids.ndim != 1 or ids.size == 0:
-            raise ContextError("the prompt is empty; give at least one token")
-        self.check_tokens(ids)
+    def _check_prompt(self, s: Slot, tokens: Sequence[int]) -> int:
+        ids = token_ids(tokens, self.target.n_vocab)
         s.cursor.check_fits(ids.size)
         if ids.size > self.options.chunk:
             raise EngineError(f"a prompt of {ids.size} tokens in one step: the widest chunk is {self.options.chunk}")
+        return ids.size
 
-    def check_tokens(self, ids: np.ndarray) -> None:
-        """Raises ContextError for an id outside the vocabulary."""
-        bad = ids[(ids < 0) | (ids >= self.target.n_vocab)]
-        if bad.size:
-            raise ContextError(f"token id {bad[0]} is outside the vocabulary of {self.target.n_vocab}")
+    def _token(self, token: int) -> int:
+        return whole(token, "the pending token", 0, self.target.n_vocab - 1)
 
     def chunk_width(self, rows: int) -> int:
         """Rows of the graph that computes ``rows`` certain rows of a slot."""
@@ -409,7 +416,7 @@ class BatchEngine:
     # -- helpers
 
     def _sequence(self, slot: int) -> Slot:
-        if not 0 <= slot < len(self.slots) or not self.slots[slot].used:
+        if whole(slot, "the slot", 0, MAX_SLOTS) >= len(self.slots) or not self.slots[slot].used:
             raise EngineError(f"slot {slot} has no sequence: admit one first")
         return self.slots[slot]
 

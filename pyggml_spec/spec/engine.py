@@ -15,6 +15,7 @@ from ..cache.kv import SPAN, KVCache, padded, span_for
 from ..cache.kv_types import KVTypes, check_types
 from ..cache.recurrent import DeltaState
 from ..cache.snapshot import SequenceMemory, Snapshot
+from ..checks import token_ids, whole
 from ..errors import ContextError, DeviceError, EngineError, PairError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
@@ -24,6 +25,7 @@ from .graphs import MOST_CANDIDATES, Step, StepGraphs
 
 TRASH_ROWS = 16
 WIDTHS = (2, 4, 8, 16)
+MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK = 1 << 24, 1024, 1 << 14
 PREPARE_TOKENS = 2048
 CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
 
@@ -53,10 +55,9 @@ def candidate_widths(block_size: int) -> tuple[int, ...]:
 
 def check_options(options: EngineOptions, target, drafter) -> None:
     """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
-    if options.n_ctx < 1:
-        raise ContextError(f"a context of {options.n_ctx} tokens is impossible; use -c 1 or more")
-    if options.width < 1 or options.chunk < 1:
-        raise EngineError(f"block width {options.width} and prefill chunk {options.chunk} have to be at least 1")
+    whole(options.n_ctx, "the context (-c)", 1, MOST_CONTEXT, ContextError)
+    whole(options.width, "the block width", 1, MOST_WIDTH)
+    whole(options.chunk, "the prefill chunk", 1, WIDEST_CHUNK)
     if drafter is not None:
         drafter.check_pair(target)
         if options.width > drafter.hp.block_size:
@@ -217,8 +218,10 @@ class Engine:
 
     def resume(self, committed: int, pending: int | None = None) -> None:
         """Goes on behind ``committed`` tokens whose rows and state somebody has put into the caches since the last reset."""
-        if self.cursor.committed or not 0 <= committed <= self.options.n_ctx:
-            raise EngineError(f"a sequence of {self.cursor.committed} tokens cannot become one of {committed} in a context of {self.options.n_ctx}")
+        committed = whole(committed, "the length of the sequence", 0, self.options.n_ctx)
+        if self.cursor.committed:
+            raise EngineError(f"there is a sequence of {self.cursor.committed} tokens already: reset first")
+        pending = None if pending is None else self._token(pending)
         self.cursor.advance(committed, pending)
         if self.delta is not None:
             self.delta.reset_cursor()
@@ -235,10 +238,16 @@ class Engine:
             copy = pieces.copy(self.backend)
         if copy is None:
             raise DeviceError(f"no memory on {self.backend.device.name} for a snapshot of {n} tokens; close another one or use a smaller -c")
-        return Snapshot(copy, n, self.cursor.pending, drafting)
+        return Snapshot(copy, n, self.cursor.pending, drafting, self)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Makes ``snapshot`` of this engine the sequence: the next step gives what it would have given then."""
+        """Makes ``snapshot`` of this engine the sequence: the next step gives what it would have given then.
+
+        Raises:
+            EngineError: it was closed, or taken of another engine.
+        """
+        if not isinstance(snapshot, Snapshot) or snapshot.engine is not self or snapshot.pieces.closed:
+            raise EngineError("this is no open snapshot of this engine: take one with snapshot()")
         self.reset(snapshot.drafting)
         with self.sequence.whole(snapshot.committed, snapshot.drafting) as pieces:
             snapshot.pieces.write_to(pieces, self.backend)
@@ -322,9 +331,7 @@ class Engine:
             ContextError: as ``prefill``.
             EngineError: a layer that the target does not have.
         """
-        bad = [v for v in layers if not 0 <= v <= self.target.n_layer]
-        if bad:
-            raise EngineError(f"the target has no input of layer {bad[0]}: 0 to {self.target.n_layer} can be captured")
+        layers = [whole(v, "a captured layer", 0, self.target.n_layer) for v in layers]
         ids = self._checked_tokens(tokens)
         self._enter(0, pending=False)
         chosen = np.empty(ids.size, np.int32)
@@ -386,7 +393,8 @@ class Engine:
 
     def verify_step(self, drafts: Sequence[int]) -> StepResult:
         """Verifies given ids behind the pending token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
-        width = self._block_width(len(drafts) + 1)
+        drafts = token_ids(drafts, self.target.n_vocab, "the block of drafts")
+        width = self._block_width(drafts.size + 1)
         self._catch_up()
         self._enter(width, pending=True)
         step = self.graphs.get("verify", width, self._span(width))
@@ -399,6 +407,7 @@ class Engine:
 
         On the CPU all logits lie in host memory, and nothing has to be read.
         """
+        count = count if count is None else whole(count, "the number of candidates", 0, MOST_CANDIDATES)
         self.graphs.candidates = 0 if self.backend.device.kind == "cpu" else count
 
     def candidates(self, row: int) -> tuple[np.ndarray | None, np.ndarray]:
@@ -406,12 +415,15 @@ class Engine:
 
         Valid until ``accept`` or the next step.
         """
+        if self._last is None or self.graphs.closed:
+            raise EngineError("no step has been computed whose candidates could be read")
         return self._last.candidates(row)
 
     def accept(self, rows: int, pending: int) -> None:
         """Commits the first ``rows`` rows of the last block; ``pending`` is the token chosen after them."""
-        if self._open_block is None or not 1 <= rows <= self._open_block:
-            raise EngineError(f"{rows} rows cannot be accepted of a block of {self._open_block}")
+        if self._open_block is None:
+            raise EngineError("rows cannot be accepted without a block: run a step first")
+        rows, pending = whole(rows, "the number of accepted rows", 1, self._open_block), self._token(pending)
         if self.delta is not None:
             self.delta.after_step(self._open_block, rows, self._open_block > 1)
         if self._open_block == 1 and self.graphs.drafting:
@@ -452,25 +464,19 @@ class Engine:
         return self.cursor.pending
 
     def _checked_tokens(self, tokens: Sequence[int]) -> np.ndarray:
-        """``tokens`` as I64 [T], if they are ids of the vocabulary that fit behind what is there: ggml does not check row numbers."""
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0:
-            raise ContextError("the prompt is empty; give at least one token")
-        if ids.dtype.kind not in "iu":
-            raise ContextError(f"token ids have to be whole numbers, these are {ids.dtype}")
-        bad = ids[(ids < 0) | (ids >= self.target.n_vocab)]
-        if bad.size:
-            raise ContextError(f"token id {bad[0]} is outside the vocabulary of {self.target.n_vocab}")
+        """``tokens`` as I64 [T], if they are ids of the vocabulary that fit behind what is there."""
+        ids = token_ids(tokens, self.target.n_vocab)
         self.cursor.check_fits(ids.size)
         if self.graphs.closed:
             raise EngineError("the session is closed: load the model again")
-        return ids.astype(np.int64)
+        self._open_block = None  # nothing of it was accepted
+        return ids
+
+    def _token(self, token: int) -> int:
+        return whole(token, "the pending token", 0, self.target.n_vocab - 1)
 
     def _block_width(self, width: int | None) -> int:
-        width = self.options.width if width is None else width
-        if not 2 <= width <= self.options.width:
-            raise EngineError(f"a block of {width} rows is impossible here: 2 to {self.options.width} were planned for at load")
-        return width
+        return whole(self.options.width if width is None else width, "the width of the block", 2, self.options.width)
 
     def step_graph(self, role: str, width: int) -> Graph:
         """The graph that a step of this role and width would compute now."""
@@ -515,6 +521,8 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose."""
+        if self.graphs.closed:
+            raise EngineError("the session is closed: load the model again")
         out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
         if self.drafter is not None:
             out["draft_weights"], out["draft_kv"] = self.drafter.weights.nbytes, self.draft_kv.nbytes + self.ring.nbytes

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cache.features import FeatureRing
+from ..cache.features import RING, FeatureRing
 from ..cache.kv import KVCache, spans_up_to
 from ..cache.recurrent import DeltaRows, DeltaState
+from ..checks import whole
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role, RoleCounters
@@ -65,8 +66,9 @@ class Step:
 
         Rows in device memory are read one by one: most of a block's rows are never asked for.
         """
+        rows = self.host["ids"].size if "ids" in self.host else len(self._host_logits())
+        row = whole(row, "the row whose candidates are asked for", 0, rows - 1)
         if "best_ids" in self.host:
-            rows = self.host["ids"].size
             return self.host["best_ids"].reshape(rows, -1)[row], self.host["best_logits"].reshape(rows, -1)[row]
         if "ids" not in self.host:
             return None, self._host_logits()[row]
@@ -94,6 +96,7 @@ class StepGraphs:
         widths: dict[str, tuple[int, ...]],
     ):
         self.backend, self.io, self._widths = backend, io, widths
+        self._widest = max(RING, *(width for of_role in widths.values() for width in of_role))
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta, self.ring = kv, draft_kv, delta, ring
         self.roles: dict[str, Role] = {}
@@ -165,6 +168,9 @@ class StepGraphs:
         self.drafting = drafting
 
     def _make(self, role: str, width: int, span: int, *more) -> Step:
+        if role not in self._builders:
+            raise EngineError(f"there is no step called {role!r}: use one of {', '.join(self._builders)}")
+        width = whole(width, f"the width of a {role} step", 0 if role == "commit" else 1, self._widest)
         if role not in self.roles:
             self.roles[role] = Role(self.backend, role)
         graph = Graph(self.roles[role])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from threading import get_ident
 
+from ..checks import whole
 from ..errors import EngineError
 from ..ggml.device import waited_for_core
 from .engine import Engine, StepResult
@@ -41,6 +42,12 @@ class LoopOptions:
     ignore_end: bool = False
     synthetic: SyntheticAcceptance | None = None
     sampler: Sampler | None = None
+
+    def __post_init__(self):
+        if self.mode not in (SPECULATIVE, PLAIN, REFERENCE):
+            raise EngineError(f"the mode is {self.mode!r}; use {SPECULATIVE}, {PLAIN} or {REFERENCE}")
+        if self.max_tokens is not None:
+            whole(self.max_tokens, "the number of tokens", 0, 1 << 62)
 
     def ends(self, token: int) -> bool:
         """Whether the sequence ends with ``token``."""

@@ -91,6 +91,11 @@ class Sampling:
             right = isinstance(value, int if name in _WHOLE else (int, float)) and not isinstance(value, bool)
             if not right or not low <= value <= high:
                 raise SamplingError(f"{name} is {value!r}, but it has to be a {kind} from {low:g} to {high:g}")
+        for name in ("grammar", "json_schema"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise SamplingError(f"the {name.replace('_', ' ')} is of the type {type(getattr(self, name)).__name__}; give its text")
+        if not isinstance(self.logit_bias, Mapping):
+            raise SamplingError(f"the logit bias is {self.logit_bias!r}; give a number by token id, like {{42: -1.5}}")
         wrong = next((name for name in self.samplers if name not in SAMPLERS or self.samplers.count(name) > 1), None)
         if wrong is not None:
             raise SamplingError(f"the samplers {'; '.join(self.samplers)} are no order: each of {', '.join(SAMPLERS)} may appear once")

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
 from ..cache.slots import covering
+from ..checks import token_ids
 from ..errors import ContextError, EngineError, PyspecError
 from .batch import BatchEngine, Draft, Prompt, Verify, Work
 from .batch_width import BatchWidths
@@ -147,12 +146,9 @@ class Scheduler:
             ContextError: the prompt is empty, does not fit the context, or has ids outside the vocabulary.
             EngineError: a mode that several sequences cannot have.
         """
-        ids = np.asarray(prompt, dtype=np.int64)
+        ids = token_ids(prompt, self.engine.target.n_vocab)
         if options.mode == REFERENCE:
             raise EngineError("reference mode is for one sequence: use one slot")
-        if ids.ndim != 1 or ids.size == 0:
-            raise ContextError("the prompt is empty; give at least one token")
-        self.engine.check_tokens(ids)
         if ids.size > self.engine.options.n_ctx:
             raise ContextError(f"a prompt of {ids.size} tokens does not fit the context of {self.engine.options.n_ctx} per slot; raise -c")
         if options.mode == SPECULATIVE and self.engine.drafter is None:

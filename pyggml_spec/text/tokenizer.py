@@ -7,7 +7,7 @@ import threading
 import llama_cpp
 import numpy as np
 
-from ..errors import ContextError, GGUFError, ModelError
+from ..errors import ContextError, EngineError, GGUFError, ModelError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 
@@ -100,13 +100,15 @@ class Tokenizer:
     def _check_added(self) -> None:
         """Tokens that llama.cpp adds to every text have to exist: it asserts that when it encodes."""
         for name in ("bos", "eos"):
-            adds, token = (getattr(llama_cpp, f"llama_vocab_{part}{name}")(self._vocab) for part in ("get_add_", ""))
+            adds, token = (getattr(llama_cpp, f"llama_vocab_{part}{name}")(self.vocab) for part in ("get_add_", ""))
             if adds and not 0 <= token < self.n_vocab:
                 raise GGUFError(f"{self.path} asks for a {name} token in every text, but tokenizer.ggml.{name}_token_id names none")
 
     @property
     def vocab(self):
         """libllama's vocabulary, for its samplers; valid until ``close``."""
+        if not self._model:
+            raise EngineError("the session is closed: load the model again")
         return self._vocab
 
     def encode(self, text: str | bytes, special: bool = False, bos: bool = True) -> list[int]:
@@ -118,8 +120,10 @@ class Tokenizer:
             bos: whether the tokens that the vocabulary adds at the start are added.
 
         Raises:
-            ContextError: a text of so many bytes that it cannot be encoded in this process.
+            ContextError: no text, or one of so many bytes that it cannot be encoded in this process.
         """
+        if not isinstance(text, (str, bytes)):
+            raise ContextError(f"a text of the type {type(text).__name__} cannot be encoded; give str or bytes")
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")  # llama.cpp ends the process on code points above U+10FFFF
         data = text.encode("utf-8", "replace")
@@ -130,10 +134,10 @@ class Tokenizer:
     def _encode(self, data: bytes, special: bool, bos: bool) -> list[int]:
         capacity = len(data) + 8
         out = (llama_cpp.llama_token * capacity)()
-        n = llama_cpp.llama_tokenize(self._vocab, data, len(data), out, capacity, bos, special)
+        n = llama_cpp.llama_tokenize(self.vocab, data, len(data), out, capacity, bos, special)
         if n < 0:
             out = (llama_cpp.llama_token * -n)()
-            n = llama_cpp.llama_tokenize(self._vocab, data, len(data), out, -n, bos, special)
+            n = llama_cpp.llama_tokenize(self.vocab, data, len(data), out, -n, bos, special)
         return out[:n]
 
     def _encode_on_large_stack(self, data: bytes, special: bool, bos: bool) -> list[int]:
@@ -158,10 +162,10 @@ class Tokenizer:
         """The bytes of one token; control tokens are empty unless ``special``. Bytes of one character may span several tokens."""
         if not 0 <= token < self.n_vocab:
             return b""  # llama.cpp would end the process
-        n = llama_cpp.llama_token_to_piece(self._vocab, token, self._piece, len(self._piece), 0, special)
+        n = llama_cpp.llama_token_to_piece(self.vocab, token, self._piece, len(self._piece), 0, special)
         if n < 0:
             self._piece = ctypes.create_string_buffer(-n)
-            n = llama_cpp.llama_token_to_piece(self._vocab, token, self._piece, len(self._piece), 0, special)
+            n = llama_cpp.llama_token_to_piece(self.vocab, token, self._piece, len(self._piece), 0, special)
         return self._piece.raw[:n]
 
     def decode(self, tokens, special: bool = False) -> str:
@@ -169,21 +173,21 @@ class Tokenizer:
 
     def is_end(self, token: int) -> bool:
         """Whether the model ends its text with this token."""
-        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+        return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
 
     def control_tokens(self) -> dict[str, int]:
         """The texts that ``encode`` only recognises with ``special``, and the tokens that they are."""
         if self._control is None:
             wanted = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-            ids = [i for i in range(self.n_vocab) if llama_cpp.llama_vocab_get_attr(self._vocab, i) & wanted]
-            texts = {llama_cpp.llama_vocab_get_text(self._vocab, i).decode("utf-8", "replace"): i for i in ids}
+            ids = [i for i in range(self.n_vocab) if llama_cpp.llama_vocab_get_attr(self.vocab, i) & wanted]
+            texts = {llama_cpp.llama_vocab_get_text(self.vocab, i).decode("utf-8", "replace"): i for i in ids}
             self._control = {text: i for text, i in texts.items() if text}
         return self._control
 
     @property
     def bos(self) -> int | None:
         """The token that the vocabulary adds at the start of a text, or None."""
-        return llama_cpp.llama_vocab_bos(self._vocab) if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None
+        return llama_cpp.llama_vocab_bos(self.vocab) if llama_cpp.llama_vocab_get_add_bos(self.vocab) else None
 
     def token_bytes(self, file: GGUFFile) -> list[bytes]:
         """The token list as stored (pairs are compared by it)."""
