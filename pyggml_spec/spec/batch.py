@@ -175,8 +175,6 @@ class BatchEngine:
     def accept(self, slot: int, rows: int, pending: int) -> None:
         """Commits the first ``rows`` rows of the slot's last block; ``pending`` is the token chosen after them."""
         s = self._sequence(slot)
-        if not s.open_rows:
-            raise EngineError(f"rows cannot be accepted in slot {slot} without a block: run a step first")
         pending = self._token(pending)
         if not 1 <= whole(rows, "the number of accepted rows", 0, self.options.width) <= s.open_rows:
             raise EngineError(f"{rows} rows cannot be accepted of a block of {s.open_rows} in slot {slot}")
