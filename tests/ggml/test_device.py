@@ -12,7 +12,7 @@ from pyggml_spec.ggml.device import waited_for_core
 
 @pytest.mark.skipif(sys.platform != "linux" or not Path("/proc/thread-self/schedstat").exists(), reason="this system does not say")
 def test_waiting_for_a_core_is_seen():
-    """Two threads of work pinned to one core: the one that asks has to wait for the other."""
+    """Two processes on one core: the one that asks has to wait for the other."""
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
     child = os.fork()
