@@ -63,7 +63,7 @@ def table(files: dict[str, Path], failed: dict[str, str], args) -> str:
     """The markdown page of what has been measured so far."""
     lines = [f"# Architectures on {args.device}, {args.quant}, synthetic acceptance {args.synthetic_acceptance:g}", ""]
     lines += ["Random weights of real shapes; medians of interleaved rounds, tokens per second. The command is in each JSON file.", ""]
-    lines += ["| model | test | llama.cpp | pyspec | ratio | pyspec ms/step | tokens/step |", "|---|---|---|---|---|---|---|"]
+    lines += ["| model | test | llama.cpp | pyspec | ratio | pyspec ms/step | tokens/step | replayed |", "|" + "---|" * 8]
     notes = [f"* {name}: {why}" for name, why in failed.items()]
     costs = []
     for name, path in files.items():
@@ -74,6 +74,7 @@ def table(files: dict[str, Path], failed: dict[str, str], args) -> str:
             theirs = statistics.median(theirs) if theirs else None
             cells = [name, TESTS.get(test, test), f"{theirs:.1f}" if theirs else "-", f"{ours:.1f}", f"{ours / theirs:.2f}" if theirs else "-"]
             cells += [f"{row['ms_per_step']:.2f}", f"{row['tokens_per_step']:.2f}"] if row["ms_per_step"] else ["", ""]
+            cells.append(f"{100 * row['replay_rate']:.0f} %" if row["replay_rate"] is not None else "")
             lines.append(f"| {' | '.join(cells)} |")
         costs.append(f"| {name} | " + ", ".join(f"{width}: {ms:.2f}" for width, ms in (data["costs_ms"] or {}).items()) + " |")
         notes += [f"* {name}: {note}" for note in data["notes"]]

@@ -137,11 +137,12 @@ def _slots_table(rows, output: str) -> str:
 
 
 def _table(rows, output: str) -> str:
-    header = ["test", "tok/s", "deviation", "ms/step", "tokens/step", "upload", "launch", "read+wait", "host"]
+    header = ["test", "tok/s", "deviation", "ms/step", "tokens/step", "upload", "launch", "read+wait", "host", "replayed"]
     cells = []
     for r in rows:
         us = r.phases_us
         phases = [f"{us[k]:.0f} us" for k in ("upload", "compute", "read", "host")] if us else [""] * 4
         steps = [f"{r.ms_per_step:.2f}", f"{r.tokens_per_step:.2f}"] if r.ms_per_step else ["", ""]
-        cells.append([r.test, f"{r.mean:.1f}", f"{r.deviation:.1f}", *steps, *phases])
+        replayed = "" if r.replay_rate is None else f"{100 * r.replay_rate:.0f} %"
+        cells.append([r.test, f"{r.mean:.1f}", f"{r.deviation:.1f}", *steps, *phases, replayed])
     return written(rows, header, cells, output)

@@ -47,6 +47,7 @@ class BenchRow:
     phases_us: dict = field(default_factory=dict)
     widths: dict = field(default_factory=dict)
     expert_hit_rate: float | None = None
+    replay_rate: float | None = None  # of the last run, as in Stats
 
     @property
     def mean(self) -> float:
@@ -134,4 +135,4 @@ class _Decode:
         row.tokens_per_step = stats.tokens_per_step
         row.phases_us = {k: v / stats.steps for k, v in stats.host_us.items()}
         row.widths = dict(stats.widths)
-        row.expert_hit_rate = stats.expert_hit_rate
+        row.expert_hit_rate, row.replay_rate = stats.expert_hit_rate, stats.replay_rate
