@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pyggml_spec as ps
-from pyggml_spec.cache.kv import SPAN
+from pyggml_spec.cache.kv import span_for
 from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.spec.stats import Stats
 from pyggml_spec.spec.synthetic import SyntheticAcceptance
@@ -62,7 +62,7 @@ def main() -> None:
     main_width = max(by_width, key=lambda w: len(by_width[w]))
     usual, worst = statistics.median(by_width[main_width]), []
     for i in range(1, len(rows)):
-        if rows[i][0] // SPAN != rows[i - 1][0] // SPAN:
+        if span_for(rows[i][0]) != span_for(rows[i - 1][0]):
             worst.append(max(ms for *_, ms in rows[i : i + NEAR]))
     if worst:
         print(f"{len(worst)} span boundaries; slowest of the {NEAR} steps behind each: median {statistics.median(worst):.3f} ms, most {max(worst):.3f} ms, "
