@@ -151,9 +151,9 @@ def _target_layers(c: _Config, target: GGUFFile) -> list[int]:
     ids = c.list("target_layer_ids")
     if not ids:
         raise ConvertError("config.json has no target_layer_ids: a drafter that does not say which hidden states it reads is unusable")
-    bad = next((i for i in ids if type(i) is not int or not 0 <= i < n_target), None)
-    if bad is not None:
-        raise ConvertError(f"config.json: target_layer_ids holds {brief(bad)}, but {target.path.name} has the layers 0 to {n_target - 1}")
+    bad = [i for i in ids if type(i) is not int or not 0 <= i < n_target]
+    if bad:
+        raise ConvertError(f"config.json: target_layer_ids holds {brief(bad[0])}, but {target.path.name} has the layers 0 to {n_target - 1}")
     return [i + 1 for i in ids]
 
 
@@ -169,9 +169,9 @@ def _windows(c: _Config, n_layer: int, notes: list[str]) -> tuple[int, list[bool
         first = c.integer("max_window_layers", default=0, low=0) if c.get("use_sliding_window") is True else n_layer
         pattern = [i >= first for i in range(n_layer)]
     else:
-        bad = next((t for t in types if t not in ("full_attention", "sliding_attention")), None)
-        if bad is not None or len(types) != n_layer:
-            wrong = f"holds {brief(bad)}" if bad is not None else f"has {len(types)} entries for {n_layer} layers"
+        bad = [t for t in types if t not in ("full_attention", "sliding_attention")]
+        if bad or len(types) != n_layer:
+            wrong = f"holds {brief(bad[0])}" if bad else f"has {len(types)} entries for {n_layer} layers"
             raise ConvertError(f"config.json: layer_types {wrong}; full_attention and sliding_attention, one per layer, are supported")
         pattern = [t == "sliding_attention" for t in types]
     if not any(pattern):
