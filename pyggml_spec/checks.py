@@ -4,6 +4,8 @@ import operator
 import reprlib
 from collections.abc import Iterable
 
+from .ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)
+
 import numpy as np
 
 from .errors import ContextError, EngineError, PyspecError
