@@ -10,6 +10,7 @@ faster.
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from .errors import (
     ContextError,
@@ -25,6 +26,14 @@ from .errors import (
     SamplingError,
     TemplateError,
 )
+
+if TYPE_CHECKING:
+    from .chat import Chat
+    from .concurrent import ConcurrentSession, Handle
+    from .ggml.device import Device, devices
+    from .session import Session, StepEvent, load
+    from .spec.sampling import Sampling
+    from .spec.stats import Stats
 
 # what needs ggml is imported when it is first used: a wrong llama-cpp-python is then a LibraryError at that point, and --help loads nothing
 _LAZY = {

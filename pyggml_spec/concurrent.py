@@ -196,6 +196,7 @@ class ConcurrentSession:
 
     @property
     def closed(self) -> bool:
+        """Whether it has been closed and its thread has ended."""
         return self._closing and not self._thread.is_alive()
 
     def submit(

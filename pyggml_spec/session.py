@@ -294,6 +294,7 @@ class Session:
         return "".join(event.text for event in events), events[-1].stats
 
     def new_stats(self) -> Stats:
+        """Empty statistics of this session, load time and versions filled in."""
         stats = Stats(device=self.backend.device.name, versions=versions())
         stats.seconds["load"] = self.load_seconds
         return stats
@@ -362,6 +363,7 @@ class Session:
         )
 
     def close(self) -> None:
+        """Frees everything that ``load`` made."""
         for part in reversed(self._parts):
             part.close()
         self._parts = []

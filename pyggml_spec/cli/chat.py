@@ -70,6 +70,8 @@ def command(target, draft, device, threads, n_ctx, graphs, system, thinking, tem
         template, origin = chat_template(session, source)
         chat = Chat(session, template, system, thinking, sampling)
         desk = _Desk(chat, max_tokens, quiet)
+        if (sampler := session._sampler(sampling, False)) is not None:  # a wrong grammar is said before the first turn
+            sampler.close()
         if thinking is not None and not template.can_think:
             raise PyspecError(f"--{'' if thinking else 'no-'}think was given, but the chat template has no thinking mode; leave it out")
         desk.note(engaged_line(session.engaged(), None, sampling.describe()))

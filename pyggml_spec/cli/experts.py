@@ -14,12 +14,12 @@ from .terminal import progress_line, say, size
 FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
-@click.group("experts")
+@click.group("experts", short_help="Counts which routed experts a text needs.")
 def command():
     """Which routed experts a text needs, and how many of them should be on the device."""
 
 
-@command.command("profile")
+@command.command("profile", short_help="Counts the choices of the routers on a text.")
 @target_options
 @click.option("-f", "--file", "text_file", type=click.Path(), required=True, help="Text like the one that the model will be used on.")
 @click.option("-o", "--output", type=click.Path(), help="Default: MODEL.experts.json, where --expert-residency looks for it.")

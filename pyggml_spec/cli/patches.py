@@ -8,7 +8,7 @@ from .main import EXIT_CHECK
 from .terminal import say
 
 
-@click.group("patches")
+@click.group("patches", short_help="The patch set for those who build llama.cpp themselves.")
 def command():
     """The patch set for people who build llama.cpp themselves; patches/README.md says what each does."""
 
@@ -21,7 +21,7 @@ def list_():
     click.echo(f"made for {tool.MADE_FOR}; in {tool.patches_dir()}")
 
 
-@command.command("check")
+@command.command("check", short_help="Dry run on the llama.cpp source tree in DIR.")
 @click.argument("tree", metavar="DIR", type=click.Path(exists=True, file_okay=False))
 @click.pass_context
 def check(ctx, tree: str):

@@ -41,9 +41,11 @@ class Report:
 
     @property
     def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
         return tuple(check for check in self.checks if check.verdict == FAIL)
 
     def check(self, name: str) -> Check:
+        """The check of this name."""
         return next(check for check in self.checks if check.name == name)
 
     def as_dict(self) -> dict:

@@ -109,11 +109,13 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
+        """Whether a penalty changes any logit."""
         neutral = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
         return "penalties" in self.samplers and self.repeat_last_n > 0 and not neutral
 
     @property
     def constrained(self) -> bool:
+        """Whether there is a grammar or a schema."""
         return self.grammar is not None or self.json_schema is not None
 
     @property

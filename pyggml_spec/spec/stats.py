@@ -122,6 +122,7 @@ class Stats:
 
     @property
     def matched_per_position(self) -> list[float]:
+        """Accepted per offered draft, by position in the block from 1 on."""
         return [m / o if o else 0.0 for m, o in zip(self.matched_at, self.offered_at)]
 
     @property

@@ -35,6 +35,7 @@ class SyntheticAcceptance:
         self._random = random.Random(seed)
 
     def draw(self, drafts: int) -> int:
+        """How many of the next block's ``drafts`` drafts count as accepted."""
         matched = 0
         while matched < drafts and self._random.random() < self.p:
             matched += 1

@@ -51,10 +51,12 @@ class BenchRow:
 
     @property
     def mean(self) -> float:
+        """Tokens per second."""
         return statistics.fmean(self.runs)
 
     @property
     def deviation(self) -> float:
+        """Sample deviation of the runs; 0 for one run."""
         return statistics.stdev(self.runs) if len(self.runs) > 1 else 0.0
 
     def as_dict(self) -> dict:

@@ -52,19 +52,22 @@ class PromptsRow:
 
     @property
     def tokens_per_step(self) -> list[float]:
+        """Of speculative decoding, the target's own token included."""
         return self._each(lambda run: _ratio(run, lambda plain, spec: (spec.steps + spec.matched, spec.steps)))
 
     @property
     def plain_speed(self) -> list[float]:
-        """Tokens per second."""
+        """Of plain decoding, in tokens per second."""
         return self._each(lambda run: _speed(run, 0))
 
     @property
     def speed(self) -> list[float]:
+        """Of speculative decoding, in tokens per second."""
         return self._each(lambda run: _speed(run, 1))
 
     @property
     def speedup(self) -> list[float]:
+        """Speculative over plain speed."""
         return self._each(lambda run: _speed(run, 1) / plain if (plain := _speed(run, 0)) else math.nan)
 
     def _each(self, figure: Callable[[list[Pair]], float]) -> list[float]:

@@ -37,6 +37,7 @@ class WeightComparison:
 
     @property
     def flagged(self) -> tuple[TensorDifference, ...]:
+        """The tensors that stand out."""
         return tuple(t for t in self.tensors if t.flag)
 
     def as_dict(self) -> dict:

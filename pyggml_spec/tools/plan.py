@@ -151,10 +151,12 @@ class Plan:
 
     @property
     def total(self) -> int:
+        """Bytes on the device, all purposes together."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
+        """Whether that is no more than what is free."""
         return self.total <= self.free
 
     def as_dict(self) -> dict:

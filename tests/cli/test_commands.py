@@ -18,6 +18,7 @@ def test_every_command_has_help(command):
 def test_help_lists_every_command_with_its_purpose():
     listed = pyspec("--help").stdout.decode()
     assert all(f"\n  {name} " in listed for name in Commands.names)
+    assert "..." not in listed.split("Commands:")[1]
     assert pyspec("-h").stdout.decode() == listed
 
 

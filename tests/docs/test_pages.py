@@ -1,0 +1,119 @@
+"""The pages tell the truth: commands exist and run, code runs, files and tests that are named are there, generated pages are what the code says."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from pyggml_spec.cli.main import cli
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDE = ROOT / "docs" / "guide.md"
+ELSEWHERE = ("bench", "doctor", "convert", "experts", "compare --weights")  # take long or need files of their own; run in tests/cli
+CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for kind, code in CODE.findall(page.read_text("utf-8")) if kind == language]
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of a shell that call pyspec, comments taken off."""
+    lines = [line for block in blocks(page, "") for line in block.splitlines()]
+    return [re.sub(r" +# .*", "", line) for line in lines if re.match(r"(printf .*\| )?pyspec ", line)]
+
+
+def arguments(line: str) -> list[str]:
+    words = shlex.split(line[line.index("pyspec ") :])[1:]
+    return words[: next((i for i, word in enumerate(words) if word in ("|", ">", "<")), len(words))]
+
+
+@pytest.mark.parametrize(("page", "line"), [(page.name, line) for page in PAGES for line in commands(page)])
+def test_commands_have_the_options_that_pages_give_them(page, line):
+    command, words = cli, arguments(line)
+    context = click.Context(cli)
+    while isinstance(command, click.Group):
+        name = words.pop(0)
+        command = command.get_command(context, name)
+        assert command is not None, f"{page}: there is no command {name}"
+    command.make_context(name, words)
+
+
+def test_there_are_commands_to_check():
+    assert len(commands(GUIDE)) > 20 and commands(ROOT / "README.md")
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A folder with the files that the guide names, and an environment in which one core is seen: threads that wait for each other are slow."""
+    folder = tmp_path_factory.mktemp("desk")
+    for name, path in (("target.gguf", DEMO_TARGET), ("drafter.gguf", DEMO_DRAFTER)):
+        (folder / name).symlink_to(path)
+    (folder / "prompt.txt").write_text("import os\n\n\ndef walk(path):\n" * 20)
+    return folder
+
+
+def in_desk(folder: Path, command, **more) -> subprocess.CompletedProcess:
+    core = min(os.sched_getaffinity(0))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=200, input="def f(x):\n", env={**os.environ, "PATH": path},
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}), **more
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("line", [line for line in commands(GUIDE) if "model.gguf" not in line and not " ".join(arguments(line)).startswith(ELSEWHERE)])
+def test_the_guides_commands_run(desk, line):
+    done = in_desk(desk, line, shell=True)
+    refused = "--require-spec" in line and done.returncode == 3  # a machine on which drafting does not pay
+    assert (done.returncode == 0 or refused) and "Traceback" not in done.stderr, done.stderr
+    written = re.search(r"> (\S+)$", line)
+    assert done.stdout.strip() or (desk / written[1]).read_text().strip()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE])
+def test_code_of_the_pages_runs(desk, page):
+    """Each block by itself, as somebody would paste it."""
+    codes = blocks(page, "python")
+    assert codes
+    for code in codes:
+        done = in_desk(desk, [sys.executable, "-c", code])
+        assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_tests_that_pages_name_exist(page):
+    text = page.read_text("utf-8")
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / link).exists(), link
+    for path in re.findall(r"`((?:tests|scripts|docs|pyggml_spec|csrc|patches)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+    tests = "\n".join(p.read_text("utf-8") for p in (ROOT / "tests").rglob("*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, name
+
+
+def test_generated_pages_are_what_the_code_says():
+    """If this fails, run scripts/make_reference.py."""
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "make_reference.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_types_reach_the_user():
+    """py.typed is installed, and what the package exports by name is what a type checker finds in its modules."""
+    import pyggml_spec
+
+    assert (Path(pyggml_spec.__file__).parent / "py.typed").exists()
+    tree = ast.parse(Path(pyggml_spec.__file__).read_text("utf-8"))
+    shown = next(node for node in tree.body if isinstance(node, ast.If))  # TYPE_CHECKING: the lazy imports are invisible to a checker
+    assert {(alias.name, node.module) for node in shown.body for alias in node.names} == set(pyggml_spec._LAZY.items())
+    for name in pyggml_spec.__all__:
+        assert getattr(pyggml_spec, name).__doc__, name
