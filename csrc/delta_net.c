@@ -35,6 +35,7 @@ struct pgs_delta {
     int64_t               n_slots;  // of the layouts: 1 also where s.n_slots is 0
     struct ggml_context * ctx;
     ggml_backend_buffer_t buffer;
+    size_t                bytes;
     // 1-d F32 homes; the layouts above are views made per graph
     struct ggml_tensor * states;
     struct ggml_tensor * conv;
@@ -67,6 +68,16 @@ void pgs_delta_free(pgs_delta * d) {
         free(d->replayed);
         free(d);
     }
+}
+
+// An empty buffer, and addresses in it that nobody reads.
+static ggml_backend_buffer_t pretended(struct ggml_context * ctx, ggml_backend_buffer_type_t buft) {
+    const ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(buft, 0);
+    for (struct ggml_tensor * t = ggml_get_first_tensor(ctx); t != NULL; t = ggml_get_next_tensor(ctx, t)) {
+        t->data   = (void *) (uintptr_t) (1 << 20);
+        t->buffer = buffer;
+    }
+    return buffer;
 }
 
 pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape, char * err) {
@@ -103,14 +114,19 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
     d->qk     = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size * 2 * s.n_head_k * w * L);
     d->gates  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.n_head_v * w * L * 2);
     d->norm   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size);
-    d->buffer = ggml_backend_alloc_ctx_tensors(d->ctx, backend);
+    const ggml_backend_buffer_type_t buft = ggml_backend_get_default_buffer_type(backend);
+    d->bytes  = ggml_backend_alloc_ctx_tensors_from_buft_size(d->ctx, buft);
+    d->buffer = s.planned ? pretended(d->ctx, buft) : ggml_backend_alloc_ctx_tensors_from_buft(d->ctx, buft);
     if (d->buffer == NULL || d->replayed == NULL) {
         snprintf(err, PGS_ERR, "no memory for the delta-net state of %lld layers and %lld slots on %s", (long long) s.n_layer,
                  (long long) d->n_slots, ggml_backend_name(backend));
         pgs_delta_free(d);
         return NULL;
     }
-    pgs_delta_clear(d);
+    if (!s.planned) {
+        d->bytes = ggml_backend_buffer_get_size(d->buffer);
+        pgs_delta_clear(d);
+    }
     return d;
 }
 
@@ -131,7 +147,7 @@ void pgs_delta_clear(pgs_delta * d) {
 }
 
 size_t pgs_delta_bytes(const pgs_delta * d) {
-    return ggml_backend_buffer_get_size(d->buffer);
+    return d->bytes;
 }
 
 size_t pgs_delta_state_bytes(const pgs_delta * d) {

@@ -101,6 +101,7 @@ typedef struct pgs_delta_shape {
     int64_t row;        // floats per projected row that the engine keeps: conv channels, or more when the projection is fused
     int64_t max_width;  // widest block that is verified
     int64_t n_slots;    // sequences that share steps; 0: one sequence, in the layout that needs no copy
+    bool    planned;    // sizes instead of memory, for plans: graphs can be built and measured, not run
 } pgs_delta_shape;
 
 typedef enum pgs_delta_mode {

@@ -343,6 +343,11 @@ int pgs_place(struct ggml_tensor * home, size_t offset, struct ggml_tensor * nod
                  ggml_nbytes(home));
         return 1;
     }
+    if (ggml_backend_buffer_get_size(home->buffer) == 0) {  // planned: there is nothing behind the address
+        node->buffer = home->buffer;
+        node->data   = (char *) home->data + offset;
+        return 0;
+    }
     if (ggml_backend_tensor_alloc(home->buffer, node, (char *) home->data + offset) != GGML_STATUS_SUCCESS) {
         snprintf(err, PGS_ERR, "the backend refused to place a node");
         return 1;

@@ -14,17 +14,16 @@ from ..models.base import DeltaShape
 
 
 class DeltaState:
-    """Owns the device pools. ``width`` is 0 after prefill, 1 after plain decoding, W after a verified block of W rows."""
+    """Owns the device pools, or with ``planned`` only their sizes. ``width`` is 0 after prefill, 1 after plain decoding, W after a verified block of W rows."""
 
     slots = 0  # one sequence; see DeltaSlots
 
-    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int):
+    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, planned: bool = False):
         self.shape, self.max_width = shape, max_width
         self._history = np.arange(shape.conv - 1, dtype=np.int32)
         self._err = new_err()
-        spec = ffi.new(
-            "pgs_delta_shape *", [shape.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.conv, row, max_width, self.slots]
-        )
+        sizes = [shape.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.conv, row, max_width, self.slots]
+        spec = ffi.new("pgs_delta_shape *", [*sizes, planned])
         self.handle = lib.pgs_delta_new(backend.handle, spec, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))

@@ -46,9 +46,9 @@ def covering(slots, n_slots: int) -> SlotRange:
 class DeltaSlots(DeltaState):
     """Owns the device pools. ``accepted`` [slots]: rows of each slot's block that the next step over the slot commits."""
 
-    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int):
+    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int, planned: bool = False):
         self.slots = slots
-        super().__init__(backend, shape, row, max_width)
+        super().__init__(backend, shape, row, max_width, planned)
         hist = self.history_rows
         self._table_rows = (hist + max_width + 1) * slots  # of one layer, see csrc/delta_net.c
         self._tables = self._table_rows * np.arange(shape.layers).reshape(-1, 1, 1)

@@ -26,19 +26,18 @@ _PURPOSES = {
 @click.option("--device", help="Plan for this device only. Default: every device.")
 @click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help="Context in tokens. Default: 4096 or the model's own.")
 @click.option("--draft-width", type=click.IntRange(1, 1024), help="Rows per verified block. Default: the drafter's block.")
+@click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once, each with a context of its own (Session.concurrent).")
 @expert_options
 @cache_type_options
 @draft_cache_type_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per device.")
-def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, experts, as_json: bool, **cache_types):
+def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, slots, experts, as_json: bool, **cache_types):
     """Says how many bytes a pair will take before it is loaded, and the longest context that fits. Exit code 3 if no device has room.
 
     What a driver takes for itself (some hundred MiB with CUDA) is not counted.
     """
-    if device is not None:
-        plans = [plan(target, draft, device=device, n_ctx=n_ctx, draft_width=draft_width, experts=experts, **cache_types)]
-    else:
-        plans = plan_everywhere(target, draft, n_ctx=n_ctx, draft_width=draft_width, experts=experts, **cache_types)
+    options = {"n_ctx": n_ctx, "draft_width": draft_width, "slots": slots, "experts": experts, **cache_types}
+    plans = [plan(target, draft, device=device, **options)] if device is not None else plan_everywhere(target, draft, **options)
     for one in plans:
         if as_json:
             click.echo(json.dumps(one.as_dict()))
@@ -56,6 +55,9 @@ def _show(one: Plan | NoPlan) -> None:
     for key, name in _PURPOSES.items():
         if key in one.memory:
             click.echo(f"  {name:<16} {size(one.memory[key]):>10}  {_detail(one, key)}".rstrip())
+    if one.slots_memory:
+        parts = ", ".join(f"{name} {size(one.slots_memory[key])}" for key, name in _PURPOSES.items() if key in one.slots_memory)
+        click.echo(f"  {f'{one.slots} slots':<16} {size(sum(one.slots_memory.values())):>10}  {size(one.per_slot)} each; {parts}")
     if one.host_bytes:
         click.echo(f"  {'in host memory':<16} {size(one.host_bytes):>10}  experts, as pages of the file")
     types = sorted(one.weights_by_type.items(), key=lambda item: -item[1])

@@ -77,7 +77,7 @@ class Slot:
 class BatchEngine:
     """Runs steps over N slots. Owns caches, graphs and step buffers; borrows models (with their weights) and the backend."""
 
-    kv_class, graphs_class = KVCache, BatchGraphs  # planning puts classes without memory here
+    kv_class, graphs_class, planned = KVCache, BatchGraphs, False  # planning puts classes without memory here
 
     def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
         check_options(options, target, drafter)
@@ -113,7 +113,9 @@ class BatchEngine:
             check_types(opt.draft_kv, shapes, self.backend, draft=True)
             self.draft_kv = self._own(self.kv_class(self.backend, shapes, opt.n_ctx, TRASH_ROWS, types=opt.draft_kv, slots=n))
         shape = self.target.delta_shape()
-        self.delta = self._recurrent_state(shape) if shape is not None else None
+        self.delta = None
+        if shape is not None:
+            self.delta = self._own(DeltaSlots(self.backend, shape, self.target.delta_row(), opt.width, n, self.planned))
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         self.io = self._own(StepIO(self.backend, n * (112 * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width) + 8192))
         blocks = candidate_widths(opt.width)
@@ -128,9 +130,6 @@ class BatchEngine:
             self.graphs.get("fused", opt.width, live, every)
         if self.delta is not None:
             self.graphs.get("commit", opt.width, 0, every)
-
-    def _recurrent_state(self, shape) -> DeltaSlots:
-        return self._own(DeltaSlots(self.backend, shape, self.target.delta_row(), self.options.width, self.options.slots))
 
     # -- sequences
 

@@ -89,7 +89,7 @@ class StepResult:
 class Engine:
     """Runs steps. Owns caches, graphs and step buffers; borrows models (with their weights) and the backend."""
 
-    kv_class, graphs_class = KVCache, StepGraphs  # planning puts classes without memory here
+    kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
 
     def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
         check_options(options, target, drafter)
@@ -131,7 +131,7 @@ class Engine:
         shape = self.target.delta_shape()
         self.delta = None
         if shape is not None:
-            self.delta = self._recurrent_state(shape)
+            self.delta = self._own(DeltaState(self.backend, shape, self.target.delta_row(), opt.width, self.planned))
         self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, self.target.kv_shapes(), self.target.window)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         self.io = self._own(StepIO(self.backend, 64 * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width + 8192))
@@ -140,9 +140,6 @@ class Engine:
         self.graphs = self._own(
             self.graphs_class(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, self.ring, widths)
         )
-
-    def _recurrent_state(self, shape) -> DeltaState:
-        return self._own(DeltaState(self.backend, shape, self.target.delta_row(), self.options.width))
 
     def _reserve(self) -> None:
         """Plans the largest graph of every role that a generation uses: what does not fit is said now, and no buffer grows later."""

@@ -1,8 +1,8 @@
 """How much memory a pair will take, before any of it is allocated.
 
 The engine's own code plans: weights, caches and graphs are made as it makes them, except that weights, K/V and compute buffers get sizes
-instead of memory. So the numbers are those of a session that is loaded afterwards, whatever the models and the backend. Only the recurrent
-state (kilobytes to a few hundred MiB), the step buffer and the rows of experts in host memory exist for a moment.
+instead of memory. So the numbers are those of a session that is loaded afterwards, whatever the models and the backend. Only the step buffer
+and the rows of experts in host memory exist for a moment.
 """
 
 from contextlib import ExitStack
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..cache.kv import SPAN, KVCache, padded
 from ..cache.kv_types import KVTypes
-from ..cache.recurrent import DeltaState
 from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, free_bytes, pick_device
 from ..ggml.library import ffi, lib, text
@@ -20,6 +19,8 @@ from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_drafter, open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET, Session
+from ..spec.batch import BatchEngine
+from ..spec.batch_graphs import BatchGraphs
 from ..spec.engine import Engine, EngineOptions
 from ..spec.graphs import Step, StepGraphs
 
@@ -92,7 +93,7 @@ class PlannedKV(KVCache):
         return self._planned
 
 
-class PlannedGraphs(StepGraphs):
+class _Sized:
     """Graphs that are built, and whose buffers are only sized: one per role, as large as the graph that asks for most."""
 
     def __init__(self, *args):
@@ -111,17 +112,24 @@ class PlannedGraphs(StepGraphs):
         return sum(self.bytes_by_role.values())
 
 
+class PlannedGraphs(_Sized, StepGraphs):
+    """Those of an engine that cannot run."""
+
+
+class PlannedBatchGraphs(_Sized, BatchGraphs):
+    """Those of a batch engine that cannot run."""
+
+
 class PlannedEngine(Engine):
-    """An engine that cannot run. ``shared_delta``: a recurrent state to borrow, so that planning many contexts makes one."""
+    """An engine that cannot run."""
 
-    def __init__(self, backend: Backend, target, drafter, options: EngineOptions, shared_delta: DeltaState | None):
-        self._shared_delta = shared_delta
-        super().__init__(backend, target, drafter, options)
+    kv_class, graphs_class, planned = PlannedKV, PlannedGraphs, True
 
-    kv_class, graphs_class = PlannedKV, PlannedGraphs
 
-    def _recurrent_state(self, shape) -> DeltaState | None:
-        return self._shared_delta
+class PlannedBatchEngine(BatchEngine):
+    """A batch engine that cannot run."""
+
+    kv_class, graphs_class, planned = PlannedKV, PlannedBatchGraphs, True
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,8 @@ class Plan:
 
     Attributes:
         memory: by purpose, as ``Engine.memory`` reports it after loading.
+        slots, slots_memory: sequences at once, 1 for none but the session's own; what ``Session.concurrent`` takes for them on top, by
+            purpose, each with ``n_ctx`` tokens of context.
         weights_by_type: the target's and the drafter's tensors together, by type.
         compute_by_role: compute buffers by kind of step.
         host_bytes: pages of the file that experts in host memory are read from, while they are used.
@@ -142,6 +152,8 @@ class Plan:
     n_ctx: int
     trained_context: int
     memory: dict[str, int]
+    slots: int
+    slots_memory: dict[str, int]
     weights_by_type: dict[str, int]
     compute_by_role: dict[str, int]
     host_bytes: int
@@ -152,7 +164,12 @@ class Plan:
     @property
     def total(self) -> int:
         """Bytes on the device, all purposes together."""
-        return sum(self.memory.values())
+        return sum(self.memory.values()) + sum(self.slots_memory.values())
+
+    @property
+    def per_slot(self) -> int:
+        """Bytes of one slot's rows and states; compute buffers grow with the slots too, by less."""
+        return sum(self.slots_memory.get(name, 0) for name in ("kv", "draft_kv", "recurrent")) // self.slots
 
     @property
     def fits(self) -> bool:
@@ -160,7 +177,7 @@ class Plan:
         return self.total <= self.free
 
     def as_dict(self) -> dict:
-        return {**asdict(self), "total": self.total, "fits": self.fits}
+        return {**asdict(self), "total": self.total, "fits": self.fits, "per_slot": self.per_slot}
 
 
 @dataclass(frozen=True)
@@ -181,6 +198,7 @@ def plan(
     device: str | None = None,
     n_ctx: int | None = None,
     draft_width: int | None = None,
+    slots: int = 1,
     free: int | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
@@ -191,6 +209,7 @@ def plan(
     """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
 
     Args:
+        slots: more than 1: ``Session.concurrent`` with so many slots is planned too.
         free: bytes to take as free, instead of what the device reports.
 
     Raises:
@@ -202,7 +221,7 @@ def plan(
         target, draft = DEMO_TARGET, DEMO_DRAFTER
     kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
     draft = Path(draft) if draft is not None else None
-    return _plan_on(pick_device(device), Path(target), draft, n_ctx, draft_width, free, kv, draft_kv, experts)
+    return _plan_on(pick_device(device), Path(target), draft, n_ctx, draft_width, slots, free, kv, draft_kv, experts)
 
 
 def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
@@ -224,7 +243,7 @@ def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
 
 
 def _plan_on(
-    device: Device, target_path: Path, draft_path: Path | None, n_ctx, draft_width, free, kv: KVTypes, draft_kv: KVTypes, experts
+    device: Device, target_path: Path, draft_path: Path | None, n_ctx, draft_width, slots, free, kv: KVTypes, draft_kv: KVTypes, experts
 ) -> Plan:
     with ExitStack() as stack:
 
@@ -244,27 +263,33 @@ def _plan_on(
         target.weights = own(PlannedWeights(backend, target, *session._place_experts(experts, 1, max(options.chunk, width))))
         if drafter is not None:
             drafter.weights = own(PlannedWeights(backend, drafter))
-        shape = target.delta_shape()
-        delta = own(DeltaState(backend, shape, target.delta_row(), width)) if shape is not None else None
 
-        def at(context: int) -> tuple[dict[str, int], dict[str, int]]:
-            engine = PlannedEngine(backend, target, drafter, replace(options, n_ctx=context), delta)
+        def memory_of(engine_class, context: int, slots: int) -> tuple[dict[str, int], dict[str, int]]:
+            engine = engine_class(backend, target, drafter, replace(options, n_ctx=context, slots=slots))
             try:
                 return engine.memory(), dict(engine.graphs.bytes_by_role)
             finally:
                 engine.close()
 
-        memory, roles = at(n_ctx)
+        def of_slots(context: int) -> dict[str, int]:
+            memory = memory_of(PlannedBatchEngine, context, slots)[0] if slots != 1 else {}
+            return {name: nbytes for name, nbytes in memory.items() if name not in ("weights", "draft_weights")}  # which are shared
+
+        def total(context: int) -> int:
+            return sum(memory_of(PlannedEngine, context, 1)[0].values()) + sum(of_slots(context).values())
+
+        (memory, roles), slots_memory = memory_of(PlannedEngine, n_ctx, 1), of_slots(n_ctx)
         by_type: dict[str, int] = {}
         for model in (target, drafter):
             for name, nbytes in model.weights.bytes_by_type.items() if model is not None else ():
                 by_type[name] = by_type.get(name, 0) + nbytes
         free = free_bytes(device) if free is None else free
-        largest = _largest(lambda context: sum(at(context)[0].values()) <= free, target.context_length)
+        largest = _largest(lambda context: total(context) <= free, target.context_length)
         draft_shapes = drafter.kv_shapes() if drafter is not None else ()
         per_token = sum(map(kv.row_bytes, target.kv_shapes())) + sum(map(draft_kv.row_bytes, draft_shapes))
         host_bytes = target.weights.host_bytes
-        return Plan(device.name, n_ctx, target.context_length, memory, by_type, roles, host_bytes, per_token, free, largest)
+        trained = target.context_length
+        return Plan(device.name, n_ctx, trained, memory, slots, slots_memory, by_type, roles, host_bytes, per_token, free, largest)
 
 
 def _largest(fits, trained: int) -> int:

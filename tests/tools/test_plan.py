@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.errors import ContextError, GGUFError, ModelError, PairError, PyspecError
+from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.models.placement import ExpertOptions, Routing
@@ -98,10 +98,31 @@ def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
         plan(path, device="CPU", experts=ExpertOptions(0, 0.5))
 
 
+@pytest.mark.parametrize("slots, n_ctx", [(2, 300), (5, 700)])
+def test_slots(tmp_path, slots, n_ctx):
+    """What Session.concurrent takes on top, to the byte; compute buffers as far as they are reserved at its start."""
+    shape = Shape(window=12)
+    pair = write_qwen35(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
+    planned, alone = (plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=8, slots=n) for n in (slots, 1))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=n_ctx, draft_width=8) as session, session.batch(slots) as scheduler:
+        taken = scheduler.engine.memory()
+    assert planned.slots_memory == {name: n for name, n in taken.items() if name not in ("weights", "draft_weights")}
+    assert planned.memory == alone.memory and planned.total == alone.total + sum(planned.slots_memory.values())
+    assert planned.per_slot * slots <= planned.total - alone.total and alone.slots_memory == {} and alone.per_slot == 0
+    tight = plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=8, slots=slots, free=alone.total)
+    assert not tight.fits and tight.largest_context < n_ctx
+
+
+def test_too_many_slots_are_refused(pair):
+    with pytest.raises(EngineError, match="65 slots"):
+        plan(*pair, device="CPU", slots=65)
+
+
 def test_nothing_large_is_allocated(tmp_path):
     """A context of 16 million tokens is planned on a machine that has no room for it."""
     target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))
-    planned = plan(target, device="CPU", n_ctx=1 << 24)
+    planned = plan(target, device="CPU", n_ctx=1 << 24, slots=64)
+    assert planned.slots_memory["kv"] > 60 * planned.memory["kv"]
     assert planned.memory["kv"] >= (1 << 24) * planned.kv_per_token and 0 < planned.largest_context <= 1 << 24
 
 
