@@ -133,15 +133,17 @@ class Session:
 
     def _prefix_cache(self, folder: str | Path | None, memory: int | None, disk: int | None) -> PrefixCache:
         disk = PREFIX_DISK if disk is None else whole(disk, "the space for the prefix cache's files", 0, MOST_BYTES, PyspecError)
-        if memory is None:
-            free = free_bytes(devices()[self.backend.device.index])  # now that the pair is loaded
-            memory = min(PREFIX_MEMORY, free // 8)
-        memory = whole(memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         files = None
         if folder is not None:
             files = PrefixFiles(folder, layout_of(self.engine, versions()), disk)
             self.notes += files.notes
-        return PrefixCache(self.engine, memory, files)
+        return PrefixCache(self.engine, self._prefix_memory(memory), files)
+
+    def _prefix_memory(self, asked: int | None) -> int:
+        """Bytes for copies of prompts; None: of what is free now."""
+        if asked is None:
+            return min(PREFIX_MEMORY, free_bytes(devices()[self.backend.device.index]) // 8)
+        return whole(asked, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
 
     def _check_vocabularies(self, target: GGUFFile, draft: GGUFFile) -> None:
         difference = first_difference(target, draft)
@@ -299,10 +301,12 @@ class Session:
         stats.seconds["load"] = self.load_seconds
         return stats
 
-    def batch(self, slots: int, n_ctx: int | None = None) -> Scheduler:
+    def batch(self, slots: int, n_ctx: int | None = None, prefix_memory: int = 0) -> Scheduler:
         """A scheduler for ``slots`` sequences at once over this session's weights, with caches of its own; close it before the session.
 
-        Each slot has ``n_ctx`` tokens of context; None takes the session's.
+        Args:
+            n_ctx: tokens of context of each slot; None takes the session's.
+            prefix_memory: bytes on the device for the beginnings of prompts, so that what begins alike is computed once.
 
         Raises:
             EngineError: an impossible number of slots.
@@ -310,10 +314,13 @@ class Session:
         """
         self._check_open()
         options = replace(self.engine.options, slots=slots, n_ctx=self.engine.options.n_ctx if n_ctx is None else n_ctx)
-        return Scheduler(BatchEngine(self.backend, self.target, self.drafter, options), None if self.costs else options.width)
+        memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
+        engine = BatchEngine(self.backend, self.target, self.drafter, options)
+        return Scheduler(engine, None if self.costs else options.width, memory)
 
-    def concurrent(self, slots: int, n_ctx: int | None = None) -> "ConcurrentSession":  # noqa: F821
-        """Many requests at once, from threads or asyncio: ``submit`` returns handles. Arguments and errors as of ``batch``.
+    def concurrent(self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None) -> "ConcurrentSession":  # noqa: F821
+        """Many requests at once, from threads or asyncio: ``submit`` returns handles. Arguments and errors as of ``batch``; without
+        ``prefix_memory`` it is 1 GiB, or an eighth of what is free if that is less.
 
         This session itself generates nothing while it is open: both would use one device stream from two threads.
         """
@@ -321,7 +328,7 @@ class Session:
 
         if self._concurrent is not None and not self._concurrent.closed:
             raise EngineError("requests are already taken by another concurrent session: close it first")
-        self._concurrent = self._own(ConcurrentSession(self, self.batch(slots, n_ctx)))
+        self._concurrent = self._own(ConcurrentSession(self, self.batch(slots, n_ctx, self._prefix_memory(prefix_memory))))
         return self._concurrent
 
     def calibrate_plain(self, steps: int = 12) -> float:

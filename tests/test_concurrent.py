@@ -164,3 +164,16 @@ def test_events_that_cannot_be_made_end_their_request_alone(server, want, monkey
         bad.result(WAIT)
     assert good.result(WAIT)[0] == want[PROMPTS[1]]
     assert server.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
+
+
+def test_requests_that_begin_alike_share_the_beginning(session, want):
+    """The second one is there before the first has ended: it waits for the shared part, and says what it did not compute."""
+    prompts = ["def quicksort(items):\n    pivot = items[0]\n" * 5 + end for end in ("return 1", "yield 2")]
+    alone = [session.generate(prompt, 12) for prompt in prompts]
+    with session.concurrent(slots=2) as server:
+        got = [handle.result(WAIT) for handle in [server.submit(prompt, 12) for prompt in prompts]]
+    assert [text for text, _ in got] == [text for text, _ in alone]
+    assert [stats.reused_tokens for _, stats in got] == [0, 128] and got[1][1].drafted > 0
+    with session.concurrent(slots=2, prefix_memory=0) as server:
+        assert server.submit(prompts[0], 12).result(WAIT)[1].reused_tokens == 0
+        assert server.submit(prompts[0], 12).result(WAIT)[1].reused_tokens == 0

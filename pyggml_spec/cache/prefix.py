@@ -1,10 +1,7 @@
 """Prompts that begin alike are computed once.
 
-A prompt is cut into chunks, those of the prefill. A chunk's key is the hash of its tokens and of the key before it, so prompts that begin
-alike share the chunks of their beginning. What a chunk can have:
-
-    rows    K/V rows of its tokens: in place (the slot's last prompt had this chunk too), as a copy on the device, or in a file
-    state   what the tokens up to its end left besides rows; only for models where rows are not enough (recurrent, or with a ring)
+A prompt is cut into chunks, those of the prefill; see copies.py. A chunk's rows can be in place (the last prompt had this chunk too), a copy
+on the device, or in a file; its state a copy or in a file.
 
 A prompt goes on behind the deepest chunk that has a state and whose rows, and those of all chunks before it, are there. Every part of it
 was computed by the graph that would have computed it now, with the same rows in it: cached and uncached runs are equal bit for bit. That
@@ -20,12 +17,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .copies import ROWS, STATE, Chunk, Copies, chunk_keys
 from .prefix_files import PrefixFiles, Refused
 from .snapshot import Pieces
 
-ROWS, STATE = "rows", "state"
 STATE_EVERY = 4
-REMEMBERED = 1 << 14  # chunks without copies whose keys are remembered, to see where prompts part
 
 
 @dataclass
@@ -43,21 +39,11 @@ class Reuse:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class _Chunk:
-    """``index`` chunks come before it. ``used``: when each kind of copy was last of use."""
-
-    key: bytes
-    index: int
-    copies: dict[str, Pieces] = field(default_factory=dict)
-    used: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass
 class _Place:
     """The prompt whose chunks a slot holds: the first ``done`` of them are in place as long as the engine is still in ``epoch``."""
 
-    chunks: list[_Chunk]
+    chunks: list[Chunk]
     drafting: bool
     epoch: int
     done: int = 0
@@ -74,12 +60,13 @@ class PrefixCache:
     """
 
     def __init__(self, engine, budget: int, files: PrefixFiles | None = None):
-        self.engine, self.budget, self.files = engine, budget, files
-        self.used_bytes = 0
+        self.engine, self.files, self._copies = engine, files, Copies(engine.backend, budget)
         self.notes: list[str] = []
-        self._chunks: dict[bytes, _Chunk] = {}
         self._place: _Place | None = None
-        self._clock = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return self._copies.used_bytes
 
     @property
     def grain(self) -> int:
@@ -99,10 +86,10 @@ class PrefixCache:
         self.save()
         keys = self._keys(ids, drafting) if ids.ndim == 1 and ids.size <= engine.options.n_ctx else []
         seen = self._seen(keys)
-        chunks = [self._chunk(key, i) for i, key in enumerate(keys)]
-        self._clock += 1
+        chunks = [self._copies.chunk(key, i) for i, key in enumerate(keys)]
+        self._copies.clock += 1
         for chunk in chunks:
-            chunk.used[ROWS] = self._clock
+            chunk.used[ROWS] = self._copies.clock
         same = _alike(old.chunks[: old.done], chunks) if old is not None else 0
         if old is not None:
             self._rescue(old, same, keep=chunks)
@@ -114,7 +101,7 @@ class PrefixCache:
         engine.resume(reuse.tokens)
         self._place.done = self._place.resumed = depth
         reuse.notes, self.notes = self.notes, []
-        self._forget()
+        self._copies.forget(chunks)
         return reuse
 
     def computed(self) -> None:
@@ -165,7 +152,7 @@ class PrefixCache:
                 self.notes.append(str(refused))
         return 0
 
-    def _bring_rows(self, chunks: list[_Chunk], drafting: bool) -> Iterator[str]:
+    def _bring_rows(self, chunks: list[Chunk], drafting: bool) -> Iterator[str]:
         """Fills the rows of ``chunks``, one after the other; says from where."""
         missing = [chunk for chunk in chunks if ROWS not in chunk.copies]
         nbytes = 0
@@ -191,8 +178,8 @@ class PrefixCache:
                 depth = i + 1
         return depth
 
-    def _fill_state(self, chunk: _Chunk) -> None:
-        chunk.used[STATE] = self._clock
+    def _fill_state(self, chunk: Chunk) -> None:
+        chunk.used[STATE] = self._copies.clock
         with self.engine.sequence.state((chunk.index + 1) * self.grain) as pieces:
             if STATE in chunk.copies:
                 chunk.copies[STATE].write_to(pieces, self.engine.backend)
@@ -206,12 +193,12 @@ class PrefixCache:
             return place.done
         return max((i + 1 for i, chunk in enumerate(place.chunks[: place.done]) if self._has(chunk, STATE)), default=0)
 
-    def _has(self, chunk: _Chunk, kind: str) -> bool:
+    def _has(self, chunk: Chunk, kind: str) -> bool:
         return kind in chunk.copies or self.files is not None and self.files.has(chunk.key, kind)
 
     # -- copies and their budget
 
-    def _rescue(self, old: _Place, same: int, keep: list[_Chunk]) -> None:
+    def _rescue(self, old: _Place, same: int, keep: list[Chunk]) -> None:
         """Copies rows that the new prompt will overwrite. The beginnings first: the others are of no use without them."""
         for chunk in old.chunks[same : self._useful(old)]:
             if ROWS not in chunk.copies:
@@ -219,44 +206,18 @@ class PrefixCache:
                     if not self._keep(chunk, ROWS, pieces, keep):
                         return
 
-    def _keep(self, chunk: _Chunk, kind: str, pieces: Pieces, keep: Sequence[_Chunk] = ()) -> bool:
-        chunk.used.setdefault(kind, 0)
-        if kind == STATE:
-            chunk.used[kind] = self._clock
-        need = pieces.nbytes
-        if not self._make_room(need, {id(c) for c in keep} | {id(chunk)}):
-            if kind == STATE and need > self.budget and (self.budget or self.files is not None):
-                self._say(
-                    f"the prefix cache of {self.budget / (1 << 20):.1f} MiB cannot hold one state of this model, {need / (1 << 20):.1f} MiB: "
-                    "nothing is reused; give it more memory"
-                )
-            return False
-        copy = pieces.copy(self.engine.backend)
-        if copy is None:
-            return False
-        chunk.copies[kind] = copy
-        self.used_bytes += need
-        return True
-
-    def _make_room(self, need: int, keep: set[int]) -> bool:
-        """Drops the least recently used copies until ``need`` bytes are free; of equally old ones the deepest, which least depends on."""
-        if need > self.budget:
-            return False
-        found = [(c.used[kind], -c.index, kind, c) for c in self._chunks.values() for kind in c.copies if id(c) not in keep]
-        for _, _, kind, chunk in sorted(found, key=lambda item: item[:3]):
-            if self.used_bytes + need <= self.budget:
-                break
-            self._drop(chunk, kind)
-        return self.used_bytes + need <= self.budget
+    def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
+        kept, need, budget = self._copies.keep(chunk, kind, pieces, keep), pieces.nbytes, self._copies.budget
+        if kind == STATE and need > budget and (budget or self.files is not None):
+            self._say(
+                f"the prefix cache of {budget / (1 << 20):.1f} MiB cannot hold one state of this model, {need / (1 << 20):.1f} MiB: "
+                "nothing is reused; give it more memory"
+            )
+        return kept
 
     def _say(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
-
-    def _drop(self, chunk: _Chunk, kind: str) -> None:
-        copy = chunk.copies.pop(kind)
-        self.used_bytes -= copy.nbytes
-        copy.close()
 
     # -- helpers
 
@@ -266,37 +227,19 @@ class PrefixCache:
 
     def _keys(self, ids: np.ndarray, drafting: bool) -> list[bytes]:
         """One key per whole chunk. Rows made while drafting and while not are kept apart: graphs that capture features may round otherwise."""
-        key = (self.files.layout_digest if self.files is not None else b"") + bytes([drafting])
-        keys = []
-        for start in range(0, ids.size - self.grain + 1, self.grain):
-            key = hashlib.sha256(key + ids[start : start + self.grain].tobytes()).digest()
-            keys.append(key)
-        return keys
+        return chunk_keys(ids, self.grain, (self.files.layout_digest if self.files is not None else b"") + bytes([drafting]))
 
     def _seen(self, keys: list[bytes]) -> int:
         """How many leading chunks some prompt before had as well."""
-        return next((i for i, key in enumerate(keys) if key not in self._chunks and not (self.files and self.files.has(key, ROWS))), len(keys))
+        return next((i for i, key in enumerate(keys) if key not in self._copies.chunks and not (self.files and self.files.has(key, ROWS))), len(keys))
 
-    def _chunk(self, key: bytes, index: int) -> _Chunk:
-        return self._chunks.setdefault(key, _Chunk(key, index))
-
-    def _rows(self, chunk: _Chunk, drafting: bool) -> Pieces:
+    def _rows(self, chunk: Chunk, drafting: bool) -> Pieces:
         return self.engine.sequence.rows(chunk.index * self.grain, self.grain, drafting)
-
-    def _forget(self) -> None:
-        """Forgets the oldest keys that nothing is known of."""
-        surplus = len(self._chunks) - REMEMBERED
-        if surplus > 0:
-            used = {id(c) for c in self._place.chunks}
-            for key in [key for key, c in self._chunks.items() if not c.copies and id(c) not in used][:surplus]:
-                del self._chunks[key]
 
     def clear(self) -> None:
         """Forgets every prompt and frees the copies. Files stay."""
-        for chunk in self._chunks.values():
-            for kind in list(chunk.copies):
-                self._drop(chunk, kind)
-        self._chunks, self._place = {}, None
+        self._copies.clear()
+        self._place = None
 
     def close(self) -> None:
         """Writes what is still to be written, and frees the copies."""
@@ -323,6 +266,6 @@ def layout_of(engine, versions: dict[str, str]) -> str:
     return "\n".join(f"{what}: {value}" for what, value in lines.items())
 
 
-def _alike(a: list[_Chunk], b: list[_Chunk]) -> int:
+def _alike(a: list[Chunk], b: list[Chunk]) -> int:
     """Length of the common beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x is not y), min(len(a), len(b)))

@@ -14,8 +14,9 @@ from ..cache.cursor import Cursor
 from ..cache.kv import NOWHERE, KVCache, span_for
 from ..cache.kv_types import check_types
 from ..cache.slots import DeltaSlots, SlotRange, covering
+from ..cache.snapshot import SequenceMemory, Snapshot
 from ..checks import token_ids, whole
-from ..errors import ContextError, EngineError
+from ..errors import ContextError, DeviceError, EngineError
 from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepIO, StepTimes
@@ -116,6 +117,7 @@ class BatchEngine:
         self.delta = None
         if shape is not None:
             self.delta = self._own(DeltaSlots(self.backend, shape, self.target.delta_row(), opt.width, n, self.planned))
+        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, self.target.kv_shapes(), self.target.window)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         self.io = self._own(StepIO(self.backend, n * (112 * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width) + 8192))
         blocks = candidate_widths(opt.width)
@@ -224,18 +226,60 @@ class BatchEngine:
         if self.delta is not None:
             self.delta.accepted[slot] = committed - s.base
 
-    def fold(self) -> None:
-        """Commits what is pending in all slots into their recurrent states: their lengths are final."""
-        if any(s.open_rows for s in self.slots):
+    def fold(self, slot: int | None = None) -> None:
+        """Commits what is pending in one slot, or all, into the recurrent states: their lengths are final."""
+        seats = SlotRange(0, self.options.slots) if slot is None else SlotRange(slot, 1)
+        if any(s.open_rows for s in self.slots[seats.part]):
             raise EngineError("a block is open: accept its rows before its slot is folded")
-        if self.delta is not None and self.delta.accepted.any():
-            every = SlotRange(0, self.options.slots)
-            step = self.graphs.get("commit", self.delta.width, 0, every)
-            self._fill_commit(step, every)
+        if self.delta is not None and self.delta.accepted[seats.part].any():
+            step = self.graphs.get("commit", self.delta.width, 0, seats)
+            self._fill_commit(step, seats)
             step.fields.run()
-            self.delta.accepted[:] = 0
-        for s in self.slots:
+            self.delta.accepted[seats.part] = 0
+        for s in self.slots[seats.part]:
             s.settle()
+
+    def snapshot(self, slot: int) -> Snapshot:
+        """A copy of the slot's sequence as it stands, on the device. ``restore`` it any number of times, into any slot; ``close`` it.
+
+        Raises:
+            DeviceError: the device has no memory for it.
+            EngineError: the slot has no sequence, or a block that was not accepted yet.
+        """
+        s = self._sequence(slot)
+        self.fold(slot)
+        with self.sequence.whole(s.cursor.committed, s.drafting, slot) as pieces:
+            copy = pieces.copy(self.backend)
+        if copy is None:
+            raise DeviceError(f"no memory on {self.backend.device.name} for a snapshot of {s.cursor.committed} tokens; close another one")
+        return Snapshot(copy, s.cursor.committed, s.cursor.pending, s.drafting, self)
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        """Makes ``snapshot`` of this engine the sequence of an admitted slot: the next step gives what it would have given then.
+
+        Raises:
+            EngineError: the slot has no sequence; the snapshot was closed, or taken of another engine.
+        """
+        s = self._sequence(slot)
+        if not isinstance(snapshot, Snapshot) or snapshot.engine is not self or snapshot.pieces.closed:
+            raise EngineError("this is no open snapshot of this engine: take one with snapshot()")
+        with self.sequence.whole(snapshot.committed, snapshot.drafting, slot) as pieces:
+            snapshot.pieces.write_to(pieces, self.backend)
+        s.cursor.reset()
+        s.drafting = snapshot.drafting
+        self.resume(slot, snapshot.committed, snapshot.pending)
+
+    def resume(self, slot: int, n: int, pending: int | None = None) -> None:
+        """Says that ``n`` tokens of the slot's sequence are in the caches, whatever brought them there; a prompt goes on behind them.
+
+        Raises:
+            EngineError: fewer than it has already, or more than the context holds.
+        """
+        s = self._sequence(slot)
+        s.cursor.advance(whole(n, "the length of the sequence", s.cursor.committed, self.options.n_ctx) - s.cursor.committed, pending)
+        s.settle()
+        if self.delta is not None:
+            self.delta.accepted[slot] = 0
 
     # -- steps
 

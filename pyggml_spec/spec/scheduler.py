@@ -5,6 +5,7 @@
 Sequences that decode share every step. While some decode and others still read their prompts, steps of both kinds take turns, and a chunk is
 then at most BESIDE tokens: no decoding sequence waits longer than that chunk. Prompts take turns among each other, chunk by chunk; short ones
 that fit into one step together share it, and a prompt's end that is no longer than the block rides along with the decoding step.
+With a prefix cache, a prompt that begins like another one waits until that one has computed what they share, and goes on behind it.
 
 Whoever waits for tokens drives: iterating a stream runs steps, for all sequences, until it has something. From several threads one drives
 and the others wait for it.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ..cache.prefix_slots import SlotPrefixes
 from ..cache.slots import covering
 from ..checks import token_ids
 from ..errors import ContextError, EngineError, PyspecError
@@ -81,6 +83,9 @@ class Stream:
         self._cancelled = False
         self._filled = 0  # tokens of the prompt that are committed
         self._limit = 0
+        self._keys: list[bytes] = []  # of the prompt's chunks, for the prefix cache
+        self._partings: set[int] = set()  # lengths at which another prompt goes on otherwise
+        self._leaders: list[tuple[Stream, int]] = []  # older ones that compute what this prompt begins with, and how much of it
         self._speculating = options.mode == SPECULATIVE and options.width > 1
         self._acceptance = Acceptance(widest - 1) if self._speculating else None
         self._since = time.perf_counter()
@@ -119,6 +124,20 @@ class Stream:
     def _left(self) -> int:
         return len(self._prompt) - self._filled
 
+    @property
+    def _waits(self) -> bool:
+        """Whether somebody else is about to compute what this prompt begins with."""
+        self._leaders = [(other, n) for other, n in self._leaders if n > self._filled and other._goes_on_to(n)]
+        return bool(self._leaders)
+
+    def _goes_on_to(self, n: int) -> bool:
+        return not self.ended and self.error is None and self._filled < n
+
+    def _part(self, rows: int) -> list[int]:
+        """What a pass computes of the prompt: ``rows`` tokens at most, and never beyond a parting."""
+        end = min([self._filled + rows, *(n for n in self._partings if n > self._filled)])
+        return self._prompt[self._filled : end]
+
     def _phase(self, name: str) -> None:
         now = time.perf_counter()
         self.stats.seconds[name] = self.stats.seconds.get(name, 0.0) + now - self._since
@@ -126,10 +145,14 @@ class Stream:
 
 
 class Scheduler:
-    """Runs the sequences of one batch engine, which it owns. ``width`` pins the rows per block; None learns what pays."""
+    """Runs the sequences of one batch engine, which it owns. ``width`` pins the rows per block; None learns what pays.
 
-    def __init__(self, engine: BatchEngine, width: int | None = None):
+    ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole.
+    """
+
+    def __init__(self, engine: BatchEngine, width: int | None = None, prefix_memory: int = 0):
         self.engine, self.stats = engine, BatchStats()
+        self.prefixes = SlotPrefixes(engine, prefix_memory) if prefix_memory else None
         self.widths = BatchWidths(candidate_widths(engine.options.width)) if width is None and engine.drafter is not None else None
         self.width = width or engine.options.width
         self._waiting: deque[Stream] = deque()
@@ -192,6 +215,8 @@ class Scheduler:
         """Ends every sequence and closes the engine. Closing twice is fine."""
         if not self.engine.graphs.closed:
             self.cancel_all()
+            if self.prefixes is not None:
+                self.prefixes.close()
             self.engine.close()
 
     def __enter__(self) -> "Scheduler":
@@ -218,7 +243,7 @@ class Scheduler:
         self._admit()
         if not self._active:
             return False
-        filling, decoding = [s for s in self._active if s._left], [s for s in self._active if not s._left]
+        filling, decoding = self._filling(), [s for s in self._active if not s._left]
         work = self._decode_work(decoding, filling) if decoding else {}
         prompts = not decoding or (self._prompts_turn and not all(s in work for s in filling))
         if prompts:
@@ -257,21 +282,46 @@ class Scheduler:
                 stream = self._waiting.popleft()
                 stream.slot = slot
                 stream._phase("queued")
+                self._enter(stream)
                 self._active.append(stream)
+
+    def _enter(self, stream: Stream) -> None:
+        """Finds out what the prompt shares with others, and whom it waits for."""
+        if self.prefixes is None:
+            return
+        grain = self.prefixes.grain
+        usable = (len(stream._prompt) - 1) // grain  # a token has to be left to compute
+        stream._keys = self.prefixes.keys(stream._prompt, self.engine.slots[stream.slot].drafting)
+        stream._partings.add(min(self.prefixes.enter(stream._keys), usable * grain))
+        for other in self._active:
+            shared = grain * _alike(stream._keys[:usable], other._keys)
+            if other._goes_on_to(shared):
+                other._partings.add(shared)
+                stream._leaders.append((other, shared))
+
+    def _filling(self) -> list[Stream]:
+        """Those with a prompt to compute, each as far as the prefix cache brings it."""
+        filling = [s for s in self._active if s._left and not s._waits]
+        for s in filling if self.prefixes is not None else ():
+            had, s._filled = s._filled, self.prefixes.bring_back(s.slot, s._keys, len(s._prompt))
+            if s._filled > had:
+                s.stats.reused_tokens += s._filled - had
+                s.stats.reused_from = {"memory": s.stats.reused_tokens // self.prefixes.grain}
+        return filling
 
     def _prompt_work(self, filling: list[Stream], others_decode: bool) -> dict[Stream, Work]:
         """A chunk of the prompt whose turn it is, and of those that fit into the same step as a whole."""
         rows = min(self.engine.options.chunk, BESIDE) if others_decode else self.engine.options.chunk
         chosen: list[Stream] = []
         for stream in filling:
-            widest = max(min(s._left, rows) for s in (*chosen, stream))
+            widest = max(len(s._part(rows)) for s in (*chosen, stream))
             width = self.engine.chunk_width(widest)
             if not chosen or width * covering([s.slot for s in (*chosen, stream)], len(self.engine.slots)).count <= rows:
                 chosen.append(stream)
         for stream in chosen:  # the others come first in the next step
             self._active.remove(stream)
             self._active.append(stream)
-        return {s: Prompt(s._prompt[s._filled : s._filled + rows]) for s in chosen}
+        return {s: Prompt(s._part(rows)) for s in chosen}
 
     def _decode_work(self, decoding: list[Stream], filling: list[Stream]) -> dict[Stream, Work]:
         width = self.width
@@ -295,6 +345,8 @@ class Scheduler:
             raise EngineError(f"{name} produced NaN or Inf after {at} tokens; the weights are damaged or overflow on this device")
         if isinstance(item, Prompt):
             stream._filled += len(item.tokens)
+            if self.prefixes is not None:
+                self.prefixes.computed(stream.slot, stream._keys, stream._left, stream._filled in stream._partings)
             if not stream._left:
                 stream._phase("prefill")
                 stats.emitted = 1
@@ -353,6 +405,7 @@ class Scheduler:
             self._leave(stream)
 
     def _leave(self, stream: Stream) -> None:
+        stream._leaders = []
         stream._phase("queued" if stream.slot is None else "decode" if not stream._left else "prefill")
         if stream in self._active:
             self._active.remove(stream)
@@ -374,3 +427,8 @@ class Scheduler:
             if stream._last_step:
                 stats.longest_wait = max(stats.longest_wait, now - stream._last_step)
             stream._last_step = now
+
+
+def _alike(a: list[bytes], b: list[bytes]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -114,7 +114,7 @@ def test_slots(tmp_path, slots, n_ctx):
 
 
 def test_too_many_slots_are_refused(pair):
-    with pytest.raises(EngineError, match="65 slots"):
+    with pytest.raises(EngineError, match="number of slots is 65"):
         plan(*pair, device="CPU", slots=65)
 
 

@@ -1,0 +1,96 @@
+"""Copies of parts of prompts on the device, within a budget.
+
+A prompt is cut into chunks. A chunk's key is the hash of its tokens and of the key before it, so prompts that begin alike share the chunks
+of their beginning. What a chunk can have a copy of:
+
+    rows    K/V rows of its tokens
+    state   what the tokens up to its end left besides rows; only for models where rows are not enough (recurrent, or with a ring)
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..ggml.device import Backend
+from .snapshot import Pieces
+
+ROWS, STATE = "rows", "state"
+REMEMBERED = 1 << 14  # chunks without copies whose keys are remembered, to see where prompts part
+
+
+@dataclass(eq=False)
+class Chunk:
+    """``index`` chunks come before it. ``used``: when each kind of copy was last of use."""
+
+    key: bytes
+    index: int
+    copies: dict[str, Pieces] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+
+
+def chunk_keys(ids: np.ndarray, grain: int, seed: bytes) -> list[bytes]:
+    """One key per whole chunk of ``grain`` tokens of I64 ``ids``; ``seed`` is what else has to be alike."""
+    key, keys = seed, []
+    for start in range(0, ids.size - grain + 1, grain):
+        key = hashlib.sha256(key + ids[start : start + grain].tobytes()).digest()
+        keys.append(key)
+    return keys
+
+
+class Copies:
+    """Owns the copies. ``clock`` is the time that they are marked with; the longest unused ones make room for others."""
+
+    def __init__(self, backend: Backend, budget: int):
+        self.backend, self.budget = backend, budget
+        self.used_bytes = self.clock = 0
+        self.chunks: dict[bytes, Chunk] = {}
+
+    def chunk(self, key: bytes, index: int) -> Chunk:
+        return self.chunks.setdefault(key, Chunk(key, index))
+
+    def keep(self, chunk: Chunk, kind: str, pieces: Pieces, spare: Iterable[Chunk] = ()) -> bool:
+        """Copies ``pieces``; False if that does not fit the budget without the chunks to ``spare``, or the device has no memory."""
+        chunk.used.setdefault(kind, 0)
+        if kind == STATE:
+            chunk.used[kind] = self.clock
+        if not self._make_room(pieces.nbytes, {id(c) for c in spare} | {id(chunk)}):
+            return False
+        copy = pieces.copy(self.backend)
+        if copy is None:
+            return False
+        chunk.copies[kind] = copy
+        self.used_bytes += copy.nbytes
+        return True
+
+    def _make_room(self, need: int, spare: set[int]) -> bool:
+        """Drops the least recently used copies until ``need`` bytes are free; of equally old ones the deepest, which least depends on."""
+        if need > self.budget:
+            return False
+        found = [(c.used[kind], -c.index, kind, c) for c in self.chunks.values() for kind in c.copies if id(c) not in spare]
+        for _, _, kind, chunk in sorted(found, key=lambda item: item[:3]):
+            if self.used_bytes + need <= self.budget:
+                break
+            self._drop(chunk, kind)
+        return self.used_bytes + need <= self.budget
+
+    def _drop(self, chunk: Chunk, kind: str) -> None:
+        copy = chunk.copies.pop(kind)
+        self.used_bytes -= copy.nbytes
+        copy.close()
+
+    def forget(self, needed: Iterable[Chunk] = ()) -> None:
+        """Forgets the oldest keys that nothing is known of, except those that are ``needed``."""
+        surplus = len(self.chunks) - REMEMBERED
+        if surplus > 0:
+            used = {id(c) for c in needed}
+            for key in [key for key, c in self.chunks.items() if not c.copies and id(c) not in used][:surplus]:
+                del self.chunks[key]
+
+    def clear(self) -> None:
+        """Forgets every chunk and frees the copies."""
+        for chunk in self.chunks.values():
+            for kind in list(chunk.copies):
+                self._drop(chunk, kind)
+        self.chunks = {}
