@@ -171,7 +171,9 @@ def test_requests_that_begin_alike_share_the_beginning(session, want):
     prompts = ["def quicksort(items):\n    pivot = items[0]\n" * 5 + end for end in ("return 1", "yield 2")]
     alone = [session.generate(prompt, 12) for prompt in prompts]
     with session.concurrent(slots=2) as server:
-        got = [handle.result(WAIT) for handle in [server.submit(prompt, 12) for prompt in prompts]]
+        with server._changed:  # both before the first step
+            handles = [server.submit(prompt, 12) for prompt in prompts]
+        got = [handle.result(WAIT) for handle in handles]
     assert [text for text, _ in got] == [text for text, _ in alone]
     assert [stats.reused_tokens for _, stats in got] == [0, 128] and got[1][1].drafted > 0
     with session.concurrent(slots=2, prefix_memory=0) as server:
