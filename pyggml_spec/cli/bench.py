@@ -15,6 +15,7 @@ from ..tools.bench import BenchOptions, bench
 from ..tools.bench_prompts import PromptsOptions
 from ..tools.bench_slots import bench_slots, tokens_needed
 from .bench_prompts import chosen_prompts, measure, modes
+from .llama_cpp import llama_cpp_options
 from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, target_options
 from .report import engaged_line
 from .sampling import sampler_options, take_sampling
@@ -39,6 +40,7 @@ class _Numbers(click.ParamType):
 
 @click.command("bench")
 @target_options
+@llama_cpp_options
 @graphs_option
 @expert_options
 @cache_type_options
@@ -47,7 +49,7 @@ class _Numbers(click.ParamType):
 @click.option("-n", "--n-gen", "--tokens", "tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate; 0 for none.")
 @click.option("-d", "--n-depth", "--depths", "depths", type=_Numbers(), default="0", show_default=True, help="Tokens in the context beforehand.")
 @click.option("-r", "--repetitions", type=click.IntRange(1), help="Measured runs of every leg. Default: 5, or 3 with --prompts.")
-@click.option("--synthetic-acceptance", "synthetic", type=float, help="Accept L tokens per full block on average, at random. The text is not valid.")
+@click.option("--synthetic-acceptance", "--spec-synth-len", "synthetic", type=float, help="Accept L tokens per full block on average, at random. The text is not valid.")
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per block. Default: chosen while running.")
 @click.option("--slots", type=_Numbers(), help="Sequences at once: aggregate speed for each of these numbers, instead of the other tests.")
 @click.option("--prompts", metavar="FILE", help="Acceptance and speed on real prompts instead, by category: JSON lines with a \"prompt\" or \"messages\" each, "

@@ -11,6 +11,7 @@ import click
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
 from ..errors import PyspecError
 from ..session import load
+from .llama_cpp import llama_cpp_options
 from .main import EXIT_ERROR, EXIT_INTERRUPT
 from .options import (
     argument_text,
@@ -39,6 +40,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; twice,
 
 @click.command("chat")
 @target_options
+@llama_cpp_options
 @graphs_option
 @expert_options
 @cache_type_options

@@ -14,7 +14,7 @@ def target_options(command):
     for option in reversed(
         [
             click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair runs."),
-            click.option("-md", "--model-draft", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target."),
+            click.option("-md", "--model-draft", "--spec-draft-model", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target."),
             click.option("--device", help="Device name, as `pyspec devices` lists it. Default: the first GPU, or the CPU."),
             click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16."),
             click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help="Context in tokens. Default: 4096 or the model's own."),

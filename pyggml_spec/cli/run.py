@@ -10,6 +10,7 @@ import click
 
 from ..errors import ContextError, PyspecError
 from ..session import load
+from .llama_cpp import llama_cpp_options
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import (
     argument_text,
@@ -30,6 +31,7 @@ DEMO_PROMPT = "def quicksort(items):\n"
 
 @click.command("run")
 @target_options
+@llama_cpp_options
 @graphs_option
 @expert_options
 @cache_type_options
@@ -165,6 +167,9 @@ def write_atomically(path: Path, text: str, what: str = "statistics") -> None:
         raise PyspecError(f"the {what} cannot be written to {str(path)!r}: a file name has no zero bytes")
     part = path.parent / f".{path.name}.{os.getpid()}.part"
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a device or a pipe must not be replaced by a file
+            path.write_text(text, "utf-8")
+            return
         try:
             part.write_text(text, "utf-8")
             os.replace(part, path)

@@ -110,6 +110,8 @@ def written_whole(out: Path, replace: bool):
     """
     if out.exists() and not replace:
         raise ConvertError(f"{out} exists; name another output, or replace it with --force")
+    if out.exists() and not out.is_file():
+        raise ConvertError(f"{out} is no file; name another output")
     part = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         yield part

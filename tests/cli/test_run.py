@@ -180,3 +180,12 @@ def test_an_empty_prompt_is_one_sentence(pinned):
 def test_a_prompt_longer_than_the_context_is_one_sentence(pinned):
     one_sentence(pyspec("run", *pinned, "-q", "-c", 64, "-p", "x" * 65), "65", "64", "-c")
     assert pyspec("run", *pinned, "-q", "-c", 64, "-p", "x" * 64).returncode == 0
+
+
+def test_a_file_that_is_a_device_or_a_pipe_is_written_to_and_not_replaced(pinned, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 3, "-q", "--stats", tmp_path / "pipe")
+    assert done.returncode == 0 and json.loads(os.read(reader, 1 << 16))["emitted"] == 3 and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+    assert pyspec("run", *pinned, "-p", PROMPT, "-n", 3, "-q", "--stats", "/dev/full").returncode == 1 and not os.path.isfile("/dev/full")

@@ -1,0 +1,71 @@
+"""Options of llama.cpp's tools that are not ours, so that its command lines can be pasted.
+
+They are taken where they ask for what happens here anyway, and refused by name where they do not. `--help` does not show them.
+"""
+
+from functools import wraps
+
+import click
+
+from ..errors import PyspecError
+
+
+def llama_cpp_options(command):
+    """-ngl, -ngld, -fa, --spec-type, --spec-draft-n-max: they become ``device`` and ``draft_width``."""
+
+    @wraps(command)
+    def wrapped(*args, gpu_layers, draft_gpu_layers, flash_attn, spec_type, n_max, **more):
+        if flash_attn == "off":
+            raise click.UsageError("attention is always flash attention here; leave out -fa off")
+        if spec_type is not None and spec_type != "draft-dflash":
+            raise click.UsageError(f"--spec-type {spec_type} is not supported: drafters are of the type draft-dflash")
+        if n_max is not None:
+            if more["draft_width"] not in (None, n_max + 1):
+                raise click.UsageError(f"--spec-draft-n-max {n_max} and --draft-width {more['draft_width']} contradict each other: the width counts the pending token too")
+            more["draft_width"] = n_max + 1
+        if gpu_layers == 0:
+            if more["device"] not in (None, "CPU"):
+                raise click.UsageError(f"-ngl 0 and --device {more['device']} contradict each other")
+            more["device"] = "CPU"
+        elif gpu_layers is not None:
+            _check_layers(gpu_layers, more["target"])
+        if draft_gpu_layers == 0 and more["device"] != "CPU":
+            raise click.UsageError("-ngld 0 would put the drafter on another device than the target; leave it out, or use --device CPU for both")
+        return command(*args, **more)
+
+    for option in (
+        click.option("-ngl", "--gpu-layers", "--n-gpu-layers", "gpu_layers", type=_Layers(), hidden=True),
+        click.option("-ngld", "--spec-draft-ngl", "--gpu-layers-draft", "--n-gpu-layers-draft", "draft_gpu_layers", type=_Layers(), hidden=True),
+        click.option("-fa", "--flash-attn", type=click.Choice(["on", "off", "auto"]), hidden=True),
+        click.option("--spec-type", hidden=True),
+        click.option("--spec-draft-n-max", "n_max", type=click.IntRange(1, 1023), hidden=True),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+class _Layers(click.ParamType):
+    """A number of layers, or one of llama.cpp's words for all of them (None)."""
+
+    name = "N"
+
+    def convert(self, value, param, ctx):
+        if value in ("all", "auto", "-1"):
+            return None
+        try:
+            layers = int(value)
+        except ValueError:
+            layers = -1
+        return layers if layers >= 0 else self.fail(f"{value!r} is not a number of layers", param, ctx)
+
+
+def _check_layers(asked: int, target: str | None) -> None:
+    """Layers are on the device all together or not at all."""
+    from ..gguf_io import GGUFFile
+    from ..session import DEMO_TARGET
+
+    with GGUFFile(target if target is not None else DEMO_TARGET) as file:
+        there = file.get(f"{file.get('general.architecture', str)}.block_count", int, 0)
+    if asked < there:
+        raise PyspecError(f"-ngl {asked} would leave {there - asked} of {there} layers in host memory, which is not supported: leave it out, use -ngl 0 "
+                          "for the CPU, or move routed experts with --n-cpu-moe")  # fmt: skip
