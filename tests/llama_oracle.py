@@ -44,7 +44,7 @@ _DECODE = 1
 class LlamaDFlash:
     """A target and a drafter in llama.cpp, one sequence, greedy. Owns models and contexts."""
 
-    def __init__(self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=1, block=16, kv=F16, draft_kv=F16):
+    def __init__(self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=1, block=16, kv=F16, draft_kv=F16, causal=False):
         self.layers, self.mask, self.block = target_layers, mask_token, block
         self.n_ubatch = n_ubatch
         self.models = [self._model(target), self._model(draft)]
@@ -54,7 +54,7 @@ class LlamaDFlash:
         self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.models[0]))
         for layer in target_layers:
             _set_layer_input(self.tgt, layer, True)
-        _set_causal(self.dft, False)
+        _set_causal(self.dft, causal)
         self.batch = L.llama_batch_init(n_ubatch, 0, 1)
         self.inject = _ext_init(self.dft)
         self.n = 0

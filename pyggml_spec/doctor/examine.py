@@ -19,7 +19,7 @@ from ..spec.engine import Engine, EngineOptions
 from ..text.tokenizer import Tokenizer
 from . import files, precision, readings, running, templates
 from .evidence import Passage, held_out_prompts, write_passages
-from .opening import Opened, open_leniently
+from .opening import open_leniently
 from .probe import FLOOR, JUDGED, Measured, Probe, Reading
 from .report import FAIL, FEATURES, FIT, NOT_APPLICABLE, RUNNING, Check, Report, causes_only
 
@@ -184,7 +184,7 @@ class _Examination:
                 yield Check("target", FAIL, str(error), remedy, FEATURES)
                 return
             probe = stack.enter_context(closing(Probe(self.subject.backend, self.target, drafter, passages, effort.blocks)))
-            yield from self._probed(opened, drafter, probe)
+            yield from self._probed(drafter, probe)
 
     def _misfit(self, drafter) -> Check | None:
         """Why this drafter cannot be measured at all with this target, if so. Layers and mask tokens out of range can still be swept."""
@@ -202,8 +202,8 @@ class _Examination:
         except PyspecError as error:
             return Check("pair", FAIL, str(error), "use the drafter that was made for this target, or the target that it was made for")
 
-    def _probed(self, opened: Opened, drafter, probe: Probe):
-        reading = Reading(drafter.hp, causal=bool(opened.mended.get("dflash.attention.causal", False)))
+    def _probed(self, drafter, probe: Probe):
+        reading = Reading(drafter.hp, causal=drafter.hp.causal)
         base = self._measured(probe, reading)
         usable = base is not None
         if usable:

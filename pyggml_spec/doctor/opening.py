@@ -24,7 +24,6 @@ def _mends(file: GGUFFile, target) -> list[Mend]:
     again = "convert the drafter again"
     layers = np.unique(np.linspace(1, max(1, target.n_layer - 2), 4).round().astype(np.int32))
     return [
-        Mend("block direction", "dflash.attention.causal", False, "set dflash.attention.causal to false in the drafter (gguf-set-metadata)"),
         Mend("rope sections", "dflash.rope.dimension_sections", None, f"{again}: text needs one section that holds all rotated pairs"),
         Mend("mask token", "tokenizer.ggml.mask_token_id", _mask_token(file, target), f"{again}, naming the mask token that it was trained with"),
         Mend("block size", "dflash.block_size", 16, f"{again} with the block size that it was trained with"),
@@ -61,7 +60,6 @@ class Opened:
 
     drafter: object
     refusals: list[Check]
-    mended: dict[str, object]
 
 
 def open_leniently(file: GGUFFile, target) -> Opened:
@@ -70,10 +68,10 @@ def open_leniently(file: GGUFFile, target) -> Opened:
     Raises:
         PyspecError: the refusal that no mend changes.
     """
-    refusals, mended, left = [], {}, _mends(file, target)
+    refusals, left = [], _mends(file, target)
     while True:
         try:
-            return Opened(open_drafter(file), refusals, mended)
+            return Opened(open_drafter(file), refusals)
         except PyspecError as error:
             refusal = str(error)
         for mend in left:
@@ -85,7 +83,6 @@ def open_leniently(file: GGUFFile, target) -> Opened:
         else:
             raise PyspecError(refusal)
         left.remove(mend)
-        mended[mend.key] = before
         refusals.append(Check(mend.check, FAIL, f"the engine refuses the drafter: {refusal}", mend.remedy, FILES))
 
 

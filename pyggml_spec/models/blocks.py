@@ -45,6 +45,16 @@ def write_kv(g: Graph, k, v, kv: KVLayer, kv_rows) -> None:
     g.kv_write_rows(kv.v, v, kv_rows)
 
 
+def softplus_gated(g: Graph, out, gate, head_size: int):
+    """out F32 [D * H, T] * softplus(gate), which has one value per head, F32 [H, T], or one per output."""
+    # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
+    gate = g.softplus(gate if g.whole(gate) == gate else g.cont(gate))
+    if gate.ne[0] == out.ne[0]:
+        return g.mul(out, gate)
+    heads, rows = gate.ne[0], out.ne[1]
+    return g.flat(g.mul(g.shaped(out, head_size, heads, rows), g.shaped(gate, 1, heads, rows)))
+
+
 def attend(g: Graph, q, k, v, kv: KVLayer, kv_rows, mask, span: int, n_head_kv: int, scale: float):
     """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] over the span. Returns F32 [D * H, T].
 

@@ -3,27 +3,31 @@
 Context row at position p, from the target's captured hidden states f: c = rms(fc(concat f); enc.output_norm); per layer
 K = rope(rms_head(W_k c; k_norm), p), V = W_v c. c does not pass attn_norm.
 Block: rows [pending, MASK, ...] at n .. n + B - 1; h = rms(x; attn_norm); q, k, v from h; attention over the committed rows and the whole
-block, both directions; x += W_o(attn); x += FFN(rms(x; ffn_norm)); logits = head(rms(x; output_norm)).
+block, both directions (attention.causal: a row sees those before it only); x += W_o(attn); x += FFN(rms(x; ffn_norm));
+logits = head(rms(x; output_norm)).
 Where the file says so: V = rms_head(W_k c) without weight in layers without attn_v; W_o(attn) * attention.value_scale; norms behind
 attention (post_attention_norm, which is the FFN's norm in files without ffn_norm) and behind the FFN (post_ffw_norm); x *=
 layer_output_scale; GELU instead of SiLU; rope frequencies divided by rope_freqs; logits capped, c tanh(l / c).
-Source of the formulae: llama.cpp, src/models/dflash.cpp.
+Drafters of Laguna targets: c = rms(fc(concat rms(f; enc.aux_norm)); enc.output_norm), and c does pass attn_norm; attn * softplus(attn_gate h).
+Source of the formulae: llama.cpp, src/models/dflash.cpp; for Laguna's, vLLM, models/laguna_dflash.py.
 """
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from ..errors import ModelError, PairError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape
-from .blocks import attend, geglu_ffn, project, swiglu_ffn, write_kv
+from .blocks import attend, geglu_ffn, project, softplus_gated, swiglu_ffn, write_kv
 from .hparams import epsilon, inverse_root, kv_heads, nothing_unread, positive
 from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
 F16_MAX = 65504.0
 GELU = ("gelu", "gelu_pytorch_tanh")
-FACTORS = "rope_freqs.weight"
+FACTORS, FEATURE_NORMS = "rope_freqs.weight", "enc.aux_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Hparams:
     embedding_scale: float
     softcap: float
     gelu: bool
+    causal: bool
     window: tuple[int, ...]
 
     @classmethod
@@ -72,8 +77,6 @@ class Hparams:
             raise ModelError(f"{file.path} has no {arch}.target_layers: a drafter that does not say which hidden states it reads is unusable")
         if "tokenizer.ggml.mask_token_id" not in file.metadata:
             raise ModelError(f"{file.path} has no tokenizer.ggml.mask_token_id, which the block is made of; convert the drafter again")
-        if file.get(f"{arch}.attention.causal", bool, False):
-            raise ModelError(f"{file.path} has a causal block (attention.causal is true); drafters with a bidirectional block are supported")
         act = file.get(f"{arch}.hidden_activation", str, "silu")
         if act not in ("silu", *GELU):
             raise ModelError(f"{file.path} uses the activation {act!r}; dflash drafters with silu, {' or '.join(GELU)} are supported")
@@ -104,6 +107,7 @@ class Hparams:
             file.get(f"{arch}.embedding_scale", float, 0.0),
             softcap,
             act in GELU,
+            file.get(f"{arch}.attention.causal", bool, False),
             cls._windows(file, arch, n_layer),
         )
 
@@ -138,6 +142,8 @@ class DFlash:
             Spec("output_norm.weight", (n,), VECTOR),
         ]
         tensors = self.file.tensors
+        if FEATURE_NORMS in tensors:
+            out.append(Spec(FEATURE_NORMS, (n, len(hp.target_layers)), VECTOR))
         if "token_embd.weight" in tensors:
             out.append(Spec("token_embd.weight", (n, tensors["token_embd.weight"].shape[-1]), ROWS))
         head = next((name for name in ("output.weight", "token_embd.weight") if name in tensors), None)
@@ -155,6 +161,8 @@ class DFlash:
                 "ffn_up": (n, hp.n_ff),
                 "ffn_down": (hp.n_ff, n),
             }
+            if (gate := tensors.get(f"blk.{i}.attn_gate.weight")) is not None:
+                shapes["attn_gate"] = (n, width if gate.shape[-1] == width else hp.n_head)
             vectors = {"attn_norm": n, "attn_q_norm": hp.head_size, "attn_k_norm": hp.head_size, self._ffn_norm(i): n}
             more = {"post_attention_norm": n, "post_ffw_norm": n, "layer_output_scale": 1}
             vectors |= {name: size for name, size in more.items() if self._has(i, name)}
@@ -183,6 +191,10 @@ class DFlash:
     def kv_shapes(self) -> list[KVShape]:
         return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.hp.n_layer
 
+    def last_seen(self, first: int, width: int) -> np.ndarray:
+        """The last position that each row of a block at ``first`` sees, I64 [width]."""
+        return first + (np.arange(width) if self.hp.causal else np.full(width, width - 1))
+
     def check_pair(self, target) -> None:
         """Raises PairError unless this drafter can read the target's hidden states and share its embedding and head."""
         hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"
@@ -202,11 +214,15 @@ class DFlash:
     def context_rows(self, g: Graph, features: list, positions, kv_rows, kv: tuple) -> None:
         """Writes the K/V rows of the tokens whose captured hidden states are ``features`` (F32 [n_embd, T] each)."""
         hp, w = self.hp, self.weights
-        # some targets have activations beyond F16; an Inf here would poison every later draft
-        c = g.matmul(w["fc.weight"], g.clamp(g.concat(features), -F16_MAX, F16_MAX))
-        c = g.rms_norm(c, w["enc.output_norm.weight"], hp.eps)
+        f, normed = g.concat(features), FEATURE_NORMS in w
+        if normed:
+            f = g.flat(g.rms_norm(g.heads(f, hp.n_embd, len(hp.target_layers)), w[FEATURE_NORMS], hp.eps))
+        else:  # some targets have activations beyond F16; an Inf here would poison every later draft
+            f = g.clamp(f, -F16_MAX, F16_MAX)
+        c = g.rms_norm(g.matmul(w["fc.weight"], f), w["enc.output_norm.weight"], hp.eps)
         for i in range(hp.n_layer):
-            write_kv(g, *self._keys_values(g, i, c, positions), kv[i], kv_rows)
+            x = g.rms_norm(c, w[f"blk.{i}.attn_norm.weight"], hp.eps) if normed else c
+            write_kv(g, *self._keys_values(g, i, x, positions), kv[i], kv_rows)
 
     def _keys_values(self, g: Graph, i: int, x, positions):
         hp, w = self.hp, self.weights
@@ -232,6 +248,8 @@ class DFlash:
             q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
             k, v = self._keys_values(g, i, h, rows.positions)
             out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.masks[i], rows.span, hp.n_head_kv, hp.attention_scale)
+            if self._has(i, "attn_gate"):
+                out = softplus_gated(g, out, g.matmul(w[f"blk.{i}.attn_gate.weight"], h), hp.head_size)
             out = g.matmul(w[f"blk.{i}.attn_output.weight"], out)
             if hp.value_scale != 1.0:
                 out = g.scale(out, hp.value_scale)

@@ -26,7 +26,7 @@ _OTHERS = {
     "EAGLE-3": ("eagle",),
     "MTP": ("mtp", "nextn.", "gemma4-assistant"),
     "reduced-vocabulary": ("d2t", "t2d"),
-    "Laguna-style DFlash": ("dflash.aux_hidden_norm", "dflash.context_kv_layer_norm", "enc.aux_norm", "aux_hidden_norm"),
+    "Laguna-style DFlash": ("dflash.aux_hidden_norm", "dflash.context_kv_layer_norm", "aux_hidden_norm"),
 }
 
 

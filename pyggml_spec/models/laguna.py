@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
 from .base import KVShape, Rows
-from .blocks import attend, project, swiglu_ffn
+from .blocks import attend, project, softplus_gated, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary
 from .moe import SIGMOID, SOFTMAX, Experts
 from .qwen3 import Qwen3
@@ -150,14 +150,7 @@ class Laguna(Qwen3):
         k = rope(g, g.rms_norm(g.heads(k, size, hp.n_head_kv[i]), w[f"{b}attn_k_norm.weight"], hp.eps), rows.positions)
         v = g.heads(v, size, hp.n_head_kv[i])
         out = attend(g, q, k, v, rows.kv[i], seen.kv_rows, seen.mask, seen.span, hp.n_head_kv[i], inverse_root(size))
-        # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
-        gate = g.softplus(gate if g.whole(gate) == gate else g.cont(gate))
-        if self._gate_is_wide(i):
-            out = g.mul(out, gate)
-        else:
-            rows_out = out.ne[1]
-            out = g.flat(g.mul(g.shaped(out, size, heads, rows_out), g.shaped(gate, 1, heads, rows_out)))
-        return g.matmul(w[f"{b}attn_output.weight"], out)
+        return g.matmul(w[f"{b}attn_output.weight"], softplus_gated(g, out, gate, size))
 
     def _ffn(self, g: Graph, n, i: int):
         w, b = self.weights, f"blk.{i}."

@@ -523,7 +523,8 @@ class BatchEngine:
             rows += at * (self.draft_kv.live + self.draft_kv.trash)
             if real:
                 host["block"].reshape(shape)[at, 0] = cursor.pending
-                host["draft_last"].reshape(shape)[at] = cursor.committed + real - 1
+                last = host["draft_last"].reshape(shape)[at]
+                last[:real], last[real:] = self.drafter.last_seen(cursor.committed, real), cursor.committed + real - 1
                 drafts = total + at * (width - 1)
                 host["source"].reshape(shape)[at, 1:real] = drafts + self._iota[: real - 1]
 

@@ -383,7 +383,7 @@ class Engine:
         n = self.cursor.committed
         step.host["block"][:] = self.drafter.hp.mask_token
         step.host["block"][0] = step.host["tokens"][0] = self._pending()
-        step.host["draft_last"][:] = n + width - 1
+        step.host["draft_last"][:] = self.drafter.last_seen(n, width)
         for window in set(self.drafter.hp.window) - {0}:
             step.host[f"draft_first_{window}"][:] = n + np.arange(width) - window + 1
         return self._run_block(step, width, pending=True)

@@ -347,7 +347,7 @@ class StepGraphs:
         return {**self._verify_rows(g, f, tokens, inputs, width), "draft_logits": logits}
 
     def _draft_masks(self, g: Graph, f: StepFields, width: int, span: int) -> tuple:
-        """One mask per drafter layer; layers with the same window share theirs. The block sees itself in both directions."""
+        """One mask per drafter layer; layers with the same window share theirs."""
         last = f.input("draft_last", "f32", 1, width)
         by_window = {}
         for window in self.drafter.hp.window:

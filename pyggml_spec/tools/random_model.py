@@ -238,11 +238,12 @@ def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixe
 def write_dflash(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, *,
     gelu: bool = False, value_scale: float = 0.0, softcap: float = 0.0, norms_behind: bool = False, shared_kv: bool = False,
-    factors: bool = False, own: tuple[str, ...] = ()
+    factors: bool = False, own: tuple[str, ...] = (), causal: bool = False, gate: str = "", feature_norms: bool = False
 ) -> Path:  # fmt: skip
     """Writes a random dflash drafter for a target of the same shape; embedding and head are the target's, unless ``own`` names them.
 
     ``norms_behind`` adds norms behind attention and FFN and a scale per layer, ``shared_kv`` leaves attn_v out, ``factors`` adds rope_freqs.
+    As drafters of Laguna targets: ``feature_norms`` adds enc.aux_norm, ``gate`` adds attn_gate per "head" or per "output".
     """
     s, path = shape, Path(path)
     w = Writer(path, "dflash", quant, seed)
@@ -262,7 +263,7 @@ def write_dflash(
         out.add_tensor("rope_freqs.weight", w.rng.uniform(1.0, 8.0, s.draft_head_size // 2).astype(np.float32))
     else:
         out.add_rope_dimension_sections([s.draft_head_size // 2, 0, 0, 0])
-    out.add_causal_attention(False)
+    out.add_causal_attention(causal)
     if gelu:
         out.add_string("dflash.hidden_activation", "gelu_pytorch_tanh")
     if value_scale:
@@ -284,6 +285,9 @@ def write_dflash(
     w.matrix("fc.weight", s.n_embd * len(s.target_layers), s.n_embd)
     w.vector("enc.output_norm.weight", s.n_embd, 0.5, 1.5)
     w.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
+    if feature_norms:
+        norms = w.rng.uniform(0.5, 1.5, (len(s.target_layers), s.n_embd))
+        out.add_tensor("enc.aux_norm.weight", norms.astype(np.float32))
     wide, wide_kv = s.draft_heads * s.draft_head_size, s.draft_heads_kv * s.draft_head_size
     for i in range(s.draft_layers):
         b = f"blk.{i}."
@@ -292,6 +296,7 @@ def write_dflash(
             ("attn_k", s.n_embd, wide_kv),
             *(() if shared_kv else (("attn_v", s.n_embd, wide_kv),)),
             ("attn_output", wide, s.n_embd),
+            *((("attn_gate", s.n_embd, wide if gate == "output" else s.draft_heads),) if gate else ()),
             ("ffn_gate", s.n_embd, s.draft_ff),
             ("ffn_up", s.n_embd, s.draft_ff),
             ("ffn_down", s.draft_ff, s.n_embd),

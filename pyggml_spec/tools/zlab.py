@@ -126,7 +126,6 @@ def _refuse_features(c: _Config) -> None:
     wrong = (
         (act not in ("silu", *GELU), f"the activation {brief(act)} (silu and GELU are supported)"),
         (rope not in ("default", "linear", None), f"rope scaling of the type {brief(rope)} (default and linear are supported)"),
-        (bool(c.get("is_causal", "causal")), "a causal block (bidirectional ones are supported)"),
         (bool(c.get("attention_bias")), "attention biases"),
         (c.get("rope_is_neox_style") is False, "interleaved rope (NEOX pairing is supported)"),
     )
@@ -282,7 +281,7 @@ def read_layout(config: dict, names, target: GGUFFile) -> Layout:
     meta = {f"{ARCH}.{key}": (Kind.UINT32, value) for key, value in integers.items()}
     meta[f"{ARCH}.rope.freq_base"] = (Kind.FLOAT32, float(rope_theta))
     meta[f"{ARCH}.attention.layer_norm_rms_epsilon"] = (Kind.FLOAT32, c.number("rms_norm_eps", default=1e-6))
-    meta[f"{ARCH}.attention.causal"] = (Kind.BOOL, False)
+    meta[f"{ARCH}.attention.causal"] = (Kind.BOOL, bool(c.get("is_causal", "causal")))
     meta[f"{ARCH}.target_layers"] = (Kind.ARRAY, layers, Kind.UINT32)
     if c.rope.get("rope_type", c.rope.get("type")) == "linear":
         factor = c.rope.get("factor")

@@ -178,7 +178,6 @@ LYING_DRAFTERS = {
     "head_count 0": (put(D + "attention.head_count", U32, 0), "head_count is 0"),
     "epsilon negative": (put(D + "attention.layer_norm_rms_epsilon", F32, -1e-6), "epsilon"),
     "attention scale NaN": (put(D + "attention.scale", F32, NAN), "attention.scale"),
-    "causal": (put(D + "attention.causal", BOOL, True), "causal"),
     "causal an array": (put(D + "attention.causal", ARR, (BOOL, [True, False])), "causal"),
     "window negative": (put(D + "attention.sliding_window", I32, -4), "sliding_window is -4"),
     "window without a pattern": (put(D + "attention.sliding_window", U32, 8), "sliding_window_pattern"),

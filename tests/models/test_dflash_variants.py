@@ -26,7 +26,8 @@ VARIANTS = {
     "rope table": {"factors": True},
     "own embedding": {"own": ("embedding",)},
     "own head": {"own": ("head",), "softcap": 2.0},
-    "everything": {"value_scale": 1.7, "gelu": True, "norms_behind": True, "shared_kv": True, "own": ("embedding", "head"), "softcap": 2.0},
+    "causal": {"causal": True},
+    "everything": {"causal": True, "value_scale": 1.7, "gelu": True, "norms_behind": True, "shared_kv": True, "own": ("embedding", "head"), "softcap": 2.0},
 }
 
 
@@ -41,6 +42,14 @@ def drafts(target, draft) -> tuple[list[int], list[float]]:
         session.engine.prefill(PROMPT)
         tokens = session.engine.fused_step().tokens.tolist()
         return tokens, session.engine.graphs.get("fused", 16, 256).host["draft_sum"].tolist()
+
+
+def test_a_causal_block_behind_windows(tmp_path, target):
+    """Both bounds at once: what a windowed layer sees of a block is what lies before the row and inside the window."""
+    shape = Shape(n_layer=4, window=12)
+    draft = write_dflash(tmp_path / "d.gguf", shape, causal=True)
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
+        assert_blocks_equal(session, target, draft, PROMPT, 6)
 
 
 @pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)

@@ -13,7 +13,8 @@ from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 def assert_blocks_equal(session, target, draft, prompt, blocks):
     """Runs both engines in step; returns how many drafts were accepted in all."""
     engine, hp, opt = session.engine, session.drafter.hp, session.engine.options
-    oracle = LlamaDFlash(target, draft, hp.target_layers, hp.mask_token, n_ctx=opt.n_ctx, block=hp.block_size, kv=opt.kv, draft_kv=opt.draft_kv)
+    kv = {"kv": opt.kv, "draft_kv": opt.draft_kv}
+    oracle = LlamaDFlash(target, draft, hp.target_layers, hp.mask_token, n_ctx=opt.n_ctx, block=hp.block_size, causal=hp.causal, **kv)
     accepted = 0
     try:
         assert engine.prefill(prompt) == oracle.prefill(prompt)

@@ -222,7 +222,6 @@ REFUSED = [
     (_set(layer_types=["full_attention", None]), "layer_types holds None"),
     (_set(dflash_config=3), "dflash_config is 3"),
     (_set(hidden_act="relu"), "activation 'relu'"),
-    (_set(is_causal=True), "causal block"),
     (_set(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn'"),
     (_set(rope_theta=-1), "rope_theta is -1"),
     (_set(layer_types=["chunked", "full_attention"]), "'chunked'"),
