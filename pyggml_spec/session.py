@@ -80,6 +80,7 @@ class Session:
         self.drafter = None
         self.costs: dict[int, float] | None = None  # milliseconds per step by width; None where the width is pinned
         self.costs_cached = False
+        self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
         self.control: WidthControl | None = None  # of the last generation
         self.prefix: PrefixCache | None = None
         self._concurrent = None  # the ConcurrentSession that was made last
@@ -212,8 +213,9 @@ class Session:
         if self._concurrent is not None and not self._concurrent.closed:
             raise EngineError("this session runs many requests at once: submit this one too, or close the concurrent session first")
         engine = self.engine
-        if self.control is not None and self.control.outdated:
+        if self.control is not None and self.control.outdated and not self._costs_checked:
             self._measure_costs(fresh=True)
+            self._costs_checked = True
         mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
         options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end, synthetic)
         stats, sampler, started = self.new_stats(), self._sampler(sampling, ignore_end), time.perf_counter()

@@ -19,11 +19,12 @@ from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 @dataclass(frozen=True)
 class Model:
-    """A published model: its architecture's writer, its shape, and what the writer has to be told besides."""
+    """A published model: its architecture's writer, its shape, and what the writers of target and drafter have to be told besides."""
 
     write: Callable
     shape: Shape
     options: dict = field(default_factory=dict)
+    draft_options: dict = field(default_factory=dict)
 
 
 def drafter(layers: int, heads: int, heads_kv: int, n_ff: int, *target_layers: int) -> dict:
@@ -58,7 +59,7 @@ MODELS = {
                                              n_rot_full=64, n_rot_sliding=128, n_vocab=100352, n_ctx=131072, rope_base=5e5,
                                              target_window=512, n_expert=256, n_used=8, n_ff_expert=512, n_ff_shared=512,
                                              **drafter(5, 32, 8, 6144, 2, 10, 18, 37, 40)),
-                         dict(yarn=32.0)),
+                         dict(yarn=32.0), dict(feature_norms=True, gate="head", causal=True)),
     "qwen3-4B": Model(write_qwen3, Shape(n_layer=36, n_embd=2560, n_ff=9728, n_head=32, tied=True,
                                          **drafter(5, 32, 8, 9728, 2, 10, 18, 26, 34), **QWEN3)),
     "qwen3-8B": Model(write_qwen3, Shape(n_layer=36, n_embd=4096, n_ff=12288, n_head=32,
@@ -90,7 +91,7 @@ def write_pair(name: str, quant: str, out: Path, layers: int | None = None) -> t
             if kind == "target":
                 model.write(part, shape, quant, **model.options)
             else:
-                write_dflash(part, shape, quant)
+                write_dflash(part, shape, quant, **model.draft_options)
             part.rename(path)
         paths.append(path)
     return paths[0], paths[1]

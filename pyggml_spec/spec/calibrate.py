@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 from ..ggml.device import graph_replay_enabled
 from ..ggml.library import versions
 from .engine import Engine
@@ -15,14 +17,17 @@ from .engine import Engine
 WARMUP = 3  # ggml-cuda captures on the second identical call and replays from the third on
 MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
 START = [0] * 8  # tokens that the measured steps follow
+SEED = 1
 
 
 def step_costs(engine: Engine, widths: tuple[int, ...]) -> dict[int, float]:
     """Milliseconds per step by width, 1 being plain decoding: the median of several runs, host work included. Forgets the sequence.
 
-    Widths that the context is too short for are left out. The fastest run instead of the median was tried: on a shared two-core machine it flattered wide blocks by a quarter.
+    Blocks are varied: behind START a drafter repeats one token, whose rows all choose the same few experts, and a block of a routed model
+    costs by the experts that it chooses. Widths that the context is too short for are left out. The fastest run instead of the median was
+    tried: on a shared two-core machine it flattered wide blocks by a quarter.
     """
-    costs = {}
+    costs, random = {}, np.random.default_rng(SEED)
     for width in (1, *widths):
         if engine.options.n_ctx < len(START) + width + 1:
             continue  # a context this short never holds such a block
@@ -30,8 +35,9 @@ def step_costs(engine: Engine, widths: tuple[int, ...]) -> dict[int, float]:
         engine.prefill(START)
         runs, started = [], time.perf_counter()
         while len(runs) < WARMUP + MOST and engine.cursor.room > width:
+            masks = random.integers(0, engine.target.n_vocab, width - 1)
             began = time.perf_counter()
-            result = engine.plain_step() if width == 1 else engine.fused_step(width)
+            result = engine.plain_step() if width == 1 else engine.fused_step(width, masks)
             engine.accept(1, int(result.ids[0]))
             runs.append(time.perf_counter() - began)
             spent = time.perf_counter() - started
@@ -51,7 +57,7 @@ def cache_folder() -> Path:
 def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
     """Names what the costs depend on: both files (size and first MiB), device, threads, widths, context, versions, experts."""
     device, placement = engine.backend.device, engine.target.weights.placement
-    parts = [graph_replay_enabled(), placement, device.name, device.description, engine.backend.threads, widths, engine.options, versions()]
+    parts = [SEED, graph_replay_enabled(), placement, device.name, device.description, engine.backend.threads, widths, engine.options, versions()]
     for model in (engine.target, engine.drafter):
         path = Path(model.file.path)
         with open(path, "rb") as file:

@@ -370,8 +370,11 @@ class Engine:
         step.fields.run()
         self.ring.waiting = 0
 
-    def fused_step(self, width: int | None = None) -> StepResult:
-        """Drafts a block behind the pending token and verifies it, in one graph. Follow with ``accept``."""
+    def fused_step(self, width: int | None = None, masks: np.ndarray | None = None) -> StepResult:
+        """Drafts a block behind the pending token and verifies it, in one graph. Follow with ``accept``.
+
+        ``masks``: I32 [width - 1] ids to draft from instead of mask tokens; the drafts are then worth nothing, but varied.
+        """
         if self.drafter is None:
             raise EngineError("there is no drafter: use plain_step or verify_step")
         if not self.graphs.drafting:
@@ -381,7 +384,7 @@ class Engine:
         self._enter(width, pending=True)
         step = self.graphs.get("fused", width, self._span(width))
         n = self.cursor.committed
-        step.host["block"][:] = self.drafter.hp.mask_token
+        step.host["block"][1:] = self.drafter.hp.mask_token if masks is None else masks
         step.host["block"][0] = step.host["tokens"][0] = self._pending()
         step.host["draft_last"][:] = self.drafter.last_seen(n, width)
         for window in set(self.drafter.hp.window) - {0}:

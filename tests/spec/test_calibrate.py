@@ -3,8 +3,10 @@
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.spec.calibrate import cache_folder, cached_costs
+from pyggml_spec.spec.calibrate import cache_folder, cached_costs, step_costs
 from pyggml_spec.spec.width import WidthControl
+from pyggml_spec.tools.random_archs import write_qwen35moe
+from pyggml_spec.tools.random_model import Shape, write_dflash
 
 
 def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp_path, monkeypatch):
@@ -48,3 +50,28 @@ def test_a_context_shorter_than_a_block_loads_and_generates(pair, n_ctx):
     with ps.load(*pair, device="CPU", threads=1, n_ctx=n_ctx) as session:
         stats = session.generate([65], None)[1]
         assert stats.emitted == n_ctx and stats.stop_reason in ("context", "end")
+
+
+def test_blocks_of_routed_models_are_measured_with_varied_rows(tmp_path):
+    """Behind the tokens that measuring starts with, a drafter drafts one token sixteen times, and all rows choose the same few experts."""
+    model, draft = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
+    with ps.load(model, draft, device="CPU", threads=1, n_ctx=128, draft_width=16) as session:
+        engine, seen = session.engine, []
+        step = engine.fused_step
+        engine.fused_step = lambda *args: seen.append(step(*args)) or seen[-1]
+        step_costs(engine, (16,))
+        assert min(len(set(result.tokens.tolist())) for result in seen) > 8
+        engine.prefill([0] * 8)
+        assert len(set(step(16).tokens.tolist())) < 4
+
+
+def test_a_wrong_cost_is_measured_again_once(pair, tmp_path, monkeypatch):
+    """The cost of a routed block depends on the text: measuring it again before every prompt would never end."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        measured = []
+        monkeypatch.setattr(session, "_measure_costs", lambda fresh=False: measured.append(fresh))
+        monkeypatch.setattr(WidthControl, "outdated", True)
+        for _ in range(4):
+            session.generate("ab", 2)
+        assert measured == [True]
