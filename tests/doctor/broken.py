@@ -95,7 +95,6 @@ BROKEN: dict[str, tuple[str, Callable[[Model], None]]] = {
     "tight soft-cap": ("soft-cap", _key("dflash.final_logit_softcapping", F32, 0.25)),
     "sliding window of 16": ("sliding window", lambda m: (_key("dflash.attention.sliding_window", U32, 16)(m),
                                                           _key("dflash.attention.sliding_window_pattern", ARR, (BOOL, [True, True]))(m))),
-    "causal flag": ("block direction", _key("dflash.attention.causal", BOOL, True)),
     "a norm zeroed": ("drafter weights", _zero_norm),
     "two-bit weights": ("drafter quantisation", _coarse),
     "drafter of another target": ("fit to this target", _rotated_features),
