@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .chat import Chat
     from .concurrent import ConcurrentSession, Handle
     from .ggml.device import Device, devices
+    from .models.placement import ExpertOptions
     from .session import Session, StepEvent, load
     from .spec.sampling import Sampling
     from .spec.stats import Stats
@@ -40,6 +41,7 @@ _LAZY = {
     "Chat": "chat",
     "ConcurrentSession": "concurrent",
     "Device": "ggml.device",
+    "ExpertOptions": "models.placement",
     "Handle": "concurrent",
     "devices": "ggml.device",
     "Sampling": "spec.sampling",

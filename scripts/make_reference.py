@@ -26,7 +26,6 @@ MADE_ELSEWHERE = ("Session", "ConcurrentSession", "Handle")  # constructors that
 MORE = {  # what else is meant to be used, by module
     "session": ("Engaged",),
     "chat": ("chat_template",),
-    "models.placement": ("ExpertOptions",),
     "spec.sampling": ("TokenLogprob",),
     "text.template": ("ChatTemplate",),
     "spec.synthetic": ("SyntheticAcceptance",),

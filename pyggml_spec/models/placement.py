@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ModelError
+from ..gguf_io.reader import brief
 
 FORMAT = "pyggml_spec experts 1"
 
@@ -73,7 +74,7 @@ class Routing:
             raise ModelError(
                 f"there is no routing profile {path}; make one of your own text: pyspec experts profile -m MODEL -f TEXT -o {path}"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"the routing profile {path} cannot be read: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("layers"), dict):
             raise ModelError(f"{path} is not a routing profile of this version; make it again with pyspec experts profile")
@@ -82,10 +83,11 @@ class Routing:
             row = data["layers"].get(str(layer))
             if not isinstance(row, list) or len(row) != n_expert or not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in row):
                 raise ModelError(
-                    f"the routing profile {path} does not fit: layer {layer} should have {n_expert} counts; it was made with {data.get('model')!r}"
+                    f"the routing profile {path} does not fit: layer {layer} should have {n_expert} counts; it was made with {brief(data.get('model'))}"
                 )
             counts[layer] = np.array(row, np.int64)
-        return cls(str(data.get("model")), int(data.get("tokens") or 0), counts)
+        tokens = data.get("tokens")
+        return cls(str(data.get("model")), tokens if isinstance(tokens, int) else 0, counts)
 
 
 @dataclass(frozen=True)

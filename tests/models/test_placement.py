@@ -140,6 +140,8 @@ def test_hit_rates_are_those_of_the_other_text():
     [
         (None, "no routing profile"),
         ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ('{"format": "pyggml_spec experts 1", "model": ["x"], "tokens": "many", "layers": {"0": [1]}}', "does not fit"),
         ("[]", "not a routing profile"),
         ('{"format": "pyggml_spec experts 1", "model": "x", "layers": {"0": [1, 2]}}', "does not fit"),
         ('{"format": "pyggml_spec experts 1", "model": "x", "layers": {"0": [1, 2, 3, 4, 5, 6, 7, -8]}}', "does not fit"),
