@@ -53,6 +53,7 @@ class DeltaSlots(DeltaState):
         self._table_rows = (hist + max_width + 1) * slots  # of one layer, see csrc/delta_net.c
         self._tables = self._table_rows * np.arange(shape.layers).reshape(-1, 1, 1)
         self._every = np.arange(slots).reshape(-1, 1)
+        self._taken: dict[tuple, np.ndarray] = {}  # what fill_take has been asked for
 
     def reset_cursor(self) -> None:
         self.width, self.accepted = 0, np.zeros(self.slots, np.int64)
@@ -74,8 +75,11 @@ class DeltaSlots(DeltaState):
 
     def fill_take(self, take: np.ndarray, width: int, seats: SlotRange, single: bool = False) -> None:
         """Of one layer's table, the rows [history ; block of ``width`` rows] of every slot; ``single``: the block is one plain token."""
-        start = self.max_width * self.slots if single else 0
-        take.reshape(seats.count, -1)[:] = self._rows(np.arange(self.history_rows + width), width, seats, start)
+        key = width, seats, single
+        if key not in self._taken:
+            start = self.max_width * self.slots if single else 0
+            self._taken[key] = self._rows(np.arange(self.history_rows + width), width, seats, start).astype(np.int32)
+        take.reshape(seats.count, -1)[:] = self._taken[key]
 
     def _rows(self, numbers: np.ndarray, width: int, seats: SlotRange, start: int = 0) -> np.ndarray:
         """Where the rows ``numbers`` of [history ; block] of each slot lie in a layer's table, whose blocks begin ``start`` rows late."""

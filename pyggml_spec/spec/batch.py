@@ -409,8 +409,8 @@ class BatchEngine:
             self.slots[slot].settle()
             if self.delta is not None:
                 self.delta.accepted[slot] = 0
-        ids = step.ids()
-        return {slot: self._block_result(step, ids, width, slot, item, rows[slot], seats, times) for slot, item in work.items()}
+        ids, sound = step.ids(), _finite(step, slice(None), drafts=True)
+        return {slot: self._block_result(step, ids, sound, width, slot, item, rows[slot], seats, times) for slot, item in work.items()}
 
     def _run(self, step: Step, role: str, width: int, seats: SlotRange, meanwhile: Callable | None) -> StepTimes:
         self._last = step
@@ -424,15 +424,18 @@ class BatchEngine:
             times = step.fields.wait()
         return times
 
-    def _block_result(self, step: Step, ids: np.ndarray, width: int, slot: int, item: Work, n: int, seats: SlotRange, times) -> StepResult:
-        s, host = self.slots[slot], step.host
+    def _block_result(
+        self, step: Step, ids: np.ndarray, sound: bool, width: int, slot: int, item: Work, n: int, seats: SlotRange, times: StepTimes
+    ) -> StepResult:
+        """``sound``: everything that the step computed is finite, whatever the slot."""
+        s = self.slots[slot]
         part = slice((slot - seats.first) * width, (slot - seats.first) * width + n)
-        s.tokens, s.ids, s.open_rows, s.row = host["tokens"][part].copy(), ids[part], n, part.start
-        draft_finite = not isinstance(item, Draft) or bool(np.isfinite(host["draft_sum"][part]).all())
+        s.tokens, s.ids, s.open_rows, s.row = step.host["tokens"][part].copy(), ids[part], n, part.start
+        draft_finite = sound or not isinstance(item, Draft) or bool(np.isfinite(step.host["draft_sum"][part]).all())
         if isinstance(item, Prompt):
             self._move(slot, s.base + n, int(s.ids[-1]))
             s.row += n - 1
-        return StepResult(s.tokens, s.ids[-1:] if isinstance(item, Prompt) else s.ids, draft_finite, _finite(step, part), times)
+        return StepResult(s.tokens, s.ids[-1:] if isinstance(item, Prompt) else s.ids, draft_finite, sound or _finite(step, part), times)
 
     def logits(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
@@ -548,6 +551,7 @@ class BatchEngine:
         self._parts = []
 
 
-def _finite(step: Step, part: slice) -> bool:
-    """Whether the target produced neither NaN nor Inf in these rows."""
-    return all(np.isfinite(step.host[name][part]).all() for name in ("ids_sum", "logits_sum") if name in step.host)
+def _finite(step: Step, part: slice, drafts: bool = False) -> bool:
+    """Whether the target, with ``drafts`` the drafter too, produced neither NaN nor Inf in these rows."""
+    names = ("ids_sum", "logits_sum", "draft_sum") if drafts else ("ids_sum", "logits_sum")
+    return all(np.isfinite(step.host[name][part]).all() for name in names if name in step.host)

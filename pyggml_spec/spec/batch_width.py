@@ -2,16 +2,30 @@
 
 What a step costs depends on how many slots it covers as well as on its width (27B shape on one H200: 16 rows 24 ms, 64 rows 39), so costs
 are learnt per (slots, width) from the steps themselves: every width is tried TRIES times when a number of slots is first seen. Acceptance
-is tracked per sequence, as for one (``width.Acceptance``).
+is tracked per sequence, as for one (``width.Acceptance``). While plain decoding is best, drafting is tried again now and then.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-from .width import COST_RATE, MARGIN, Acceptance
+from .width import COST_RATE, FIRST_PROBE, LAST_PROBE, MARGIN, PROBE_LOSS, Acceptance
 
 WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
 TRIES = WARMUP + 2
+PROBE_STEPS = 4  # in a row: what was seen has a memory of 13 steps
+
+
+@dataclass
+class _Use:
+    """What is in use for a number of slots. While it is plain decoding: steps since the last probe, least steps until the next, and how many
+    steps are left of the one that is under way."""
+
+    width: int = 0
+    plain: int = 0
+    wait: int = FIRST_PROBE
+    left: int = 0
 
 
 class BatchWidths:
@@ -21,11 +35,13 @@ class BatchWidths:
         self.widths = tuple(sorted({1, *widths}))
         self.costs: dict[tuple[int, int], float] = {}  # milliseconds by (slots that the graph covers, width)
         self._tries: Counter = Counter()
-        self._last: dict[int, int] = {}  # width in use, by slots
+        self._uses: dict[int, _Use] = {}
 
-    def expected(self, width: int, acceptances: Sequence[Acceptance | None]) -> float:
-        """Tokens that a step of this width is expected to give; None is a sequence that is decoded plainly."""
-        return sum(1.0 + (sum(a.survival()[: width - 1]) if a is not None else 0.0) for a in acceptances)
+    def expected(self, acceptances: Sequence[Acceptance | None]) -> dict[int, float]:
+        """Tokens that a step of each width is expected to give; None is a sequence that is decoded plainly."""
+        curves = [a.survival() for a in acceptances if a is not None]
+        sums = list(accumulate(map(sum, zip(*curves)), initial=len(acceptances)))
+        return {w: sums[min(w, len(sums)) - 1] for w in self.widths}
 
     def choose(self, covered: int, acceptances: Sequence[Acceptance | None]) -> int:
         if all(a is None for a in acceptances):
@@ -33,11 +49,26 @@ class BatchWidths:
         untried = [w for w in self.widths if self._tries[covered, w] < TRIES]
         if untried:
             return untried[-1]
-        speed = {w: self.expected(w, acceptances) / self.costs[covered, w] for w in self.widths}
-        best, last = max(speed, key=speed.get), self._last.get(covered)
-        if last is None or speed[best] > MARGIN * speed[last]:
-            self._last[covered] = best
-        return self._last[covered]
+        speed = {w: tokens / self.costs[covered, w] for w, tokens in self.expected(acceptances).items()}
+        best, use = max(speed, key=speed.get), self._uses.setdefault(covered, _Use())
+        if not use.width or speed[best] > MARGIN * speed[use.width]:
+            if use.width == 1 != best:
+                use.wait = FIRST_PROBE
+            use.width, use.plain, use.left = best, 0, 0
+        return use.width if use.width > 1 else self._plain_or_probe(covered, use, speed)
+
+    def _plain_or_probe(self, covered: int, use: _Use, speed: dict[int, float]) -> int:
+        """1, but the best block after so many plain steps that it costs PROBE_LOSS of their time at most; twice as many the next time."""
+        drafting = max((w for w in self.widths if w > 1), key=speed.get, default=1)
+        if use.left:
+            use.left -= 1
+            return drafting
+        use.plain += 1
+        extra = PROBE_STEPS * self.costs[covered, drafting] / self.costs[covered, 1]
+        if drafting > 1 and use.plain > max(use.wait, extra / PROBE_LOSS):
+            use.plain, use.wait, use.left = 0, min(2 * use.wait, LAST_PROBE), PROBE_STEPS - 1
+            return drafting
+        return 1
 
     def settled(self, covered: int) -> bool:
         """Whether every width was tried with this number of slots."""
