@@ -79,7 +79,7 @@ def test_the_guides_commands_run(desk, line):
     assert done.stdout.strip() or (desk / written[1]).read_text().strip()
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE])
+@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE, ROOT / "docs" / "slots.md"], ids=lambda page: page.name)
 def test_code_of_the_pages_runs(desk, page):
     """Each block by itself, as somebody would paste it."""
     codes = blocks(page, "python")

@@ -113,6 +113,21 @@ def test_slots(tmp_path, slots, n_ctx):
     assert not tight.fits and tight.largest_context < n_ctx
 
 
+def test_memory_of_a_slot_is_what_the_page_says(tmp_path):
+    """The formula of docs/slots.md, which somebody may plan a machine by; allocation rounds every tensor up by less than 100 bytes."""
+    n_ctx, width, slots, d = 700, 8, 4, Shape(n_layer=8)
+    pair = write_qwen35(tmp_path / "t.gguf", d), write_dflash(tmp_path / "d.gguf", d)
+    planned = plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=width, slots=slots).slots_memory
+    rows, near = 768 + 16, 4 * (768 + 16)
+    for name, layers, heads in (("kv", d.n_layer // d.every, d.n_head_kv), ("draft_kv", d.draft_layers, d.draft_heads_kv)):
+        assert 0 <= planned[name] - near - slots * layers * rows * 2 * 2 * d.head_size * heads < 100 * (2 * layers + 1)
+    s, conv, delta_layers = d.delta_head, 4, d.n_layer - d.n_layer // d.every
+    channels = s * (2 * d.delta_k + d.delta_v)
+    row = channels + s * d.delta_v + 2 * d.delta_v  # the projection is fused: q, k and v, z, beta, alpha
+    floats = s * s * d.delta_v + s * d.delta_v * width + row * (conv + width) + channels * width + 2 * s * d.delta_k * width + 2 * d.delta_v * width
+    assert 0 <= planned["recurrent"] - 4 * slots * delta_layers * floats - 4 * s < 700
+
+
 def test_too_many_slots_are_refused(pair):
     with pytest.raises(EngineError, match="number of slots is 65"):
         plan(*pair, device="CPU", slots=65)
