@@ -21,7 +21,7 @@ from .models.rope import ignored_yarn
 from .models.weights import Weights
 from .spec.batch import BatchEngine
 from .spec.calibrate import cached_costs
-from .spec.engine import MOST_CONTEXT, MOST_WIDTH, Engine, EngineOptions, candidate_widths
+from .spec.engine import MOST_CONTEXT, MOST_WIDTH, Engine, EngineOptions, candidate_widths, check_options
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from .spec.sampling import Sampler, Sampling, TokenLogprob
 from .spec.scheduler import Scheduler
@@ -104,13 +104,14 @@ class Session:
             self.drafter = open_drafter(draft_file)
             self.drafter.check_pair(self.target)
             self._check_vocabularies(file, draft_file)
-        placement, host = self._place_experts(experts, threads, max(options["chunk"], self._width(width)))
+        options = EngineOptions(**{**options, "n_ctx": self._context(options["n_ctx"])}, width=self._width(width))
+        check_options(options, self.target, self.drafter)  # before the weights, which take their time
+        placement, host = self._place_experts(experts, threads, max(options.chunk, options.width))
         self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total), placement, host)
         if host is not None:
             self.notes.append(f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file stay mapped)")
         if self.drafter is not None:
             self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
-        options = EngineOptions(**{**options, "n_ctx": self._context(options["n_ctx"])}, width=self._width(width))
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
         if self.drafter is not None and width is None:
             self._measure_costs()

@@ -7,6 +7,7 @@ import numpy as np
 from ..errors import EngineError
 from .device import Backend
 from .library import check, ffi, lib, new_err, text
+from .shapes import F32, I32, I64, inside, multiplies, part, repeats, require, reshapes
 
 MAX_NODES = 16384  # structs only: about 6 MB of arena per graph
 
@@ -63,19 +64,25 @@ class Graph:
 
     def matmul(self, weight, x):
         """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]."""
+        require(multiplies(weight, x), "matmul", weight=weight, x=x)
         return lib.ggml_mul_mat(self.ctx, weight, x)
 
     def matmul_experts(self, experts, x, chosen):
         """experts [n_in, n_out, n_expert], x F32 [n_in, 1 or n_used, T], chosen I32 [n_used, T] -> F32 [n_out, n_used, T]."""
+        fits = experts.ne[0] == x.ne[0] and chosen.type == I32 and chosen.ne[1] == x.ne[2] and chosen.ne[0] % x.ne[1] == 0
+        require(fits and experts.ne[3] == x.ne[3] == chosen.ne[2] == 1, "matmul_experts", experts=experts, x=x, chosen=chosen)
         return lib.ggml_mul_mat_id(self.ctx, experts, x, chosen)
 
     def add(self, a, b):
+        require(repeats(b, a.ne), "add", a=a, b=b)
         return lib.ggml_add(self.ctx, a, b)
 
     def mul(self, a, b):
+        require(repeats(b, a.ne), "mul", a=a, b=b)
         return lib.ggml_mul(self.ctx, a, b)
 
     def div(self, a, b):
+        require(repeats(b, a.ne), "div", a=a, b=b)
         return lib.ggml_div(self.ctx, a, b)
 
     def scale(self, x, factor: float):
@@ -106,10 +113,12 @@ class Graph:
 
     def geglu(self, gate, up):
         """gelu(gate) * up, elementwise."""
+        require(list(gate.ne) == list(up.ne) and gate.type == up.type, "geglu", gate=gate, up=up)
         return lib.ggml_geglu_split(self.ctx, gate, up)
 
     def geglu_halves(self, x):
         """x F32 [2 n, T] = [gate | up] -> gelu(gate) * up, F32 [n, T]."""
+        require(x.ne[0] % 2 == 0, "geglu_halves", x=x)
         return lib.ggml_geglu(self.ctx, x)
 
     def softmax(self, x):
@@ -118,10 +127,12 @@ class Graph:
 
     def swiglu(self, gate, up):
         """silu(gate) * up, elementwise."""
+        require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu", gate=gate, up=up)
         return lib.ggml_swiglu_split(self.ctx, gate, up)
 
     def swiglu_halves(self, x):
         """x F32 [2 n, T] = [gate | up] -> silu(gate) * up, F32 [n, T]."""
+        require(x.ne[0] % 2 == 0, "swiglu_halves", x=x)
         return lib.ggml_swiglu(self.ctx, x)
 
     def norm(self, x, eps: float):
@@ -134,13 +145,16 @@ class Graph:
 
     def rows(self, table, index):
         """table [n, rows], index I32 [T] -> F32 [n, T] (I32 of an I32 table)."""
+        fits = index.type == I32 and table.ne[2] == index.ne[1] and table.ne[3] == index.ne[2] and index.ne[3] == 1
+        require(fits, "rows", table=table, index=index)
         return lib.ggml_get_rows(self.ctx, table, index)
 
     def concat(self, parts):
         """Joins tensors of equal width T along the innermost dimension."""
         out = parts[0]
-        for part in parts[1:]:
-            out = lib.ggml_concat(self.ctx, out, part, 0)
+        for x in parts[1:]:
+            require(list(out.ne)[1:] == list(x.ne)[1:] and out.type == x.type, "concat", first=out, next=x)
+            out = lib.ggml_concat(self.ctx, out, x, 0)
         return out
 
     def sum_rows(self, x):
@@ -148,14 +162,17 @@ class Graph:
 
     def top_k(self, x, k: int):
         """F32 [n, T] -> I32 [k, T], the places of the k largest values, largest first."""
+        require(0 < k <= x.ne[0], "top_k", x=x, k=k)
         return lib.ggml_argsort_top_k(self.ctx, x, k)
 
     def argmax(self, x):
         """F32 [n, T] -> I32 [T]."""
+        require(x.type == F32 and x.ne[2] == x.ne[3] == 1, "argmax", x=x)
         return lib.ggml_argmax(self.ctx, x)
 
     def largest(self, x, k: int):
         """F32 [n, T] -> I32 [k, T], the places of the k largest values in any order, and F32 [1, k, T], the values."""
+        require(x.type == F32 and 0 < k <= x.ne[0] and x.ne[2] == 1, "largest", x=x, k=k)
         places = lib.ggml_top_k(self.ctx, x, k)
         return places, lib.ggml_get_rows(self.ctx, self.shaped(x, 1, x.ne[0], x.ne[1]), places)
 
@@ -167,6 +184,8 @@ class Graph:
         ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``factors`` F32 [n_rot / 2] divide the frequencies. ``yarn`` is
         (extrapolation, magnitude, beta_fast, beta_slow).
         """
+        fits = positions.type == I32 and positions.ne[0] == x.ne[2] and 0 < n_rot <= x.ne[0] and n_rot % 2 == 0
+        require(fits and (factors is None or 2 * factors.ne[0] >= n_rot), "rope", x=x, positions=positions, n_rot=n_rot, factors=factors)
         mode = lib.GGML_ROPE_TYPE_NEOX if neox else lib.GGML_ROPE_TYPE_NORMAL
         return lib.ggml_rope_ext(
             self.ctx, x, positions, factors if factors is not None else ffi.NULL, n_rot, mode, n_ctx_orig, base, scale, *yarn
@@ -176,40 +195,50 @@ class Graph:
 
     def heads(self, x, size: int, count: int, stride: int | None = None, first: int = 0):
         """Views [n, T] as F32 [size, count, T]; ``stride`` floats lie between heads (default ``size``), the first starts at ``first``."""
+        fits = inside(x, (size, count, x.ne[1]), (4, 4 * (stride or size), x.nb[1]), 4 * first)
+        require(fits, "heads", x=x, size=size, count=count, stride=stride, first=first)
         return lib.ggml_view_3d(self.ctx, x, size, count, x.ne[1], 4 * (stride or size), x.nb[1], 4 * first)
 
     def slots(self, cache, first: int, count: int):
         """The slots [first, first + count) of a cache [n, rows, slots], as a view."""
+        require(part(cache, 2, first, count), "slots", cache=cache, first=first, count=count)
         return lib.ggml_view_3d(self.ctx, cache, cache.ne[0], cache.ne[1], count, cache.nb[1], cache.nb[2], first * cache.nb[2])
 
     def tails(self, x, rows: int, first: int):
         """F32 [n, T], T a multiple of ``rows`` -> the rows [first, rows) of every ``rows``, F32 [n, T * (rows - first) / rows], by copy."""
+        require(0 <= first < rows and x.ne[1] % rows == 0, "tails", x=x, rows=rows, first=first)
         count = x.ne[1] // rows
         view = lib.ggml_view_3d(self.ctx, x, x.ne[0], rows - first, count, x.nb[1], x.nb[1] * rows, x.nb[1] * first)
         return lib.ggml_cont_2d(self.ctx, view, x.ne[0], (rows - first) * count)
 
     def columns(self, x, n: int, first: int = 0):
         """The part [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
+        require(x.type == F32 and part(x, 0, first, n), "columns", x=x, n=n, first=first)
         return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
 
     def part_3d(self, x, n: int, first: int):
         """The part [first, first + n) of the innermost dimension of F32 [m, H, T], as a view."""
+        require(x.type == F32 and part(x, 0, first, n), "part_3d", x=x, n=n, first=first)
         return lib.ggml_view_3d(self.ctx, x, n, x.ne[1], x.ne[2], x.nb[1], x.nb[2], 4 * first)
 
     def slice_2d(self, x, i: int):
         """[n, H, T] -> the i-th of the H, [n, T], as a view."""
+        require(part(x, 1, i, 1), "slice_2d", x=x, i=i)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[2], x.nb[2], i * x.nb[1])
 
     def plane(self, x, i: int):
         """[n, T, L] -> the i-th of the L, [n, T], as a view of a contiguous tensor."""
+        require(part(x, 2, i, 1), "plane", x=x, i=i)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1], x.nb[1], i * x.nb[2])
 
     def permute(self, x, *axes: int):
         """Dimension j moves to axes[j], as a view."""
+        require(sorted(axes) == [0, 1, 2, 3], "permute", x=x, axes=axes)
         return lib.ggml_permute(self.ctx, x, *axes)
 
     def shaped(self, x, *shape: int):
         """A contiguous tensor in another shape of 1 to 3 dimensions."""
+        require(reshapes(x, shape), "shaped", x=x, shape=shape)
         return (lib.ggml_reshape_1d, lib.ggml_reshape_2d, lib.ggml_reshape_3d)[len(shape) - 1](self.ctx, x, *shape)
 
     def rotated(self, x, hadamard):
@@ -223,6 +252,7 @@ class Graph:
 
     def repeat(self, x, *shape: int):
         """Repeats x to a 3-D shape."""
+        require(len(shape) == 3 and repeats(x, shape), "repeat", x=x, shape=shape)
         return lib.ggml_repeat_4d(self.ctx, x, *shape, 1)
 
     def cont(self, x):
@@ -235,10 +265,12 @@ class Graph:
 
     def tail_rows(self, x, first: int):
         """Rows [first, T) of F32 [n, T], as a view."""
+        require(part(x, 1, first, x.ne[1] - first), "tail_rows", x=x, first=first)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] - first, x.nb[1], x.nb[1] * first)
 
     def flat(self, x):
         """[D, H, T] -> [D * H, T] of a contiguous tensor."""
+        require(lib.ggml_is_contiguous(x) and x.ne[3] == 1, "flat", x=x)
         return lib.ggml_reshape_2d(self.ctx, x, x.ne[0] * x.ne[1], x.ne[2])
 
     def packed(self, x):
@@ -261,16 +293,25 @@ class Graph:
         check(lib.pgs_place(home, offset, node, self._err), self._err)
 
     def kv_write_rows(self, cache, rows, index) -> None:
+        fits = rows.type == F32 and cache.ne[0] == rows.ne[0] * rows.ne[1] and index.type in (I32, I64) and index.ne[0] == rows.ne[2]
+        require(fits, "kv_write_rows", cache=cache, rows=rows, index=index)
         lib.pgs_kv_write_rows(self.ctx, self.gf, cache, rows, index)
 
     def span_mask(self, kv_near, q_last, q_first, span: int, slots: int = 1):
+        fits = part(kv_near, 0, 0, span) and 0 < slots and (kv_near.ne[1] == 1 or slots <= kv_near.ne[1]) and q_last.ne[1] % slots == 0
+        require(fits and q_last.ne[0] == 1, "span_mask", kv_near=kv_near, q_last=q_last, span=span, slots=slots)
         return lib.pgs_span_mask(self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span, slots)
 
     def fa_span(self, q, cache_k, cache_v, mask, n_head_kv: int, span: int, scale: float):
+        fits = n_head_kv > 0 and cache_k.ne[0] == q.ne[0] * n_head_kv and cache_v.ne[0] % n_head_kv == 0 and q.ne[1] % n_head_kv == 0
+        fits = fits and part(cache_k, 1, 0, span) and part(cache_v, 1, 0, span) and mask.ne[0] == span and q.ne[2] % mask.ne[3] == 0
+        fits = fits and mask.ne[1] * mask.ne[3] >= q.ne[2] and mask.ne[3] <= cache_k.ne[2] == cache_v.ne[2]
+        require(fits, "fa_span", q=q, cache_k=cache_k, cache_v=cache_v, mask=mask, n_head_kv=n_head_kv, span=span)
         return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale)
 
     def host_view(self, node) -> np.ndarray:
         """The F32 values of a planned node in host memory, [rows, n], without a copy. CPU backends only; see ``keep``."""
+        require(node.type == F32 and node.data != ffi.NULL, "host_view", node=node, planned=node.data != ffi.NULL)
         return np.frombuffer(ffi.buffer(node.data, lib.ggml_nbytes(node)), np.float32).reshape(-1, node.ne[0])
 
     # -- life

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..checks import whole
 from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
 from .library import check, ffi, lib, new_err, text
 from .replay import ReplayCounters
+from .shapes import require
 
 _TYPES = {
     "i32": (lib.GGML_TYPE_I32, np.int32),
@@ -68,6 +70,8 @@ class StepFields:
         self._calls, self._replayed = 0, False
 
     def _take(self, name: str, kind: str, count: int) -> tuple[int, int]:
+        if name in self._offsets or kind not in _TYPES:
+            raise EngineError(f"a field {name!r} of the type {kind!r} cannot be added: the type is none of {', '.join(_TYPES)}, or the name is taken")
         ggml_type, dtype = _TYPES[kind]
         start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
         self._end = start + count * np.dtype(dtype).itemsize
@@ -85,7 +89,7 @@ class StepFields:
 
     def input(self, name: str, kind: str, *shape: int):
         """An input that the host writes (``host[name]``) before each run; returns its tensor, shape in ggml order (1 or 2 values)."""
-        ne0, ne1 = (*shape, 1)[:2]
+        ne0, ne1 = (whole(n, f"a dimension of the field {name!r}", 1, self.io.capacity) for n in (*shape, 1)[:2])
         offset, ggml_type = self._take(name, kind, ne0 * ne1)
         self._upload_end = self._end
         return self._tensor(ggml_type, ne0, ne1, offset)
@@ -118,6 +122,7 @@ class StepFields:
 
     def output(self, name: str, kind: str, node) -> None:
         """Puts the node's result where the host reads it (``host[name]``) after the run."""
+        require(kind in _TYPES and node.type == _TYPES[kind][0], f"an output of the type {kind}", node=node)
         count = node.ne[0] * node.ne[1] * node.ne[2]
         if self._read_start is None:
             self._read_start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN

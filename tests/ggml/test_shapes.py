@@ -1,0 +1,116 @@
+"""Operands that do not fit each other: every verb says so and shows them. ggml would end the process, which would end these tests."""
+
+from contextlib import closing
+
+import pytest
+
+from pyggml_spec.errors import EngineError
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.library import lib
+from pyggml_spec.ggml.shapes import described
+from pyggml_spec.ggml.step_io import StepFields, StepIO
+
+
+class Tensors:
+    """Tensors of any type and shape by name, as in t.f32(64, 5)."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+
+    def __getattr__(self, name: str):
+        kind = getattr(lib, f"GGML_TYPE_{name.upper()}")
+        return lambda *ne: lib.ggml_new_tensor(self.graph.ctx, kind, len(ne), ne)
+
+
+@pytest.fixture(scope="module")
+def g():
+    with closing(Backend(pick_device("CPU"), 1)) as backend, closing(Role(backend, "test")) as role, closing(Graph(role)) as graph:
+        yield graph
+
+
+WRONG = {
+    "matmul": [lambda g, t: g.matmul(t.f16(64, 32), t.f32(32, 5)), lambda g, t: g.matmul(g.permute(t.f32(64, 32), 1, 0, 2, 3), t.f32(32, 5)),
+               lambda g, t: g.matmul(t.f32(64, 32, 3), t.f32(64, 5, 4))],
+    "matmul_experts": [lambda g, t: g.matmul_experts(t.f32(64, 32, 8), t.f32(64, 1, 5), t.i32(2, 4)),
+                       lambda g, t: g.matmul_experts(t.f32(64, 32, 8), t.f32(64, 1, 5), t.f32(2, 5)),
+                       lambda g, t: g.matmul_experts(t.f32(64, 32, 8), t.f32(64, 3, 5), t.i32(2, 5))],
+    "add": [lambda g, t: g.add(t.f32(64, 5), t.f32(63, 5)), lambda g, t: g.add(t.f32(64), t.f32(64, 5))],
+    "mul": [lambda g, t: g.mul(t.f32(64, 5), t.f32(64, 4))],
+    "div": [lambda g, t: g.div(t.f32(64, 5), t.f32(64, 5, 2))],
+    "geglu": [lambda g, t: g.geglu(t.f32(64, 5), t.f32(32, 5))],
+    "geglu_halves": [lambda g, t: g.geglu_halves(t.f32(63, 5))],
+    "swiglu": [lambda g, t: g.swiglu(t.f32(64, 5), t.f16(64, 5))],
+    "swiglu_halves": [lambda g, t: g.swiglu_halves(t.f32(63, 5))],
+    "rms_norm": [lambda g, t: g.rms_norm(t.f32(64, 5), t.f32(65), 1e-6)],
+    "rows": [lambda g, t: g.rows(t.f32(64, 10), t.f32(5)), lambda g, t: g.rows(t.f32(64, 10), t.i32(5, 2)), lambda g, t: g.rows(t.f32(64, 10, 2), t.i32(5))],
+    "concat": [lambda g, t: g.concat([t.f32(64, 5), t.f32(64, 4)]), lambda g, t: g.concat([t.f32(64, 5), t.f16(64, 5)])],
+    "top_k": [lambda g, t: g.top_k(t.f32(64, 5), 65), lambda g, t: g.top_k(t.f32(64, 5), 0)],
+    "argmax": [lambda g, t: g.argmax(t.f16(64, 5)), lambda g, t: g.argmax(t.f32(64, 5, 2))],
+    "largest": [lambda g, t: g.largest(t.f32(64, 5), 65), lambda g, t: g.largest(t.f32(64, 5), -1)],
+    "rope": [lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(4), 64, True, 1e4, 1.0), lambda g, t: g.rope(t.f32(64, 4, 5), t.f32(5), 64, True, 1e4, 1.0),
+             lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(5), 66, True, 1e4, 1.0), lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(5), 63, True, 1e4, 1.0),
+             lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(5), -2, True, 1e4, 1.0),
+             lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(5), 64, True, 1e4, 1.0, t.f32(31))],
+    "heads": [lambda g, t: g.heads(t.f32(64, 5), 16, 5), lambda g, t: g.heads(t.f32(64, 5), 16, 4, first=1), lambda g, t: g.heads(t.f32(64, 5), 16, -1),
+              lambda g, t: g.heads(t.f32(64, 5), 16, 4, first=-4), lambda g, t: g.heads(t.f16(64, 5), 16, 4)],
+    "slots": [lambda g, t: g.slots(t.f16(64, 9, 4), 2, 3), lambda g, t: g.slots(t.f16(64, 9, 4), -1, 1), lambda g, t: g.slots(t.f16(64, 9, 4), 0, 0)],
+    "tails": [lambda g, t: g.tails(t.f32(64, 10), 4, 1), lambda g, t: g.tails(t.f32(64, 8), 4, 4)],
+    "tail_rows": [lambda g, t: g.tail_rows(t.f32(64, 5), 5), lambda g, t: g.tail_rows(t.f32(64, 5), -1)],
+    "columns": [lambda g, t: g.columns(t.f32(64, 5), 60, 5), lambda g, t: g.columns(t.f32(64, 5), 4, -1), lambda g, t: g.columns(t.f16(64, 5), 4)],
+    "part_3d": [lambda g, t: g.part_3d(t.f32(64, 4, 5), 33, 32), lambda g, t: g.part_3d(t.f32(64, 4, 5), 0, 0)],
+    "slice_2d": [lambda g, t: g.slice_2d(t.f32(64, 4, 5), 4), lambda g, t: g.slice_2d(t.f32(64, 4, 5), -1)],
+    "plane": [lambda g, t: g.plane(t.f32(64, 4, 5), 5)],
+    "permute": [lambda g, t: g.permute(t.f32(64, 5), 0, 0, 2, 3), lambda g, t: g.permute(t.f32(64, 5), 0, 1, 2, 4)],
+    "shaped": [lambda g, t: g.shaped(t.f32(64, 5), 319), lambda g, t: g.shaped(t.f32(64, 5), -64, -5), lambda g, t: g.shaped(t.f32(64, 5), 4, 4, 4, 5),
+               lambda g, t: g.shaped(g.permute(t.f32(64, 5), 1, 0, 2, 3), 320)],
+    "flat": [lambda g, t: g.flat(g.permute(t.f32(8, 4, 5), 1, 0, 2, 3))],
+    "repeat": [lambda g, t: g.repeat(t.f32(64, 2), 64, 5, 1), lambda g, t: g.repeat(t.f32(64, 1), 64, 5)],
+    "kv_write_rows": [lambda g, t: g.kv_write_rows(t.f16(128, 9), t.f32(64, 1, 5), t.i64(5)), lambda g, t: g.kv_write_rows(t.f16(128, 9), t.f32(64, 2, 5), t.i64(4)),
+                      lambda g, t: g.kv_write_rows(t.f16(128, 9), t.f32(64, 2, 5), t.f32(5))],
+    "span_mask": [lambda g, t: g.span_mask(t.f32(300), t.f32(1, 5), None, 512), lambda g, t: g.span_mask(t.f32(300, 2), t.f32(1, 6), None, 256, 3),
+                  lambda g, t: g.span_mask(t.f32(300, 2), t.f32(1, 5), None, 256, 2)],
+    "fa_span": [lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(64, 300), t.f16(64, 300), t.f16(256, 5), 2, 256, 0.1),
+                lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(128, 200), t.f16(128, 200), t.f16(256, 5), 2, 256, 0.1),
+                lambda g, t: g.fa_span(t.f32(64, 3, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1),
+                lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 4), 2, 256, 0.1),
+                lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(512, 5), 2, 256, 0.1)],
+    "host_view": [lambda g, t: g.host_view(t.f32(64, 5)), lambda g, t: g.host_view(t.i32(5))],
+}  # fmt: skip
+ANY_SHAPE = {  # one operand of any shape, or nothing but a graph's own nodes
+    "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "softmax", "norm", "sum_rows", "cont", "whole", "packed", "rotated",
+    "expand", "keep", "plan", "measure", "cut", "cuts", "op_counts", "properties_hash", "traffic", "memory", "close", "place",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", WRONG)
+def test_operands_that_do_not_fit_are_shown(g, verb):
+    t = Tensors(g)
+    for call in WRONG[verb]:
+        with pytest.raises(EngineError, match="cannot be computed of .*[0-9]"):
+            call(g, t)
+
+
+def test_every_verb_is_looked_at():
+    """A new verb needs a case above, or has to be one that cannot be given wrong shapes."""
+    verbs = {name for name, value in vars(Graph).items() if callable(value) and not name.startswith("_")}
+    assert verbs == set(WRONG) | (ANY_SHAPE & verbs) and not set(WRONG) & ANY_SHAPE
+
+
+def test_how_a_tensor_is_described(g):
+    t = Tensors(g)
+    assert described(t.f16(64, 5)) == "F16 [64, 5]" and described(t.f32(1)) == "F32 [1]" and described(t.i32(3, 1, 2)) == "I32 [3, 1, 2]"
+
+
+def test_fields_of_a_step(g):
+    with closing(StepIO(g.role.backend, 4096)) as io:
+        fields = StepFields(io, g)
+        fields.input("a", "i32", 8)
+        for wrong in (("b", "i8", 8), ("a", "i32", 8), ("b", "i32", 0), ("b", "i32", -1), ("b", "i32", 1 << 40), ("b", "i32", 1.5), ("b", "f32", 32, 64)):
+            with pytest.raises(EngineError):
+                fields.input(*wrong)
+        node = g.scale(Tensors(g).f32(8), 2.0)
+        with pytest.raises(EngineError, match="an output of the type i32 cannot be computed of node F32"):
+            fields.output("out", "i32", node)
+        with pytest.raises(EngineError, match="ends at byte"):
+            fields.output("out", "f32", g.scale(Tensors(g).f32(5000), 2.0))
