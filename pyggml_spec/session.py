@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .cache.kv_types import KVTypes
 from .cache.prefix import PrefixCache, Reuse, layout_of
@@ -30,6 +31,9 @@ from .spec.synthetic import SyntheticAcceptance
 from .spec.width import WidthControl, useful_widths
 from .text.stream import TextStream
 from .text.tokenizer import Tokenizer, first_difference
+
+if TYPE_CHECKING:
+    from .concurrent import ConcurrentSession
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER = DEMO / "target.gguf", DEMO / "drafter.gguf"
@@ -321,7 +325,7 @@ class Session:
         engine = BatchEngine(self.backend, self.target, self.drafter, options)
         return Scheduler(engine, None if self.costs else options.width, memory)
 
-    def concurrent(self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None) -> "ConcurrentSession":  # noqa: F821
+    def concurrent(self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None) -> "ConcurrentSession":
         """Many requests at once, from threads or asyncio: ``submit`` returns handles. Arguments and errors as of ``batch``; without
         ``prefix_memory`` it is 1 GiB, or an eighth of what is free if that is less.
 
