@@ -37,6 +37,8 @@ HELP = """/stats           speed and acceptance of the last answer, and of the c
 /exit            end; so does Ctrl-D
 A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; twice, the chat. Begin with a space to say something that starts with /."""
 
+_LONG = 512  # tokens; computing fewer takes too little time to show a bar
+
 
 @click.command("chat")
 @target_options
@@ -154,12 +156,17 @@ class _Desk:
 
     def _answer(self, text: str) -> bool:
         """Shows the answer; returns whether it was stopped by Ctrl-C."""
-        last, stats = "", None
+        last, stats, progress = "", None, None
+
+        def prefilled(done: int, total: int) -> None:
+            nonlocal progress
+            if progress is None and total - done > _LONG:
+                progress = bars.enter_context(progress_line())
+            if progress is not None:
+                progress("prefill", done, total)
+
         with Interrupt() as stopped, ExitStack() as bars:
-            progress = bars.enter_context(progress_line())
-            events = self.chat.ask(
-                text, self.max_tokens, interrupted=stopped, prefill_progress=lambda done, total: progress("prefill", done, total)
-            )
+            events = self.chat.ask(text, self.max_tokens, interrupted=stopped, prefill_progress=prefilled)
             try:
                 with closing(events):
                     for event in events:
