@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
-from ..errors import PyspecError
+from ..errors import ContextError, PyspecError
 from ..session import load
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_ERROR, EXIT_INTERRUPT
@@ -119,7 +119,8 @@ class _Desk:
                     return EXIT_INTERRUPT
             except PyspecError as error:
                 armed, self.failed = False, True
-                say(f"pyspec: {error}")
+                hint = "; /reset forgets the conversation" if isinstance(error, ContextError) and self.chat.messages else ""
+                say(f"pyspec: {error}{hint}")
             except KeyboardInterrupt:
                 if armed or not self.interactive:
                     return EXIT_INTERRUPT

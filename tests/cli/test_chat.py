@@ -160,6 +160,12 @@ def test_thinking_is_shown_and_switched(talker):
     one_sentence(pyspec("chat", *DEMO, "--think", "-q", stdin=b""), "no thinking mode")
 
 
+def test_a_full_context_is_said_and_reset_makes_room():
+    done = pyspec("chat", *DEMO, "-c", 64, stdin=b"def f(a):\nx\n/reset\ndef f(a):\n")
+    assert done.stderr.count("is full: /reset begins anew") == 2 and "/reset forgets the conversation" in done.stderr
+    assert done.returncode == 1 and done.stderr.count("ended by: context") == 2
+
+
 def test_system_prompt_and_templates(talker, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages | length }}{{ messages[0].content }}")
     done = pyspec("chat", *talker, "-n", 2, "-sys", "Be brief.", "--chat-template-file", tmp_path / "t.jinja",

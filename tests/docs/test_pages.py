@@ -48,7 +48,7 @@ def test_commands_have_the_options_that_pages_give_them(page, line):
 
 
 def test_there_are_commands_to_check():
-    assert len(commands(GUIDE)) > 20 and commands(ROOT / "README.md")
+    assert len(commands(GUIDE)) > 20 and commands(ROOT / "README.md") and len(blocks(GUIDE, "python")) == 3
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +79,10 @@ def test_the_guides_commands_run(desk, line):
     assert done.stdout.strip() or (desk / written[1]).read_text().strip()
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE, ROOT / "docs" / "slots.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_code_of_the_pages_runs(desk, page):
     """Each block by itself, as somebody would paste it."""
-    codes = blocks(page, "python")
-    assert codes
-    for code in codes:
+    for code in blocks(page, "python"):
         done = in_desk(desk, [sys.executable, "-c", code])
         assert done.returncode == 0 and not done.stderr, done.stderr
 
