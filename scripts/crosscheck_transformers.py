@@ -4,8 +4,9 @@
     crosscheck_transformers.py --llama-cpp DIR [--only gemma4,...]        (needs the extra `crosscheck`: torch and transformers)
 
 DIR is a llama.cpp source tree of the pinned version: llama-cpp-python's sdist has it in vendor/llama.cpp. Every parameter is random, norms,
-gates, biases and decays too. Prints NMSE and argmax agreement of all rows; exit code 3 if an argmax differs where the two largest logits of
-transformers are more than 1e-3 apart, or if the NMSE is above 1e-5 (K/V rows are F16 here and F32 there).
+gates, biases and decays too. Prints NMSE of all logits and of the worst layer's input (what a drafter reads), and argmax agreement of all rows;
+exit code 3 if an argmax differs where the two largest logits of transformers are more than 1e-3 apart, or if an NMSE is above 1e-5 (K/V rows
+are F16 here and F32 there).
 """
 
 import argparse
@@ -65,7 +66,7 @@ MODELS = {  # name: (configuration, model, what differs from COMMON)
 
 
 def make(name: str, folder: Path):
-    """Saves a random model; returns its token ids and F32 logits [TOKENS, VOCAB]."""
+    """Saves a random model; returns its token ids, F32 logits [TOKENS, VOCAB] and the inputs of its layers [layers, TOKENS, n_embd]."""
     import torch
     import transformers
 
@@ -82,9 +83,10 @@ def make(name: str, folder: Path):
             else:
                 value.normal_(std=value.shape[-1] ** -0.5)
         ids = torch.randint(0, 256, (1, TOKENS))
-        logits = model(ids).logits[0].float().numpy()
+        out = model(ids, output_hidden_states=True)
     model.save_pretrained(folder)
-    return ids[0].tolist(), logits
+    inputs = torch.cat(out.hidden_states[: config.num_hidden_layers])  # what follows them has passed the last norm
+    return ids[0].tolist(), out.logits[0].float().numpy(), inputs.float().numpy()
 
 
 def convert(tree: Path, folder: Path, out: Path) -> None:
@@ -128,20 +130,22 @@ def main() -> None:
     for name in args.only.split(",") if args.only else MODELS:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
-            ids, theirs = make(name, Path(folder))
+            ids, theirs, inputs = make(name, Path(folder))
             command = [sys.executable, __file__, "--llama-cpp", str(args.llama_cpp), "--convert", folder, str(path)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 sys.exit(f"{name}: llama.cpp's converter failed:\n{done.stderr[-2000:]}")
             with ps.load(path, device="CPU", threads=1, n_ctx=512) as session:
                 ours = session.engine.logits(ids)
+                session.engine.reset()
+                _, features = session.engine.capture(ids, range(len(inputs)))
         top = theirs.copy()
         top.sort(axis=1)
         clear = top[:, -1] - top[:, -2] > GAP
         agree = (ours.argmax(axis=1) == theirs.argmax(axis=1))[clear].mean()
-        error = nmse(ours, theirs)
-        failed |= bool(agree < 1 or error > TOLERANCE)
-        print(f"{name:<16} NMSE {error:.1e}, argmax agrees on {100 * agree:.1f} % of {clear.sum()} rows with a gap above {GAP}", flush=True)
+        error, inputs_error = nmse(ours, theirs), max(map(nmse, features, inputs))
+        failed |= bool(agree < 1 or max(error, inputs_error) > TOLERANCE)
+        print(f"{name:<16} NMSE of logits {error:.1e}, of layer inputs at most {inputs_error:.1e}, argmax agrees on {100 * agree:.1f} % of {clear.sum()} rows with a gap above {GAP}", flush=True)
     sys.exit(3 if failed else 0)
 
 
