@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 
+from pyggml_spec.cli.help import OWN, GroupedCommand, grouped
 from pyggml_spec.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
@@ -67,10 +68,11 @@ def _command(command: click.Command, path: str) -> Iterator[str]:
     yield "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")) + "\n"
     if not command.help:
         missing.append(f"{path} has no help")
-    options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
-    if options:
-        yield "| option | value | |\n|---|---|---|"
-        yield "".join(f"| {_cell(_names(o))} | {_cell(_value(o))} | {_cell(_help(o, path))} |\n" for o in options)
+    for title, options in grouped(command.params).items() if isinstance(command, GroupedCommand) else {OWN: command.params}.items():
+        rows = [o for o in options if isinstance(o, click.Option) and not o.hidden]
+        if rows:
+            yield f"| {title.lower()} | value | |\n|---|---|---|"
+            yield "".join(f"| {_cell(_names(o))} | {_cell(_value(o))} | {_cell(_help(o, path))} |\n" for o in rows)
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             yield from _command(command.get_command(context, name), f"{path} {name}")
@@ -93,7 +95,7 @@ def _value(option: click.Option) -> str:
 
 
 def _help(option: click.Option, path: str) -> str:
-    if not option.help and option.name != "output":
+    if not option.help:
         missing.append(f"{path} {option.opts[-1]} has no help")
     return f"{option.help or ''} Default: {option.default}.".strip() if option.show_default and option.default is not None else option.help or ""
 

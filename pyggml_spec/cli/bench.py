@@ -15,6 +15,7 @@ from ..tools.bench import BenchOptions, bench
 from ..tools.bench_prompts import PromptsOptions
 from ..tools.bench_slots import bench_slots, tokens_needed
 from .bench_prompts import chosen_prompts, measure, modes
+from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, target_options
 from .report import engaged_line
@@ -38,7 +39,7 @@ class _Numbers(click.ParamType):
         return numbers
 
 
-@click.command("bench")
+@click.command("bench", cls=GroupedCommand)
 @target_options
 @llama_cpp_options
 @graphs_option
@@ -56,7 +57,7 @@ class _Numbers(click.ParamType):
               "or included ones: all, code, chat, reasoning.")
 @click.option("--think/--no-think", "thinking", default=None, help="With --prompts: one thinking mode only, if the template has one. Default: both.")
 @sampler_options
-@click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True)
+@click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True, help="Form of the rows.")
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
 def command(
     target, draft, device, threads, n_ctx, graphs, experts, lengths, tokens, depths, repetitions, synthetic, draft_width, slots, prompts, thinking,

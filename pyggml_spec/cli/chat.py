@@ -11,6 +11,7 @@ import click
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
 from ..errors import ContextError, PyspecError
 from ..session import load
+from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_ERROR, EXIT_INTERRUPT
 from .options import (
@@ -40,7 +41,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; twice,
 _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 
 
-@click.command("chat")
+@click.command("chat", cls=GroupedCommand)
 @target_options
 @llama_cpp_options
 @graphs_option

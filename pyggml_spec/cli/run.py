@@ -10,6 +10,7 @@ import click
 
 from ..errors import ContextError, PyspecError
 from ..session import load
+from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import (
@@ -29,7 +30,7 @@ from .terminal import Interrupt, TextOut, progress_line, say
 DEMO_PROMPT = "def quicksort(items):\n"
 
 
-@click.command("run")
+@click.command("run", cls=GroupedCommand)
 @target_options
 @llama_cpp_options
 @graphs_option

@@ -6,6 +6,7 @@ import pytest
 from cli.process import one_sentence, pyspec
 from gguf_io.build import STR, U32, gguf, info, key
 
+from pyggml_spec.cli.help import GROUPS, grouped
 from pyggml_spec.cli.main import Commands
 
 
@@ -20,6 +21,21 @@ def test_help_lists_every_command_with_its_purpose():
     assert all(f"\n  {name} " in listed for name in Commands.names)
     assert "..." not in listed.split("Commands:")[1]
     assert pyspec("-h").stdout.decode() == listed
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "bench"])
+def test_long_help_is_grouped_and_complete(command):
+    """A name that is misspelt in a group would silently stay among the command's own options."""
+    params = __import__(f"pyggml_spec.cli.{command}", fromlist=["command"]).command.params
+    groups, shown = grouped(params), pyspec(command, "--help").stdout.decode()
+    assert [line[:-1] for line in shown.splitlines() if line.endswith(":") and line[:1].strip()] == list(groups)
+    assert sum(map(len, groups.values())) == sum(not p.hidden for p in params) and len(groups) == 4
+    assert all(option.opts[0] in shown for options in groups.values() for option in options)
+
+
+def test_groups_name_options_that_exist():
+    modules = [__import__(f"pyggml_spec.cli.{command}", fromlist=["command"]) for command in ("run", "chat", "bench")]
+    assert {name for names in GROUPS.values() for name in names} <= {p.name for module in modules for p in module.command.params}
 
 
 def test_version_and_unknown_commands():

@@ -1,0 +1,28 @@
+"""Help in groups: forty options are read by what they are about."""
+
+import click
+
+GROUPS = {
+    "Model and device": ("target", "draft", "device", "threads", "n_ctx", "graphs", "cpu_moe", "n_cpu_moe", "expert_residency", "expert_profile"),
+    "Caches": ("cache_type_k", "cache_type_v", "draft_cache_type_k", "draft_cache_type_v", "prefix_cache", "prefix_disk", "prefix_memory", "chunk"),
+    "Sampling": ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed", "repeat_penalty", "repeat_last_n", "presence_penalty",
+                 "frequency_penalty", "logit_bias", "grammar", "grammar_file", "json_schema", "json_schema_file"),
+}  # fmt: skip
+OWN = "Options"
+
+
+def grouped(params: list[click.Parameter]) -> dict[str, list[click.Option]]:
+    """Visible options by group, those of no group first; groups that would be empty are left out."""
+    of = {name: title for title, names in GROUPS.items() for name in names}
+    out: dict[str, list[click.Option]] = {title: [] for title in (OWN, *GROUPS)}
+    for param in params:
+        if isinstance(param, click.Option) and not param.hidden:
+            out[of.get(param.name, OWN)].append(param)
+    return {title: options for title, options in out.items() if options}
+
+
+class GroupedCommand(click.Command):
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, options in grouped(self.get_params(ctx)).items():
+            with formatter.section(title):
+                formatter.write_dl([record for option in options if (record := option.get_help_record(ctx))])
