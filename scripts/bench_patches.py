@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,21 +25,20 @@ PROMPT = 64  # tokens; each slot and each round begins differently
 
 
 class Server:
-    def __init__(self, name: str, tools: Path, slots: int, port: int, args):
-        self.name, self.slots, self.url = name, slots, f"http://127.0.0.1:{port}"
-        command = [str(tools / "llama-server"), "-m", args.model, "-md", args.drafter, "--spec-type", "draft-dflash", "--spec-draft-n-max", "15"]
-        command += ["-np", str(slots), "-c", str(args.ctx * slots), "-ngl", str(args.ngl), "-ngld", str(args.ngl), "-fa", "on", "--temp", "0"]
-        command += ["--backend-sampling", "--metrics", "--no-webui", "--no-warmup", "--port", str(port), *args.server_args]
-        if args.synthetic_acceptance:
-            command += ["--spec-synth-len", str(args.synthetic_acceptance)]
-        if args.threads:
-            command += ["-t", str(args.threads), "-td", str(args.threads)]
-        env = {**os.environ, "LD_LIBRARY_PATH": f"{tools}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
-        self.log = Path(f"{args.out}.{name}-np{slots}.log")
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+    """A greedy llama-server on a free port; it ends with its ``with`` block."""
 
-    def close(self) -> None:
+    def __init__(self, tools: Path, log: Path, *options: object, env: dict[str, str] | None = None):
+        port = free_port()
+        self.log, self.url = log, f"http://127.0.0.1:{port}"
+        command = [str(tools / "llama-server"), "--port", str(port), "--metrics", "--no-webui", "--no-warmup", "--temp", "0", *map(str, options)]
+        env = {**os.environ, "LD_LIBRARY_PATH": f"{tools}:{os.environ.get('LD_LIBRARY_PATH', '')}", **(env or {})}
+        with log.open("w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_) -> None:
         self.process.terminate()
         self.process.wait()
 
@@ -46,10 +46,15 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=600) as answer:
             return answer.read().decode()
 
+    def post(self, path: str, **body: object) -> dict | list:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=1800) as answer:
+            return json.load(answer)
+
     def wait(self) -> None:
         while True:
             if self.process.poll() is not None:
-                sys.exit(f"the {self.name} server ended: see {self.log}")
+                sys.exit(f"llama-server ended: see {self.log}")
             try:
                 self.get("/health")
                 return
@@ -58,10 +63,7 @@ class Server:
 
     def complete(self, seed: int, tokens: int) -> dict:
         prompt = [100 + (7 * i + 31 * seed) % 200 for i in range(PROMPT)]
-        body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-        request = urllib.request.Request(f"{self.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=1800) as answer:
-            return json.load(answer)["timings"]
+        return self.post("/completion", prompt=prompt, n_predict=tokens, temperature=0, ignore_eos=True, cache_prompt=False)["timings"]
 
     def counters(self) -> dict[str, float]:
         lines = re.findall(r'^llamacpp:(\w+)\{context="(\w+)"\} (\S+)$', self.get("/metrics"), re.MULTILINE)
@@ -69,16 +71,22 @@ class Server:
         found = {f"{context}.{name}": float(value) for name, context, value in lines}
         return {**found, "steps": float(drafts[1]) if drafts else 0.0}
 
-    def round(self, number: int, tokens: int) -> dict[str, float]:
+    def round(self, number: int, slots: int, tokens: int) -> dict[str, float]:
         """All slots at once. ``tok/s``: tokens of all slots by the wall time, prompts included; ``decode tok/s``: the slots' own rates summed."""
         before, started = self.counters(), time.perf_counter()
-        with ThreadPoolExecutor(self.slots) as pool:
-            timings = list(pool.map(lambda slot: self.complete(number * self.slots + slot, tokens), range(self.slots)))
+        with ThreadPoolExecutor(slots) as pool:
+            timings = list(pool.map(lambda slot: self.complete(number * slots + slot, tokens), range(slots)))
         seconds, after = time.perf_counter() - started, self.counters()
         figures = {"tok/s": sum(t["predicted_n"] for t in timings) / seconds, "decode tok/s": sum(t["predicted_per_second"] for t in timings)}
         steps = max(after["steps"] - before["steps"], 1)
         figures["tokens/step"] = sum(t["predicted_n"] for t in timings) / steps
         return {**figures, **{f"{name}/step": (after[name] - before[name]) / steps for name in after if name != "steps"}}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def main() -> None:
@@ -94,7 +102,6 @@ def main() -> None:
     parser.add_argument("--ctx", type=int, default=2048, help="per slot")
     parser.add_argument("--ngl", type=int, default=99)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--port", type=int, default=8110)
     parser.add_argument("--out", required=True)
     parser.add_argument("server_args", nargs="*", metavar="-- SERVER ARGUMENTS")
     args = parser.parse_args()
@@ -103,17 +110,28 @@ def main() -> None:
     for slots in map(int, args.slots.split(",")):
         with contextlib.ExitStack() as stack:
             pair = []
-            for i, (name, tools) in enumerate((("before", args.before), ("after", args.after))):
-                pair.append(Server(name, tools, slots, args.port + i, args))
-                stack.callback(pair[-1].close)
-            for server in pair:
+            for name, tools in (("before", args.before), ("after", args.after)):
+                log = Path(f"{args.out}.{name}-np{slots}.log")
+                pair.append((name, stack.enter_context(Server(tools, log, *server_options(slots, args)))))
+            for _, server in pair:
                 server.wait()
-                server.round(0, 64)
+                server.round(0, slots, 64)
             for number in range(1, args.rounds + 1):
-                for server in pair if number % 2 else reversed(pair):
-                    results.setdefault(f"np {slots} {server.name}", []).append(server.round(number, args.tokens))
+                for name, server in pair if number % 2 else reversed(pair):
+                    results.setdefault(f"np {slots} {name}", []).append(server.round(number, slots, args.tokens))
         Path(args.out).write_text(json.dumps({"model": args.model, "drafter": args.drafter, "rounds": results}, indent=1))
         report(slots, results)
+
+
+def server_options(slots: int, args) -> list[object]:
+    options = ["-m", args.model, "-md", args.drafter, "--spec-type", "draft-dflash", "--spec-draft-n-max", 15, "-np", slots, "-c", args.ctx * slots]
+    # a checkpoint of a prompt copies the recurrent state to the host (150 MB at 27B) while all slots wait: no part of what is compared
+    options += ["-ngl", args.ngl, "-ngld", args.ngl, "-fa", "on", "--backend-sampling", "--ctx-checkpoints", 0, *args.server_args]
+    if args.synthetic_acceptance:
+        options += ["--spec-synth-len", args.synthetic_acceptance]
+    if args.threads:
+        options += ["-t", args.threads, "-td", args.threads]
+    return options
 
 
 def report(slots: int, results: dict[str, list[dict[str, float]]]) -> None:

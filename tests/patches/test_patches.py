@@ -27,6 +27,19 @@ def test_every_prefix_of_the_series_applies(tree: Path):
             assert done.returncode == 0, f"{patch.path.name}: {done.stderr}"
 
 
+@pytest.mark.parametrize("patch", SERIES, ids=lambda patch: patch.path.stem)
+def test_applies_on_what_it_needs_alone(patch, tree: Path):
+    numbered = {other.path.name[:4]: other for other in SERIES}
+
+    def needs(other) -> set[str]:
+        named = re.search(r"^Needs: (.*)$", other.path.read_text(), re.MULTILINE)[1]
+        direct = set(re.findall(r"\d{4}", named))
+        return direct.union(*(needs(numbered[number]) for number in direct))
+
+    chosen = [other for other in SERIES if other.path.name[:4] in needs(patch)] + [patch]
+    assert patches.apply(tree, chosen) == chosen
+
+
 def test_the_series_is_the_folder():
     folder = patches.patches_dir()
     assert [patch.path.name for patch in SERIES] == sorted(path.name for path in folder.glob("*.patch"))
