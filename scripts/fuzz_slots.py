@@ -1,8 +1,9 @@
-"""Fuzzes several sequences at once: 3 to 7 slots, ragged widths, random acceptance, every stream compared with a sequence alone.
+"""Fuzzes several sequences at once; every stream is compared with a sequence alone.
 
-    python scripts/fuzz_slots.py [--seeds 200] [--first 0] [--archs qwen35,qwen3,gemma4] [--tokens 24]
+    python scripts/fuzz_slots.py [--seeds 200] [--first 0] [--archs qwen35,qwen3,gemma4] [--tokens 24] [--requests]
 
-The harness is that of tests/spec/test_batch.py. A stream may leave the solo stream where the two largest logits are closer than the rounding
+Without --requests the engine: 3 to 7 slots, ragged widths, random acceptance. With it the scheduler: requests that come, go and are cancelled at
+random, prompts that begin alike, memory for them of every size. The harness is that of tests/spec. A stream may leave the solo stream where the two largest logits are closer than the rounding
 of K/V rows; such ties are counted. Exit code 1 if a stream differs otherwise.
 """
 
@@ -15,15 +16,25 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np  # noqa: E402
-from spec.batch_helpers import Pair, prompts, random_work, run  # noqa: E402
+from spec.batch_helpers import Pair, prompts, random_work, run, serve  # noqa: E402
+
+
+def steps(pair: Pair, seed: int, tokens: int) -> tuple[list[int], int]:
+    """Streams that differ, and how many there were."""
+    rng = np.random.default_rng(seed)
+    texts = prompts(int(rng.integers(3, 8)), seed)
+    want = {i: pair.solo(text, tokens) for i, text in enumerate(texts)}
+    got = run(pair.batch(len(texts)), texts, tokens, random_work(rng, want))
+    return [i for i, (text, tokens) in enumerate(zip(texts, got)) if not pair.agrees(text, tokens)], len(texts)
 
 
 def main() -> int:
-    args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("--seeds", type=int, default=200)
     args.add_argument("--first", type=int, default=0)
     args.add_argument("--archs", default="qwen35,qwen3,gemma4")
     args.add_argument("--tokens", type=int, default=24)
+    args.add_argument("--requests", action="store_true")
     opt = args.parse_args()
     failures = 0
     for arch in opt.archs.split(","):
@@ -31,12 +42,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             pair = Pair(Path(folder), arch)
             for seed in range(opt.first, opt.first + opt.seeds):
-                rng = np.random.default_rng(seed)
-                texts = prompts(int(rng.integers(3, 8)), seed)
-                want = {i: pair.solo(text, opt.tokens) for i, text in enumerate(texts)}
-                got = run(pair.batch(len(texts)), texts, opt.tokens, random_work(rng, want))
-                wrong += [(seed, i) for i, (text, tokens) in enumerate(zip(texts, got)) if not pair.agrees(text, tokens)]
-                streams += len(texts)
+                different, count = (serve(pair, seed), 10) if opt.requests else steps(pair, seed, opt.tokens)
+                wrong += [(seed, i) for i in different]
+                streams += count
             ties = pair.ties
             pair.close()
         failures += len(wrong)

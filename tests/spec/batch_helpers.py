@@ -7,7 +7,8 @@ import numpy as np
 import pyggml_spec as ps
 from pyggml_spec.spec.batch import BatchEngine, Draft, Prompt, Verify
 from pyggml_spec.spec.engine import EngineOptions
-from pyggml_spec.spec.loop import PLAIN, LoopOptions, generate
+from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from pyggml_spec.spec.scheduler import Scheduler
 from pyggml_spec.tools.random_archs import write_gemma4, write_qwen3
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
@@ -102,6 +103,28 @@ def run(batch: BatchEngine, texts: list[list[int]], n: int, work=lambda slot, do
     for slot in slots:
         batch.release(slot)
     return [out[slot][:n] for slot in slots]
+
+
+def serve(pair: Pair, seed: int, requests: int = 10) -> list[int]:
+    """Requests that come, go and are cancelled at random, prompts that begin alike or not, budgets of every size, plain ones among the drafting.
+
+    Returns the numbers of those that got other tokens than alone.
+    """
+    rng, s = np.random.default_rng(seed), pair.session
+    slots, chunk, width = int(rng.integers(2, 6)), int(rng.choice([32, 64, 128])), rng.choice([None, 4, 16])
+    own = [rng.integers(0, 256, 300).tolist() for _ in range(2)]
+    engine = BatchEngine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, chunk=chunk))
+    streams = []
+    with Scheduler(engine, width and int(width), int(rng.choice([0, 1 << 19, 1 << 30]))) as scheduler:
+        while len(streams) < requests or not scheduler.idle:
+            if len(streams) < requests and rng.random() < 0.4:
+                text = own[rng.integers(2)][: int(rng.integers(0, 300))] + rng.integers(0, 256, int(rng.integers(1, 60))).tolist()
+                mode = SPECULATIVE if rng.random() < 0.8 else PLAIN
+                streams.append(scheduler.submit(text, LoopOptions(int(rng.integers(1, 20)), mode)))
+            if streams and rng.random() < 0.03:
+                streams[rng.integers(len(streams))].cancel()
+            scheduler.step()
+    return [i for i, stream in enumerate(streams) if stream.tokens and not pair.agrees(stream._prompt, stream.tokens)]
 
 
 def random_work(rng, expected: dict[int, list[int]], width: int = 16):
