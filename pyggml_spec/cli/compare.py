@@ -10,7 +10,7 @@ from .options import cache_type_options
 from .terminal import printable, progress_line, say
 
 
-@click.command("compare", short_help="Compares logits with llama.cpp's, or the weights of two files.")
+@click.command("compare")
 @click.option("--logits", "file", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines.")
 @click.option("--weights", "files", type=click.Path(), nargs=2, metavar="A B", help="Two GGUFs of one model; A is the reference.")
 @click.option("--tokens", default=64, show_default=True, help="Random tokens to feed to both engines.")

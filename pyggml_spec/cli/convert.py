@@ -7,7 +7,7 @@ from ..tools.quants import TYPES
 from .terminal import progress_line, say, size
 
 
-@click.command("convert", short_help="Converts a DFlash drafter in safetensors to GGUF.")
+@click.command("convert")
 @click.argument("source", type=click.Path())
 @click.option(
     "-m",

@@ -18,7 +18,7 @@ _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red", NOT_APPLICABLE: "bright_bl
 _MAX_PROMPTS = 1 << 24
 
 
-@click.command("doctor", short_help="Says why acceptance is low or speed is missing.")
+@click.command("doctor")
 @target_options
 @click.option("--prompts", "prompts_file", type=click.Path(), metavar="FILE", help='JSON lines with a "prompt" each. Default: Python code.')
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")

@@ -14,7 +14,7 @@ from .terminal import progress_line, say, size
 FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
-@click.group("experts", short_help="Counts which routed experts a text needs.")
+@click.group("experts")
 def command():
     """Which routed experts a text needs, and how many of them should be on the device."""
 

@@ -10,7 +10,7 @@ from .terminal import printable, size
 WIDEST = 60  # a longer name pushes its own line to the right, not all of them
 
 
-@click.command("inspect", short_help="Shows what a GGUF holds and what pyspec would do with it.")
+@click.command("inspect")
 @click.argument("file", type=click.Path())
 @click.option("--tensors/--no-tensors", default=True, help="List the tensors.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")

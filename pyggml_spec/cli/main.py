@@ -16,10 +16,26 @@ EXIT_ERROR, EXIT_CHECK, EXIT_INTERRUPT, EXIT_PIPE = 1, 3, 130, 141
 class Commands(click.Group):
     """Imports a command's module only when it is used: `pyspec --help` needs no ggml."""
 
-    names = ("run", "chat", "bench", "inspect", "devices", "compare", "convert", "plan", "doctor", "patches", "experts")
+    names = {  # and what `pyspec --help` says about them
+        "run": "Generates text.",
+        "chat": "Talks with a model: a line is a turn.",
+        "bench": "Measures speed, or acceptance on real prompts.",
+        "doctor": "Says why acceptance is low or speed is missing.",
+        "plan": "Says how many bytes a pair will take, before it is loaded.",
+        "inspect": "Shows what a GGUF holds and what pyspec would do with it.",
+        "compare": "Compares logits with llama.cpp's, or the weights of two files.",
+        "convert": "Converts a DFlash drafter in safetensors to GGUF.",
+        "experts": "Counts which routed experts a text needs.",
+        "devices": "Lists the devices that this build of llama-cpp-python offers.",
+        "patches": "The patch set for those who build llama.cpp themselves.",
+    }
 
     def list_commands(self, ctx):
         return list(self.names)
+
+    def format_commands(self, ctx, formatter):
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.names.items()))
 
     def get_command(self, ctx, name):
         if name not in self.names:

@@ -8,7 +8,7 @@ from .main import EXIT_CHECK
 from .terminal import say
 
 
-@click.group("patches", short_help="The patch set for those who build llama.cpp themselves.")
+@click.group("patches")
 def command():
     """The patch set for people who build llama.cpp themselves; patches/README.md says what each does."""
 

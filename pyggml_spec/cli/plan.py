@@ -20,7 +20,7 @@ _PURPOSES = {
 }
 
 
-@click.command("plan", short_help="Says how many bytes a pair will take, before it is loaded.")
+@click.command("plan")
 @click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair.")
 @click.option("-md", "--model-draft", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target.")
 @click.option("--device", help="Plan for this device only. Default: every device.")

@@ -1,6 +1,8 @@
 """help, inspect, devices and compare."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from cli.process import one_sentence, pyspec
@@ -21,6 +23,12 @@ def test_help_lists_every_command_with_its_purpose():
     assert all(f"\n  {name} " in listed for name in Commands.names)
     assert "..." not in listed.split("Commands:")[1]
     assert pyspec("-h").stdout.decode() == listed
+
+
+def test_the_list_of_commands_needs_no_ggml():
+    """It is what somebody with a wrong llama-cpp-python sees first."""
+    code = "import sys; from pyggml_spec.cli.main import cli; cli.main(['--help'], standalone_mode=False); sys.exit('llama_cpp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "bench"])
