@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from ..tools.plan import NoPlan, Plan, plan, plan_everywhere
+from ..tools.plan import Checked, NoPlan, Plan, check, plan, plan_everywhere
 from .main import EXIT_CHECK
 from .options import cache_type_options, draft_cache_type_options, expert_options
 from .terminal import size
@@ -20,6 +20,9 @@ _PURPOSES = {
 }
 
 
+TOLERATED = 0.01
+
+
 @click.command("plan")
 @click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair.")
 @click.option("-md", "--model-draft", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target.")
@@ -30,13 +33,18 @@ _PURPOSES = {
 @expert_options
 @cache_type_options
 @draft_cache_type_options
+@click.option("--check", "checked", is_flag=True, help="Then load it, generate a little, and compare. Exit code 3 if the plan is more than 1 % off.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per device.")
-def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, slots, experts, as_json: bool, **cache_types):
+def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, slots, experts, checked, as_json: bool, **cache_types):
     """Says how many bytes a pair will take before it is loaded, and the longest context that fits. Exit code 3 if no device has room.
 
     What a driver takes for itself (some hundred MiB with CUDA) is not counted.
     """
     options = {"n_ctx": n_ctx, "draft_width": draft_width, "slots": slots, "experts": experts, **cache_types}
+    if checked:
+        found = check(target, draft, device=device, **options)
+        click.echo(json.dumps(found.as_dict())) if as_json else _show_checked(found)
+        sys.exit(EXIT_CHECK if found.error > TOLERATED else 0)
     plans = [plan(target, draft, device=device, **options)] if device is not None else plan_everywhere(target, draft, **options)
     for one in plans:
         if as_json:
@@ -69,6 +77,18 @@ def _show(one: Plan | NoPlan) -> None:
         )
     else:
         click.echo("  no context fits; use a smaller quantisation or another device")
+
+
+def _show_checked(one: Checked) -> None:
+    _show(one.plan)
+    click.echo(f"loaded; bytes {'planned':>22} {'allocated':>15} {'off by':>10}")
+    rows = [(name, one.plan.memory.get(key, 0), one.memory.get(key, 0)) for key, name in _PURPOSES.items()]
+    rows += [(f"slots: {name}", one.plan.slots_memory.get(key, 0), one.slots_memory.get(key, 0)) for key, name in _PURPOSES.items()]
+    for name, planned, allocated in [*(row for row in rows if any(row[1:])), ("all", one.plan.total, one.total)]:
+        click.echo(f"  {name:<22} {planned:>15} {allocated:>15} {100 * abs(planned - allocated) / max(1, allocated):>8.2f} %")
+    if one.taken is not None:
+        more = one.taken - one.total
+        click.echo(f"  the device has {size(one.taken)} less free than before: {size(max(0, more))} for the driver, its kernels and their buffers")
 
 
 def _detail(one: Plan, key: str) -> str:

@@ -18,11 +18,12 @@ from ..gguf_io import GGUFFile
 from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_drafter, open_target
 from ..models.weights import Weights
-from ..session import DEMO_DRAFTER, DEMO_TARGET, Session
+from ..session import DEMO_DRAFTER, DEMO_TARGET, Session, load
 from ..spec.batch import BatchEngine
 from ..spec.batch_graphs import BatchGraphs
 from ..spec.engine import Engine, EngineOptions
 from ..spec.graphs import Step, StepGraphs
+from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions
 
 _ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
 
@@ -240,6 +241,71 @@ def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
     if not any(isinstance(one, Plan) for one in out):
         raise last
     return out
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A plan beside what was allocated for it.
+
+    Attributes:
+        memory, slots_memory: bytes by purpose after generating, as in the plan.
+        taken: bytes that the device itself had less free than before; None on the CPU, where other programs move that number.
+    """
+
+    plan: Plan
+    memory: dict[str, int]
+    slots_memory: dict[str, int]
+    taken: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes that were allocated, all purposes together."""
+        return sum(self.memory.values()) + sum(self.slots_memory.values())
+
+    @property
+    def error(self) -> float:
+        """How far the plan is off, relative to what was allocated."""
+        return abs(self.plan.total - self.total) / self.total
+
+    def as_dict(self) -> dict:
+        """The plan, JSON-ready, with what was allocated."""
+        allocated = {"memory": self.memory, "slots_memory": self.slots_memory, "total": self.total, "taken": self.taken, "error": self.error}
+        return {**self.plan.as_dict(), "allocated": allocated}
+
+
+def check(
+    target: str | Path | None = None, draft: str | Path | None = None, *, device: str | None = None, slots: int = 1, free: int | None = None, **options
+) -> Checked:
+    """Plans, then loads, generates a little in every mode, and looks at what is allocated. Arguments as of ``plan``.
+
+    Raises:
+        PyspecError: it does not fit, or cannot be loaded.
+    """
+    picked = pick_device(device)
+    before = free_bytes(picked)
+    planned = plan(target, draft, device=picked.name, slots=slots, free=free, **options)
+    if not planned.fits:
+        raise PyspecError(
+            f"{planned.total} bytes are planned and {planned.free} are free on {picked.name}, so nothing was loaded; "
+            f"the longest context that fits is {planned.largest_context} (-c)"
+        )
+    of_slots = {}
+    with ExitStack() as stack:
+        # one thread where it only has to be right: several wait for each other
+        threads = 1 if picked.kind == "cpu" else None
+        session = stack.enter_context(load(target, draft, device=picked.name, threads=threads, prefix_memory=0, **options))
+        room = planned.n_ctx - 1
+        prompt = [i % session.target.n_vocab for i in range(max(1, min(700, room // 2)))]
+        for mode in ("speculative", "plain") if session.drafter is not None else ("plain",):
+            session.generate(prompt, min(32, room // 4), mode=mode, ignore_end=True)
+        if slots != 1:
+            scheduler = stack.enter_context(session.batch(slots))
+            for i in range(slots):
+                scheduler.submit(prompt[: 40 + i], LoopOptions(min(16, room // 4), PLAIN if session.drafter is None else SPECULATIVE))
+            scheduler.run()
+            of_slots = {name: n for name, n in scheduler.engine.memory().items() if name not in ("weights", "draft_weights")}
+        taken = before - free_bytes(pick_device(picked.name)) if picked.kind != "cpu" else None
+        return Checked(planned, session.engine.memory(), of_slots, taken)
 
 
 def _plan_on(

@@ -12,8 +12,8 @@ from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError,
 from pyggml_spec.ggml.device import devices
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.models.placement import ExpertOptions, Routing
-from pyggml_spec.tools.plan import NoPlan, plan, plan_everywhere
-from pyggml_spec.tools.random_archs import write_laguna, write_qwen35moe
+from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 
@@ -96,6 +96,50 @@ def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
         assert not stop.value.code and ("in host memory" in capsys.readouterr().out) == shown
     with pytest.raises(ModelError, match="no routing profile"):
         plan(path, device="CPU", experts=ExpertOptions(0, 0.5))
+
+
+ARCHITECTURES = {"qwen35": write_qwen35, "qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "laguna": write_laguna, "gemma4": write_gemma4}
+EXPERTS = {"qwen35moe": ExpertOptions(1, 0.5), "laguna": ExpertOptions(-1)}
+QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k": "q8_0"}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_architecture_with_everything_at_once(tmp_path, arch):
+    """After generating in every mode and with slots: within 1 % of what is allocated, and what is no compute buffer to the byte."""
+    shape = Shape(window=12, head_size=64)
+    pair = ARCHITECTURES[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
+    (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, {i: np.arange(8) for i in range(4)}).to_json())
+    for options in ({"n_ctx": 300}, {"n_ctx": 600, "slots": 3, "experts": EXPERTS.get(arch), **QUANTISED}):
+        found = check(*pair, device="CPU", draft_width=8, **options)
+        assert found.error < 0.01 and found.taken is None
+        for planned, allocated in ((found.plan.memory, found.memory), (found.plan.slots_memory, found.slots_memory)):
+            assert planned.keys() == allocated.keys()
+            assert {k: v for k, v in planned.items() if k != "compute"} == {k: v for k, v in allocated.items() if k != "compute"}
+
+
+def test_what_does_not_fit_is_not_loaded(tmp_path):
+    target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))
+    with pytest.raises(PyspecError, match="nothing was loaded; the longest context that fits is"):
+        check(target, device="CPU", free=1 << 20, n_ctx=1 << 20)
+
+
+def test_the_check_as_a_command(capsys, monkeypatch):
+    from pyggml_spec.cli import main
+    from pyggml_spec.tools import plan as module
+
+    def run(*args):
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", "--check", "--device", "CPU", "-c", "256", "--draft-width", "4", *args])
+        return stop.value.code, capsys.readouterr().out
+
+    code, out = run()
+    assert not code and "all" in out and out.count("0.00 %") >= 5
+    code, out = run("--json", "--slots", "2")
+    allocated = json.loads(out)["allocated"]
+    assert not code and allocated["error"] < 0.01 and allocated["slots_memory"]["kv"] > 0
+    monkeypatch.setattr(module.PlannedKV, "nbytes", 12345)  # a plan that has drifted from the engine
+    code, out = run()
+    assert code == 3
 
 
 @pytest.mark.parametrize("slots, n_ctx", [(2, 300), (5, 700)])

@@ -1,0 +1,75 @@
+"""docs/troubleshooting.md says what the doctor says: each check by its name, each remedy in the doctor's words."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from pyggml_spec import doctor
+
+ROOT = Path(__file__).parents[2]
+PAGE = " ".join((ROOT / "docs" / "troubleshooting.md").read_text("utf-8").replace("*", "").split())
+REMEDY = {"Check": 3, "Sweep": 3, "Mend": 3, "_same": 4, "_verdict": 4}  # which argument it is
+NAME = {"Check": 0, "Sweep": 0, "Mend": 0, "_same": 0}
+SHORT = 12  # characters of words between two values that need no place of their own
+
+
+def calls():
+    for path in Path(doctor.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            yield node
+
+
+def texts(node) -> list[str]:
+    """The texts of an expression, without the values in between."""
+    found = [n.value.strip(" ,:;.") for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return [text for text in found if len(text) >= SHORT]
+
+
+def assigned(node: ast.Assign):
+    """(name, value) of ``a = 1`` and ``a, b = 1, 2``."""
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from ((t.id, v) for t, v in zip(target.elts, node.value.elts) if isinstance(t, ast.Name))
+        elif isinstance(target, ast.Name):
+            yield target.id, node.value
+
+
+def remedies() -> list[str]:
+    out = []
+    for node in calls():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in REMEDY:
+            given = node.args[REMEDY[node.func.id] :][:1] + [k.value for k in node.keywords if k.arg == "remedy"]
+            out += [text for value in given for text in texts(value)]
+        if isinstance(node, ast.Assign):
+            out += [text for name, value in assigned(node) if name in ("remedy", "edit", "again") for text in texts(value)]
+    return sorted(set(out))
+
+
+def names() -> list[str]:
+    out = {"drafter quantisation", "target quantisation", "template and thinking", "drafter weights", "target weights"}  # given as variables
+    for node in calls():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAME and node.args:
+            name = node.args[NAME[node.func.id]]
+            out |= {name.value} if isinstance(name, ast.Constant) and isinstance(name.value, str) else set()
+    return sorted(out)
+
+
+def test_the_doctors_words_were_found():
+    assert len(remedies()) > 40 and len(names()) > 25 and "speed-up" in names()
+
+
+@pytest.mark.parametrize("remedy", remedies())
+def test_every_remedy_is_on_the_page(remedy):
+    assert remedy in PAGE
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_check_is_on_the_page(name):
+    assert f"**{name}**" in (ROOT / "docs" / "troubleshooting.md").read_text("utf-8").replace("\n", " ")
+
+
+def test_the_page_names_no_check_that_there_is_not():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8").replace("\n", " ")
+    assert set(re.findall(r"\*\*([^*]+)\*\*", page)) == set(names())
