@@ -165,7 +165,8 @@ def _definition(module: str, name: str) -> str:
     for member in members:
         if member not in properties and (member.name != "as_dict" or ast.get_docstring(member)):
             title = f"{name}.{member.name}"
-            out.append(f"#### {title}\n\n{_call(member.name, _arguments(member), member.returns)}\n{_markdown(_doc(member, title))}")
+            call = ("await " if isinstance(member, ast.AsyncFunctionDef) else "") + member.name
+            out.append(f"#### {title}\n\n{_call(call, _arguments(member), member.returns)}\n{_markdown(_doc(member, title))}")
     return "\n".join(out)
 
 
