@@ -29,6 +29,7 @@ MORE = {  # what else is meant to be used, by module
     "chat": ("chat_template",),
     "spec.sampling": ("TokenLogprob",),
     "text.template": ("ChatTemplate",),
+    "spec.recommended": ("recommended",),
     "spec.synthetic": ("SyntheticAcceptance",),
     "doctor.examine": ("examine",),
     "doctor.report": ("Report", "Check"),

@@ -69,7 +69,7 @@ def command(
     in turn. --think and the sampling options go with --prompts: greedy without them, and seeds count up from --seed (0) with them.
     """
     _check_combination(prompts is not None)
-    sampling = take_sampling(cache_types)
+    asked = take_sampling(cache_types)
     settings = {"device": device, "threads": threads, "draft_width": draft_width, "graphs": graphs, "experts": experts, **cache_types}
     if prompts is not None:
         if not tokens:
@@ -78,7 +78,8 @@ def command(
         with progress_line() as progress:
             session = load(target, draft, n_ctx=n_ctx, progress=progress, **settings)
         with session, Interrupt() as interrupt:
-            say(engaged_line(session.engaged(), None, sampling.describe()))
+            sampling, notes = asked.sampling(session.target.file)
+            say(engaged_line(session.engaged(), None, sampling.describe(), notes))
             options = PromptsOptions(tokens, repetitions or 3, sampling, modes(thinking))
             sys.exit(measure(session, chosen, prompts, options, interrupt, output, as_json))
     lengths = tuple(n for n in lengths if n)

@@ -63,7 +63,7 @@ def command(target, draft, device, threads, n_ctx, graphs, system, thinking, tem
 
     The caches are kept from turn to turn. Lines can be piped in; the exit code is then 1 if one of them failed.
     """
-    sampling = take_sampling(more)
+    asked = take_sampling(more)
     take_prefix(more, keep_memory=True)
     source = text_of("chat_template", template, template_file)
     system = system if system is None else argument_text(system)
@@ -73,13 +73,14 @@ def command(target, draft, device, threads, n_ctx, graphs, system, thinking, tem
         )
     with session:
         template, origin = chat_template(session, source)
+        sampling, notes = asked.sampling(session.target.file)
         chat = Chat(session, template, system, thinking, sampling)
         desk = _Desk(chat, max_tokens, quiet)
         if (sampler := session._sampler(sampling, False)) is not None:  # a wrong grammar is said before the first turn
             sampler.close()
         if thinking is not None and not template.can_think:
             raise PyspecError(f"--{'' if thinking else 'no-'}think was given, but the chat template has no thinking mode; leave it out")
-        desk.note(engaged_line(session.engaged(), None, sampling.describe()))
+        desk.note(engaged_line(session.engaged(), None, sampling.describe(), notes))
         desk.note(f"chat: {origin}; thinking {desk.thinking()}; /help lists the commands")
         sys.exit(desk.run())
 

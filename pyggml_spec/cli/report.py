@@ -1,5 +1,7 @@
 """The two things `pyspec run` says about itself: what is engaged, before; what it measured, after."""
 
+from collections.abc import Sequence
+
 from ..ggml.device import graph_replay_enabled
 from ..session import Engaged
 from ..spec.loop import SPECULATIVE
@@ -11,7 +13,7 @@ MUCH_WAITING = 0.1  # 0.00 to 0.02 on idle cores; 0.76, at a seventieth of the s
 _BAR = " ▁▂▃▄▅▆▇█"
 
 
-def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy") -> str:
+def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: Sequence[str] = ()) -> str:
     """One line with everything that decides speed and memory, and one per note."""
     where = f"{e.device} ({e.threads} threads)" if e.threads else e.device
     if e.drafter is None:
@@ -26,7 +28,7 @@ def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy") -> str:
         parts.append(f"state {size(m['recurrent'])}")
     parts.append(f"compute {size(m['compute'])}")
     line = f"engaged: {e.target} on {where} | {draft} | {sampling} | context {e.n_ctx} | {', '.join(parts)}"
-    return "\n".join([line, *(f"note: {note}" for note in e.notes)])
+    return "\n".join([line, *(f"note: {note}" for note in (*e.notes, *notes))])
 
 
 def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:

@@ -60,7 +60,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     Without a sampling option decoding is greedy. With one of temperature, top-k, top-p, min-p, typical, samplers or seed, the others have
     llama.cpp's defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05.
     """
-    sampling = take_sampling(more, logprobs=n_probs if logprobs_file is not None else None)
+    asked = take_sampling(more, logprobs=n_probs if logprobs_file is not None else None)
     take_prefix(more)
     text = _prompt(prompt, prompt_file, embedded=target is None)
     if target is None and max_tokens is None:
@@ -71,8 +71,9 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
             target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **more
         )
     with session, Interrupt() as interrupt:
+        sampling, notes = asked.sampling(session.target.file)
         if not quiet:
-            say(engaged_line(session.engaged(), mode, sampling.describe()))
+            say(engaged_line(session.engaged(), mode, sampling.describe(), notes))
         if target is None and not quiet:
             say("prompt: " + json.dumps(text if len(text) < 60 else text[:57] + "..."))
         options = {"mode": mode, "sampling": sampling, "stop": stop, "ignore_end": ignore_eos, "special": special}

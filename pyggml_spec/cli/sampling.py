@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import click
 
@@ -45,20 +45,51 @@ def sampling_options(command):
     return sampler_options(command)
 
 
-def take_sampling(options: dict, **more):
-    """The Sampling that a command's options ask for; takes them out of ``options``. Greedy unless one of _RANDOM is among them."""
+@dataclass(frozen=True)
+class Asked:
+    """What a command's options ask for: fields of ``Sampling``. ``greedy``: there is none of _RANDOM among them."""
+
+    values: dict
+    greedy: bool
+
+    def sampling(self, file=None):
+        """The Sampling; what the model file recommends counts where nothing was asked for, unless decoding is greedy.
+
+        Returns:
+            It, and notes for people.
+        """
+        from ..spec.recommended import recommended
+        from ..spec.sampling import Sampling
+
+        values, refused = recommended(file.metadata) if file is not None else ({}, [])
+        notes = [f"{file.path.name} recommends {what}, which is not supported here" for what in refused if not self.greedy]
+        if not self.greedy:
+            return Sampling(**{**values, **self.values}), notes
+        if values:
+            notes.append(f"{file.path.name} recommends {Sampling(**values).describe()}; this is greedy decoding: any sampling option, such as "
+                         "--seed 1, brings the rest of it")  # fmt: skip
+        return Sampling(**{**self.values, "temperature": 0.0}), notes
+
+
+def take_sampling(options: dict, **more) -> Asked:
+    """Takes the sampling options out of ``options``.
+
+    Raises:
+        SamplingError: a value out of range.
+    """
     from ..spec.sampling import Sampling
 
     texts = {name: text_of(name, options.pop(name, None), options.pop(name + "_file", None)) for name in ("grammar", "json_schema")}
     values = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
-    if all(values[name] is None for name in _RANDOM):
-        values["temperature"] = 0.0
+    greedy = all(values[name] is None for name in _RANDOM)
     values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
     if values["samplers"] is not None:
         values["samplers"] = tuple(name.strip() for name in values["samplers"].split(";") if name.strip())
     if values["seed"] in (-1, (1 << 32) - 1):  # llama.cpp's ways to ask for a random one
         values["seed"] = None
-    return Sampling(**{name: value for name, value in values.items() if value is not None}, **texts, **more)
+    asked = Asked({name: value for name, value in {**values, **texts, **more}.items() if value is not None}, greedy)
+    asked.sampling()
+    return asked
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -5,6 +5,7 @@ import json
 import pytest
 from cli.conftest import PROMPT
 from cli.process import one_sentence, pyspec
+from gguf_io.build import F32, I32, Model
 
 N = ["-p", PROMPT, "-n", 30]
 
@@ -45,6 +46,17 @@ def test_bias_grammar_and_schema(tmp_path):
     assert json.loads(pyspec("run", *demo, "-j", '{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}').stdout)
     plain, biased = (pyspec("run", *demo, "-n", 8, *more).stdout for more in ([], ["-l", "319-inf", "--logit-bias", "15+20.5"]))
     assert plain != biased
+
+
+def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinned, tmp_path):
+    model = Model(pair[0])
+    model.keys |= {f"general.sampling.{key}": value for key, value in {"temp": (F32, 0.5), "top_k": (I32, 7), "mirostat": (I32, 2)}.items()}
+    options = ["-m", model.write(tmp_path / "t.gguf"), *pinned[2:], *N[:2], "-n", 6]
+    greedy, sampled, asked = (pyspec("run", *options, *more) for more in ([], ["-s", 1], ["-s", 1, "--temp", 0.5, "--top-k", 9, "-q"]))
+    assert "| greedy |" in greedy.stderr and "note: t.gguf recommends top-k 7, top-p 0.95, min-p 0.05, temperature 0.5; this is greedy" in greedy.stderr
+    assert "| top-k 7, top-p 0.95, min-p 0.05, temperature 0.5 |" in sampled.stderr and "note: t.gguf recommends mirostat 2, which is not" in sampled.stderr
+    same = pyspec("run", *pinned, *N[:2], "-n", 6, "-q", "-s", 1, "--temp", 0.5, "--top-k", 9)
+    assert asked.stdout == same.stdout and asked.stderr == ""
 
 
 @pytest.mark.parametrize(
