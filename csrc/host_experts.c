@@ -8,8 +8,10 @@
 // The host computes (token, expert) pairs, each a product of its own, and only the pairs that are cold: a masked product over all of them
 // would cost it as much as having no hot experts at all. It has one graph per layer, whose number of pairs is set before it runs.
 //
-// No filler may share an expert with a real row: ggml's CPU product takes another kernel, with another rounding, for an expert that has eight
-// rows or more. So the host's graph has no padding, and on the device the cold pairs get a slot of their own behind the hot ones.
+// No filler may share an expert with a real row where the CPU is the device: ggml's product takes another kernel there, with another rounding,
+// for an expert that has eight rows or more. So the host's graph has no padding, and the cold pairs get a slot of their own behind the hot ones.
+// A GPU's wide product takes it for granted that a token uses an expert once: ggml-cuda counts a second use without ever writing its row
+// number, and reads what lay there before. So its cold pairs take different slots, from those behind the hot ones on.
 #include "pgs.h"
 
 #include <stdio.h>
@@ -17,6 +19,7 @@
 #include <string.h>
 
 #define HOST_NODES 16
+#define NARROW     8  // rows up to which GPUs multiply pair by pair: one slot, whose weights stay in the cache, costs least
 
 typedef struct host_layer {
     struct ggml_tensor *gate_up, *gate, *up, *down;  // of all experts, in host memory; gate_up, or gate and up
@@ -265,6 +268,32 @@ struct ggml_tensor * pgs_experts_end(pgs_experts * e, pgs_graph * graph, int64_t
 
 // ---- what happens at the cuts
 
+static bool taken(const int32_t * slots, int64_t n, int32_t slot) {
+    for (int64_t i = 0; i < n; i++) {
+        if (slots[i] == slot) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void pgs_experts_slots(const int32_t * slot, const int32_t * chosen, int64_t n_used, int64_t n_hot, bool distinct, int32_t * out) {
+    const int32_t n_slots = (int32_t) (n_hot + PGS_EXPERT_FILLERS(n_used, n_hot));
+    for (int64_t i = 0; i < n_used; i++) {
+        out[i] = slot[chosen[i]];
+    }
+    int32_t free_slot = (int32_t) n_hot;
+    for (int64_t i = 0; i < n_used; i++) {
+        if (out[i] >= 0) {
+            continue;
+        }
+        while (distinct && taken(out, n_used, free_slot)) {
+            free_slot = (free_slot + 1) % n_slots;
+        }
+        out[i] = free_slot;
+    }
+}
+
 int pgs_experts_fetch(pgs_experts * e, int64_t index, int64_t rows, char * err) {
     host_layer *  layer  = &e->layers[index];
     const int64_t n_used = e->shape.n_used, n_expert = e->shape.n_expert, n_embd = e->shape.n_embd, pairs = n_used * rows;
@@ -282,20 +311,23 @@ int pgs_experts_fetch(pgs_experts * e, int64_t index, int64_t rows, char * err) 
     const float *   x       = e->on_host.x->data;
     float *         pair_x  = e->on_host.pair_x->data;
     e->n_cold               = 0;
-    for (int64_t i = 0; i < pairs; i++) {
-        const int32_t expert = order[i / n_used * n_expert + i % n_used];
-        if (expert < 0 || expert >= n_expert) {
-            snprintf(err, PGS_ERR, "a router chose expert %d of %lld: its logits are damaged", expert, (long long) n_expert);
-            return 1;
+    for (int64_t row = 0; row < rows; row++) {
+        const int32_t * chosen = order + row * n_expert;
+        for (int64_t i = 0; i < n_used; i++) {
+            const int32_t expert = chosen[i];
+            if (expert < 0 || expert >= n_expert) {
+                snprintf(err, PGS_ERR, "a router chose expert %d of %lld: its logits are damaged", expert, (long long) n_expert);
+                return 1;
+            }
+            layer->count[expert]++;
+            pick[row * n_used + i] = (int32_t) (row * n_used + i);
+            if (layer->slot[expert] < 0) {
+                memcpy(pair_x + e->n_cold * n_embd, x + row * n_embd, (size_t) n_embd * 4);
+                pick[row * n_used + i] = (int32_t) (pairs + e->n_cold);
+                pair_id[e->n_cold++]   = expert;
+            }
         }
-        const int32_t slot = layer->slot[expert];
-        layer->count[expert]++;
-        hot[i]  = slot < 0 ? (int32_t) layer->n_hot : slot;
-        pick[i] = (int32_t) (slot < 0 ? pairs + e->n_cold : i);
-        if (slot < 0) {
-            memcpy(pair_x + e->n_cold * n_embd, x + i / n_used * n_embd, (size_t) n_embd * 4);
-            pair_id[e->n_cold++] = expert;
-        }
+        pgs_experts_slots(layer->slot, chosen, n_used, layer->n_hot, e->shape.distinct && rows > NARROW, hot + row * n_used);
     }
     e->counts.chosen += pairs;
     e->counts.hits += pairs - e->n_cold;

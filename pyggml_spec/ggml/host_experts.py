@@ -24,6 +24,16 @@ class ExpertCounts:
     host_us: int = 0
 
 
+def fillers(n_used: int, n_hot: int) -> int:
+    """Slots behind ``n_hot`` > 0 hot experts that the device's tensors need, for choices that are the host's."""
+    return max(1, n_used - n_hot)
+
+
+def _needs_distinct(device: Backend) -> bool:
+    """Whether wide products take it for granted that a token uses an expert once; the CPU's do not."""
+    return device.device.kind != "cpu"
+
+
 class HostExperts:
     """What moves between a device and the host, and the host's own graphs. Owns their memory, not the weights.
 
@@ -34,7 +44,7 @@ class HostExperts:
 
     def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], gelu: bool):
         self.n_layer, self.n_expert, self._err = sizes["n_layer"], sizes["n_expert"], new_err()
-        shape = ffi.new("pgs_experts_shape *", {**sizes, "gelu": gelu})
+        shape = ffi.new("pgs_experts_shape *", {**sizes, "gelu": gelu, "distinct": _needs_distinct(device)})
         self.handle = lib.pgs_experts_new(device.handle, host.handle, shape, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend
-from ..ggml.host_experts import HostExperts
+from ..ggml.host_experts import HostExperts, fillers
 from ..ggml.library import check, ffi, lib, new_err, text
 from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
@@ -197,8 +197,10 @@ class Weights:
             in_fused |= {gate, up}
         for spec, info in found.values():
             if (mine := self._hot(spec)) is not None:
-                # a slot of its own for what is not here: its rows must not change which kernel the real ones get
-                mine = hot[spec.name] = (*mine, mine[0]) if 0 < len(mine) < spec.shape[2] else mine
+                # slots of their own for what is not here: its rows must not change which kernel the real ones get
+                if 0 < len(mine) < spec.shape[2]:
+                    mine += (mine[0],) * fillers(self.placement.n_used, len(mine))
+                hot[spec.name] = mine
                 if mine:
                     jobs.append((spec.name, info.type, (*spec.shape[:2], len(mine)), spec.use, [info]))
             elif spec.name not in in_fused:

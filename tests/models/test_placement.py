@@ -10,6 +10,7 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.errors import EngineError, ModelError
+from pyggml_spec.ggml import host_experts
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models import weights as weights_module
@@ -70,6 +71,18 @@ def test_every_placement_gives_the_same_bits(tmp_path, arch, quant):
         np.testing.assert_array_equal(first, other)
     if quant != "Q4_K":
         np.testing.assert_array_equal(first, logits(path, None))
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q4_K"])
+def test_slots_that_differ_within_a_token_change_nothing_but_rounding(tmp_path, monkeypatch, quant):
+    """What a GPU's wide products need; beside the CPU the hot experts then get rows that are not theirs, so other kernels."""
+    path = tmp_path / "t.gguf"
+    write_qwen35moe(path, Shape(), quant)
+    want = logits(path, lambda target: placed(target, lambda i: (0, 5)))
+    monkeypatch.setattr(host_experts, "_needs_distinct", lambda device: True)
+    for hot in ((3,), (0, 5, 2)):
+        got = logits(path, lambda target: placed(target, lambda i: hot))
+        assert np.mean((got - want) ** 2) <= 1e-10 * np.mean(want**2)
 
 
 @pytest.mark.parametrize("quant", ["F32", "Q8_0"])
