@@ -61,8 +61,9 @@ def main() -> None:
         print(f"| {width} | {len(ms)} | {statistics.median(ms):.3f} | {ms[int(0.99 * (len(ms) - 1))]:.3f} | {ms[-1]:.3f} |")
     main_width = max(by_width, key=lambda w: len(by_width[w]))
     usual, worst = statistics.median(by_width[main_width]), []
-    for i in range(1, len(rows)):
-        if span_for(rows[i][0]) != span_for(rows[i - 1][0]):
+    spans = [span_for(before + width) for (before, *_), (_, width, *_) in zip(rows, rows[1:])]  # of the steps from the second on
+    for i in range(2, len(rows)):
+        if spans[i - 1] != spans[i - 2]:
             worst.append(max(ms for *_, ms in rows[i : i + NEAR]))
     if worst:
         print(f"{len(worst)} span boundaries; slowest of the {NEAR} steps behind each: median {statistics.median(worst):.3f} ms, most {max(worst):.3f} ms, "
