@@ -1,8 +1,11 @@
-"""Changes to bytes that parsers get wrong: flipped bits, extreme numbers, parts removed, repeated, cut off, or taken from another file."""
+"""Changes that parsers get wrong: flipped bits, extreme numbers, parts removed, repeated, cut off, or taken from another file; and, in files
+whose structure stays right, keys and tensors that contradict each other."""
 
 import random
 import struct
 from collections.abc import Sequence
+
+from gguf_io.build import ARR, F32, I32, U32, Model
 
 EXTREMES = [struct.pack("<Q", n) for n in (0, 1, 255, 1 << 31, (1 << 32) - 1, 1 << 62, 1 << 63, (1 << 64) - 1)]
 
@@ -55,3 +58,59 @@ def with_words(data: bytes, words: Sequence[bytes], rng: random.Random) -> bytes
         at = rng.randrange(len(data) + 1)
         data = data[:at] + word + data[at:]
     return data
+
+
+NUMBERS = {
+    "I": (0, 1, 2, 3, 4, 7, 16, 255, 1000, 1 << 16, 1 << 31, (1 << 32) - 1), "i": (-1, 0, 1, 2, 3, 64, 1 << 20, -(1 << 31), (1 << 31) - 1),
+    "f": (0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, 3e38, float("nan"), float("inf"), 0.5, 1e6),
+}  # fmt: skip
+KINDS = {"I": U32, "i": I32, "f": F32}
+
+
+def lied(model: Model, rng: random.Random) -> bytes:
+    """A file whose structure is right and whose contents are not: one to three keys or tensors changed."""
+    keys = [name for name in model.keys if not name.startswith(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))]
+    for _ in range(rng.randint(1, 3)):
+        (_lie_in_a_key if rng.random() < 0.6 else _lie_in_a_tensor)(model, rng, rng.choice(keys), rng.choice(list(model.tensors)))
+    return model.bytes()
+
+
+def _lie_in_a_key(model: Model, rng: random.Random, name: str, _) -> None:
+    if name not in model.keys:
+        return
+    kind, value = model.keys[name]
+    if rng.random() < 0.1:
+        del model.keys[name]
+    elif kind == ARR and rng.random() < 0.8:
+        item, values = value
+        values = list(values)
+        if values and rng.random() < 0.6:
+            values[rng.randrange(len(values))] = rng.choice(values)
+        else:
+            values = values[: rng.randrange(len(values) + 1)] * rng.randint(0, 3)
+        model.keys[name] = (kind, (item, values))
+    else:
+        form = rng.choice("IIif")
+        model.keys[name] = (KINDS[form], rng.choice(NUMBERS[form]))
+
+
+def _lie_in_a_tensor(model: Model, rng: random.Random, _, name: str) -> None:
+    if name not in model.tensors:
+        return
+    shape, kind, data = model.tensors[name]
+    match rng.randrange(5):
+        case 0:
+            del model.tensors[name]
+        case 1:
+            model.tensors[name] = [tuple(reversed(shape)), kind, data]
+        case 2:
+            model.tensors[name] = [(*shape, 1) if rng.random() < 0.5 else (1, *shape), kind, data]
+        case 3:  # NaN, Inf and huge values among the weights
+            out = bytearray(data)
+            for _ in range(rng.randint(1, 8)):
+                at = rng.randrange(max(1, len(out) // 4)) * 4
+                out[at : at + 4] = struct.pack("<f", rng.choice(NUMBERS["f"]))[: len(out) - at]
+            model.tensors[name] = [shape, kind, bytes(out)]
+        case 4:
+            other = rng.choice(list(model.tensors))
+            model.tensors[name], model.tensors[other] = model.tensors[other], model.tensors[name]

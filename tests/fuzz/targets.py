@@ -3,6 +3,7 @@
 ``memory``: bytes that one input may allocate besides its own size, None where what is loaded decides.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import pyggml_spec as ps
-from fuzz.mutate import header_places, mutated, spliced, with_words
+from fuzz.mutate import header_places, lied, mutated, spliced, with_words
 from gguf_io.build import ARR, I32, STR, Model
 from gguf_io.small import SMALL
 from gguf_io.test_hostile import BROKEN
@@ -79,9 +80,16 @@ class Gguf(Target):
 
     def seeds(self) -> list[bytes]:
         self.models = _small_models(self.folder)
+        self.parts = [Model(self._kept(data)) for data in self.models]
         return [EVERY_VALUE, *(content for content, _ in BROKEN.values() if len(content) < 1 << 16), *self.models]
 
+    def _kept(self, data: bytes) -> Path:
+        self.path.write_bytes(data)
+        return self.path
+
     def change(self, rng: random.Random) -> bytes:
+        if rng.random() < 0.2:
+            return lied(copy.deepcopy(rng.choice(self.parts)), rng)
         data = rng.choice(self.models) if rng.random() < 0.5 else rng.choice(self.corpus)
         try:
             places = header_places(data)
@@ -105,25 +113,44 @@ class Gguf(Target):
         return "read"
 
 
+DRAFTERS = {
+    "plain": {}, "norms": {"norms_behind": True, "shared_kv": True, "gelu": True, "factors": True}, "causal": {"causal": True, "value_scale": 0.5},
+    "own": {"own": ("token_embd", "output"), "softcap": 5.0}, "laguna": {"feature_norms": True, "gate": "head"},
+}  # fmt: skip
+
+
 class Pair(Target):
-    """All the way: tokenizer, weights and a few steps of a mutated target or drafter beside its valid counterpart."""
+    """All the way: tokenizer, weights and a few steps of a mutated file beside its valid counterpart, for every architecture and drafter.
+
+    The first byte says which file is mutated; the second asks for two sequences at once (1) and for experts in host memory (2).
+    """
 
     memory = None
 
     def seeds(self) -> list[bytes]:
-        self.pair = write_qwen35(self.folder / "t.gguf", SMALL), write_dflash(self.folder / "d.gguf", SMALL)
-        return [path.read_bytes() for path in self.pair]
+        targets = [write_qwen35(self.folder / "t.gguf", SMALL), *(write(self.folder / f"{name}.gguf") for name, write in WRITERS.items())]
+        drafters = [write_dflash(self.folder / f"d-{name}.gguf", SMALL, **options) for name, options in DRAFTERS.items()]
+        self.routed = [i for i, name in enumerate(WRITERS, 1) if name in ("qwen35moe", "laguna", "gemma4")]
+        self.partners = [(None, drafters[0])] * len(targets) + [(targets[0], None)] * len(drafters)
+        self.models = [Model(path) for path in (*targets, *drafters)]
+        return [Path(path).read_bytes() for path in (*targets, *drafters)]
 
     def change(self, rng: random.Random) -> bytes:
-        which = rng.randrange(2)
+        which = rng.randrange(len(self.partners))
         data = self.corpus[which]
-        return bytes([which]) + mutated(data, rng, header_places(data))
+        how = bytes([which, rng.randrange(4)])
+        return how + (lied(copy.deepcopy(self.models[which]), rng) if rng.random() < 0.6 else mutated(data, rng, header_places(data)))
 
     def run(self, data: bytes) -> str:
-        self.path.write_bytes(data[1:])
-        target, draft = (self.pair[0], self.path) if data[:1] == b"\1" else (self.path, self.pair[1])
-        with ps.load(target, draft, device="CPU", threads=1, n_ctx=64) as session:
+        self.path.write_bytes(data[2:])
+        target, draft = (path or self.path for path in self.partners[data[0]])
+        routed = data[1] & 2 and target == self.path and data[0] in self.routed
+        with ps.load(target, draft, device="CPU", threads=1, n_ctx=64, experts=ps.ExpertOptions(-1) if routed else None) as session:
             session.generate("ab", max_tokens=3)
+            if data[1] & 1:
+                with session.concurrent(2) as server:
+                    for handle in [server.submit(text, 3) for text in ("ab", "b")]:
+                        handle.result(20)
         return "generated"
 
 
