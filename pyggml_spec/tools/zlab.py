@@ -126,6 +126,7 @@ def _refuse_features(c: _Config) -> None:
     wrong = (
         (act not in ("silu", *GELU), f"the activation {brief(act)} (silu and GELU are supported)"),
         (rope not in ("default", "linear", None), f"rope scaling of the type {brief(rope)} (default and linear are supported)"),
+        (c.get("is_causal", "causal") not in (None, False, True), f"the block direction {brief(c.get('is_causal', 'causal'))} (true or false)"),
         (bool(c.get("attention_bias")), "attention biases"),
         (c.get("rope_is_neox_style") is False, "interleaved rope (NEOX pairing is supported)"),
     )

@@ -133,6 +133,11 @@ def test_activation_and_value_scale_are_written(tmp_path):
     assert not {"hidden_activation", "attention.value_scale"} & _meta(tmp_path)[0].keys()
 
 
+@pytest.mark.parametrize("change, causal", [({}, False), ({"is_causal": True}, True), ({"is_causal": False}, False)])
+def test_the_block_direction_is_written(tmp_path, change, causal):
+    assert _meta(tmp_path, lambda config, tensors: config.update(change))[0]["attention.causal"] is causal
+
+
 def test_sliding_window_follows_layer_types(tmp_path):
     """llama.cpp's converter drops the pattern unless use_sliding_window is set; an explicit false switches it off."""
 
@@ -224,6 +229,7 @@ REFUSED = [
     (_set(hidden_act="relu"), "activation 'relu'"),
     (_set(rope_scaling={"rope_type": "yarn", "factor": 4}), "'yarn'"),
     (_set(rope_theta=-1), "rope_theta is -1"),
+    (_set(is_causal="maybe"), "block direction 'maybe'"),
     (_set(layer_types=["chunked", "full_attention"]), "'chunked'"),
     (_set(layer_types=["sliding_attention"] * 2, use_sliding_window=True), "no swa_window_size"),
     (_set(head_dim="64"), "head_dim is '64'"),
