@@ -57,8 +57,8 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
             special, stats_file, logprobs_file, n_probs, quiet, **more):  # fmt: skip
     """Generates text. The text goes to stdout; everything else goes to stderr.
 
-    Without a sampling option decoding is greedy. With one of temperature, top-k, top-p, min-p, typical, samplers or seed, the others have
-    llama.cpp's defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05.
+    Without a sampling option decoding is greedy. With one of temperature, top-k, top-p, min-p, typical, samplers or seed, the others are
+    what the model file recommends, or llama.cpp's defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05.
     """
     asked = take_sampling(more, logprobs=n_probs if logprobs_file is not None else None)
     take_prefix(more)

@@ -61,12 +61,16 @@ def desk(tmp_path_factory):
     return folder
 
 
+def _one_core() -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
 def in_desk(folder: Path, command, **more) -> subprocess.CompletedProcess:
-    core = min(os.sched_getaffinity(0))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=200, input="def f(x):\n", env={**os.environ, "PATH": path},
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}), **more
+        preexec_fn=_one_core, **more
     )  # fmt: skip
 
 
