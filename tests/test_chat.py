@@ -1,5 +1,6 @@
 """A conversation: the caches are kept, a failed turn changes nothing, thinking is switched by the template."""
 
+import numpy as np
 import pytest
 from chat_model import CHATML, CONTROL, with_control_tokens
 
@@ -7,6 +8,8 @@ import pyggml_spec as ps
 from pyggml_spec.chat import CONTINUE, Chat, chat_template
 from pyggml_spec.errors import ContextError, TemplateError
 from pyggml_spec.spec.sampling import Sampling
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_qwen35moe
+from pyggml_spec.tools.random_model import Shape, write_dflash
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,27 @@ def test_three_turns_go_on_in_the_caches_and_say_what_a_fresh_computation_says(d
         assert held == len(ids) + stats.emitted - 1
     assert sum(s.matched for s in chat.stats) > 0
     assert answer == demo.generate(ids, 12)[0]
+
+
+@pytest.mark.parametrize(("write", "scale"), [(write_laguna, 0.0), (write_gemma4, 16.0), (write_qwen35moe, 0.0)])
+def test_going_on_behind_generated_tokens_is_right_for_every_kind_of_cache(tmp_path, write, scale):
+    """Rings that wrap between the turns, shared K/V, recurrent state with a pending block: the same tokens as computed afresh."""
+    shape = Shape(embedding_scale=scale)
+    files = write(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
+    options = {"device": "CPU", "threads": 1, "n_ctx": 768, "draft_width": 4, "chunk": 64}
+    with ps.load(*files, **options) as going_on, ps.load(*files, **options, prefix_memory=0) as afresh:
+        random = np.random.default_rng(3)
+        history = random.integers(0, 256, 150).tolist()
+        for more in (5, 100, 0):
+            told = []
+            for session, append in ((going_on, True), (afresh, False)):
+                events = list(session.steps(history, 40, append=append, ignore_end=True))
+                told.append([token for event in events for token in event.tokens])
+                if append:
+                    stats, held = events[-1].stats, going_on.engine.cursor.committed
+            assert told[0] == told[1] and stats.drafted > 0 and (len(history) == 150 or stats.reused_tokens == before)
+            before, history = held, [*history, *told[0], *random.integers(0, 256, more).tolist()]
+        assert len(history) > 300
 
 
 def test_another_generation_in_between_costs_the_reuse_and_nothing_else(demo):
