@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """What the placement of routed experts costs on one device: tokens per second and hit rate by residency, and whether joining gate and up pays.
 
-    bench_experts.py -m target.gguf -md drafter.gguf --device CUDA0 [--residency 0 0.25 0.5 0.75 1] [--text FILE] [--join] --out FILE.json
+    bench_experts.py -m target.gguf -md drafter.gguf --device CUDA0 [--residency 0 0.25 0.5 0.75 1] [--text FILE] [--join] [--varied] --out FILE.json
 
 Hot experts are chosen on the first part of ``--text`` (random tokens without it); hit rates are those of what was then generated. Full host
-placement is residency 0. ``--join`` compares milliseconds per step by width with gate and up of each expert in two tensors and in one.
+placement is residency 0. ``--join`` compares milliseconds per step by width with gate and up of each expert in two tensors and in one,
+``--varied`` blocks of what the drafter says behind one repeated token with blocks of varied tokens, which is how width control measures.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +68,31 @@ def residencies(args) -> list[dict]:
     return out
 
 
+def varying(args) -> list[dict]:
+    """Interleaved steps of both kinds at every width: median milliseconds, and different tokens per block."""
+    out, random = [], np.random.default_rng(0)
+    print("| width | repeated token, ms | different tokens | varied tokens, ms | different tokens | ratio |\n|---|---|---|---|---|---|")
+    with ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=16) as session:
+        engine = session.engine
+        for width in candidate_widths(session.engine.options.width):
+            times, kinds = {False: [], True: []}, {False: [], True: []}
+            engine.reset()
+            engine.prefill([0] * 8)
+            for i in range(24):
+                varied = i % 2 == 1
+                masks = random.integers(0, session.target.n_vocab, width - 1) if varied else None
+                started = time.perf_counter()
+                result = engine.fused_step(width, masks)
+                times[varied].append(1000 * (time.perf_counter() - started))
+                kinds[varied].append(len(set(result.tokens.tolist())))
+                engine.accept(1, 0)
+            same, varied = (statistics.median(times[kind][4:]) for kind in (False, True))
+            counts = [statistics.median(kinds[kind]) for kind in (False, True)]
+            print(f"| {width} | {same:.3f} | {counts[0]:g} | {varied:.3f} | {counts[1]:g} | {varied / same:.2f} |", flush=True)
+            out.append({"width": width, "repeated_ms": same, "varied_ms": varied, "different_tokens": counts})
+    return out
+
+
 def joining(args) -> list[dict]:
     """Interleaved: two tensors, one tensor, and again."""
     out = {False: [], True: []}
@@ -98,11 +125,14 @@ def main() -> None:
     parser.add_argument("--synthetic-acceptance", type=float)
     parser.add_argument("--draft-width", type=int)
     parser.add_argument("--join", action="store_true")
+    parser.add_argument("--varied", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     found = {"command": sys.argv, "versions": versions()}
     if args.join:
         found["join"] = joining(args)
+    if args.varied:
+        found["varied"] = varying(args)
     if args.residency:
         found["residency"] = residencies(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
