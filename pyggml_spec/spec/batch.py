@@ -25,6 +25,7 @@ from .engine import CHUNKS, MOST_WIDTH, TRASH_ROWS, EngineOptions, StepResult, c
 from .graphs import MOST_CANDIDATES, Step
 
 MAX_SLOTS = 64
+CANDIDATES = (0, 64, 256, MOST_CANDIDATES)  # more than enough never hurts, and each number is a family of graphs
 AHEAD = 64  # tokens, or a whole step, before a span ends the graph of the next one is built
 
 
@@ -303,7 +304,7 @@ class BatchEngine:
                 self._clean(slot)
         self.graphs.drafting = self.drafter is not None and any(self.slots[slot].drafting for slot in work)
         wanted = [self.slots[slot].candidates for slot in work]
-        self.graphs.candidates = None if None in wanted else max(wanted)
+        self.graphs.candidates = None if None in wanted else next(n for n in CANDIDATES if max(wanted) <= n)
         if all(isinstance(item, Prompt) or (isinstance(item, Verify) and len(item.drafts) == 0) for item in work.values()):
             return self._direct(work, rows, seats, meanwhile=meanwhile)
         return self._block(work, rows, seats, meanwhile)

@@ -36,10 +36,15 @@ class BatchGraphs(StepGraphs):
         }
 
     def _reserve(self, role: str) -> None:
-        """Plans the largest graph of a role first; see StepGraphs. All slots take more than some of them, but not by much at one row."""
+        """Plans the largest graph of a role first; see StepGraphs. All slots take more than some of them, but not by much at one row.
+
+        When requests that want other candidates come later, everybody waits for this: two spans have to do.
+        """
+        again = any(reserved == role for reserved, _ in self._reserved)
         self._reserved.add((role, self.candidates))
         drafting, self.drafting = self.drafting, self.drafter is not None
-        spans = {*self.spans[:: max(1, len(self.spans) // MEASURED_SPANS)], self.kv.live}
+        few = len(self.spans) if again else max(1, len(self.spans) // MEASURED_SPANS)
+        spans = {*self.spans[::few], self.kv.live}
         ranges = {SlotRange(0, self.slots), SlotRange(0, 1)} if role == "direct" else {SlotRange(0, self.slots)}
         # prompts go slot by slot; a chunk of every slot at once is planned when somebody asks for one
         shapes = [(w, s, r) for w in self._widths[role] for s in spans for r in ranges if w == 1 or role != "direct" or r.count == 1]

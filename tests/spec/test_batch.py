@@ -295,6 +295,32 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
     assert _continues(batch, [*text, batch.slots[0].cursor.pending], hybrid)
 
 
+# -- candidates
+
+
+def test_candidates_of_requests_that_want_different_numbers(hybrid):
+    """As on a GPU: so many of each row's largest logits as the most demanding request wants, and never fewer; all rows if one needs all."""
+    texts = prompts(3, seed=9)
+    batch = hybrid.batch(3)
+    assert [batch.admit() for _ in range(3)] == [0, 1, 2]
+
+    def run(wanted):
+        for slot, count in enumerate(wanted):
+            batch.slots[slot].candidates = count
+        batch.step({0: Draft(8), 1: Verify([5, 6]), 2: Verify()})
+        rows = [(ids, logits.copy()) for ids, logits in (batch.candidates(slot, row) for slot, row in ((0, 3), (1, 2), (2, 0)))]
+        for slot in range(3):
+            batch.rollback(slot, batch.rollback_range(slot)[0])
+        return rows
+
+    batch.step({slot: Prompt(text) for slot, text in enumerate(texts)})
+    whole = run((None, 40, 0))
+    for wanted, count in (((40, 0, 3), 64), ((65, 0, 0), 256)):
+        for (_, logits), (ids, best) in zip(whole, run(wanted)):
+            assert len(ids) == min(count, hybrid.session.target.n_vocab) == len(set(ids))
+            assert np.allclose(best, logits[ids], atol=1e-4) and best.min() >= np.sort(logits)[-len(ids)] - 1e-4
+
+
 # -- graphs
 
 
