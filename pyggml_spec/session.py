@@ -335,6 +335,9 @@ class Session:
 
         if self._concurrent is not None and not self._concurrent.closed:
             raise EngineError("requests are already taken by another concurrent session: close it first")
+        if self._concurrent in self._parts:
+            self._concurrent.close()  # an error may have ended it
+            self._parts.remove(self._concurrent)
         self._concurrent = self._own(ConcurrentSession(self, self.batch(slots, n_ctx, self._prefix_memory(prefix_memory))))
         return self._concurrent
 

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 import pyggml_spec as ps
+from pyggml_spec.concurrent import ConcurrentSession
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.spec.sampling import Sampling
 
@@ -107,6 +108,14 @@ def test_an_event_loop_that_goes_away_disturbs_nobody(server, want):
     gone = asyncio.run(leave())
     assert server.submit(PROMPTS[1], 20).result(WAIT)[0] == want[PROMPTS[1]]
     gone.cancel()
+
+
+def test_opening_it_again_and_again_keeps_nothing_of_the_ones_before(session, want):
+    """Half a megabyte each, before."""
+    for _ in range(3):
+        with session.concurrent(slots=2) as server:
+            assert server.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
+    assert sum(isinstance(part, ConcurrentSession) for part in session._parts) == 1
 
 
 def test_what_cannot_be_submitted(session, server):
