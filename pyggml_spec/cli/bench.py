@@ -81,7 +81,7 @@ def command(
             sampling, notes = asked.sampling(session.target.file)
             say(engaged_line(session.engaged(), None, sampling.describe(), notes))
             options = PromptsOptions(tokens, repetitions or 3, sampling, modes(thinking))
-            sys.exit(measure(session, chosen, prompts, options, interrupt, output, as_json))
+            sys.exit(measure(session, chosen, options, interrupt, output, as_json))
     lengths = tuple(n for n in lengths if n)
     depths = depths or (0,)
     options = BenchOptions(lengths, tokens, depths, repetitions or 5, synthetic, draft_width)

@@ -14,7 +14,7 @@ from ..chat import CONTINUE, chat_template
 from ..ggml.library import versions
 from ..session import Session
 from ..tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts
-from ..tools.prompts import CATEGORIES, INCLUDED, Prompt, included_prompts, read_prompts
+from ..tools.prompts import CATEGORIES, INCLUDED, Prompt, parse_prompts, prompt_file
 from .main import EXIT_INTERRUPT
 from .tables import written
 from .terminal import Interrupt, progress_line, say
@@ -24,15 +24,17 @@ _HEADER = ["category", "thinking", "prompts", "runs", "acceptance %", "deviation
            "deviation"]  # fmt: skip
 
 
-def chosen_prompts(name: str) -> list[Prompt]:
-    """The prompts of a file, or included ones.
+def chosen_prompts(name: str) -> tuple[list[Prompt], dict]:
+    """The prompts of a file, or included ones, and what is noted about the file.
 
     Raises:
         PyspecError: as ``read_prompts``.
     """
-    if name == "all" or name in CATEGORIES:
-        return included_prompts(CATEGORIES if name == "all" else (name,))
-    return read_prompts(name)
+    included = name == "all" or name in CATEGORIES
+    path = INCLUDED if included else Path(name)
+    data = prompt_file(path)
+    prompts = [p for p in parse_prompts(data, path) if not included or name in ("all", p.category)]
+    return prompts, {"file": path.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "prompts": len(prompts)}
 
 
 def modes(thinking: bool | None) -> tuple[bool, ...]:
@@ -40,14 +42,15 @@ def modes(thinking: bool | None) -> tuple[bool, ...]:
 
 
 def measure(
-    session: Session, prompts: list[Prompt], source: str, options: PromptsOptions, interrupt: Interrupt, output: str, as_json: bool
+    session: Session, chosen: tuple[list[Prompt], dict], options: PromptsOptions, interrupt: Interrupt, output: str, as_json: bool
 ) -> int:
-    """Measures and writes; returns the exit code. After Ctrl-C what was complete is written."""
+    """Measures ``chosen_prompts`` and writes; returns the exit code. After Ctrl-C what was complete is written."""
+    prompts, source = chosen
     if not options.sampling.is_greedy and options.sampling.seed is None:
         options = replace(options, sampling=replace(options.sampling, seed=0))
     template, _ = chat_template(session)
     with progress_line() as progress:
-        conditions = _conditions(session, prompts, source, options, progress)
+        conditions = _conditions(session, source, options, progress)
         origin = "none: messages are continued as one text" if template.source == CONTINUE else "the target's"
         conditions["template"] = {"origin": origin, "sha256": hashlib.sha256(template.source.encode("utf-8", "replace")).hexdigest()}
         rows = bench_prompts(session, prompts, options, template, interrupted=interrupt, progress=progress)
@@ -68,35 +71,34 @@ def measure(
     return EXIT_INTERRUPT if interrupt.asked else 0
 
 
-def _conditions(session: Session, prompts: list[Prompt], source: str, options: PromptsOptions, progress) -> dict:
+def _conditions(session: Session, source: dict, options: PromptsOptions, progress) -> dict:
     """What somebody needs who wants to see the same figures."""
-    engine, sampling = session.engine, options.sampling
-    included = source == "all" or source in CATEGORIES
-    files = {"target": session.target.file.path, "drafter": session.drafter.file.path if session.drafter else None, "prompts": INCLUDED if included else Path(source)}
+    files = {"target": session.target, "drafter": session.drafter}
     return {
         "command": " ".join(["pyspec", *sys.argv[1:]]).encode("utf-8", "replace").decode(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "device": session.backend.device.description,
         "threads": session.backend.threads,
-        **{name: {"file": path.name, "bytes": os.path.getsize(path), "sha256": _sha256(path, progress)} for name, path in files.items() if path is not None},
-        "context": engine.options.n_ctx,
-        "width": "chosen while running" if session.costs else engine.options.width,
+        **{name: _noted(model.file.path, progress) for name, model in files.items() if model is not None},
+        "prompts": source,
+        "context": session.engine.options.n_ctx,
+        "width": "chosen while running" if session.costs else session.engine.options.width,
         "kv_type": session.engaged().kv_type,
         "tokens": options.tokens,
         "runs": options.repetitions,
-        "sampling": sampling.describe(),
-        "seeds": [sampling.seed + run for run in range(options.repetitions)] if sampling.seed is not None else [],
+        "sampling": options.sampling.describe(),
+        "seeds": options.seeds,
     }
 
 
-def _sha256(path: Path, progress) -> str:
+def _noted(path: Path, progress) -> dict:
     digest, size, done = hashlib.sha256(), os.path.getsize(path), 0
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
             progress(f"checksum of {path.name}", done := done + len(piece), size)
-    return digest.hexdigest()
+    return {"file": path.name, "bytes": size, "sha256": digest.hexdigest()}
 
 
 def _cells(row: PromptsRow) -> list[str]:

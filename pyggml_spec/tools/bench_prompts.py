@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import ContextError, PairError, TemplateError
 from ..session import GREEDY, Session
 from ..spec.loop import PLAIN, SPECULATIVE
-from ..spec.sampling import Sampling
+from ..spec.sampling import RANDOM_SEED, Sampling
 from ..spec.stats import Stats
 from ..text.template import ChatTemplate
 from .prompts import Prompt
@@ -26,7 +26,7 @@ class PromptsOptions:
     """Attributes:
     tokens: at most this many per generation.
     repetitions: runs over all prompts.
-    sampling: how tokens are chosen; run i uses ``seed + i``, counted from 0.
+    sampling: how tokens are chosen; run i, counted from 0, uses ``seed + i``.
     thinking: modes to measure messages in, if the template can think; None leaves it to the template.
     """
 
@@ -34,6 +34,12 @@ class PromptsOptions:
     repetitions: int = 3
     sampling: Sampling = GREEDY
     thinking: tuple[bool | None, ...] = (True, False)
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of the runs; none where nothing is random."""
+        first = self.sampling.seed
+        return [] if first is None else [(first + run) % RANDOM_SEED for run in range(self.repetitions)]
 
 
 @dataclass
@@ -129,10 +135,12 @@ def bench_prompts(
     Raises:
         PairError: the session has no drafter.
         ContextError: a prompt and its tokens do not fit the context.
-        TemplateError: the template refuses messages.
+        TemplateError: the template refuses messages, or has no thinking mode and one was asked for.
     """
     if session.drafter is None:
         raise PairError("acceptance needs a drafter; give one with -md")
+    if options.thinking in ((True,), (False,)) and not template.can_think:
+        raise TemplateError("one thinking mode was asked for, but the chat template has none; leave out --think and --no-think")
     legs = list(_legs(session, prompts, options, template))
     need = max(len(leg.ids) for leg in legs) + options.tokens
     if need > session.engine.options.n_ctx:
@@ -141,7 +149,7 @@ def bench_prompts(
     rows = {key: PromptsRow(*key, sum((leg.prompt.category, leg.thinking) == key for leg in legs)) for key in keys}
 
     def measured(leg: _Leg, run: int) -> Pair | None:
-        sampling = replace(options.sampling, seed=options.sampling.seed + run) if options.sampling.seed is not None else options.sampling
+        sampling = replace(options.sampling, seed=options.seeds[run]) if options.seeds else options.sampling
         modes = {"sampling": sampling, "interrupted": interrupted}
         plain, spec = (session.generate(leg.ids, options.tokens, mode=mode, **modes)[1] for mode in (PLAIN, SPECULATIVE))
         return None if "interrupt" in (plain.stop_reason, spec.stop_reason) else (plain, spec)

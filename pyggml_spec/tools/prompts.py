@@ -23,11 +23,19 @@ class Prompt:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts of a file. A line is ``{"prompt": TEXT}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``, with ``category``
-    (without it, "prompts") and ``name`` (without it, the line's number) if you like.
+    """The prompts of a file, as ``parse_prompts`` takes them.
 
     Raises:
-        PyspecError: the file cannot be read, has no prompt, or has a line of another form.
+        PyspecError: the file cannot be read, and as ``parse_prompts``.
+    """
+    return parse_prompts(prompt_file(path), path)
+
+
+def prompt_file(path: str | Path) -> bytes:
+    """The content of a file of prompts, which may be a pipe: it is read once.
+
+    Raises:
+        PyspecError: it cannot be read, or is too long.
     """
     try:
         with open(path, "rb") as file:
@@ -36,6 +44,16 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         raise PyspecError(f"the prompt file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_FILE:
         raise PyspecError(f"the prompt file {path} has more than {MAX_FILE} bytes; split it")
+    return data
+
+
+def parse_prompts(data: bytes, path: str | Path) -> list[Prompt]:
+    """The prompts in the content of the file ``path``. A line is ``{"prompt": TEXT}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``, with ``category``
+    (without it, "prompts") and ``name`` (without it, the line's number) if you like.
+
+    Raises:
+        PyspecError: there is no prompt, or a line of another form.
+    """
     prompts = [_prompt(line, i, path) for i, line in enumerate(data.splitlines(), 1) if line.strip()]
     if not prompts:
         raise PyspecError(f'the prompt file {path} is empty; give one JSON object per line, like {{"prompt": "..."}}')

@@ -43,8 +43,8 @@ def test_prompts_and_their_conditions(talker, prompts):
     assert [line.split(" | ")[:4] for line in table[2:5]] == [["| code", "-", "1", "2"], ["| chat", "on", "1", "2"], ["| chat", "off", "1", "2"]]
     seen = last["conditions"]
     assert any(line == "* seeds: [7, 8]" for line in table) and seen["seeds"] == [7, 8] and "temperature 1" in seen["sampling"]
-    for name, path in (("target", talker[1]), ("drafter", talker[3]), ("prompts", prompts)):
-        assert seen[name] == {"file": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    for name, path, more in (("target", talker[1], {}), ("drafter", talker[3], {}), ("prompts", prompts, {"prompts": 2})):
+        assert seen[name] == {"file": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), **more}
     assert seen["template"] == {"origin": "the target's", "sha256": hashlib.sha256(CHATML.encode()).hexdigest()}
     assert {"date", "device", "threads", "context", "width", "kv_type", "command", "tokens", "runs"} <= seen.keys() and "ggml" in seen["versions"]
     assert all(len(row["acceptance"]["runs"]) == 2 and row["acceptance"]["deviation"] is not None for row in last["rows"])
@@ -57,6 +57,12 @@ def test_prompts_as_csv_and_jsonl(talker, prompts):
     assert json.loads(next(line for line in done.stderr.splitlines() if line.startswith("conditions: "))[12:])["runs"] == 1
     lines = [json.loads(line) for line in pyspec("bench", *talker, "--prompts", prompts, "-r", 1, "-o", "jsonl").stdout.splitlines()]
     assert [line.get("category") for line in lines] == ["code", "chat", "chat", None] and lines[-1]["conditions"]["context"] > 0
+
+
+def test_prompts_from_a_pipe_are_read_once(talker, prompts):
+    done = pyspec("bench", *talker, "--prompts", "/dev/stdin", "-r", 1, "--no-think", "--temp", 1, "-s", (1 << 32) - 3, "-o", "jsonl", stdin=prompts.read_bytes())
+    seen = json.loads(done.stdout.splitlines()[-1])["conditions"]
+    assert done.returncode == 0 and seen["prompts"]["sha256"] == hashlib.sha256(prompts.read_bytes()).hexdigest() and seen["seeds"] == [(1 << 32) - 3]
 
 
 def test_included_prompts_on_the_embedded_pair():
@@ -90,3 +96,5 @@ def test_options_that_contradict_each_other(options, words):
 
 def test_prompts_that_cannot_be_measured(talker, tmp_path):
     one_sentence(pyspec("bench", *talker, "--prompts", tmp_path / "no"), "cannot be read")
+    done = pyspec("bench", "--prompts", "chat", *SMALL, "--think")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("pyspec: one thinking mode was asked for")

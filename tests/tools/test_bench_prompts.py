@@ -118,3 +118,8 @@ def test_prompt_files_that_cannot_be_read(tmp_path):
     for path in (tmp_path, tmp_path / "no", "a\0b"):
         with pytest.raises(PyspecError, match="cannot be read"):
             read_prompts(path)
+
+
+def test_seeds_count_up_and_around():
+    assert PromptsOptions(repetitions=3, sampling=ps.Sampling(seed=(1 << 32) - 2)).seeds == [(1 << 32) - 2, 0, 1]
+    assert PromptsOptions(repetitions=3).seeds == []
