@@ -49,9 +49,13 @@ def step_costs(engine: Engine, widths: tuple[int, ...]) -> dict[int, float]:
 
 
 def cache_folder() -> Path:
-    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder."""
-    named = os.environ.get("PYSPEC_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyspec"
+    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder; a user without a home has it beside the temporary files."""
+    if named := os.environ.get("PYSPEC_CACHE"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyspec"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"pyspec-{os.getuid()}"
 
 
 def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:

@@ -75,3 +75,11 @@ def test_a_wrong_cost_is_measured_again_once(pair, tmp_path, monkeypatch):
         for _ in range(4):
             session.generate("ab", 2)
         assert measured == [True]
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch):
+    """A container's user that no passwd names: pathlib raises a RuntimeError."""
+    for name in ("PYSPEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert cache_folder().name.startswith("pyspec-")
