@@ -2,11 +2,13 @@
 """Builds llama.cpp with the patch set, or llama-cpp-python on top of it.
 
     build_patched_llamacpp.py --out DIR [--tree LLAMA_CPP | --sdist FILE] [--cuda [--cuda-arch 90]] [--unpatched] [--jobs N] [TARGET ...]
+    build_patched_llamacpp.py --out DIR --test
     build_patched_llamacpp.py --out DIR --wheel [--cuda]
 
 The tree comes out of the llama-cpp-python sdist (downloaded by pip into DIR), or is a copy of --tree. The tools land in DIR/build/bin;
 --wheel writes a wheel of llama-cpp-python into DIR instead: its version is unchanged, so pyggml_spec runs on it after
 `pip install --force-reinstall --no-deps DIR/llama_cpp_python-*.whl`. --unpatched builds the same tree as it is, for comparisons.
+--test runs the tree's own tests of what the patches touch and ends with the number of those that fail.
 """
 
 import argparse
@@ -14,14 +16,40 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from pyggml_spec.errors import PyspecError
 from pyggml_spec.tools import patches
 
 TARGETS = ["llama-server", "llama-bench"]
-TESTS = ["test-backend-ops", "test-llama-archs", "test-recurrent-state-rollback", "test-batch-alloc"]
-NEW_TESTS = ["test-perf-counters"]
+TESTS = ["test-backend-ops", "test-llama-archs", "test-recurrent-state-rollback", "test-batch-alloc", "test-alloc"]
+NEW_TESTS = ["test-perf-counters", "test-greedy-rows", "test-layer-features"]
+OPS = "ARGMAX,ADD,CONT,CPY,GATED_DELTA_NET,GET_ROWS,REPEAT,SET_ROWS,SSM_CONV"  # what the graphs of the patches are made of
+TEST_RUNS = [
+    f"test-backend-ops test -b CPU -o {OPS}",
+    "test-llama-archs -o models",
+    "test-recurrent-state-rollback --models models -t 1",
+    "test-batch-alloc",
+    "test-alloc",
+    "test-perf-counters models/qwen3-dense.gguf",
+    "test-greedy-rows models/qwen35-dense.gguf",
+    "test-layer-features models/laguna-moe.gguf models/qwen3-dense.gguf models/qwen35-dense.gguf models/qwen35moe-moe.gguf",
+]
+
+
+def test(tools: Path) -> int:
+    """Runs the tests; their random models and logs stay in the folder beside the tools. Returns how many fail."""
+    work, failed = tools.parent / "test-runs", 0
+    work.mkdir(exist_ok=True)
+    for line in TEST_RUNS:
+        name, *arguments = line.split()
+        with (work / f"{name}.log").open("w") as log:
+            started = time.monotonic()
+            status = subprocess.run([tools.resolve() / name, *arguments], cwd=work, stdout=log, stderr=log).returncode
+        failed += status != 0
+        print(f"{'passed' if status == 0 else f'FAILED, status {status}, see {log.name}'}: {line} ({time.monotonic() - started:.0f} s)", flush=True)
+    return failed
 
 
 def run(command: list[str], env: dict[str, str] | None = None) -> None:
@@ -50,6 +78,7 @@ def main() -> None:
     parser.add_argument("--cuda-arch", default="", help="for example 90 for H100 and H200; by default CMake's choice")
     parser.add_argument("--unpatched", action="store_true")
     parser.add_argument("--wheel", action="store_true", help="build llama-cpp-python instead of the tools")
+    parser.add_argument("--test", action="store_true", help="run the tests after the build")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("targets", nargs="*", help=f"by default {' '.join(TARGETS)} and the tests that the patches touch")
     args = parser.parse_args()
@@ -78,6 +107,8 @@ def main() -> None:
     targets = args.targets or TARGETS + TESTS + ([] if args.unpatched else NEW_TESTS)
     run(["cmake", "--build", str(build), "--parallel", str(args.jobs), "--target", *targets])
     print(build / "bin")
+    if args.test:
+        sys.exit(test(build / "bin"))
 
 
 if __name__ == "__main__":
