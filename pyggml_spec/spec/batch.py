@@ -232,13 +232,18 @@ class BatchEngine:
         seats = SlotRange(0, self.options.slots) if slot is None else SlotRange(slot, 1)
         if any(s.open_rows for s in self.slots[seats.part]):
             raise EngineError("a block is open: accept its rows before its slot is folded")
+        self._commit(seats)
+
+    def _commit(self, seats: SlotRange) -> None:
+        """``fold`` of the slots that have no open block; those that have keep it."""
         if self.delta is not None and self.delta.accepted[seats.part].any():
             step = self.graphs.get("commit", self.delta.width, 0, seats)
             self._fill_commit(step, seats)
             step.fields.run()
             self.delta.accepted[seats.part] = 0
         for s in self.slots[seats.part]:
-            s.settle()
+            if not s.open_rows:
+                s.settle()
 
     def snapshot(self, slot: int) -> Snapshot:
         """A copy of the slot's sequence as it stands, on the device. ``restore`` it any number of times, into any slot; ``close`` it.
@@ -352,7 +357,7 @@ class BatchEngine:
     ) -> dict[int, StepResult]:
         """All rows are certain: the recurrent states are written by the step itself."""
         if self.delta is not None and self.delta.accepted[seats.part].any():
-            self.fold()
+            self._commit(seats)
         need = max(rows.values())
         width = need if role == "logits" else self.chunk_width(need)
         step = self.graphs.get(role, width, self._span(seats, width), seats)
@@ -388,6 +393,9 @@ class BatchEngine:
         width = next((w for w in candidate_widths(self.options.width) if need <= w), None)
         if width is None:
             raise EngineError(f"a step with drafts has at most {self.options.width} rows per slot, but a prompt has {need}")
+        for slot in seats.slots:
+            if self.slots[slot].open_rows and slot not in work:
+                raise EngineError(f"this step covers slot {slot} and would take its open block away: call accept or rollback there first")
         self._lay_out(width)
         drafting = any(isinstance(item, Draft) for item in work.values())
         role = "fused" if drafting else "verify"

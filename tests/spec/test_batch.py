@@ -183,12 +183,12 @@ def _after_block(pair, text, drafts):
     return batch
 
 
-def _continues(batch, text, pair, n=6):
+def _continues(batch, text, pair, n=6, slot=0):
     """Whether plain tokens from here on are those of a fresh sequence that was fed ``text``; its last token is pending."""
     out = []
     for _ in range(n):
-        r = batch.step({0: Verify()})[0]
-        batch.accept(0, 1, int(r.ids[0]))
+        r = batch.step({slot: Verify()})[slot]
+        batch.accept(slot, 1, int(r.ids[0]))
         out.append(int(r.ids[0]))
     return out == pair.solo(text, n)
 
@@ -261,6 +261,28 @@ def test_a_fold_makes_lengths_final(hybrid):
     with pytest.raises(EngineError):
         batch.rollback(0, n - 1)
     assert _continues(batch, [*text, first, *DRAFTS[:6], 11], hybrid)
+
+
+@pytest.mark.parametrize("work", [Verify(), Prompt([7, 8, 9])], ids=["plain token", "prompt"])
+def test_an_open_block_outlives_certain_rows_of_its_neighbours(hybrid, work):
+    """Slot 1 waits with its block while slots 0 and 2, one with a block pending, go on in steps that cover it."""
+    texts = prompts(3, seed=4)
+    batch, want = hybrid.batch(3), hybrid.solo(texts[1], 24)
+    assert [batch.admit() for _ in texts] == [0, 1, 2]
+    batch.step({slot: Prompt(text) for slot, text in enumerate(texts)})
+    r = batch.step({0: Draft(16), 1: Verify(want[1:8] + [3] * 8), 2: Draft(16)})
+    batch.accept(0, 3, 5), batch.accept(2, 2, 6)
+    n = len(texts[1])
+    for _ in range(3):
+        batch.step({0: work, 2: work})
+        for slot in (0, 2):
+            if batch.slots[slot].open_rows:
+                batch.accept(slot, 1, 9)
+    with pytest.raises(EngineError, match="slot 1 .*open block"):
+        batch.step({0: Draft(16), 2: Draft(16)})
+    assert batch.slots[1].cursor.committed == n
+    batch.accept(1, 8, int(r[1].ids[7]))
+    assert int(r[1].ids[7]) == want[8] and _continues(batch, [*texts[1], *want[:9]], hybrid, slot=1)
 
 
 # -- refusals
