@@ -1,10 +1,10 @@
 """Fuzzes several sequences at once; every stream is compared with a sequence alone.
 
-    python scripts/fuzz_slots.py [--seeds 200] [--first 0] [--archs qwen35,qwen3,gemma4] [--tokens 24] [--requests]
+    python scripts/fuzz_slots.py [--seeds 200] [--first 0] [--archs qwen35,qwen3,gemma4] [--tokens 24] [--requests] [--device CUDA0 --tie 0.02]
 
 Without --requests the engine: 3 to 7 slots, ragged widths, random acceptance. With it the scheduler: requests that come, go and are cancelled at
-random, prompts that begin alike, memory for them of every size. The harness is that of tests/spec. A stream may leave the solo stream where the two largest logits are closer than the rounding
-of K/V rows; such ties are counted. Exit code 1 if a stream differs otherwise.
+random, prompts that begin alike, memory for them of every size. The harness is that of tests/spec. A stream may leave the solo stream where the
+two largest logits are closer than --tie, about the rounding of K/V rows; such ties are counted. Exit code 1 if a stream differs otherwise.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np  # noqa: E402
-from spec.batch_helpers import Pair, prompts, random_work, run, serve  # noqa: E402
+from spec.batch_helpers import TIE, Pair, prompts, random_work, run, serve  # noqa: E402
 
 
 def steps(pair: Pair, seed: int, tokens: int) -> tuple[list[int], int]:
@@ -35,12 +35,14 @@ def main() -> int:
     args.add_argument("--archs", default="qwen35,qwen3,gemma4")
     args.add_argument("--tokens", type=int, default=24)
     args.add_argument("--requests", action="store_true")
+    args.add_argument("--device", default="CPU")
+    args.add_argument("--tie", type=float, default=TIE, help="a wrong state is off by 0.1 and more; kernels of a GPU round more than the CPU's")
     opt = args.parse_args()
     failures = 0
     for arch in opt.archs.split(","):
         began, streams, wrong = time.time(), 0, []
         with tempfile.TemporaryDirectory() as folder:
-            pair = Pair(Path(folder), arch)
+            pair = Pair(Path(folder), arch, device=opt.device, tie=opt.tie)
             for seed in range(opt.first, opt.first + opt.seeds):
                 different, count = (serve(pair, seed), 10) if opt.requests else steps(pair, seed, opt.tokens)
                 wrong += [(seed, i) for i in different]

@@ -20,11 +20,11 @@ LENGTHS = (1, 5, 17, 33, 40, 2, 61)
 class Pair:
     """A tiny random pair with a one-slot engine to compare with, and batch engines over the same weights, one per number of slots."""
 
-    def __init__(self, folder: Path, arch: str, n_ctx: int = 512, shape: Shape = Shape()):
+    def __init__(self, folder: Path, arch: str, n_ctx: int = 512, shape: Shape = Shape(), device: str = "CPU", tie: float = TIE):
         target = WRITERS[arch](folder / f"{arch}.gguf", shape)
         drafter = write_dflash(folder / f"{arch}-drafter.gguf", shape)
-        self.session = ps.load(target, drafter, device="CPU", threads=1, n_ctx=n_ctx, draft_width=16)
-        self.n_ctx, self._batches, self._solo = n_ctx, {}, {}
+        self.session = ps.load(target, drafter, device=device, threads=1, n_ctx=n_ctx, draft_width=16)
+        self.n_ctx, self.tie, self._batches, self._solo = n_ctx, tie, {}, {}
         self.ties = 0  # streams that left the solo stream at a tie
 
     def batch(self, slots: int, **options) -> BatchEngine:
@@ -52,7 +52,7 @@ class Pair:
         """Whether ``got`` is what the model gives after ``prompt``: the solo stream, or one that leaves it at a tie.
 
         K/V rows are F16, so that shapes of steps differ by up to 7e-4 in these models' logits. A stream that differs is fed to the solo
-        engine: each of its tokens has to be within TIE of the largest logit. A wrong state is off by 0.1 and more.
+        engine: each of its tokens has to be within ``tie`` of the largest logit. A wrong state is off by 0.1 and more.
         """
         if got == self.solo(prompt, len(got)):
             return True
@@ -60,7 +60,7 @@ class Pair:
         engine = self.session.engine
         engine.reset()
         rows = engine.logits([*prompt, *got])[len(prompt) - 1 : -1]
-        return bool((rows.max(axis=1) - rows[np.arange(len(got)), got] < TIE).all())
+        return bool((rows.max(axis=1) - rows[np.arange(len(got)), got] < self.tie).all())
 
     def close(self) -> None:
         for batch in self._batches.values():
