@@ -1,5 +1,7 @@
 """A good pair broken in one place at a time: doctor names the place, and nothing else."""
 
+import json
+
 import numpy as np
 import pytest
 from doctor.broken import AT_A_GLANCE, BROKEN, store, values, write, write_loud_target, write_own_embedding
@@ -43,6 +45,7 @@ def test_the_cause_is_named_alone(subject, tmp_path, name):
     report = examine_drafter(subject, tmp_path / "drafter.gguf")
     assert [check.name for check in report.failed] == [cause], [(c.name, c.found) for c in report.failed]
     assert report.failed[0].remedy and VALUES.get(name, "") in report.failed[0].found
+    json.dumps(report.as_dict(), allow_nan=False)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,7 @@ def test_what_the_file_gives_away_is_named(glance, tmp_path, name):
     cause = write(name, tmp_path / "drafter.gguf")
     report = examine_drafter(glance, tmp_path / "drafter.gguf")
     assert report.failed[0].name == cause, [(c.name, c.found) for c in report.failed]
+    json.dumps(report.as_dict(), allow_nan=False)
 
 
 def test_a_causal_block_is_read_as_one(glance, tmp_path):

@@ -56,7 +56,7 @@ def test_captured_layers_are_those_of_the_target(session):
     engine.reset(drafting=False)
     assert engine.logits(ids).argmax(axis=1).tolist() == chosen.tolist()
     for bad in (-1, 9):
-        with pytest.raises(ps.EngineError, match=f"no input of layer {bad}"):
+        with pytest.raises(ps.EngineError, match=f"captured layer is {bad}"):
             engine.capture(ids, (bad,))
 
 
