@@ -4,7 +4,7 @@ As prefix.py for one sequence, with two differences. Rows are copied as soon as 
 a slot is given to the next sequence at any time; on a GPU that is a fraction of a millisecond per pass. And a pass that several slots share
 can round otherwise than the same rows alone: what is reused is what some pass of this engine computed, not always the very same bits.
 
-States are kept where a pass of a prompt ends and (1) every STATE_EVERY chunks, (2) in the last passes, (3) where prompts part.
+States are kept where a pass ends a chunk, and (1) every STATE_EVERY chunks, (2) before or after a prompt's last pass, (3) where prompts part.
 """
 
 from collections.abc import Sequence
@@ -60,12 +60,11 @@ class SlotPrefixes:
         engine.resume(slot, depth * self.grain)
         return depth * self.grain
 
-    def computed(self, slot: int, keys: list[bytes], left: int, parting: bool) -> None:
-        """Keeps what a pass of the slot's prompt has added, if it is worth it: ``left`` tokens are still to be computed, and ``parting``
-        says that another prompt goes on otherwise from here."""
+    def computed(self, slot: int, keys: list[bytes], wanted: bool) -> None:
+        """Keeps what a pass of the slot's prompt has added; ``wanted``: also the state behind it, whatever the depth."""
         engine, now = self.engine, self.engine.slots[slot].cursor.committed
         depth, stateful = now // self.grain, self.engine.sequence.stateful
-        if stateful and (now % self.grain or not (depth % STATE_EVERY == 0 or left <= engine.options.chunk or parting)):
+        if stateful and (now % self.grain or not (wanted or depth % STATE_EVERY == 0)):
             return
         if engine.rollback_range(slot) != (now, now):  # it came with a block, and its state is still pending
             return

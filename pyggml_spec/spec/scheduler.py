@@ -38,6 +38,7 @@ class BatchStats:
 
     Attributes:
         steps: forward passes; ``prompt_steps`` of them computed prompts only.
+        prompt_tokens, reused_tokens: tokens of prompts that were computed, and those that were not because another prompt began alike.
         emitted: tokens that came out.
         finished: sequences by why they ended.
         rows_computed, rows_used: rows of the target's graphs, and those that a sequence had work for.
@@ -49,6 +50,8 @@ class BatchStats:
 
     steps: int = 0
     prompt_steps: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
     emitted: int = 0
     finished: Counter = field(default_factory=Counter)
     rows_computed: int = 0
@@ -306,6 +309,7 @@ class Scheduler:
             had, s._filled = s._filled, self.prefixes.bring_back(s.slot, s._keys, len(s._prompt))
             if s._filled > had:
                 s.stats.reused_tokens += s._filled - had
+                self.stats.reused_tokens += s._filled - had
                 s.stats.reused_from = {"memory": s.stats.reused_tokens // self.prefixes.grain}
         return filling
 
@@ -345,8 +349,10 @@ class Scheduler:
             raise EngineError(f"{name} produced NaN or Inf after {at} tokens; the weights are damaged or overflow on this device")
         if isinstance(item, Prompt):
             stream._filled += len(item.tokens)
+            self.stats.prompt_tokens += len(item.tokens)
             if self.prefixes is not None:
-                self.prefixes.computed(stream.slot, stream._keys, stream._left, stream._filled in stream._partings)
+                last = stream._left <= len(item.tokens)
+                self.prefixes.computed(stream.slot, stream._keys, last or stream._filled in stream._partings)
             if not stream._left:
                 stream._phase("prefill")
                 stats.emitted = 1

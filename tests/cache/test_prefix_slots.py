@@ -66,6 +66,7 @@ def test_all_at_once(pair, count):
         scheduler.run()
         check(pair, streams)
         assert [s.stats.reused_tokens for s in streams] == [0] + [320] * (count - 1)
+        assert (scheduler.stats.prompt_tokens, scheduler.stats.reused_tokens) == (350 + 30 * (count - 1), 320 * (count - 1))
 
 
 def test_identical_prompts(pair, scheduler):
