@@ -1,8 +1,9 @@
 """How wide the next step over several slots is: the width with the most expected tokens per millisecond of all slots together.
 
 What a step costs depends on how many slots it covers as well as on its width (27B shape on one H200: 16 rows 24 ms, 64 rows 39), so costs
-are learnt per (slots, width) from the steps themselves: every width is tried TRIES times when a number of slots is first seen. Acceptance
-is tracked per sequence, as for one (``width.Acceptance``). While plain decoding is best, drafting is tried again now and then.
+are learnt per (slots, width) from the steps themselves: every width is tried TRIES times when a number of slots is first seen, unless fewer
+and more slots are known, between which the costs then are taken to lie. Acceptance is tracked per sequence, as for one
+(``width.Acceptance``). While plain decoding is best, drafting is tried again now and then.
 """
 
 from collections import Counter
@@ -35,6 +36,8 @@ class BatchWidths:
         self.widths = tuple(sorted({1, *widths}))
         self.costs: dict[tuple[int, int], float] = {}  # milliseconds by (slots that the graph covers, width)
         self._tries: Counter = Counter()
+        self._guesses: set[tuple[int, int]] = set()  # costs that nothing was measured of yet
+        self._between: set[int] = set()  # numbers of slots that began with guesses
         self._uses: dict[int, _Use] = {}
 
     def expected(self, acceptances: Sequence[Acceptance | None]) -> dict[int, float]:
@@ -47,7 +50,7 @@ class BatchWidths:
         if all(a is None for a in acceptances):
             return 1
         untried = [w for w in self.widths if self._tries[covered, w] < TRIES]
-        if untried:
+        if untried and not self._guess(covered):
             return untried[-1]
         speed = {w: tokens / self.costs[covered, w] for w, tokens in self.expected(acceptances).items()}
         best, use = max(speed, key=speed.get), self._uses.setdefault(covered, _Use())
@@ -70,15 +73,34 @@ class BatchWidths:
             return drafting
         return 1
 
+    def _guess(self, covered: int) -> bool:
+        """Costs between those of fewer and of more slots; whether there are such."""
+        if covered in self._between:
+            return True
+        known = {c for c, _ in self.costs if c not in self._between and self.settled(c)}
+        fewer, more = max((c for c in known if c < covered), default=0), min((c for c in known if c > covered), default=0)
+        if not fewer or not more:
+            return False
+        share = (covered - fewer) / (more - fewer)
+        for w in self.widths:
+            if (covered, w) not in self.costs:
+                self.costs[covered, w] = (1 - share) * self.costs[fewer, w] + share * self.costs[more, w]
+                self._guesses.add((covered, w))
+        self._between.add(covered)
+        return True
+
     def settled(self, covered: int) -> bool:
-        """Whether every width was tried with this number of slots."""
-        return all(self._tries[covered, w] >= TRIES for w in self.widths)
+        """Whether the cost of every width is known with this number of slots, or guessed."""
+        return covered in self._between or all(self._tries[covered, w] >= TRIES for w in self.widths)
 
     def observe(self, covered: int, width: int, milliseconds: float) -> None:
         key = covered, width
         self._tries[key] += 1
         if self._tries[key] <= WARMUP:
             return
+        if key in self._guesses:
+            self._guesses.remove(key)
+            self.costs[key] = milliseconds
         known = self.costs.setdefault(key, milliseconds)
         if self._tries[key] <= TRIES:
             self.costs[key] = min(known, milliseconds)

@@ -184,6 +184,7 @@ class Scheduler:
         with self._queue:
             if stream._limit < 1:
                 stream.ended, stream.stats.stop_reason = True, "length"
+                self.stats.finished["length"] += 1
             else:
                 self._waiting.append(stream)
         return stream

@@ -11,7 +11,7 @@ import pytest
 from spec.batch_helpers import Pair, accept, prompts, random_work, run
 
 import pyggml_spec as ps
-from pyggml_spec.cache.slots import SlotRange
+from pyggml_spec.cache.slots import SlotRange, covering
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import lib, text
 from pyggml_spec.spec.batch import Draft, Prompt, Verify
@@ -315,6 +315,23 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
         batch.step({0: Verify()})
     batch.rollback(0, len(text))
     assert _continues(batch, [*text, batch.slots[0].cursor.pending], hybrid)
+
+
+# -- slots of a step
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 7, 8, 12, 64])
+def test_a_step_covers_few_rows_too_many_in_few_different_ways(slots):
+    rng, seen = np.random.default_rng(slots), set()
+    for _ in range(500):
+        used = rng.choice(slots, int(rng.integers(1, slots + 1)), replace=False).tolist()
+        seats = covering(used, slots)
+        assert set(used) <= set(seats.slots) and seats.slots.stop <= slots
+        seen.add(seats)
+    lowest = {n: covering(range(n), slots).count for n in range(1, slots + 1)}
+    assert all(count < 1.5 * n for n, count in lowest.items()) and len(seen) < 3 * slots
+    if slots == 8:
+        assert lowest == {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 6, 7: 8, 8: 8}
 
 
 # -- candidates

@@ -72,3 +72,17 @@ def test_one_stalled_step_changes_nothing():
     widths, acceptances = learnt(), [seen(15)] * 4
     widths.observe(4, 16, 5000.0)
     assert widths.choose(4, acceptances) == 16
+
+
+def test_between_known_numbers_of_slots_nothing_is_tried_again():
+    """Costs of 3 slots lie between those of 2 and 4 until steps say otherwise."""
+    widths = learnt(4)
+    for width, ms in FOUR.items():
+        for _ in range(TRIES):
+            widths.observe(2, width, ms - 4.0)
+    assert widths.choose(3, [seen(15)] * 3) == 16 and widths.settled(3) and not widths.settled(8)
+    assert widths.costs[3, 16] == pytest.approx(FOUR[16] - 2.0)
+    for ms in (500.0, 500.0, 60.0, 60.0):  # two that build and capture the graph, then what it costs
+        widths.observe(3, 16, ms)
+    assert widths.costs[3, 16] == 60.0 and widths.choose(3, [seen(15)] * 3) == 8
+    assert widths.choose(8, [seen(15)] * 8) == 16 and (8, 16) not in widths.costs  # outside of what is known it is tried
