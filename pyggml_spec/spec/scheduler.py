@@ -311,7 +311,7 @@ class Scheduler:
             if s._filled > had:
                 s.stats.reused_tokens += s._filled - had
                 self.stats.reused_tokens += s._filled - had
-                s.stats.reused_from = {"memory": s.stats.reused_tokens // self.prefixes.grain}
+                s.stats.reused_from = {"in place": 0, "memory": s.stats.reused_tokens // self.prefixes.grain, "disk": 0}
         return filling
 
     def _prompt_work(self, filling: list[Stream], others_decode: bool) -> dict[Stream, Work]:
