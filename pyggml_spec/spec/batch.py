@@ -427,7 +427,9 @@ class BatchEngine:
         try:
             if meanwhile is not None:
                 meanwhile()
-            if self.builds_ahead and role != "logits" and self.graphs.candidates is not None:  # whose logits must not move
+            # only where the buffer will do, which is being computed in, and holds the logits that somebody is still to read
+            whole_rows = role == "logits" or self.graphs.candidates is None
+            if self.builds_ahead and not whole_rows and self.graphs.reserves(role, width, seats):
                 self.graphs.get(role, width, self._span(seats, width + max(width, AHEAD)), seats)
         finally:
             times = step.fields.wait()

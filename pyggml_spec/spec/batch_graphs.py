@@ -46,8 +46,7 @@ class BatchGraphs(StepGraphs):
         few = len(self.spans) if again else max(1, len(self.spans) // MEASURED_SPANS)
         spans = {*self.spans[::few], self.kv.live}
         ranges = {SlotRange(0, self.slots), SlotRange(0, 1)} if role == "direct" else {SlotRange(0, self.slots)}
-        # prompts go slot by slot; a chunk of every slot at once is planned when somebody asks for one
-        shapes = [(w, s, r) for w in self._widths[role] for s in spans for r in ranges if w == 1 or role != "direct" or r.count == 1]
+        shapes = [(w, s, r) for w in self._widths[role] for s in spans for r in ranges if self.reserves(role, w, r)]
         sizes = {}
         for width, span, seats in shapes:
             step = self._make(role, width, span, seats)
@@ -58,6 +57,11 @@ class BatchGraphs(StepGraphs):
         self._plan(step)
         self._steps[role, *largest, self.drafting, self.candidates] = step
         self.drafting = drafting
+
+    @staticmethod
+    def reserves(role: str, width: int, seats: SlotRange) -> bool:
+        """Whether graphs like this one were planned for: prompts go slot by slot, a chunk of several at once is planned when it is asked for."""
+        return role != "direct" or width == 1 or seats.count == 1
 
     def get(self, role: str, width: int, span: int, *more) -> Step:
         step = super().get(role, width, span, *more)
