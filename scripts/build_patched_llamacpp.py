@@ -41,7 +41,7 @@ TEST_RUNS = [
 def test(tools: Path) -> int:
     """Runs the tests; their random models and logs stay in the folder beside the tools. Returns how many fail."""
     work, failed = tools.parent / "test-runs", 0
-    work.mkdir(exist_ok=True)
+    (work / "models").mkdir(parents=True, exist_ok=True)
     for line in TEST_RUNS:
         name, *arguments = line.split()
         with (work / f"{name}.log").open("w") as log:

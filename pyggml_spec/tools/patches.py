@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,8 +188,8 @@ def fetch_sdist(folder: Path) -> Path:
     return sdist
 
 
-def unpack(sdist: Path, folder: Path, only: set[str] | None = None) -> Path:
-    """Unpacks the sdist below ``folder`` and returns the llama.cpp tree in it; ``only``: these files of the tree and nothing else.
+def unpack(sdist: Path, folder: Path, only: Callable[[str], bool] | None = None) -> Path:
+    """Unpacks the sdist below ``folder`` and returns the llama.cpp tree in it; ``only``: which files of the tree, by their path in it.
 
     Raises:
         PatchError: the sdist is damaged or not the one expected.
@@ -199,7 +199,7 @@ def unpack(sdist: Path, folder: Path, only: set[str] | None = None) -> Path:
             if only is None:
                 archive.extractall(folder, filter="data")
             for member in archive if only is not None else ():
-                if member.name.removeprefix(f"{VENDORED}/") in only:
+                if member.name.startswith(f"{VENDORED}/") and only(member.name.removeprefix(f"{VENDORED}/")):
                     archive.extract(member, folder, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise PatchError(f"{sdist} cannot be unpacked ({error}); delete it and try again") from None

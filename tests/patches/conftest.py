@@ -1,6 +1,7 @@
 """The files of the pristine tree that the patches touch, from the sdist that pip downloads once into the user's cache."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -9,12 +10,25 @@ import pytest
 from pyggml_spec.tools import patches
 
 
+def sdist() -> Path:
+    return patches.fetch_sdist(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyggml_spec")
+
+
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory) -> Path:
     """Part of the tree that the patches were made for. Without a network and without a cached sdist this fails, with pip's reason."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyggml_spec"
     needed = {"ggml/CMakeLists.txt", "src/llama-context.cpp"}.union(*(patch.files for patch in patches.series()))
-    return patches.unpack(patches.fetch_sdist(cache), tmp_path_factory.mktemp("pristine"), only=needed)
+    return patches.unpack(sdist(), tmp_path_factory.mktemp("pristine"), only=needed.__contains__)
+
+
+@pytest.fixture(scope="session")
+def with_headers(tmp_path_factory) -> Path:
+    """What a compiler needs of the patched tree."""
+    touched = {"ggml/CMakeLists.txt"}.union(*(patch.files for patch in patches.series()))
+    headers = re.compile(r"(ggml/(include|src)|include|src(/models)?|common(/\w+)?|tools/(mtmd|server)|vendor/.*)/[^/]+\.(h|hpp)").fullmatch
+    tree = patches.unpack(sdist(), tmp_path_factory.mktemp("with_headers"), only=lambda name: name in touched or bool(headers(name)))
+    patches.apply(tree)
+    return tree
 
 
 @pytest.fixture
