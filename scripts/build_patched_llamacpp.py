@@ -25,7 +25,7 @@ from pyggml_spec.tools import patches
 TARGETS = ["llama-server", "llama-bench"]
 TESTS = ["test-backend-ops", "test-llama-archs", "test-recurrent-state-rollback", "test-batch-alloc", "test-alloc"]
 NEW_TESTS = ["test-perf-counters", "test-greedy-rows", "test-layer-features"]
-OPS = "ARGMAX,ADD,CONT,CPY,GATED_DELTA_NET,GET_ROWS,REPEAT,SET_ROWS,SSM_CONV"  # what the graphs of the patches are made of
+OPS = "ARGMAX,CONT,GATED_DELTA_NET,GET_ROWS,REPEAT,SET_ROWS,SSM_CONV"  # what the graphs of the patches are made of
 TEST_RUNS = [
     f"test-backend-ops test -b CPU -o {OPS}",
     "test-llama-archs -o models",
