@@ -125,8 +125,9 @@ def main() -> None:
 
 def server_options(slots: int, args) -> list[object]:
     options = ["-m", args.model, "-md", args.drafter, "--spec-type", "draft-dflash", "--spec-draft-n-max", 15, "-np", slots, "-c", args.ctx * slots]
-    # a checkpoint of a prompt copies the recurrent state to the host (150 MB at 27B) while all slots wait: no part of what is compared
-    options += ["-ngl", args.ngl, "-ngld", args.ngl, "-fa", "on", "--backend-sampling", "--ctx-checkpoints", 0, *args.server_args]
+    options += ["-ngl", args.ngl, "-ngld", args.ngl, "-fa", "on", "--backend-sampling"]
+    # both copy states of a slot to the host while all slots wait, 150 MB and more per prompt at 27B: no part of what is compared
+    options += ["--ctx-checkpoints", 0, "--cache-ram", 0, *args.server_args]
     if args.synthetic_acceptance:
         options += ["--spec-synth-len", args.synthetic_acceptance]
     if args.threads:
