@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 OK, WARN, FAIL, NOT_APPLICABLE = "ok", "warn", "FAIL", "n/a"
+NEARLY = 0.8
 FILES, FEATURES, READING, FIT, PRECISION, RUNNING = range(6)
 
 
@@ -63,7 +64,8 @@ def causes_only(checks: list[Check]) -> tuple[Check, ...]:
     """The checks, with failures demoted to warnings that an earlier stage's failure explains, or a stronger one of the same sweep.
 
     A drafter with NaN weights also has features that do not help it; only the weights are named as the cause. Of readings that would each
-    raise acceptance, the one that raises it most is named: two wrong keys show up one after the other.
+    raise acceptance, the one that raises it most is named: two wrong keys show up one after the other. Of readings that raise it about
+    equally, the first one made is: rows beyond the trained block can be cut off, or hidden by reading the block causally (1.01 against 0.98).
     """
     out = []
     for check in checks:
@@ -71,7 +73,8 @@ def causes_only(checks: list[Check]) -> tuple[Check, ...]:
             first = next((c for c in checks if c.verdict == FAIL and c.stage < check.stage), None)
             if first is None and check.stage == READING:
                 rivals = [c for c in checks if c.verdict == FAIL and c.stage == READING]
-                first = max(rivals, key=lambda c: c.data["gain"])
+                most = max(c.data["gain"] for c in rivals)
+                first = next(c for c in rivals if c.data["gain"] >= NEARLY * most)
             if first is not None and first is not check:
                 check = replace(check, verdict=WARN, remedy=f"mend {first.name!r} first, then run the doctor again")
         out.append(check)

@@ -79,7 +79,7 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -
         stored = {int(k): float(v) for k, v in json.loads(path.read_text()).items()}
         if not fresh and 1 in stored and set(stored) <= {1, *widths} and all(0 < v < 1e6 for v in stored.values()):
             return stored, True
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         pass
     costs = step_costs(engine, widths)
     if 1 not in costs:

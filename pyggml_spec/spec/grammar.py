@@ -18,8 +18,10 @@ from ..errors import SamplingError
 
 MAX_TEXT = 1 << 17  # characters; every rule in a chain of rules costs the parser stack
 MAX_DEPTH = 1000  # of parentheses
+MAX_REPEATS = 2000  # llama.cpp's own limit
 _QUIET = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*')  # literals, character classes, comments
 _REPEAT = re.compile(r"\{\s*0*(\d{1,20})\s*,\s*0*(\d{1,20})\s*\}")
+_CLOSED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}", re.S)  # of a regular expression: escapes, classes, counts
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 
@@ -84,7 +86,7 @@ def gbnf(schema: str) -> str:
         raise SamplingError(f"the JSON schema is no JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise SamplingError(f'the JSON schema is {schema[:60]!r}, but it has to be an object like {{"type": "object"}}')
-    _refuse_remote(parsed)
+    _check_schema(parsed)
     try:
         return json_schema_to_gbnf(schema)
     except Exception as error:  # the converter asserts, recurses and trusts keys to exist
@@ -92,18 +94,35 @@ def gbnf(schema: str) -> str:
         raise SamplingError(f"the JSON schema cannot be made a grammar: {what[:200]}; use simpler keywords, or a grammar") from None
 
 
-def _refuse_remote(node) -> None:
-    """The converter's own check is an assertion, which python -O drops; it would then fetch the address."""
+def _check_schema(node) -> None:
+    """Refuses what the converter would fetch, never finish, or fill the memory with.
+
+    Its own check of references is an assertion, which python -O drops.
+    """
     todo = [node]
     while todo:
         node = todo.pop()
         if isinstance(node, dict):
-            ref = node.get("$ref")
+            ref, pattern = node.get("$ref"), node.get("pattern")
             if isinstance(ref, str) and not ref.startswith("#/"):
                 raise SamplingError(f"the JSON schema refers to {ref[:100]!r}; only references into itself (#/...) are followed")
+            if isinstance(pattern, str):
+                _check_pattern(pattern)
+            for key in ("minLength", "maxLength", "minItems", "maxItems"):
+                if isinstance(node.get(key), (int, float)) and node[key] > MAX_REPEATS:
+                    raise SamplingError(f"the JSON schema has a {key} of {node[key]:g}, but a grammar repeats at most {MAX_REPEATS} times; leave it out")
             todo += node.values()
         elif isinstance(node, list):
             todo += node
+
+
+def _check_pattern(pattern: str) -> None:
+    shown = f"the pattern {pattern[:100]!r} of the JSON schema"
+    if set(_CLOSED.sub("", pattern)) & set("]}"):  # the converter would look at it for ever
+        raise SamplingError(f"{shown} holds a bracket that closes nothing; write a backslash before it")
+    counts = " ".join(part for part in _CLOSED.findall(pattern) if part[0] == "{")
+    if any(int(n) > MAX_REPEATS for n in re.findall(r"\d{1,20}", counts)):
+        raise SamplingError(f"{shown} repeats something more than {MAX_REPEATS} times, which no grammar may; use * or +")
 
 
 def _check(text: str) -> None:

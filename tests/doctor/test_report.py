@@ -96,6 +96,16 @@ def test_a_whole_examination():
     assert said[-1] == "generations"
 
 
+def test_of_readings_that_gain_about_the_same_the_first_is_the_cause():
+    """A block of 32 rows: cutting it to 16 gains 1.01, hiding the surplus by reading it causally 0.98, and noise may turn that round."""
+
+    def named(*gains):
+        checks = [Check(name, FAIL, "", "", READING, {"gain": gain}) for name, gain in zip(("block size", "block direction"), gains)]
+        return [check.name for check in causes_only(checks) if check.verdict == FAIL]
+
+    assert named(1.01, 0.98) == named(0.98, 1.01) == ["block size"] and named(0.2, 1.0) == ["block direction"]
+
+
 def test_cap_of_no_file_is_not_applicable():
     from pyggml_spec.doctor.readings import soft_cap
 

@@ -11,6 +11,7 @@ import random
 import re
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.gguf_io.safetensors import SafetensorsFile, parse_json
 from pyggml_spec.models.registry import open_drafter, open_target
 from pyggml_spec.models.weights import _find
+from pyggml_spec.spec.grammar import Grammar
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary
 from pyggml_spec.tools.inspect import inspect_file
@@ -238,6 +240,52 @@ class Prompt(Target):
         return "valid text" if valid is not None else "not UTF-8"
 
 
+class GrammarText(Target):
+    """GBNF texts and JSON schemas, parsed by llama.cpp and followed for some tokens. The first byte says which of the two it is."""
+
+    WORDS = [w.encode() for w in (
+        "root ::= root", "::=", "|", "(", ")", "((((((((", "*", "+", "?", "{", "}", "{0,99999}", "{99999999999}", "{,}", "{3,1}", '"', '"\\x', "[", "[^", "]",
+        "[a-", "\\u{110000}", "\\UFFFFFFFF", ".", "#", "\n", "a ::= b\nb ::= a", 'x ::= x "a"', "root ::= (((root)))", "<[1]>", "!<", "\xff", "\U0010ffff",
+    )]  # fmt: skip
+    SCHEMA_WORDS = [w.encode() for w in (
+        '"$ref": "#"', '"$ref": "#/properties/a"', '"type": "array"', '"type": ["string", null]', '"minItems": 99999', '"maxLength": 1e9', '"pattern": "^(a|b"',
+        '"pattern": "^((((a*)*)*)*)*$"', '"enum": []', '"const": {}', '"anyOf": []', '"oneOf": [{}, 3]', '"properties": 3', '"required": ["zz"]', '"additionalProperties": false',
+        '"items": []', '"format": "date"', '"minimum": -1e99', "null", "[]", "{}", ",", ":", '"\\ud800"', "[" * 200,
+    )]  # fmt: skip
+    memory = 512 * MIB
+
+    def seeds(self) -> list[bytes]:
+        self.tokenizer = _tokenizer(self.folder)
+        schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^[a-c]{1,3}$"}, "b": {"type": "array", "items": {"type": "integer"}}},
+                  "required": ["a"]}  # fmt: skip
+        grammars = ['root ::= item+\nitem ::= "he" | [a-z]{1,4} | "(" item ")"\n', 'root ::= [^"\\\\] ("x" | "\\n"? )*', "root ::= a b?\na ::= \"1\"\nb ::= a{2,5}"]
+        return [b"s" + json.dumps(schema).encode(), *(b"g" + text.encode() for text in grammars)]
+
+    def change(self, rng: random.Random) -> bytes:
+        data = rng.choice(self.corpus)
+        words = self.SCHEMA_WORDS if data[:1] == b"s" else self.WORDS
+        body = with_words(data[1:], words, rng) if rng.random() < 0.7 else data[1:]
+        values = list(re.finditer(rb"(?<=[:\[,] )[^,\]}\[{]+", body))
+        if data[:1] == b"s" and values and rng.random() < 0.7:
+            value = rng.choice(values)
+            body = body[: value.start()] + rng.choice(words) + body[value.end() :]
+        return data[:1] + (mutated(body, rng, [range(max(1, len(body)))]) if rng.random() < 0.4 else body)
+
+    def run(self, data: bytes) -> str:
+        text = data[1:].decode("utf-8", "replace")
+        try:
+            grammar = Grammar.of(*((None, text) if data[:1] == b"s" else (text, None)), self.tokenizer.vocab)
+        except ps.SamplingError as error:
+            return re.sub(r" at .*", "", shape_of(str(error)))  # which repeats what the grammar says there
+        with closing(grammar):
+            for step in range(6):
+                token = next((i for i in range(40 * step, 40 * step + 120) if grammar.allows(i)), None)
+                if token is None:
+                    return "followed"
+                grammar.accept(token)
+        return "followed to the end"
+
+
 class Prefix(Target):
     """Entries of --prefix-cache: they give back what was stored or are refused, and a good entry can take their place.
 
@@ -356,7 +404,7 @@ class SelfTest(Target):
         return "fine"
 
 
-TARGETS = {"gguf": Gguf, "pair": Pair, "template": Template, "prompt": Prompt, "prefix": Prefix, "json": Json, "selftest": SelfTest}
+TARGETS = {"gguf": Gguf, "pair": Pair, "template": Template, "prompt": Prompt, "grammar": GrammarText, "prefix": Prefix, "json": Json, "selftest": SelfTest}
 EXPECTED = (ps.PyspecError, ConvertError, TemplateError)
 
 

@@ -18,7 +18,7 @@ def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp
         stored, cached = cached_costs(engine, widths)
         assert cached and stored == session.costs
         entry = next(cache_folder().glob("costs-*.json"))
-        for damage in ("", "{", '{"1": "x"}', '{"1": -1, "2": 1, "4": 1, "8": 1, "16": 1}', "[]"):
+        for damage in ("", "{", '{"1": "x"}', '{"1": null}', "[" * 100000, '{"1": -1, "2": 1, "4": 1, "8": 1, "16": 1}', "[]"):
             entry.write_text(damage)
             assert not cached_costs(engine, widths)[1]
         assert [p.name for p in tmp_path.iterdir()] == [entry.name]

@@ -89,12 +89,20 @@ def test_what_looks_absurd_inside_a_literal_is_none(demo):
     [
         ("", "no JSON"), ("[]", "object"), ('{"$ref": "https://example.com/a.json"}', "https://example.com"), ('{"$ref": "#/nothing"}', "grammar"),
         ('{"type": "unheard of"}', "grammar"), ('{"items": {"$ref": 5}}', "grammar"), ("[" * 100000, "no JSON"),
+        ('{"type": "string", "pattern": "^a]$"}', "bracket that closes nothing"), ('{"items": {"type": "string", "pattern": "^a{1,3$}}"}}', "bracket"),
+        ('{"type": "string", "pattern": "^a{1000000000}$"}', "more than 2000 times"), (r'{"pattern": "^\\\\{0,9999}$"}', "more than 2000 times"),
+        ('{"type": "array", "items": {"type": "integer"}, "minItems": 1e12}', "minItems of 1e.12"), ('{"type": "string", "maxLength": 2001}', "maxLength"),
         ('{"anyOf": ' + '[{"anyOf": ' * 5000 + "[]" + "}]" * 5000 + "}", "JSON"),
     ],
 )  # fmt: skip
 def test_wrong_schemas_are_one_sentence(schema, words):
     with pytest.raises(SamplingError, match=words):
         gbnf(schema)
+
+
+def test_brackets_and_counts_that_mean_themselves_are_taken():
+    """The converter never returned from a bracket that closes nothing, and filled the memory for large counts."""
+    assert "a" in gbnf(r'{"type": "string", "pattern": "^[\\]}]\\]\\}{3}a{2,3}$", "maxLength": 2000}')
 
 
 def test_references_to_elsewhere_are_refused_without_assertions_too():
