@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..checks import whole
 from ..errors import ModelError
 from ..ggml.library import ffi, lib, text
 
@@ -21,8 +22,26 @@ def type_id(name: str, offered: tuple[str, ...] = TYPES) -> int:
     raise ModelError(f"{name!r} is not a tensor type; use one of {', '.join(offered)}")
 
 
+def _known(kind: int) -> str:
+    """The name of the type. Raises ModelError if there is none."""
+    kind = whole(kind, "a tensor type", 0, lib.GGML_TYPE_COUNT - 1, ModelError)
+    if not lib.ggml_blck_size(kind):
+        raise ModelError(f"there is no tensor type {kind}; use one of {', '.join(TYPES)}")
+    return text(lib.ggml_type_name(kind))
+
+
 def quantise(values: np.ndarray, kind: int) -> np.ndarray:
-    """F32 [rows, n] -> the bytes of the ggml type, U8 [rows, row bytes], by ggml's own quantiser."""
+    """F32 [rows, n] -> the bytes of the ggml type, U8 [rows, row bytes], by ggml's own quantiser.
+
+    Raises:
+        ModelError: a type that is none of TYPES, or rows that are no whole blocks of it.
+    """
+    name = _known(kind)
+    if name not in TYPES:
+        raise ModelError(f"{name} cannot be quantised to without an importance matrix; use one of {', '.join(TYPES)}")
+    values = np.asarray(values)
+    if values.ndim < 1 or values.size == 0 or values.dtype.kind not in "fiu" or values.shape[-1] % lib.ggml_blck_size(kind):
+        raise ModelError(f"{values.dtype} {list(values.shape)} cannot become {name}: rows of whole blocks of {lib.ggml_blck_size(kind)} numbers can")
     flat = np.ascontiguousarray(values.reshape(-1, values.shape[-1]), np.float32)
     out = np.empty((flat.shape[0], lib.ggml_row_size(kind, flat.shape[1])), np.uint8)
     lib.ggml_quantize_chunk(
@@ -35,17 +54,16 @@ def dequantise(data, kind: int, count: int) -> np.ndarray:
     """``count`` values of the ggml type from their bytes, as F32 [count]; ``count`` is a multiple of the type's block.
 
     Raises:
-        ModelError: a type without a conversion to float (integers, and types that only exist inside kernels).
+        ModelError: no type, or one without a conversion to float (integers, and types that only exist inside kernels).
     """
+    name, count = _known(kind), whole(count, "the number of values", 0, 1 << 62, ModelError)
+    if count % lib.ggml_blck_size(kind) or len(data) < lib.ggml_row_size(kind, count):
+        raise ModelError(f"{count} values of {name} do not fit {len(data)} bytes; pass whole blocks")
     if kind == lib.GGML_TYPE_F32:
         return np.frombuffer(data, np.float32, count)
     to_float = lib.ggml_get_type_traits(kind).to_float
     if to_float == ffi.NULL:
-        raise ModelError(
-            f"ggml cannot turn {text(lib.ggml_type_name(kind))} into floats; compare files of floating-point or quantised weights"
-        )
-    if count % lib.ggml_blck_size(kind) or len(data) < lib.ggml_row_size(kind, count):
-        raise ModelError(f"{count} values of {text(lib.ggml_type_name(kind))} do not fit {len(data)} bytes; pass whole blocks")
+        raise ModelError(f"ggml cannot turn {name} into floats; compare files of floating-point or quantised weights")
     out = np.empty(count, np.float32)
     pointer = ffi.from_buffer(data)
     to_float(pointer, ffi.cast("float *", ffi.from_buffer(out)), count)

@@ -30,6 +30,7 @@ from pyggml_spec.cache.prefix_files import HEADER, PrefixFiles, Refused
 from pyggml_spec.errors import ConvertError, TemplateError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.gguf_io.safetensors import SafetensorsFile, parse_json
+from pyggml_spec.models.placement import Routing
 from pyggml_spec.models.registry import open_drafter, open_target
 from pyggml_spec.models.weights import _find
 from pyggml_spec.spec.grammar import Grammar
@@ -333,7 +334,7 @@ class Prefix(Target):
 
 
 class Json(Target):
-    """config.json of a checkpoint, headers of safetensors files, lines of prompt files."""
+    """config.json of a checkpoint, headers of safetensors files, lines of prompt files, routing profiles."""
 
     WORDS = [b"null", b"true", b"-1", b"1e999", b"NaN", b"9" * 400, b'""', b"[]", b"{}", b"[" * 3000, b'"\\ud800"', b"16384", b"0", b'"qwen3"', b",", b":"]
 
@@ -347,7 +348,8 @@ class Json(Target):
         weights = (folder / "model.safetensors").read_bytes()
         self.header = int.from_bytes(weights[:8], "little")
         assert config_of(drafter)
-        return [b"c" + config, b"c" + config, b"s" + weights, b'p{"prompt": "x"}']
+        profile = Routing("t", 9, {i: np.arange(4) for i in range(2)}).to_json().encode()
+        return [b"c" + config, b"c" + config, b"s" + weights, b'p{"prompt": "x"}', b"r" + profile]
 
     def change(self, rng: random.Random) -> bytes:
         data = rng.choice(self.corpus)
@@ -370,6 +372,10 @@ class Json(Target):
                 for name, tensor in file.tensors.items():
                     file.rows(name, 0, 1 if len(tensor.shape) < 2 else tensor.shape[0])
             return "weights"
+        if kind == b"r":
+            self.path.write_bytes(data)
+            assert Routing.read(self.path, 4, range(2)).hit_rate(0.5) <= 1
+            return "profile"
         config = parse_json(data, "the input")
         if kind == b"c":
             layout = read_layout(config, self.names, self.target)
