@@ -98,7 +98,9 @@ def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
         plan(path, device="CPU", experts=ExpertOptions(0, 0.5))
 
 
-ARCHITECTURES = {"qwen35": write_qwen35, "qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "laguna": write_laguna, "gemma4": write_gemma4}
+ARCHITECTURES = {
+    "qwen35": write_qwen35, "qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "laguna": write_laguna, "gemma4": write_gemma4,
+}  # fmt: skip
 EXPERTS = {"qwen35moe": ExpertOptions(1, 0.5), "laguna": ExpertOptions(-1)}
 QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k": "q8_0"}
 

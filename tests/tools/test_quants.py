@@ -19,7 +19,11 @@ def test_there_and_back(name):
     assert np.sqrt(((back - values) ** 2).mean()) < 0.4
 
 
-@pytest.mark.parametrize("values", [np.zeros((2, 33)), np.zeros((0, 32)), np.float32(1), np.zeros((2, 32), object), np.array([["a"] * 32]), np.zeros((2, 32), complex)])
+NO_BLOCKS = [np.zeros((2, 33)), np.zeros((0, 32)), np.float32(1), np.zeros((2, 32), object), np.array([["a"] * 32]), np.zeros((2, 32), complex)]
+TOO_FEW = [(bytes(33), "q8_0", 32), (bytes(34), "q8_0", 31), (bytes(34), "q8_0", -32), (bytes(3), "f32", 1), (b"", "f16", 1 << 40)]
+
+
+@pytest.mark.parametrize("values", NO_BLOCKS)
 def test_values_that_are_no_blocks(values):
     with pytest.raises(ModelError):
         quantise(values, Q8_0)
@@ -38,7 +42,7 @@ def test_types_that_need_an_importance_matrix():
             quantise(np.zeros((2, 256), np.float32), type_id(name))
 
 
-@pytest.mark.parametrize(("data", "kind", "count"), [(bytes(33), "q8_0", 32), (bytes(34), "q8_0", 31), (bytes(34), "q8_0", -32), (bytes(3), "f32", 1), (b"", "f16", 1 << 40)])
+@pytest.mark.parametrize(("data", "kind", "count"), TOO_FEW)
 def test_bytes_that_are_too_few(data, kind, count):
     with pytest.raises(ModelError):
         dequantise(data, type_id(kind), count)
