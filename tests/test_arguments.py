@@ -194,5 +194,9 @@ def test_slots(session, engine):
         refused(batch.choose, slot, value)
     for value in (1025, *NUMBERS[:5], HUGE):
         refused(batch.admit, candidates=value)
+    for n, pending in ((65, 1), (0, 1), (1.5, 1), (10, -1), (10, OUTSIDE), (10, NAN)):
+        refused(batch.resume, slot, n, pending)
+    for nothing in (None, 3, engine.snapshot()):
+        refused(batch.restore, slot, nothing)
     scheduler.close()
     refused(batch.admit), refused(batch.step, {slot: Verify()})

@@ -279,9 +279,9 @@ class BatchEngine:
         """Says that ``n`` tokens of the slot's sequence are in the caches, whatever brought them there; a prompt goes on behind them.
 
         Raises:
-            EngineError: fewer than it has already, or more than the context holds.
+            EngineError: fewer than it has already, more than the context holds, or a pending token that there is not.
         """
-        s = self._sequence(slot)
+        s, pending = self._sequence(slot), None if pending is None else self._token(pending)
         s.cursor.advance(whole(n, "the length of the sequence", s.cursor.committed, self.options.n_ctx) - s.cursor.committed, pending)
         s.settle()
         if self.delta is not None:
