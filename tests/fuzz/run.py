@@ -51,8 +51,8 @@ def _cpu_seconds(pid: int) -> float:
 
 def fuzz(target: str, executions: int, seed: str = "1", slice_: int = 20000, done=lambda n: None, stalled_s: float = STALLED_S) -> Result:
     """Runs inputs 0 .. executions - 1 of a target. ``stalled_s``: processor seconds after which a worker that stays at one input is killed."""
-    result, at = Result(), 0
-    with tempfile.NamedTemporaryFile() as file:
+    result, at, memory = Result(), 0, "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="pyspec-fuzz-", dir=memory, ignore_cleanup_errors=True) as home, open(Path(home) / "state", "w+b") as file:
         file.truncate(STATE_BYTES)
         state = mmap.mmap(file.fileno(), STATE_BYTES)
         while at < executions:
@@ -67,7 +67,8 @@ def _slice(result: Result, target: str, seed: str, first: int, count: int, state
     """Runs one worker; returns the number of the input after the last one that was run."""
     state[:8] = bytes(8)
     command = [sys.executable, str(HERE / "worker.py"), target, seed, str(first), str(count), path]
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": os.path.dirname(path)}  # which goes when all is done, also what a worker that died leaves
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     last, since, stalled = 0, 0.0, False
     while True:
         try:

@@ -416,6 +416,5 @@ EXPECTED = (ps.PyspecError, ConvertError, TemplateError)
 
 
 def make(name: str) -> Target:
-    """The target, with a folder of its own in memory where there is one."""
-    home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    return TARGETS[name](Path(tempfile.mkdtemp(prefix="pyspec-fuzz-", dir=home)))
+    """The target, with a folder of its own."""
+    return TARGETS[name](Path(tempfile.mkdtemp(prefix="pyspec-fuzz-")))
