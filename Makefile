@@ -21,7 +21,7 @@ run: $(READY)
 	$(BIN)/pyspec run
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf build dist $(READY)
