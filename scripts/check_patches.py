@@ -149,12 +149,15 @@ def slot_drafter(tools: Tools, work: Path) -> tuple[bool, str]:
         accepted = [one[0][2] for one in (expected, restored)]
         if expected != restored:
             return False, f"accepted drafts {accepted[0]} had the slot stayed, {accepted[1]} after a restore"
-        for file in work.glob("first.bin.*"):
-            file.unlink()
-        run.texts([second])
-        slot("restore")
-        alone = run.texts([longer])
-    return alone[0][0] == expected[0][0], f"accepted drafts {accepted[0]} and {accepted[1]}; {alone[0][2]} without the drafter's file"
+        file = work / "first.bin.draft"
+        alone = []
+        for keep in (file.stat().st_size // 2, 0):
+            file.write_bytes(file.read_bytes()[:keep])
+            run.texts([second])
+            slot("restore")
+            alone += run.texts([longer])
+    same = all(text == expected[0][0] for text, *_ in alone)
+    return same, f"accepted drafts {accepted[0]} and {accepted[1]}; {alone[0][2]} and {alone[1][2]} with half of the drafter's file and an empty one"
 
 
 CHECKS: dict[str, Callable[[Tools, Path], tuple[bool, str]]] = {
