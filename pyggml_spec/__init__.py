@@ -30,9 +30,10 @@ from .errors import (
 if TYPE_CHECKING:
     from .chat import Chat
     from .concurrent import ConcurrentSession, Handle
+    from .events import StepEvent
     from .ggml.device import Device, devices
     from .models.placement import ExpertOptions
-    from .session import Session, StepEvent, load
+    from .session import Session, load
     from .spec.sampling import Sampling
     from .spec.stats import Stats
 
@@ -47,7 +48,7 @@ _LAZY = {
     "Sampling": "spec.sampling",
     "Session": "session",
     "Stats": "spec.stats",
-    "StepEvent": "session",
+    "StepEvent": "events",
     "load": "session",
 }
 

@@ -5,7 +5,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from .errors import PyspecError, TemplateError
-from .session import Session, StepEvent
+from .events import StepEvent
+from .session import Session
 from .spec.sampling import Sampling
 from .spec.stats import Stats
 from .text.template import KEY, ChatTemplate

@@ -16,15 +16,19 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from .errors import EngineError, PyspecError
+from .events import StepEvent
 from .ggml.library import versions
-from .session import Session, StepEvent, stop_texts
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions
 from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import BatchStats, Scheduler, Stream
 from .spec.stats import Stats
-from .text.stream import TextStream
+from .text.stream import TextStream, stop_texts
+
+if TYPE_CHECKING:
+    from .session import Session
 
 
 class _Mailbox:
@@ -181,7 +185,7 @@ class Handle:
 class ConcurrentSession:
     """Runs the requests of many readers over one session's weights. Made by ``Session.concurrent``; owns the scheduler and one thread."""
 
-    def __init__(self, session: Session, scheduler: Scheduler):
+    def __init__(self, session: "Session", scheduler: Scheduler):
         self._session, self._scheduler = session, scheduler
         self._handles: list[Handle] = []
         self._changed, self._closing = threading.Condition(), False

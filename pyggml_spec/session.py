@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .cache.kv_types import KVTypes
 from .cache.prefix import PrefixCache, Reuse, layout_of
 from .cache.prefix_files import PrefixFiles
 from .checks import token_ids, whole
+from .concurrent import ConcurrentSession
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
+from .events import StepEvent
 from .ggml.device import Backend, devices, disable_graph_replay, free_bytes, pick_device
 from .ggml.library import versions
 from .gguf_io import GGUFFile
@@ -29,11 +30,8 @@ from .spec.scheduler import Scheduler
 from .spec.stats import Stats
 from .spec.synthetic import SyntheticAcceptance
 from .spec.width import WidthControl, useful_widths
-from .text.stream import TextStream
+from .text.stream import TextStream, stop_texts
 from .text.tokenizer import Tokenizer, first_difference
-
-if TYPE_CHECKING:
-    from .concurrent import ConcurrentSession
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER = DEMO / "target.gguf", DEMO / "drafter.gguf"
@@ -46,16 +44,6 @@ MOST_BYTES = 1 << 60
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while something long goes on: "weights", "drafter weights" (bytes), "prefill" (tokens)."""
-
-
-@dataclass(frozen=True)
-class StepEvent:
-    """One step of a generation: new ``text`` (may be empty), its ``tokens``, the statistics so far, and ``logprobs`` if they were asked for."""
-
-    text: str
-    tokens: tuple[int, ...]
-    stats: Stats
-    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -325,14 +313,12 @@ class Session:
         engine = BatchEngine(self.backend, self.target, self.drafter, options)
         return Scheduler(engine, None if self.costs else options.width, memory)
 
-    def concurrent(self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None) -> "ConcurrentSession":
+    def concurrent(self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None) -> ConcurrentSession:
         """Many requests at once, from threads or asyncio: ``submit`` returns handles. Arguments and errors as of ``batch``; without
         ``prefix_memory`` it is 1 GiB, or an eighth of what is free if that is less.
 
         This session itself generates nothing while it is open: both would use one device stream from two threads.
         """
-        from .concurrent import ConcurrentSession  # which is made of this module's events
-
         if self._concurrent is not None and not self._concurrent.closed:
             raise EngineError("requests are already taken by another concurrent session: close it first")
         if self._concurrent in self._parts:
@@ -390,13 +376,6 @@ class Session:
 
     def __exit__(self, *exc) -> None:
         self.close()
-
-
-def stop_texts(stop: Sequence[str]) -> tuple[str, ...]:
-    """``stop``, if it is texts: of one str, every letter would be one."""
-    if isinstance(stop, (str, bytes)) or not isinstance(stop, Iterable) or not all(isinstance(text, str) for text in stop):
-        raise SamplingError(f"stop is {stop!r}; give a list of texts, like ['\\n\\n']")
-    return tuple(stop)
 
 
 def load(

@@ -1,7 +1,16 @@
 """Tokens to text as they arrive: never half a character, never a part of a stop string."""
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from ..errors import SamplingError
+
+
+def stop_texts(stop: Sequence[str]) -> tuple[str, ...]:
+    """``stop``, if it is texts: of one str, every letter would be one."""
+    if isinstance(stop, (str, bytes)) or not isinstance(stop, Iterable) or not all(isinstance(text, str) for text in stop):
+        raise SamplingError(f"stop is {stop!r}; give a list of texts, like ['\\n\\n']")
+    return tuple(stop)
 
 
 class TextStream:
