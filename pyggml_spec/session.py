@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from .spec.batch import BatchEngine
 from .spec.calibrate import cached_costs
 from .spec.engine import MOST_CONTEXT, MOST_WIDTH, Engine, EngineOptions, candidate_widths, check_options
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
-from .spec.sampling import Sampler, Sampling, TokenLogprob
+from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import Scheduler
 from .spec.stats import Stats
 from .spec.synthetic import SyntheticAcceptance

@@ -131,7 +131,7 @@ def fit(run, model, name, step_fn, minutes, steps, peak, warm):
     rest = [p for p in model.parameters() if id(p) not in ids]
     opt = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
                             lr=peak, betas=(0.9, 0.95), eps=1e-9, fused=run.dev == "cuda")
-    ckpt, step, losses = run.work / f"{name}.ckpt", 0, []
+    ckpt, step = run.work / f"{name}.ckpt", 0
     if ckpt.exists():
         saved = torch.load(ckpt, map_location=run.dev)
         model.load_state_dict(saved["model"])

@@ -336,7 +336,7 @@ class Weights:
 
     def _host_tensor(self, ctx, spec: Spec, info: TensorInfo):
         """All experts of the tensor, as a tensor over the file's own pages; a copy where the file does not align them."""
-        tensor, err = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape), new_err()
+        tensor = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape)
         view = self.file.read(info.name)
         data = ffi.from_buffer(view)
         address = int(ffi.cast("uintptr_t", data))

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..cache.kv import SPAN, KVCache, padded
+from ..cache.kv import SPAN, KVCache
 from ..cache.kv_types import KVTypes
 from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, free_bytes, pick_device

@@ -8,7 +8,6 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.cache.prefix import PrefixCache
-from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.spec.stats import Stats
 from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_qwen3
