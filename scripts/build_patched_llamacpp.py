@@ -99,7 +99,8 @@ def main() -> None:
 
     if args.wheel:
         env = {**os.environ, "CMAKE_ARGS": " ".join(cmake_options(args)), "CMAKE_BUILD_PARALLEL_LEVEL": str(args.jobs)}
-        run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(args.out), str(tree.parents[1])], env)
+        # uncached: pip keeps the wheel of a folder with a version in its name, and would give it again for other patches
+        run([sys.executable, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps", "--wheel-dir", str(args.out), str(tree.parents[1])], env)
         return
     build = args.out / "build"
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
