@@ -5,15 +5,18 @@ import json
 import click
 
 from ..ggml.device import devices
-from .terminal import size
+from .terminal import say, size
 
 
 @click.command("devices")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def command(as_json: bool):
     """Lists the devices that this build of llama-cpp-python offers."""
-    for d in devices():
+    found = devices()
+    for d in found:
         if as_json:
             click.echo(json.dumps(d.__dict__))
         else:
             click.echo(f"{d.name:<12} {d.kind:<6} {size(d.memory_free):>10} free of {size(d.memory_total):>10}  {d.description}")
+    if all(d.kind in ("cpu", "accel") for d in found):
+        say("note: this build of llama-cpp-python finds no GPU, so everything runs on the CPU; docs/guide.md says how to build it for one")

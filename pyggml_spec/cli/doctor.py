@@ -60,11 +60,15 @@ def _prompts(path: str) -> list[str]:
 def _show(report: Report) -> None:
     width = max(len(check.name) for check in report.checks)
     columns = max(60, shutil.get_terminal_size((140, 24)).columns)
+    click.echo(f"target {printable(report.target)}\ndrafter {printable(report.drafter)}\n")
     for check in report.checks:
         _show_one(check, width, columns)
     for check in report.checks:
         if check.remedy and check.verdict == FAIL:
             click.echo(f"\n{click.style(check.name, fg='red')}: {printable(check.remedy)}.")
+    if not report.failed:
+        warned = [check.name for check in report.checks if check.verdict == WARN]
+        click.echo("\nno check failed" + (f"; see the warnings: {', '.join(warned)}" if warned else ""))
 
 
 def _show_one(check: Check, width: int, columns: int) -> None:

@@ -15,11 +15,15 @@ _BAR = " ▁▂▃▄▅▆▇█"
 
 def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: Sequence[str] = ()) -> str:
     """One line with everything that decides speed and memory, and one per note."""
-    where = f"{e.device} ({e.threads} threads)" if e.threads else e.device
+    where = f"{e.device} ({e.threads} thread{'s' * (e.threads > 1)})" if e.threads else e.device
     if e.drafter is None:
         draft = "no drafter: plain decoding"
-    elif mode in ("plain", "reference"):
-        draft = f"drafter {e.drafter} idle ({mode} mode)"
+    elif mode == "plain":
+        draft = f"drafter {e.drafter} idle (plain mode)"
+    elif mode == "reference":
+        draft = f"drafter {e.drafter} idle (reference mode: the text is that of --draft-width {e.width})"
+    elif e.widths == (1,):
+        draft = f"drafter {e.drafter} idle (no block width is faster than plain decoding here)"
     else:
         draft = f"drafter {e.drafter}, width " + (f"chosen from {'/'.join(map(str, e.widths))}" if e.widths else str(e.width))
     m = e.memory

@@ -151,7 +151,8 @@ def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
         if (rise if resized else nats) > 0 and len(measured.matched) < len(base.matched):
             measured = probe.measure(other)
         change, z = gain(base, measured)
-        rows.append({"when": label, "tokens_per_block": measured.tokens_per_block, "nats": change, "z": z, "blocks": len(measured.matched)})
+        now = _first(base, measured).tokens_per_block  # of the same blocks
+        rows.append({"when": label, "tokens_per_block": measured.tokens_per_block, "now": now, "nats": change, "z": z, "blocks": len(measured.matched)})
         score = change + measured.tokens_per_block - base.tokens_per_block
         if len(measured.matched) == len(base.matched) and judge(base, measured) and (best is None or score > best[0] + MIN_RISE):
             best = (score, label, measured)
@@ -159,7 +160,7 @@ def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
     if best is None:
         nearest = max(rows, key=lambda row: row["nats"])
         others = ", ".join(f"{row['tokens_per_block']:.2f} when {row['when']}" for row in rows if not sweep.screen or row is nearest)
-        blocks = "" if nearest["blocks"] == len(base.matched) else " on the first text"
+        blocks = "" if nearest["blocks"] == len(base.matched) else f" on the first text, which gives {nearest['now']:.2f} now"
         found = f"{sweep.now}: {base.tokens_per_block:.2f} tokens per block; {others}{blocks} ({nearest['nats']:+.2f} nats)"
         return Check(sweep.check, OK, found, "", READING, data)
     score, label, measured = best

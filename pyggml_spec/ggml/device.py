@@ -52,7 +52,8 @@ def pick_device(name: str | None = None) -> Device:
     for device in found:
         if device.name.lower() == str(name).lower():
             return device
-    raise DeviceError(f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(d.name for d in found)}")
+    remedy = "" if any(d.kind in ("gpu", "igpu") for d in found) else "; a GPU needs a build that was made for it (docs/guide.md)"
+    raise DeviceError(f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(d.name for d in found)}{remedy}")
 
 
 def free_bytes(device: Device) -> int:

@@ -12,6 +12,7 @@ def test_a_failed_check_is_exit_code_3(pair):
     done = pyspec("doctor", "-m", pair[0], "-md", pair[1], *ON_CPU)
     assert done.returncode == 3, done.stderr
     text = done.stdout.decode()
+    assert text.startswith(f"target {pair[0]}\ndrafter {pair[1]}\n") and "no check failed" not in text
     assert "fit to this target" in text and "FAIL" in text and "\nfit to this target: use the drafter that was made for" in text
     assert done.stderr.splitlines() == [done.stderr.strip()] and "checks failed" in done.stderr
 

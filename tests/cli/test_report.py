@@ -1,6 +1,7 @@
 """What the footer says of unusual runs."""
 
-from pyggml_spec.cli.report import footer
+from pyggml_spec.cli.report import engaged_line, footer
+from pyggml_spec.session import Engaged
 from pyggml_spec.spec.stats import Stats
 
 
@@ -16,6 +17,16 @@ def _stats(**more) -> Stats:
 def test_speculation_that_never_drafted_is_not_called_speculative():
     """Width control may take plain steps throughout: their speed is not that of speculation."""
     assert "decoded plainly at 4.5 tok/s" in footer(_stats(), 100.0) and "speedup" not in footer(_stats(), 100.0)
+
+
+def test_a_drafter_that_will_not_draft_is_called_idle():
+    """It said "width chosen from 1" where no block width pays."""
+    memory = {"weights": 1, "kv": 1, "compute": 1}
+    lines = {widths: engaged_line(Engaged("t", "d", "CPU", 1, 16, widths, 256, "f16", memory, ()), None) for widths in ((1,), (1, 2), ())}
+    assert "on CPU (1 thread) | drafter d idle (no block width is faster" in lines[1,]
+    told = engaged_line(Engaged("t", "d", "CPU", 1, 16, (1, 2), 256, "f16", memory, ()), "reference")
+    assert "the text is that of --draft-width 16" in told  # and not that of a width chosen while running
+    assert "drafter d, width chosen from 1/2" in lines[1, 2] and "drafter d, width 16" in lines[()]
 
 
 def test_a_busy_machine_is_named():
