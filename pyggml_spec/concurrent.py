@@ -43,7 +43,7 @@ class _Mailbox:
         with self._filled:
             self._items.append(item)
             waiter, self._waiter = self._waiter, None
-            self._filled.notify()
+            self._filled.notify_all()
         if waiter is not None:
             loop, future = waiter
             try:
@@ -51,25 +51,25 @@ class _Mailbox:
             except RuntimeError:  # the loop is closed: its reader is gone
                 pass
 
-    def peek(self, timeout: float | None = None):
-        """The oldest item, which stays. Raises TimeoutError."""
+    def take(self, timeout: float | None = None):
+        """The oldest item; the end stays, for whoever asks again. Raises TimeoutError."""
         with self._filled:
             if not self._filled.wait_for(lambda: self._items, timeout):
                 raise TimeoutError
-            return self._items[0]
+            return self._take()
 
-    async def peek_async(self):
+    async def take_async(self):
         while True:
             with self._filled:
                 if self._items:
-                    return self._items[0]
+                    return self._take()
                 loop = asyncio.get_running_loop()
                 future = loop.create_future()
                 self._waiter = loop, future
             await future
 
-    def pop(self) -> None:
-        self._items.popleft()
+    def _take(self):
+        return self._items[0] if isinstance(self._items[0], _End) else self._items.popleft()
 
 
 def _wake(future: asyncio.Future) -> None:
@@ -94,6 +94,7 @@ class Handle:
     def __init__(self, server: "ConcurrentSession", stream: Stream, text: TextStream, sampler: Sampler | None):
         self._server, self._stream, self._text, self._sampler = server, stream, text, sampler
         self._mail = _Mailbox()
+        self._unread: list[str] = []  # what a result that was not waited for to its end has taken
         self.stats: Stats = stream.stats
 
     def cancel(self) -> None:
@@ -105,43 +106,44 @@ class Handle:
         """Waits for the end: the text that was not read yet, and the statistics.
 
         Raises:
-            TimeoutError: no event within ``timeout`` seconds; the request goes on.
+            TimeoutError: no event within ``timeout`` seconds; the request goes on, and the next ``result`` has all of the text.
         """
-        texts = []
-        while True:
-            item = self._mail.peek(timeout)
-            if isinstance(item, _End):
-                return "".join(texts), self._finish(item)
-            self._mail.pop()
-            texts.append(item.text)
+        while not isinstance(item := self._mail.take(timeout), _End):
+            self._unread.append(item.text)
+        return self._whole(item)
 
     async def result_async(self) -> tuple[str, Stats]:
         """``result`` for event loops."""
-        return "".join([event.text async for event in self]), self.stats
+        while not isinstance(item := await self._mail.take_async(), _End):
+            self._unread.append(item.text)
+        return self._whole(item)
+
+    def _whole(self, end: _End) -> tuple[str, Stats]:
+        self._check(end)
+        text, self._unread = "".join(self._unread), []
+        return text, self.stats
 
     def __iter__(self) -> Iterator[StepEvent]:
         return self
 
     def __next__(self) -> StepEvent:
-        return self._next(self._mail.peek(), StopIteration)
+        return self._next(self._mail.take(), StopIteration)
 
     def __aiter__(self) -> "Handle":
         return self
 
     async def __anext__(self) -> StepEvent:
-        return self._next(await self._mail.peek_async(), StopAsyncIteration)
+        return self._next(await self._mail.take_async(), StopAsyncIteration)
 
     def _next(self, item: StepEvent | _End, stop: type[Exception]) -> StepEvent:
         if isinstance(item, _End):
-            self._finish(item)
+            self._check(item)
             raise stop
-        self._mail.pop()
         return item
 
-    def _finish(self, end: _End) -> Stats:
+    def _check(self, end: _End) -> None:
         if end.error is not None:
             raise end.error
-        return self.stats
 
     def __enter__(self) -> "Handle":
         return self

@@ -77,6 +77,7 @@ class Session:
         self.prefix: PrefixCache | None = None
         self._concurrent = None  # the ConcurrentSession that was made last
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch in it, and its tokens
+        self._run: Iterator[list[int]] | None = None  # the generation that has the engine
 
     def _own(self, part):
         self._parts.append(part)
@@ -203,8 +204,7 @@ class Session:
         """
         self._check_open()
         ids, stop = self.prompt_ids(prompt, special), stop_texts(stop)
-        if self._concurrent is not None and not self._concurrent.closed:
-            raise EngineError("this session runs many requests at once: submit this one too, or close the concurrent session first")
+        self._free_engine()
         engine = self.engine
         if self.control is not None and self.control.outdated and not self._costs_checked:
             self._measure_costs(fresh=True)
@@ -229,7 +229,7 @@ class Session:
             if prefill_progress is not None:
                 prefill_progress(reuse.tokens + done, reuse.tokens + total)
 
-        run = generate(
+        run = self._run = generate(
             engine, ids, options, stats, prefill_progress=prefilled, interrupted=interrupted, control=self.control, known=reuse.tokens
         )
         try:
@@ -240,12 +240,34 @@ class Session:
                 if text.stopped:
                     stats.stop_reason = "stop"
                     break
+            if self._run is not run:
+                raise EngineError("this generation was ended by the next one of its session; for several at a time use concurrent()")
+        except GeneratorExit:
+            raise
+        except BaseException:
+            if self._run is run:
+                self._last = (-1, [])  # a step may be in the recurrent state that is not in the cursor: nothing can be appended
+            raise
         finally:
             run.close()
+            if self._run is run:
+                self._run = None
             if sampler is not None:
                 sampler.close()
         yield StepEvent(text.finish(), (), stats)
         self.prefix.save()
+
+    def _free_engine(self) -> None:
+        """Ends a generation that was left half read: its caches go to somebody else."""
+        if self._concurrent is not None and not self._concurrent.closed:
+            raise EngineError("this session runs many requests at once: submit this one too, or close the concurrent session first")
+        run, self._run = self._run, None
+        if run is not None:
+            try:
+                run.close()
+            except ValueError:  # it is being executed
+                self._run = run
+                raise EngineError("another thread is generating with this session; for several at a time use concurrent()") from None
 
     def _held(self, ids: list[int], drafting: bool) -> int:
         """How many leading tokens of ``ids`` the last generation left in the caches: all that are there, or 0."""
@@ -321,6 +343,7 @@ class Session:
         """
         if self._concurrent is not None and not self._concurrent.closed:
             raise EngineError("requests are already taken by another concurrent session: close it first")
+        self._free_engine()  # a generation that goes on would step beside the requests
         if self._concurrent in self._parts:
             self._concurrent.close()  # an error may have ended it
             self._parts.remove(self._concurrent)
@@ -333,6 +356,7 @@ class Session:
         steps = whole(steps, "the number of steps", 1, 1 << 20)
         if self.costs:
             return self.costs[1]
+        self._free_engine()
         engine, times = self.engine, []
         engine.reset(drafting=False)
         engine.prefill([0])

@@ -6,8 +6,9 @@ import threading
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.concurrent import ConcurrentSession
+from pyggml_spec.concurrent import ConcurrentSession, _End
 from pyggml_spec.errors import ContextError, EngineError
+from pyggml_spec.events import StepEvent
 from pyggml_spec.spec.sampling import Sampling
 
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range(", "# sort\n", "return "]
@@ -188,3 +189,36 @@ def test_requests_that_begin_alike_share_the_beginning(session, want):
     with session.concurrent(slots=2, prefix_memory=0) as server:
         assert server.submit(prompts[0], 12).result(WAIT)[1].reused_tokens == 0
         assert server.submit(prompts[0], 12).result(WAIT)[1].reused_tokens == 0
+
+
+def test_a_result_that_takes_too_long_loses_no_text(server):
+    """What had come before the timeout was thrown away."""
+    with server._changed:  # before the first event
+        handle = server.submit(PROMPTS[0], 20)
+        put, handle._mail.put = handle._mail.put, lambda item: None
+    put(StepEvent("the beginning, ", (), handle.stats))
+    with pytest.raises(TimeoutError):
+        handle.result(0.01)
+
+    async def impatient():
+        await asyncio.wait_for(handle.result_async(), 0.01)
+
+    put(StepEvent("the middle, ", (), handle.stats))
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(impatient())
+    put(StepEvent("the end", (), handle.stats)), put(_End())
+    assert handle.result(WAIT)[0] == "the beginning, the middle, the end"
+    assert handle.result(WAIT)[0] == ""
+
+
+def test_who_waits_for_the_end_beside_the_reader_hears_of_it(server):
+    """One of them slept for ever."""
+    handle, ended = server.submit(PROMPTS[0], ignore_end=True), []
+    with server._changed:  # nothing comes until all of them wait
+        threads = [threading.Thread(target=lambda: ended.append(list(handle)), daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        handle.cancel()
+    for thread in threads:
+        thread.join(20)
+    assert len(ended) == 3

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -201,8 +202,9 @@ class PrefixFiles:
         """Deletes what writers that were killed left behind."""
         with os.scandir(self.folder) as found:
             for entry in found:
-                if _PART.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > ABANDONED_S:
-                    Path(entry.path).unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # its writer was just done
+                    if _PART.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > ABANDONED_S:
+                        os.unlink(entry.path)
 
     def _foreign(self, count: int, path: Path) -> str:
         try:

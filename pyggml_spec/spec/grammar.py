@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 from contextlib import contextmanager
 
 import llama_cpp
@@ -19,6 +20,7 @@ from ..errors import SamplingError
 MAX_TEXT = 1 << 17  # characters; every rule in a chain of rules costs the parser stack
 MAX_DEPTH = 1000  # of parentheses
 MAX_REPEATS = 2000  # llama.cpp's own limit
+_redirecting = threading.Lock()
 _QUIET = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*')  # literals, character classes, comments
 _REPEAT = re.compile(r"\{\s*0*(\d{1,20})\s*,\s*0*(\d{1,20})\s*\}")
 _CLOSED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}", re.S)  # of a regular expression: escapes, classes, counts
@@ -34,7 +36,7 @@ class Grammar:
 
     def __init__(self, text: str, vocab):
         _check(text)
-        with _stderr_text() as said:
+        with _redirecting, _stderr_text() as said:
             self._handle = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
         if not self._handle:
             reason = re.search(r"error parsing grammar: (.*)", said[0]) if said else None
@@ -144,7 +146,7 @@ def _check(text: str) -> None:
 
 @contextmanager
 def _stderr_text():
-    """Collects what C code writes to stderr: the parser says there why it failed, and repeats the whole grammar."""
+    """Collects what C code writes to stderr: the parser says there why it failed, and repeats the whole grammar. One thread at a time."""
     said: list[str] = []
     try:
         kept = os.dup(2)

@@ -102,13 +102,15 @@ class Stream:
         return self
 
     def __next__(self) -> list[int]:
-        while not self._blocks:
+        while True:
+            over = self.ended or self.error is not None  # read first: the thread that drives appends the last block before it says so
+            if self._blocks:
+                return self._blocks.popleft()
             if self.error is not None:
                 raise self.error
-            if self.ended:
+            if over:
                 raise StopIteration
             self._scheduler.drive(self)
-        return self._blocks.popleft()
 
     def result(self) -> list[int]:
         """Waits for the end and returns all tokens."""
@@ -192,7 +194,7 @@ class Scheduler:
     def drive(self, stream: Stream) -> None:
         """Runs one step, unless another thread's step has brought ``stream`` news meanwhile."""
         with self._driving:
-            if not stream.has_news and not self._step():
+            if not (stream.has_news or self._step() or stream.has_news):  # a cancelled one may be the last one
                 raise EngineError("this stream's scheduler has forgotten it")
 
     def step(self, meanwhile: Callable[[], object] | None = None) -> bool:
@@ -217,11 +219,12 @@ class Scheduler:
 
     def close(self) -> None:
         """Ends every sequence and closes the engine. Closing twice is fine."""
-        if not self.engine.graphs.closed:
-            self.cancel_all()
-            if self.prefixes is not None:
-                self.prefixes.close()
-            self.engine.close()
+        with self._driving:  # to the end: another thread may be about to step, or to close as well
+            if not self.engine.graphs.closed:
+                self._cancel_all()
+                if self.prefixes is not None:
+                    self.prefixes.close()
+                self.engine.close()
 
     def __enter__(self) -> "Scheduler":
         return self
@@ -236,9 +239,7 @@ class Scheduler:
     def cancel_all(self) -> None:
         """Ends every sequence and frees every slot."""
         with self._driving:
-            for stream in (*self._waiting, *self._active):
-                stream.cancel()
-            self._drop_cancelled()
+            self._cancel_all()
 
     # -- one step
 
@@ -267,6 +268,13 @@ class Scheduler:
         spent = time.perf_counter() - began
         self._count(work, decoding, prompts, spent)
         return True
+
+    def _cancel_all(self) -> None:
+        with self._queue:
+            streams = (*self._waiting, *self._active)
+        for stream in streams:
+            stream.cancel()
+        self._drop_cancelled()
 
     def _drop_cancelled(self) -> None:
         with self._queue:

@@ -14,6 +14,7 @@ from ..gguf_io.reader import StringArray, brief
 _MODELS = ("gpt2", "llama", "gemma4")  # llama.cpp has more, which assert more
 _ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 _SHORT_TEXT, _STACK_PER_BYTE = 4096, 512
+_starting = threading.Lock()  # the stack size of new threads is the whole process's
 
 
 _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
@@ -89,7 +90,6 @@ class Tokenizer:
         if not self._model:
             raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path}: {_said[0] if _said else 'it does not say why'}")
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
-        self._piece = ctypes.create_string_buffer(256)
         self._control: dict[str, int] | None = None
         try:
             self._check_added()
@@ -143,14 +143,15 @@ class Tokenizer:
     def _encode_on_large_stack(self, data: bytes, special: bool, bos: bool) -> list[int]:
         """Several pre-tokenizers of llama.cpp run std::regex, which takes up to 335 bytes of stack per character of a long run."""
         out: list[int] = []
-        before = threading.stack_size((1 << 20) + _STACK_PER_BYTE * len(data) // 4096 * 4096)
-        try:
-            worker = threading.Thread(target=lambda: out.extend(self._encode(data, special, bos)))
-            worker.start()
-        except RuntimeError:
-            raise ContextError(f"a text of {len(data)} bytes cannot be encoded: there is no memory for it; shorten the prompt") from None
-        finally:
-            threading.stack_size(before)
+        with _starting:
+            before = threading.stack_size((1 << 20) + _STACK_PER_BYTE * len(data) // 4096 * 4096)
+            try:
+                worker = threading.Thread(target=lambda: out.extend(self._encode(data, special, bos)))
+                worker.start()
+            except RuntimeError:
+                raise ContextError(f"a text of {len(data)} bytes cannot be encoded: there is no memory for it; shorten the prompt") from None
+            finally:
+                threading.stack_size(before)
         try:
             worker.join()
         except BaseException:  # Ctrl-C: the vocabulary must not be freed under the worker
@@ -162,11 +163,12 @@ class Tokenizer:
         """The bytes of one token; control tokens are empty unless ``special``. Bytes of one character may span several tokens."""
         if not 0 <= token < self.n_vocab:
             return b""  # llama.cpp would end the process
-        n = llama_cpp.llama_token_to_piece(self.vocab, token, self._piece, len(self._piece), 0, special)
+        out = ctypes.create_string_buffer(256)  # one per call: several threads may ask
+        n = llama_cpp.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
         if n < 0:
-            self._piece = ctypes.create_string_buffer(-n)
-            n = llama_cpp.llama_token_to_piece(self.vocab, token, self._piece, len(self._piece), 0, special)
-        return self._piece.raw[:n]
+            out = ctypes.create_string_buffer(-n)
+            n = llama_cpp.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
+        return out.raw[:n]
 
     def decode(self, tokens, special: bool = False) -> str:
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cache.test_prefix import CHUNK, answer, assert_same, tokens
 
 import pyggml_spec as ps
+from pyggml_spec.cache import prefix_files
 from pyggml_spec.cache.prefix import PrefixCache
 from pyggml_spec.cache.prefix_files import HEADER, PrefixFiles, Refused
 from pyggml_spec.errors import PyspecError
@@ -214,3 +216,11 @@ def test_kill_9_while_writing_leaves_no_broken_entry(tmp_path):
         os.utime(path, (0, 0))
     PrefixFiles(tmp_path, "model: one", MANY)
     assert not os.listdir(tmp_path)
+
+
+def test_a_part_file_that_is_done_while_the_folder_is_listed_stops_nobody(tmp_path, monkeypatch):
+    """Another process renames it: the model could not be loaded."""
+    part = tmp_path / f".{'0' * 16}-{'0' * 48}.rows.1.part"
+    part.touch()
+    monkeypatch.setattr(prefix_files, "_PART", SimpleNamespace(fullmatch=lambda name: part.unlink() or True))
+    assert PrefixFiles(tmp_path, "model: one", MANY).notes == []

@@ -1,9 +1,12 @@
 """Grammars under speculation: the output matches, its state moves by accepted tokens only, and no text ends the process."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -110,3 +113,22 @@ def test_references_to_elsewhere_are_refused_without_assertions_too():
     line = "from pyggml_spec.spec.grammar import gbnf; gbnf('{\"$ref\": \"https://localhost:9/a\"}')"
     done = subprocess.run([sys.executable, "-O", "-c", line], capture_output=True, text=True, timeout=60)
     assert "only references into itself" in done.stderr
+
+
+def test_grammars_from_several_threads_leave_stderr_where_it_was(demo, monkeypatch):
+    """What llama.cpp says is read from stderr: one put the other's file in its place, for good."""
+    before, real = os.fstat(2), os.dup2
+
+    def slow(*files):
+        real(*files)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(os, "dup2", slow)
+    threads = [threading.Thread(target=lambda: Grammar('root ::= "a"', demo.tokenizer.vocab).close()) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join(60)
+    after = os.fstat(2)
+    assert (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino)

@@ -1,6 +1,8 @@
 """Streams that share an engine: each gets its own tokens, whoever comes, goes or is cancelled meanwhile."""
 
 import threading
+import time
+from collections import deque
 
 import pytest
 from spec.batch_helpers import Pair, prompts, serve
@@ -264,3 +266,47 @@ def test_a_closed_scheduler_ends_its_streams(pair):
     scheduler.close()
     scheduler.close()
     assert list(stream) == [] and stream.stats.stop_reason == "cancelled"
+
+
+def test_the_last_stream_can_be_cancelled_while_it_is_read(scheduler):
+    """Its reader was told that the scheduler had forgotten it."""
+    stream = scheduler.submit(prompts(1)[0], DRAFT)
+    next(stream)
+    stream.cancel()
+    assert list(stream) == [] and stream.stats.stop_reason == "cancelled"
+
+
+def test_a_block_that_comes_with_the_end_is_not_lost(scheduler):
+    """Another thread, which drives, ends the stream between this one's two looks at it."""
+    stream = scheduler.submit(prompts(1)[0], LoopOptions(0))
+    stream.ended = False
+
+    class Late(deque):
+        def __bool__(self):
+            if not stream.ended:  # it was empty when it was looked at, and the last block comes right after
+                self.append([1, 2])
+                stream.ended = True
+                return False
+            return len(self) > 0
+
+    stream._blocks = Late()
+    assert list(stream) == [[1, 2]]
+
+
+def test_closing_waits_for_the_step_of_another_thread_and_closes_once(pair, monkeypatch):
+    """A second one that closed freed the caches a second time."""
+    scheduler, closed = _scheduler(pair, 1), []
+    real = scheduler.engine.close
+
+    def close():
+        closed.append(1)
+        time.sleep(0.1)
+        real()
+
+    monkeypatch.setattr(scheduler.engine, "close", close)
+    threads = [threading.Thread(target=scheduler.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert closed == [1]

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from gguf_io.build import ARR, F32, I32, STR, U32, Model
@@ -153,3 +155,27 @@ def test_the_first_difference_of_two_vocabularies_is_named(folder, pair):
     with GGUFFile(fewer.write(folder / "few.gguf")) as a, GGUFFile(pair[0]) as b, GGUFFile(without.write(folder / "none.gguf")) as c:
         assert "319 tokens" in first_difference(a, b)
         assert first_difference(b, c) is None  # a drafter without a vocabulary uses the target's
+
+
+def test_long_texts_from_several_threads_leave_the_stack_size_as_it_was(tokenizer, monkeypatch):
+    """One took the other's setting for the process's own, and the other started its thread on a stack too small for its text."""
+    real, used = threading.stack_size, []
+
+    def slow(size):
+        before = real(size)
+        time.sleep(0.05)
+        return before
+
+    def start(worker, original=threading.Thread.start):
+        if worker not in threads:
+            used.append(real())
+        original(worker)
+
+    threads = [threading.Thread(target=tokenizer.encode, args=("a" * n,)) for n in (5000, 9000, 20000)]
+    monkeypatch.setattr(threading, "stack_size", slow)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert real() == 0 and len(set(used)) == 3
