@@ -6,10 +6,13 @@ import sys
 
 import pytest
 from cli.process import one_sentence, pyspec
+from click.testing import CliRunner
 from gguf_io.build import STR, U32, gguf, info, key
 
 from pyggml_spec.cli.help import GROUPS, grouped
-from pyggml_spec.cli.main import Commands
+from pyggml_spec.cli.main import Commands, cli
+from pyggml_spec.ggml import device
+from pyggml_spec.tools import compare
 
 
 @pytest.mark.parametrize("command", Commands.names)
@@ -123,6 +126,15 @@ def test_compare_above_the_tolerance_is_3(pair):
     done = pyspec("compare", "--logits", pair[0], "--tokens", 4, "--device", "CPU", "-t", 1, "--tolerance", -1, "--json")
     assert done.returncode == 3 and "tolerance of -1" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["passed"] is False
+
+
+@pytest.mark.parametrize(("kind", "nmse", "code"), [("cpu", 0.0, 0), ("cpu", 4e-6, 3), ("gpu", 4e-6, 0), ("gpu", 0.09, 3)])
+def test_compare_allows_a_gpu_its_order_of_sums(monkeypatch, kind, nmse, code):
+    """The embedded target itself was 4e-6 off on an H200, and was called wrong at the CPU's tolerance."""
+    monkeypatch.setattr(device, "pick_device", lambda name=None: device.Device("X0", "", kind, 1, 1, 0))
+    monkeypatch.setattr(compare, "compare_logits", lambda *_, **__: compare.Comparison(nmse, nmse, 1.0, 1.0, 64))
+    done = CliRunner().invoke(cli, ["compare", "--logits", "x.gguf"])
+    assert done.exit_code == code, done.exception
 
 
 def test_compare_refuses_what_it_cannot_compare(pair):
