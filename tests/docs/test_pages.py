@@ -103,6 +103,11 @@ def test_files_and_tests_that_pages_name_exist(page):
         assert f"def {name}(" in tests, name
 
 
+def test_scripts_can_be_called_as_pages_print_them():
+    for script in (ROOT / "scripts").glob("*.py"):
+        assert os.access(script, os.X_OK) or not script.read_text("utf-8").startswith("#!"), f"{script}: chmod +x"
+
+
 def test_generated_pages_are_what_the_code_says():
     """If this fails, run scripts/make_reference.py."""
     done = subprocess.run([sys.executable, ROOT / "scripts" / "make_reference.py", "--check"], capture_output=True, text=True)
