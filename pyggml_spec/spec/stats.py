@@ -101,7 +101,7 @@ class Stats:
 
     @property
     def acceptance(self) -> float:
-        """Accepted drafts per draft."""
+        """Accepted drafts per draft; 0.0 where nothing was drafted."""
         return self.matched / self.drafted if self.drafted else 0.0
 
     @property
