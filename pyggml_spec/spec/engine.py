@@ -96,6 +96,7 @@ class Engine:
         self.backend, self.target, self.drafter = backend, target, drafter
         self.options = options
         self.cursor = Cursor(options.n_ctx)
+        self._soiled = False  # whether the caches may hold NaN
         self.epoch = 0  # sequences begun so far: whoever remembers what lies in the caches can tell whether it still does
         self._iota = np.arange(max(options.chunk, options.width, RING), dtype=np.int32)
         self._last: Step | None = None  # the step whose logits candidates() reads
@@ -188,12 +189,17 @@ class Engine:
     # -- sequence
 
     def reset(self, drafting: bool = True) -> None:
-        """Forgets the sequence. K/V rows stay as they are: nothing below the cursor is theirs any more.
+        """Forgets the sequence. K/V rows stay as they are, unless NaN came up: nothing below the cursor is theirs any more.
 
         ``drafting`` False: the next sequence will not be drafted for, and its drafter rows are not computed.
         """
         if self.graphs.closed:
             raise EngineError("the session is closed: load the model again")
+        if self._soiled:
+            for cache in (self.kv, self.draft_kv):
+                if cache is not None:
+                    cache.fill(0)
+            self._soiled = False
         self.cursor.reset()
         self.epoch += 1
         self._open_block = None
@@ -448,6 +454,8 @@ class Engine:
             self.delta.after_step(width, 0, pending)
         host = step.host
         draft_finite = "draft_sum" not in host or bool(np.isfinite(host["draft_sum"]).all())
+        if not (draft_finite and step.finite):
+            self._soil()
         return StepResult(host["tokens"].copy(), step.ids(), draft_finite, step.finite, times)
 
     def flush(self) -> None:
@@ -502,10 +510,16 @@ class Engine:
 
     def _check_target(self, step: Step) -> None:
         if not step.finite:
+            self._soil()
             raise EngineError(
                 f"{self.target.file.path.name} produced NaN or Inf at position {self.cursor.committed}; the weights are damaged or overflow "
                 "on this device"
             )
+
+    def _soil(self) -> None:
+        """NaN came up: nothing in the caches is to be reused, and they are cleared before the next sequence, as masks do not stop NaN."""
+        self._soiled = True
+        self.epoch += 1
 
     def _enter(self, width: int, pending: bool) -> None:
         """Lays the recurrent state out for blocks of ``width``, committing what is still pending, unless it is so already."""

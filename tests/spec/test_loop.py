@@ -1,5 +1,6 @@
 """The loop: whatever the drafter says, the tokens are the target's, and the counts add up."""
 
+import numpy as np
 import pytest
 from spec.helpers import oracle, reference, run
 
@@ -123,6 +124,25 @@ def test_a_drafter_of_nan_switches_speculation_off_and_keeps_the_text(pair):
         tokens, stats = run(poisoned.engine, PROMPT, 20)
         assert stats.nan_drafts == 1 and stats.widths[1] == stats.steps - 1
         assert tokens[:2] == want[:2] and len(tokens) == 20
+
+
+@pytest.mark.parametrize("weights, name, row", [("target", "token_embd.weight", 300), ("drafter", "fc.weight", 0)])
+def test_rows_of_nan_are_gone_when_the_next_sequence_begins(pair, weights, name, row):
+    """Neither masks nor switched-off rows stop NaN on a GPU: every shorter prompt after it would be NaN too, or drafted for no more."""
+    from pyggml_spec.ggml.library import lib
+
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=512, draft_width=4, chunk=32) as session:
+        engine, weight = session.engine, getattr(session, weights).weights[name]
+        lib.ggml_backend_tensor_memset(weight, 0xFF, row * weight.nb[1], weight.nb[1])
+        prompt = [*range(32), *[300] * 20]
+        if weights == "target":
+            with pytest.raises(EngineError, match="NaN"):
+                session.generate(prompt, 8)
+        else:
+            assert session.generate(prompt, 8)[1].nan_drafts == 1
+        assert session.prefix.begin(prompt).tokens == 0  # and nothing of it is reused
+        with engine.sequence.rows(0, 512, True) as pieces:
+            assert np.isfinite(pieces.read().view(np.float16)).all()
 
 
 def test_a_stop_string_across_blocks_ends_the_text_before_it(session):
