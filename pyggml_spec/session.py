@@ -200,7 +200,7 @@ class Session:
         Raises:
             ContextError: the prompt is empty or does not fit the context, or an id is outside the vocabulary.
             SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
-            EngineError: an unknown mode, or the session is closed.
+            EngineError: an unknown mode, the session is closed, or its next generation began before this one was read to its end.
         """
         self._check_open()
         ids, stop = self.prompt_ids(prompt, special), stop_texts(stop)
