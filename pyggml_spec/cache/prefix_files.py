@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 
 import numpy as np
 
@@ -144,7 +145,7 @@ class PrefixFiles:
             Refused: the folder cannot be written, or the disk is full.
         """
         path = self._path(key, kind)
-        part = self.folder / f".{path.name}.{os.getpid()}.part"
+        part = self.folder / f".{path.name}.{os.getpid()}{get_ident()}.part"  # two sessions of a process may write the same
         words = self.layout.encode()[: HEADER - 32 - _FIELDS.size]
         fields = (MAGIC, VERSION, kind.encode(), key, self.layout_digest, payload.nbytes, hashlib.sha256(payload).digest(), len(words))
         header = (_FIELDS.pack(*fields) + words).ljust(HEADER - 32, b"\0")
