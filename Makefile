@@ -1,6 +1,6 @@
 # make run   sets everything up and runs the main job on the embedded pair
 # make test  sets everything up and runs the tests
-# Set-up needs Python 3.11 or newer, a C compiler and CMake's build tools; everything else comes from PyPI. Building llama-cpp-python
+# Set-up needs Python 3.11 or newer, a C compiler and CMake's build tools; everything else is Python packages. Building llama-cpp-python
 # takes minutes the first time (pip keeps the wheel); nothing else takes more than seconds.
 
 PYTHON ?= python3
