@@ -277,8 +277,12 @@ static bool taken(const int32_t * slots, int64_t n, int32_t slot) {
     return false;
 }
 
+int64_t pgs_experts_fillers(int64_t n_used, int64_t n_hot) {
+    return n_used - n_hot > 1 ? n_used - n_hot : 1;
+}
+
 void pgs_experts_slots(const int32_t * slot, const int32_t * chosen, int64_t n_used, int64_t n_hot, bool distinct, int32_t * out) {
-    const int32_t n_slots = (int32_t) (n_hot + PGS_EXPERT_FILLERS(n_used, n_hot));
+    const int32_t n_slots = (int32_t) (n_hot + pgs_experts_fillers(n_used, n_hot));
     for (int64_t i = 0; i < n_used; i++) {
         out[i] = slot[chosen[i]];
     }

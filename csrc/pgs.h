@@ -152,8 +152,6 @@ typedef struct pgs_experts_shape {
     bool    distinct;  // wide products of the device need different experts for each token
 } pgs_experts_shape;
 
-// Slots behind the hot experts of a layer, for pairs that the host computes: with the hot ones, enough for one token.
-#define PGS_EXPERT_FILLERS(n_used, n_hot) ((n_used) - (n_hot) > 1 ? (n_used) - (n_hot) : 1)
 
 typedef struct pgs_experts_counts {
     int64_t chosen;   // (token, expert) pairs so far
@@ -172,6 +170,8 @@ struct ggml_tensor * pgs_experts_begin(pgs_experts * e, pgs_graph * graph, int64
                                        struct ggml_tensor * chosen, char * err);
 struct ggml_tensor * pgs_experts_end(pgs_experts * e, pgs_graph * graph, int64_t index, struct ggml_tensor * down, int64_t rows, char * err);
 
+// Slots behind the hot experts of a layer, for pairs that the host computes: with the hot ones, enough for one token.
+int64_t pgs_experts_fillers(int64_t n_used, int64_t n_hot);
 // The slots that a token's chosen experts I32 [n_used] are called with; a cold one's result is not used.
 void   pgs_experts_slots(const int32_t * slot, const int32_t * chosen, int64_t n_used, int64_t n_hot, bool distinct, int32_t * out);
 int    pgs_experts_fetch(pgs_experts * e, int64_t index, int64_t rows, char * err);

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from bench_patches import Server
+from bench_vs_llamacpp import device_memory_used
 
 import pyggml_spec as ps
 from pyggml_spec.ggml.library import versions
@@ -45,12 +46,12 @@ def main() -> None:
     results = []
     with ps.load(args.model, args.drafter, device=args.device, n_ctx=args.ctx, threads=args.threads or None) as session:
         for slots in map(int, args.slots.split(",")):
-            before = used(args.device)
+            before = device_memory_used(args.device)
             server = Server("llama-server", args.tools, slots, PORT, args)
             try:
                 server.wait()
                 server.round(0, 64)
-                results.append(measure(session, server, options, args, slots, used(args.device) - before))
+                results.append(measure(session, server, options, args, slots, device_memory_used(args.device) - before))
             finally:
                 server.close()
             print(row(results[-1]), flush=True)
@@ -87,11 +88,6 @@ def row(r: dict) -> str:
         f"{statistics.median(r['pyspec plain']):.1f}, {r['ms_per_step']:.2f} ms per step, {r['tokens_per_step']:.2f} tokens, widths {r['widths']}, "
         f"{r['slot_bytes'] >> 20} MiB per slot, compute {r['compute_bytes'] >> 20} MiB"
     )
-
-
-def used(device: str) -> int:
-    found = next(d for d in ps.devices() if d.name == device)
-    return found.memory_total - found.memory_free
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ MORE = {  # what else is meant to be used, by module
     "spec.synthetic": ("SyntheticAcceptance",),
     "doctor.examine": ("examine",),
     "doctor.report": ("Report", "Check"),
-    "tools.bench": ("bench", "BenchOptions", "BenchRow"),
+    "tools.bench": ("bench", "BenchOptions", "BenchRow", "Repeated"),
     "tools.bench_prompts": ("bench_prompts", "PromptsOptions", "PromptsRow"),
     "tools.prompts": ("Prompt", "read_prompts", "included_prompts"),
     "tools.compare": ("compare_logits", "Comparison"),

@@ -26,7 +26,7 @@ class ExpertCounts:
 
 def fillers(n_used: int, n_hot: int) -> int:
     """Slots behind ``n_hot`` > 0 hot experts that the device's tensors need, for choices that are the host's."""
-    return max(1, n_used - n_hot)
+    return lib.pgs_experts_fillers(n_used, n_hot)
 
 
 def _needs_distinct(device: Backend) -> bool:

@@ -36,18 +36,8 @@ class BenchOptions:
     width: int | None = None
 
 
-@dataclass
-class BenchRow:
-    """One leg: ``test`` as llama-bench names it (pp512, tg128, spec128, with @d4096 for a depth); tokens per second."""
-
-    test: str
-    runs: list[float] = field(default_factory=list)
-    ms_per_step: float = 0.0
-    tokens_per_step: float = 0.0
-    phases_us: dict = field(default_factory=dict)
-    widths: dict = field(default_factory=dict)
-    expert_hit_rate: float | None = None
-    replay_rate: float | None = None  # of the last run, as in Stats
+class Repeated:
+    """What dataclasses with ``runs``, a figure per repetition, say of them."""
 
     @property
     def mean(self) -> float:
@@ -61,6 +51,20 @@ class BenchRow:
 
     def as_dict(self) -> dict:
         return {**asdict(self), "mean": self.mean, "deviation": self.deviation, "median": statistics.median(self.runs)}
+
+
+@dataclass
+class BenchRow(Repeated):
+    """One leg: ``test`` as llama-bench names it (pp512, tg128, spec128, with @d4096 for a depth); tokens per second."""
+
+    test: str
+    runs: list[float] = field(default_factory=list)
+    ms_per_step: float = 0.0
+    tokens_per_step: float = 0.0
+    phases_us: dict = field(default_factory=dict)
+    widths: dict = field(default_factory=dict)
+    expert_hit_rate: float | None = None
+    replay_rate: float | None = None  # of the last run, as in Stats
 
 
 def bench(session: Session, options: BenchOptions, done=lambda row: None) -> list[BenchRow]:

@@ -4,24 +4,23 @@ Every sequence starts behind a short prompt of its own and is still going when t
 what a prompt costs is not part of it. One slot is measured on the one-sequence engine, which is what one slot uses.
 """
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from ..errors import ContextError
 from ..session import Session
 from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions
 from ..spec.scheduler import Scheduler
 from ..spec.synthetic import SyntheticAcceptance
-from .bench import BenchOptions, _Decode, _fill
+from .bench import BenchOptions, Repeated, _Decode, _fill
 
 ENDLESS = 1 << 30
 
 
 @dataclass
-class SlotsRow:
+class SlotsRow(Repeated):
     """One leg: ``test`` is tg or spec, tokens per sequence and slots (spec128x4).
 
     Attributes:
@@ -40,17 +39,6 @@ class SlotsRow:
     widths: dict = field(default_factory=dict)
     slot_bytes: int = 0
     compute_bytes: int = 0
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.runs)
-
-    @property
-    def deviation(self) -> float:
-        return statistics.stdev(self.runs) if len(self.runs) > 1 else 0.0
-
-    def as_dict(self) -> dict:
-        return {**asdict(self), "mean": self.mean, "deviation": self.deviation, "median": statistics.median(self.runs)}
 
 
 def tokens_needed(options: BenchOptions) -> int:
