@@ -15,15 +15,13 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench_patches import Server
+from bench_patches import Server, server_options
 from bench_vs_llamacpp import device_memory_used
 
 import pyggml_spec as ps
 from pyggml_spec.ggml.library import versions
 from pyggml_spec.tools.bench import BenchOptions
 from pyggml_spec.tools.bench_slots import bench_slots, tokens_needed
-
-PORT = 8130
 
 
 def main() -> None:
@@ -47,13 +45,10 @@ def main() -> None:
     with ps.load(args.model, args.drafter, device=args.device, n_ctx=args.ctx, threads=args.threads or None) as session:
         for slots in map(int, args.slots.split(",")):
             before = device_memory_used(args.device)
-            server = Server("llama-server", args.tools, slots, PORT, args)
-            try:
+            with Server(args.tools, Path(f"{args.out}.np{slots}.log"), *server_options(slots, args)) as server:
                 server.wait()
-                server.round(0, 64)
+                server.round(0, slots, 64)
                 results.append(measure(session, server, options, args, slots, device_memory_used(args.device) - before))
-            finally:
-                server.close()
             print(row(results[-1]), flush=True)
             args.out.write_text(json.dumps({"versions": versions(), "command": sys.argv, "rows": results}, indent=1) + "\n")
 
@@ -73,7 +68,7 @@ def measure(session: ps.Session, server: Server, options: BenchOptions, args, sl
             if side == "ours":
                 turn()
             else:
-                theirs.append(server.round(number, args.tokens)["decode tok/s"])
+                theirs.append(server.round(number, slots, args.tokens)["decode tok/s"])
     return {
         "slots": slots, "llama-server": theirs, "pyspec": ours, "pyspec plain": plain, "ms_per_step": last.ms_per_step, "widths": last.widths,
         "tokens_per_step": last.tokens_per_step, "rows_used": last.used, "slot_bytes": last.slot_bytes, "compute_bytes": last.compute_bytes,
