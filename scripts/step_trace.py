@@ -14,7 +14,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import pyggml_spec as ps
-from pyggml_spec.cache.kv import span_for
 from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.spec.stats import Stats
 from pyggml_spec.spec.synthetic import SyntheticAcceptance
@@ -61,7 +60,7 @@ def main() -> None:
         print(f"| {width} | {len(ms)} | {statistics.median(ms):.3f} | {ms[int(0.99 * (len(ms) - 1))]:.3f} | {ms[-1]:.3f} |")
     main_width = max(by_width, key=lambda w: len(by_width[w]))
     usual, worst = statistics.median(by_width[main_width]), []
-    spans = [span_for(before + width) for (before, *_), (_, width, *_) in zip(rows, rows[1:])]  # of the steps from the second on
+    spans = [engine.kv.span(before + width) for (before, *_), (_, width, *_) in zip(rows, rows[1:])]  # of the steps from the second on
     for i in range(2, len(rows)):
         if spans[i - 1] != spans[i - 2]:
             worst.append(max(ms for *_, ms in rows[i : i + NEAR]))

@@ -16,6 +16,7 @@ from ..models.base import KVLayer, KVShape
 from .kv_types import KVTypes, hadamard
 
 SPAN = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
+GPU_SPAN = 1024  # what steps of a generation read at least there, see span_for
 MAX_ROWS = 1 << 16  # rows that one graph may write
 NOWHERE = -float(1 << 30)  # "near" of a ring row that holds no position: as if after every query
 
@@ -25,13 +26,13 @@ def padded(n: int) -> int:
     return (n + SPAN - 1) // SPAN * SPAN
 
 
-def span_for(n: int) -> int:
-    """Rows that attention reads for ``n`` tokens: a multiple of SPAN, and beyond 2,048 of an eighth of the next power of two.
+def span_for(n: int, least: int = SPAN) -> int:
+    """Rows that attention reads for ``n`` tokens: a multiple of ``least``, and beyond 8 times that of an eighth of the next power of two.
 
-    Each new span costs ggml-cuda two launches kernel by kernel, 8 ms at 4B on one H200; the hidden rows, at most a quarter of the visible
-    ones, cost less: 32,768 tokens are 24 spans instead of 128.
+    Each new span costs ggml-cuda one launch kernel by kernel and one capture, 23 ms at 4B on one H200; a hidden row costs a step 13 ns there.
+    The generations of a GPU therefore take GPU_SPAN for ``least``: 4,096 tokens are 4 spans instead of 12, 32,768 are 20 instead of 24.
     """
-    step = max(SPAN, (1 << (n - 1).bit_length()) // 8)
+    step = max(least, (1 << (n - 1).bit_length()) // 8)
     return (n + step - 1) // step * step
 
 
@@ -65,6 +66,7 @@ class KVCache:
         self.live = padded(n_ctx)
         self.ring = padded(window + widest) if window and padded(window + widest) < self.live else 0
         self.trash, self.slots = trash, slots
+        self._least = SPAN if backend.device.kind == "cpu" else GPU_SPAN
         self._iota = np.arange(max(MAX_ROWS, self.ring))
         rows = self.live + trash
         sizes = {n for s in shapes for n in types.rotations(s) if n}
@@ -93,6 +95,10 @@ class KVCache:
     def _layer(self, s: KVShape, rows: int, types: KVTypes) -> KVLayer:
         k, v = (self._tensor(kind, s.size * s.n_head_kv, rows, self.slots) for kind in types.ids)
         return KVLayer(k, v, *(self._rotations.get(n) for n in types.rotations(s)))
+
+    def span(self, n: int, least: int | None = None) -> int:
+        """Rows that attention reads for ``n`` tokens, by default in a step of a generation on this device; see span_for."""
+        return min(span_for(n, least or self._least), self.live)
 
     def fill(self, value: int) -> None:
         """Sets every byte of every row (0 at creation; tests poison with 0xff, which is NaN, and 0x3e)."""

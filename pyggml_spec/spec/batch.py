@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cache.cursor import Cursor
-from ..cache.kv import NOWHERE, KVCache, span_for
+from ..cache.kv import NOWHERE, KVCache
 from ..cache.kv_types import check_types
 from ..cache.slots import DeltaSlots, SlotRange, covering
 from ..cache.snapshot import SequenceMemory, Snapshot
@@ -484,7 +484,7 @@ class BatchEngine:
 
     def _span(self, seats: SlotRange, width: int) -> int:
         longest = max(self.slots[slot].cursor.committed for slot in seats.slots)
-        return min(span_for(longest + width), self.kv.live)
+        return self.kv.span(longest + width)
 
     def _lay_out(self, width: int) -> None:
         if self.delta is not None and self.delta.width != width:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..cache.cursor import Cursor
 from ..cache.features import RING, FeatureRing
-from ..cache.kv import SPAN, KVCache, padded, span_for
+from ..cache.kv import SPAN, KVCache, padded
 from ..cache.kv_types import KVTypes, check_types
 from ..cache.recurrent import DeltaState
 from ..cache.snapshot import SequenceMemory, Snapshot
@@ -161,17 +161,18 @@ class Engine:
         What is needed at once is built here. The graphs of the next span are built one per step, while the device computes; the CPU has no
         such time to spare and builds the spans of PREPARE_TOKENS tokens here.
         """
-        self._kinds, self._last_span = tuple(kinds), span_for(self.cursor.committed + tokens)
+        self._kinds, self._last_span = tuple(kinds), self.kv.span(self.cursor.committed + tokens)
         ahead = min(tokens, PREPARE_TOKENS if self.backend.device.kind == "cpu" else SPAN // 4)
         for role, width in self._kinds:
-            for span in self.graphs.spans:
-                if self._span(width) <= span <= span_for(self.cursor.committed + ahead + width):
-                    self.graphs.get(role, width, span)
+            span, last = 0, self.kv.span(self.cursor.committed + ahead + width)
+            while span < last:
+                span = max(self._span(width), self.kv.span(span + 1))
+                self.graphs.get(role, width, span)
 
     def _build_ahead(self) -> None:
         """Builds one graph of the next span, if one is missing."""
         for role, width in self._kinds:
-            span = min(span_for(self._span(width) + 1), self.kv.live)
+            span = self.kv.span(self._span(width) + 1)
             if span <= self._last_span and not self.graphs.has(role, width, span):
                 self.graphs.get(role, width, span)
                 self.built_ahead += 1
@@ -287,7 +288,7 @@ class Engine:
     def _prefill_chunk(self, part: np.ndarray) -> int:
         real = part.size
         width = next((c for c in CHUNKS if real <= c <= self.options.chunk), self.options.chunk)
-        step = self.graphs.get("prefill", width, self._span(width))
+        step = self.graphs.get("prefill", width, self.kv.span(self.cursor.committed + width, SPAN))
         self._fill_rows(step, width, real)
         step.host["tokens"][:real] = part
         step.host["tokens"][real:] = part[-1]  # padding rows are real tokens: a NaN in a padded row would leak through 0 * NaN
@@ -491,7 +492,7 @@ class Engine:
         return self.graphs.get(role, width, self._span(width)).graph
 
     def _span(self, width: int) -> int:
-        return min(span_for(self.cursor.committed + width), self.kv.live)
+        return self.kv.span(self.cursor.committed + width)
 
     def _exact_span(self, width: int) -> int:
         """What llama.cpp would read: where a sum over rows is split depends on their number."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pyggml_spec.cache.kv import SPAN, KVCache, padded, span_for, spans_up_to
+from pyggml_spec.cache.kv import GPU_SPAN, SPAN, KVCache, padded, span_for, spans_up_to
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.models.base import KVShape
@@ -46,6 +46,11 @@ def test_a_span_holds_its_tokens_hides_at_most_a_quarter_of_them_and_is_one_of_t
     for n in range(1, live, 97):
         span = min(span_for(n), live)
         assert span in listed and n <= span <= max(n + SPAN, 1.25 * n) and span % SPAN == 0
+        assert min(span_for(n, GPU_SPAN), live) in listed  # whose memory has been measured
+
+
+def test_a_generation_of_4096_tokens_crosses_three_spans_on_a_gpu_instead_of_eleven():
+    assert [len({span_for(n, least) for n in range(1, 4097)}) for least in (GPU_SPAN, SPAN)] == [4, 12]
 
 
 @pytest.mark.parametrize(("n", "rounded"), [(1, SPAN), (SPAN, SPAN), (SPAN + 1, 2 * SPAN), (300, 512)])
