@@ -160,6 +160,19 @@ def slot_drafter(tools: Tools, work: Path) -> tuple[bool, str]:
     return same, f"accepted drafts {accepted[0]} and {accepted[1]}; {alone[0][2]} and {alone[1][2]} with half of the drafter's file and an empty one"
 
 
+def conv_snapshots(tools: Tools, work: Path) -> tuple[bool, str]:
+    """The graph of a hybrid must not grow with the rows that can be rolled back: a copy (three nodes) per row and recurrent layer before."""
+    nodes = {}
+    for drafts in (3, 15):
+        with Run(tools, work, "--spec-draft-n-max", drafts, "-lv", 4):
+            pass
+        # the target's context is the first to say it; one figure stands for both where they are equal
+        prompt, token = re.search(r"graph.*: nodes = (\d+)(?: / (\d+))?,", (work / "server.log").read_text(errors="replace")).groups()
+        nodes[drafts] = prompt, token or prompt
+    few, many = (f"{' and '.join(found)} with {drafts} drafts" for drafts, found in nodes.items())
+    return nodes[3] == nodes[15], f"nodes of the target's graphs for a prompt and for one token: {few}, {many}"
+
+
 CHECKS: dict[str, Callable[[Tools, Path], tuple[bool, str]]] = {
     "0003 draft graphs": draft_graphs,
     "0004 greedy rows": greedy_rows,
@@ -167,6 +180,7 @@ CHECKS: dict[str, Callable[[Tools, Path], tuple[bool, str]]] = {
     "0006 device features": device_features,
     "0008 gemma4 scale": gemma4_scale,
     "0009 slot drafter": slot_drafter,
+    "0010 conv snapshots": conv_snapshots,
 }
 
 
