@@ -148,6 +148,7 @@ int pgs_graph_plan(pgs_graph * graph, char * err) {
     if (!ggml_gallocr_reserve(role->galloc, graph->gf) || !ggml_gallocr_alloc_graph(role->galloc, graph->gf)) {
         snprintf(err, PGS_ERR, "the backend %s has no memory for a compute buffer of this graph (%zu MiB were in use by its role)",
                  ggml_backend_name(role->backend), before >> 20);
+        role->generation++;  // the buffer was freed before the larger one was asked for
         return 1;
     }
     const size_t after = pgs_role_buffer_size(role);

@@ -41,22 +41,25 @@ class BatchGraphs(StepGraphs):
         When requests that want other candidates come later, everybody waits for this: two spans have to do.
         """
         again = any(reserved == role for reserved, _ in self._reserved)
-        self._reserved.add((role, self.candidates))
-        drafting, self.drafting = self.drafting, self.drafter is not None
         few = len(self.spans) if again else max(1, len(self.spans) // MEASURED_SPANS)
         spans = {*self.spans[::few], self.kv.live}
         ranges = {SlotRange(0, self.slots), SlotRange(0, 1)} if role == "direct" else {SlotRange(0, self.slots)}
         shapes = [(w, s, r) for w in self._widths[role] for s in spans for r in ranges if self.reserves(role, w, r)]
-        sizes = {}
-        for width, span, seats in shapes:
-            step = self._make(role, width, span, seats)
-            sizes[width, span, seats] = step.graph.measure()
+        drafting, self.drafting = self.drafting, self.drafter is not None
+        try:
+            largest = max(shapes, key=lambda shape: self._measured(role, *shape))
+            self._keep(self._make(role, *largest), role, *largest)
+            self._reserved.add((role, self.candidates))
+        finally:
+            self.drafting = drafting
+
+    def _measured(self, role: str, *shape) -> int:
+        """Bytes that such a graph needs; it is not kept."""
+        step = self._make(role, *shape)
+        try:
+            return step.graph.measure()
+        finally:
             step.graph.close()
-        largest = max(sizes, key=sizes.get)
-        step = self._make(role, *largest)
-        self._plan(step)
-        self._steps[role, *largest, self.drafting, self.candidates] = step
-        self.drafting = drafting
 
     @staticmethod
     def reserves(role: str, width: int, seats: SlotRange) -> bool:

@@ -12,6 +12,7 @@ catchup   RING                 -                             K/V rows of the tok
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -136,10 +137,7 @@ class StepGraphs:
             if step is not None:
                 return step
         self._make_room(role, width)
-        step = self._make(role, width, span, *more)
-        self._plan(step)
-        self._steps[key] = step
-        return step
+        return self._keep(self._make(role, width, span, *more), role, width, span, *more)
 
     def has(self, role: str, width: int, span: int) -> bool:
         """Whether ``get`` would not have to build."""
@@ -152,20 +150,22 @@ class StepGraphs:
         Which graph needs most is not a matter of its size alone: the allocator packs 16 rows over 256 worse than over 2,048, and over 1,280
         worst. So every width is measured at up to MEASURED_SPANS spans; the largest of all and each width's widest are planned and kept.
         """
-        self._reserved.add((role, self.candidates))
-        drafting, self.drafting = self.drafting, self.drafter is not None
         few = max(1, len(self.spans) // MEASURED_SPANS)
-        spans = {*self.spans[::few], self.kv.live}
-        made = {(width, span): self._make(role, width, span) for width in self._widths[role] for span in spans}
-        sizes = {key: step.graph.measure() for key, step in made.items()}
-        largest = max(sizes, key=sizes.get)
-        for key in sorted(made, key=lambda key: key != largest):
-            if key == largest or key[1] == self.kv.live:
-                self._plan(made[key])
-                self._steps[role, *key, self.drafting, self.candidates] = made[key]
-            else:
-                made[key].graph.close()
-        self.drafting = drafting
+        spans, made = {*self.spans[::few], self.kv.live}, {}
+        drafting, self.drafting = self.drafting, self.drafter is not None
+        try:
+            for shape in product(self._widths[role], spans):
+                made[shape] = self._make(role, *shape)
+            sizes = {shape: step.graph.measure() for shape, step in made.items()}
+            largest = max(sizes, key=sizes.get)
+            for shape in sorted(made, key=lambda shape: shape != largest):
+                if shape == largest or shape[1] == self.kv.live:
+                    self._keep(made.pop(shape), role, *shape)
+            self._reserved.add((role, self.candidates))
+        finally:
+            self.drafting = drafting
+            for step in made.values():
+                step.graph.close()
 
     def _make(self, role: str, width: int, span: int, *more) -> Step:
         if role not in self._builders:
@@ -182,12 +182,21 @@ class StepGraphs:
             raise
         return Step(graph, fields, extra)
 
-    def _plan(self, step: Step) -> None:
+    def _keep(self, step: Step, role: str, *shape) -> Step:
+        """Plans the step's graph and keeps it; it is closed if it cannot be planned."""
         try:
-            step.graph.plan()
+            self._plan(step)
         except BaseException:
             step.graph.close()
             raise
+        key = (role, *shape, self.drafting, self.candidates)
+        if key in self._steps:  # of a reservation that failed half-way
+            self._steps[key].graph.close()
+        self._steps[key] = step
+        return step
+
+    def _plan(self, step: Step) -> None:
+        step.graph.plan()
 
     def _stale(self, step: Step) -> bool:
         return step.graph.stale

@@ -4,6 +4,12 @@ import pytest
 from spec.helpers import run
 
 import pyggml_spec as ps
+from pyggml_spec.cache.slots import SlotRange
+from pyggml_spec.errors import DeviceError, EngineError
+from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.library import lib
+from pyggml_spec.spec.batch import BatchEngine
+from pyggml_spec.spec.engine import Engine, EngineOptions
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +105,52 @@ def test_a_closed_session_says_so(pair):
     with pytest.raises(ps.EngineError, match="closed"):
         for _ in steps:
             pass
+
+
+@pytest.mark.parametrize("slots, verb, call", [(1, "measure", 3), (1, "plan", 1), (1, "plan", 2), (2, "measure", 2), (2, "plan", 1)])
+def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, verb, call):
+    """Without device memory for a role's largest graph: the graphs wrote drafter rows from then on, whatever the sequence had asked for."""
+    parts, made = (session.backend, session.target, session.drafter, EngineOptions(n_ctx=600, slots=slots)), []
+    engine = (Engine if slots == 1 else BatchEngine)(*parts)
+    graphs, make, real, calls = engine.graphs, engine.graphs._make, getattr(Graph, verb), []
+    wanted = ("verify", 4, 256) if slots == 1 else ("verify", 4, 256, SlotRange(0, 2))
+
+    def fails(graph):
+        calls.append(graph)
+        if len(calls) == call:
+            raise DeviceError("no memory")
+        return real(graph)
+
+    graphs.drafting = False
+    with monkeypatch.context() as patched:
+        patched.setattr(graphs, "_make", lambda *shape: made.append(make(*shape)) or made[-1])
+        patched.setattr(Graph, verb, fails)
+        with pytest.raises(DeviceError, match="no memory"):
+            graphs.get(*wanted)
+    kept = {id(step) for step in graphs.steps().values()}
+    assert not graphs.drafting and made and all(step.graph.handle is None for step in made if id(step) not in kept)
+    step = graphs.get(*wanted)
+    assert step is graphs.get(*wanted) and not step.graph.stale
+    assert any(key[0] == "verify" and key[2] == graphs.kv.live for key in graphs.steps())  # reserved now
+    engine.close()
+
+
+def test_graphs_of_a_role_whose_buffer_could_not_grow_are_not_computed(session):
+    """ggml frees the buffer before it asks for a larger one: when there is none, the role's other graphs would compute in freed memory."""
+
+    def planned(role, n):
+        graph = Graph(role)
+        shape = lib.ggml_new_tensor(graph.ctx, lib.GGML_TYPE_F32, 1, [n])
+        graph.expand(graph.scale(shape, 2.0))
+        graph.plan()
+        return graph
+
+    role = Role(session.backend, "any")
+    small = planned(role, 64)
+    assert not small.stale
+    with pytest.raises(EngineError, match="no memory for a compute buffer"):
+        planned(role, 1 << 50)
+    assert small.stale
+    again = planned(role, 64)
+    assert not again.stale
+    role.close()
