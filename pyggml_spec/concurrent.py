@@ -14,9 +14,8 @@ up, at most to its token limit. A reader that goes away calls ``cancel``, or hol
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from .errors import EngineError, PyspecError
 from .events import StepEvent
@@ -26,9 +25,7 @@ from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import BatchStats, Scheduler, Stream
 from .spec.stats import Stats
 from .text.stream import TextStream, stop_texts
-
-if TYPE_CHECKING:
-    from .session import Session
+from .text.tokenizer import Tokenizer
 
 
 class _Mailbox:
@@ -187,8 +184,14 @@ class Handle:
 class ConcurrentSession:
     """Runs the requests of many readers over one session's weights. Made by ``Session.concurrent``; owns the scheduler and one thread."""
 
-    def __init__(self, session: "Session", scheduler: Scheduler):
-        self._session, self._scheduler = session, scheduler
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        prompt_ids: Callable[[str | bytes | Sequence[int], bool], list[int]],
+        make_sampler: Callable[[Sampling | None, bool], Sampler | None],
+    ):
+        self._scheduler, self._tokenizer, self._prompt_ids, self._make_sampler = scheduler, tokenizer, prompt_ids, make_sampler
         self._handles: list[Handle] = []
         self._changed, self._closing = threading.Condition(), False
         self._failure: BaseException | None = None  # what ended everything
@@ -223,11 +226,11 @@ class ConcurrentSession:
             SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
             EngineError: closed, ended by an error in a step, or a mode that several sequences cannot have.
         """
-        session = self._session
-        ids, stop = session.prompt_ids(prompt, special), stop_texts(stop)
-        mode = mode or (SPECULATIVE if session.drafter is not None else PLAIN)
-        options = LoopOptions(max_tokens, mode, session.engine.options.width, session.tokenizer.is_end, ignore_end)
-        sampler = session._sampler(sampling, ignore_end)
+        engine = self._scheduler.engine
+        ids, stop = self._prompt_ids(prompt, special), stop_texts(stop)
+        mode = mode or (SPECULATIVE if engine.drafter is not None else PLAIN)
+        options = LoopOptions(max_tokens, mode, engine.options.width, self._tokenizer.is_end, ignore_end)
+        sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)
         try:
             with self._changed:
@@ -235,14 +238,14 @@ class ConcurrentSession:
                     why = "is closed" if self._failure is None else f"was ended by {type(self._failure).__name__}: {self._failure}"
                     raise EngineError(f"this concurrent session {why}; it takes no more requests, make another one") from self._failure
                 stream = self._scheduler.submit(ids, options)
-                handle = Handle(self, stream, TextStream(session.tokenizer.piece, stop), sampler)
+                handle = Handle(self, stream, TextStream(self._tokenizer.piece, stop), sampler)
                 self._handles.append(handle)
                 self._changed.notify()
         except BaseException:
             if sampler is not None:
                 sampler.close()
             raise
-        handle.stats.device, handle.stats.versions = session.backend.device.name, versions()
+        handle.stats.device, handle.stats.versions = engine.backend.device.name, versions()
         if sampler is not None:
             handle.stats.seed, handle.stats.sampling = sampler.seed, sampler.sampling.describe()
         return handle

@@ -347,7 +347,8 @@ class Session:
         if self._concurrent in self._parts:
             self._concurrent.close()  # an error may have ended it
             self._parts.remove(self._concurrent)
-        self._concurrent = self._own(ConcurrentSession(self, self.batch(slots, n_ctx, self._prefix_memory(prefix_memory))))
+        scheduler = self.batch(slots, n_ctx, self._prefix_memory(prefix_memory))
+        self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
         return self._concurrent
 
     def calibrate_plain(self, steps: int = 12) -> float:
