@@ -77,6 +77,20 @@ def test_stop_text_and_limits(server, want):
     assert server.submit(PROMPTS[0], ignore_end=True).result(WAIT)[1].stop_reason == "context"
 
 
+@pytest.mark.parametrize("mode", ["speculative", "plain"])
+def test_nothing_is_computed_behind_a_stop_text(session, mode):
+    """It was seen a step late: the statistics counted a block that nobody wanted."""
+    text = session.generate(PROMPTS[0], 20, mode=mode)[0]
+    stops = [text[i : i + 3] for i in (0, 4, 9)]
+    alone = [session.generate(PROMPTS[0], 20, mode=mode, stop=[stop]) for stop in stops]
+    with session.concurrent(slots=2) as server:
+        got = [server.submit(PROMPTS[0], 20, mode=mode, stop=[stop]).result(WAIT) for stop in stops]
+        assert server.stats.finished == {"stop": 3} and server.stats.emitted == sum(stats.emitted for _, stats in got)
+    names = ("emitted", "steps", "drafted", "matched", "matched_at", "block_sizes", "widths", "stop_reason")
+    for (text, stats), (want, single) in zip(got, alone, strict=True):
+        assert text == want and [getattr(stats, n) for n in names] == [getattr(single, n) for n in names]
+
+
 def test_sampling_repeats_with_its_seed(server):
     sampled = Sampling(temperature=1.0, seed=7, logprobs=2)
     a, b = (server.submit(PROMPTS[0], 20, sampling=sampled) for _ in range(2))

@@ -21,7 +21,7 @@ from functools import partial
 from ..cache.prefix_slots import SlotPrefixes
 from ..cache.slots import covering
 from ..checks import token_ids
-from ..errors import ContextError, EngineError, PyspecError
+from ..errors import ContextError, EngineError
 from .batch import BatchEngine, Draft, Prompt, Verify, Work
 from .batch_width import BatchWidths
 from .engine import StepResult, candidate_widths
@@ -72,11 +72,11 @@ class Stream:
 
     Attributes:
         tokens: everything that came out so far.
-        stats: statistics of this sequence; ``stats.stop_reason`` says why it ended: "end", "length", "context" or "cancelled".
+        stats: statistics of this sequence; ``stats.stop_reason`` says why it ended: "end", "length", "context", "stop" or "cancelled".
     """
 
-    def __init__(self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int):
-        self._scheduler, self._prompt, self._options = scheduler, prompt, options
+    def __init__(self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int, stops: Callable[[list[int]], bool] | None):
+        self._scheduler, self._prompt, self._options, self._stops = scheduler, prompt, options, stops
         self.tokens: list[int] = []
         self.stats = Stats(mode=options.mode, width=options.width, prompt_tokens=len(prompt))
         self.slot: int | None = None
@@ -167,8 +167,12 @@ class Scheduler:
 
     # -- for everybody
 
-    def submit(self, prompt: Sequence[int], options: LoopOptions = LoopOptions()) -> Stream:
+    def submit(
+        self, prompt: Sequence[int], options: LoopOptions = LoopOptions(), stops: Callable[[list[int]], bool] | None = None
+    ) -> Stream:
         """Queues a sequence; it starts as soon as a slot is free. ``options.width`` is not used: widths are the scheduler's.
+
+        ``stops`` is asked once about the tokens of each step, before the next one; True ends the sequence ("stop").
 
         Raises:
             ContextError: the prompt is empty, does not fit the context, or has ids outside the vocabulary.
@@ -181,7 +185,7 @@ class Scheduler:
             raise ContextError(f"a prompt of {ids.size} tokens does not fit the context of {self.engine.options.n_ctx} per slot; raise -c")
         if options.mode == SPECULATIVE and self.engine.drafter is None:
             raise EngineError("there is no drafter: submit with plain mode")
-        stream = Stream(self, ids.tolist(), options, self.engine.options.width)
+        stream = Stream(self, ids.tolist(), options, self.engine.options.width, stops)
         stream._limit = options.max_tokens if options.max_tokens is not None else self.engine.options.n_ctx + 1  # the context ends first
         with self._queue:
             if stream._limit < 1:
@@ -257,14 +261,14 @@ class Scheduler:
         began = time.perf_counter()
         try:
             results = self.engine.step({stream.slot: item for stream, item in work.items()}, meanwhile)
+            for stream, item in work.items():
+                try:
+                    self._take(stream, item, results[stream.slot])
+                except Exception as error:  # one sequence's own: its grammar, its logits, what its caller asks of tokens
+                    self._fail([stream], error)
         except BaseException as error:
             self._fail(list(self._active), error)
             raise
-        for stream, item in work.items():
-            try:
-                self._take(stream, item, results[stream.slot])
-            except PyspecError as error:  # one sequence's own: its grammar, its logits
-                self._fail([stream], error)
         spent = time.perf_counter() - began
         self._count(work, decoding, prompts, spent)
         return True
@@ -398,9 +402,12 @@ class Scheduler:
 
     def _emit(self, stream: Stream, block: list[int]) -> None:
         stream.tokens += block
-        stream._blocks.append(block)
         self.stats.emitted += len(block)
-        if stream._options.ends(block[-1]):
+        stopped = stream._stops is not None and stream._stops(block)
+        stream._blocks.append(block)
+        if stopped:
+            self._end(stream, "stop")
+        elif stream._options.ends(block[-1]):
             self._end(stream, "end")
         elif stream.stats.emitted >= stream._limit:
             self._end(stream, "length")

@@ -22,7 +22,7 @@ class TextStream:
 
     def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()):
         self._piece = piece
-        self._stops = [s for s in stops if s]
+        self.stops = [s for s in stops if s]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
@@ -40,7 +40,7 @@ class TextStream:
         return self._release(final=True)
 
     def _release(self, final: bool) -> str:
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
             out, self._held = self._held[: min(found)], ""
@@ -51,8 +51,8 @@ class TextStream:
 
     def _possible_stop(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""
-        longest = max((len(s) for s in self._stops), default=0)
+        longest = max((len(s) for s in self.stops), default=0)
         for n in range(min(longest - 1, len(self._held)), 0, -1):
-            if any(s.startswith(self._held[-n:]) for s in self._stops):
+            if any(s.startswith(self._held[-n:]) for s in self.stops):
                 return n
         return 0

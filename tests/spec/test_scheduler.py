@@ -310,3 +310,30 @@ def test_closing_waits_for_the_step_of_another_thread_and_closes_once(pair, monk
     for thread in threads:
         thread.join(60)
     assert closed == [1]
+
+
+@pytest.mark.parametrize("calls", [0, 3, 7])
+def test_a_question_of_the_caller_that_raises_ends_its_own_sequence_alone(pair, scheduler, calls):
+    """The others' blocks stayed open, and the next step refused them. ``calls``: at the first token, in a block, in a later one."""
+    texts, answers = prompts(3, seed=4), [False] * calls
+    ends = [lambda token: False, lambda token: answers.pop(), lambda token: False]
+    streams = [scheduler.submit(text, LoopOptions(24, SPECULATIVE, is_end=is_end)) for text, is_end in zip(texts, ends, strict=True)]
+    scheduler.run()
+    assert [s.tokens for s in (streams[0], streams[2])] == [pair.solo(texts[i], 24) for i in (0, 2)]
+    with pytest.raises(IndexError):
+        streams[1].result()
+    assert scheduler.stats.finished == {"error": 1, "length": 2}
+    assert scheduler.submit(texts[1], DRAFT).result() == pair.solo(texts[1], 20)
+
+
+def test_an_interrupt_between_the_sequences_of_a_step_ends_them_all(pair, scheduler, monkeypatch):
+    """Ctrl-C while one was served left the others with open blocks."""
+    streams = [scheduler.submit(text, DRAFT) for text in prompts(2)]
+    scheduler.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler, "_choose", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.step()
+    assert scheduler.idle and all(isinstance(s.error, KeyboardInterrupt) for s in streams)
+    text = prompts(2)[1]
+    assert scheduler.submit(text, DRAFT).result() == pair.solo(text, 20)
