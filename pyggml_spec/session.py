@@ -29,7 +29,7 @@ from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import Scheduler
 from .spec.stats import Stats
 from .spec.synthetic import SyntheticAcceptance
-from .spec.width import WidthControl, useful_widths
+from .spec.width import NEVER_PAYS, WidthControl, useful_widths
 from .text.stream import TextStream, stop_texts
 from .text.tokenizer import Tokenizer, first_difference
 
@@ -333,7 +333,10 @@ class Session:
         options = replace(self.engine.options, slots=slots, n_ctx=self.engine.options.n_ctx if n_ctx is None else n_ctx)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         engine = BatchEngine(self.backend, self.target, self.drafter, options)
-        return Scheduler(engine, None if self.costs else options.width, memory)
+        scheduler = Scheduler(engine, None if self.costs else options.width, memory)
+        if self.costs and len(useful_widths(self.costs)) == 1:  # where W rows cost W plain steps, those of several sequences are no cheaper
+            scheduler.pin_width(1, NEVER_PAYS)
+        return scheduler
 
     def concurrent(self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None) -> ConcurrentSession:
         """Many requests at once, from threads or asyncio: ``submit`` returns handles. Arguments and errors as of ``batch``; without

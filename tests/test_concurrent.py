@@ -6,6 +6,7 @@ import threading
 import pytest
 
 import pyggml_spec as ps
+from pyggml_spec.cli.report import footer
 from pyggml_spec.concurrent import ConcurrentSession, _End
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.events import StepEvent
@@ -89,6 +90,22 @@ def test_nothing_is_computed_behind_a_stop_text(session, mode):
     names = ("emitted", "steps", "drafted", "matched", "matched_at", "block_sizes", "widths", "stop_reason")
     for (text, stats), (want, single) in zip(got, alone, strict=True):
         assert text == want and [getattr(stats, n) for n in names] == [getattr(single, n) for n in names]
+
+
+def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatch):
+    """Each width was tried all the same, by every number of slots."""
+    monkeypatch.setattr(session, "control", None)  # that of the last generation would be followed by a measurement
+    for costs, drafts in (({1: 1e-3, 2: 3e-3, 4: 5e-3}, False), ({1: 1e-3, 2: 1.1e-3, 4: 1.2e-3}, True)):
+        monkeypatch.setattr(session, "costs", costs)
+        text, alone = session.generate(PROMPTS[0], 20)
+        with session.concurrent(slots=2) as server:
+            both = [server.submit(PROMPTS[0], 20) for _ in range(2)]
+            plain = server.submit(PROMPTS[0], 20, mode="plain").result(WAIT)[1]
+            for handle in both:
+                got, stats = handle.result(WAIT)
+                assert got == text and bool(stats.drafted) == drafts and stats.mode == alone.mode == "speculative"
+                assert drafts or not alone.drafted and stats.width_reason == alone.width_reason and alone.width_reason in footer(alone, None)
+            assert not plain.width_reason and not plain.drafted
 
 
 def test_sampling_repeats_with_its_seed(server):

@@ -208,7 +208,7 @@ class _Desk:
             say("no answer yet")
             return
         all_of_them, session = self.chat.stats, self.chat.session
-        say(footer(all_of_them[-1], session.costs[1] if session.costs else None, session.control.reason() if session.control else "").lstrip())
+        say(footer(all_of_them[-1], session.costs[1] if session.costs else None).lstrip())
         drafted, matched, emitted = (sum(getattr(s, name) for s in all_of_them) for name in ("drafted", "matched", "emitted"))
         prompts, reused = (sum(getattr(s, name) for s in all_of_them) for name in ("prompt_tokens", "reused_tokens"))
         engine = session.engine

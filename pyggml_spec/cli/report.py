@@ -35,11 +35,8 @@ def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: 
     return "\n".join([line, *(f"note: {note}" for note in (*e.notes, *notes))])
 
 
-def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
-    """Speed, acceptance and the proof that nothing was built while decoding.
-
-    ``plain_ms``: measured cost of one plain step; ``reason``: why width control ended where it did.
-    """
+def footer(s: Stats, plain_ms: float | None) -> str:
+    """Speed, acceptance and the proof that nothing was built while decoding. ``plain_ms``: measured cost of one plain step."""
     lines = [""]
     decode = s.seconds["decode"]
     if s.steps:
@@ -51,9 +48,9 @@ def footer(s: Stats, plain_ms: float | None, reason: str = "") -> str:
     if s.drafted:
         lines.append(f"accepted {s.matched} of {s.drafted} drafts ({100 * s.acceptance:.1f} %), by position: {_positions(s)}")
         lines.append(f"tokens per step: {_histogram(s)}")
-    if reason:
+    if s.width_reason:
         used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
-        lines.append(f"steps: {used}; {reason}")
+        lines.append(f"steps: {used}; {s.width_reason}")
     if s.waited_share > MUCH_WAITING:
         threads = "; with more than one thread, all of them wait whenever one does: use -t 1 or stop that work" if s.device == "CPU" else ""
         lines.append(f"warning: other work had the processor for {s.waited_s:.1f} of {decode:.1f} s, so the speeds are not those of an idle machine{threads}")

@@ -80,7 +80,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
         stats, failed = _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, options)
         if not quiet:
             plain_ms = session.calibrate_plain() if stats.steps and stats.stop_reason != "interrupt" else None
-            say(footer(stats, plain_ms, session.control.reason() if session.control is not None else ""))
+            say(footer(stats, plain_ms))
     if failed is not None:
         say(f"pyspec: {failed}")
     if stats.stop_reason == "interrupt":
@@ -99,7 +99,7 @@ def _why_no_draft(session, stats) -> str:
         return f"the mode was {stats.mode}"
     if not stats.steps:
         return f"the text ended with its first token ({stats.stop_reason})"
-    return session.control.reason() if session.control is not None else "no step had room for a draft"
+    return stats.width_reason or "no step had room for a draft"
 
 
 def _prompt(prompt: str | None, prompt_file: str | None, embedded: bool) -> str:

@@ -226,6 +226,8 @@ class _Run:
         if self.engine.graphs.closed:
             return
         self.engine.read_candidates(0)
+        if self.control is not None:
+            stats.width_reason = self.control.reason()
         now = _counts(self.engine)
         if self._decode_started is not None:
             stats.seconds["decode"] += time.perf_counter() - self._decode_started

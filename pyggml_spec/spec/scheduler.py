@@ -159,7 +159,7 @@ class Scheduler:
         self.engine, self.stats = engine, BatchStats()
         self.prefixes = SlotPrefixes(engine, prefix_memory) if prefix_memory else None
         self.widths = BatchWidths(candidate_widths(engine.options.width)) if width is None and engine.drafter is not None else None
-        self.width = width or engine.options.width
+        self.width, self._width_reason = width or engine.options.width, ""
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream] = []
         self._prompts_turn, self._covered = True, 1  # slots that the last decoding step covered
@@ -187,6 +187,7 @@ class Scheduler:
             raise EngineError("there is no drafter: submit with plain mode")
         stream = Stream(self, ids.tolist(), options, self.engine.options.width, stops)
         stream._limit = options.max_tokens if options.max_tokens is not None else self.engine.options.n_ctx + 1  # the context ends first
+        stream.stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""
         with self._queue:
             if stream._limit < 1:
                 stream.ended, stream.stats.stop_reason = True, "length"
@@ -211,9 +212,9 @@ class Scheduler:
         while self.step():
             pass
 
-    def pin_width(self, width: int) -> None:
-        """Every block has ``width`` rows from now on."""
-        self.width, self.widths = width, None
+    def pin_width(self, width: int, reason: str = "") -> None:
+        """Every block has ``width`` rows from now on, 1 for plain decoding; ``reason`` goes into the statistics of what is submitted then."""
+        self.width, self.widths, self._width_reason = width, None, reason
 
     def learn_widths(self) -> None:
         """Steps until the cost of every width is known for the sequences that are decoding now, or one of them has ended."""

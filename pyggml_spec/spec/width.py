@@ -21,6 +21,7 @@ LAST_PROBE = 768
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
 COST_RATE = 0.05  # weight of one step in the running cost of its width
 WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
+NEVER_PAYS = "plain decoding: no block width would be faster here even if every draft were accepted"
 
 
 @dataclass
@@ -159,7 +160,7 @@ class WidthControl:
     def reason(self) -> str:
         """Why the current width is in use, in one sentence."""
         if len(self.widths) == 1:
-            return "plain decoding: no block width would be faster here even if every draft were accepted"
+            return NEVER_PAYS
         rivals = [w for w in self.widths if w != self.current]
         best = max(rivals, key=self.speed)
         mine, theirs = self.speed(self.current), self.speed(best)
