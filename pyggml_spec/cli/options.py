@@ -9,13 +9,13 @@ from ..cache.kv_types import TYPES
 from ..errors import PyspecError
 
 
-def target_options(command):
-    """-m, -md, --device, -t, -c: which pair, where, and how much context."""
+def target_options(command, device: str = "Device name, as `pyspec devices` lists it. Default: the first GPU, or the CPU."):
+    """-m, -md, --device, -t, -c: which pair, where, and how much context. ``device``: help of --device."""
     for option in reversed(
         [
             click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair runs."),
             click.option("-md", "--model-draft", "--spec-draft-model", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target."),
-            click.option("--device", help="Device name, as `pyspec devices` lists it. Default: the first GPU, or the CPU."),
+            click.option("--device", help=device),
             click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16."),
             click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help="Context in tokens. Default: 4096 or the model's own."),
         ]
@@ -74,18 +74,27 @@ def draft_cache_type_options(command):
     return command
 
 
+chunk_option = click.option("-ub", "--ubatch-size", "chunk", type=click.IntRange(1, 4096), default=512, show_default=True,
+                            help="Prompt tokens per pass; prompts are reused in whole passes.")  # fmt: skip
+
+
+def prefix_memory_option(default: str):
+    """--prefix-memory; ``default``: what it says about that."""
+    return click.option(
+        "--prefix-memory", "--cache-ram", type=click.IntRange(0), metavar="MIB", help=f"What the prefix cache may take on the device. Default: {default}."
+    )
+
+
 def prefix_options(command):
     """--prefix-cache and its limits."""
     for option in reversed(
         [
             click.option("--prefix-cache", "prefix_cache", type=click.Path(), help="Folder that keeps computed prompts: what begins alike starts sooner."),
             click.option("--prefix-disk", type=click.IntRange(0), metavar="MIB", help="What the folder may take. Default: 8192."),
-            click.option("--prefix-memory", "--cache-ram", type=click.IntRange(0), metavar="MIB", help="What the prefix cache may take on the device. "
-                         "Default: 1024, or an eighth of what is free."),
-            click.option("-ub", "--ubatch-size", "chunk", type=click.IntRange(1, 4096), default=512, show_default=True, help="Prompt tokens per pass; prompts are "
-                         "reused in whole passes."),
+            prefix_memory_option("1024, or an eighth of what is free"),
+            chunk_option,
         ]
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 

@@ -2,12 +2,15 @@
 
 import json
 import sys
+from functools import partial
 
 import click
 
 from ..tools.plan import Checked, NoPlan, Plan, check, plan, plan_everywhere
+from .help import GroupedCommand
+from .llama_cpp import llama_cpp_options
 from .main import EXIT_CHECK
-from .options import cache_type_options, draft_cache_type_options, expert_options
+from .options import cache_type_options, chunk_option, draft_cache_type_options, expert_options, prefix_memory_option, target_options
 from .terminal import size
 
 _PURPOSES = {
@@ -23,24 +26,24 @@ _PURPOSES = {
 TOLERATED = 0.01
 
 
-@click.command("plan")
-@click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair.")
-@click.option("-md", "--model-draft", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target.")
-@click.option("--device", help="Plan for this device only. Default: every device.")
-@click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help="Context in tokens. Default: 4096 or the model's own.")
-@click.option("--draft-width", type=click.IntRange(1, 1024), help="Rows per verified block. Default: the drafter's block.")
+@click.command("plan", cls=GroupedCommand)
+@partial(target_options, device="Plan for this device only. Default: every device.")
+@llama_cpp_options
+@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: the drafter's block.")
 @click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once, each with a context of its own (Session.concurrent).")
 @expert_options
 @cache_type_options
 @draft_cache_type_options
+@prefix_memory_option("none, as for a run without --prefix-cache")
+@chunk_option
 @click.option("--check", "checked", is_flag=True, help="Then load it, generate a little, and compare. Exit code 3 if the plan is more than 1 % off.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per device.")
-def command(target, draft, device: str | None, n_ctx: int | None, draft_width: int | None, slots, experts, checked, as_json: bool, **cache_types):
+def command(target, draft, device: str | None, prefix_memory: int | None, checked: bool, as_json: bool, **options):
     """Says how many bytes a pair will take before it is loaded, and the longest context that fits. Exit code 3 if no device has room.
 
     What a driver takes for itself (some hundred MiB with CUDA) is not counted.
     """
-    options = {"n_ctx": n_ctx, "draft_width": draft_width, "slots": slots, "experts": experts, **cache_types}
+    options["prefix_memory"] = (prefix_memory or 0) << 20
     if checked:
         found = check(target, draft, device=device, **options)
         click.echo(json.dumps(found.as_dict())) if as_json else _show_checked(found)
@@ -66,6 +69,8 @@ def _show(one: Plan | NoPlan) -> None:
     if one.slots_memory:
         parts = ", ".join(f"{name} {size(one.slots_memory[key])}" for key, name in _PURPOSES.items() if key in one.slots_memory)
         click.echo(f"  {f'{one.slots} slots':<16} {size(sum(one.slots_memory.values())):>10}  {size(one.per_slot)} each; {parts}")
+    if one.prefix_memory:
+        click.echo(f"  {'prefix cache':<16} {size(one.prefix_memory):>10}  at most, for prompts that begin alike")
     if one.host_bytes:
         click.echo(f"  {'in host memory':<16} {size(one.host_bytes):>10}  experts, as pages of the file")
     types = sorted(one.weights_by_type.items(), key=lambda item: -item[1])
@@ -84,7 +89,7 @@ def _show_checked(one: Checked) -> None:
     click.echo(f"loaded; bytes {'planned':>22} {'allocated':>15} {'off by':>10}")
     rows = [(name, one.plan.memory.get(key, 0), one.memory.get(key, 0)) for key, name in _PURPOSES.items()]
     rows += [(f"slots: {name}", one.plan.slots_memory.get(key, 0), one.slots_memory.get(key, 0)) for key, name in _PURPOSES.items()]
-    for name, planned, allocated in [*(row for row in rows if any(row[1:])), ("all", one.plan.total, one.total)]:
+    for name, planned, allocated in [*(row for row in rows if any(row[1:])), ("all", one.planned, one.total)]:
         click.echo(f"  {name:<22} {planned:>15} {allocated:>15} {100 * abs(planned - allocated) / max(1, allocated):>8.2f} %")
     if one.taken is not None:
         more = one.taken - one.total

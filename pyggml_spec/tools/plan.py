@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..cache.kv import SPAN, KVCache
 from ..cache.kv_types import KVTypes
+from ..checks import whole
 from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, free_bytes, pick_device
 from ..ggml.library import ffi, lib, text
@@ -18,7 +19,7 @@ from ..gguf_io import GGUFFile
 from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_drafter, open_target
 from ..models.weights import Weights
-from ..session import DEMO_DRAFTER, DEMO_TARGET, Session, load
+from ..session import DEMO_DRAFTER, DEMO_TARGET, MOST_BYTES, Session, load
 from ..spec.batch import BatchEngine
 from ..spec.batch_graphs import BatchGraphs
 from ..spec.engine import Engine, EngineOptions
@@ -141,6 +142,7 @@ class Plan:
         memory: by purpose, as ``Engine.memory`` reports it after loading.
         slots, slots_memory: sequences at once, 1 for none but the session's own; what ``Session.concurrent`` takes for them on top, by
             purpose, each with ``n_ctx`` tokens of context.
+        prefix_memory: what copies of prompts that begin alike may take, as it was asked for.
         weights_by_type: the target's and the drafter's tensors together, by type.
         compute_by_role: compute buffers by kind of step.
         host_bytes: pages of the file that experts in host memory are read from, while they are used.
@@ -155,6 +157,7 @@ class Plan:
     memory: dict[str, int]
     slots: int
     slots_memory: dict[str, int]
+    prefix_memory: int
     weights_by_type: dict[str, int]
     compute_by_role: dict[str, int]
     host_bytes: int
@@ -165,7 +168,7 @@ class Plan:
     @property
     def total(self) -> int:
         """Bytes on the device, all purposes together."""
-        return sum(self.memory.values()) + sum(self.slots_memory.values())
+        return sum(self.memory.values()) + sum(self.slots_memory.values()) + self.prefix_memory
 
     @property
     def per_slot(self) -> int:
@@ -197,9 +200,12 @@ def plan(
     draft: str | Path | None = None,
     *,
     device: str | None = None,
+    threads: int | None = None,
     n_ctx: int | None = None,
     draft_width: int | None = None,
+    chunk: int = 512,
     slots: int = 1,
+    prefix_memory: int = 0,
     free: int | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
@@ -210,7 +216,9 @@ def plan(
     """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
 
     Args:
+        threads: no number of them changes what is allocated.
         slots: more than 1: ``Session.concurrent`` with so many slots is planned too.
+        prefix_memory: counted as if it were full.
         free: bytes to take as free, instead of what the device reports.
 
     Raises:
@@ -220,9 +228,11 @@ def plan(
         if draft is not None:
             raise PyspecError(f"the drafter {draft} needs its target: name it with -m")
         target, draft = DEMO_TARGET, DEMO_DRAFTER
-    kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
+    prefix_memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
     draft = Path(draft) if draft is not None else None
-    return _plan_on(pick_device(device), Path(target), draft, n_ctx, draft_width, slots, free, kv, draft_kv, experts)
+    kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
+    options = {"chunk": chunk, "kv": kv, "draft_kv": draft_kv}
+    return _plan_on(pick_device(device), Path(target), draft, threads, n_ctx, draft_width, options, slots, prefix_memory, free, experts)
 
 
 def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
@@ -258,6 +268,11 @@ class Checked:
     taken: int | None
 
     @property
+    def planned(self) -> int:
+        """Bytes that the plan has for it: there are no copies of prompts."""
+        return self.plan.total - self.plan.prefix_memory
+
+    @property
     def total(self) -> int:
         """Bytes that were allocated, all purposes together."""
         return sum(self.memory.values()) + sum(self.slots_memory.values())
@@ -265,7 +280,7 @@ class Checked:
     @property
     def error(self) -> float:
         """How far the plan is off, relative to what was allocated."""
-        return abs(self.plan.total - self.total) / self.total
+        return abs(self.planned - self.total) / self.total
 
     def as_dict(self) -> dict:
         """The plan, JSON-ready, with what was allocated."""
@@ -274,7 +289,15 @@ class Checked:
 
 
 def check(
-    target: str | Path | None = None, draft: str | Path | None = None, *, device: str | None = None, slots: int = 1, free: int | None = None, **options
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    device: str | None = None,
+    threads: int | None = None,
+    slots: int = 1,
+    prefix_memory: int = 0,
+    free: int | None = None,
+    **options,
 ) -> Checked:
     """Plans, then loads, generates a little in every mode, and looks at what is allocated. Arguments as of ``plan``.
 
@@ -283,7 +306,7 @@ def check(
     """
     picked = pick_device(device)
     before = free_bytes(picked)
-    planned = plan(target, draft, device=picked.name, slots=slots, free=free, **options)
+    planned = plan(target, draft, device=picked.name, slots=slots, prefix_memory=prefix_memory, free=free, **options)
     if not planned.fits:
         raise PyspecError(
             f"{planned.total} bytes are planned and {planned.free} are free on {picked.name}, so nothing was loaded; "
@@ -292,7 +315,7 @@ def check(
     of_slots = {}
     with ExitStack() as stack:
         # one thread where it only has to be right: several wait for each other
-        threads = 1 if picked.kind == "cpu" else None
+        threads = threads or (1 if picked.kind == "cpu" else None)
         session = stack.enter_context(load(target, draft, device=picked.name, threads=threads, prefix_memory=0, **options))
         room = planned.n_ctx - 1
         prompt = [i % session.target.n_vocab for i in range(max(1, min(700, room // 2)))]
@@ -309,7 +332,7 @@ def check(
 
 
 def _plan_on(
-    device: Device, target_path: Path, draft_path: Path | None, n_ctx, draft_width, slots, free, kv: KVTypes, draft_kv: KVTypes, experts
+    device: Device, target_path: Path, draft_path: Path | None, threads, n_ctx, draft_width, options: dict, slots, prefix_memory: int, free, experts
 ) -> Plan:
     with ExitStack() as stack:
 
@@ -324,9 +347,9 @@ def _plan_on(
             drafter = session.drafter = open_drafter(own(GGUFFile(draft_path)))
             drafter.check_pair(target)
         n_ctx, width = session._context(n_ctx), session._width(draft_width)
-        backend = own(Backend(device, 1))
-        options = EngineOptions(n_ctx=n_ctx, width=width, kv=kv, draft_kv=draft_kv)
-        target.weights = own(PlannedWeights(backend, target, *session._place_experts(experts, 1, max(options.chunk, width))))
+        backend = own(Backend(device, threads))
+        options = EngineOptions(n_ctx=n_ctx, width=width, **options)
+        target.weights = own(PlannedWeights(backend, target, *session._place_experts(experts, threads, max(options.chunk, width))))
         if drafter is not None:
             drafter.weights = own(PlannedWeights(backend, drafter))
 
@@ -350,12 +373,12 @@ def _plan_on(
             for name, nbytes in model.weights.bytes_by_type.items() if model is not None else ():
                 by_type[name] = by_type.get(name, 0) + nbytes
         free = free_bytes(device) if free is None else free
-        largest = _largest(lambda context: total(context) <= free, target.context_length)
-        draft_shapes = drafter.kv_shapes() if drafter is not None else ()
-        per_token = sum(map(kv.row_bytes, target.kv_shapes())) + sum(map(draft_kv.row_bytes, draft_shapes))
-        host_bytes = target.weights.host_bytes
         trained = target.context_length
-        return Plan(device.name, n_ctx, trained, memory, slots, slots_memory, by_type, roles, host_bytes, per_token, free, largest)
+        largest = _largest(lambda context: total(context) + prefix_memory <= free, trained)
+        draft_shapes = drafter.kv_shapes() if drafter is not None else ()
+        per_token = sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, draft_shapes))
+        host_bytes = target.weights.host_bytes
+        return Plan(device.name, n_ctx, trained, memory, slots, slots_memory, prefix_memory, by_type, roles, host_bytes, per_token, free, largest)
 
 
 def _largest(fits, trained: int) -> int:

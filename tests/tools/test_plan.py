@@ -20,7 +20,7 @@ from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 def _assert_exact(target, draft, **options):
     """Every purpose to the byte: the plan is the engine's own code without memory, so any difference is a drift between the two."""
     planned = plan(target, draft, device="CPU", **options)
-    with ps.load(target, draft, device="CPU", threads=1, **options) as session:
+    with ps.load(target, draft, device="CPU", **{"threads": 1, **options}) as session:
         loaded = session.engine.memory()
         assert planned.n_ctx == session.engine.options.n_ctx
         by_type = dict(session.target.weights.bytes_by_type)
@@ -117,6 +117,53 @@ def test_every_architecture_with_everything_at_once(tmp_path, arch):
         for planned, allocated in ((found.plan.memory, found.memory), (found.plan.slots_memory, found.slots_memory)):
             assert planned.keys() == allocated.keys()
             assert {k: v for k, v in planned.items() if k != "compute"} == {k: v for k, v in allocated.items() if k != "compute"}
+
+
+@pytest.mark.parametrize("write", [write_qwen35, write_gemma4])
+def test_the_width_of_passes_and_the_threads(tmp_path, write):
+    """`pyspec plan` knew neither -ub nor -t: rings and the buffers of prompts grow with the one, nothing with the other."""
+    shape = Shape(window=12)
+    pair = write(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
+    plans = [_assert_exact(*pair, n_ctx=2000, chunk=chunk) for chunk in (16, 512, 1024)]
+    small, usual, large = (p.compute_by_role["prefill"] for p in plans)
+    assert small < usual < large and plans[1].memory == plan(*pair, device="CPU", n_ctx=2000).memory
+    assert (plans[0].memory["kv"] < plans[2].memory["kv"]) == (write is write_gemma4)
+    assert plan(*pair, device="CPU", n_ctx=2000, chunk=1024, free=plans[1].total).largest_context < 2000
+    assert _assert_exact(*pair, n_ctx=300, threads=2).memory == plan(*pair, device="CPU", n_ctx=300, threads=1).memory
+    slots = [plan(*pair, device="CPU", n_ctx=700, chunk=chunk, slots=2) for chunk in (64, 512)]
+    assert slots[0].slots_memory["compute"] < slots[1].slots_memory["compute"]
+    assert check(*pair, device="CPU", n_ctx=300, chunk=64, slots=2).error < 0.01
+
+
+def test_copies_of_prompts_count_as_they_are_asked_for(pair):
+    without, with_copies = (plan(*pair, device="CPU", n_ctx=512, prefix_memory=n) for n in (0, 1 << 20))
+    assert with_copies.total == without.total + (1 << 20) and with_copies.memory == without.memory
+    assert plan(*pair, device="CPU", free=with_copies.total, prefix_memory=1 << 20).largest_context == 512
+    assert check(*pair, device="CPU", n_ctx=512, draft_width=4, prefix_memory=1 << 20).error < 0.01
+    with pytest.raises(PyspecError, match="memory for the prefix cache is -1"):
+        plan(*pair, device="CPU", prefix_memory=-1)
+
+
+def test_plan_takes_what_run_is_given_about_memory(capsys):
+    from pyggml_spec.cli import main
+    from pyggml_spec.cli.help import GROUPS
+    from pyggml_spec.cli.plan import command as plan_command
+    from pyggml_spec.cli.run import command as run_command
+
+    run, mine = ({p.name: p for p in command.params} for command in (run_command, plan_command))
+    about = {*GROUPS["Model and device"], *GROUPS["Caches"], "draft_width", "gpu_layers", "flash_attn", "n_max"}
+    about -= {"graphs", "prefix_cache", "prefix_disk"}  # CUDA's own memory, and files
+    assert about & set(run) == about <= set(mine) and all(mine[name].opts == run[name].opts for name in about)
+
+    def total(*args):
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", "-ngl", "0", "-c", "600", "-t", "2", "--json", *args])
+        seen = json.loads(capsys.readouterr().out)
+        assert not stop.value.code and seen["device"] == "CPU"
+        return seen["total"]
+
+    assert total("-ub", "64") < total() < total("--prefix-memory", "1") == total() + (1 << 20)
+    assert total("--spec-draft-n-max", "3") == total("--draft-width", "4") < total()
 
 
 def test_what_does_not_fit_is_not_loaded(tmp_path):
