@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .width import COST_RATE, FIRST_PROBE, LAST_PROBE, MARGIN, PROBE_LOSS, Acceptance
+from .width import COST_RATE, LAST_PROBE, MARGIN, PROBE_LOSS, Acceptance
 
 WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
 TRIES = WARMUP + 2
+FIRST_PROBE = 12  # plain steps at least before drafting is tried again
 PROBE_STEPS = 4  # in a row: what was seen has a memory of 13 steps
 
 
