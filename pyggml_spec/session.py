@@ -23,8 +23,9 @@ from .models.rope import ignored_yarn
 from .models.weights import Weights
 from .spec.batch import BatchEngine
 from .spec.calibrate import cached_costs
-from .spec.engine import MOST_CONTEXT, MOST_WIDTH, Engine, EngineOptions, candidate_widths, check_options
+from .spec.engine import Engine
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from .spec.parts import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_widths, check_options
 from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import Scheduler
 from .spec.stats import Stats

@@ -23,7 +23,7 @@ from pyggml_spec.ggml.library import versions
 from pyggml_spec.models.placement import ExpertOptions
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.spec.calibrate import step_costs
-from pyggml_spec.spec.engine import candidate_widths
+from pyggml_spec.spec.parts import candidate_widths
 from pyggml_spec.tools.bench import BenchOptions, bench
 from pyggml_spec.tools.experts import expert_bytes, profile
 

@@ -15,7 +15,8 @@ from ..gguf_io import GGUFFile
 from ..models.registry import open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET
-from ..spec.engine import Engine, EngineOptions
+from ..spec.engine import Engine
+from ..spec.parts import EngineOptions
 from ..text.tokenizer import Tokenizer
 from . import files, precision, readings, running, templates
 from .evidence import Passage, held_out_prompts, write_passages

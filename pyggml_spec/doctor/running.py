@@ -8,7 +8,8 @@ from contextlib import closing
 import numpy as np
 
 from ..spec.calibrate import WARMUP, step_costs
-from ..spec.engine import Engine, candidate_widths
+from ..spec.engine import Engine
+from ..spec.parts import candidate_widths
 from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from ..spec.stats import Stats
 from ..spec.width import WidthControl

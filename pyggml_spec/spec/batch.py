@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cache.cursor import Cursor
-from ..cache.kv import NOWHERE, KVCache
-from ..cache.kv_types import check_types
+from ..cache.kv import NOWHERE
 from ..cache.slots import DeltaSlots, SlotRange, covering
-from ..cache.snapshot import SequenceMemory, Snapshot
+from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
 from ..errors import ContextError, DeviceError, EngineError
 from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
-from ..ggml.step_io import StepIO, StepTimes
+from ..ggml.step_io import StepTimes
+from ..models.base import DeltaShape
 from .batch_graphs import BatchGraphs
-from .engine import CHUNKS, MOST_WIDTH, TRASH_ROWS, EngineOptions, StepResult, candidate_widths, check_options
 from .graphs import MOST_CANDIDATES, Step
+from .parts import MOST_WIDTH, EngineOptions, EngineParts, StepResult, candidate_widths
 
 MAX_SLOTS = 64
 CANDIDATES = (0, 64, 256, MOST_CANDIDATES)  # more than enough never hurts, and each number is a family of graphs
@@ -76,63 +76,37 @@ class Slot:
         self.base, self.tokens, self.ids, self.open_rows = self.cursor.committed, self.tokens[:0], self.ids[:0], 0
 
 
-class BatchEngine:
-    """Runs steps over N slots. Owns caches, graphs and step buffers; borrows models (with their weights) and the backend."""
+class BatchEngine(EngineParts):
+    """Runs steps over N slots."""
 
-    kv_class, graphs_class, planned = KVCache, BatchGraphs, False  # planning puts classes without memory here
+    graphs_class, row_bytes = BatchGraphs, 112
 
     def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
-        check_options(options, target, drafter)
         whole(options.slots, "the number of slots", 1, MAX_SLOTS)
-        self.backend, self.target, self.drafter, self.options = backend, target, drafter, options
+        super().__init__(backend, target, drafter, options)
         self.slots = [Slot(Cursor(options.n_ctx)) for _ in range(options.slots)]
         self.forwards = self.rows_computed = self.rows_used = 0
-        self._last: Step | None = None  # the step whose logits candidates() reads
         self.builds_ahead = backend.device.kind != "cpu"  # which has no time to spare while it computes
-        self._iota = np.arange(max(options.chunk, options.width), dtype=np.int32)
-        self._parts: list = []
-        try:
-            self._allocate()
-        except BaseException:
-            self.close()
-            raise
-
-    def _own(self, part):
-        self._parts.append(part)
-        return part
 
     def _allocate(self) -> None:
-        opt, n = self.options, self.options.slots
-        widest = max(opt.chunk, opt.width)
-        shapes = self.target.kv_shapes()
-        check_types(opt.kv, shapes, self.backend, draft=False)
-        self.kv = self._own(
-            self.kv_class(self.backend, shapes, opt.n_ctx, TRASH_ROWS, self.target.window, widest, types=opt.kv, slots=n)
-        )
-        self.draft_kv = None
-        if self.drafter is not None:
-            shapes = self.drafter.kv_shapes()
-            check_types(opt.draft_kv, shapes, self.backend, draft=True)
-            self.draft_kv = self._own(self.kv_class(self.backend, shapes, opt.n_ctx, TRASH_ROWS, types=opt.draft_kv, slots=n))
-        shape = self.target.delta_shape()
-        self.delta = None
-        if shape is not None:
-            self.delta = self._own(DeltaSlots(self.backend, shape, self.target.delta_row(), opt.width, n, self.planned))
-        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, self.target.kv_shapes(), self.target.window)
-        tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        self.io = self._own(StepIO(self.backend, n * (112 * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width) + 8192))
-        blocks = candidate_widths(opt.width)
-        self.chunks = tuple(sorted({*(c for c in CHUNKS if c < opt.chunk), opt.chunk}))
+        super()._allocate()
+        opt, blocks = self.options, candidate_widths(self.options.width)
         widths = {"direct": (1, *self.chunks), "logits": (opt.chunk,), "verify": blocks, "fused": blocks}
         self.graphs = self._own(
-            self.graphs_class(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, widths, n)
+            self.graphs_class(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, widths, opt.slots)
         )
-        live, every = self.kv.live, SlotRange(0, n)
+
+    def _reserve(self) -> None:
+        """Plans the largest graph of every role that a generation uses, as for one sequence."""
+        live, width, every = self.kv.live, self.options.width, SlotRange(0, self.options.slots)
         self.graphs.get("direct", 1, live, every)
-        if self.drafter is not None and opt.width > 1:
-            self.graphs.get("fused", opt.width, live, every)
+        if self.drafter is not None and width > 1:
+            self.graphs.get("fused", width, live, every)
         if self.delta is not None:
-            self.graphs.get("commit", opt.width, 0, every)
+            self.graphs.get("commit", width, 0, every)
+
+    def _recurrent(self, shape: DeltaShape) -> DeltaSlots:
+        return DeltaSlots(self.backend, shape, self.target.delta_row(), self.options.width, self.options.slots, self.planned)
 
     # -- sequences
 
@@ -141,8 +115,7 @@ class BatchEngine:
 
         ``drafting`` False: it will not be drafted for. ``candidates``: what ``candidates()`` is to give, as in Engine.read_candidates.
         """
-        if self.graphs.closed:
-            raise EngineError("the session is closed: load the model again")
+        self._check_open()
         candidates = candidates if candidates is None else whole(candidates, "the number of candidates", 0, MOST_CANDIDATES)
         for index, slot in enumerate(self.slots):
             if not slot.used:
@@ -298,8 +271,7 @@ class BatchEngine:
             ContextError: a prompt that is empty, does not fit the context or has ids outside the vocabulary.
             EngineError: a slot without a sequence, a block that was not accepted yet, a width that was not planned for.
         """
-        if self.graphs.closed:
-            raise EngineError("the session is closed: load the model again")
+        self._check_open()
         if not isinstance(work, Mapping) or not work:
             raise EngineError("a step needs work for at least one slot, as {slot: Prompt(...), Verify(...) or Draft(...)}")
         rows = {slot: self._check(slot, item) for slot, item in work.items()}
@@ -344,9 +316,6 @@ class BatchEngine:
         if ids.size > self.options.chunk:
             raise EngineError(f"a prompt of {ids.size} tokens in one step: the widest chunk is {self.options.chunk}")
         return ids.size
-
-    def _token(self, token: int) -> int:
-        return whole(token, "the pending token", 0, self.target.n_vocab - 1)
 
     def chunk_width(self, rows: int) -> int:
         """Rows of the graph that computes ``rows`` certain rows of a slot."""
@@ -546,20 +515,6 @@ class BatchEngine:
         self.forwards += 1
         self.rows_computed += computed
         self.rows_used += sum(rows.values())
-
-    def memory(self) -> dict[str, int]:
-        """Bytes on the device by purpose."""
-        out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
-        if self.drafter is not None:
-            out["draft_weights"], out["draft_kv"] = self.drafter.weights.nbytes, self.draft_kv.nbytes
-        if self.delta is not None:
-            out["recurrent"] = self.delta.nbytes
-        return out
-
-    def close(self) -> None:
-        for part in reversed(self._parts):
-            part.close()
-        self._parts = []
 
 
 def _finite(step: Step, part: slice, drafts: bool = False) -> bool:

@@ -5,142 +5,55 @@ Order of life: ``load`` -> ``prefill`` -> any number of ``plain_step`` / ``fused
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 
 from ..cache.cursor import Cursor
 from ..cache.features import RING, FeatureRing
-from ..cache.kv import SPAN, KVCache, padded
-from ..cache.kv_types import KVTypes, check_types
+from ..cache.kv import SPAN, padded
 from ..cache.recurrent import DeltaState
-from ..cache.snapshot import SequenceMemory, Snapshot
+from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
-from ..errors import ContextError, DeviceError, EngineError, PairError
+from ..errors import ContextError, DeviceError, EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..ggml.library import ffi, lib
-from ..ggml.step_io import StepIO, StepTimes
+from ..models.base import DeltaShape
 from .graphs import MOST_CANDIDATES, Step, StepGraphs
+from .parts import CHUNKS, EngineOptions, EngineParts, StepResult, candidate_widths
 
-TRASH_ROWS = 16
-WIDTHS = (2, 4, 8, 16)
-MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK = 1 << 24, 1024, 1 << 14
 PREPARE_TOKENS = 2048
-CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Attributes:
-    n_ctx: tokens that the context holds.
-    width: rows of a verified block (draft width), 1 for none; never more than the drafter's trained block.
-    chunk: widest prefill chunk in tokens.
-    kv, draft_kv: what the target's and the drafter's K and V rows are stored as.
-    slots: sequences at once, each with ``n_ctx`` tokens of context; more than one needs a ``BatchEngine``.
-    """
+class Engine(EngineParts):
+    """Runs steps of one sequence."""
 
-    n_ctx: int = 4096
-    width: int = 16
-    chunk: int = 512
-    kv: KVTypes = KVTypes()
-    draft_kv: KVTypes = KVTypes()
-    slots: int = 1
-
-
-def candidate_widths(block_size: int) -> tuple[int, ...]:
-    """The block widths that are planned for at load, and that width control chooses from."""
-    return tuple(sorted({*(w for w in WIDTHS if w < block_size), block_size}))
-
-
-def check_options(options: EngineOptions, target, drafter) -> None:
-    """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
-    whole(options.n_ctx, "the context (-c)", 1, MOST_CONTEXT, ContextError)
-    whole(options.width, "the block width", 1, MOST_WIDTH)
-    whole(options.chunk, "the prefill chunk", 1, WIDEST_CHUNK)
-    if drafter is not None:
-        drafter.check_pair(target)
-        if options.width > drafter.hp.block_size:
-            raise PairError(
-                f"a draft width of {options.width} is wider than the block of {drafter.hp.block_size} that {drafter.file.path.name} "
-                f"was trained for; use --draft-width {drafter.hp.block_size} or less"
-            )
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one target forward returned.
-
-    Attributes:
-        tokens: I32 [W] the verified row ids: [pending, draft 1, ...].
-        ids: I32 [W] greedy choice after each row.
-        draft_finite: False if the drafter produced NaN or Inf.
-        target_finite: False if the target did.
-        times: host microseconds.
-    """
-
-    tokens: np.ndarray
-    ids: np.ndarray
-    draft_finite: bool
-    target_finite: bool
-    times: StepTimes
-
-
-class Engine:
-    """Runs steps. Owns caches, graphs and step buffers; borrows models (with their weights) and the backend."""
-
-    kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
+    graphs_class, row_bytes = StepGraphs, 64
 
     def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
-        check_options(options, target, drafter)
-        self.backend, self.target, self.drafter = backend, target, drafter
-        self.options = options
+        whole(options.slots, "the slots of an engine for one sequence", 1, 1)
+        super().__init__(backend, target, drafter, options)
         self.cursor = Cursor(options.n_ctx)
         self._soiled = False  # whether the caches may hold NaN
         self.epoch = 0  # sequences begun so far: whoever remembers what lies in the caches can tell whether it still does
-        self._iota = np.arange(max(options.chunk, options.width, RING), dtype=np.int32)
-        self._last: Step | None = None  # the step whose logits candidates() reads
         self._open_block: int | None = None  # rows of the last block until accept says how many count
         self._kinds: tuple[tuple[str, int], ...] = ()  # steps that are expected, see prepare
         self._last_span = 0
         self.built_ahead = 0  # graphs built while the device computed
-        self._parts: list = []
-        try:
-            self._allocate()
-            self._reserve()
-        except BaseException:
-            self.close()
-            raise
-
-    def _own(self, part):
-        self._parts.append(part)
-        return part
 
     def _allocate(self) -> None:
-        opt = self.options
-        widest = max(opt.chunk, opt.width)
-        shapes = self.target.kv_shapes()
-        check_types(opt.kv, shapes, self.backend, draft=False)
-        self.kv = self._own(self.kv_class(self.backend, shapes, opt.n_ctx, TRASH_ROWS, self.target.window, widest, types=opt.kv))
-        self.draft_kv = self.ring = None
+        super()._allocate()
         if self.drafter is not None:
-            n_features = self.target.n_embd * len(self.drafter.hp.target_layers)
-            self.ring = self._own(FeatureRing(self.backend, n_features))
-            shapes = self.drafter.kv_shapes()
-            check_types(opt.draft_kv, shapes, self.backend, draft=True)
-            self.draft_kv = self._own(self.kv_class(self.backend, shapes, opt.n_ctx, TRASH_ROWS, types=opt.draft_kv))
-        shape = self.target.delta_shape()
-        self.delta = None
-        if shape is not None:
-            self.delta = self._own(DeltaState(self.backend, shape, self.target.delta_row(), opt.width, self.planned))
-        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, self.target.kv_shapes(), self.target.window)
-        tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        self.io = self._own(StepIO(self.backend, 64 * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width + 8192))
-        blocks, chunks = candidate_widths(opt.width), tuple(sorted({*(c for c in CHUNKS if c < opt.chunk), opt.chunk}))
-        widths = {"prefill": chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks, "fused": blocks}
+            self.ring = self._own(FeatureRing(self.backend, self.target.n_embd * len(self.drafter.hp.target_layers)))
+        blocks = candidate_widths(self.options.width)
+        widths = {"prefill": self.chunks, "logits": (self.options.chunk,), "plain": (1,), "verify": blocks, "fused": blocks}
         self.graphs = self._own(
             self.graphs_class(self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, self.ring, widths)
         )
+
+    def _recurrent(self, shape: DeltaShape) -> DeltaState:
+        return DeltaState(self.backend, shape, self.target.delta_row(), self.options.width, self.planned)
 
     def _reserve(self) -> None:
         """Plans the largest graph of every role that a generation uses: what does not fit is said now, and no buffer grows later."""
@@ -194,8 +107,7 @@ class Engine:
 
         ``drafting`` False: the next sequence will not be drafted for, and its drafter rows are not computed.
         """
-        if self.graphs.closed:
-            raise EngineError("the session is closed: load the model again")
+        self._check_open()
         if self._soiled:
             for cache in (self.kv, self.draft_kv):
                 if cache is not None:
@@ -213,8 +125,7 @@ class Engine:
 
     def settle(self) -> None:
         """Commits what the last block left pending and computes the drafter rows that are due: the caches hold the whole sequence then."""
-        if self.graphs.closed:
-            raise EngineError("the session is closed: load the model again")
+        self._check_open()
         if self._open_block is not None:
             raise EngineError(f"the last block of {self._open_block} rows is neither accepted nor given up: call accept first")
         self._catch_up()
@@ -476,13 +387,9 @@ class Engine:
         """``tokens`` as I64 [T], if they are ids of the vocabulary that fit behind what is there."""
         ids = token_ids(tokens, self.target.n_vocab)
         self.cursor.check_fits(ids.size)
-        if self.graphs.closed:
-            raise EngineError("the session is closed: load the model again")
+        self._check_open()
         self._open_block = None  # nothing of it was accepted
         return ids
-
-    def _token(self, token: int) -> int:
-        return whole(token, "the pending token", 0, self.target.n_vocab - 1)
 
     def _block_width(self, width: int | None) -> int:
         return whole(self.options.width if width is None else width, "the width of the block", 2, self.options.width)
@@ -534,23 +441,7 @@ class Engine:
         step.fields.run()
         d.after_step(width, 0, False)
 
-    def memory(self) -> dict[str, int]:
-        """Bytes on the device by purpose."""
-        if self.graphs.closed:
-            raise EngineError("the session is closed: load the model again")
-        out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
-        if self.drafter is not None:
-            out["draft_weights"], out["draft_kv"] = self.drafter.weights.nbytes, self.draft_kv.nbytes + self.ring.nbytes
-        if self.delta is not None:
-            out["recurrent"] = self.delta.nbytes
-        return out
-
     def expert_counts(self) -> dict[str, int] | None:
         """Choices of routed experts so far, hits among them, and the host's microseconds; None where all experts are on the device."""
         host = self.target.weights.host_experts if self.target.weights is not None else None
         return asdict(host.counts()) if host is not None else None
-
-    def close(self) -> None:
-        for part in reversed(self._parts):
-            part.close()
-        self._parts = []

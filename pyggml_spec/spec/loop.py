@@ -14,7 +14,8 @@ from threading import get_ident
 from ..checks import whole
 from ..errors import EngineError
 from ..ggml.device import waited_for_core
-from .engine import Engine, StepResult
+from .engine import Engine
+from .parts import StepResult
 from .sampling import Sampler
 from .stats import Stats
 from .synthetic import SyntheticAcceptance

@@ -24,8 +24,8 @@ from ..checks import token_ids
 from ..errors import ContextError, EngineError
 from .batch import BatchEngine, Draft, Prompt, Verify, Work
 from .batch_width import BatchWidths
-from .engine import StepResult, candidate_widths
 from .loop import REFERENCE, SPECULATIVE, LoopOptions, choose_block
+from .parts import StepResult, candidate_widths
 from .stats import Stats
 from .width import Acceptance
 

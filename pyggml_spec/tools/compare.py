@@ -11,7 +11,8 @@ from ..ggml.device import Backend, pick_device
 from ..gguf_io import GGUFFile
 from ..models.registry import open_target
 from ..models.weights import Weights
-from ..spec.engine import Engine, EngineOptions
+from ..spec.engine import Engine
+from ..spec.parts import EngineOptions
 from .reference import LlamaReference
 
 GREEDY_TOKENS = 64

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..errors import ContextError, ModelError
 from ..models.placement import Routing, hot_count
 from ..session import Session
-from ..spec.engine import CHUNKS
+from ..spec.parts import CHUNKS
 
 HELD_OUT = 0.25  # of the text: what the hit rates are measured on, and the hot experts are not chosen by
 

@@ -22,9 +22,10 @@ from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET, MOST_BYTES, Session, load
 from ..spec.batch import BatchEngine
 from ..spec.batch_graphs import BatchGraphs
-from ..spec.engine import Engine, EngineOptions
+from ..spec.engine import Engine
 from ..spec.graphs import Step, StepGraphs
 from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions
+from ..spec.parts import EngineOptions
 
 _ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
 
