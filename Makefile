@@ -1,14 +1,15 @@
 # make run   sets everything up and runs the main job on the embedded pair
 # make test  sets everything up and runs the tests
-# Set-up needs Python 3.11 or newer, a C compiler and CMake's build tools; everything else is Python packages. Building llama-cpp-python
-# takes minutes the first time (pip keeps the wheel); nothing else takes more than seconds.
+# make test-patches  builds llama.cpp with the patches and runs its tests; the build is kept in the user's cache
+# Set-up needs Python 3.11 or newer, a compiler for C and C++ and CMake's build tools; everything else is Python packages. Building llama-cpp-python
+# takes minutes the first time (pip keeps the wheel), and so does llama.cpp with the patches; nothing else takes more than seconds.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test clean
+.PHONY: run test test-patches clean
 .DEFAULT_GOAL := run
 
 $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/*.c csrc/*.h csrc/*.py)
@@ -22,6 +23,9 @@ run: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-patches: $(READY)
+	$(BIN)/python scripts/run_patched_tests.py
 
 clean:
 	rm -rf build dist $(READY)

@@ -8,7 +8,8 @@
 The tree comes out of the llama-cpp-python sdist (downloaded by pip into DIR), or is a copy of --tree. The tools land in DIR/build/bin;
 --wheel writes a wheel of llama-cpp-python into DIR instead: its version is unchanged, so pyggml_spec runs on it after
 `pip install --force-reinstall --no-deps DIR/llama_cpp_python-*.whl`. --unpatched builds the same tree as it is, for comparisons.
---test runs the tree's own tests of what the patches touch and ends with the number of those that fail.
+--test runs the tree's own tests of what the patches touch and ends with the number of those that fail. CMake and Ninja are taken from beside this
+Python (`pip install cmake ninja`) or from PATH.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -49,6 +51,8 @@ def test(tools: Path) -> int:
             status = subprocess.run([tools.resolve() / name, *arguments], cwd=work, stdout=log, stderr=log).returncode
         failed += status != 0
         print(f"{'passed' if status == 0 else f'FAILED, status {status}, see {log.name}'}: {line} ({time.monotonic() - started:.0f} s)", flush=True)
+        if status:
+            print(*Path(log.name).read_text(errors="replace").splitlines()[-20:], sep="\n", flush=True)
     return failed
 
 
@@ -59,8 +63,30 @@ def run(command: list[str], env: dict[str, str] | None = None) -> None:
         sys.exit(f"{command[0]} ended with {status}")
 
 
+def find_tools() -> None:
+    """CMake and Ninja beside this Python are on PATH from here on. Ends with a sentence where CMake or a compiler is missing."""
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if not shutil.which("cmake"):
+        sys.exit(f"cmake is neither beside {sys.executable} nor on PATH; {sys.executable} -m pip install cmake ninja gets it")
+    for variable, default, language in (("CC", "cc", "C"), ("CXX", "c++", "C++")):
+        compiler = os.environ.get(variable) or default
+        if not shutil.which(compiler.split()[0]):
+            sys.exit(f"there is no {language} compiler {compiler}; install one (Debian and Ubuntu: g++), or name it in {variable}")
+
+
+def unpack(sdist: Path, out: Path, patched: bool) -> None:
+    """The whole tree with all patches, or nothing: one that was cut off would be taken for whole the next time."""
+    with tempfile.TemporaryDirectory(prefix="unpacking-", dir=out) as part:
+        tree = patches.unpack(sdist, Path(part))
+        if patched:
+            patches.apply(tree)
+        root = Path(patches.VENDORED).parts[0]
+        (Path(part) / root).rename(out / root)
+
+
 def cmake_options(args) -> list[str]:
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", f"-DGGML_CUDA={'ON' if args.cuda else 'OFF'}"]
+    options.append("-DGGML_CCACHE=OFF")  # finds one that is not on PATH, and then calls it by name; ours is below
     if args.cuda and args.cuda_arch:
         options.append(f"-DCMAKE_CUDA_ARCHITECTURES={args.cuda_arch}")
     if shutil.which("ccache"):
@@ -85,6 +111,8 @@ def main() -> None:
     if args.wheel and args.tree:
         parser.error("--wheel needs the whole sdist, not a tree")
 
+    if not args.wheel:  # pip brings its own
+        find_tools()
     args.out.mkdir(parents=True, exist_ok=True)
     tree = args.out / "llama.cpp" if args.tree else args.out / patches.VENDORED
     if not tree.is_dir():
@@ -92,10 +120,10 @@ def main() -> None:
             patches.ggml_version(args.tree)
             shutil.copytree(args.tree, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", "build*"))
         else:
-            patches.unpack(args.sdist or patches.fetch_sdist(args.out), args.out)
+            unpack(args.sdist or patches.fetch_sdist(args.out), args.out, patched=not args.unpatched)
     if not args.unpatched:
-        done = patches.apply(tree)
-        print(f"applied {', '.join(patch.path.name for patch in done) or 'nothing: it is patched already'}", flush=True)
+        patches.apply(tree)  # the tree may come from an earlier call, or from --tree
+        print(f"patched with {', '.join(patch.path.name for patch in patches.series())}", flush=True)
 
     if args.wheel:
         env = {**os.environ, "CMAKE_ARGS": " ".join(cmake_options(args)), "CMAKE_BUILD_PARALLEL_LEVEL": str(args.jobs)}
@@ -103,7 +131,8 @@ def main() -> None:
         run([sys.executable, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps", "--wheel-dir", str(args.out), str(tree.parents[1])], env)
         return
     build = args.out / "build"
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    ninja = shutil.which("ninja")
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []  # named: the one of an earlier call may be gone
     run(["cmake", *generator, "-S", str(tree), "-B", str(build), *cmake_options(args), "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=ON"])
     targets = args.targets or TARGETS + TESTS + ([] if args.unpatched else NEW_TESTS)
     run(["cmake", "--build", str(build), "--parallel", str(args.jobs), "--target", *targets])

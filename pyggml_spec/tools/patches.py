@@ -169,6 +169,11 @@ def _run(tree: Path, patches: list[Patch] | None, write: bool) -> list[Patch]:
     return left
 
 
+def cache_dir() -> Path:
+    """Where the tests of this repository keep the sdist and the patched build, in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyggml_spec"
+
+
 def fetch_sdist(folder: Path) -> Path:
     """The sdist that holds the tree, downloaded once into ``folder`` by pip.
 

@@ -1,6 +1,5 @@
 """The files of the pristine tree that the patches touch, from the sdist that pip downloads once into the user's cache."""
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ from pyggml_spec.tools import patches
 
 
 def sdist() -> Path:
-    return patches.fetch_sdist(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyggml_spec")
+    return patches.fetch_sdist(patches.cache_dir())
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def test_applies_on_what_it_needs_alone(patch, tree: Path):
 
 
 def test_what_the_patches_touch_compiles(with_headers: Path):
-    """Front end only, half a minute of one core: building the whole tree takes a quarter of an hour. CUDA sources need nvcc and are left out."""
+    """Front end only, half a minute of one core; `make test-patches` builds, without the server. CUDA sources need nvcc and are left out."""
     folders = ("ggml/include", "ggml/src", "include", "src", "common", "vendor", "tools/mtmd", "tools/server")
     options = ["-fsyntax-only", "-w", "-D_GNU_SOURCE", "-DGGML_SCHED_MAX_COPIES=4", '-DGGML_VERSION="0"', '-DGGML_COMMIT="0"']
 

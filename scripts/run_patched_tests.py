@@ -1,0 +1,72 @@
+#!/usr/bin/env python3
+"""Builds the patched llama.cpp for the CPU and runs its own tests of what the patches touch; `make test-patches` in CI.
+
+    run_patched_tests.py [--jobs N]
+
+The build stays in the user's cache, named by a hash of all that decides it: while that is unchanged only the tests run. One that was cut off is
+continued; one of another hash is deleted before the next begins. Ends with the number of tests that fail.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import build_patched_llamacpp as build
+
+from pyggml_spec.errors import PyspecError
+from pyggml_spec.tools import patches
+
+
+def key() -> str:
+    """Hash of the sources, the script that builds them, and compiler and processor: ggml uses all instructions of the machine that it is built on."""
+    flags = [f"{name}={os.environ.get(name, '')}" for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")]
+    macros = [*(os.environ.get("CXX") or "c++").split(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    parts = [patches.SDIST.encode(), Path(build.__file__).read_bytes(), *(patch.path.read_bytes() for patch in patches.series())]
+    parts += ["\0".join(flags).encode(), subprocess.run(macros, capture_output=True).stdout]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+
+
+def built(cache: Path, jobs: int) -> Path:
+    """The folder of the tools, which are built if they are not there yet. The caller holds the cache's lock."""
+    folder = cache / f"patched-{key()}"
+    done = folder / "done"
+    if not done.exists():
+        for other in set(cache.glob("patched-*/")) - {folder}:
+            shutil.rmtree(other)
+        targets = build.TESTS + build.NEW_TESTS
+        build.run([sys.executable, build.__file__, "--out", str(folder), "--sdist", str(patches.fetch_sdist(cache)), "--jobs", str(jobs), *targets])
+        done.touch()
+        shutil.rmtree(folder / Path(patches.VENDORED).parts[0])  # 200 MB that the tests do not read
+    return folder / "build" / "bin"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    build.find_tools()
+    cache = patches.cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "patched.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another run builds or tests in {cache}; this one waits for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        tools = built(cache, args.jobs)
+        print(f"tests of the patched tree in {tools}", flush=True)
+        failed = build.test(tools)
+        shutil.rmtree(tools.parent / "test-runs" / "models")  # 900 MB of random weights
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PyspecError as error:
+        sys.exit(f"run_patched_tests.py: {error}")
