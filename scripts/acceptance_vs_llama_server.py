@@ -6,11 +6,13 @@
 
 import argparse
 import json
-import urllib.request
+import sys
 from pathlib import Path
 
+from bench_vs_llamacpp import server_options
+from llama_server import LlamaServer, ServerEnded
+
 import pyggml_spec as ps
-from bench_vs_llamacpp import PORT, Server
 from pyggml_spec.session import DEMO, DEMO_DRAFTER, DEMO_TARGET
 
 
@@ -22,20 +24,17 @@ def main() -> None:
     parser.add_argument("-n", "--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.jsonl")
     args = parser.parse_args()
-    args.ngl, args.threads, args.ctx, args.synthetic_acceptance, args.out = 0, 1, 2048, None, Path("/tmp/acceptance.json")
+    args.ngl, args.threads, args.ctx, args.synthetic_acceptance = 0, 1, 2048, None
     prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
 
-    server = Server(args, speculative=True)
     theirs = []
-    for prompt in prompts:
-        body = {"prompt": prompt, "n_predict": args.tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-        request = urllib.request.Request(f"http://127.0.0.1:{PORT}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            reply = json.load(answer)
-        timings = reply["timings"]
-        steps = timings["predicted_n"] - timings["draft_n_accepted"] - 1
-        theirs.append((steps, timings["draft_n_accepted"], reply["content"]))
-    server.close()
+    with LlamaServer(args.tools, Path("/tmp/acceptance.server.log"), *server_options(args)) as server:
+        server.wait()
+        for prompt in prompts:
+            reply = server.post("/completion", prompt=prompt, n_predict=args.tokens, temperature=0, ignore_eos=True, cache_prompt=False)
+            timings = reply["timings"]
+            steps = timings["predicted_n"] - timings["draft_n_accepted"] - 1
+            theirs.append((steps, timings["draft_n_accepted"], reply["content"]))
 
     ours = []
     with ps.load(args.model, args.model_draft, device="CPU", threads=1, n_ctx=2048, draft_width=16) as session:
@@ -50,4 +49,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ServerEnded as why:
+        sys.exit(str(why))

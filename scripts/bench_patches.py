@@ -10,83 +10,32 @@ The counters come from /metrics; the unpatched server has none.
 import argparse
 import contextlib
 import json
-import os
-import re
-import socket
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from llama_server import LlamaServer, ServerEnded
 
 PROMPT = 64  # tokens; each slot and each round begins differently
 
 
-class Server:
-    """A greedy llama-server on a free port; it ends with its ``with`` block."""
-
-    def __init__(self, tools: Path, log: Path, *options: object, env: dict[str, str] | None = None):
-        port = free_port()
-        self.log, self.url = log, f"http://127.0.0.1:{port}"
-        command = [str(tools / "llama-server"), "--port", str(port), "--metrics", "--no-webui", "--no-warmup", "--temp", "0", *map(str, options)]
-        env = {**os.environ, "LD_LIBRARY_PATH": f"{tools}:{os.environ.get('LD_LIBRARY_PATH', '')}", **(env or {})}
-        with log.open("w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.process.terminate()
-        self.process.wait()
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=600) as answer:
-            return answer.read().decode()
-
-    def post(self, path: str, **body: object) -> dict | list:
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=1800) as answer:
-            return json.load(answer)
-
-    def wait(self) -> None:
-        while True:
-            if self.process.poll() is not None:
-                sys.exit(f"llama-server ended: see {self.log}")
-            try:
-                self.get("/health")
-                return
-            except OSError:
-                time.sleep(0.5)
-
-    def complete(self, seed: int, tokens: int) -> dict:
-        prompt = [100 + (7 * i + 31 * seed) % 200 for i in range(PROMPT)]
-        return self.post("/completion", prompt=prompt, n_predict=tokens, temperature=0, ignore_eos=True, cache_prompt=False)["timings"]
-
-    def counters(self) -> dict[str, float]:
-        lines = re.findall(r'^llamacpp:(\w+)\{context="(\w+)"\} (\S+)$', self.get("/metrics"), re.MULTILINE)
-        drafts = re.search(r"^llamacpp:spec_decode_num_drafts_total (\S+)$", self.get("/metrics"), re.MULTILINE)
-        found = {f"{context}.{name}": float(value) for name, context, value in lines}
-        return {**found, "steps": float(drafts[1]) if drafts else 0.0}
-
-    def round(self, number: int, slots: int, tokens: int) -> dict[str, float]:
-        """All slots at once. ``tok/s``: tokens of all slots by the wall time, prompts included; ``decode tok/s``: the slots' own rates summed."""
-        before, started = self.counters(), time.perf_counter()
-        with ThreadPoolExecutor(slots) as pool:
-            timings = list(pool.map(lambda slot: self.complete(number * slots + slot, tokens), range(slots)))
-        seconds, after = time.perf_counter() - started, self.counters()
-        figures = {"tok/s": sum(t["predicted_n"] for t in timings) / seconds, "decode tok/s": sum(t["predicted_per_second"] for t in timings)}
-        steps = max(after["steps"] - before["steps"], 1)
-        figures["tokens/step"] = sum(t["predicted_n"] for t in timings) / steps
-        return {**figures, **{f"{name}/step": (after[name] - before[name]) / steps for name in after if name != "steps"}}
+def complete(server: LlamaServer, seed: int, tokens: int) -> dict:
+    prompt = [100 + (7 * i + 31 * seed) % 200 for i in range(PROMPT)]
+    return server.post("/completion", prompt=prompt, n_predict=tokens, temperature=0, ignore_eos=True, cache_prompt=False)["timings"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def server_round(server: LlamaServer, number: int, slots: int, tokens: int) -> dict[str, float]:
+    """All slots at once. ``tok/s``: tokens of all slots by the wall time, prompts included; ``decode tok/s``: the slots' own rates summed."""
+    before, started = server.counters(), time.perf_counter()
+    with ThreadPoolExecutor(slots) as pool:
+        timings = list(pool.map(lambda slot: complete(server, number * slots + slot, tokens), range(slots)))
+    seconds, after = time.perf_counter() - started, server.counters()
+    figures = {"tok/s": sum(t["predicted_n"] for t in timings) / seconds, "decode tok/s": sum(t["predicted_per_second"] for t in timings)}
+    steps = max(after["steps"] - before["steps"], 1)
+    figures["tokens/step"] = sum(t["predicted_n"] for t in timings) / steps
+    return {**figures, **{f"{name}/step": (after[name] - before[name]) / steps for name in after if name != "steps"}}
 
 
 def main() -> None:
@@ -112,20 +61,20 @@ def main() -> None:
             pair = []
             for name, tools in (("before", args.before), ("after", args.after)):
                 log = Path(f"{args.out}.{name}-np{slots}.log")
-                pair.append((name, stack.enter_context(Server(tools, log, *server_options(slots, args)))))
+                pair.append((name, stack.enter_context(LlamaServer(tools, log, *server_options(slots, args)))))
             for _, server in pair:
                 server.wait()
-                server.round(0, slots, 64)
+                server_round(server, 0, slots, 64)
             for number in range(1, args.rounds + 1):
                 for name, server in pair if number % 2 else reversed(pair):
-                    results.setdefault(f"np {slots} {name}", []).append(server.round(number, slots, args.tokens))
+                    results.setdefault(f"np {slots} {name}", []).append(server_round(server, number, slots, args.tokens))
         Path(args.out).write_text(json.dumps({"model": args.model, "drafter": args.drafter, "rounds": results}, indent=1))
         report(slots, results)
 
 
 def server_options(slots: int, args) -> list[object]:
     options = ["-m", args.model, "-md", args.drafter, "--spec-type", "draft-dflash", "--spec-draft-n-max", 15, "-np", slots, "-c", args.ctx * slots]
-    options += ["-ngl", args.ngl, "-ngld", args.ngl, "-fa", "on", "--backend-sampling"]
+    options += ["-ngl", args.ngl, "-ngld", args.ngl, "-fa", "on", "--backend-sampling", "--metrics"]
     # both copy states of a slot to the host while all slots wait, 150 MB and more per prompt at 27B: no part of what is compared
     options += ["--ctx-checkpoints", 0, "--cache-ram", 0, *args.server_args]
     if args.synthetic_acceptance:
@@ -146,4 +95,7 @@ def report(slots: int, results: dict[str, list[dict[str, float]]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ServerEnded as why:
+        sys.exit(str(why))

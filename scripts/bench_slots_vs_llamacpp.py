@@ -15,8 +15,9 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench_patches import Server, server_options
+from bench_patches import server_options, server_round
 from bench_vs_llamacpp import device_memory_used
+from llama_server import LlamaServer, ServerEnded
 
 import pyggml_spec as ps
 from pyggml_spec.ggml.library import versions
@@ -45,15 +46,15 @@ def main() -> None:
     with ps.load(args.model, args.drafter, device=args.device, n_ctx=args.ctx, threads=args.threads or None) as session:
         for slots in map(int, args.slots.split(",")):
             before = device_memory_used(args.device)
-            with Server(args.tools, Path(f"{args.out}.np{slots}.log"), *server_options(slots, args)) as server:
+            with LlamaServer(args.tools, Path(f"{args.out}.np{slots}.log"), *server_options(slots, args)) as server:
                 server.wait()
-                server.round(0, slots, 64)
+                server_round(server, 0, slots, 64)
                 results.append(measure(session, server, options, args, slots, device_memory_used(args.device) - before))
             print(row(results[-1]), flush=True)
             args.out.write_text(json.dumps({"versions": versions(), "command": sys.argv, "rows": results}, indent=1) + "\n")
 
 
-def measure(session: ps.Session, server: Server, options: BenchOptions, args, slots: int, server_bytes: int) -> dict:
+def measure(session: ps.Session, server: LlamaServer, options: BenchOptions, args, slots: int, server_bytes: int) -> dict:
     theirs, ours, plain, last = [], [], [], None
 
     def turn() -> None:
@@ -68,7 +69,7 @@ def measure(session: ps.Session, server: Server, options: BenchOptions, args, sl
             if side == "ours":
                 turn()
             else:
-                theirs.append(server.round(number, slots, args.tokens)["decode tok/s"])
+                theirs.append(server_round(server, number, slots, args.tokens)["decode tok/s"])
     return {
         "slots": slots, "llama-server": theirs, "pyspec": ours, "pyspec plain": plain, "ms_per_step": last.ms_per_step, "widths": last.widths,
         "tokens_per_step": last.tokens_per_step, "rows_used": last.used, "slot_bytes": last.slot_bytes, "compute_bytes": last.compute_bytes,
@@ -86,4 +87,7 @@ def row(r: dict) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ServerEnded as why:
+        sys.exit(str(why))

@@ -10,14 +10,14 @@ reason is written down.
 """
 
 import argparse
+import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
+
+from llama_server import LlamaServer, ServerEnded, environment
 
 import pyggml_spec as ps
 from pyggml_spec.ggml.library import versions
@@ -25,12 +25,7 @@ from pyggml_spec.spec.loop import PLAIN, LoopOptions, generate
 from pyggml_spec.spec.stats import Stats
 from pyggml_spec.tools.bench import BenchOptions, bench
 
-PORT = 8099
 PROMPT = [100 + 7 * i % 200 for i in range(64)]
-
-
-def environment(tools: Path) -> dict:
-    return {**os.environ, "LD_LIBRARY_PATH": f"{tools}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
 
 
 def llama_bench(args, prompts: list[int], tokens: int) -> dict[str, float]:
@@ -45,68 +40,18 @@ def llama_bench(args, prompts: list[int], tokens: int) -> dict[str, float]:
     return {(f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}"): r["avg_ts"] for r in json.loads(done.stdout)}
 
 
-class ServerEnded(Exception):
-    """llama-server ended by itself; the text says why."""
+def server_options(args) -> list[object]:
+    options = ["-m", args.model, "-fa", "on", "-ngl", args.ngl, "-np", 1, "-c", args.ctx, "--backend-sampling"]
+    options += ["-md", args.model_draft, "-ngld", args.ngl, "--spec-type", "draft-dflash", "--spec-draft-n-max", 15]
+    if args.threads:
+        options += ["-t", args.threads]
+    if args.synthetic_acceptance:
+        options += ["--spec-synth-len", args.synthetic_acceptance]
+    return options
 
 
-class Server:
-    """A llama-server child; ``tokens_per_second`` asks it for one greedy completion of a fixed length."""
-
-    def __init__(self, args, speculative: bool):
-        command = [str(args.tools / "llama-server"), "-m", args.model, "-fa", "on", "-ngl", str(args.ngl), "-np", "1", "--port", str(PORT)]
-        command += ["-c", str(args.ctx), "--temp", "0", "--backend-sampling", "--no-webui", "--no-warmup"]
-        if args.threads:
-            command += ["-t", str(args.threads)]
-        if speculative:
-            command += ["-md", args.model_draft, "-ngld", str(args.ngl), "--spec-type", "draft-dflash", "--spec-draft-n-max", "15"]
-            if args.synthetic_acceptance:
-                command += ["--spec-synth-len", str(args.synthetic_acceptance)]
-        self.log = open(args.out.with_suffix(".server.log"), "w")
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment(args.tools))
-        try:
-            self._wait()
-            self.complete(8)  # some pairs end it only when they draft
-        except BaseException:
-            self.close()
-            raise
-
-    def _wait(self) -> None:
-        for _ in range(600):
-            if self.process.poll() is not None:
-                raise ServerEnded(self._reason())
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2) as answer:
-                    if answer.status == 200:
-                        return
-            except OSError:
-                time.sleep(0.5)
-        raise ServerEnded("llama-server did not become ready in five minutes")
-
-    def _reason(self) -> str:
-        """What it said last before it ended: its assertion, or the last error."""
-        lines = [line.strip() for line in Path(self.log.name).read_text(errors="replace").splitlines()]
-        for sign in ("GGML_ASSERT", "GGML_ABORT", "error", "failed"):
-            told = [line for line in lines if sign in line]
-            if told:
-                break
-        return f"llama-server ended with {self.process.wait()}: {(told or lines or ['no output'])[-1]}"
-
-    def complete(self, tokens: int) -> dict:
-        body = json.dumps({"prompt": PROMPT, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{PORT}/completion", body, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                return json.load(answer)["timings"]
-        except OSError:
-            time.sleep(1)  # it answers nothing more when it dies, and dies a moment later
-            if self.process.poll() is None:
-                raise
-            raise ServerEnded(self._reason()) from None
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(30)
-        self.log.close()
+def complete(server: LlamaServer, tokens: int) -> dict:
+    return server.post("/completion", prompt=PROMPT, n_predict=tokens, temperature=0, ignore_eos=True, cache_prompt=False)["timings"]
 
 
 def device_memory_used(device: str) -> int:
@@ -141,20 +86,22 @@ def main() -> None:
     used = [device_memory_used(args.device)]
     session = ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=args.draft_width)
     used.append(device_memory_used(args.device))
-    server, notes = None, []
-    try:
-        server = Server(args, speculative=True)
-    except ServerEnded as why:
-        notes.append(str(why))
-    used.append(device_memory_used(args.device))
-    rows = []
-    with session:
+    notes, rows = [], []
+    with session, contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(LlamaServer(args.tools, args.out.with_suffix(".server.log"), *server_options(args)))
+            server.wait()
+            complete(server, 8)  # some pairs end it only when they draft
+        except ServerEnded as why:
+            server = None
+            notes.append(str(why))
+        used.append(device_memory_used(args.device))
         for _ in range(args.rounds):
             for test, value in llama_bench(args, prompts, 128).items():
                 add("llama.cpp", test, value)
             if server is not None:
                 for _ in range(3):
-                    timings = server.complete(args.tokens)
+                    timings = complete(server, args.tokens)
                 add("llama.cpp", "spec", timings["predicted_per_second"])
             options = BenchOptions(tuple(prompts), args.tokens, (0,), 2, args.synthetic_acceptance, args.draft_width)
             rows = bench(session, options)
@@ -165,8 +112,6 @@ def main() -> None:
         stats = Stats()
         for _ in generate(session.engine, PROMPT, LoopOptions(8, PLAIN), stats):
             pass
-    if server is not None:
-        server.close()
 
     print(f"| test | llama.cpp | pyspec | ratio |\n|---|---|---|---|  {args.device}, {Path(args.model).name}")
     for test in figures["pyspec"]:

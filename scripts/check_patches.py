@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bench_patches import Server
+from llama_server import LlamaServer, ServerEnded
 
 from pyggml_spec.session import DEMO
 from pyggml_spec.tools.random_archs import write_gemma4
@@ -36,14 +36,15 @@ class Run:
     def __init__(self, tools: Tools, work: Path, *options: object, slots: int = 1, drafter: bool = True, env: dict[str, str] | None = None):
         self.slots = slots
         options = ("-m", DEMO / "target.gguf", *(("-md", DEMO / "drafter.gguf", *DRAFT) if drafter else ()), *options)
-        self.server = Server(tools, work / "server.log", "-np", slots, "-c", 1024 * slots, "-t", 1, "-td", 1, *options, env=env)
+        options = ("--metrics", "-np", slots, "-c", 1024 * slots, "-t", 1, "-td", 1, *options)
+        self.server = LlamaServer(tools, work / "server.log", *options, env=env)
 
     def __enter__(self) -> "Run":
         self.server.wait()
         return self
 
     def __exit__(self, *_) -> None:
-        self.server.__exit__()
+        self.server.close()
 
     def texts(self, prompts: list[str] = PROMPTS, **body: object) -> list[tuple]:
         """(tokens, drafted, accepted) of each prompt. The prompts of one request start in the same step: the run is repeatable."""
@@ -243,4 +244,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ServerEnded as why:
+        sys.exit(str(why))
