@@ -150,6 +150,9 @@ typedef bool (*ggml_abort_callback)(void * data);
 static ggml_backend_buffer_type_t * call_get_extra_bufts(void * fn, ggml_backend_dev_t dev);
 static void call_set_n_threads(void * fn, ggml_backend_t backend, int n);
 static void quiet_log(void);
+static void * error_keeper(void);
+static const char * kept_error(void);
+static void forget_error(void);
 static const char * compiled_ggml_version(void);
 """
 
@@ -170,6 +173,17 @@ static void log_errors(enum ggml_log_level level, const char * text, void * user
     }
 }
 static void quiet_log(void) { ggml_log_set(log_errors, NULL); }
+// A log callback in Python would lose Ctrl-C: the interpreter raises it there, and ctypes drops what a callback raises.
+static char first_error[PGS_ERR];
+static void keep_error(enum ggml_log_level level, const char * text, void * user_data) {
+    (void) user_data;
+    if (level == GGML_LOG_LEVEL_ERROR && first_error[0] == 0) {
+        snprintf(first_error, sizeof(first_error), "%s", text);
+    }
+}
+static void * error_keeper(void) { return (void *) keep_error; }
+static const char * kept_error(void) { return first_error; }
+static void forget_error(void) { first_error[0] = 0; }
 static const char * compiled_ggml_version(void) { return PGS_GGML_VERSION; }
 """
 

@@ -266,10 +266,8 @@ class Weights:
             return
         offset = 0
         for info in sources:
-            with self.file.read(info.name) as data:
-                pointer = ffi.from_buffer(data)
+            with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
                 lib.ggml_backend_tensor_set(tensor, pointer, offset, info.nbytes)
-                ffi.release(pointer)
             offset += info.nbytes
 
     # -- gate and up of each expert in one tensor
@@ -298,11 +296,9 @@ class Weights:
     def _upload_joined(self, tensor, sources: list[TensorInfo]) -> None:
         size = tensor.nb[2] // 2
         for i, info in enumerate(sources):
-            with self.file.read(info.name) as data:
-                pointer = ffi.from_buffer(data)
+            with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
                 for expert in range(tensor.ne[2]):
                     lib.ggml_backend_tensor_set(tensor, pointer + expert * size, expert * tensor.nb[2] + i * size, size)
-                ffi.release(pointer)
 
     # -- experts in host memory
 
@@ -312,11 +308,9 @@ class Weights:
 
     def _upload_experts(self, tensor, info: TensorInfo, hot: tuple[int, ...]) -> None:
         size = tensor.nb[2]
-        with self.file.read(info.name) as data:
-            pointer = ffi.from_buffer(data)
+        with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
             for slot, expert in enumerate(hot):
                 lib.ggml_backend_tensor_set(tensor, pointer + expert * size, slot * size, size)
-            ffi.release(pointer)
 
     def _load_host(self, specs: list[Spec], placement: Placement, host: Backend) -> None:
         layers: dict[int, dict[str, object]] = {}

@@ -8,6 +8,8 @@ import llama_cpp
 import numpy as np
 
 from ..errors import ContextError, EngineError, GGUFError, ModelError
+from ..ggml.library import ffi, lib
+from ..ggml.library import text as text_of
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 
@@ -17,18 +19,9 @@ _SHORT_TEXT, _STACK_PER_BYTE = 4096, 512
 _starting = threading.Lock()  # the stack size of new threads is the whole process's
 
 
-_LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
-_said: list[str] = []
-
-
-@llama_cpp.llama_log_callback
-def _keep_errors(level, text, user_data):
-    """llama.cpp's loader logs every key; only why it failed is of use."""
-    if level == _LOG_ERROR and len(_said) < 16:
-        _said.append(text.decode("utf-8", "replace").strip())
-
-
-llama_cpp.llama_log_set(_keep_errors, ctypes.c_void_p(0))
+# llama.cpp's loader logs every key; only why it failed is of use
+_keep_error = llama_cpp.llama_log_callback(int(ffi.cast("uintptr_t", lib.error_keeper())))
+llama_cpp.llama_log_set(_keep_error, ctypes.c_void_p(0))
 
 
 def check_vocabulary(file: GGUFFile) -> int:
@@ -85,10 +78,11 @@ class Tokenizer:
         self.n_vocab = check_vocabulary(file)
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
-        _said.clear()
+        lib.forget_error()
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(file.path), params)
         if not self._model:
-            raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path}: {_said[0] if _said else 'it does not say why'}")
+            why = text_of(lib.kept_error()).strip() or "it does not say why"
+            raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path}: {why}")
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._control: dict[str, int] | None = None
         try:

@@ -65,7 +65,6 @@ def dequantise(data, kind: int, count: int) -> np.ndarray:
     if to_float == ffi.NULL:
         raise ModelError(f"ggml cannot turn {name} into floats; compare files of floating-point or quantised weights")
     out = np.empty(count, np.float32)
-    pointer = ffi.from_buffer(data)
-    to_float(pointer, ffi.cast("float *", ffi.from_buffer(out)), count)
-    ffi.release(pointer)
+    with ffi.from_buffer(data) as pointer:
+        to_float(pointer, ffi.cast("float *", ffi.from_buffer(out)), count)
     return out

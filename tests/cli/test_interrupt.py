@@ -63,6 +63,41 @@ def test_while_weights_are_loaded(pinned):
     assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
 
 
+def test_while_a_tensor_is_copied(pinned):
+    """Its bytes in the file were still held when they were given back: a BufferError in place of the interrupt."""
+    patch = """if True:
+        from pyggml_spec.models import weights
+        class Copying:
+            def __getattr__(self, name):
+                return getattr(real, name)
+            def ggml_backend_tensor_set(self, *args):
+                ctrl_c()
+        real, weights.lib = weights.lib, Copying()
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT)
+    assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
+
+
+def test_while_llama_cpp_reads_the_vocabulary(pinned):
+    """Its log went to a Python function: Ctrl-C was raised in there, ctypes dropped it, and the run went on."""
+    patch = """if True:
+        import threading, time
+        from pyggml_spec.text import tokenizer
+        load = tokenizer.llama_cpp.llama_model_load_from_file
+        def slow(*args):
+            def later():
+                time.sleep(0.003)
+                ctrl_c()
+            threading.Thread(target=later).start()
+            for _ in range(20):  # long enough for it
+                model = load(*args)
+            return model
+        tokenizer.llama_cpp.llama_model_load_from_file = slow
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT)
+    assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
+
+
 def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
     patch = """if True:
         from pyggml_spec.spec.engine import Engine
