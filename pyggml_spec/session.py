@@ -257,6 +257,7 @@ class Session:
                 sampler.close()
         yield StepEvent(text.finish(), (), stats)
         self.prefix.save()
+        stats.notes += self.prefix.take_notes()
 
     def _free_engine(self) -> None:
         """Ends a generation that was left half read: its caches go to somebody else."""

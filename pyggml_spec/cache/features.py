@@ -19,7 +19,7 @@ class FeatureRing:
         params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
         self._ctx = lib.ggml_init(params[0])
         self.rows = lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 2, (n_features, RING))
-        self._buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._ctx, backend.default_buffer_type)
+        self._buffer = backend.allocate(self._ctx)
         if self._buffer == ffi.NULL:
             lib.ggml_free(self._ctx)
             raise DeviceError(f"no memory for {RING} rows of {n_features} captured features on {backend.device.name}")

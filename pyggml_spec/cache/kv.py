@@ -10,7 +10,7 @@ see, and the next block writes over them.
 import numpy as np
 
 from ..errors import DeviceError
-from ..ggml.device import Backend
+from ..ggml.device import Backend, free_bytes
 from ..ggml.library import ffi, lib
 from ..models.base import KVLayer, KVShape
 from .kv_types import KVTypes, hadamard
@@ -81,11 +81,14 @@ class KVCache:
         self.fill(0)
 
     def _allocate(self, backend: Backend, n_ctx: int):
-        buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._ctx, backend.default_buffer_type)
+        buffer = backend.allocate(self._ctx)
         if buffer == ffi.NULL:
             need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(self._ctx, backend.default_buffer_type)
             lib.ggml_free(self._ctx)
-            raise DeviceError(f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {backend.device.name}; use a smaller -c")
+            free = free_bytes(backend.device) >> 20
+            raise DeviceError(
+                f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {backend.device.name}, which has {free} MiB free; use a smaller -c"
+            )
         return buffer
 
     def _tensor(self, kind: int, *ne: int):

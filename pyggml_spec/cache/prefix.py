@@ -100,7 +100,7 @@ class PrefixCache:
         reuse.tokens = depth * self.grain
         engine.resume(reuse.tokens)
         self._place.done = self._place.resumed = depth
-        reuse.notes, self.notes = self.notes, []
+        reuse.notes = self.take_notes()
         self._copies.forget(chunks)
         return reuse
 
@@ -132,6 +132,11 @@ class PrefixCache:
             self.files.trim()
         except Refused as refused:
             self.notes.append(str(refused))
+
+    def take_notes(self) -> list[str]:
+        """What could not be used or written since they were taken last, one sentence each."""
+        notes, self.notes = self.notes, []
+        return notes
 
     # -- bringing back
 

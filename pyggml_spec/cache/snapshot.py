@@ -51,7 +51,7 @@ class Pieces:
         out = Pieces(len(self.tensors))
         out.tensors = [lib.ggml_new_tensor(out._ctx, t.type, 2, (t.ne[0], t.ne[1])) for t in self.tensors]
         if out.tensors:
-            buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(out._ctx, backend.default_buffer_type)
+            buffer = backend.allocate(out._ctx)
             if buffer == ffi.NULL:
                 out.close()
                 return None

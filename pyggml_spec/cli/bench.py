@@ -83,6 +83,8 @@ def command(
             options = PromptsOptions(tokens, repetitions or 3, sampling, modes(thinking))
             sys.exit(measure(session, chosen, options, interrupt, output, as_json))
     lengths = tuple(n for n in lengths if n)
+    if not lengths and not tokens:
+        raise click.UsageError("there is nothing to measure: give prompt lengths (-p) or tokens to generate (-n)")
     depths = depths or (0,)
     options = BenchOptions(lengths, tokens, depths, repetitions or 5, synthetic, draft_width)
     if slots is not None and (0 in slots or not slots or not tokens):

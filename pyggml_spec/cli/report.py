@@ -9,6 +9,7 @@ from ..spec.stats import Stats
 from .terminal import size
 
 LEAST_REPLAY = 0.99
+LEAST_WAITED = 0.1  # seconds
 MUCH_WAITING = 0.1  # 0.00 to 0.02 on idle cores; 0.76, at a seventieth of the speed, with two threads on two cores that are in use
 _BAR = " ▁▂▃▄▅▆▇█"
 
@@ -51,7 +52,7 @@ def footer(s: Stats, plain_ms: float | None) -> str:
     if s.width_reason:
         used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
         lines.append(f"steps: {used}; {s.width_reason}")
-    if s.waited_share > MUCH_WAITING:
+    if s.waited_share > MUCH_WAITING and s.waited_s >= LEAST_WAITED:
         threads = "; with more than one thread, all of them wait whenever one does: use -t 1 or stop that work" if s.device == "CPU" else ""
         lines.append(f"warning: other work had the processor for {s.waited_s:.1f} of {decode:.1f} s, so the speeds are not those of an idle machine{threads}")
     if s.seed is not None:

@@ -58,13 +58,16 @@ def pick_device(name: str | None = None) -> Device:
 
 def free_bytes(device: Device) -> int:
     """What the device has free. ggml calls all of the CPU's memory free; Linux knows how much a program can still have."""
-    if device.kind == "cpu":
-        try:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            return min(device.memory_free, next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
-        except (OSError, ValueError, IndexError, StopIteration):
-            pass
-    return device.memory_free
+    return min(device.memory_free, _meminfo("MemAvailable", device.memory_free)) if device.kind == "cpu" else device.memory_free
+
+
+def _meminfo(name: str, unknown: int) -> int:
+    """Bytes that Linux reports; ``unknown`` elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return unknown
 
 
 def default_threads() -> int:
@@ -118,6 +121,17 @@ class Backend:
     def default_buffer_type(self):
         """The buffer type that every op of this device can use."""
         return lib.ggml_backend_dev_buffer_type(self._dev)
+
+    def allocate(self, ctx, buffer_type=None):
+        """A buffer for the tensors of ``ctx``, of the default type without another one; NULL if there is no memory for them.
+
+        Linux promises more memory than there is, and ends the process that then writes to it: on the CPU, nobody asks for more than is free.
+        """
+        buffer_type = buffer_type or self.default_buffer_type
+        need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buffer_type)
+        if self.device.kind == "cpu" and need > free_bytes(self.device) + _meminfo("SwapFree", 0):
+            return ffi.NULL
+        return lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buffer_type)
 
     def extra_buffer_types(self) -> list:
         """Buffer types that store matmul weights in a layout of their own (the CPU's repacked one, AMX), best first."""

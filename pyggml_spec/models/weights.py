@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import DeviceError, ModelError
-from ..ggml.device import Backend
+from ..ggml.device import Backend, free_bytes
 from ..ggml.host_experts import HostExperts, fillers
 from ..ggml.library import check, ffi, lib, new_err, text
 from ..gguf_io import GGUFFile, TensorInfo
@@ -247,12 +247,12 @@ class Weights:
             name = text(lib.ggml_type_name(kind))
             self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + lib.ggml_nbytes(tensor)
         buft = self._bufts[home]
-        buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft)
+        buffer = self.backend.allocate(ctx, buft)
         if buffer == ffi.NULL:
             need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buft)
             raise DeviceError(
                 f"{self.file.path} needs {need >> 20} MiB for weights on {self.backend.device.name}, "
-                f"which has {self.backend.device.memory_free >> 20} MiB free; use a smaller quantisation or another device"
+                f"which has {free_bytes(self.backend.device) >> 20} MiB free; use a smaller quantisation or another device"
             )
         lib.ggml_backend_buffer_set_usage(buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         self._buffers.append(buffer)

@@ -87,8 +87,13 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(costs, file)
-        os.replace(file.name, path)
+            try:
+                json.dump(costs, file)
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
     except OSError:
-        pass  # a read-only home only means measuring again next time
+        pass  # a read-only home or a full disk only means measuring again next time
     return costs, False

@@ -90,7 +90,7 @@ class Sampling:
                 continue
             right = isinstance(value, int if name in _WHOLE else (int, float)) and not isinstance(value, bool)
             if not right or not low <= value <= high:
-                raise SamplingError(f"{name} is {value!r}, but it has to be a {kind} from {low:g} to {high:g}")
+                raise SamplingError(f"{name} is {value!r}, but it has to be a {kind} from {low:.10g} to {high:.10g}")
         for name in ("grammar", "json_schema"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise SamplingError(f"the {name.replace('_', ' ')} is of the type {type(getattr(self, name)).__name__}; give its text")

@@ -50,7 +50,7 @@ def copy_bandwidth(backend: Backend) -> float:
     params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
     ctx, role, err = lib.ggml_init(params[0]), Role(backend, "copy"), new_err()
     pair = [lib.ggml_new_tensor(ctx, lib.GGML_TYPE_F32, 2, (1024, half // 4096)) for _ in range(2)]
-    buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, backend.default_buffer_type)
+    buffer = backend.allocate(ctx)
     if buffer == ffi.NULL:
         lib.ggml_free(ctx)
         role.close()

@@ -180,6 +180,20 @@ def test_a_folder_that_cannot_be_written_costs_a_sentence(engine, want, tmp_path
     assert "No space left on device" in notes[0] and not os.listdir(tmp_path)
 
 
+def test_a_session_says_at_once_what_could_not_be_written(pair, tmp_path, monkeypatch):
+    """It was a note of the next generation: a run on a full disk or a read-only folder ended without a word."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4, chunk=16, prefix_cache=tmp_path) as session:
+        monkeypatch.setattr("pyggml_spec.cache.prefix_files._write_all", full)
+        notes = session.generate(list(range(40)), 4)[1].notes
+        assert len(notes) == 1 and "No space left on device; the text is not affected" in notes[0]
+        monkeypatch.undo()
+        assert session.generate(list(range(50)), 4)[1].notes == [] and os.listdir(tmp_path)
+
+
 def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(PyspecError, match="cannot be opened"):

@@ -36,6 +36,12 @@ def test_lengths_in_every_form(pinned):
     assert [row["test"] for row in table] == ["pp8", "tg4", "spec4"] and all(float(row["tok/s"]) > 0 for row in table)
 
 
+def test_nothing_to_measure_is_an_error_of_usage():
+    """It loaded the pair and printed an empty table."""
+    done = pyspec("bench", "-p", 0, "-n", 0)
+    assert done.returncode == 2 and "there is nothing to measure" in done.stderr and not done.stdout
+
+
 def test_prompts_and_their_conditions(talker, prompts):
     done = pyspec("bench", *talker, "--prompts", prompts, "-r", 2, "--temp", 1, "-s", 7, "--json")
     assert done.returncode == 0

@@ -32,5 +32,8 @@ def test_a_drafter_that_will_not_draft_is_called_idle():
 def test_a_busy_machine_is_named():
     """Two threads on two busy cores decode at a seventieth of the speed; without a word the model or the engine would be blamed."""
     assert "other work had the processor for 1.5 of 2.0 s" in (busy := footer(_stats(waited_s=1.5), None)) and "-t 1" in busy
+    moment = _stats(waited_s=0.02)
+    moment.seconds["decode"] = 0.03
+    assert "other work" not in footer(moment, None)  # it said "for 0.0 of 0.0 s"
     for idle in (0.02, 0.0, None):
         assert "other work" not in footer(_stats(waited_s=idle), None)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import pyggml_spec as ps
+from pyggml_spec.ggml import device
 from pyggml_spec.ggml.device import waited_for_core
 
 
@@ -33,3 +35,16 @@ def test_waiting_for_a_core_is_seen():
 def test_a_system_that_does_not_say(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(FileNotFoundError))
     assert waited_for_core() is None
+
+
+def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
+    """Linux gave it all the same, and ended the process when zeros were written to it: "Killed", and nothing else."""
+    memory = {"MemAvailable": 64 << 20, "SwapFree": 0}
+    monkeypatch.setattr(device, "_meminfo", lambda name, unknown: memory[name])
+    with pytest.raises(ps.DeviceError, match=r"a context of 1048576 tokens needs \d+ MiB for K/V on CPU, which has 64 MiB free; use a smaller -c"):
+        ps.load(*pair, device="CPU", threads=1, n_ctx=1 << 20)
+    memory["MemAvailable"] = 1 << 16
+    with pytest.raises(ps.DeviceError, match=r"needs \d+ MiB for weights on CPU, which has 0 MiB free"):
+        ps.load(*pair, device="CPU", threads=1, n_ctx=256)
+    memory["SwapFree"] = 1 << 30  # slow, but nobody is killed
+    ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4).close()

@@ -32,6 +32,19 @@ def test_a_cache_that_cannot_be_written_is_no_error(pair, tmp_path, monkeypatch)
         assert session.costs
 
 
+def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
+    """An empty file stayed behind, one more with every load."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pyggml_spec.spec.calibrate.json.dump", full)
+        with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+            assert session.costs and not list(tmp_path.iterdir())
+
+
 def test_costs_that_real_steps_undercut_are_outdated():
     control = WidthControl({1: 10.0, 2: 12.0, 4: 14.0})
     for _ in range(40):
