@@ -114,12 +114,13 @@ def written_whole(out: Path, replace: bool):
         raise ConvertError(f"{out} is no file; name another output")
     part = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        yield part
-        os.replace(part, out)
+        try:
+            yield part
+            os.replace(part, out)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise ConvertError(f"{out} cannot be written: {error.strerror or error}; free some space or name another place with -o") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def convert_drafter(

@@ -292,6 +292,13 @@ def test_a_full_disk_and_a_missing_folder_are_sentences(demo, tmp_path, monkeypa
         convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf")
     assert list(tmp_path.iterdir()) == []
 
+    def read_only(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(module.Path, "unlink", read_only)  # the system refuses that too, and it was what the user was told
+    with pytest.raises(ConvertError, match="out.gguf cannot be written: Read-only"):
+        convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf")
+
 
 def test_sources_that_are_none(tmp_path):
     for source, names in ((tmp_path / "no", "does not exist"), (tmp_path, "no \\*.safetensors")):
