@@ -20,6 +20,7 @@ PIECE = 32
 AGREES = 0.6  # share of the accepted drafts that has to remain: two runs differ by the last bit of other batch shapes
 IN_LOOP = 0.35  # the same for a loop, whose blocks begin where the one before went wrong (embedded pair: 2.92 against 4.07 tokens)
 RUNS = 9
+REPEATS = 4  # calls of a graph until the last ones are replays
 
 
 def speculate(engine: Engine, prompt: Sequence[int], tokens: int, *, mode: str = SPECULATIVE, width: int | None = None, piece: int = 0,
@@ -106,6 +107,32 @@ def replay(stats: Sequence[Stats]) -> Check:
         remedy = "see whether GGML_CUDA_DISABLE_GRAPHS is set; routed experts at many rows keep ggml-cuda from replaying"
         return Check("graph replay", WARN, found, remedy, RUNNING, data)
     return Check("graph replay", OK, found, "", RUNNING, data)
+
+
+def repeated_step(engine: Engine, prompt: Sequence[int]) -> Check:
+    """The same step from the same state again and again: CUDA launches the first call kernel by kernel and replays the third and fourth."""
+    engine.read_candidates(None)  # graphs that nobody has run yet
+    try:
+        for width in sorted({1, engine.options.width}):
+            first, *others = (_step_logits(engine, prompt, width) for _ in range(REPEATS))
+            off = max(float(np.abs(other - first).max()) for other in others)
+            if not all(np.array_equal(other, first) for other in others):
+                found = f"a step of {width} rows computed again from the same state gave logits that differ by {off:.2g}"
+                remedy = "run with GGML_CUDA_PDL=0, or with --no-graphs, and report this with the model's name"
+                return Check("repeated step", FAIL, found, remedy, RUNNING, {"width": width, "largest_difference": off})
+    finally:
+        engine.read_candidates(0)
+    return Check("repeated step", OK, f"{REPEATS} calls of a step, replayed ones among them, gave the same logits bit for bit", "", RUNNING)
+
+
+def _step_logits(engine: Engine, prompt: Sequence[int], width: int) -> np.ndarray:
+    """F32 [width, n_vocab]: logits after the rows of one step behind the prompt."""
+    engine.reset()
+    engine.prefill(prompt)
+    result = engine.plain_step() if width == 1 else engine.verify_step([prompt[0]] * (width - 1))
+    logits = np.stack([engine.candidates(row)[1] for row in range(width)])
+    engine.accept(1, int(result.ids[0]))
+    return logits
 
 
 def time_split(engine: Engine, stats: Sequence[Stats], width: int) -> Check:
@@ -197,7 +224,7 @@ def examine(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, base:
     longest = max(prompts, key=len)
     checks = [check(engine, longest, tokens) for check in (micro_batches, repeated_prompt, cache_hit)]
     full = [speculate(engine, prompt, tokens) for prompt in prompts]
-    checks += [loop_acceptance(full, base), replay(full)]
+    checks += [loop_acceptance(full, base), replay(full), repeated_step(engine, longest)]
     plain, chosen = [], []
     for prompt in prompts:  # interleaved: a machine that slows down does so to both
         plain.append(speculate(engine, prompt, tokens, mode=PLAIN))

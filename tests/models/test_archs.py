@@ -294,3 +294,13 @@ def test_logits_behind_a_ring(tmp_path, arch):
     path = WRITERS[arch](tmp_path / "t.gguf", Shape())
     result = compare_logits(path, 1500, seed=1, device="CPU", threads=1)
     assert result.nmse < 1e-10 and result.argmax_agree == 1.0
+
+
+def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(tmp_path):
+    """A replayed graph of ggml-cuda read the query before it was there: with a copy in between it does not."""
+    with ps.load(write_gemma4(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=256) as session:
+        graph = session.engine.step_graph("plain", 1)
+        ops = [ffi.string(lib.ggml_op_desc(lib.ggml_graph_node(graph.gf, i))).decode() for i in range(graph.n_nodes)]
+        kernels = [op for op in ops if op not in ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")]
+        before = [kernels[i - 1] for i, op in enumerate(kernels) if op == "FLASH_ATTN_EXT"]
+        assert len(before) == 4 and before[2:] == ["CONT", "CONT"] and "ROPE" not in before

@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Do replayed CUDA graphs, and kernels that overlap (GGML_CUDA_PDL), compute bit for bit what single launches compute?
+
+    check_replay.py --device CUDA0                                # tiny random models of every architecture
+    check_replay.py --device CUDA0 -m target.gguf -md drafter.gguf
+
+Each way runs in a process of its own, because ggml-cuda reads its switches once: logits of plain steps and of blocks of every width, and
+the drafts. Exit code 1 if they differ. On one H200, gemma4 with shared K/V differed by up to 1.8 in replayed plain steps before
+models/blocks.py put a copy in front of its attention.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import pyggml_spec as ps
+from pyggml_spec.spec.parts import candidate_widths
+from pyggml_spec.tools import random_archs as archs
+from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
+
+SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
+WAYS = {"replayed, overlapping": {}, "replayed": {"GGML_CUDA_PDL": "0"}, "overlapping": {"GGML_CUDA_DISABLE_GRAPHS": "1"}}
+STEPS, PROMPT = 12, 40
+TARGETS = {
+    "qwen35": write_qwen35,
+    "qwen35moe": archs.write_qwen35moe,
+    "qwen3": archs.write_qwen3,
+    "llama": archs.write_llama,
+    "laguna": archs.write_laguna,
+    "gemma4, shared K/V": archs.write_gemma4,
+    "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False),
+    "gemma4, routed": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=0, routed=True),
+}
+
+
+def pairs(args, folder: Path):
+    """(name, target, drafter), tiny ones written one after the other."""
+    if args.model:
+        yield Path(args.model).stem, args.model, args.model_draft
+        return
+    drafter = write_dflash(folder / "drafter.gguf", Shape())
+    for name, write in TARGETS.items():
+        for quant in ("F32", "Q8_0", "Q4_K"):
+            yield f"{name}, {quant}", write(folder / "target.gguf", Shape(), quant), drafter
+
+
+def measure(args) -> None:
+    """Writes what every pair gives to ``args.dump``."""
+    out = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, target, drafter in pairs(args, Path(folder)):
+            with ps.load(target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=16 if drafter else None) as session:
+                engine = session.engine
+                tokens = np.random.default_rng(3).integers(0, min(256, session.target.n_vocab), PROMPT + STEPS + 16).tolist()
+                for width in (1, *(w for w in candidate_widths(engine.options.width) if w > 1)):
+                    out[f"{name}|{width}"] = logits(engine, tokens, width)
+                if drafter:
+                    out[f"{name}|drafts"] = drafts(engine, tokens)
+    np.savez(args.dump, **out)
+
+
+def logits(engine, tokens: list[int], width: int) -> np.ndarray:
+    """F32 [STEPS, width, n_vocab] behind a fixed text, one token of it accepted per step."""
+    engine.reset()
+    engine.read_candidates(None)
+    engine.prefill(tokens[:PROMPT])
+    out = []
+    for at in range(PROMPT, PROMPT + STEPS):
+        engine.cursor.advance(0, tokens[at])
+        engine.plain_step() if width == 1 else engine.verify_step(tokens[at + 1 : at + width])
+        out.append(np.stack([engine.candidates(row)[1] for row in range(width)]))
+        engine.accept(1, 0)
+    engine.read_candidates(0)
+    return np.stack(out)
+
+
+def drafts(engine, tokens: list[int]) -> np.ndarray:
+    engine.reset()
+    engine.prefill(tokens[:PROMPT])
+    out = []
+    for at in range(PROMPT, PROMPT + STEPS):
+        out.append(engine.fused_step().tokens.copy())
+        engine.accept(1, tokens[at + 1])
+    return np.stack(out)
+
+
+def run(argv: list[str], folder: Path, name: str, switches: dict[str, str]) -> dict[str, np.ndarray]:
+    env = {key: value for key, value in os.environ.items() if key not in SINGLE} | switches
+    dump = folder / f"{name}.npz"
+    done = subprocess.run([sys.executable, __file__, *argv, "--dump", str(dump)], env=env)
+    if done.returncode:
+        sys.exit(f"the run with {switches or 'no switches'} ended with {done.returncode}")
+    return dict(np.load(dump))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="CPU")
+    parser.add_argument("-m", "--model")
+    parser.add_argument("-md", "--model-draft")
+    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.dump:
+        measure(args)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        base, failed = run(sys.argv[1:], Path(folder), "single", SINGLE), 0
+        for way, switches in WAYS.items():
+            other = run(sys.argv[1:], Path(folder), way, switches)
+            wrong = [key for key in base if not np.array_equal(base[key], other[key])]
+            failed += len(wrong)
+            print(f"{way}: {len(base) - len(wrong)} of {len(base)} the same bit for bit as single launches", flush=True)
+            for key in wrong:
+                off = np.abs(base[key].astype(float) - other[key]).reshape(STEPS, -1).max(1)
+                print(f"  {key.replace('|', ', rows ')}: {(off > 0).sum()} of {STEPS} steps differ, by {off.max():.2g} at most")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
