@@ -16,7 +16,7 @@ from ..models.base import KVLayer, KVShape
 from .kv_types import KVTypes, hadamard
 
 SPAN = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
-GPU_SPAN = 1024  # what steps of a generation read at least there, see span_for
+GPU_SPAN = 1024  # what steps of a generation read there at least, see least_span
 MAX_ROWS = 1 << 16  # rows that one graph may write
 NOWHERE = -float(1 << 30)  # "near" of a ring row that holds no position: as if after every query
 
@@ -29,11 +29,23 @@ def padded(n: int) -> int:
 def span_for(n: int, least: int = SPAN) -> int:
     """Rows that attention reads for ``n`` tokens: a multiple of ``least``, and beyond 8 times that of an eighth of the next power of two.
 
-    Each new span costs ggml-cuda one launch kernel by kernel and one capture, 23 ms at 4B on one H200; a hidden row costs a step 13 ns there.
-    The generations of a GPU therefore take GPU_SPAN for ``least``: 4,096 tokens are 4 spans instead of 12, 32,768 are 20 instead of 24.
+    Each new span costs a graph, and on a GPU more than that: see least_span.
     """
     step = max(least, (1 << (n - 1).bit_length()) // 8)
     return (n + step - 1) // step * step
+
+
+def least_span(row_bytes: int) -> int:
+    """The ``least`` of a GPU's generations, for K/V rows of so many bytes in all layers together: 1,024, 512 from 64 KiB on, 256 from 256 KiB on.
+
+    Each new span costs ggml-cuda one launch kernel by kernel and one capture, 10 ms more than two replays at 4B on one H200, where a row of 32
+    KiB that is read and hidden costs a step 13 ns: 4,096 tokens are 4 spans instead of 12. The cost of the hidden rows between two spans grows
+    with the square of their distance.
+    """
+    least = SPAN
+    while least < GPU_SPAN and (2 * least) ** 2 * row_bytes <= GPU_SPAN**2 << 16:
+        least *= 2
+    return least
 
 
 def spans_up_to(live: int) -> list[int]:
@@ -66,7 +78,6 @@ class KVCache:
         self.live = padded(n_ctx)
         self.ring = padded(window + widest) if window and padded(window + widest) < self.live else 0
         self.trash, self.slots = trash, slots
-        self._least = SPAN if backend.device.kind == "cpu" else GPU_SPAN
         self._iota = np.arange(max(MAX_ROWS, self.ring))
         rows = self.live + trash
         sizes = {n for s in shapes for n in types.rotations(s) if n}
@@ -77,6 +88,8 @@ class KVCache:
         self.near = self._tensor(lib.GGML_TYPE_F32, rows)
         self._rotations = {n: self._tensor(lib.GGML_TYPE_F32, n, n) for n in sizes}
         self.layers = tuple(self._layer(s, self.ring + trash if s.sliding and self.ring else rows, types) for s in shapes)
+        row_bytes = sum(tensor.nb[1] for layer in self.layers for tensor in (layer.k, layer.v))
+        self._least = SPAN if backend.device.kind == "cpu" else least_span(row_bytes)
         self._buffer = self._allocate(backend, n_ctx)
         self.fill(0)
 
@@ -124,7 +137,7 @@ class KVCache:
             out[visible:] = self.live + self._iota[: count - visible] % self.trash
 
     def fill_ring(self, first: int, count: int, real: int, out: np.ndarray, near: np.ndarray) -> None:
-        """The ring rows of positions first .. first + count - 1, trash past ``real``; ``near`` as above, for what the ring then holds.
+        """The ring rows of positions first .. first + count - 1, trash past ``real``; ``near`` as above, for what its first rows then hold.
 
         A row holds the last position of its remainder that is below first + real. Where that one was overwritten by a token that was
         rejected since, it lies at least ring - widest >= window before the block, and no query of the block sees it.
@@ -133,7 +146,7 @@ class KVCache:
         out %= self.ring
         out[real:] = self.ring + self._iota[: count - real] % self.trash
         last = first + real - 1
-        held = last - (last - self._iota[: self.ring]) % self.ring
+        held = last - (last - self._iota[: near.size]) % self.ring
         near[:] = np.where(held < 0, NOWHERE, 0.5 - held)
 
     @property

@@ -483,7 +483,7 @@ class BatchEngine(EngineParts):
 
     def _fill_ring(self, host, width: int, real: int, n: int, at: int, seats: SlotRange) -> None:
         rows = host["sliding_rows"].reshape(seats.count, width)[at]
-        near = host["sliding_near"].reshape(seats.count, self.kv.ring)[at]
+        near = host["sliding_near"].reshape(seats.count, -1)[at]
         self.kv.fill_ring(n, width, real, rows, near)
         rows += at * (self.kv.ring + self.kv.trash)
         if not real:

@@ -105,8 +105,9 @@ class BatchGraphs(StepGraphs):
         q_first = f.input("q_first", "f32", 1, total)
         if not ring:
             return Seen(kv_rows, g.span_mask(self.kv.near, q_last, q_first, span, seats.count), span)
-        rows, near = f.input("sliding_rows", "i64", total), f.input("sliding_near", "f32", ring, seats.count)
-        return Seen(rows, g.span_mask(near, q_last, q_first, ring, seats.count), ring)
+        span = min(span, ring)
+        rows, near = f.input("sliding_rows", "i64", total), f.input("sliding_near", "f32", span, seats.count)
+        return Seen(rows, g.span_mask(near, q_last, q_first, span, seats.count), span)
 
     def _begin(self, g: Graph, f: StepFields, width: int, seats: SlotRange) -> DeltaRows | None:
         if self.delta is None:

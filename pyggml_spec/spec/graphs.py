@@ -236,12 +236,16 @@ class StepGraphs:
         return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "span": span, "sliding": sliding}
 
     def _sliding(self, g: Graph, f: StepFields, kv_rows, q_last, width: int, span: int) -> Seen:
-        """What sliding layers write and see: a ring of rows, or all rows where the context is no longer than one."""
+        """What sliding layers write and see: a ring of rows, or all rows where the context is no longer than one.
+
+        Rows of a ring beyond the span hold nothing yet. All of gemma4's would be 1 GB per step at 31B, a tenth of what its weights are.
+        """
         q_first = f.input("q_first", "f32", 1, width)
         if not self.kv.ring:
             return Seen(kv_rows, g.span_mask(self.kv.near, q_last, q_first, span), span)
-        rows, near = f.input("sliding_rows", "i64", width), f.input("sliding_near", "f32", self.kv.ring)
-        return Seen(rows, g.span_mask(near, q_last, q_first, self.kv.ring), self.kv.ring)
+        span = min(span, self.kv.ring)
+        rows, near = f.input("sliding_rows", "i64", width), f.input("sliding_near", "f32", span)
+        return Seen(rows, g.span_mask(near, q_last, q_first, span), span)
 
     def _begin_block(self, g: Graph, f: StepFields, width: int, replay: bool) -> None:
         if self.delta is None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pyggml_spec.cache.kv import GPU_SPAN, SPAN, KVCache, padded, span_for, spans_up_to
+from pyggml_spec.cache.kv import GPU_SPAN, SPAN, KVCache, least_span, padded, span_for, spans_up_to
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.models.base import KVShape
@@ -51,6 +51,12 @@ def test_a_span_holds_its_tokens_hides_at_most_a_quarter_of_them_and_is_one_of_t
 
 def test_a_generation_of_4096_tokens_crosses_three_spans_on_a_gpu_instead_of_eleven():
     assert [len({span_for(n, least) for n in range(1, 4097)}) for least in (GPU_SPAN, SPAN)] == [4, 12]
+
+
+@pytest.mark.parametrize(("row_kib", "least"), [(20, 1024), (64, 1024), (65, 512), (160, 512), (256, 512), (257, 256), (880, 256)])
+def test_wide_rows_are_hidden_in_smaller_numbers(row_kib, least):
+    """A row of gemma4-31B's K/V is 880 KiB: 768 hidden ones would be 0.7 GB per step."""
+    assert least_span(row_kib << 10) == least
 
 
 @pytest.mark.parametrize(("n", "rounded"), [(1, SPAN), (SPAN, SPAN), (SPAN + 1, 2 * SPAN), (300, 512)])
