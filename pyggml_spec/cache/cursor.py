@@ -32,8 +32,11 @@ class Cursor:
         """Commits ``rows`` more tokens; ``pending`` is the token that the target chose after them."""
         if rows < 0 or rows > self.room:
             raise EngineError(f"the cursor cannot move by {rows} tokens: {self.room} are left")
-        self.committed += rows
-        self.pending = pending
+        self.place(self.committed + rows, pending)
 
     def reset(self) -> None:
-        self.committed, self.pending = 0, None
+        self.place(0, None)
+
+    def place(self, committed: int, pending: int | None) -> None:
+        """Moves it, also back: for those who know that the caches hold the tokens before (a slot within its last block)."""
+        self.committed, self.pending = committed, pending

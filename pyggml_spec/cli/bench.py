@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import fields
+from functools import partial
 
 import click
 from click.core import ParameterSource
@@ -40,7 +41,7 @@ class _Numbers(click.ParamType):
 
 
 @click.command("bench", cls=GroupedCommand)
-@target_options
+@partial(target_options, context="what the measurements need; with --prompts 4096, or what the model was trained with")
 @llama_cpp_options
 @graphs_option
 @expert_options

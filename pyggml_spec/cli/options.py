@@ -9,15 +9,19 @@ from ..cache.kv_types import TYPES
 from ..errors import PyspecError
 
 
-def target_options(command, device: str = "Device name, as `pyspec devices` lists it. Default: the first GPU, or the CPU."):
-    """-m, -md, --device, -t, -c: which pair, where, and how much context. ``device``: help of --device."""
+def target_options(
+    command,
+    device: str = "Device name, as `pyspec devices` lists it. Default: the first GPU, or the CPU.",
+    context: str = "4096, or what the model was trained with if that is less",
+):
+    """-m, -md, --device, -t, -c: which pair, where, and how much context. ``device``: help of --device; ``context``: the default of -c."""
     for option in reversed(
         [
             click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair runs."),
             click.option("-md", "--model-draft", "--spec-draft-model", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target."),
             click.option("--device", help=device),
             click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16."),
-            click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help="Context in tokens. Default: 4096 or the model's own."),
+            click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help=f"Context in tokens. Default: {context}."),
         ]
     ):
         command = option(command)
@@ -91,7 +95,7 @@ def prefix_options(command):
         [
             click.option("--prefix-cache", "prefix_cache", type=click.Path(), help="Folder that keeps computed prompts: what begins alike starts sooner."),
             click.option("--prefix-disk", type=click.IntRange(0), metavar="MIB", help="What the folder may take. Default: 8192."),
-            prefix_memory_option("1024, or an eighth of what is free"),
+            prefix_memory_option("1024, or an eighth of what is free if that is less"),
             chunk_option,
         ]
     ):
@@ -101,6 +105,9 @@ def prefix_options(command):
 
 def take_prefix(values: dict, keep_memory: bool = False) -> None:
     """Turns what ``prefix_options`` added to ``values`` into what ``load`` takes: bytes, and no copies in memory for a single request."""
+    for name in ("prefix_disk",) if keep_memory else ("prefix_disk", "prefix_memory"):
+        if values["prefix_cache"] is None and values[name]:
+            raise click.UsageError(f"--{name.replace('_', '-')} is a limit of the prefix cache, and without --prefix-cache there is none here")
     for name in ("prefix_disk", "prefix_memory"):
         values[name] = values[name] << 20 if values[name] is not None else None
     if values["prefix_cache"] is None and not keep_memory:

@@ -156,7 +156,8 @@ class BatchEngine(EngineParts):
         if s.tokens.size:
             self._move(slot, s.base + rows, pending)
         else:  # a plain token is in the recurrent state already
-            s.cursor.pending, s.open_rows = pending, 0
+            s.cursor.advance(0, pending)
+            s.open_rows = 0
 
     def candidates(self, slot: int, row: int) -> tuple[np.ndarray | None, np.ndarray]:
         """What may come after ``row`` of the slot's last work (of a prompt, after its last row): I32 token ids (None: all of the vocabulary)
@@ -171,7 +172,7 @@ class BatchEngine(EngineParts):
         s = self._sequence(slot)
         if s.open_rows:
             raise EngineError(f"slot {slot} has an open block: accept says which token comes after it")
-        s.cursor.pending = self._token(pending)
+        s.cursor.advance(0, self._token(pending))
 
     def rollback_range(self, slot: int) -> tuple[int, int]:
         """The lengths, lowest and highest, that ``rollback`` takes now."""
@@ -196,7 +197,8 @@ class BatchEngine(EngineParts):
 
     def _move(self, slot: int, committed: int, pending: int) -> None:
         s = self.slots[slot]
-        s.cursor.committed, s.cursor.pending, s.open_rows = committed, pending, 0
+        s.cursor.place(committed, pending)
+        s.open_rows = 0
         if self.delta is not None:
             self.delta.accepted[slot] = committed - s.base
 

@@ -53,6 +53,14 @@ def test_the_disk_limit_is_kept(run, tmp_path):
     assert not os.listdir(tmp_path / "cache")
 
 
+def test_limits_of_a_cache_that_is_not_there_are_refused(pinned):
+    """They were dropped without a word."""
+    for option in ("--prefix-disk", "--prefix-memory"):
+        done = pyspec("run", *pinned, "-q", "-p", "x", "-n", 1, option, 100)
+        assert done.returncode == 2 and f"{option} is a limit of the prefix cache" in done.stderr
+    assert pyspec("run", *pinned, "-q", "-p", "x", "-n", 1, "--cache-ram", 0).returncode == 0
+
+
 def test_a_folder_that_cannot_be_made(pinned, tmp_path):
     (tmp_path / "file").write_text("")
     one_sentence(pyspec("run", *pinned, "-q", "-p", "x", "--prefix-cache", tmp_path / "file"), "prefix cache", "cannot be opened")
