@@ -151,14 +151,15 @@ static ggml_backend_buffer_type_t * call_get_extra_bufts(void * fn, ggml_backend
 static void call_set_n_threads(void * fn, ggml_backend_t backend, int n);
 static void quiet_log(void);
 static void * error_keeper(void);
-static const char * kept_error(void);
-static void forget_error(void);
+static const char * kept_errors(void);
+static void forget_errors(void);
 static const char * compiled_ggml_version(void);
 """
 
 HELPERS = """
 #include "pgs.h"
 #include <stdio.h>
+#include <string.h>
 
 static ggml_backend_buffer_type_t * call_get_extra_bufts(void * fn, ggml_backend_dev_t dev) {
     return ((ggml_backend_dev_get_extra_bufts_t) fn)(dev);
@@ -173,17 +174,23 @@ static void log_errors(enum ggml_log_level level, const char * text, void * user
     }
 }
 static void quiet_log(void) { ggml_log_set(log_errors, NULL); }
-// A log callback in Python would lose Ctrl-C: the interpreter raises it there, and ctypes drops what a callback raises.
-static char first_error[PGS_ERR];
+// Errors are kept for the sentence that they become part of, and said when ggml ends the process: ggml-cuda logs the reason and aborts
+// with "CUDA error". A log callback in Python would lose Ctrl-C: the interpreter raises it there, and ctypes drops what a callback raises.
+static char errors[4 * PGS_ERR];
 static void keep_error(enum ggml_log_level level, const char * text, void * user_data) {
     (void) user_data;
-    if (level == GGML_LOG_LEVEL_ERROR && first_error[0] == 0) {
-        snprintf(first_error, sizeof(first_error), "%s", text);
+    if (level == GGML_LOG_LEVEL_ERROR) {
+        const size_t used = strlen(errors), start = used + strlen(text) < sizeof(errors) ? used : 0;
+        snprintf(errors + start, sizeof(errors) - start, "%s", text);
     }
 }
-static void * error_keeper(void) { return (void *) keep_error; }
-static const char * kept_error(void) { return first_error; }
-static void forget_error(void) { first_error[0] = 0; }
+static void say_errors(const char * message) { fprintf(stderr, "%s%s\\n", errors, message); }
+static void * error_keeper(void) {
+    ggml_set_abort_callback(say_errors);
+    return (void *) keep_error;
+}
+static const char * kept_errors(void) { return errors; }
+static void forget_errors(void) { errors[0] = 0; }
 static const char * compiled_ggml_version(void) { return PGS_GGML_VERSION; }
 """
 

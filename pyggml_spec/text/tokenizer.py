@@ -19,7 +19,7 @@ _SHORT_TEXT, _STACK_PER_BYTE = 4096, 512
 _starting = threading.Lock()  # the stack size of new threads is the whole process's
 
 
-# llama.cpp's loader logs every key; only why it failed is of use
+# llama.cpp's loader logs every key; only why something failed is of use
 _keep_error = llama_cpp.llama_log_callback(int(ffi.cast("uintptr_t", lib.error_keeper())))
 llama_cpp.llama_log_set(_keep_error, ctypes.c_void_p(0))
 
@@ -78,10 +78,10 @@ class Tokenizer:
         self.n_vocab = check_vocabulary(file)
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
-        lib.forget_error()
+        lib.forget_errors()
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(file.path), params)
         if not self._model:
-            why = text_of(lib.kept_error()).strip() or "it does not say why"
+            why = text_of(lib.kept_errors()).partition("\n")[0] or "it does not say why"
             raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path}: {why}")
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._control: dict[str, int] | None = None

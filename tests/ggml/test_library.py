@@ -1,6 +1,7 @@
 """The wrong ggml is refused with the command that fixes it: structures of another version corrupt memory far from the cause."""
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -100,3 +101,20 @@ def test_ggml_is_mapped_before_numpy(module):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_reason_is_said_when_ggml_ends_the_process():
+    """ggml-cuda logs it and aborts with the words "CUDA error"; its log was kept from the user."""
+    script = """if True:
+        import ctypes, pathlib
+        import pyggml_spec.text.tokenizer
+        maps = pathlib.Path("/proc/self/maps").read_text().split()
+        base = ctypes.CDLL(next(word for word in maps if "libggml-base" in word))
+        for i in range(100):  # more than is kept
+            base.ggml_log_internal(4, b"CUDA error: reason %d\\n", i)
+        base.ggml_abort(b"ggml-cuda.cu", 110, b"CUDA error")
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == -signal.SIGABRT and lines[-1] == "ggml-cuda.cu:110: CUDA error" and lines[-2] == "CUDA error: reason 99"
+    assert len(done.stderr) < 1200
