@@ -215,14 +215,15 @@ class Session:
         stats, sampler, started = self.new_stats(), self._sampler(sampling, ignore_end), time.perf_counter()
         if sampler is not None:
             stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
-        held = self._held(ids, mode == SPECULATIVE) if append else 0
-        reuse = Reuse(held) if held else self.prefix.begin(ids, drafting=mode == SPECULATIVE)
+        self.control = WidthControl(self.costs) if self.costs and mode == SPECULATIVE else None
+        drafting = mode == SPECULATIVE and (self.control is None or len(self.control.widths) > 1)  # or else its rows are for nothing
+        held = self._held(ids, drafting) if append else 0
+        reuse = Reuse(held) if held else self.prefix.begin(ids, drafting)
         stats.seconds["prefill"] = time.perf_counter() - started  # bringing rows back is part of the start
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
         self._last = (engine.epoch, history := list(ids))
         options = replace(options, sampler=sampler)
         text = TextStream(self.tokenizer.piece, stop)
-        self.control = WidthControl(self.costs) if self.costs and mode == SPECULATIVE else None
 
         def prefilled(done: int, total: int) -> None:
             if not held:  # the chunks that the cache knows are those of the prompt that was begun

@@ -98,6 +98,7 @@ def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatc
     for costs, drafts in (({1: 1e-3, 2: 3e-3, 4: 5e-3}, False), ({1: 1e-3, 2: 1.1e-3, 4: 1.2e-3}, True)):
         monkeypatch.setattr(session, "costs", costs)
         text, alone = session.generate(PROMPTS[0], 20)
+        assert session.engine.graphs.drafting == drafts  # whether the drafter's rows were computed
         with session.concurrent(slots=2) as server:
             both = [server.submit(PROMPTS[0], 20) for _ in range(2)]
             plain = server.submit(PROMPTS[0], 20, mode="plain").result(WAIT)[1]
@@ -106,6 +107,7 @@ def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatc
                 assert got == text and bool(stats.drafted) == drafts and stats.mode == alone.mode == "speculative"
                 assert drafts or not alone.drafted and stats.width_reason == alone.width_reason and alone.width_reason in footer(alone, None)
             assert not plain.width_reason and not plain.drafted
+            assert any(slot.drafting for slot in server._scheduler.engine.slots) == drafts  # one of the two was the plain one's last
 
 
 def test_sampling_repeats_with_its_seed(server):

@@ -291,13 +291,13 @@ class Scheduler:
     def _admit(self) -> None:
         with self._queue:
             while self._waiting:
-                options = self._waiting[0]._options
-                sampler = options.sampler
-                slot = self.engine.admit(options.mode == SPECULATIVE, sampler.sampling.candidates() if sampler is not None else 0)
+                stream = self._waiting[0]
+                sampler, drafting = stream._options.sampler, stream._speculating and self.width > 1  # or else its rows are for nothing
+                slot = self.engine.admit(drafting, sampler.sampling.candidates() if sampler is not None else 0)
                 if slot is None:
                     return
-                stream = self._waiting.popleft()
-                stream.slot = slot
+                self._waiting.popleft()
+                stream.slot, stream._speculating = slot, drafting
                 stream._phase("queued")
                 self._enter(stream)
                 self._active.append(stream)
