@@ -174,6 +174,20 @@ def conv_snapshots(tools: Tools, work: Path) -> tuple[bool, str]:
     return nodes[3] == nodes[15], f"nodes of the target's graphs for a prompt and for one token: {few}, {many}"
 
 
+def replay(tools: Tools, work: Path) -> tuple[bool, str]:
+    """A slot that can be rolled back keeps as many recurrent states as one that cannot: one."""
+    states, memory = {}, {}
+    for drafter in (False, True):
+        with Run(tools, work, "-lv", 4, drafter=drafter):
+            pass
+        # the target's context is the first to say it
+        log = (work / "server.log").read_text(errors="replace")
+        states[drafter] = re.search(r"rs_seq\).* S \(f32\): +([\d.]+) MiB", log)[1]
+        memory[drafter] = re.search(r"RS buffer size = +([\d.]+) MiB", log)[1]
+    found = f"MiB of recurrent memory {memory[True]}, of states {states[True]}; without a drafter {memory[False]}, {states[False]}"
+    return states[True] == states[False], found
+
+
 CHECKS: dict[str, Callable[[Tools, Path], tuple[bool, str]]] = {
     "0003 draft graphs": draft_graphs,
     "0004 greedy rows": greedy_rows,
@@ -182,6 +196,7 @@ CHECKS: dict[str, Callable[[Tools, Path], tuple[bool, str]]] = {
     "0008 gemma4 scale": gemma4_scale,
     "0009 slot drafter": slot_drafter,
     "0010 conv snapshots": conv_snapshots,
+    "0007 replay": replay,
 }
 
 

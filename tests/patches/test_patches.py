@@ -59,7 +59,7 @@ def test_what_the_patches_touch_compiles(with_headers: Path):
 
 def test_the_series_is_the_folder():
     folder = patches.patches_dir()
-    assert [patch.path.name for patch in SERIES] == sorted(path.name for path in folder.glob("*.patch"))
+    assert sorted(patch.path.name for patch in SERIES) == sorted(path.name for path in folder.glob("*.patch"))
 
 
 @pytest.mark.parametrize("patch", SERIES, ids=lambda patch: patch.path.stem)
