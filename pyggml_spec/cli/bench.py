@@ -18,6 +18,7 @@ from ..tools.bench_slots import bench_slots, tokens_needed
 from .bench_prompts import chosen_prompts, measure, modes
 from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
+from .main import EXIT_INTERRUPT
 from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, target_options
 from .report import engaged_line
 from .sampling import sampler_options, take_sampling
@@ -95,9 +96,11 @@ def command(
         session = load(target, draft, n_ctx=n_ctx or max(need, 512), progress=progress, **settings)
     with session:
         say(engaged_line(session.engaged(), None))
-        rows = bench_slots(session, slots, options) if slots else bench(session, options)
+        rows, interrupted = _measured(session, slots, options)
+        if not rows:
+            sys.exit(EXIT_INTERRUPT)
         click.echo(_slots_table(rows, output) if slots else _table(rows, output))
-        parts = anatomy(session, _widths(rows), max(8, depths[-1])) if tokens and not slots else []
+        parts = anatomy(session, _widths(rows), max(8, depths[-1])) if tokens and not slots and not interrupted else []
         if output == "md" and parts:
             click.echo("\n" + _parts_table(parts))
         if as_json:
@@ -105,6 +108,22 @@ def command(
             files = {"target": str(session.target.file.path), "drafter": str(session.drafter.file.path) if session.drafter else None}
             click.echo(json.dumps({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
                                    "anatomy": [p.as_dict() for p in parts]}))  # fmt: skip
+    if interrupted:
+        say("interrupted: the rows hold what was measured until then")
+        sys.exit(EXIT_INTERRUPT)
+
+
+def _measured(session, slots: tuple[int, ...] | None, options: BenchOptions) -> tuple[list, bool]:
+    """The rows, and whether Ctrl-C ended the measurement; they are those with a run then."""
+    seen: dict[str, object] = {}
+
+    def done(row) -> None:
+        seen[row.test] = row
+
+    try:
+        return bench_slots(session, slots, options, done) if slots else bench(session, options, done), False
+    except KeyboardInterrupt:
+        return [row for row in seen.values() if row.runs], True
 
 
 def _check_combination(with_prompts: bool) -> None:

@@ -4,10 +4,12 @@ import csv
 import hashlib
 import json
 import signal
+import subprocess
+import sys
 
 import pytest
 from chat_model import CHATML, with_control_tokens
-from cli.process import one_sentence, pyspec, start
+from cli.process import default_interrupt, environment, one_sentence, pyspec, start
 
 SMALL = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-n", 4]
 
@@ -85,6 +87,29 @@ def test_ctrl_c_writes_the_complete_runs(talker, prompts):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130 and out.startswith(b"category,") and b"of 100000 runs" in err and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("output", ["md", "jsonl"])
+def test_ctrl_c_keeps_what_was_measured(pinned, output):
+    """Hours of it were lost."""
+    script = """if True:
+        import os, signal
+        from pyggml_spec.tools import bench
+        run = bench._Decode.run
+        def slow(self, repetition):
+            if repetition == 3 and self.mode == "speculative":
+                os.kill(os.getpid(), signal.SIGINT)
+            run(self, repetition)
+        bench._Decode.run = slow
+        from pyggml_spec.cli import main
+        main()
+    """
+    command = [sys.executable, "-c", script, "bench", *map(str, pinned), "-p", "8", "-n", "4", "-r", "9", "-o", output]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, preexec_fn=default_interrupt, check=False)
+    assert done.returncode == 130 and "interrupted" in done.stderr and "Traceback" not in done.stderr
+    assert [name in done.stdout for name in ("pp8", "tg4", "spec4", "commit")] == [True, True, True, False]
+    if output == "jsonl":
+        assert [len(json.loads(line)["runs"]) for line in done.stdout.splitlines()] == [3, 3, 2]
 
 
 @pytest.mark.parametrize(
