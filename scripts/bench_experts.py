@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What the placement of routed experts costs on one device: tokens per second and hit rate by residency, and whether joining gate and up pays.
+"""What the placement of routed experts costs on one device: tokens per second and hit rate by residency.
 
-    bench_experts.py -m target.gguf -md drafter.gguf --device CUDA0 [--residency 0 0.25 0.5 0.75 1] [--text FILE] [--join] [--varied] --out FILE.json
+    bench_experts.py -m target.gguf -md drafter.gguf --device CUDA0 [--residency 0 0.25 0.5 0.75 1] [--text FILE] [--varied] --out FILE.json
 
 Hot experts are chosen on the first part of ``--text`` (random tokens without it); hit rates are those of what was then generated. Full host
-placement is residency 0. ``--join`` compares milliseconds per step by width with gate and up of each expert in two tensors and in one,
-``--varied`` blocks of what the drafter says behind one repeated token with blocks of varied tokens, which is how width control measures.
+placement is residency 0. ``--varied`` compares milliseconds per step by width: blocks of what the drafter says behind one repeated token, and
+blocks of varied tokens, which is how width control measures.
 """
 
 import argparse
@@ -21,8 +21,6 @@ import numpy as np
 import pyggml_spec as ps
 from pyggml_spec.ggml.library import versions
 from pyggml_spec.models.placement import ExpertOptions
-from pyggml_spec.models.weights import Weights
-from pyggml_spec.spec.calibrate import step_costs
 from pyggml_spec.spec.parts import candidate_widths
 from pyggml_spec.tools.bench import BenchOptions, bench
 from pyggml_spec.tools.experts import expert_bytes, profile
@@ -93,22 +91,6 @@ def varying(args) -> list[dict]:
     return out
 
 
-def joining(args) -> list[dict]:
-    """Interleaved: two tensors, one tensor, and again."""
-    out = {False: [], True: []}
-    for _ in range(args.rounds):
-        for join in (False, True):
-            Weights.join_experts = join
-            with ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=16) as session:
-                out[join].append(step_costs(session.engine, candidate_widths(session.engine.options.width)))
-    Weights.join_experts = False
-    print("| width | two tensors, ms | one tensor, ms | ratio |\n|---|---|---|---|")
-    for width in out[False][0]:
-        apart, joined = (statistics.median(costs[width] for costs in out[join]) for join in (False, True))
-        print(f"| {width} | {apart:.3f} | {joined:.3f} | {apart / joined:.3f} |")
-    return [{"joined": join, "costs_ms": costs} for join, runs in out.items() for costs in runs]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True)
@@ -124,13 +106,10 @@ def main() -> None:
     parser.add_argument("--profile-tokens", type=int, default=4096)
     parser.add_argument("--synthetic-acceptance", type=float)
     parser.add_argument("--draft-width", type=int)
-    parser.add_argument("--join", action="store_true")
     parser.add_argument("--varied", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     found = {"command": sys.argv, "versions": versions()}
-    if args.join:
-        found["join"] = joining(args)
     if args.varied:
         found["varied"] = varying(args)
     if args.residency:

@@ -15,7 +15,6 @@ from .hparams import per_layer, positive
 from .weights import EXPERTS, MATMUL, VECTOR, Spec, Weights
 
 SOFTMAX, SIGMOID = 1, 2  # values of `expert_gating_func`
-VECTOR_ROWS = 8  # up to here ggml-cuda makes one kernel of gate, up and activation; from there on one product is better than two
 SMALLEST_SUM = 6.103515625e-5  # smallest normal F16 number, what llama.cpp clamps the sum of the weights to
 
 
@@ -106,8 +105,7 @@ class Experts:
 
     def _hidden(self, g: Graph, w: Weights, prefix: str, x, chosen):
         """act(W_gate x) * W_up x of the chosen experts, F32 [n_ff, n_used, T]."""
-        apart = f"{prefix}ffn_gate_exps.weight" in w
-        if f"{prefix}ffn_gate_up_exps.weight" in w and not (apart and x.ne[2] <= VECTOR_ROWS):
+        if f"{prefix}ffn_gate_up_exps.weight" in w:
             both = g.matmul_experts(w[f"{prefix}ffn_gate_up_exps.weight"], x, chosen)
             gate, up = g.part_3d(both, self.n_ff, 0), g.part_3d(both, self.n_ff, self.n_ff)
         else:

@@ -92,11 +92,7 @@ class Weights:
     ``weights[name]`` is a tensor; ``weights.group(name)`` the matrices of one input, as many of them fused as can be. ``alike`` names groups
     of which the same number is fused in each. ``placement`` and ``host``, a CPU backend: experts that are in host memory, and who computes
     them; ``weights[name]`` holds the hot ones then.
-
-    ``join_experts`` stores the gate and up matrices of each expert behind each other, as one tensor with two strided ones inside.
     """
-
-    join_experts = False  # not measured on a GPU yet: scripts/bench_experts.py --join shows what it changes
 
     def __init__(
         self,
@@ -190,11 +186,6 @@ class Weights:
                 shape = (parts[0][0].shape[0], sum(spec.shape[1] for spec, _ in parts))
                 jobs.append((name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
         hot = {}
-        joined = self._joined(found)
-        for name, (gate, up) in joined.items():
-            n_in, n_ff, count = found[gate][0].shape
-            jobs.append((name, found[gate][1].type, (n_in, 2 * n_ff, count), EXPERTS, [found[gate][1], found[up][1]]))
-            in_fused |= {gate, up}
         for spec, info in found.values():
             if (mine := self._hot(spec)) is not None:
                 # slots of their own for what is not here: its rows must not change which kernel the real ones get
@@ -223,13 +214,10 @@ class Weights:
         for home, job_list in by_buft.items():
             self._allocate(home, job_list)
         self._make_groups(groups, found, fused)
-        self._make_parts(found, joined)
         done = 0
         for home, job_list in by_buft.items():
             for key, *_, sources in job_list:
-                if key in joined:
-                    self._upload_joined(self._tensors[key], sources)
-                elif key in hot:
+                if key in hot:
                     self._upload_experts(self._tensors[key], sources[0], hot[key])
                 else:
                     self._upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
@@ -269,36 +257,6 @@ class Weights:
             with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
                 lib.ggml_backend_tensor_set(tensor, pointer, offset, info.nbytes)
             offset += info.nbytes
-
-    # -- gate and up of each expert in one tensor
-
-    def _joined(self, found: dict) -> dict[str, tuple[str, str]]:
-        """Names of gate and up by the name that a file gives them together; those that are one already are left out."""
-        out = {}
-        for name, (spec, info) in found.items():
-            up = name.replace("ffn_gate_exps", "ffn_up_exps")
-            if self.join_experts and up != name and self._hot(spec) is None and found[up][1].type == info.type:
-                if self._choose_buffer(info.type, spec.shape, EXPERTS) == len(self._bufts) - 1:  # a repacking buffer has no parts
-                    out[name.replace("ffn_gate_exps", "ffn_gate_up_exps")] = (name, up)
-        return out
-
-    def _make_parts(self, found: dict, joined: dict[str, tuple[str, str]]) -> None:
-        """Leaves inside the joined tensors, for the widths at which ggml-cuda makes one kernel of two products and the gate."""
-        ctx, err = self._context(2 * len(joined)), new_err()
-        for name, members in joined.items():
-            whole = self._tensors[name]
-            for i, member in enumerate(members):
-                spec, info = found[member]
-                part = self._tensors[member] = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape)
-                part.nb[2], part.nb[3] = whole.nb[2], whole.nb[3]
-                check(lib.pgs_place(whole, i * spec.shape[1] * whole.nb[1], part, err), err)
-
-    def _upload_joined(self, tensor, sources: list[TensorInfo]) -> None:
-        size = tensor.nb[2] // 2
-        for i, info in enumerate(sources):
-            with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
-                for expert in range(tensor.ne[2]):
-                    lib.ggml_backend_tensor_set(tensor, pointer + expert * size, expert * tensor.nb[2] + i * size, size)
 
     # -- experts in host memory
 

@@ -85,18 +85,6 @@ def test_slots_that_differ_within_a_token_change_nothing_but_rounding(tmp_path, 
         assert np.mean((got - want) ** 2) <= 1e-10 * np.mean(want**2)
 
 
-@pytest.mark.parametrize("quant", ["F32", "Q8_0"])
-@pytest.mark.parametrize("arch", ["qwen35moe", "laguna"])
-def test_gate_and_up_in_one_tensor_change_nothing(tmp_path, monkeypatch, arch, quant):
-    """57 rows take the joined product, eight steps of one row the strided parts inside it; beside experts in host memory too."""
-    path = WRITERS[arch](tmp_path / "t.gguf", Shape(), quant)
-    plain = logits(path, None)
-    monkeypatch.setattr(Weights, "join_experts", True)
-    np.testing.assert_array_equal(plain, logits(path, None))
-    some = lambda target: Placement({1: (2, 3), 2: ()}, target.n_layer, target.experts.n_used, target.experts.gelu)
-    np.testing.assert_array_equal(plain, logits(path, some))
-
-
 def test_a_file_whose_tensors_are_not_aligned_is_copied(tmp_path, monkeypatch):
     path = write_qwen35moe(tmp_path / "t.gguf")
     mapped = logits(path, lambda target: placed(target, lambda i: (1, 4)))
