@@ -62,8 +62,8 @@ def attend(g: Graph, q, k, v, kv: KVLayer, kv_rows, mask, span: int, n_head_kv: 
     """
     q = g.rotated(q, kv.rotation_k)
     if k is None and q.ne[2] == 1:
-        # In a replayed graph on an H200 ggml-cuda's one-row attention started before q was there (logits off by up to 1.8) when nothing lay
-        # between it and the rotation; with a copy, or with GGML_CUDA_PDL=0, every replay gives the bits of single launches.
+        # In replayed graphs on an H200 logits were off by up to 1.8 where ggml-cuda's one-row attention came right behind the rotation of its
+        # query, as if it had begun too early; with a copy between them, or with GGML_CUDA_PDL=0, every replay gives the bits of single launches.
         q = g.cont(q)
     g.expand(q)
     if k is not None:
