@@ -4,8 +4,8 @@
     check_replay.py --device CUDA0                                # tiny random models of every architecture
     check_replay.py --device CUDA0 -m target.gguf -md drafter.gguf
 
-Each way runs in a process of its own, because ggml-cuda reads its switches once: logits of plain steps and of blocks of every width, and
-the drafts. Exit code 1 if they differ. On one H200, gemma4 with shared K/V differed by up to 1.8 in replayed plain steps before
+Each way runs in a process of its own, because ggml-cuda reads its switches once: logits of plain steps, alone and of two slots, and of blocks
+of every width, and the drafts. Exit code 1 if they differ. On one H200, gemma4 with shared K/V differed by up to 1.8 in replayed plain steps before
 models/blocks.py put a copy in front of its attention.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import pyggml_spec as ps
+from pyggml_spec.spec.batch import Prompt, Verify
 from pyggml_spec.spec.parts import candidate_widths
 from pyggml_spec.tools import random_archs as archs
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
@@ -59,6 +60,7 @@ def measure(args) -> None:
                 tokens = np.random.default_rng(3).integers(0, min(256, session.target.n_vocab), PROMPT + STEPS + 16).tolist()
                 for width in (1, *(w for w in candidate_widths(engine.options.width) if w > 1)):
                     out[f"{name}|{width}"] = logits(engine, tokens, width)
+                out[f"{name}|two slots"] = slots(session, tokens)
                 if drafter:
                     out[f"{name}|drafts"] = drafts(engine, tokens)
     np.savez(args.dump, **out)
@@ -76,6 +78,24 @@ def logits(engine, tokens: list[int], width: int) -> np.ndarray:
         out.append(np.stack([engine.candidates(row)[1] for row in range(width)]))
         engine.accept(1, 0)
     engine.read_candidates(0)
+    return np.stack(out)
+
+
+def slots(session, tokens: list[int]) -> np.ndarray:
+    """F32 [STEPS, 2, n_vocab]: plain steps of two slots at once."""
+    with session.batch(2) as scheduler:
+        engine = scheduler.engine
+        both = [engine.admit(drafting=False, candidates=None) for _ in range(2)]
+        for slot in both:
+            engine.step({slot: Prompt(tokens[slot:PROMPT])})
+        out = []
+        for at in range(PROMPT, PROMPT + STEPS):
+            for slot in both:
+                engine.choose(slot, tokens[at + slot])
+            engine.step({slot: Verify() for slot in both})
+            out.append(np.stack([engine.candidates(slot, 0)[1] for slot in both]))
+            for slot in both:
+                engine.accept(slot, 1, 0)
     return np.stack(out)
 
 

@@ -61,7 +61,7 @@ def attend(g: Graph, q, k, v, kv: KVLayer, kv_rows, mask, span: int, n_head_kv: 
     k and v None: the layer owns no K/V, ``kv`` holds the rows that an earlier layer wrote.
     """
     q = g.rotated(q, kv.rotation_k)
-    if k is None and q.ne[2] == 1:
+    if k is None and q.ne[2] == kv.k.ne[2]:  # one row of each sequence
         # In replayed graphs on an H200 logits were off by up to 1.8 where ggml-cuda's one-row attention came right behind the rotation of its
         # query, as if it had begun too early; with a copy between them, or with GGML_CUDA_PDL=0, every replay gives the bits of single launches.
         q = g.cont(q)

@@ -11,6 +11,7 @@ from spec.test_draft_parity import assert_blocks_equal
 
 import pyggml_spec as ps
 from pyggml_spec.cache.kv import KVCache
+from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.errors import ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
@@ -296,10 +297,15 @@ def test_logits_behind_a_ring(tmp_path, arch):
     assert result.nmse < 1e-10 and result.argmax_agree == 1.0
 
 
-def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(tmp_path):
-    """A replayed graph of ggml-cuda read the query before it was there: with a copy in between it does not."""
-    with ps.load(write_gemma4(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=256) as session:
-        graph = session.engine.step_graph("plain", 1)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(tmp_path, slots):
+    """A replayed graph of ggml-cuda read the query before it was there: with a copy in between it does not. Two slots have a row each."""
+    with ExitStack() as stack:
+        session = stack.enter_context(ps.load(write_gemma4(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=256))
+        if slots == 1:
+            graph = session.engine.step_graph("plain", 1)
+        else:
+            graph = stack.enter_context(session.batch(slots)).engine.graphs.get("direct", 1, 256, SlotRange(0, slots)).graph
         ops = [ffi.string(lib.ggml_op_desc(lib.ggml_graph_node(graph.gf, i))).decode() for i in range(graph.n_nodes)]
         kernels = [op for op in ops if op not in ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")]
         before = [kernels[i - 1] for i, op in enumerate(kernels) if op == "FLASH_ATTN_EXT"]

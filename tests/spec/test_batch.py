@@ -11,6 +11,7 @@ import pytest
 from spec.batch_helpers import Pair, accept, prompts, random_work, run
 
 import pyggml_spec as ps
+from pyggml_spec.cache.kv import GPU_SPAN, SPAN
 from pyggml_spec.cache.slots import SlotRange, covering
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import lib, text
@@ -71,6 +72,33 @@ def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
     while min(len(out[s]) for s in (0, 2, 3)) < 30:
         accept(batch, batch.step({slot: Draft(16) for slot in (0, 2, 3) if len(out[slot]) < 30}), out)
     assert [out[s][:30] for s in (0, 2, 3)] == [want[s] for s in (0, 2, 3)]
+
+
+@pytest.mark.parametrize("least", [SPAN, GPU_SPAN])
+def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
+    """A ring of 512 rows is read up to the span of the longest sequence: half of it at first, all of it behind its wrap."""
+    pair, rng = Pair(tmp_path, "gemma4", n_ctx=1100), np.random.default_rng(5)
+    texts = [rng.integers(0, 256, length).tolist() for length in (100, 210, 480, 30)]
+    expected, spans = [pair.solo(text, 60) for text in texts], set()
+    for count in (2, 4):
+        batch = pair.batch(count, chunk=300)
+        batch.kv._least = least  # 1,024 as on a GPU
+        assert batch.kv.ring == 512
+        slots = [batch.admit() for _ in range(count)]
+        out = {slot: [] for slot in slots}
+        for slot in slots:
+            for first in range(0, len(texts[slot]), 300):
+                results = batch.step({slot: Prompt(texts[slot][first : first + 300])})
+            accept(batch, results, out)
+        work = random_work(rng, dict(enumerate(expected)))
+        while unfinished := [slot for slot in slots if len(out[slot]) < 60]:
+            items = {slot: item for slot in unfinished if (item := work(slot, out[slot])) is not None}
+            if items:
+                accept(batch, batch.step(items), out)
+        assert all(pair.agrees(texts[slot], out[slot][:60]) for slot in slots)
+        spans |= {key[2] for key in batch.graphs.steps() if key[0] == "fused"}
+    assert spans >= ({256, 512, 768} if least == SPAN else {1024})
+    pair.close()
 
 
 @pytest.mark.parametrize("poison", [0xFF, 0x71, 0x3E], ids=["NaN bytes", "1e30", "0x3e bytes"])

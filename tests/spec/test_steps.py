@@ -1,11 +1,14 @@
 """No work that repeats: what is built once stays built, and roles do not share memory."""
 
+from dataclasses import replace
+
 import pytest
 from spec.helpers import run
 
 import pyggml_spec as ps
 from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.errors import DeviceError, EngineError
+from pyggml_spec.ggml.device import Backend
 from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.spec.batch import BatchEngine
@@ -154,3 +157,24 @@ def test_graphs_of_a_role_whose_buffer_could_not_grow_are_not_computed(session):
     again = planned(role, 64)
     assert not again.stale
     role.close()
+
+
+@pytest.mark.parametrize("mode", ["plain", "speculative"])
+def test_a_gpu_builds_the_graphs_of_its_next_span_while_it_computes(pair, monkeypatch, mode):
+    """The CPU, called a GPU: spans of 1,024 rows, and the text of the CPU's."""
+    prompt, texts = [i % 200 for i in range(900)], []
+    for kind in ("cpu", "gpu"):
+        with monkeypatch.context() as patched:
+            real = Backend.__init__
+
+            def called(self, device, threads=None):
+                real(self, device, threads)
+                self.device = replace(device, kind=kind)
+
+            patched.setattr(Backend, "__init__", called)
+            with ps.load(*pair, device="CPU", threads=1, n_ctx=2300, draft_width=4) as session:
+                text, stats = session.generate(prompt, 160, mode=mode, ignore_end=True)
+                texts.append(text)
+                spans = {key[2] for key in session.engine.graphs.steps() if key[0] == ("plain" if mode == "plain" else "fused")}
+    assert texts[0] == texts[1] and {1024, 2048} <= spans
+    assert stats.graphs_built_ahead == 1 and not stats.graphs_built_after_warmup and not stats.buffer_growths_after_warmup
