@@ -36,7 +36,7 @@ def span_for(n: int, least: int = SPAN) -> int:
 
 
 def least_span(row_bytes: int) -> int:
-    """The ``least`` of a GPU's generations, for K/V rows of so many bytes in all layers together: 1,024, 512 from 64 KiB on, 256 from 256 KiB on.
+    """The ``least`` of a GPU's generations, for K/V rows of so many bytes in all layers together: 1,024, above 64 KiB 512, above 256 KiB 256.
 
     Each new span costs ggml-cuda one launch kernel by kernel and one capture, 10 ms more than two replays at 4B on one H200, where a row of 32
     KiB that is read and hidden costs a step 13 ns: 4,096 tokens are 4 spans instead of 12. The cost of the hidden rows between two spans grows

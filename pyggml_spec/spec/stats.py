@@ -23,7 +23,8 @@ class Stats:
         offered_at: how often there was a draft at position i.
         block_sizes: how many steps emitted n tokens.
         widths: how many steps ran at each width.
-        width_reason: why width control chose as it did, in one sentence; empty where the width was pinned.
+        width_reason: why width control chose as it did, in one sentence; empty where the width was pinned, and for
+            requests that share steps unless no block can pay.
         seed, sampling: of the random numbers (None if there are none), and what the tokens were chosen by, in words.
         nan_drafts: blocks whose drafter produced NaN or Inf.
         graphs_built_after_warmup: graphs that a step had to wait for after the second one; graphs_built_ahead: graphs of the next span that
