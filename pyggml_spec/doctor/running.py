@@ -9,8 +9,8 @@ import numpy as np
 
 from ..spec.calibrate import WARMUP, step_costs
 from ..spec.engine import Engine
-from ..spec.parts import candidate_widths
 from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from ..spec.parts import candidate_widths
 from ..spec.stats import Stats
 from ..spec.width import WidthControl
 from .probe import Measured
@@ -112,27 +112,34 @@ def replay(stats: Sequence[Stats]) -> Check:
 def repeated_step(engine: Engine, prompt: Sequence[int]) -> Check:
     """The same step from the same state again and again: CUDA launches the first call kernel by kernel and replays the third and fourth."""
     engine.read_candidates(None)  # graphs that nobody has run yet
+    replays = 0
     try:
         for width in sorted({1, engine.options.width}):
-            first, *others = (_step_logits(engine, prompt, width) for _ in range(REPEATS))
-            off = max(float(np.abs(other - first).max()) for other in others)
-            if not all(np.array_equal(other, first) for other in others):
+            steps = [_step_logits(engine, prompt, width) for _ in range(REPEATS)]
+            (first, _), *others = steps
+            replays += sum(replayed for _, replayed in steps)
+            off = max(float(np.abs(other - first).max()) for other, _ in others)
+            if not all(np.array_equal(other, first) for other, _ in others):
                 found = f"a step of {width} rows computed again from the same state gave logits that differ by {off:.2g}"
                 remedy = "run with GGML_CUDA_PDL=0, or with --no-graphs, and report this with the model's name"
                 return Check("repeated step", FAIL, found, remedy, RUNNING, {"width": width, "largest_difference": off})
     finally:
         engine.read_candidates(0)
-    return Check("repeated step", OK, f"{REPEATS} calls of a step, replayed ones among them, gave the same logits bit for bit", "", RUNNING)
+    among = f", {replays} replayed ones among them," if replays else ""
+    found = f"{REPEATS} calls of a step of each width{among} gave the same logits bit for bit"
+    return Check("repeated step", OK, found, "", RUNNING, {"replays": replays})
 
 
-def _step_logits(engine: Engine, prompt: Sequence[int], width: int) -> np.ndarray:
-    """F32 [width, n_vocab]: logits after the rows of one step behind the prompt."""
+def _step_logits(engine: Engine, prompt: Sequence[int], width: int) -> tuple[np.ndarray, int]:
+    """F32 [width, n_vocab]: logits after the rows of one step behind the prompt; and 1 if the step was a replay, as far as can be told."""
     engine.reset()
     engine.prefill(prompt)
+    before = engine.io.replay.replayed if engine.io.replay is not None else 0
     result = engine.plain_step() if width == 1 else engine.verify_step([prompt[0]] * (width - 1))
+    replayed = engine.io.replay.replayed - before if engine.io.replay is not None else 0
     logits = np.stack([engine.candidates(row)[1] for row in range(width)])
     engine.accept(1, int(result.ids[0]))
-    return logits
+    return logits, replayed
 
 
 def time_split(engine: Engine, stats: Sequence[Stats], width: int) -> Check:
