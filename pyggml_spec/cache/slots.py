@@ -94,7 +94,3 @@ class DeltaSlots(DeltaState):
         """Adds the commit of these slots' blocks; ``keep`` and ``tail`` None where nothing can be pending."""
         keep, tail = (x if x is not None else ffi.NULL for x in (keep, tail))
         check(lib.pgs_delta_begin(self.handle, g.ctx, g.gf, seats.first, seats.count, width, width, keep, tail, self._err), self._err)
-
-    def read_slot(self, slot: int) -> np.ndarray:
-        """The committed states of one slot, F32 [layers, H_v * S * S] (tests)."""
-        return self.read().reshape(self.shape.layers, self.slots, -1)[:, slot]

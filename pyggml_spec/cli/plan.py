@@ -81,7 +81,8 @@ def _show(one: Plan | NoPlan) -> None:
             + (" (the trained one)" if one.largest_context == one.trained_context else "")
         )
     else:
-        click.echo("  no context fits; use a smaller quantisation or another device")
+        less = "less --prefix-memory, " if one.prefix_memory else ""
+        click.echo(f"  no context fits; use {less}a smaller quantisation or another device")
 
 
 def _show_checked(one: Checked) -> None:

@@ -185,11 +185,6 @@ class Tokenizer:
         """The token that the vocabulary adds at the start of a text, or None."""
         return llama_cpp.llama_vocab_bos(self.vocab) if llama_cpp.llama_vocab_get_add_bos(self.vocab) else None
 
-    def token_bytes(self, file: GGUFFile) -> list[bytes]:
-        """The token list as stored (pairs are compared by it)."""
-        tokens = file.metadata["tokenizer.ggml.tokens"]
-        return [tokens.raw(i) for i in range(len(tokens))]
-
     def close(self) -> None:
         if self._model:
             llama_cpp.llama_model_free(self._model)

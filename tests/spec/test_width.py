@@ -52,6 +52,14 @@ def test_widths_that_a_wider_block_undercuts_are_never_used():
     assert useful_widths({1: 5.0, 2: 10.5, 4: 21.0}) == [1]
 
 
+def test_an_acceptance_that_nobody_saw_is_called_an_assumption():
+    """Where blocks are dear none is tried for a while: 80 % were said to be accepted when nothing had been drafted."""
+    control = WidthControl(FAST_PLAIN)
+    assert _drive(control, 50, lambda width: 0) == [1] * 50 and "no draft yet, 80 % of the first ones assumed right" in control.reason()
+    _drive(control, 2000, lambda width: 0)
+    assert "assumed" not in control.reason() and "first draft accepted" in control.reason()
+
+
 def test_a_drafter_that_gets_better_is_noticed():
     control = WidthControl(SLOW_BLOCKS)
     _drive(control, 200, lambda width: 0)

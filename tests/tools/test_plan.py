@@ -144,6 +144,16 @@ def test_copies_of_prompts_count_as_they_are_asked_for(pair):
         plan(*pair, device="CPU", prefix_memory=-1)
 
 
+def test_copies_that_leave_no_room_are_what_the_remedy_names(capsys, monkeypatch):
+    from pyggml_spec.cli import main
+
+    monkeypatch.setattr("pyggml_spec.tools.plan.free_bytes", lambda device: 1 << 20)
+    for more, remedy in (((), "use a smaller"), (("--prefix-memory", "1"), "use less --prefix-memory, a smaller")):
+        with pytest.raises(SystemExit):
+            main(["plan", "--device", "CPU", "-c", "512", *more])
+        assert f"no context fits; {remedy} quantisation" in capsys.readouterr().out
+
+
 def test_plan_takes_what_run_is_given_about_memory(capsys):
     from pyggml_spec.cli import main
     from pyggml_spec.cli.help import GROUPS
