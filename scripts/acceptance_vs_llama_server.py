@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench_vs_llamacpp import server_options
 from llama_server import LlamaServer, ServerEnded
@@ -28,7 +29,7 @@ def main() -> None:
     prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
 
     theirs = []
-    with LlamaServer(args.tools, Path("/tmp/acceptance.server.log"), *server_options(args)) as server:
+    with TemporaryDirectory() as folder, LlamaServer(args.tools, Path(folder) / "server.log", *server_options(args)) as server:
         server.wait()
         for prompt in prompts:
             reply = server.post("/completion", prompt=prompt, n_predict=args.tokens, temperature=0, ignore_eos=True, cache_prompt=False)
