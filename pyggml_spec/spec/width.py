@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 # Chosen on the drafts of the embedded pair's 20 held-out prompts, replayed with the step costs of several machines: mean speed-up 1.42 (two
 # CPU cores, costs 3.0 4.7 6.2 10.5 17.5 ms), 2.25 (the pair on one H200), 1.81 and 1.65 (27B and 4B shapes there); the best fixed width
-# reaches 1.43, 2.27, 1.74 and 1.66. A drafter that is never right costs 3 to 4 % of 128 tokens, 1 % of 2,000.
+# reaches 1.43, 2.27, 1.74 and 1.66. A drafter that is never right costs 3 to 4 % of 128 tokens, 1 to 2 % of 2,000.
 DECAY = 0.95  # per step, plain ones too: half of the weight lies on the last 13 steps
 LONG_DECAY = 0.98
 PRIOR_ACCEPTANCE = 0.8  # of the first draft, before anything was seen
@@ -132,7 +132,8 @@ class WidthControl:
             self.costs[width] += COST_RATE * (bounded - self.costs[width])
         won = (matched + 1) * self.costs[1] - self.costs[width]
         most = max(SAVINGS * self.costs[1], self._extra())
-        self._allowed = min(self._allowed + won + PROBE_LOSS * self.costs[width], most)
+        # no debts: those of one bad passage, 100 plain steps until the switch, would keep blocks from 5,000 steps that follow it
+        self._allowed = max(0.0, min(self._allowed + won + PROBE_LOSS * self.costs[width], most))
         if width == 1:
             self._plain_steps += 1
             self.acceptance.forget()

@@ -68,6 +68,17 @@ def test_a_drafter_that_gets_better_is_noticed():
     assert control.current == 16
 
 
+@pytest.mark.parametrize("costs", [H200_27B, SLOW_BLOCKS, {1: 2.84, 2: 3.93, 4: 5.05, 8: 7.3, 16: 6.24}])
+def test_a_passage_that_the_drafter_does_not_know_costs_nothing_behind_it(costs):
+    """What it lost was a debt, paid back in 5,000 plain steps: code behind a page of prose was decoded plainly."""
+    control = WidthControl(costs)
+    for _ in range(2):
+        _drive(control, 500, lambda width: width - 1)
+        _drive(control, 200, lambda width: 0)
+        used = _drive(control, 300, lambda width: width - 1)
+        assert control.current == 16 and sum(costs[w] for w in used) < 0.8 * 300 * costs[1]
+
+
 def _geometric(p, rng):
     def accept(width):
         matched = 0
