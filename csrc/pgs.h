@@ -152,7 +152,6 @@ typedef struct pgs_experts_shape {
     bool    distinct;  // wide products of the device need different experts for each token
 } pgs_experts_shape;
 
-
 typedef struct pgs_experts_counts {
     int64_t chosen;   // (token, expert) pairs so far
     int64_t hits;     // of them, those whose expert is on the device

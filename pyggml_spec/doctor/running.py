@@ -134,12 +134,16 @@ def _step_logits(engine: Engine, prompt: Sequence[int], width: int) -> tuple[np.
     """F32 [width, n_vocab]: logits after the rows of one step behind the prompt; and 1 if the step was a replay, as far as can be told."""
     engine.reset()
     engine.prefill(prompt)
-    before = engine.io.replay.replayed if engine.io.replay is not None else 0
+    before = _replays(engine)
     result = engine.plain_step() if width == 1 else engine.verify_step([prompt[0]] * (width - 1))
-    replayed = engine.io.replay.replayed - before if engine.io.replay is not None else 0
+    replayed = _replays(engine) - before
     logits = np.stack([engine.candidates(row)[1] for row in range(width)])
     engine.accept(1, int(result.ids[0]))
     return logits, replayed
+
+
+def _replays(engine: Engine) -> int:
+    return engine.io.replay.replayed if engine.io.replay is not None else 0
 
 
 def time_split(engine: Engine, stats: Sequence[Stats], width: int) -> Check:

@@ -14,7 +14,7 @@ from ..cache.recurrent import DeltaRows
 from ..cache.slots import SlotRange
 from ..ggml.graph import Graph
 from ..ggml.step_io import StepFields
-from ..models.base import Rows, Seen
+from ..models.base import Rows
 from ..models.dflash import BlockRows
 from .graphs import MEASURED_SPANS, Step, StepGraphs
 
@@ -96,18 +96,9 @@ class BatchGraphs(StepGraphs):
         positions, kv_rows = f.input("positions", "i32", total), f.input("kv_rows", "i64", total)
         q_last = f.input("q_last", "f32", 1, total)
         mask = g.span_mask(self.kv.near, q_last, None, span, seats.count)
-        sliding = self._sliding_slots(g, f, kv_rows, q_last, span, seats) if self.target.window else None
+        sliding = self._sliding(g, f, kv_rows, q_last, span, seats.count) if self.target.window else None
         kv = self._caches(g, self.kv, seats)
         return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "span": span, "sliding": sliding, "kv": kv}
-
-    def _sliding_slots(self, g: Graph, f: StepFields, kv_rows, q_last, span: int, seats: SlotRange) -> Seen:
-        total, ring = kv_rows.ne[0], self.kv.ring
-        q_first = f.input("q_first", "f32", 1, total)
-        if not ring:
-            return Seen(kv_rows, g.span_mask(self.kv.near, q_last, q_first, span, seats.count), span)
-        span = min(span, ring)
-        rows, near = f.input("sliding_rows", "i64", total), f.input("sliding_near", "f32", span, seats.count)
-        return Seen(rows, g.span_mask(near, q_last, q_first, span, seats.count), span)
 
     def _begin(self, g: Graph, f: StepFields, width: int, seats: SlotRange) -> DeltaRows | None:
         if self.delta is None:

@@ -21,7 +21,7 @@ from ..ggml.graph import Graph
 from ..ggml.library import ffi, lib
 from ..models.base import DeltaShape
 from .graphs import MOST_CANDIDATES, Step, StepGraphs
-from .parts import CHUNKS, EngineOptions, EngineParts, StepResult, candidate_widths
+from .parts import EngineOptions, EngineParts, StepResult, candidate_widths
 
 PREPARE_TOKENS = 2048
 
@@ -198,7 +198,7 @@ class Engine(EngineParts):
 
     def _prefill_chunk(self, part: np.ndarray) -> int:
         real = part.size
-        width = next((c for c in CHUNKS if real <= c <= self.options.chunk), self.options.chunk)
+        width = next(c for c in self.chunks if real <= c)
         step = self.graphs.get("prefill", width, self.kv.span(self.cursor.committed + width, SPAN))
         self._fill_rows(step, width, real)
         step.host["tokens"][:real] = part

@@ -232,20 +232,20 @@ class StepGraphs:
         kv_rows = f.input("kv_rows", "i64", width)
         q_last = f.input("q_last", "f32", 1, width)
         mask = g.span_mask(self.kv.near, q_last, None, span)
-        sliding = self._sliding(g, f, kv_rows, q_last, width, span) if self.target.window else None
+        sliding = self._sliding(g, f, kv_rows, q_last, span) if self.target.window else None
         return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "span": span, "sliding": sliding}
 
-    def _sliding(self, g: Graph, f: StepFields, kv_rows, q_last, width: int, span: int) -> Seen:
+    def _sliding(self, g: Graph, f: StepFields, kv_rows, q_last, span: int, slots: int = 1) -> Seen:
         """What sliding layers write and see: a ring of rows, or all rows where the context is no longer than one.
 
         Rows of a ring beyond the span hold nothing yet. All of gemma4's would be 1.3 GB per step at 31B, 7 % of what its weights are.
         """
-        q_first = f.input("q_first", "f32", 1, width)
-        if not self.kv.ring:
-            return Seen(kv_rows, g.span_mask(self.kv.near, q_last, q_first, span), span)
-        span = min(span, self.kv.ring)
-        rows, near = f.input("sliding_rows", "i64", width), f.input("sliding_near", "f32", span)
-        return Seen(rows, g.span_mask(near, q_last, q_first, span), span)
+        rows, near = kv_rows, self.kv.near
+        q_first = f.input("q_first", "f32", 1, kv_rows.ne[0])
+        if self.kv.ring:
+            span = min(span, self.kv.ring)
+            rows, near = f.input("sliding_rows", "i64", kv_rows.ne[0]), f.input("sliding_near", "f32", span, slots)
+        return Seen(rows, g.span_mask(near, q_last, q_first, span, slots), span)
 
     def _begin_block(self, g: Graph, f: StepFields, width: int, replay: bool) -> None:
         if self.delta is None:
