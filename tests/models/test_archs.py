@@ -290,6 +290,13 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", ["laguna", "gemma4"])
+def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path, arch, monkeypatch):
+    """The reference without rings once had F16 rows whatever was asked for: the table of docs/parity.md showed 1e-6 and more."""
+    monkeypatch.setattr("pyggml_spec.spec.engine.Engine.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
+    assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape()), 800, cache_type_k="bf16", cache_type_v="q8_0")
+
+
+@pytest.mark.parametrize("arch", ["laguna", "gemma4"])
 def test_logits_behind_a_ring(tmp_path, arch):
     """llama.cpp keeps all positions, so the same rows are summed in another order: equal to rounding, not bit for bit."""
     path = WRITERS[arch](tmp_path / "t.gguf", Shape())
