@@ -198,7 +198,7 @@ static const char * compiled_ggml_version(void) { return PGS_GGML_VERSION; }
 def declarations() -> str:
     """The engine's own header, reduced to what cffi parses."""
     text = (HERE / "pgs.h").read_text()
-    text = re.sub(r"^#.*$", "", text, flags=re.M)
+    text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
     return "#define PGS_ERR ...\n" + text
 
 

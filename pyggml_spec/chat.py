@@ -103,4 +103,6 @@ def chat_template(session: Session, source: str | None = None) -> tuple[ChatTemp
         return ChatTemplate.from_gguf(file, source), "the template that was given"
     if KEY in file.metadata:
         return ChatTemplate.from_gguf(file), f"the template of {file.path.name}"
-    return ChatTemplate(CONTINUE), f"{file.path.name} has no chat template: your lines and its answers are one running text; --chat-template-file gives it one"
+    return ChatTemplate(
+        CONTINUE
+    ), f"{file.path.name} has no chat template: your lines and its answers are one running text; --chat-template-file gives it one"

@@ -4,11 +4,10 @@ import operator
 import reprlib
 from collections.abc import Iterable
 
-from .ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)
-
 import numpy as np
 
 from .errors import ContextError, EngineError, PyspecError
+from .ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)
 
 
 def whole(value, what: str, low: int, high: int, error: type[PyspecError] = EngineError) -> int:

@@ -86,7 +86,9 @@ class Session:
 
     # -- loading
 
-    def _load(self, target: Path, draft: Path | None, device, threads, options: dict, width, prefix: tuple, experts, progress: Progress) -> "Session":
+    def _load(
+        self, target: Path, draft: Path | None, device, threads, options: dict, width, prefix: tuple, experts, progress: Progress
+    ) -> "Session":
         started = time.perf_counter()
         self.backend = self._own(Backend(pick_device(device), threads))
         file = self._own(GGUFFile(target))
@@ -103,7 +105,9 @@ class Session:
         placement, host = self._place_experts(experts, threads, max(options.chunk, options.width))
         self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total), placement, host)
         if host is not None:
-            self.notes.append(f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file stay mapped)")
+            self.notes.append(
+                f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file stay mapped)"
+            )
         if self.drafter is not None:
             self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
@@ -144,7 +148,9 @@ class Session:
     def _check_vocabularies(self, target: GGUFFile, draft: GGUFFile) -> None:
         difference = first_difference(target, draft)
         if difference:
-            raise PairError(f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for")
+            raise PairError(
+                f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for"
+            )
 
     def _measure_costs(self, fresh: bool = False) -> None:
         widths = candidate_widths(self.engine.options.width)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tokens per step of pyspec and of llama-server's draft-dflash on the same prompts, greedy, block 16. Counts only; no timing.
 
-    acceptance_vs_llama_server.py --tools DIR [-m target.gguf -md drafter.gguf] [-n 128]
+acceptance_vs_llama_server.py --tools DIR [-m target.gguf -md drafter.gguf] [-n 128]
 """
 
 import argparse
@@ -46,7 +46,9 @@ def main() -> None:
     for name, rows in (("pyspec", ours), ("llama-server", theirs)):
         steps, matched = sum(r[0] for r in rows), sum(r[1] for r in rows)
         print(f"{name:<13} {steps} steps, {matched} drafts accepted, {(steps + matched) / steps:.4f} tokens per step")
-    print(f"identical text on {same} of {len(prompts)} prompts; identical (steps, accepted) on {sum(a[:2] == b[:2] for a, b in zip(ours, theirs))}")
+    print(
+        f"identical text on {same} of {len(prompts)} prompts; identical (steps, accepted) on {sum(a[:2] == b[:2] for a, b in zip(ours, theirs))}"
+    )
 
 
 if __name__ == "__main__":

@@ -72,7 +72,13 @@ def table(files: dict[str, Path], failed: dict[str, str], args) -> str:
         for test, runs in data["figures"]["pyspec"].items():
             ours, theirs, row = statistics.median(runs), data["figures"]["llama.cpp"].get(test), rows[test]
             theirs = statistics.median(theirs) if theirs else None
-            cells = [name, TESTS.get(test, test), f"{theirs:.1f}" if theirs else "-", f"{ours:.1f}", f"{ours / theirs:.2f}" if theirs else "-"]
+            cells = [
+                name,
+                TESTS.get(test, test),
+                f"{theirs:.1f}" if theirs else "-",
+                f"{ours:.1f}",
+                f"{ours / theirs:.2f}" if theirs else "-",
+            ]
             cells += [f"{row['ms_per_step']:.2f}", f"{row['tokens_per_step']:.2f}"] if row["ms_per_step"] else ["", ""]
             cells.append(f"{100 * row['replay_rate']:.0f} %" if row["replay_rate"] is not None else "")
             lines.append(f"| {' | '.join(cells)} |")

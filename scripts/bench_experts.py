@@ -28,7 +28,15 @@ from pyggml_spec.tools.experts import expert_bytes, profile
 
 def load(args, experts: ExpertOptions | None, draft: bool = True):
     drafter = args.model_draft if draft else None
-    return ps.load(args.model, drafter, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=args.draft_width if draft else None, experts=experts)
+    return ps.load(
+        args.model,
+        drafter,
+        device=args.device,
+        threads=args.threads,
+        n_ctx=args.ctx,
+        draft_width=args.draft_width if draft else None,
+        experts=experts,
+    )
 
 
 def make_profile(args, folder: Path) -> Path:
@@ -54,7 +62,11 @@ def residencies(args) -> list[dict]:
                 rows = {row.test[: 2 if row.test[0] != "s" else 4]: row for row in bench(session, options)}
                 found = {"residency": fraction, "expert_bytes": expert_bytes(session, fraction), "costs_ms": session.costs}
                 found |= {name: statistics.median(row.runs) for name, row in rows.items()}
-                found |= {"hit_rate": rows["tg"].expert_hit_rate, "spec_hit_rate": rows["spec"].expert_hit_rate, "memory": session.engine.memory()}
+                found |= {
+                    "hit_rate": rows["tg"].expert_hit_rate,
+                    "spec_hit_rate": rows["spec"].expert_hit_rate,
+                    "memory": session.engine.memory(),
+                }
                 out.append(found)
     base = next((row for row in out if row["residency"] == 0), None)
     print("| residency | hit rate | experts on the device | prompt tok/s | plain tok/s | speculative tok/s | against full host placement |")
@@ -62,7 +74,9 @@ def residencies(args) -> list[dict]:
     for row in out:
         hit = "-" if row["hit_rate"] is None else f"{100 * row['hit_rate']:.1f} %"
         gain = f"{row['tg'] / base['tg']:.2f}, {row['spec'] / base['spec']:.2f}" if base else "-"
-        print(f"| {row['residency']} | {hit} | {row['expert_bytes'] / 2**30:.2f} GiB | {row.get('pp', 0):.0f} | {row['tg']:.1f} | {row['spec']:.1f} | {gain} |")
+        print(
+            f"| {row['residency']} | {hit} | {row['expert_bytes'] / 2**30:.2f} GiB | {row.get('pp', 0):.0f} | {row['tg']:.1f} | {row['spec']:.1f} | {gain} |"
+        )
     return out
 
 

@@ -73,7 +73,20 @@ def main() -> None:
 
 
 def server_options(slots: int, args) -> list[object]:
-    options = ["-m", args.model, "-md", args.drafter, "--spec-type", "draft-dflash", "--spec-draft-n-max", 15, "-np", slots, "-c", args.ctx * slots]
+    options = [
+        "-m",
+        args.model,
+        "-md",
+        args.drafter,
+        "--spec-type",
+        "draft-dflash",
+        "--spec-draft-n-max",
+        15,
+        "-np",
+        slots,
+        "-c",
+        args.ctx * slots,
+    ]
     options += ["-ngl", args.ngl, "-ngld", args.ngl, "-fa", "on", "--backend-sampling", "--metrics"]
     # both copy states of a slot to the host while all slots wait, 150 MB and more per prompt at 27B: no part of what is compared
     options += ["--ctx-checkpoints", 0, "--cache-ram", 0, *args.server_args]

@@ -50,7 +50,9 @@ def main() -> None:
 
 def run(session: ps.Session, args) -> int:
     rng, right, times = np.random.default_rng(0), True, {way: [] for way in WAYS}
-    print(f"{session.target.file.path.name} on {session.backend.device.description}, {args.shared} + {args.suffix} tokens, passes of {args.ubatch_size}")
+    print(
+        f"{session.target.file.path.name} on {session.backend.device.description}, {args.shared} + {args.suffix} tokens, passes of {args.ubatch_size}"
+    )
     for number in range(args.rounds + 1):  # the first one builds graphs and is not counted
         shared, other = (rng.integers(0, session.target.n_vocab, args.shared).tolist() for _ in range(2))
         answers = []

@@ -116,11 +116,21 @@ def main() -> None:
     print(f"| test | llama.cpp | pyspec | ratio |\n|---|---|---|---|  {args.device}, {Path(args.model).name}")
     for test in figures["pyspec"]:
         theirs, ours = figures["llama.cpp"].get(test), statistics.median(figures["pyspec"][test])
-        print(f"| {test} | {statistics.median(theirs):.1f} | {ours:.1f} | {ours / statistics.median(theirs):.3f} |" if theirs else f"| {test} | - | {ours:.1f} | - |")
+        print(
+            f"| {test} | {statistics.median(theirs):.1f} | {ours:.1f} | {ours / statistics.median(theirs):.3f} |"
+            if theirs
+            else f"| {test} | - | {ours:.1f} | - |"
+        )
     for note in notes:
         print(note)
     for row in rows:
-        print(row.test, {k: round(v) for k, v in row.phases_us.items()}, f"{row.ms_per_step:.3f} ms/step", f"{row.tokens_per_step:.2f} tok/step", row.widths)
+        print(
+            row.test,
+            {k: round(v) for k, v in row.phases_us.items()},
+            f"{row.ms_per_step:.3f} ms/step",
+            f"{row.tokens_per_step:.2f} tok/step",
+            row.widths,
+        )
     print("costs ms", costs, "memory", memory, "device memory: before, + pyspec, + server", used)
     args.out.write_text(json.dumps({"figures": figures, "rows": [r.as_dict() for r in rows], "costs_ms": costs, "memory": memory, "notes": notes,
                                     "device_memory_used": used, "command": sys.argv, "versions": versions()}, indent=1))  # fmt: skip

@@ -50,7 +50,10 @@ def test(tools: Path) -> int:
             started = time.monotonic()
             status = subprocess.run([tools.resolve() / name, *arguments], cwd=work, stdout=log, stderr=log).returncode
         failed += status != 0
-        print(f"{'passed' if status == 0 else f'FAILED, status {status}, see {log.name}'}: {line} ({time.monotonic() - started:.0f} s)", flush=True)
+        print(
+            f"{'passed' if status == 0 else f'FAILED, status {status}, see {log.name}'}: {line} ({time.monotonic() - started:.0f} s)",
+            flush=True,
+        )
         if status:
             print(*Path(log.name).read_text(errors="replace").splitlines()[-20:], sep="\n", flush=True)
     return failed
@@ -133,7 +136,19 @@ def main() -> None:
     build = args.out / "build"
     ninja = shutil.which("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []  # named: the one of an earlier call may be gone
-    run(["cmake", *generator, "-S", str(tree), "-B", str(build), *cmake_options(args), "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=ON"])
+    run(
+        [
+            "cmake",
+            *generator,
+            "-S",
+            str(tree),
+            "-B",
+            str(build),
+            *cmake_options(args),
+            "-DLLAMA_USE_PREBUILT_UI=OFF",
+            "-DLLAMA_BUILD_TESTS=ON",
+        ]
+    )
     targets = args.targets or TARGETS + TESTS + ([] if args.unpatched else NEW_TESTS)
     run(["cmake", "--build", str(build), "--parallel", str(args.jobs), "--target", *targets])
     print(build / "bin")

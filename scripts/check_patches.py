@@ -106,7 +106,10 @@ def fixed_width(tools: Tools, work: Path) -> tuple[bool, str]:
         steps = run.metric("n_decode_total") - steps
         built, reused = (moved(before, run.counters(), f"target.graphs_{kind}_total") for kind in ("built", "reused"))
     # towards the end of a group slots 0 and 2 may be busy without 1: streams of K/V apart from each other take two ubatches
-    return built is not None and built + reused <= 1.3 * steps, f"{steps:.0f} decodes, {built} ubatches with a new graph, {reused} with the old one"
+    return (
+        built is not None and built + reused <= 1.3 * steps,
+        f"{steps:.0f} decodes, {built} ubatches with a new graph, {reused} with the old one",
+    )
 
 
 def device_features(tools: Tools, work: Path) -> tuple[bool, str]:
@@ -158,7 +161,10 @@ def slot_drafter(tools: Tools, work: Path) -> tuple[bool, str]:
             slot("restore")
             alone += run.texts([longer])
     same = all(text == expected[0][0] for text, *_ in alone)
-    return same, f"accepted drafts {accepted[0]} and {accepted[1]}; {alone[0][2]} and {alone[1][2]} with half of the drafter's file and an empty one"
+    return (
+        same,
+        f"accepted drafts {accepted[0]} and {accepted[1]}; {alone[0][2]} and {alone[1][2]} with half of the drafter's file and an empty one",
+    )
 
 
 def conv_snapshots(tools: Tools, work: Path) -> tuple[bool, str]:

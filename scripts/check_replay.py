@@ -55,7 +55,9 @@ def measure(args) -> None:
     out = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, target, drafter in pairs(args, Path(folder)):
-            with ps.load(target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=16 if drafter else None) as session:
+            with ps.load(
+                target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=16 if drafter else None
+            ) as session:
                 engine = session.engine
                 tokens = np.random.default_rng(3).integers(0, min(256, session.target.n_vocab), PROMPT + STEPS + 16).tolist()
                 for width in (1, *(w for w in candidate_widths(engine.options.width) if w > 1)):

@@ -99,7 +99,10 @@ def convert(tree: Path, folder: Path, out: Path) -> None:
 
     model = get_model_class(json.loads((folder / "config.json").read_text())["architectures"][0])
     model.set_vocab = lambda self: Writer.tokenizer(SimpleNamespace(out=self.gguf_writer), VOCAB)
-    vocabulary = {"model": {"vocab": {str(i): i for i in range(VOCAB)}}, "added_tokens": []}  # gemma4's counts the rows of the embedding by it
+    vocabulary = {
+        "model": {"vocab": {str(i): i for i in range(VOCAB)}},
+        "added_tokens": [],
+    }  # gemma4's counts the rows of the embedding by it
     (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
     # llama.cpp ignores the key that the converter writes for attention_factor; the one that it reads multiplies what yarn's factor gives
     stretch = 1 + 0.1 * math.log(YARN["factor"])
@@ -119,9 +122,10 @@ def main() -> None:
     if args.convert:
         return convert(args.llama_cpp, *args.convert)
 
-    import pyggml_spec as ps  # before torch: ggml has to be mapped first
     import torch
     import transformers
+
+    import pyggml_spec as ps  # before torch: ggml has to be mapped first
     from pyggml_spec.tools.compare import nmse
 
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, {TOKENS} tokens")
@@ -145,7 +149,10 @@ def main() -> None:
         agree = (ours.argmax(axis=1) == theirs.argmax(axis=1))[clear].mean()
         error, inputs_error = nmse(ours, theirs), max(map(nmse, features, inputs))
         failed |= bool(agree < 1 or max(error, inputs_error) > TOLERANCE)
-        print(f"{name:<16} NMSE of logits {error:.1e}, of layer inputs at most {inputs_error:.1e}, argmax agrees on {100 * agree:.1f} % of {clear.sum()} rows with a gap above {GAP}", flush=True)
+        print(
+            f"{name:<16} NMSE of logits {error:.1e}, of layer inputs at most {inputs_error:.1e}, argmax agrees on {100 * agree:.1f} % of {clear.sum()} rows with a gap above {GAP}",
+            flush=True,
+        )
     sys.exit(3 if failed else 0)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws docs/benchmarks/speed.svg and prints the README's table from the JSON files that bench_vs_llamacpp.py wrote.
 
-    draw_benchmarks.py docs/benchmarks/h200-4B-Q4_K.json docs/benchmarks/h200-27B-Q4_K.json --out docs/benchmarks/speed.svg
+draw_benchmarks.py docs/benchmarks/h200-4B-Q4_K.json docs/benchmarks/h200-27B-Q4_K.json --out docs/benchmarks/speed.svg
 """
 
 import argparse
@@ -17,13 +17,17 @@ def medians(path: Path) -> list[tuple[str, float, float]]:
     """(label, llama.cpp, pyspec) in tokens per second for each test."""
     figures = json.loads(path.read_text())["figures"]
     shape = path.stem.split("-")[1]
-    return [(f"{shape}, {name}", *(statistics.median(figures[who][test]) for who in ("llama.cpp", "pyspec"))) for test, name in TESTS.items()]
+    return [
+        (f"{shape}, {name}", *(statistics.median(figures[who][test]) for who in ("llama.cpp", "pyspec"))) for test, name in TESTS.items()
+    ]
 
 
 def svg(rows: list[tuple[str, float, float]]) -> str:
     scale = WIDTH / max(max(a, b) for _, a, b in rows)
     height = len(rows) * (2 * BAR + GAP) + 2 * GAP
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 130}" height="{height}" font-family="sans-serif" font-size="13">']
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 130}" height="{height}" font-family="sans-serif" font-size="13">'
+    ]
     out.append('<rect width="100%" height="100%" fill="#ffffff"/><title>Tokens per second, pyspec against llama.cpp</title>')
     for i, (label, theirs, ours) in enumerate(rows):
         y = GAP + i * (2 * BAR + GAP)

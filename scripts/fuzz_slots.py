@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import numpy as np  # noqa: E402
-from spec.batch_helpers import TIE, Pair, prompts, random_work, run, serve  # noqa: E402
+import numpy as np
+from spec.batch_helpers import TIE, Pair, prompts, random_work, run, serve
 
 
 def steps(pair: Pair, seed: int, tokens: int) -> tuple[list[int], int]:
@@ -36,7 +36,9 @@ def main() -> int:
     args.add_argument("--tokens", type=int, default=24)
     args.add_argument("--requests", action="store_true")
     args.add_argument("--device", default="CPU")
-    args.add_argument("--tie", type=float, default=TIE, help="a wrong state is off by 0.1 and more; kernels of a GPU round more than the CPU's")
+    args.add_argument(
+        "--tie", type=float, default=TIE, help="a wrong state is off by 0.1 and more; kernels of a GPU round more than the CPU's"
+    )
     opt = args.parse_args()
     failures = 0
     for arch in opt.archs.split(","):
@@ -50,7 +52,10 @@ def main() -> int:
             ties = pair.ties
             pair.close()
         failures += len(wrong)
-        print(f"{arch}: {opt.seeds} seeds, {streams} streams, {len(wrong)} wrong {wrong[:5]}, {ties} left at a tie, {time.time() - began:.0f} s", flush=True)
+        print(
+            f"{arch}: {opt.seeds} seeds, {streams} streams, {len(wrong)} wrong {wrong[:5]}, {ties} left at a tie, {time.time() - began:.0f} s",
+            flush=True,
+        )
     return 1 if failures else 0
 
 

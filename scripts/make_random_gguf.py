@@ -29,7 +29,9 @@ class Model:
 
 def drafter(layers: int, heads: int, heads_kv: int, n_ff: int, *target_layers: int) -> dict:
     """Shape of a drafter with heads of 128 values that reads the inputs of ``target_layers``."""
-    return dict(draft_layers=layers, draft_heads=heads, draft_heads_kv=heads_kv, draft_ff=n_ff, draft_head_size=128, target_layers=target_layers)
+    return dict(
+        draft_layers=layers, draft_heads=heads, draft_heads_kv=heads_kv, draft_ff=n_ff, draft_head_size=128, target_layers=target_layers
+    )
 
 
 HYBRID = dict(head_size=256, n_rot=64, delta_head=128, n_vocab=248320, n_ctx=262144, rope_base=1e7)

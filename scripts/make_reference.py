@@ -98,7 +98,11 @@ def _value(option: click.Option) -> str:
 def _help(option: click.Option, path: str) -> str:
     if not option.help:
         missing.append(f"{path} {option.opts[-1]} has no help")
-    return f"{option.help or ''} Default: {option.default}.".strip() if option.show_default and option.default is not None else option.help or ""
+    return (
+        f"{option.help or ''} Default: {option.default}.".strip()
+        if option.show_default and option.default is not None
+        else option.help or ""
+    )
 
 
 def _cell(text: str) -> str:

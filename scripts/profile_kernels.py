@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every kernel of a decode step on a CUDA device, counted and timed by CUPTI through PyTorch's profiler (needs PyTorch with CUDA).
 
-    profile_kernels.py -m target.gguf -md drafter.gguf [--device CUDA0] [--widths 1,2,16] [--steps 8] [--top 25]
+profile_kernels.py -m target.gguf -md drafter.gguf [--device CUDA0] [--widths 1,2,16] [--steps 8] [--top 25]
 """
 
 import argparse
@@ -51,7 +51,9 @@ def _report(session, width: int, steps: int, top: int) -> None:
             micros[name] += event.device_time_total if hasattr(event, "device_time_total") else event.cuda_time_total
     layers = session.target.n_layer
     kernels, total = sum(count.values()) / steps, sum(micros.values()) / steps
-    print(f"width {width}: {kernels:.0f} kernels and copies per step, {kernels / layers:.1f} per target layer, {total / 1000:.2f} ms on the device")
+    print(
+        f"width {width}: {kernels:.0f} kernels and copies per step, {kernels / layers:.1f} per target layer, {total / 1000:.2f} ms on the device"
+    )
     for name in sorted(micros, key=micros.get, reverse=True)[:top]:
         print(f"  {count[name] / steps:7.1f} x {micros[name] / count[name]:8.2f} us = {micros[name] / steps:8.1f} us  {name}")
 

@@ -39,7 +39,19 @@ def built(cache: Path, jobs: int) -> Path:
         for other in set(cache.glob("patched-*/")) - {folder}:
             shutil.rmtree(other)
         targets = build.TESTS + build.NEW_TESTS
-        build.run([sys.executable, build.__file__, "--out", str(folder), "--sdist", str(patches.fetch_sdist(cache)), "--jobs", str(jobs), *targets])
+        build.run(
+            [
+                sys.executable,
+                build.__file__,
+                "--out",
+                str(folder),
+                "--sdist",
+                str(patches.fetch_sdist(cache)),
+                "--jobs",
+                str(jobs),
+                *targets,
+            ]
+        )
         done.touch()
         shutil.rmtree(folder / Path(patches.VENDORED).parts[0])  # 200 MB that the tests do not read
     return folder / "build" / "bin"

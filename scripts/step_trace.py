@@ -34,7 +34,9 @@ def main() -> None:
     parser.add_argument("--synthetic-acceptance", type=float)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    with ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.tokens + 64, draft_width=args.draft_width) as session:
+    with ps.load(
+        args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.tokens + 64, draft_width=args.draft_width
+    ) as session:
         engine, stats = session.engine, Stats()
         synthetic = SyntheticAcceptance(args.synthetic_acceptance, engine.options.width - 1, seed=1) if args.synthetic_acceptance else None
         control = WidthControl(session.costs) if session.costs and args.mode == SPECULATIVE else None

@@ -42,18 +42,49 @@ def configs(preset):
     """Return (TargetConfig, DrafterConfig, settings) of a preset."""
     from demo_pair.drafter import DrafterConfig
     from demo_pair.target import TargetConfig
+
     if preset in ("demo", "refine"):
         t, d = TargetConfig(), DrafterConfig()
-        s = dict(max_mb=320, tok_mb=50, window=1024, seq=1024, batch=64, lr=2e-3, dbatch=32, dlr=2e-3, anchors=64, gen_rows=2048,
-                 gen_rounds=8, prompts=(64, 128, 256, 512), eval_rows=256, eval_prompt=128, eval_total=512)
+        s = dict(
+            max_mb=320,
+            tok_mb=50,
+            window=1024,
+            seq=1024,
+            batch=64,
+            lr=2e-3,
+            dbatch=32,
+            dlr=2e-3,
+            anchors=64,
+            gen_rows=2048,
+            gen_rounds=8,
+            prompts=(64, 128, 256, 512),
+            eval_rows=256,
+            eval_prompt=128,
+            eval_total=512,
+        )
         if preset == "refine":
             # Shorter texts: more of them, and less of each is a loop.
             s.update(seq=640, dbatch=48, dlr=1.5e-3, anchors=56, gen_rows=3072, gen_rounds=9, prompts=(64, 128, 192, 320))
     else:
         t = TargetConfig(vocab=512, n_embd=256, n_layer=4, n_ff=256, n_head=2, n_kv=1, k_heads=1, v_heads=2)
         d = DrafterConfig(n_embd=256, n_layer=1, n_ff=256, n_head=2, n_kv=1, target_layers=(1, 3))
-        s = dict(max_mb=2, tok_mb=2, window=128, seq=128, batch=4, lr=2e-3, dbatch=4, dlr=2e-3, anchors=4, gen_rows=16, gen_rounds=1,
-                 prompts=(64,), eval_rows=4, eval_prompt=64, eval_total=96)
+        s = dict(
+            max_mb=2,
+            tok_mb=2,
+            window=128,
+            seq=128,
+            batch=4,
+            lr=2e-3,
+            dbatch=4,
+            dlr=2e-3,
+            anchors=4,
+            gen_rows=16,
+            gen_rounds=1,
+            prompts=(64,),
+            eval_rows=4,
+            eval_prompt=64,
+            eval_total=96,
+        )
     if preset.endswith("refine"):
         d.n_layer += ADDED
     return t, d, s
@@ -71,6 +102,7 @@ class Run:
     def setup(self):
         import torch
         import torch._dynamo
+
         self.dev = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(self.args.seed)
         torch.set_float32_matmul_precision("high")
@@ -88,11 +120,13 @@ class Run:
 
     def autocast(self):
         import torch
+
         return torch.autocast(self.dev, dtype=torch.bfloat16, enabled=self.dev == "cuda")
 
     def target(self, compiled):
         import torch
         from demo_pair.target import Target
+
         model = Target(self.tc).to(self.dev)
         path = self.work / "target.pt"
         if path.exists():
@@ -105,6 +139,7 @@ class Run:
     def drafter(self):
         import torch
         from demo_pair.drafter import Drafter
+
         model = Drafter(self.dc).to(self.dev)
         path, base = self.work / "drafter.pt", self.work / "drafter_base.pt"
         if path.exists():
@@ -120,17 +155,24 @@ class Run:
 
     def tokens(self, split):
         import torch
+
         return torch.from_numpy(np.load(self.work / f"{split}.npy").astype(np.int32)).to(self.dev)
 
 
 def fit(run, model, name, step_fn, minutes, steps, peak, warm):
     """AdamW with warm-up and cosine; step_fn() returns the loss. Without `steps`, the count is fixed after timing 50."""
     import torch
+
     decay = [p for n, p in model.named_parameters() if p.dim() == 2 and "token_embd" not in n and "conv1d" not in n]
     ids = set(map(id, decay))
     rest = [p for p in model.parameters() if id(p) not in ids]
-    opt = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-                            lr=peak, betas=(0.9, 0.95), eps=1e-9, fused=run.dev == "cuda")
+    opt = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=peak,
+        betas=(0.9, 0.95),
+        eps=1e-9,
+        fused=run.dev == "cuda",
+    )
     ckpt, step = run.work / f"{name}.ckpt", 0
     if ckpt.exists():
         saved = torch.load(ckpt, map_location=run.dev)
@@ -174,13 +216,14 @@ def fit(run, model, name, step_fn, minutes, steps, peak, warm):
                 torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "step": step, "steps": steps}, ckpt)
                 saved_at = time.time()
     torch.save(model.state_dict(), run.work / f"{name}.pt")
-    record = {"steps": steps, "seconds": round(time.time() - began), "history": history[::max(1, len(history) // 20)] + history[-1:]}
+    record = {"steps": steps, "seconds": round(time.time() - began), "history": history[:: max(1, len(history) // 20)] + history[-1:]}
     (run.work / f"{name}.json").write_text(json.dumps(record))
     ckpt.unlink(missing_ok=True)
 
 
 def stage_corpus(run):
     from demo_pair import corpus
+
     began = time.time()
     counts = corpus.build(run.work, run.tc.vocab, run.s["max_mb"], run.s["tok_mb"], run.args.seed)
     run.log("corpus", json.dumps(counts), f"{time.time() - began:.0f} s")
@@ -193,13 +236,14 @@ def windows(torch, data, seq, batch, seed):
         starts = np.arange(int(rng.integers(seq)), data.numel() - seq - 1, seq)
         rng.shuffle(starts)
         for i in range(0, len(starts) - batch + 1, batch):
-            at = torch.from_numpy(starts[i:i + batch]).to(data.device)
+            at = torch.from_numpy(starts[i : i + batch]).to(data.device)
             yield data[at[:, None] + torch.arange(seq + 1, device=data.device)].long()
 
 
 def stage_target(run):
     torch = run.setup()
     import torch.nn.functional as F
+
     model = run.target(compiled=True)
     run.log("target parameters", sum(p.numel() for p in model.parameters()))
     batches = windows(torch, run.tokens("train"), run.s["seq"], run.s["batch"], run.args.seed)
@@ -241,6 +285,7 @@ def stage_drafter(run):
     torch = run.setup()
     import torch.nn.functional as F
     from demo_pair.drafter import block_tokens
+
     model, target, s, c = run.drafter(), run.target(compiled=True).eval().requires_grad_(False), run.s, run.dc
     run.log("drafter parameters", sum(p.numel() for p in model.parameters()))
     own = torch.from_numpy(np.load(run.work / "generated.npy").astype(np.int32)).to(run.dev)
@@ -270,7 +315,7 @@ def stage_drafter(run):
         other = next(corpus)[:, :-1]
         pick = torch.randint(own.shape[0], (s["dbatch"] - other.shape[0],), generator=gen, device=run.dev)
         batch = torch.cat([own[pick].long(), other])
-        anchors = torch.randperm(batch.shape[1] - c.block - 8, generator=gen, device=run.dev)[:s["anchors"]] + 8
+        anchors = torch.randperm(batch.shape[1] - c.block - 8, generator=gen, device=run.dev)[: s["anchors"]] + 8
         # Narrower blocks are drafted too: a caller that wants few drafts must not pay for a full block.
         widths = kinds[torch.multinomial(odds, s["anchors"], True, generator=gen)]
         with run.autocast():
@@ -284,8 +329,9 @@ def stage_drafter(run):
 def stage_eval(run):
     torch = run.setup()
     import torch.nn.functional as F
-    from tokenizers import Tokenizer
     from demo_pair.drafter import matched_lengths, simulate
+    from tokenizers import Tokenizer
+
     target, drafter, s = run.target(compiled=False).eval(), run.drafter().eval(), run.s
     data, metrics = run.tokens("heldout"), {}
 
@@ -323,11 +369,10 @@ def stage_eval(run):
                 metrics[f"{label}, width {width}"] = result
                 run.log("eval", label, json.dumps(result))
         # Share of repeated 16-grams: how much of the figure above is owed to text that loops.
-        loops = [1 - len({tuple(r[i:i + 16]) for i in range(len(r) - 16)}) / (len(r) - 16)
-                 for r in rows[:, s["eval_prompt"]:].tolist()]
+        loops = [1 - len({tuple(r[i : i + 16]) for i in range(len(r) - 16)}) / (len(r) - 16) for r in rows[:, s["eval_prompt"] :].tolist()]
         metrics[f"{label}, repeated 16-grams"] = round(float(np.mean(loops)), 3)
         for r in rows[:8].tolist():
-            samples.append({"kind": label, "prompt": tok.decode(r[:s["eval_prompt"]]), "text": tok.decode(r[s["eval_prompt"]:])})
+            samples.append({"kind": label, "prompt": tok.decode(r[: s["eval_prompt"]]), "text": tok.decode(r[s["eval_prompt"] :])})
     for name in ("target", "drafter"):
         if (run.work / f"{name}.json").exists():
             metrics[name + "_training"] = json.loads((run.work / f"{name}.json").read_text())
@@ -378,6 +423,7 @@ def stage_unpack(run):
 def stage_import(run):
     torch = run.setup()
     from demo_pair import export
+
     for file, name in (("target.gguf", "target"), ("drafter.gguf", "drafter_base")):
         weights = export.read_weights(pathlib.Path(run.args.dest) / file)
         torch.save({k: torch.from_numpy(v) for k, v in weights.items()}, run.work / f"{name}.pt")
@@ -386,10 +432,12 @@ def stage_import(run):
 def stage_export(run):
     torch = run.setup()
     from demo_pair import card, export
+
     dest = pathlib.Path(run.args.dest)
     dest.mkdir(parents=True, exist_ok=True)
-    weights = {n: {k: v.float().numpy() for k, v in torch.load(run.work / f"{n}.pt", map_location="cpu").items()}
-               for n in ("target", "drafter")}
+    weights = {
+        n: {k: v.float().numpy() for k, v in torch.load(run.work / f"{n}.pt", map_location="cpu").items()} for n in ("target", "drafter")
+    }
     tokenizer = run.work / "tokenizer.json"
     export.write_target(dest / "target.gguf", run.tc, weights["target"], tokenizer, card.LICENCE)
     export.write_drafter(dest / "drafter.gguf", run.dc, weights["drafter"], tokenizer, run.tc.context, card.LICENCE)
@@ -398,8 +446,7 @@ def stage_export(run):
     run.log("exported", sorted((p.name, p.stat().st_size) for p in dest.iterdir()))
 
 
-OUTPUTS = {"corpus": "packages.json", "target": "target.pt", "generate": "generated.npy", "drafter": "drafter.pt",
-           "eval": "metrics.json"}
+OUTPUTS = {"corpus": "packages.json", "target": "target.pt", "generate": "generated.npy", "drafter": "drafter.pt", "eval": "metrics.json"}
 
 
 def main():
@@ -417,7 +464,7 @@ def main():
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     args = parser.parse_args()
     run = Run(args)
-    for stage in (list(OUTPUTS) if args.stage == "all" else args.stage.split(",")):
+    for stage in list(OUTPUTS) if args.stage == "all" else args.stage.split(","):
         if stage in OUTPUTS and (run.work / OUTPUTS[stage]).exists():
             run.log(stage, "is done")
             continue

@@ -28,9 +28,7 @@ def _function(name, restype, *argtypes):
 
 _ptr = ctypes.c_void_p
 _set_layer_input = _function("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, _ptr, ctypes.c_uint32, ctypes.c_bool)
-_get_layer_input = _function(
-    "_Z30llama_get_embeddings_layer_inpP13llama_contextj", ctypes.POINTER(ctypes.c_float), _ptr, ctypes.c_uint32
-)
+_get_layer_input = _function("_Z30llama_get_embeddings_layer_inpP13llama_contextj", ctypes.POINTER(ctypes.c_float), _ptr, ctypes.c_uint32)
 _ext_init = _function("llama_batch_ext_init", _ptr, _ptr)
 _ext_free = _function("llama_batch_ext_free", None, _ptr)
 _ext_clear = _function("llama_batch_ext_clear", None, _ptr)
@@ -44,7 +42,9 @@ _DECODE = 1
 class LlamaDFlash:
     """A target and a drafter in llama.cpp, one sequence, greedy. Owns models and contexts."""
 
-    def __init__(self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=1, block=16, kv=F16, draft_kv=F16, causal=False):
+    def __init__(
+        self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=1, block=16, kv=F16, draft_kv=F16, causal=False
+    ):
         self.layers, self.mask, self.block = target_layers, mask_token, block
         self.n_ubatch = n_ubatch
         self.models = [self._model(target), self._model(draft)]

@@ -80,7 +80,15 @@ def test_options_of_a_generation(session, engine):
         ({"stop": 5}, SamplingError), ({"sampling": {"temperature": 1}}, SamplingError), ({"sampling": 3}, SamplingError),
     ):  # fmt: skip
         refused(session.generate, "ab", 3, error=error, **named)
-    for named in ({"grammar": 3}, {"logit_bias": [1]}, {"logit_bias": {1: NAN}}, {"temperature": NAN}, {"top_k": 1.5}, {"seed": HUGE}, {"logprobs": 10**9}):
+    for named in (
+        {"grammar": 3},
+        {"logit_bias": [1]},
+        {"logit_bias": {1: NAN}},
+        {"temperature": NAN},
+        {"top_k": 1.5},
+        {"seed": HUGE},
+        {"logprobs": 10**9},
+    ):
         refused(lambda: session.generate("ab", 3, sampling=ps.Sampling(**named)), error=SamplingError)
     assert session.generate("ab", 0)[0] == ""
 
@@ -89,7 +97,12 @@ def test_options_of_a_generation(session, engine):
 def test_token_ids_of_the_engine(engine, call):
     for ids in NO_IDS:
         refused(getattr(engine, call), ids)
-    refused(engine.capture, [-1], [1]), refused(engine.capture, [1], [-1]), refused(engine.capture, [1], [99]), refused(engine.capture, [1], [1.5])
+    (
+        refused(engine.capture, [-1], [1]),
+        refused(engine.capture, [1], [-1]),
+        refused(engine.capture, [1], [99]),
+        refused(engine.capture, [1], [1.5]),
+    )
 
 
 def test_widths_and_rows(engine):
@@ -154,7 +167,7 @@ def test_the_tokenizer(session):
         refused(session.tokenizer.encode, text)
     assert session.tokenizer.decode([-1, 10**9, HUGE]) == "" and not session.tokenizer.is_end(-1)
     for token in (1.5, "x", None):
-        with pytest.raises(Exception):  # noqa: B017, PT011  (a TypeError of ctypes or of Python: nothing reaches C)
+        with pytest.raises(Exception):  # noqa: B017  (a TypeError of ctypes or of Python: nothing reaches C)
             session.tokenizer.decode([token])
 
 

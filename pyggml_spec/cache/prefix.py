@@ -236,7 +236,10 @@ class PrefixCache:
 
     def _seen(self, keys: list[bytes]) -> int:
         """How many leading chunks some prompt before had as well."""
-        return next((i for i, key in enumerate(keys) if key not in self._copies.chunks and not (self.files and self.files.has(key, ROWS))), len(keys))
+        return next(
+            (i for i, key in enumerate(keys) if key not in self._copies.chunks and not (self.files and self.files.has(key, ROWS))),
+            len(keys),
+        )
 
     def _rows(self, chunk: Chunk, drafting: bool) -> Pieces:
         return self.engine.sequence.rows(chunk.index * self.grain, self.grain, drafting)
@@ -262,7 +265,10 @@ def layout_of(engine, versions: dict[str, str]) -> str:
     experts = {"experts": hashlib.sha256(repr(placement).encode()).hexdigest()[:32]} if placement is not None else {}
     lines = {
         **experts,
-        **{what: f"{file.metadata['general.architecture']} of {file.nbytes} bytes, {file.fingerprint()[:32]}" for what, file in files.items()},
+        **{
+            what: f"{file.metadata['general.architecture']} of {file.nbytes} bytes, {file.fingerprint()[:32]}"
+            for what, file in files.items()
+        },
         "chunk": engine.options.chunk,
         "cache": engine.sequence.describe(),
         "device": f"{device.kind} {device.description}, {engine.backend.threads} threads",  # attention on the CPU sums by thread

@@ -31,7 +31,9 @@ _FIELDS = struct.Struct("<8sI8s32s32sQ32sI")  # magic, version, kind, key, layou
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{48}\.(rows|state)")
 _PART = re.compile(r"\.[0-9a-f]{16}-[0-9a-f]{48}\.(rows|state)\.\d+\.part")
 ABANDONED_S = 3600  # a part file this old has no writer any more
-READERS = 8  # files read and checked at once: SHA-256 of one core, about 2 GB/s, would be slower than a GPU computes the prompt of a small model
+READERS = (
+    8  # files read and checked at once: SHA-256 of one core, about 2 GB/s, would be slower than a GPU computes the prompt of a small model
+)
 
 
 class Refused(PyspecError):
@@ -134,7 +136,14 @@ class PrefixFiles:
         if hashlib.sha256(header[:-32]).digest() != header[-32:]:
             raise _refuse(path, "is damaged: its header does not fit its checksum")
         words = header[_FIELDS.size : min(_FIELDS.size + size, HEADER - 32)].decode("utf-8", "replace")
-        return {"kind": kind.rstrip(b"\0").decode("ascii", "replace"), "key": key, "layout": layout, "nbytes": nbytes, "sha256": sha256, "words": words}
+        return {
+            "kind": kind.rstrip(b"\0").decode("ascii", "replace"),
+            "key": key,
+            "layout": layout,
+            "nbytes": nbytes,
+            "sha256": sha256,
+            "words": words,
+        }
 
     # -- writing
 

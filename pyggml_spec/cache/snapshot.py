@@ -33,7 +33,9 @@ class Pieces:
     def add_rows(self, tensor, slot: int, first: int, count: int) -> None:
         """Rows first .. first + count - 1 of one slot of ``tensor``."""
         if count:
-            self.add_view(lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], slot * tensor.nb[2] + first * tensor.nb[1]))
+            self.add_view(
+                lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], slot * tensor.nb[2] + first * tensor.nb[1])
+            )
 
     def add_delta(self, delta: DeltaState, slot: int, layer: int) -> None:
         """The state and the convolution history of one delta-net layer."""

@@ -48,16 +48,34 @@ class _Numbers(click.ParamType):
 @expert_options
 @cache_type_options
 @draft_cache_type_options
-@click.option("-p", "--n-prompt", "lengths", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none.")
-@click.option("-n", "--n-gen", "--tokens", "tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate; 0 for none.")
-@click.option("-d", "--n-depth", "--depths", "depths", type=_Numbers(), default="0", show_default=True, help="Tokens in the context beforehand.")
+@click.option(
+    "-p", "--n-prompt", "lengths", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none."
+)
+@click.option(
+    "-n", "--n-gen", "--tokens", "tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate; 0 for none."
+)
+@click.option(
+    "-d", "--n-depth", "--depths", "depths", type=_Numbers(), default="0", show_default=True, help="Tokens in the context beforehand."
+)
 @click.option("-r", "--repetitions", type=click.IntRange(1), help="Measured runs of every leg. Default: 5, or 3 with --prompts.")
-@click.option("--synthetic-acceptance", "--spec-synth-len", "synthetic", type=float, help="Accept L tokens per full block on average, at random. The text is not valid.")
+@click.option(
+    "--synthetic-acceptance",
+    "--spec-synth-len",
+    "synthetic",
+    type=float,
+    help="Accept L tokens per full block on average, at random. The text is not valid.",
+)
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per block. Default: chosen while running.")
 @click.option("--slots", type=_Numbers(), help="Sequences at once: aggregate speed for each of these numbers, instead of the other tests.")
-@click.option("--prompts", metavar="FILE", help="Acceptance and speed on real prompts instead, by category: JSON lines with a \"prompt\" or \"messages\" each, "
-              "or included ones: all, code, chat, reasoning.")
-@click.option("--think/--no-think", "thinking", default=None, help="With --prompts: one thinking mode only, if the template has one. Default: both.")
+@click.option(
+    "--prompts",
+    metavar="FILE",
+    help='Acceptance and speed on real prompts instead, by category: JSON lines with a "prompt" or "messages" each, '
+    "or included ones: all, code, chat, reasoning.",
+)
+@click.option(
+    "--think/--no-think", "thinking", default=None, help="With --prompts: one thinking mode only, if the template has one. Default: both."
+)
 @sampler_options
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True, help="Form of the rows.")
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
@@ -130,9 +148,13 @@ def _check_combination(with_prompts: bool) -> None:
     """Options of the other kind of measurement would be without effect."""
     context = click.get_current_context()
     only = {"lengths", "depths", "synthetic", "slots"} if with_prompts else {"thinking", *(field.name for field in fields(Sampling))}
-    given = [p.opts[-1] for p in context.command.params if p.name in only and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE]
+    given = [
+        p.opts[-1] for p in context.command.params if p.name in only and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
+    ]
     if given:
-        raise click.UsageError(f"{', '.join(given)} and --prompts do not go together" if with_prompts else f"{', '.join(given)} needs --prompts")
+        raise click.UsageError(
+            f"{', '.join(given)} and --prompts do not go together" if with_prompts else f"{', '.join(given)} needs --prompts"
+        )
 
 
 def _widths(rows) -> tuple[int, ...]:

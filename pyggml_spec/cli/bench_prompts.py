@@ -57,7 +57,9 @@ def measure(
     conditions["costs_ms"] = session.costs
     click.echo(written(rows, _HEADER, [_cells(row) for row in rows], output))
     if output == "md":
-        click.echo("\n" + "\n".join(f"* {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in conditions.items()))
+        click.echo(
+            "\n" + "\n".join(f"* {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in conditions.items())
+        )
     elif output == "jsonl":
         click.echo(json.dumps({"conditions": conditions}))
     elif not as_json:
@@ -65,7 +67,9 @@ def measure(
     if as_json:
         click.echo(json.dumps({"conditions": conditions, "rows": [row.as_dict() for row in rows]}))
     if any(row.runs and not row.acceptance for row in rows):
-        say("no draft was verified where acceptance is empty: plain decoding was expected to be faster; --draft-width W measures it all the same")
+        say(
+            "no draft was verified where acceptance is empty: plain decoding was expected to be faster; --draft-width W measures it all the same"
+        )
     if interrupt.asked:
         say(f"stopped after {len(rows[0].runs)} of {options.repetitions} runs")
     return EXIT_INTERRUPT if interrupt.asked else 0

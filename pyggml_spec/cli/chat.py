@@ -49,7 +49,9 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 @cache_type_options
 @draft_cache_type_options
 @click.option("-sys", "--system-prompt", "system", help="System prompt.")
-@click.option("--think/--no-think", "thinking", default=None, help="Thinking mode, where the template has one. Default: the template's own.")
+@click.option(
+    "--think/--no-think", "thinking", default=None, help="Thinking mode, where the template has one. Default: the template's own."
+)
 @click.option("--chat-template", "template", metavar="JINJA", help="Chat template instead of the model file's.")
 @click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
 @click.option("-n", "--predict", "max_tokens", type=click.IntRange(1),
@@ -58,7 +60,9 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
 @prefix_options
 @click.option("-q", "--quiet", is_flag=True, help="Answers and errors only.")
-def command(target, draft, device, threads, n_ctx, graphs, system, thinking, template, template_file, max_tokens, draft_width, quiet, **more):
+def command(
+    target, draft, device, threads, n_ctx, graphs, system, thinking, template, template_file, max_tokens, draft_width, quiet, **more
+):
     """Talks with a model: a line is a turn. Answers go to stdout; everything else goes to stderr. /help lists the commands.
 
     The caches are kept from turn to turn. Lines can be piped in; the exit code is then 1 if one of them failed.

@@ -9,7 +9,10 @@ from .main import EXIT_CHECK
 from .options import cache_type_options
 from .terminal import printable, progress_line, say
 
-ON_CPU, ELSEWHERE = 1e-10, 1e-4  # NMSE; ggml-cuda gives 4e-6 on the embedded target and 1e-5 at most on tiny models: fused matrices are summed otherwise
+ON_CPU, ELSEWHERE = (
+    1e-10,
+    1e-4,
+)  # NMSE; ggml-cuda gives 4e-6 on the embedded target and 1e-5 at most on tiny models: fused matrices are summed otherwise
 
 
 @click.command("compare")
@@ -17,7 +20,9 @@ ON_CPU, ELSEWHERE = 1e-10, 1e-4  # NMSE; ggml-cuda gives 4e-6 on the embedded ta
 @click.option("--weights", "files", type=click.Path(), nargs=2, metavar="A B", help="Two GGUFs of one model; A is the reference.")
 @click.option("--tokens", default=64, show_default=True, help="Random tokens to feed to both engines.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random tokens.")
-@click.option("--tolerance", type=float, help="Largest NMSE that passes; 0 asks for bit-equality. Default: 1e-10 on the CPU, 1e-4 elsewhere.")
+@click.option(
+    "--tolerance", type=float, help="Largest NMSE that passes; 0 asks for bit-equality. Default: 1e-10 on the CPU, 1e-4 elsewhere."
+)
 @click.option("--device", help="Device for both engines. Default: the first GPU, or the CPU.")
 @click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads for both engines.")
 @cache_type_options

@@ -23,7 +23,11 @@ def command():
 @target_options
 @click.option("-f", "--file", "text_file", type=click.Path(), required=True, help="Text like the one that the model will be used on.")
 @click.option("-o", "--output", type=click.Path(), help="Default: MODEL.experts.json, where --expert-residency looks for it.")
-@click.option("--on-device", is_flag=True, help="Keep all experts on the device while profiling. Default: in host memory, so that any model can be profiled.")
+@click.option(
+    "--on-device",
+    is_flag=True,
+    help="Keep all experts on the device while profiling. Default: in host memory, so that any model can be profiled.",
+)
 def profile_command(target, draft, device, threads, n_ctx, text_file, output, on_device):
     """Counts which experts the routers choose on a text, and says which hit rate each residency would have.
 

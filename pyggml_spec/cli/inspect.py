@@ -20,7 +20,9 @@ def command(file: str, tensors: bool, as_json: bool):
     if as_json:
         click.echo(json.dumps(seen.as_dict()))
         return
-    click.echo(f"{seen.path}: GGUF version {seen.version}, {size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters")
+    click.echo(
+        f"{seen.path}: GGUF version {seen.version}, {size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters"
+    )
     click.echo(seen.verdict)
     click.echo()
     metadata = {printable(key): value for key, value in seen.metadata.items()}

@@ -21,7 +21,9 @@ def llama_cpp_options(command):
             raise click.UsageError(f"--spec-type {spec_type} is not supported: drafters are of the type draft-dflash")
         if n_max is not None:
             if more["draft_width"] not in (None, n_max + 1):
-                raise click.UsageError(f"--spec-draft-n-max {n_max} and --draft-width {more['draft_width']} contradict each other: the width counts the pending token too")
+                raise click.UsageError(
+                    f"--spec-draft-n-max {n_max} and --draft-width {more['draft_width']} contradict each other: the width counts the pending token too"
+                )
             more["draft_width"] = n_max + 1
         if gpu_layers == 0:
             if more["device"] not in (None, "CPU"):
@@ -30,12 +32,16 @@ def llama_cpp_options(command):
         elif gpu_layers is not None:
             _check_layers(gpu_layers, more["target"])
         if draft_gpu_layers == 0 and more["device"] != "CPU":
-            raise click.UsageError("-ngld 0 would put the drafter on another device than the target; leave it out, or use --device CPU for both")
+            raise click.UsageError(
+                "-ngld 0 would put the drafter on another device than the target; leave it out, or use --device CPU for both"
+            )
         return command(*args, **more)
 
     for option in (
         click.option("-ngl", "--gpu-layers", "--n-gpu-layers", "gpu_layers", type=_Layers(), hidden=True),
-        click.option("-ngld", "--spec-draft-ngl", "--gpu-layers-draft", "--n-gpu-layers-draft", "draft_gpu_layers", type=_Layers(), hidden=True),
+        click.option(
+            "-ngld", "--spec-draft-ngl", "--gpu-layers-draft", "--n-gpu-layers-draft", "draft_gpu_layers", type=_Layers(), hidden=True
+        ),
         click.option("-fa", "--flash-attn", type=click.Choice(["on", "off", "auto"]), hidden=True),
         click.option("--spec-type", hidden=True),
         click.option("--spec-draft-n-max", "n_max", type=click.IntRange(1, 1023), hidden=True),

@@ -18,9 +18,13 @@ def target_options(
     for option in reversed(
         [
             click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair runs."),
-            click.option("-md", "--model-draft", "--spec-draft-model", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target."),
+            click.option(
+                "-md", "--model-draft", "--spec-draft-model", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target."
+            ),
             click.option("--device", help=device),
-            click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16."),
+            click.option(
+                "-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16."
+            ),
             click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help=f"Context in tokens. Default: {context}."),
         ]
     ):
@@ -28,7 +32,9 @@ def target_options(
     return command
 
 
-graphs_option = click.option("--no-graphs", "graphs", is_flag=True, flag_value=False, default=True, help="No CUDA graph replay: shows what it is worth.")
+graphs_option = click.option(
+    "--no-graphs", "graphs", is_flag=True, flag_value=False, default=True, help="No CUDA graph replay: shows what it is worth."
+)
 
 
 def expert_options(command):
@@ -51,9 +57,22 @@ def expert_options(command):
     for option in reversed(
         [
             click.option("-cmoe", "--cpu-moe", is_flag=True, help="Keep all routed experts in host memory."),
-            click.option("-ncmoe", "--n-cpu-moe", type=click.IntRange(0), metavar="N", help="Keep the routed experts of the first N layers in host memory."),
-            click.option("--expert-residency", type=click.FloatRange(0, 1), metavar="F", help="Keep the hottest fraction F of each layer's experts on the device."),
-            click.option("--expert-profile", type=click.Path(), help="Routing profile (pyspec experts profile). Default: MODEL.experts.json."),
+            click.option(
+                "-ncmoe",
+                "--n-cpu-moe",
+                type=click.IntRange(0),
+                metavar="N",
+                help="Keep the routed experts of the first N layers in host memory.",
+            ),
+            click.option(
+                "--expert-residency",
+                type=click.FloatRange(0, 1),
+                metavar="F",
+                help="Keep the hottest fraction F of each layer's experts on the device.",
+            ),
+            click.option(
+                "--expert-profile", type=click.Path(), help="Routing profile (pyspec experts profile). Default: MODEL.experts.json."
+            ),
         ]
     ):
         wrapped = option(wrapped)
@@ -85,7 +104,11 @@ chunk_option = click.option("-ub", "--ubatch-size", "chunk", type=click.IntRange
 def prefix_memory_option(default: str):
     """--prefix-memory; ``default``: what it says about that."""
     return click.option(
-        "--prefix-memory", "--cache-ram", type=click.IntRange(0), metavar="MIB", help=f"What the prefix cache may take on the device. Default: {default}."
+        "--prefix-memory",
+        "--cache-ram",
+        type=click.IntRange(0),
+        metavar="MIB",
+        help=f"What the prefix cache may take on the device. Default: {default}.",
     )
 
 
@@ -93,7 +116,12 @@ def prefix_options(command):
     """--prefix-cache and its limits."""
     for option in reversed(
         [
-            click.option("--prefix-cache", "prefix_cache", type=click.Path(), help="Folder that keeps computed prompts: what begins alike starts sooner."),
+            click.option(
+                "--prefix-cache",
+                "prefix_cache",
+                type=click.Path(),
+                help="Folder that keeps computed prompts: what begins alike starts sooner.",
+            ),
             click.option("--prefix-disk", type=click.IntRange(0), metavar="MIB", help="What the folder may take. Default: 8192."),
             prefix_memory_option("1024, or an eighth of what is free if that is less"),
             chunk_option,
@@ -107,7 +135,9 @@ def take_prefix(values: dict, keep_memory: bool = False) -> None:
     """Turns what ``prefix_options`` added to ``values`` into what ``load`` takes: bytes, and no copies in memory for a single request."""
     for name in ("prefix_disk",) if keep_memory else ("prefix_disk", "prefix_memory"):
         if values["prefix_cache"] is None and values[name]:
-            raise click.UsageError(f"--{name.replace('_', '-')} is a limit of the prefix cache, and without --prefix-cache there is none here")
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} is a limit of the prefix cache, and without --prefix-cache there is none here"
+            )
     for name in ("prefix_disk", "prefix_memory"):
         values[name] = values[name] << 20 if values[name] is not None else None
     if values["prefix_cache"] is None and not keep_memory:

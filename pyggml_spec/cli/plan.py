@@ -30,13 +30,21 @@ TOLERATED = 0.01
 @partial(target_options, device="Plan for this device only. Default: every device.")
 @llama_cpp_options
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: the drafter's block.")
-@click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once, each with a context of its own (Session.concurrent).")
+@click.option(
+    "--slots",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Sequences at once, each with a context of its own (Session.concurrent).",
+)
 @expert_options
 @cache_type_options
 @draft_cache_type_options
 @prefix_memory_option("none, as for a run without --prefix-cache")
 @chunk_option
-@click.option("--check", "checked", is_flag=True, help="Then load it, generate a little, and compare. Exit code 3 if the plan is more than 1 % off.")
+@click.option(
+    "--check", "checked", is_flag=True, help="Then load it, generate a little, and compare. Exit code 3 if the plan is more than 1 % off."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per device.")
 def command(target, draft, device: str | None, prefix_memory: int | None, checked: bool, as_json: bool, **options):
     """Says how many bytes a pair will take before it is loaded, and the longest context that fits. Exit code 3 if no device has room.
@@ -94,7 +102,9 @@ def _show_checked(one: Checked) -> None:
         click.echo(f"  {name:<22} {planned:>15} {allocated:>15} {100 * abs(planned - allocated) / max(1, allocated):>8.2f} %")
     if one.taken is not None:
         more = one.taken - one.total
-        click.echo(f"  the device has {size(one.taken)} less free than before: {size(max(0, more))} for the driver, its kernels and their buffers")
+        click.echo(
+            f"  the device has {size(one.taken)} less free than before: {size(max(0, more))} for the driver, its kernels and their buffers"
+        )
 
 
 def _detail(one: Plan, key: str) -> str:

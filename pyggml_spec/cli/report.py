@@ -54,7 +54,9 @@ def footer(s: Stats, plain_ms: float | None) -> str:
         lines.append(f"steps: {used}; {s.width_reason}")
     if s.waited_share > MUCH_WAITING and s.waited_s >= LEAST_WAITED:
         threads = "; with more than one thread, all of them wait whenever one does: use -t 1 or stop that work" if s.device == "CPU" else ""
-        lines.append(f"warning: other work had the processor for {s.waited_s:.1f} of {decode:.1f} s, so the speeds are not those of an idle machine{threads}")
+        lines.append(
+            f"warning: other work had the processor for {s.waited_s:.1f} of {decode:.1f} s, so the speeds are not those of an idle machine{threads}"
+        )
     if s.seed is not None:
         lines.append(f"sampling: {s.sampling}; --seed {s.seed}")
     if s.nan_drafts:

@@ -39,10 +39,20 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @draft_cache_type_options
 @click.option("-p", "--prompt", help="Prompt text.")
 @click.option("-f", "--file", "prompt_file", type=click.Path(), help="File with the prompt text.")
-@click.option("-n", "--predict", "max_tokens", type=click.IntRange(0), help="Tokens to generate. Default: until the end token; 256 for the embedded pair.")
+@click.option(
+    "-n",
+    "--predict",
+    "max_tokens",
+    type=click.IntRange(0),
+    help="Tokens to generate. Default: until the end token; 256 for the embedded pair.",
+)
 @sampling_options
-@click.option("--logprobs", "logprobs_file", type=click.Path(), help="Write the model's log probability of every token, one JSON object per line.")
-@click.option("--n-probs", type=click.IntRange(0, 1024), default=5, show_default=True, help="How many most likely tokens --logprobs adds to each.")
+@click.option(
+    "--logprobs", "logprobs_file", type=click.Path(), help="Write the model's log probability of every token, one JSON object per line."
+)
+@click.option(
+    "--n-probs", type=click.IntRange(0, 1024), default=5, show_default=True, help="How many most likely tokens --logprobs adds to each."
+)
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
 @click.option("--mode", type=click.Choice(["speculative", "plain", "reference"]), help="Default: speculative if there is a drafter.")
 @click.option("--reference-shape", "reference", is_flag=True, help="Same as --mode reference: plain decoding on the W-wide graph.")

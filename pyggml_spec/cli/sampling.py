@@ -14,18 +14,27 @@ _SAMPLING = [
     click.option("--top-p", type=float, help="Only the most likely tokens that together have this probability; 1 for all."),
     click.option("--min-p", type=float, help="Only tokens at least this likely relative to the most likely one; 0 for all."),
     click.option("--typical", "--typical-p", "typical_p", type=float, help="Only tokens of typical information; 1 for all."),
-    click.option("--samplers", help="Order of the samplers, with ; between them. Default: penalties; top_k; typ_p; top_p; min_p; temperature"),
-    click.option("-s", "--seed", type=click.IntRange(-1, (1 << 32) - 1), help="Of the random numbers. Default, or -1: a random one, which the footer tells."),
+    click.option(
+        "--samplers", help="Order of the samplers, with ; between them. Default: penalties; top_k; typ_p; top_p; min_p; temperature"
+    ),
+    click.option(
+        "-s",
+        "--seed",
+        type=click.IntRange(-1, (1 << 32) - 1),
+        help="Of the random numbers. Default, or -1: a random one, which the footer tells.",
+    ),
     click.option("--repeat-penalty", type=float, help="Divides positive logits of recent tokens, multiplies negative ones; 1 for none."),
     click.option("--repeat-last-n", type=int, help="How many tokens are recent, the prompt's included. Default: 64"),
     click.option("--presence-penalty", type=float, help="Taken off the logits of recent tokens, once."),
     click.option("--frequency-penalty", type=float, help="Taken off the logits of recent tokens, per occurrence."),
-    click.option("-l", "--logit-bias", multiple=True, metavar="ID(+/-)BIAS", help="Added to the logit of a token, as in 15043-1.5 or 15043-inf."),
+    click.option(
+        "-l", "--logit-bias", multiple=True, metavar="ID(+/-)BIAS", help="Added to the logit of a token, as in 15043-1.5 or 15043-inf."
+    ),
 ]
 _CONSTRAINTS = [
     click.option("--grammar", help="GBNF grammar that the text has to match."),
     click.option("--grammar-file", type=click.Path(), help="File with the grammar."),
-    click.option("-j", "--json-schema", help="JSON schema that the text has to match, as in '{\"type\": \"object\"}'."),
+    click.option("-j", "--json-schema", help='JSON schema that the text has to match, as in \'{"type": "object"}\'.'),
     click.option("-jf", "--json-schema-file", type=click.Path(), help="File with the schema."),
 ]
 _RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed")

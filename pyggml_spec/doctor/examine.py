@@ -53,7 +53,9 @@ class Subject:
             self.file = self._own(GGUFFile(target))
             self.target = open_target(self.file)
             self.tokenizer = self._own(Tokenizer(self.file))
-            self.target.weights = self._own(Weights(self.backend, self.file, self.target.specs(), self.target.groups(), self.target.fused_alike()))
+            self.target.weights = self._own(
+                Weights(self.backend, self.file, self.target.specs(), self.target.groups(), self.target.fused_alike())
+            )
             self.n_ctx = min(n_ctx or 1024, self.target.context_length)
             if self.n_ctx < 128:
                 raise PyspecError(f"a context of {self.n_ctx} tokens is too short to measure anything; use -c 512 or more")

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from ..ggml.library import lib
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
-from ..ggml.library import lib
 from ..models.weights import MATMUL
 from ..text.tokenizer import first_difference
 from ..tools.quants import dequantise
@@ -23,12 +23,16 @@ def tokenizer(target: GGUFFile, draft: GGUFFile) -> Check:
     if difference:
         return Check("tokenizer", FAIL, difference, remedy)
     for name in ("merges", "token_type"):
-        if (differs := _lists_differ(target.metadata.get(f"tokenizer.ggml.{name}"), draft.metadata.get(f"tokenizer.ggml.{name}"))) is not None:
+        if (
+            differs := _lists_differ(target.metadata.get(f"tokenizer.ggml.{name}"), draft.metadata.get(f"tokenizer.ggml.{name}"))
+        ) is not None:
             return Check("tokenizer", FAIL, f"the tokens are equal, but tokenizer.ggml.{name} differs at {differs}", remedy)
     for name in _BEHAVIOUR:
         theirs, ours = (file.metadata.get(f"tokenizer.ggml.{name}") for file in (target, draft))
         if ours is not None and theirs != ours:
-            return Check("tokenizer", WARN, f"tokenizer.ggml.{name} is {brief(theirs)} in the target and {brief(ours)} in the drafter", remedy)
+            return Check(
+                "tokenizer", WARN, f"tokenizer.ggml.{name} is {brief(theirs)} in the target and {brief(ours)} in the drafter", remedy
+            )
     return Check("tokenizer", OK, f"{len(target.metadata['tokenizer.ggml.tokens'])} tokens and their merges are equal")
 
 

@@ -25,7 +25,12 @@ def _mends(file: GGUFFile, target) -> list[Mend]:
     layers = np.unique(np.linspace(1, max(1, target.n_layer - 2), 4).round().astype(np.int32))
     return [
         Mend("rope sections", "dflash.rope.dimension_sections", None, f"{again}: text needs one section that holds all rotated pairs"),
-        Mend("mask token", "tokenizer.ggml.mask_token_id", _mask_token(file, target), f"{again}, naming the mask token that it was trained with"),
+        Mend(
+            "mask token",
+            "tokenizer.ggml.mask_token_id",
+            _mask_token(file, target),
+            f"{again}, naming the mask token that it was trained with",
+        ),
         Mend("block size", "dflash.block_size", 16, f"{again} with the block size that it was trained with"),
         Mend("sliding window", "dflash.attention.sliding_window", 0, f"{again}: the window needs a pattern that says which layers have it"),
         Mend("rope base", "dflash.rope.freq_base", 10000.0, f"{again} with the rope base of its training"),

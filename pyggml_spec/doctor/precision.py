@@ -91,7 +91,9 @@ def _verdict(name: str, what: str, base: Measured, noisy: Measured, remedy: str,
     change, z = gain(base, noisy)
     lost = 1 - (noisy.tokens_per_block - 1) / max(base.tokens_per_block - 1, 1e-6)
     data |= {"tokens_per_block": base.tokens_per_block, "with_as_much_noise_again": noisy.tokens_per_block, "nats": change, "z": z}
-    found = f"{what}: as much noise again takes acceptance from {base.tokens_per_block:.2f} to {noisy.tokens_per_block:.2f} tokens per block"
+    found = (
+        f"{what}: as much noise again takes acceptance from {base.tokens_per_block:.2f} to {noisy.tokens_per_block:.2f} tokens per block"
+    )
     real = z <= -MIN_Z
     if real and -change >= NATS_FAIL and lost >= LOSS_FAIL:
         return Check(name, FAIL, found + ", so about that much is lost already", remedy, PRECISION, data)
@@ -123,7 +125,9 @@ def drafter(backend, target, model, probe: Probe, reading: Reading, base: Measur
     noisy = _noisy_model(backend, model)
     with closing(noisy.weights), closing(Probe(backend, target, noisy, probe.passages, probe.blocks)) as other:
         measured = other.measure(reading)
-    return _verdict(name, what, base, measured, "use the drafter in Q8_0 or F16: it is small, and what it guesses wrong costs a whole target step", data)
+    return _verdict(
+        name, what, base, measured, "use the drafter in Q8_0 or F16: it is small, and what it guesses wrong costs a whole target step", data
+    )
 
 
 def noisy_passage(make_engine, backend, model, passage: Passage) -> Passage:
@@ -151,4 +155,6 @@ def target(changed: Callable[[], Passage], model, probe: Probe, reading: Reading
         return Check(name, NOT_APPLICABLE, f"{what}; a copy with noise cannot be made: {error}", stage=PRECISION, data=data)
     with closing(noisy):
         base, measured = probe.measure(reading, slice(0, 1)), noisy.measure(reading)
-    return _verdict(name, what, base, measured, "use the target with more bits per weight: the drafter was trained on its own hidden states", data)
+    return _verdict(
+        name, what, base, measured, "use the target with more bits per weight: the drafter was trained on its own hidden states", data
+    )

@@ -120,11 +120,17 @@ class Probe:
         parts = [np.resize(source[v], (n_context, source[v].shape[1])) for v in reading.hp.target_layers]
         return np.concatenate(parts, axis=1) * np.float32(reading.feature_scale)
 
-    def _build(self, g: Graph, f: StepFields, reading: Reading, n_context: int, n_rows: int, n_features: int, span: int, kv: KVCache) -> None:
+    def _build(
+        self, g: Graph, f: StepFields, reading: Reading, n_context: int, n_rows: int, n_features: int, span: int, kv: KVCache
+    ) -> None:
         hp, model = reading.hp, _as_read(self.drafter, reading.hp)
         context = f.input("features", "f32", n_features, n_context)
         at, rows = f.input("at", "i32", n_context), f.input("rows", "i64", n_context)
-        block, block_at, block_rows = f.input("block", "i32", n_rows), f.input("block_at", "i32", n_rows), f.input("block_rows", "i64", n_rows)
+        block, block_at, block_rows = (
+            f.input("block", "i32", n_rows),
+            f.input("block_at", "i32", n_rows),
+            f.input("block_rows", "i64", n_rows),
+        )
         coming = f.input("coming", "i32", n_rows)
         masks = {window: f.input(f"mask_{window}", "f16", span, n_rows) for window in set(hp.window)}
         model.context_rows(g, [context], at, rows, kv.layers)

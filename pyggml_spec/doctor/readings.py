@@ -36,19 +36,25 @@ def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
     hp, edit = reading.hp, "with gguf-set-metadata, or convert it again"
     layers = {shift: tuple(v + shift for v in hp.target_layers) for shift in (-1, 1)}
     shifted = [
-        (f"target layers are {list(ids)}", reading.but(target_layers=ids)) for ids in layers.values() if all(0 <= v <= target.n_layer for v in ids)
+        (f"target layers are {list(ids)}", reading.but(target_layers=ids))
+        for ids in layers.values()
+        if all(0 <= v <= target.n_layer for v in ids)
     ]
     masks = [
         (f"the mask token is {i} ({target.file.metadata['tokenizer.ggml.tokens'][i]!r})", reading.but(mask_token=i))
         for i in mask_candidates(drafter.file, target)
         if i != hp.mask_token
     ]
-    blocks = [(f"the block has {n} rows", reading.but(block_size=n)) for n in sorted({hp.block_size // 2, 2 * hp.block_size, 8, 16}, reverse=True)]
+    blocks = [
+        (f"the block has {n} rows", reading.but(block_size=n)) for n in sorted({hp.block_size // 2, 2 * hp.block_size, 8, 16}, reverse=True)
+    ]
     rope, theirs = hp.rope, getattr(target.hp, "rope", None)
     bases = sorted({*BASES, *([theirs.base] if hasattr(theirs, "base") else [])} - {rope.base})
     turned = sorted({hp.head_size, hp.head_size // 2, hp.head_size // 4} - {rope.n_rot, 0})
     dims = [(f"{n} values of each head are rotated", reading.but(rope=replace(rope, n_rot=n))) for n in turned if n % 2 == 0]
-    dims.append((f"{'neighbouring values' if rope.neox else 'halves'} of a head are paired", reading.but(rope=replace(rope, neox=not rope.neox))))
+    dims.append(
+        (f"{'neighbouring values' if rope.neox else 'halves'} of a head are paired", reading.but(rope=replace(rope, neox=not rope.neox)))
+    )
     if rope.scale != 1.0:
         dims.append(("positions are not scaled", reading.but(rope=replace(rope, scale=1.0))))
     return [
@@ -121,7 +127,11 @@ def better(base: Measured, other: Measured) -> bool:
     may hide it."""
     change, z = gain(base, other)
     rise = other.tokens_per_block - base.tokens_per_block
-    return change >= MIN_GAIN and z >= MIN_Z and (rise >= MIN_RISE or (change >= 4 * MIN_GAIN and rise > -0.1 * base.tokens_per_block and other.tokens_per_block > 1.5))
+    return (
+        change >= MIN_GAIN
+        and z >= MIN_Z
+        and (rise >= MIN_RISE or (change >= 4 * MIN_GAIN and rise > -0.1 * base.tokens_per_block and other.tokens_per_block > 1.5))
+    )
 
 
 def longer_blocks_pay(base: Measured, other: Measured) -> bool:
@@ -152,7 +162,16 @@ def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
             measured = probe.measure(other)
         change, z = gain(base, measured)
         now = _first(base, measured).tokens_per_block  # of the same blocks
-        rows.append({"when": label, "tokens_per_block": measured.tokens_per_block, "now": now, "nats": change, "z": z, "blocks": len(measured.matched)})
+        rows.append(
+            {
+                "when": label,
+                "tokens_per_block": measured.tokens_per_block,
+                "now": now,
+                "nats": change,
+                "z": z,
+                "blocks": len(measured.matched),
+            }
+        )
         score = change + measured.tokens_per_block - base.tokens_per_block
         if len(measured.matched) == len(base.matched) and judge(base, measured) and (best is None or score > best[0] + MIN_RISE):
             best = (score, label, measured)
@@ -168,7 +187,9 @@ def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
     if measured.tokens_per_block < base.tokens_per_block + MIN_RISE:
         times = np.exp(gain(base, measured)[0])
         found = f"right drafts become {times:.1f} times as likely when {label}, {measured.tokens_per_block:.2f} tokens per block"
-    return Check(sweep.check, FAIL, f"{found} (now {sweep.now}, {base.tokens_per_block:.2f})", sweep.remedy, READING, {**data, "gain": score})
+    return Check(
+        sweep.check, FAIL, f"{found} (now {sweep.now}, {base.tokens_per_block:.2f})", sweep.remedy, READING, {**data, "gain": score}
+    )
 
 
 def features(probe: Probe, reading: Reading, base: Measured) -> Check:

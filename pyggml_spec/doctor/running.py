@@ -84,9 +84,18 @@ def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
         return Check("acceptance", FAIL, f"{nan} blocks of drafts were NaN or Inf", "the drafter overflows on this device: use --device CPU to tell, "
                      "and a drafter in another type", RUNNING, data)  # fmt: skip
     if real < 1 + IN_LOOP * (base.tokens_per_block - 1):
-        return Check("acceptance", WARN, found, "a loop accepts less than single blocks do, but not that much less: report this", RUNNING, data)
+        return Check(
+            "acceptance", WARN, found, "a loop accepts less than single blocks do, but not that much less: report this", RUNNING, data
+        )
     if real < 1.5:
-        return Check("acceptance", WARN, found, "try prompts like those the drafter was trained on (--prompts), and both thinking modes", RUNNING, data)
+        return Check(
+            "acceptance",
+            WARN,
+            found,
+            "try prompts like those the drafter was trained on (--prompts), and both thinking modes",
+            RUNNING,
+            data,
+        )
     return Check("acceptance", OK, found, "", RUNNING, data)
 
 
@@ -102,7 +111,14 @@ def replay(stats: Sequence[Stats]) -> Check:
     if rate is not None:
         found += f", {100 * rate:.1f} % of the steps after each graph's warm-up replayed as CUDA graphs"
     if built or grown:
-        return Check("graph replay", FAIL, found, "report this with the model's name and the context: a graph was not prepared beforehand", RUNNING, data)
+        return Check(
+            "graph replay",
+            FAIL,
+            found,
+            "report this with the model's name and the context: a graph was not prepared beforehand",
+            RUNNING,
+            data,
+        )
     if rate is not None and rate < 0.9:
         remedy = "see whether GGML_CUDA_DISABLE_GRAPHS is set; routed experts at many rows keep ggml-cuda from replaying"
         return Check("graph replay", WARN, found, remedy, RUNNING, data)
@@ -156,9 +172,18 @@ def time_split(engine: Engine, stats: Sequence[Stats], width: int) -> Check:
     found = f"width {width}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in parts.items())
     data = {"width": width, "fused_ms": fused, **{f"{k}_ms": v for k, v in parts.items()}}
     if host > 0.25 * fused:
-        return Check("time split", WARN, found + ": the host takes a quarter or more", "leave a core free for the process; use fewer threads (-t)", RUNNING, data)
+        return Check(
+            "time split",
+            WARN,
+            found + ": the host takes a quarter or more",
+            "leave a core free for the process; use fewer threads (-t)",
+            RUNNING,
+            data,
+        )
     if parts["draft"] > parts["verify"]:
-        return Check("time split", WARN, found + ": drafting costs more than verifying", "use a drafter of fewer layers or fewer bits", RUNNING, data)
+        return Check(
+            "time split", WARN, found + ": drafting costs more than verifying", "use a drafter of fewer layers or fewer bits", RUNNING, data
+        )
     return Check("time split", OK, found, "", RUNNING, data)
 
 

@@ -33,7 +33,12 @@ def compare(engine: Engine, tokenizer: Tokenizer, probe: Probe, reading: Reading
         return Check(name, WARN, f"the template cannot be measured: {error}", "use a model file with a working template", RUNNING)
     tokens = min(tokens, engine.options.n_ctx - max(len(ids) for both in asked.values() for ids in both) - 1)
     if tokens < KNOWN + 8:
-        return Check(name, NOT_APPLICABLE, f"the rendered prompts leave no room in a context of {engine.options.n_ctx}; use a larger -c", stage=RUNNING)
+        return Check(
+            name,
+            NOT_APPLICABLE,
+            f"the rendered prompts leave no room in a context of {engine.options.n_ctx}; use a larger -c",
+            stage=RUNNING,
+        )
     kept, found = probe.passages, {}
     try:
         for way, ids in asked.items():
@@ -45,5 +50,7 @@ def compare(engine: Engine, tokenizer: Tokenizer, probe: Probe, reading: Reading
     text = ", ".join(f"{way} {value:.2f}" for way, value in found.items()) + " tokens per block"
     poor = [way for way, value in found.items() if value - 1 < MATTERS * (found[best] - 1)]
     if poor:
-        return Check(name, WARN, text, f"the drafter was trained for {best!r}: ask that way where the task allows it", RUNNING, {"ways": found})
+        return Check(
+            name, WARN, text, f"the drafter was trained for {best!r}: ask that way where the task allows it", RUNNING, {"ways": found}
+        )
     return Check(name, OK, text, "", RUNNING, {"ways": found})

@@ -36,7 +36,9 @@ def devices() -> list[Device]:
         dev = lib.ggml_backend_dev_get(index)
         lib.ggml_backend_dev_memory(dev, free, total)
         kind = _KINDS.get(lib.ggml_backend_dev_type(dev), "other")
-        found.append(Device(text(lib.ggml_backend_dev_name(dev)), text(lib.ggml_backend_dev_description(dev)), kind, free[0], total[0], index))
+        found.append(
+            Device(text(lib.ggml_backend_dev_name(dev)), text(lib.ggml_backend_dev_description(dev)), kind, free[0], total[0], index)
+        )
     return found
 
 

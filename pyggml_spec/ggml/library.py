@@ -53,9 +53,9 @@ def _installed_version() -> str | None:
 
 check_distribution(_installed_version())
 
-import llama_cpp  # noqa: E402  (maps libggml; the extension then binds to the same files)
+import llama_cpp
 
-from .. import _native  # noqa: E402
+from .. import _native
 
 ffi = _native.ffi
 lib = _native.lib

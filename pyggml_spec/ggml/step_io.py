@@ -71,7 +71,9 @@ class StepFields:
 
     def _take(self, name: str, kind: str, count: int) -> tuple[int, int]:
         if name in self._offsets or kind not in _TYPES:
-            raise EngineError(f"a field {name!r} of the type {kind!r} cannot be added: the type is none of {', '.join(_TYPES)}, or the name is taken")
+            raise EngineError(
+                f"a field {name!r} of the type {kind!r} cannot be added: the type is none of {', '.join(_TYPES)}, or the name is taken"
+            )
         ggml_type, dtype = _TYPES[kind]
         start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
         self._end = start + count * np.dtype(dtype).itemsize

@@ -52,7 +52,7 @@ class StringArray:
     ``bounds``: where each string's length field starts, and where the array ends.
     """
 
-    __slots__ = ("_data", "_bounds")
+    __slots__ = ("_bounds", "_data")
 
     def __init__(self, data, bounds: np.ndarray):
         self._data, self._bounds = data, bounds

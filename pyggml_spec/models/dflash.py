@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ModelError, PairError
-from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
+from ..gguf_io import GGUFFile
 from .base import KVShape
 from .blocks import attend, geglu_ffn, project, softplus_gated, swiglu_ffn, write_kv
 from .hparams import epsilon, inverse_root, kv_heads, nothing_unread, positive
@@ -74,7 +74,9 @@ class Hparams:
             raise ModelError(f"{file.path}: attention.value_length differs from key_length {head_size}, which {arch} does not have")
         layers = file.array(f"{arch}.target_layers", "iu")
         if layers is None or len(layers) == 0:
-            raise ModelError(f"{file.path} has no {arch}.target_layers: a drafter that does not say which hidden states it reads is unusable")
+            raise ModelError(
+                f"{file.path} has no {arch}.target_layers: a drafter that does not say which hidden states it reads is unusable"
+            )
         if "tokenizer.ggml.mask_token_id" not in file.metadata:
             raise ModelError(f"{file.path} has no tokenizer.ggml.mask_token_id, which the block is made of; convert the drafter again")
         act = file.get(f"{arch}.hidden_activation", str, "silu")

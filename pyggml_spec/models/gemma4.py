@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ModelError
-from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
+from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, geglu_ffn, project
 from .hparams import ends, epsilon, inverse_root, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary

@@ -11,8 +11,8 @@ Source of the formulae: llama.cpp, src/models/laguna.cpp. Smaller models of the 
 from dataclasses import dataclass
 
 from ..errors import ModelError
-from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
+from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, project, softplus_gated, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary

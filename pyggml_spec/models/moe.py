@@ -9,8 +9,8 @@ the additions. Expert matrices are 3-D: [n_in, n_out, n_expert].
 from dataclasses import dataclass
 
 from ..errors import ModelError
-from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
+from ..gguf_io import GGUFFile
 from .hparams import per_layer, positive
 from .weights import EXPERTS, MATMUL, VECTOR, Spec, Weights
 

@@ -9,8 +9,8 @@ Source of the formulae: llama.cpp, src/models/qwen3.cpp. ``llama`` differs in tw
 from dataclasses import dataclass
 
 from ..errors import ModelError
-from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
+from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, kv_heads, nothing_unread, positive, vocabulary

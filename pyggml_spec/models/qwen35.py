@@ -8,8 +8,8 @@ Source of the formulae: llama.cpp, src/models/qwen35.cpp.
 from dataclasses import dataclass
 
 from ..errors import ModelError
-from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
+from ..gguf_io import GGUFFile
 from .base import DeltaShape, KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary

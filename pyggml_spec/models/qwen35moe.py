@@ -5,8 +5,8 @@ The router takes a softmax over all experts and divides the weights of the chose
 Source of the formulae: llama.cpp, src/models/qwen35moe.cpp.
 """
 
-from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
+from ..gguf_io import GGUFFile
 from .blocks import swiglu_ffn
 from .hparams import nothing_unread, positive
 from .moe import Experts

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ModelError
-from ..gguf_io import GGUFFile
 from ..ggml.graph import Graph
+from ..gguf_io import GGUFFile
 from .hparams import positive
 
 
@@ -105,7 +105,11 @@ def ignored_yarn(file: GGUFFile, arch: str) -> list[str]:
     if file.get(f"{arch}.rope.scaling.type", str, "none") != "yarn":
         return []
     stretch = 1 + 0.1 * np.log(max(1.0, file.get(f"{arch}.rope.scaling.factor", float, 1.0)))
-    used = {"yarn_attn_factor": stretch * file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0), "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+    used = {
+        "yarn_attn_factor": stretch * file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0),
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+    }
     asked = {name: file.get(f"{arch}.rope.scaling.{name}", float, value) for name, value in used.items()}
     return [
         f"{file.path.name} says {arch}.rope.scaling.{name} {asked[name]:.4g}, which llama.cpp does not read for {arch}: {value:.4g} is used, as there"

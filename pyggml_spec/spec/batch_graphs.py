@@ -189,4 +189,3 @@ class BatchGraphs(StepGraphs):
     def _commit_slots(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> None:
         """``width`` is the one that is left; ``span`` plays no part."""
         self._replay(g, f, width, seats)
-

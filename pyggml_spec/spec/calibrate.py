@@ -61,7 +61,17 @@ def cache_folder() -> Path:
 def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
     """Names what the costs depend on: both files (size and first MiB), device, threads, widths, context, versions, experts."""
     device, placement = engine.backend.device, engine.target.weights.placement
-    parts = [SEED, graph_replay_enabled(), placement, device.name, device.description, engine.backend.threads, widths, engine.options, versions()]
+    parts = [
+        SEED,
+        graph_replay_enabled(),
+        placement,
+        device.name,
+        device.description,
+        engine.backend.threads,
+        widths,
+        engine.options,
+        versions(),
+    ]
     for model in (engine.target, engine.drafter):
         path = Path(model.file.path)
         with open(path, "rb") as file:

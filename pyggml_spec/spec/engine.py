@@ -152,7 +152,9 @@ class Engine(EngineParts):
         with self.sequence.whole(n, drafting) as pieces:
             copy = pieces.copy(self.backend)
         if copy is None:
-            raise DeviceError(f"no memory on {self.backend.device.name} for a snapshot of {n} tokens; close another one or use a smaller -c")
+            raise DeviceError(
+                f"no memory on {self.backend.device.name} for a snapshot of {n} tokens; close another one or use a smaller -c"
+            )
         return Snapshot(copy, n, self.cursor.pending, drafting, self)
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -23,7 +23,7 @@ MAX_REPEATS = 2000  # llama.cpp's own limit
 _redirecting = threading.Lock()
 _QUIET = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*')  # literals, character classes, comments
 _REPEAT = re.compile(r"\{\s*0*(\d{1,20})\s*,\s*0*(\d{1,20})\s*\}")
-_CLOSED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}", re.S)  # of a regular expression: escapes, classes, counts
+_CLOSED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}", re.DOTALL)  # of a regular expression: escapes, classes, counts
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 
@@ -112,7 +112,9 @@ def _check_schema(node) -> None:
                 _check_pattern(pattern)
             for key in ("minLength", "maxLength", "minItems", "maxItems"):
                 if isinstance(node.get(key), (int, float)) and node[key] > MAX_REPEATS:
-                    raise SamplingError(f"the JSON schema has a {key} of {node[key]:g}, but a grammar repeats at most {MAX_REPEATS} times; leave it out")
+                    raise SamplingError(
+                        f"the JSON schema has a {key} of {node[key]:g}, but a grammar repeats at most {MAX_REPEATS} times; leave it out"
+                    )
             todo += node.values()
         elif isinstance(node, list):
             todo += node

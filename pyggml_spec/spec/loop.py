@@ -110,7 +110,18 @@ def generate(
 class _Run:
     """One generation's local state."""
 
-    def __init__(self, engine: Engine, options: LoopOptions, stats: Stats, history: list[int], drafts: Drafts | None, progress, interrupted, control, known):
+    def __init__(
+        self,
+        engine: Engine,
+        options: LoopOptions,
+        stats: Stats,
+        history: list[int],
+        drafts: Drafts | None,
+        progress,
+        interrupted,
+        control,
+        known,
+    ):
         self.progress, self.interrupted, self.known = progress, interrupted, known
         self.engine, self.options, self.stats, self.history, self.drafts = engine, options, stats, history, drafts
         self.limit = options.max_tokens if options.max_tokens is not None else engine.cursor.room + 1

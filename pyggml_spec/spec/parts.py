@@ -120,7 +120,9 @@ class EngineParts:
 
     def _cache(self, shapes, types: KVTypes, window: int = 0, widest: int = 0, draft: bool = False) -> KVCache:
         check_types(types, shapes, self.backend, draft)
-        return self._own(self.kv_class(self.backend, shapes, self.options.n_ctx, TRASH_ROWS, window, widest, types=types, slots=self.options.slots))
+        return self._own(
+            self.kv_class(self.backend, shapes, self.options.n_ctx, TRASH_ROWS, window, widest, types=types, slots=self.options.slots)
+        )
 
     def _check_open(self) -> None:
         if self.graphs.closed:

@@ -263,7 +263,9 @@ class Sampler:
         llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
         chosen = tokens[array.selected]
         if array.selected < 0 or chosen["logit"] == -math.inf or math.isnan(chosen["p"]):
-            raise EngineError(f"the sampling ({self.sampling.describe()}) leaves no token to choose from; relax the bias or the temperature")
+            raise EngineError(
+                f"the sampling ({self.sampling.describe()}) leaves no token to choose from; relax the bias or the temperature"
+            )
         return int(chosen["id"])
 
     def take_logprobs(self) -> tuple[TokenLogprob, ...]:

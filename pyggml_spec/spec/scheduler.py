@@ -75,7 +75,9 @@ class Stream:
         stats: statistics of this sequence; ``stats.stop_reason`` says why it ended: "end", "length", "context", "stop" or "cancelled".
     """
 
-    def __init__(self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int, stops: Callable[[list[int]], bool] | None):
+    def __init__(
+        self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int, stops: Callable[[list[int]], bool] | None
+    ):
         self._scheduler, self._prompt, self._options, self._stops = scheduler, prompt, options, stops
         self.tokens: list[int] = []
         self.stats = Stats(mode=options.mode, width=options.width, prompt_tokens=len(prompt))

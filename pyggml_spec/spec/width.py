@@ -176,7 +176,9 @@ class WidthControl:
         mine, theirs = self.speed(self.current), self.speed(best)
         if self.current == 1:
             share = f"{100 * self.acceptance.survival()[0]:.0f} %"
-            known = f"first draft accepted {share}" if self.acceptance.all_tries else f"no draft yet, {share} of the first ones assumed right"
+            known = (
+                f"first draft accepted {share}" if self.acceptance.all_tries else f"no draft yet, {share} of the first ones assumed right"
+            )
             return f"plain decoding: {mine:.0f} tok/s expected, width {best} would give {theirs:.0f} ({known})"
         name = "plain decoding" if best == 1 else f"width {best}"
         return f"width {self.current}: {mine:.0f} tok/s expected, {name} would give {theirs:.0f}"

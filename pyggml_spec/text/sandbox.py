@@ -16,14 +16,74 @@ from jinja2.ext import loopcontrols
 from jinja2.filters import FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-FILTER_NAMES = (
-    "abs bool capitalize count d default dictsort e escape first float int items last length list lower map max min reject rejectattr "
-    "replace reverse round safe select selectattr sort sum title trim unique upper"
-).split()
-STRING_METHODS = (
-    "capitalize count endswith find index isalnum isalpha isdigit islower isnumeric isspace isupper join lower lstrip partition "
-    "removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip title upper"
-).split()
+FILTER_NAMES = [
+    "abs",
+    "bool",
+    "capitalize",
+    "count",
+    "d",
+    "default",
+    "dictsort",
+    "e",
+    "escape",
+    "first",
+    "float",
+    "int",
+    "items",
+    "last",
+    "length",
+    "list",
+    "lower",
+    "map",
+    "max",
+    "min",
+    "reject",
+    "rejectattr",
+    "replace",
+    "reverse",
+    "round",
+    "safe",
+    "select",
+    "selectattr",
+    "sort",
+    "sum",
+    "title",
+    "trim",
+    "unique",
+    "upper",
+]
+STRING_METHODS = [
+    "capitalize",
+    "count",
+    "endswith",
+    "find",
+    "index",
+    "isalnum",
+    "isalpha",
+    "isdigit",
+    "islower",
+    "isnumeric",
+    "isspace",
+    "isupper",
+    "join",
+    "lower",
+    "lstrip",
+    "partition",
+    "removeprefix",
+    "removesuffix",
+    "replace",
+    "rfind",
+    "rindex",
+    "rpartition",
+    "rsplit",
+    "rstrip",
+    "split",
+    "splitlines",
+    "startswith",
+    "strip",
+    "title",
+    "upper",
+]
 MAX_DATE_FORMAT = 200
 _WIDE = re.compile(r"%[^a-zA-Z%]*(\d{4,}|\*)")
 _DATE = re.compile(r"(%-?[A-Za-z%]|[^%])*")
@@ -182,7 +242,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value):
         if isinstance(getattr(value, "__self__", None), str) and getattr(value, "__name__", "") in ("format", "format_map"):
             raise SecurityError(f"it calls the string method {value.__name__}")
-        return None
 
     def unsafe_undefined(self, obj, attribute):
         raise SecurityError(f"it reads the attribute {attribute!r}")

@@ -143,7 +143,9 @@ class Tokenizer:
                 worker = threading.Thread(target=lambda: out.extend(self._encode(data, special, bos)))
                 worker.start()
             except RuntimeError:
-                raise ContextError(f"a text of {len(data)} bytes cannot be encoded: there is no memory for it; shorten the prompt") from None
+                raise ContextError(
+                    f"a text of {len(data)} bytes cannot be encoded: there is no memory for it; shorten the prompt"
+                ) from None
             finally:
                 threading.stack_size(before)
         try:

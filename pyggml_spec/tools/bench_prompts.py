@@ -144,7 +144,9 @@ def bench_prompts(
     legs = list(_legs(session, prompts, options, template))
     need = max(len(leg.ids) for leg in legs) + options.tokens
     if need > session.engine.options.n_ctx:
-        raise ContextError(f"the longest prompt and its answer need {need} tokens of context, but there are {session.engine.options.n_ctx}; use -c {need}")
+        raise ContextError(
+            f"the longest prompt and its answer need {need} tokens of context, but there are {session.engine.options.n_ctx}; use -c {need}"
+        )
     keys = list(dict.fromkeys((leg.prompt.category, leg.thinking) for leg in legs))
     rows = {key: PromptsRow(*key, sum((leg.prompt.category, leg.thinking) == key for leg in legs)) for key in keys}
 

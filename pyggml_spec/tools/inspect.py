@@ -73,7 +73,10 @@ def _verdict(file: GGUFFile) -> tuple[str, bool]:
         if arch in DRAFTERS or method(file):
             hp = open_drafter(file).hp
             layers = ", ".join(str(v) for v in hp.target_layers)
-            return f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with -md", True
+            return (
+                f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with -md",
+                True,
+            )
     except PyspecError as error:
         return f"cannot be run: {error}", False
     known = ", ".join([*sorted(TARGETS), *DRAFTERS])

@@ -79,7 +79,9 @@ def ggml_version(tree: Path) -> str:
     """
     file = tree / "ggml" / "CMakeLists.txt"
     if not (tree / "src" / "llama-context.cpp").is_file() or not file.is_file():
-        raise PatchError(f"{tree} is no llama.cpp source tree (src/llama-context.cpp and ggml/CMakeLists.txt expected); the patches are for {MADE_FOR}")
+        raise PatchError(
+            f"{tree} is no llama.cpp source tree (src/llama-context.cpp and ggml/CMakeLists.txt expected); the patches are for {MADE_FOR}"
+        )
     parts = re.findall(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH)\s+(\d+)\)", file.read_text(errors="replace"))
     return ".".join(parts) or "of an unknown version"
 
@@ -120,9 +122,15 @@ def _apply_to(copy: Path, tree: Path, applied: int, left: list[Patch]) -> None:
         done = _git_apply(copy, patch)
         if done.returncode:
             hunks = re.findall(r"^error: patch failed: (\S+:\d+)$", done.stderr, re.MULTILINE)
-            where = f"hunk at {', '.join(hunks)}" if hunks else done.stderr.strip().removeprefix("error: ") or f"git ended with {done.returncode}"
+            where = (
+                f"hunk at {', '.join(hunks)}"
+                if hunks
+                else done.stderr.strip().removeprefix("error: ") or f"git ended with {done.returncode}"
+            )
             have = f", which has the first {applied} of the series" if applied else ""
-            raise PatchError(f"{patch.path.name} does not fit {tree}{have}: {where}. It was made for {MADE_FOR}; this tree has ggml {ggml_version(tree)}")
+            raise PatchError(
+                f"{patch.path.name} does not fit {tree}{have}: {where}. It was made for {MADE_FOR}; this tree has ggml {ggml_version(tree)}"
+            )
 
 
 def check(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
@@ -189,7 +197,9 @@ def fetch_sdist(folder: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not sdist.is_file():
             said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise PatchError(f"pip could not download the source of llama-cpp-python {LLAMA_CPP_PYTHON} ({said}); put {SDIST} into {folder}, or pass a tree")
+            raise PatchError(
+                f"pip could not download the source of llama-cpp-python {LLAMA_CPP_PYTHON} ({said}); put {SDIST} into {folder}, or pass a tree"
+            )
     return sdist
 
 

@@ -285,7 +285,13 @@ class Checked:
 
     def as_dict(self) -> dict:
         """The plan, JSON-ready, with what was allocated."""
-        allocated = {"memory": self.memory, "slots_memory": self.slots_memory, "total": self.total, "taken": self.taken, "error": self.error}
+        allocated = {
+            "memory": self.memory,
+            "slots_memory": self.slots_memory,
+            "total": self.total,
+            "taken": self.taken,
+            "error": self.error,
+        }
         return {**self.plan.as_dict(), "allocated": allocated}
 
 
@@ -333,7 +339,17 @@ def check(
 
 
 def _plan_on(
-    device: Device, target_path: Path, draft_path: Path | None, threads, n_ctx, draft_width, options: dict, slots, prefix_memory: int, free, experts
+    device: Device,
+    target_path: Path,
+    draft_path: Path | None,
+    threads,
+    n_ctx,
+    draft_width,
+    options: dict,
+    slots,
+    prefix_memory: int,
+    free,
+    experts,
 ) -> Plan:
     with ExitStack() as stack:
 
@@ -379,7 +395,9 @@ def _plan_on(
         draft_shapes = drafter.kv_shapes() if drafter is not None else ()
         per_token = sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, draft_shapes))
         host_bytes = target.weights.host_bytes
-        return Plan(device.name, n_ctx, trained, memory, slots, slots_memory, prefix_memory, by_type, roles, host_bytes, per_token, free, largest)
+        return Plan(
+            device.name, n_ctx, trained, memory, slots, slots_memory, prefix_memory, by_type, roles, host_bytes, per_token, free, largest
+        )
 
 
 def _largest(fits, trained: int) -> int:

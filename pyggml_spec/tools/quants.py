@@ -41,7 +41,9 @@ def quantise(values: np.ndarray, kind: int) -> np.ndarray:
         raise ModelError(f"{name} cannot be quantised to without an importance matrix; use one of {', '.join(TYPES)}")
     values = np.asarray(values)
     if values.ndim < 1 or values.size == 0 or values.dtype.kind not in "fiu" or values.shape[-1] % lib.ggml_blck_size(kind):
-        raise ModelError(f"{values.dtype} {list(values.shape)} cannot become {name}: rows of whole blocks of {lib.ggml_blck_size(kind)} numbers can")
+        raise ModelError(
+            f"{values.dtype} {list(values.shape)} cannot become {name}: rows of whole blocks of {lib.ggml_blck_size(kind)} numbers can"
+        )
     flat = np.ascontiguousarray(values.reshape(-1, values.shape[-1]), np.float32)
     out = np.empty((flat.shape[0], lib.ggml_row_size(kind, flat.shape[1])), np.uint8)
     lib.ggml_quantize_chunk(

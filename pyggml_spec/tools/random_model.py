@@ -302,7 +302,12 @@ def write_dflash(
             ("ffn_down", s.draft_ff, s.n_embd),
         ):
             w.matrix(f"{b}{name}.weight", n_in, n_out)
-        for name, n in (("attn_norm", s.n_embd), ("ffn_norm", s.n_embd), ("attn_q_norm", s.draft_head_size), ("attn_k_norm", s.draft_head_size)):
+        for name, n in (
+            ("attn_norm", s.n_embd),
+            ("ffn_norm", s.n_embd),
+            ("attn_q_norm", s.draft_head_size),
+            ("attn_k_norm", s.draft_head_size),
+        ):
             w.vector(f"{b}{name}.weight", n, 0.5, 1.5)
         if norms_behind:
             w.norms(b, {"post_attention_norm": s.n_embd, "post_ffw_norm": s.n_embd, "layer_output_scale": 1})

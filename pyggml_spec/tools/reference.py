@@ -60,4 +60,3 @@ class LlamaReference:
             llama_cpp.llama_free(self._ctx)
             llama_cpp.llama_model_free(self._model)
             self._ctx = None
-

@@ -126,7 +126,10 @@ def _refuse_features(c: _Config) -> None:
     wrong = (
         (act not in ("silu", *GELU), f"the activation {brief(act)} (silu and GELU are supported)"),
         (rope not in ("default", "linear", None), f"rope scaling of the type {brief(rope)} (default and linear are supported)"),
-        (c.get("is_causal", "causal") not in (None, False, True), f"the block direction {brief(c.get('is_causal', 'causal'))} (true or false)"),
+        (
+            c.get("is_causal", "causal") not in (None, False, True),
+            f"the block direction {brief(c.get('is_causal', 'causal'))} (true or false)",
+        ),
         (bool(c.get("attention_bias")), "attention biases"),
         (c.get("rope_is_neox_style") is False, "interleaved rope (NEOX pairing is supported)"),
     )
@@ -153,7 +156,9 @@ def _target_layers(c: _Config, target: GGUFFile) -> list[int]:
         raise ConvertError("config.json has no target_layer_ids: a drafter that does not say which hidden states it reads is unusable")
     bad = [i for i in ids if type(i) is not int or not 0 <= i < n_target]
     if bad:
-        raise ConvertError(f"config.json: target_layer_ids holds {brief(bad[0])}, but {target.path.name} has the layers 0 to {n_target - 1}")
+        raise ConvertError(
+            f"config.json: target_layer_ids holds {brief(bad[0])}, but {target.path.name} has the layers 0 to {n_target - 1}"
+        )
     return [i + 1 for i in ids]
 
 

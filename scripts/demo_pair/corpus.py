@@ -17,16 +17,30 @@ import numpy as np
 
 END, MASK = "<|endoftext|>", "<|mask|>"
 # The pre-tokeniser that GGUF files name "qwen2".
-PRE_REGEX = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-             r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+PRE_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PERMISSIVE = re.compile(
     r"^(mit(-0|-cmu)?|mit license|the mit license|bsd|bsd license|(modified|new|simplified|3-clause|2-clause) bsd"
     r"( license)?|bsd[- ][23]-clause( license)?|0bsd|apache(-| license,? ?(version )?|[- ]software license)?[- ]?2\.0"
     r"|apache( software)? license( 2\.0)?|apache 2|isc( license.*)?|psf(-2\.0)?|python-2\.0(\.1)?"
     r"|python software foundation license|cnri-python|zlib(/libpng license)?|cc0-1\.0|unlicense|the unlicense.*|hpnd"
-    r"|historical permission notice and disclaimer.*|ncsa|bsl-1\.0|blueoak-1\.0\.0|unicode-3\.0|llvm-exception)$", re.I)
-SKIP_PARTS = {"_vendor", "vendored", "_vendored", "vendor", "extern", "externals", "third_party", "site-packages",
-              "dist-packages", "__pycache__"}
+    r"|historical permission notice and disclaimer.*|ncsa|bsl-1\.0|blueoak-1\.0\.0|unicode-3\.0|llvm-exception)$",
+    re.IGNORECASE,
+)
+SKIP_PARTS = {
+    "_vendor",
+    "vendored",
+    "_vendored",
+    "vendor",
+    "extern",
+    "externals",
+    "third_party",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 
 
 def is_permissive(dist):
@@ -76,8 +90,11 @@ def collect(max_mb):
         licence = is_permissive(dist) if name else None
         if licence is None:
             continue
-        found = [(f"{name}/{f}", pathlib.Path(dist.locate_file(f))) for f in dist.files or []
-                 if str(f).endswith(".py") and not SKIP_PARTS & set(f.parts) and ".." not in f.parts]
+        found = [
+            (f"{name}/{f}", pathlib.Path(dist.locate_file(f)))
+            for f in dist.files or []
+            if str(f).endswith(".py") and not SKIP_PARTS & set(f.parts) and ".." not in f.parts
+        ]
         sources.append((name, dist.version, licence, sorted(found)))
     seen, documents, packages, total = set(), [], [], 0
     for name, version, licence, found in sources:
@@ -108,13 +125,15 @@ def held_out(label):
 def train_tokenizer(texts, vocab):
     """Train a byte-level BPE of `vocab` tokens; the last two ids are the end and the mask token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PRE_REGEX), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PRE_REGEX), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tok.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab - 2, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-                                  show_progress=False, max_token_length=24)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - 2, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False, max_token_length=24
+    )
     tok.train_from_iterator(texts, trainer)
     tok.add_special_tokens([END, MASK])
     assert tok.get_vocab_size() == vocab, tok.get_vocab_size()
@@ -137,6 +156,7 @@ def build(workdir, vocab, max_mb, tokenizer_mb, seed):
     path = workdir / "tokenizer.json"
     if path.exists():
         from tokenizers import Tokenizer
+
         tok = Tokenizer.from_file(str(path))
     else:
         tok = train_tokenizer(sample, vocab)
@@ -146,7 +166,7 @@ def build(workdir, vocab, max_mb, tokenizer_mb, seed):
     for split, docs in (("train", train), ("heldout", test)):
         parts = []
         for i in range(0, len(docs), 512):
-            for enc in tok.encode_batch([t for _, t in docs[i:i + 512]]):
+            for enc in tok.encode_batch([t for _, t in docs[i : i + 512]]):
                 parts.append(np.array([end] + enc.ids, dtype=np.uint16))
         stream = np.concatenate(parts)
         np.save(workdir / f"{split}.npy", stream)

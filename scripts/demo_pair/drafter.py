@@ -56,8 +56,7 @@ class DrafterLayer(nn.Module):
         h = rms(x, self.attn_norm, c.eps)
         q = rope(rms(self.attn_q(h).reshape(B, Q, c.n_head, c.head_dim), self.attn_q_norm, c.eps), pos, c.head_dim, c.rope_base)
         (ck, cv), (bk, bv) = self.keys(ctx, ctx_pos), self.keys(h, pos)
-        y = F.scaled_dot_product_attention(q.to(bk.dtype).transpose(1, 2), torch.cat([ck, bk], 2), torch.cat([cv, bv], 2),
-                                           attn_mask=mask)
+        y = F.scaled_dot_product_attention(q.to(bk.dtype).transpose(1, 2), torch.cat([ck, bk], 2), torch.cat([cv, bv], 2), attn_mask=mask)
         x = x + self.attn_output(y.transpose(1, 2).reshape(B, Q, -1))
         n = rms(x, self.ffn_norm, c.eps)
         return x + self.ffn_down(F.silu(self.ffn_gate(n)) * self.ffn_up(n))
@@ -137,7 +136,11 @@ def simulate(matched, width):
         a = 0
         while a < row.size:
             m = int(row[a])
-            reach[:m + 1] += 1
+            reach[: m + 1] += 1
             steps, tokens, a = steps + 1, tokens + m + 1, a + m + 1
-    return {"width": width, "steps": steps, "tokens_per_step": round(tokens / max(steps, 1), 3),
-            "acceptance": [round(float(x), 4) for x in reach[1:] / max(steps, 1)]}
+    return {
+        "width": width,
+        "steps": steps,
+        "tokens_per_step": round(tokens / max(steps, 1), 3),
+        "acceptance": [round(float(x), 4) for x in reach[1:] / max(steps, 1)],
+    }

@@ -154,7 +154,7 @@ class DeltaMixer(nn.Module):
         g = -self.a_log.exp() * F.softplus(self.ssm_alpha(h).float() + self.ssm_dt)
         past = mixed.new_zeros(B, c.conv - 1, mixed.shape[-1]) if cache is None else cache[0].to(mixed.dtype)
         wide = torch.cat([past, mixed], 1)
-        mixed = sum(wide[:, j:j + T].float() * self.ssm_conv1d[:, j] for j in range(c.conv))
+        mixed = sum(wide[:, j : j + T].float() * self.ssm_conv1d[:, j] for j in range(c.conv))
         key, repeat = c.k_heads * c.state, c.v_heads // c.k_heads
         q, k, v = F.silu(mixed).split([key, key, c.v_heads * c.state], -1)
         q, k = (x.reshape(B, T, c.k_heads, c.state) for x in (q, k))
@@ -191,9 +191,9 @@ class Attention(nn.Module):
         q = rope(rms(q, self.attn_q_norm, c.eps), pos, c.n_rot, c.rope_base).to(v.dtype)
         k = rope(rms(k, self.attn_k_norm, c.eps), pos, c.n_rot, c.rope_base).to(v.dtype)
         if cache is not None:
-            cache[0][:, start:start + T], cache[1][:, start:start + T] = k, v
+            cache[0][:, start : start + T], cache[1][:, start : start + T] = k, v
             if T == 1:
-                k, v = cache[0][:, :start + 1].to(v.dtype), cache[1][:, :start + 1].to(v.dtype)
+                k, v = cache[0][:, : start + 1].to(v.dtype), cache[1][:, : start + 1].to(v.dtype)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if T == 1:  # query heads of one key head become rows: no copy of the cache is made
             y = F.scaled_dot_product_attention(q.reshape(B, c.n_kv, -1, c.head_dim), k, v).reshape(B, c.n_head, 1, c.head_dim)
@@ -260,8 +260,12 @@ class Target(nn.Module):
             if isinstance(block.mixer, Attention):
                 out.append(tuple(torch.zeros(batch, length, c.n_kv, c.head_dim, device=dev, dtype=dtype) for _ in range(2)))
             else:
-                out.append((torch.zeros(batch, c.conv - 1, block.mixer.attn_qkv.out_features, device=dev, dtype=dtype),
-                            torch.zeros(batch, c.v_heads, c.state, c.state, device=dev)))
+                out.append(
+                    (
+                        torch.zeros(batch, c.conv - 1, block.mixer.attn_qkv.out_features, device=dev, dtype=dtype),
+                        torch.zeros(batch, c.v_heads, c.state, c.state, device=dev),
+                    )
+                )
         return out
 
     @torch.no_grad()
@@ -279,5 +283,5 @@ class Target(nn.Module):
             noise = -torch.empty_like(logits).exponential_(generator=generator).log()
             tokens[:, p] = (logits + torch.where(hot, noise, 0.0)).argmax(-1)
             if p + 1 < total:
-                hidden, _ = self(tokens[:, p:p + 1], p, caches)
+                hidden, _ = self(tokens[:, p : p + 1], p, caches)
         return tokens

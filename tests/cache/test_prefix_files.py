@@ -85,7 +85,22 @@ def damage(path, how):
 
 @pytest.mark.parametrize("kind", ["rows", "state"])
 @pytest.mark.parametrize(
-    "how", ["cut in the header", "cut", "longer", "empty", "zeros", "folder", "pipe", "header bit", "words bit", "first bit", "last bit", "version", "size"]
+    "how",
+    [
+        "cut in the header",
+        "cut",
+        "longer",
+        "empty",
+        "zeros",
+        "folder",
+        "pipe",
+        "header bit",
+        "words bit",
+        "first bit",
+        "last bit",
+        "version",
+        "size",
+    ],
 )
 def test_a_damaged_file_is_refused_with_a_sentence_and_the_request_completes(engine, want, tmp_path, kind, how):
     cached(engine, tmp_path)

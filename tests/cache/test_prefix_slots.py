@@ -35,7 +35,9 @@ def scheduler(pair):
 
 def make(pair, slots=3, memory=MANY, width=8) -> Scheduler:
     s = pair.session
-    return Scheduler(BatchEngine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8)), width, memory)
+    return Scheduler(
+        BatchEngine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8)), width, memory
+    )
 
 
 def check(pair, streams) -> None:

@@ -48,13 +48,24 @@ def test_prompts_and_their_conditions(talker, prompts):
     done = pyspec("bench", *talker, "--prompts", prompts, "-r", 2, "--temp", 1, "-s", 7, "--json")
     assert done.returncode == 0
     table, last = done.stdout.decode().splitlines(), json.loads(done.stdout.splitlines()[-1])
-    assert [line.split(" | ")[:4] for line in table[2:5]] == [["| code", "-", "1", "2"], ["| chat", "on", "1", "2"], ["| chat", "off", "1", "2"]]
+    assert [line.split(" | ")[:4] for line in table[2:5]] == [
+        ["| code", "-", "1", "2"],
+        ["| chat", "on", "1", "2"],
+        ["| chat", "off", "1", "2"],
+    ]
     seen = last["conditions"]
     assert any(line == "* seeds: [7, 8]" for line in table) and seen["seeds"] == [7, 8] and "temperature 1" in seen["sampling"]
     for name, path, more in (("target", talker[1], {}), ("drafter", talker[3], {}), ("prompts", prompts, {"prompts": 2})):
-        assert seen[name] == {"file": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), **more}
+        assert seen[name] == {
+            "file": path.name,
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            **more,
+        }
     assert seen["template"] == {"origin": "the target's", "sha256": hashlib.sha256(CHATML.encode()).hexdigest()}
-    assert {"date", "device", "threads", "context", "width", "kv_type", "command", "tokens", "runs"} <= seen.keys() and "ggml" in seen["versions"]
+    assert {"date", "device", "threads", "context", "width", "kv_type", "command", "tokens", "runs"} <= seen.keys() and "ggml" in seen[
+        "versions"
+    ]
     assert all(len(row["acceptance"]["runs"]) == 2 and row["acceptance"]["deviation"] is not None for row in last["rows"])
 
 
@@ -68,9 +79,28 @@ def test_prompts_as_csv_and_jsonl(talker, prompts):
 
 
 def test_prompts_from_a_pipe_are_read_once(talker, prompts):
-    done = pyspec("bench", *talker, "--prompts", "/dev/stdin", "-r", 1, "--no-think", "--temp", 1, "-s", (1 << 32) - 3, "-o", "jsonl", stdin=prompts.read_bytes())
+    done = pyspec(
+        "bench",
+        *talker,
+        "--prompts",
+        "/dev/stdin",
+        "-r",
+        1,
+        "--no-think",
+        "--temp",
+        1,
+        "-s",
+        (1 << 32) - 3,
+        "-o",
+        "jsonl",
+        stdin=prompts.read_bytes(),
+    )
     seen = json.loads(done.stdout.splitlines()[-1])["conditions"]
-    assert done.returncode == 0 and seen["prompts"]["sha256"] == hashlib.sha256(prompts.read_bytes()).hexdigest() and seen["seeds"] == [(1 << 32) - 3]
+    assert (
+        done.returncode == 0
+        and seen["prompts"]["sha256"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
+        and seen["seeds"] == [(1 << 32) - 3]
+    )
 
 
 def test_included_prompts_on_the_embedded_pair():
@@ -105,7 +135,9 @@ def test_ctrl_c_keeps_what_was_measured(pinned, output):
         main()
     """
     command = [sys.executable, "-c", script, "bench", *map(str, pinned), "-p", "8", "-n", "4", "-r", "9", "-o", output]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, preexec_fn=default_interrupt, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=120, preexec_fn=default_interrupt, check=False
+    )
     assert done.returncode == 130 and "interrupted" in done.stderr and "Traceback" not in done.stderr
     assert [name in done.stdout for name in ("pp8", "tg4", "spec4", "commit")] == [True, True, True, False]
     if output == "jsonl":

@@ -171,7 +171,11 @@ def test_system_prompt_and_templates(talker, tmp_path):
     done = pyspec("chat", *talker, "-n", 2, "-sys", "Be brief.", "--chat-template-file", tmp_path / "t.jinja",
                   stdin=b"he\n/system\n/system -\n/system Now\n")  # fmt: skip
     assert done.returncode == 0 and "template that was given" in done.stderr
-    assert [line for line in done.stderr.splitlines() if "system prompt" in line] == ["system prompt: Be brief.", "no system prompt", "system prompt: Now"]
+    assert [line for line in done.stderr.splitlines() if "system prompt" in line] == [
+        "system prompt: Be brief.",
+        "no system prompt",
+        "system prompt: Now",
+    ]
 
 
 def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_path):
@@ -179,7 +183,9 @@ def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_p
     done = pyspec("chat", *talker, "-n", 2, "-q", stdin=lines.encode())
     said = done.stderr.splitlines()
     assert done.returncode == 1 and done.stdout and len(said) == 7 and all(line.startswith("pyspec: ") for line in said)
-    assert "512" in said[0] and "/unknown" in said[1] and "name of a file" in said[2] and all("cannot be written" in line for line in said[3:])
+    assert (
+        "512" in said[0] and "/unknown" in said[1] and "name of a file" in said[2] and all("cannot be written" in line for line in said[3:])
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -196,11 +202,18 @@ def test_what_cannot_start_is_one_sentence(options, words):
 
 
 def test_input_that_is_no_utf8(talker, tmp_path):
-    done = pyspec("chat", *talker, "-n", 2, "-q", "-sys", os.fsdecode(b"\xff"), stdin=b"\xff\xfe\n/save " + os.fsencode(tmp_path / "talk.json"))
-    assert done.returncode == 0 and [m["content"] for m in json.loads((tmp_path / "talk.json").read_text("utf-8"))["messages"]][:2] == ["\ufffd", "\ufffd" * 2]
+    done = pyspec(
+        "chat", *talker, "-n", 2, "-q", "-sys", os.fsdecode(b"\xff"), stdin=b"\xff\xfe\n/save " + os.fsencode(tmp_path / "talk.json")
+    )
+    assert done.returncode == 0 and [m["content"] for m in json.loads((tmp_path / "talk.json").read_text("utf-8"))["messages"]][:2] == [
+        "\ufffd",
+        "\ufffd" * 2,
+    ]
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('not today') }}", "{{ messages.nothing.at_all }}", "{% for i in range(9**9) %}{% endfor %}"])
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('not today') }}", "{{ messages.nothing.at_all }}", "{% for i in range(9**9) %}{% endfor %}"]
+)
 def test_a_template_that_fails_fails_the_turn_and_not_the_chat(talker, template):
     done = pyspec("chat", *talker, "-n", 2, "--chat-template", template, stdin=b"he\n/stats\n")
     said = [line for line in done.stderr.splitlines() if line.startswith("pyspec: ")]
@@ -224,6 +237,7 @@ def test_piped_ctrl_c_is_130(talker):
 
 def test_computed_prompts_outlive_the_chat(talker, tmp_path):
     first, second = (
-        pyspec("chat", *talker, "-n", 2, "-ub", 16, "--prefix-cache", tmp_path / "kept", "-sys", "s" * 100, stdin=b"he\n").stderr for _ in range(2)
+        pyspec("chat", *talker, "-n", 2, "-ub", 16, "--prefix-cache", tmp_path / "kept", "-sys", "s" * 100, stdin=b"he\n").stderr
+        for _ in range(2)
     )
     assert "in the caches" not in first and "in the caches" in second

@@ -107,7 +107,9 @@ def test_devices_names_the_cpu():
     assert any(line.startswith("CPU ") for line in pyspec("devices").stdout.decode().splitlines())
     done = pyspec("devices", "--json")
     listed = [json.loads(line) for line in done.stdout.splitlines()]
-    assert ("finds no GPU" in done.stderr) is not any(d["kind"] in ("gpu", "igpu") for d in listed)  # a CPU build on a GPU's machine is not silent
+    assert ("finds no GPU" in done.stderr) is not any(
+        d["kind"] in ("gpu", "igpu") for d in listed
+    )  # a CPU build on a GPU's machine is not silent
     cpu = next(d for d in listed if d["name"] == "CPU")
     assert cpu["kind"] == "cpu" and cpu["memory_total"] > 0
 

@@ -22,7 +22,9 @@ def test_no_layers_on_the_device_is_the_cpu(pair):
 
 @pytest.mark.parametrize("command", ["run", "chat", "bench"])
 def test_some_layers_only_are_refused(pair, command):
-    one_sentence(pyspec(command, "-m", pair[0], "-ngl", 2, "-q" if command != "bench" else "--json", stdin=b""), "-ngl 2", "2 of 4 layers", "-ngl 0")
+    one_sentence(
+        pyspec(command, "-m", pair[0], "-ngl", 2, "-q" if command != "bench" else "--json", stdin=b""), "-ngl 2", "2 of 4 layers", "-ngl 0"
+    )
 
 
 @pytest.mark.parametrize(

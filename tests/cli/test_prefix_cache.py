@@ -21,7 +21,11 @@ def run(pinned, tmp_path):
 
 def test_the_second_run_reuses_the_first(run, tmp_path):
     folder = tmp_path / "made" / "on the way"
-    (first, a), (second, b), (without, c) = run("return 1", "--prefix-cache", folder), run("yield 2", "--prefix-cache", folder), run("yield 2")
+    (first, a), (second, b), (without, c) = (
+        run("return 1", "--prefix-cache", folder),
+        run("yield 2", "--prefix-cache", folder),
+        run("yield 2"),
+    )
     assert a["reused_tokens"] == c["reused_tokens"] == 0 < b["reused_tokens"] < b["prompt_tokens"] == c["prompt_tokens"]
     assert b["reused_tokens"] > 200 and b["reused_from"]["disk"] == b["reused_tokens"] // 32
     assert f"{b['reused_tokens']} of them from the prefix cache" in second.stderr and "prefix cache" not in first.stderr

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDE = ROOT / "docs" / "guide.md"
 ELSEWHERE = ("bench", "doctor", "convert", "experts", "compare --weights")  # take long or need files of their own; run in tests/cli
-CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -74,7 +74,9 @@ def in_desk(folder: Path, command, **more) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("line", [line for line in commands(GUIDE) if "model.gguf" not in line and not " ".join(arguments(line)).startswith(ELSEWHERE)])
+@pytest.mark.parametrize(
+    "line", [line for line in commands(GUIDE) if "model.gguf" not in line and not " ".join(arguments(line)).startswith(ELSEWHERE)]
+)
 def test_the_guides_commands_run(desk, line):
     done = in_desk(desk, line, shell=True)
     refused = "--require-spec" in line and done.returncode == 3  # a machine on which drafting does not pay

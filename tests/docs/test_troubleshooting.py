@@ -48,7 +48,13 @@ def remedies() -> list[str]:
 
 
 def names() -> list[str]:
-    out = {"drafter quantisation", "target quantisation", "template and thinking", "drafter weights", "target weights"}  # given as variables
+    out = {
+        "drafter quantisation",
+        "target quantisation",
+        "template and thinking",
+        "drafter weights",
+        "target weights",
+    }  # given as variables
     for node in calls():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAME and node.args:
             name = node.args[NAME[node.func.id]]

@@ -37,7 +37,7 @@ def header_places(data: bytes) -> list[range]:
     """The header of a model file without its token list, which would take nearly all mutations."""
     first, last = data.index(b"tokenizer.ggml.tokens") + 40, data.index(b"tokenizer.ggml.token_type")
     end = data.rindex(b".weight") + 60
-    return [range(0, 400), range(400, first), range(last, last + 60), range(data.index(b"tokenizer.ggml.merges"), end)]
+    return [range(400), range(400, first), range(last, last + 60), range(data.index(b"tokenizer.ggml.merges"), end)]
 
 
 def spliced(data: bytes, other: bytes, rng: random.Random) -> bytes:

@@ -52,7 +52,10 @@ def _cpu_seconds(pid: int) -> float:
 def fuzz(target: str, executions: int, seed: str = "1", slice_: int = 20000, done=lambda n: None, stalled_s: float = STALLED_S) -> Result:
     """Runs inputs 0 .. executions - 1 of a target. ``stalled_s``: processor seconds after which a worker that stays at one input is killed."""
     result, at, memory = Result(), 0, "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="pyspec-fuzz-", dir=memory, ignore_cleanup_errors=True) as home, open(Path(home) / "state", "w+b") as file:
+    with (
+        tempfile.TemporaryDirectory(prefix="pyspec-fuzz-", dir=memory, ignore_cleanup_errors=True) as home,
+        open(Path(home) / "state", "w+b") as file,
+    ):
         file.truncate(STATE_BYTES)
         state = mmap.mmap(file.fileno(), STATE_BYTES)
         while at < executions:

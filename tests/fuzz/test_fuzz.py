@@ -3,7 +3,6 @@
 import pytest
 from fuzz.run import fuzz
 
-
 SHORT = [("gguf", 800), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 300), ("pair", 60)]
 
 
@@ -20,6 +19,8 @@ def test_the_driver_notices_what_goes_wrong():
     result = fuzz("selftest", 120, "1331", stalled_s=2)
     found = {number: what for number, what, _ in result.findings}
     assert sorted(found) == [67, 84, 105, 109, 111]
-    assert "MemoryError" in found[67] and "died" in found[84] and found[105] == "stalled" and "took" in found[109] and "KeyError" in found[111]
+    assert (
+        "MemoryError" in found[67] and "died" in found[84] and found[105] == "stalled" and "took" in found[109] and "KeyError" in found[111]
+    )
     assert all(data == bytes([kind]) for (_, _, data), kind in zip(sorted(result.findings), (3, 1, 2, 5, 4)))
     assert result.executions == 120

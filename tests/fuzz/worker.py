@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fuzz.targets import EXPECTED, make, shape_of  # noqa: E402
+from fuzz.targets import EXPECTED, make, shape_of
 
 STATE_BYTES = 4 << 20
 SLOW_S = 1.0  # of this thread's own time: what other processes take does not count

@@ -90,7 +90,9 @@ def test_versions_name_everything_that_a_benchmark_depends_on():
     assert all(library.versions().values())
 
 
-@pytest.mark.parametrize("module", ["session", "tools.compare", "tools.reference", "tools.bench", "models.weights", "spec.engine", "gguf_io"])
+@pytest.mark.parametrize(
+    "module", ["session", "tools.compare", "tools.reference", "tools.bench", "models.weights", "spec.engine", "gguf_io"]
+)
 def test_ggml_is_mapped_before_numpy(module):
     """A CUDA build with a C++ runtime of its own crashed llama.cpp when numpy had come first."""
     code = (

@@ -106,7 +106,15 @@ def test_fields_of_a_step(g):
     with closing(StepIO(g.role.backend, 4096)) as io:
         fields = StepFields(io, g)
         fields.input("a", "i32", 8)
-        for wrong in (("b", "i8", 8), ("a", "i32", 8), ("b", "i32", 0), ("b", "i32", -1), ("b", "i32", 1 << 40), ("b", "i32", 1.5), ("b", "f32", 32, 64)):
+        for wrong in (
+            ("b", "i8", 8),
+            ("a", "i32", 8),
+            ("b", "i32", 0),
+            ("b", "i32", -1),
+            ("b", "i32", 1 << 40),
+            ("b", "i32", 1.5),
+            ("b", "f32", 32, 64),
+        ):
             with pytest.raises(EngineError):
                 fields.input(*wrong)
         node = g.scale(Tensors(g).f32(8), 2.0)

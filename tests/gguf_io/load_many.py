@@ -1,6 +1,6 @@
 """Loads pairs in a process of its own, so that an abort is the failure of one case and not the end of the test run.
 
-    python load_many.py < pairs.json      one JSON line per pair: what was raised, or null; a line starts before and ends after its pair
+python load_many.py < pairs.json      one JSON line per pair: what was raised, or null; a line starts before and ends after its pair
 """
 
 import json

@@ -5,9 +5,8 @@ import os
 import gguf
 import numpy as np
 import pytest
-from gguf_io.build import ARR, BOOL, F32, F64, I8, I16, I32, I64, STR, U8, U16, U32, U64, Model
+from gguf_io.build import ARR, BOOL, F32, F64, I8, I16, I32, I64, STR, U8, U16, U32, U64, Model, info, key
 from gguf_io.build import gguf as build
-from gguf_io.build import info, key
 
 import pyggml_spec as ps
 from pyggml_spec.gguf_io import GGUFFile

@@ -136,7 +136,10 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     layers = (0, 1, 2, 3)
     draft = write_dflash(tmp_path / "d.gguf", Shape(target_layers=layers))
     tokens = np.random.default_rng(6).integers(0, 256, 128).tolist()
-    with ps.load(path, draft, device="CPU", threads=1, n_ctx=256) as session, closing(LlamaDFlash(path, draft, layers, 319, n_ctx=256)) as theirs:
+    with (
+        ps.load(path, draft, device="CPU", threads=1, n_ctx=256) as session,
+        closing(LlamaDFlash(path, draft, layers, 319, n_ctx=256)) as theirs,
+    ):
         engine = session.engine
         assert engine.prefill(tokens) == theirs.prefill(tokens)
         for position in range(128, 131):

@@ -27,7 +27,15 @@ VARIANTS = {
     "own embedding": {"own": ("embedding",)},
     "own head": {"own": ("head",), "softcap": 2.0},
     "causal": {"causal": True},
-    "everything": {"causal": True, "value_scale": 1.7, "gelu": True, "norms_behind": True, "shared_kv": True, "own": ("embedding", "head"), "softcap": 2.0},
+    "everything": {
+        "causal": True,
+        "value_scale": 1.7,
+        "gelu": True,
+        "norms_behind": True,
+        "shared_kv": True,
+        "own": ("embedding", "head"),
+        "softcap": 2.0,
+    },
 }
 
 

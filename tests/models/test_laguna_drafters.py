@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from spec.helpers import reference as plain
+from spec.helpers import run
 
 import pyggml_spec as ps
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.tools.random_archs import write_laguna, write_qwen3
 from pyggml_spec.tools.random_model import Shape, write_dflash
-from spec.helpers import reference as plain
-from spec.helpers import run
 
 PROMPT = np.random.default_rng(8).integers(0, 256, 128).tolist()
 LIKE_PUBLISHED = {"feature_norms": True, "gate": "head", "causal": True}
@@ -16,7 +16,10 @@ LIKE_PUBLISHED = {"feature_norms": True, "gate": "head", "causal": True}
 
 def matrices(path) -> dict[str, np.ndarray]:
     with GGUFFile(path) as file:
-        return {name: np.frombuffer(bytes(file.read(name)), np.float32).reshape(info.shape[::-1]).astype(float) for name, info in file.tensors.items()}
+        return {
+            name: np.frombuffer(bytes(file.read(name)), np.float32).reshape(info.shape[::-1]).astype(float)
+            for name, info in file.tensors.items()
+        }
 
 
 def rms(x, weight=1.0):

@@ -88,7 +88,9 @@ def test_a_hunk_that_does_not_fit_is_named_and_nothing_is_written(tree: Path):
     file = tree / "src" / "llama-memory-recurrent.cpp"
     file.write_text(file.read_text().replace("rollback <= (llama_pos) n_rs_seq", "rollback < (llama_pos) n_rs_seq"))
     before = contents(tree)
-    with pytest.raises(PatchError, match=r"0002-\S+ does not fit .*src/llama-memory-recurrent.cpp:\d+.*0\.3\.36.*this tree has ggml 0\.25\.3"):
+    with pytest.raises(
+        PatchError, match=r"0002-\S+ does not fit .*src/llama-memory-recurrent.cpp:\d+.*0\.3\.36.*this tree has ggml 0\.25\.3"
+    ):
         patches.apply(tree)
     assert contents(tree) == before
 

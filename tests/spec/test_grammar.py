@@ -48,7 +48,9 @@ def test_json_by_schema(demo):
 def test_a_grammar_that_no_token_continues_is_said(demo):
     """Nothing is left after the bias; llama.cpp would end the process when it is told to accept a token that does not fit."""
     with pytest.raises(ps.EngineError, match="no token"):
-        demo.generate("a", 5, sampling=Sampling(temperature=0, grammar="root ::= [a-z]+", logit_bias={i: float("-inf") for i in range(4090)}))
+        demo.generate(
+            "a", 5, sampling=Sampling(temperature=0, grammar="root ::= [a-z]+", logit_bias={i: float("-inf") for i in range(4090)})
+        )
     assert demo.generate("a", 3)[1].emitted == 3
 
 
@@ -110,7 +112,7 @@ def test_brackets_and_counts_that_mean_themselves_are_taken():
 
 def test_references_to_elsewhere_are_refused_without_assertions_too():
     """The converter guards its download with an assert, which -O drops."""
-    line = "from pyggml_spec.spec.grammar import gbnf; gbnf('{\"$ref\": \"https://localhost:9/a\"}')"
+    line = 'from pyggml_spec.spec.grammar import gbnf; gbnf(\'{"$ref": "https://localhost:9/a"}\')'
     done = subprocess.run([sys.executable, "-O", "-c", line], capture_output=True, text=True, timeout=60)
     assert "only references into itself" in done.stderr
 

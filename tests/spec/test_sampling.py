@@ -38,7 +38,14 @@ CHAINS = {
     "repeat": {**OFF, "repeat_penalty": 1.6, "repeat_last_n": 2},
     "presence and frequency": {**OFF, "presence_penalty": 0.8, "frequency_penalty": 0.5, "repeat_last_n": 2},
     "temperature first": {"temperature": 1.4, "top_p": 0.85, "samplers": ("temperature", "top_p", "top_k"), "top_k": 4},
-    "everything": {"typical_p": 0.9, "repeat_penalty": 1.3, "presence_penalty": 0.2, "repeat_last_n": 2, "logit_bias": {3: 0.5}, "min_keep": 2},
+    "everything": {
+        "typical_p": 0.9,
+        "repeat_penalty": 1.3,
+        "presence_penalty": 0.2,
+        "repeat_last_n": 2,
+        "logit_bias": {3: 0.5},
+        "min_keep": 2,
+    },
 }
 
 
@@ -182,7 +189,9 @@ def llama_chain(s: Sampling, n_vocab):
     chain = L.llama_sampler_chain_init(L.llama_sampler_chain_default_params())
     entries = (L.llama_logit_bias * max(1, len(s.logit_bias)))(*s.logit_bias.items())
     makers = {
-        "penalties": lambda: L.llama_sampler_init_penalties(n_vocab, s.repeat_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty),
+        "penalties": lambda: L.llama_sampler_init_penalties(
+            n_vocab, s.repeat_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+        ),
         "top_k": lambda: L.llama_sampler_init_top_k(s.top_k),
         "typ_p": lambda: L.llama_sampler_init_typical(s.typical_p, s.min_keep),
         "top_p": lambda: L.llama_sampler_init_top_p(s.top_p, s.min_keep),
@@ -222,7 +231,9 @@ def test_same_tokens_as_llama_cpps_chain(chain):
     L.llama_sampler_free(oracle)
 
 
-@pytest.mark.parametrize("order", [SAMPLERS, ("temperature", "top_k", "top_p"), ("min_p", "top_k", "penalties", "temperature"), ("top_k", "typ_p")])
+@pytest.mark.parametrize(
+    "order", [SAMPLERS, ("temperature", "top_k", "top_p"), ("min_p", "top_k", "penalties", "temperature"), ("top_k", "typ_p")]
+)
 def test_the_largest_logits_are_enough(order):
     """What the device sends instead of whole rows must lead to the same tokens, penalties and forbidden tokens included."""
     n, rng = 2000, np.random.default_rng(2)

@@ -60,7 +60,11 @@ def test_mean_and_deviation_are_over_runs():
     plain = Stats(steps=20, emitted=21, seconds={"decode": 10.0})
     row = PromptsRow("x", None, 2, [[(plain, spec(30, 10)), (plain, spec(10, 10))], [(plain, spec(40, 10)), (plain, spec(40, 10))]])
     seen = row.as_dict()
-    assert row.acceptance == [0.5, 0.25] and seen["acceptance"] == {"mean": 0.375, "deviation": statistics.stdev([0.5, 0.25]), "runs": [0.5, 0.25]}
+    assert row.acceptance == [0.5, 0.25] and seen["acceptance"] == {
+        "mean": 0.375,
+        "deviation": statistics.stdev([0.5, 0.25]),
+        "runs": [0.5, 0.25],
+    }
     assert row.plain_speed == [2.0, 2.0] and row.speed == [10.0, 10.0] and row.speedup == [5.0, 5.0]
     nothing = PromptsRow("x", None, 1, [[(plain, Stats())]]).as_dict()  # all steps plain, or the first token was the last
     assert nothing["acceptance"] == nothing["speedup"] == {"mean": None, "deviation": None, "runs": []}
@@ -69,7 +73,12 @@ def test_mean_and_deviation_are_over_runs():
 def test_an_interrupt_leaves_the_complete_runs(talker):
     seen = []
     rows = bench_prompts(
-        talker, PROMPTS[2:], PromptsOptions(4, 3), chat_template(talker)[0], interrupted=lambda: len(seen) == 3, progress=lambda *what: seen.append(what)
+        talker,
+        PROMPTS[2:],
+        PromptsOptions(4, 3),
+        chat_template(talker)[0],
+        interrupted=lambda: len(seen) == 3,
+        progress=lambda *what: seen.append(what),
     )
     assert len(rows[0].runs) == 2
 

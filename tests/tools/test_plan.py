@@ -10,8 +10,8 @@ import pytest
 import pyggml_spec as ps
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
-from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.models.placement import ExpertOptions, Routing
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
 from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
@@ -227,7 +227,14 @@ def test_memory_of_a_slot_is_what_the_page_says(tmp_path):
     s, conv, delta_layers = d.delta_head, 4, d.n_layer - d.n_layer // d.every
     channels = s * (2 * d.delta_k + d.delta_v)
     row = channels + s * d.delta_v + 2 * d.delta_v  # the projection is fused: q, k and v, z, beta, alpha
-    floats = s * s * d.delta_v + s * d.delta_v * width + row * (conv + width) + channels * width + 2 * s * d.delta_k * width + 2 * d.delta_v * width
+    floats = (
+        s * s * d.delta_v
+        + s * d.delta_v * width
+        + row * (conv + width)
+        + channels * width
+        + 2 * s * d.delta_k * width
+        + 2 * d.delta_v * width
+    )
     assert 0 <= planned["recurrent"] - 4 * slots * delta_layers * floats - 4 * s < 700
 
 

@@ -19,7 +19,14 @@ def test_there_and_back(name):
     assert np.sqrt(((back - values) ** 2).mean()) < 0.4
 
 
-NO_BLOCKS = [np.zeros((2, 33)), np.zeros((0, 32)), np.float32(1), np.zeros((2, 32), object), np.array([["a"] * 32]), np.zeros((2, 32), complex)]
+NO_BLOCKS = [
+    np.zeros((2, 33)),
+    np.zeros((0, 32)),
+    np.float32(1),
+    np.zeros((2, 32), object),
+    np.array([["a"] * 32]),
+    np.zeros((2, 32), complex),
+]
 TOO_FEW = [(bytes(33), "q8_0", 32), (bytes(34), "q8_0", 31), (bytes(34), "q8_0", -32), (bytes(3), "f32", 1), (b"", "f16", 1 << 40)]
 
 
