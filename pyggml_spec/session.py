@@ -1,7 +1,6 @@
 """A loaded pair: files, models, tokenizer and engine together, and generation from text."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from .models.registry import open_drafter, open_target
 from .models.rope import ignored_yarn
 from .models.weights import Weights
 from .spec.batch import BatchEngine
-from .spec.calibrate import cached_costs
+from .spec.calibrate import cached_costs, step_cost
 from .spec.engine import Engine
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from .spec.parts import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_widths, check_options
@@ -364,21 +363,17 @@ class Session:
         return self._concurrent
 
     def calibrate_plain(self, steps: int = 12) -> float:
-        """Milliseconds of one plain decode step of this target on this device, the median of ``steps``. Forgets the sequence."""
+        """Milliseconds of one plain decode step of this target on this device: the median of at most ``steps`` that run now.
+
+        Forgets the sequence. Slow steps are measured for about half a second only.
+
+        Raises:
+            ContextError: the context is too short for a step.
+        """
         self._check_open()
         steps = whole(steps, "the number of steps", 1, 1 << 20)
-        if self.costs:
-            return self.costs[1]
         self._free_engine()
-        engine, times = self.engine, []
-        engine.reset(drafting=False)
-        engine.prefill([0])
-        for _ in range(min(steps + 3, engine.cursor.room)):
-            started = time.perf_counter()
-            engine.accept(1, int(engine.plain_step().ids[0]))
-            times.append(time.perf_counter() - started)
-        engine.reset()
-        return 1000 * statistics.median(times[3:] or times)
+        return step_cost(self.engine, 1, most=steps)
 
     def _kv_types(self) -> str:
         kv, draft_kv = self.engine.options.kv, self.engine.options.draft_kv

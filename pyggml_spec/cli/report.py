@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from ..ggml.device import graph_replay_enabled
 from ..session import Engaged
 from ..spec.loop import SPECULATIVE
-from ..spec.stats import Stats
+from ..spec.stats import MUCH_WAITING, Stats
 from .terminal import size
 
 LEAST_REPLAY = 0.99
 LEAST_WAITED = 0.1  # seconds
-MUCH_WAITING = 0.1  # 0.00 to 0.02 on idle cores; 0.76, at a seventieth of the speed, with two threads on two cores that are in use
 _BAR = " ▁▂▃▄▅▆▇█"
 
 
@@ -36,13 +35,16 @@ def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: 
     return "\n".join([line, *(f"note: {note}" for note in (*e.notes, *notes))])
 
 
-def footer(s: Stats, plain_ms: float | None) -> str:
-    """Speed, acceptance and the proof that nothing was built while decoding. ``plain_ms``: measured cost of one plain step."""
+def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
+    """Speed, acceptance and the proof that nothing was built while decoding.
+
+    ``plain_ms``: cost of one plain step, measured by this process; ``busy``: while other work had the processor, so that it says little.
+    """
     lines = [""]
     decode = s.seconds["decode"]
     if s.steps:
-        plain = f"plain {1000 / plain_ms:.1f} tok/s (calibrated) | " if plain_ms else ""
-        gain = f" | speedup {s.tokens_per_second * plain_ms / 1000:.2f}x" if plain_ms and s.drafted else ""
+        plain = f"plain {1000 / plain_ms:.1f} tok/s ({'measured on a busy processor' if busy else 'calibrated'}) | " if plain_ms else ""
+        gain = f" | speedup {s.tokens_per_second * plain_ms / 1000:.2f}x" if plain_ms and s.drafted and not busy else ""
         how = "decoded plainly at" if s.mode == SPECULATIVE and not s.drafted else s.mode
         lines.append(f"{plain}{how} {s.tokens_per_second:.1f} tok/s{gain}")
         lines.append(f"{s.emitted} tokens in {s.steps} steps: {s.tokens_per_step:.2f} per step, {1000 * decode / s.steps:.2f} ms per step")

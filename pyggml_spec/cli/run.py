@@ -10,6 +10,7 @@ import click
 
 from ..errors import ContextError, PyspecError
 from ..session import load
+from ..spec.calibrate import Waiting
 from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
@@ -89,8 +90,9 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
         options = {"mode": mode, "sampling": sampling, "stop": stop, "ignore_end": ignore_eos, "special": special}
         stats, failed = _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, options)
         if not quiet:
-            plain_ms = session.calibrate_plain() if stats.steps and stats.stop_reason != "interrupt" else None
-            say(footer(stats, plain_ms))
+            with Waiting() as waiting:
+                plain_ms = session.calibrate_plain() if stats.steps and stats.stop_reason != "interrupt" else None
+            say(footer(stats, plain_ms, waiting.much))
     if failed is not None:
         say(f"pyspec: {failed}")
     if stats.stop_reason == "interrupt":

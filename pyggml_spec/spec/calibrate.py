@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ggml.device import graph_replay_enabled
+from ..errors import ContextError
+from ..ggml.device import graph_replay_enabled, waited_for_core
 from ..ggml.library import versions
 from .engine import Engine
+from .stats import MUCH_WAITING
 
 WARMUP = 3  # ggml-cuda captures on the second identical call and replays from the third on
 MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
@@ -21,31 +23,37 @@ SEED = 1
 
 
 def step_costs(engine: Engine, widths: tuple[int, ...]) -> dict[int, float]:
-    """Milliseconds per step by width, 1 being plain decoding: the median of several runs, host work included. Forgets the sequence.
+    """``step_cost`` by width, 1 being plain decoding. Forgets the sequence. Widths that the context is too short for are left out.
 
     Blocks are varied: behind START a drafter repeats one token, whose rows all choose the same few experts, and a block of a routed model
-    costs by the experts that it chooses. Widths that the context is too short for are left out. The fastest run instead of the median was
-    tried: on a shared two-core machine it flattered wide blocks by a quarter.
+    costs by the experts that it chooses.
     """
-    costs, random = {}, np.random.default_rng(SEED)
-    for width in (1, *widths):
-        if engine.options.n_ctx < len(START) + width + 1:
-            continue  # a context this short never holds such a block
-        engine.reset(drafting=width > 1)
-        engine.prefill(START)
-        runs, started = [], time.perf_counter()
-        while len(runs) < WARMUP + MOST and engine.cursor.room > width:
-            masks = random.integers(0, engine.target.n_vocab, width - 1)
-            began = time.perf_counter()
-            result = engine.plain_step() if width == 1 else engine.fused_step(width, masks)
-            engine.accept(1, int(result.ids[0]))
-            runs.append(time.perf_counter() - began)
-            spent = time.perf_counter() - started
-            if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= WARMUP + 3):
-                break
-        costs[width] = 1000 * statistics.median(runs[WARMUP:] or runs)
+    random = np.random.default_rng(SEED)
+    fitting = [width for width in (1, *widths) if engine.options.n_ctx > len(START) + width]
+    return {width: step_cost(engine, width, random) for width in fitting}
+
+
+def step_cost(engine: Engine, width: int, random: np.random.Generator | None = None, most: int = MOST) -> float:
+    """Milliseconds of one step of ``width`` rows: the median of at most ``most`` of them, host work included. Forgets the sequence.
+
+    ``random`` chooses the tokens of blocks. The fastest step instead of the median was tried: on a shared two-core machine it flattered wide
+    blocks by a quarter.
+    """
+    engine.reset(drafting=width > 1)
+    engine.prefill(START[: max(1, engine.options.n_ctx - width)])
+    runs, started = [], time.perf_counter()
+    while len(runs) < WARMUP + most and engine.cursor.room >= width:
+        began = time.perf_counter()
+        result = engine.plain_step() if width == 1 else engine.fused_step(width, random.integers(0, engine.target.n_vocab, width - 1))
+        engine.accept(1, int(result.ids[0]))
+        runs.append(time.perf_counter() - began)
+        spent = time.perf_counter() - started
+        if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= WARMUP + 3):
+            break
+    if not runs:
+        raise ContextError(f"a context of {engine.options.n_ctx} holds no step of {width} rows that could be measured; raise it")
     engine.reset()
-    return costs
+    return 1000 * statistics.median(runs[WARMUP:] or runs)
 
 
 def cache_folder() -> Path:
@@ -82,7 +90,7 @@ def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
 def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -> tuple[dict[int, float], bool]:
     """``step_costs``, from the cache if they were measured before; the flag says whether they were. A damaged entry is measured again.
 
-    ``fresh``: measure whatever the cache says.
+    ``fresh``: measure whatever the cache says. Costs that were measured while other work had the processor are not kept.
     """
     path = cache_folder() / f"costs-{cost_key(engine, widths)}.json"
     try:
@@ -91,9 +99,16 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -
             return stored, True
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         pass
-    costs = step_costs(engine, widths)
+    with Waiting() as waiting:
+        costs = step_costs(engine, widths)
     if 1 not in costs:
         return {}, False
+    if not waiting.much:
+        _keep(path, costs)
+    return costs, False
+
+
+def _keep(path: Path, costs: dict[int, float]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -106,4 +121,18 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -
                 raise
     except OSError:
         pass  # a read-only home or a full disk only means measuring again next time
-    return costs, False
+
+
+class Waiting:
+    """A ``with`` block in which it is watched whether other work has this thread's core; ``much`` says so afterwards."""
+
+    much = False
+
+    def __enter__(self) -> "Waiting":
+        self._began, self._waited = time.perf_counter(), waited_for_core()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        waited = waited_for_core()
+        if waited is not None and self._waited is not None:
+            self.much = waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)

@@ -37,3 +37,11 @@ def test_a_busy_machine_is_named():
     assert "other work" not in footer(moment, None)  # it said "for 0.0 of 0.0 s"
     for idle in (0.02, 0.0, None):
         assert "other work" not in footer(_stats(waited_s=idle), None)
+
+
+def test_a_speedup_over_a_busy_moment_is_not_claimed():
+    drafted = Stats(mode="speculative", device="CPU")
+    drafted.add_block(4, 3, True)
+    drafted.seconds["decode"] = 1.0
+    assert "plain 2.0 tok/s (calibrated)" in (line := footer(drafted, 500.0)) and "speedup 1.50x" in line
+    assert "plain 2.0 tok/s (measured on a busy processor)" in (line := footer(drafted, 500.0, True)) and "speedup" not in line

@@ -1,15 +1,25 @@
 """Measured costs: kept, measured again when the entry is damaged, and noticed when they were taken in a busy moment."""
 
+import itertools
+import json
+
 import pytest
 
 import pyggml_spec as ps
+from pyggml_spec.errors import ContextError
 from pyggml_spec.spec.calibrate import cache_folder, cached_costs, step_costs
 from pyggml_spec.spec.width import WidthControl
 from pyggml_spec.tools.random_archs import write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash
 
 
-def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp_path, monkeypatch):
+@pytest.fixture
+def idle(monkeypatch):
+    """Nobody else has the processor, whatever else runs here."""
+    monkeypatch.setattr("pyggml_spec.spec.calibrate.waited_for_core", lambda: 0.0)
+
+
+def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp_path, monkeypatch, idle):
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert set(session.costs) == {1, 2, 4, 8, 16} and not session.costs_cached
@@ -22,6 +32,31 @@ def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp
             entry.write_text(damage)
             assert not cached_costs(engine, widths)[1]
         assert [p.name for p in tmp_path.iterdir()] == [entry.name]
+
+
+def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatch):
+    """They stayed in the cache folder, and every later run on the idle machine chose its widths by them."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr("pyggml_spec.spec.calibrate.waited_for_core", itertools.count(0.0, 60.0).__next__)
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert session.costs and not list(tmp_path.iterdir())
+
+
+def test_the_plain_speed_is_that_of_this_process(pair, tmp_path, monkeypatch, idle):
+    """It came from the cache file: with the number in it doubled, the speed-up that the footer claims was, too."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256):
+        entry = next(tmp_path.glob("costs-*.json"))
+    entry.write_text(json.dumps({width: 1e5 for width in (1, 2, 4, 8, 16)}))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert session.costs_cached and session.costs[1] == 1e5
+        assert session.calibrate_plain() < 1e4  # of a step that takes about one millisecond
+        assert session.calibrate_plain(steps=1) > 0
+
+
+def test_a_context_without_a_step_says_so(pair):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1) as session, pytest.raises(ContextError, match="context of 1"):
+        session.calibrate_plain()
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(pair, tmp_path, monkeypatch):
