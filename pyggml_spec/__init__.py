@@ -53,19 +53,29 @@ _LAZY = {
 }
 
 __all__ = [
+    "Chat",
+    "ConcurrentSession",
     "ContextError",
     "ConvertError",
+    "Device",
     "DeviceError",
     "EngineError",
+    "ExpertOptions",
     "GGUFError",
+    "Handle",
     "LibraryError",
     "ModelError",
     "PairError",
     "PatchError",
     "PyspecError",
+    "Sampling",
     "SamplingError",
+    "Session",
+    "Stats",
+    "StepEvent",
     "TemplateError",
-    *_LAZY,
+    "devices",
+    "load",
 ]
 __version__ = "0.1.0"
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Self
 
 from .errors import EngineError, PyspecError
 from .events import StepEvent
@@ -145,7 +146,7 @@ class Handle:
         if end.error is not None:
             raise end.error
 
-    def __enter__(self) -> "Handle":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:
@@ -301,7 +302,7 @@ class ConcurrentSession:
         self._thread.join()
         self._scheduler.close()
 
-    def __enter__(self) -> "ConcurrentSession":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:

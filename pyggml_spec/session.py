@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from .cache.kv_types import KVTypes
 from .cache.prefix import PrefixCache, Reuse, layout_of
@@ -403,7 +404,7 @@ class Session:
             part.close()
         self._parts = []
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:

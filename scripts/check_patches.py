@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from llama_server import LlamaServer, ServerEnded
 
@@ -39,7 +40,7 @@ class Run:
         options = ("--metrics", "-np", slots, "-c", 1024 * slots, "-t", 1, "-td", 1, *options)
         self.server = LlamaServer(tools, work / "server.log", *options, env=env)
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> Self:
         self.server.wait()
         return self
 

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Self
 
 
 class ServerEnded(ConnectionError):
@@ -37,7 +38,7 @@ class LlamaServer:
         with log.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env={**environment(tools), **(env or {})})
 
-    def __enter__(self) -> "LlamaServer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:

@@ -29,14 +29,19 @@ class Model:
 
 def drafter(layers: int, heads: int, heads_kv: int, n_ff: int, *target_layers: int) -> dict:
     """Shape of a drafter with heads of 128 values that reads the inputs of ``target_layers``."""
-    return dict(
-        draft_layers=layers, draft_heads=heads, draft_heads_kv=heads_kv, draft_ff=n_ff, draft_head_size=128, target_layers=target_layers
-    )
+    return {
+        "draft_layers": layers,
+        "draft_heads": heads,
+        "draft_heads_kv": heads_kv,
+        "draft_ff": n_ff,
+        "draft_head_size": 128,
+        "target_layers": target_layers,
+    }
 
 
-HYBRID = dict(head_size=256, n_rot=64, delta_head=128, n_vocab=248320, n_ctx=262144, rope_base=1e7)
-QWEN3 = dict(head_size=128, n_head_kv=8, n_vocab=151936, n_ctx=40960, rope_base=1e6)
-GEMMA4 = dict(head_size=256, n_vocab=262144, n_ctx=262144, rope_base=1e6, target_window=1024, full_every=6, tied=True)
+HYBRID = {"head_size": 256, "n_rot": 64, "delta_head": 128, "n_vocab": 248320, "n_ctx": 262144, "rope_base": 1e7}
+QWEN3 = {"head_size": 128, "n_head_kv": 8, "n_vocab": 151936, "n_ctx": 40960, "rope_base": 1e6}
+GEMMA4 = {"head_size": 256, "n_vocab": 262144, "n_ctx": 262144, "rope_base": 1e6, "target_window": 1024, "full_every": 6, "tied": True}
 MODELS = {
     "tiny": Model(write_qwen35, Shape()),
     "0.8B": Model(write_qwen35, Shape(n_layer=24, n_embd=1024, n_ff=3584, n_head=8, n_head_kv=2, delta_k=16, delta_v=16,
@@ -52,16 +57,16 @@ MODELS = {
                                             **drafter(8, 32, 4, 6144, 2, 11, 20, 29, 38), **HYBRID)),
     "gemma4-31B": Model(write_gemma4, Shape(n_layer=60, n_embd=5376, n_ff=21504, n_head=32, n_head_kv=16, n_head_kv_full=4,
                                             embedding_scale=5376**0.5, **drafter(5, 32, 8, 21504, 2, 13, 24, 36, 47, 58), **GEMMA4),
-                        dict(n_per_layer=0, shared=False)),
+                        {"n_per_layer": 0, "shared": False}),
     "gemma4-26B-A4B": Model(write_gemma4, Shape(n_layer=30, n_embd=2816, n_ff=2112, n_head=16, n_head_kv=8, n_head_kv_full=2,
                                                 n_expert=128, n_used=8, n_ff_expert=704, embedding_scale=2816**0.5,
                                                 **drafter(5, 32, 8, 8192, 2, 7, 12, 18, 23, 28), **GEMMA4),
-                            dict(n_per_layer=0, shared=False, routed=True, alike=True)),
+                            {"n_per_layer": 0, "shared": False, "routed": True, "alike": True}),
     "laguna-XS.2": Model(write_laguna, Shape(n_layer=40, n_embd=2048, n_ff=8192, n_head=48, n_head_sliding=64, n_head_kv=8, head_size=128,
                                              n_rot_full=64, n_rot_sliding=128, n_vocab=100352, n_ctx=131072, rope_base=5e5,
                                              target_window=512, n_expert=256, n_used=8, n_ff_expert=512, n_ff_shared=512,
                                              **drafter(5, 32, 8, 6144, 2, 10, 18, 37, 40)),
-                         dict(yarn=32.0), dict(feature_norms=True, gate="head", causal=True)),
+                         {"yarn": 32.0}, {"feature_norms": True, "gate": "head", "causal": True}),
     "qwen3-4B": Model(write_qwen3, Shape(n_layer=36, n_embd=2560, n_ff=9728, n_head=32, tied=True,
                                          **drafter(5, 32, 8, 9728, 2, 10, 18, 26, 34), **QWEN3)),
     "qwen3-8B": Model(write_qwen3, Shape(n_layer=36, n_embd=4096, n_ff=12288, n_head=32,

@@ -45,46 +45,46 @@ def configs(preset):
 
     if preset in ("demo", "refine"):
         t, d = TargetConfig(), DrafterConfig()
-        s = dict(
-            max_mb=320,
-            tok_mb=50,
-            window=1024,
-            seq=1024,
-            batch=64,
-            lr=2e-3,
-            dbatch=32,
-            dlr=2e-3,
-            anchors=64,
-            gen_rows=2048,
-            gen_rounds=8,
-            prompts=(64, 128, 256, 512),
-            eval_rows=256,
-            eval_prompt=128,
-            eval_total=512,
-        )
+        s = {
+            "max_mb": 320,
+            "tok_mb": 50,
+            "window": 1024,
+            "seq": 1024,
+            "batch": 64,
+            "lr": 2e-3,
+            "dbatch": 32,
+            "dlr": 2e-3,
+            "anchors": 64,
+            "gen_rows": 2048,
+            "gen_rounds": 8,
+            "prompts": (64, 128, 256, 512),
+            "eval_rows": 256,
+            "eval_prompt": 128,
+            "eval_total": 512,
+        }
         if preset == "refine":
             # Shorter texts: more of them, and less of each is a loop.
             s.update(seq=640, dbatch=48, dlr=1.5e-3, anchors=56, gen_rows=3072, gen_rounds=9, prompts=(64, 128, 192, 320))
     else:
         t = TargetConfig(vocab=512, n_embd=256, n_layer=4, n_ff=256, n_head=2, n_kv=1, k_heads=1, v_heads=2)
         d = DrafterConfig(n_embd=256, n_layer=1, n_ff=256, n_head=2, n_kv=1, target_layers=(1, 3))
-        s = dict(
-            max_mb=2,
-            tok_mb=2,
-            window=128,
-            seq=128,
-            batch=4,
-            lr=2e-3,
-            dbatch=4,
-            dlr=2e-3,
-            anchors=4,
-            gen_rows=16,
-            gen_rounds=1,
-            prompts=(64,),
-            eval_rows=4,
-            eval_prompt=64,
-            eval_total=96,
-        )
+        s = {
+            "max_mb": 2,
+            "tok_mb": 2,
+            "window": 128,
+            "seq": 128,
+            "batch": 4,
+            "lr": 2e-3,
+            "dbatch": 4,
+            "dlr": 2e-3,
+            "anchors": 4,
+            "gen_rows": 16,
+            "gen_rounds": 1,
+            "prompts": (64,),
+            "eval_rows": 4,
+            "eval_prompt": 64,
+            "eval_total": 96,
+        }
     if preset.endswith("refine"):
         d.n_layer += ADDED
     return t, d, s
@@ -210,7 +210,7 @@ def fit(run, model, name, step_fn, minutes, steps, peak, warm):
                 raise SystemExit(f"{name}: loss is not finite at step {step}")
             recent = []
             history.append((step, round(mean, 4)))
-            if step % 500 == 0 or step == steps or step == 100:
+            if step % 500 == 0 or step in (steps, 100):
                 run.log(name, "step", step, "loss", round(mean, 4), f"{time.time() - began:.0f} s")
             if time.time() - saved_at > 150:
                 torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "step": step, "steps": steps}, ckpt)

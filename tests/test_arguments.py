@@ -3,6 +3,7 @@
 Behind each of these is C that ends the process, or reads what lies there, so a missing check ends this test run.
 """
 
+import ctypes
 import math
 
 import numpy as np
@@ -118,8 +119,10 @@ def test_widths_and_rows(engine):
     refused(engine.accept, 1, 1)
     for value in (1025, *NUMBERS[:5], HUGE, True):
         refused(engine.read_candidates, value)
-    for role, width in (("nonsense", 4), ("prefill", -1), ("prefill", 0), ("fused", 0), ("fused", 10**6), ("verify", 1.5)):
-        refused(engine.step_graph, role, width) if width != 1.5 else pytest.raises(Exception, engine.step_graph, role, width)
+    for role, width in (("nonsense", 4), ("prefill", -1), ("prefill", 0), ("fused", 0), ("fused", 10**6)):
+        refused(engine.step_graph, role, width)
+    with pytest.raises(AttributeError):
+        engine.step_graph("verify", 1.5)
 
 
 def test_a_sequence_cannot_go_on_from_nowhere(engine):
@@ -167,7 +170,7 @@ def test_the_tokenizer(session):
         refused(session.tokenizer.encode, text)
     assert session.tokenizer.decode([-1, 10**9, HUGE]) == "" and not session.tokenizer.is_end(-1)
     for token in (1.5, "x", None):
-        with pytest.raises(Exception):  # noqa: B017  (a TypeError of ctypes or of Python: nothing reaches C)
+        with pytest.raises((TypeError, ctypes.ArgumentError)):  # nothing reaches C
             session.tokenizer.decode([token])
 
 

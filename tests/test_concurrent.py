@@ -105,8 +105,8 @@ def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatc
             for handle in both:
                 got, stats = handle.result(WAIT)
                 assert got == text and bool(stats.drafted) == drafts and stats.mode == alone.mode == "speculative"
-                assert (
-                    drafts or not alone.drafted and stats.width_reason == alone.width_reason and alone.width_reason in footer(alone, None)
+                assert drafts or (
+                    not alone.drafted and stats.width_reason == alone.width_reason and alone.width_reason in footer(alone, None)
                 )
             assert not plain.width_reason and not plain.drafted
             assert any(slot.drafting for slot in server._scheduler.engine.slots) == drafts  # one of the two was the plain one's last

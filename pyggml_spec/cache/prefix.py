@@ -199,7 +199,7 @@ class PrefixCache:
         return max((i + 1 for i, chunk in enumerate(place.chunks[: place.done]) if self._has(chunk, STATE)), default=0)
 
     def _has(self, chunk: Chunk, kind: str) -> bool:
-        return kind in chunk.copies or self.files is not None and self.files.has(chunk.key, kind)
+        return kind in chunk.copies or (self.files is not None and self.files.has(chunk.key, kind))
 
     # -- copies and their budget
 

@@ -8,6 +8,7 @@ Copies stay on the device, where they cost a fraction of a millisecond; through 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -98,7 +99,7 @@ class Pieces:
             self._ctx = self._buffer = None
             self.tensors = []
 
-    def __enter__(self) -> "Pieces":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:

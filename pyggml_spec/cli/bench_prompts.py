@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -115,4 +116,4 @@ def _cells(row: PromptsRow) -> list[str]:
 
     figures = [cells("acceptance", ".1f", 100), cells("tokens_per_step", ".2f"), cells("plain_speed", ".1f", deviation=False),
                cells("speed", ".1f", deviation=False), cells("speedup", ".2f")]  # fmt: skip
-    return [row.category, mode, str(row.prompts), str(len(row.runs)), *sum(figures, [])]
+    return [row.category, mode, str(row.prompts), str(len(row.runs)), *chain.from_iterable(figures)]

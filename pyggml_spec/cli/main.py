@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 an error, one sentence on stderr; 2 usage; 3 a check that 
 
 import os
 import sys
+from typing import ClassVar
 
 import click
 
@@ -16,7 +17,7 @@ EXIT_ERROR, EXIT_CHECK, EXIT_INTERRUPT, EXIT_PIPE = 1, 3, 130, 141
 class Commands(click.Group):
     """Imports a command's module only when it is used: `pyspec --help` needs no ggml."""
 
-    names = {  # and what `pyspec --help` says about them
+    names: ClassVar = {  # and what `pyspec --help` says about them
         "run": "Generates text.",
         "chat": "Talks with a model: a line is a turn.",
         "bench": "Measures speed, or acceptance on real prompts.",

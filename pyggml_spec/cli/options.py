@@ -79,8 +79,8 @@ def expert_options(command):
     return wrapped
 
 
-def _cache_type(names: str, help: str):
-    return click.option(*names.split(), type=click.Choice(TYPES), metavar="TYPE", default="f16", show_default=True, help=help)
+def _cache_type(names: str, meaning: str):
+    return click.option(*names.split(), type=click.Choice(TYPES), metavar="TYPE", default="f16", show_default=True, help=meaning)
 
 
 def cache_type_options(command):

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from contextlib import contextmanager
+from typing import Self
 
 import click
 
@@ -58,7 +59,7 @@ class Interrupt:
             raise KeyboardInterrupt
         self.asked = True
 
-    def __enter__(self) -> "Interrupt":
+    def __enter__(self) -> Self:
         self._old = signal.signal(signal.SIGINT, self._handle)
         return self
 

@@ -298,7 +298,7 @@ class Graph:
         lib.pgs_kv_write_rows(self.ctx, self.gf, cache, rows, index)
 
     def span_mask(self, kv_near, q_last, q_first, span: int, slots: int = 1):
-        fits = part(kv_near, 0, 0, span) and 0 < slots and (kv_near.ne[1] == 1 or slots <= kv_near.ne[1]) and q_last.ne[1] % slots == 0
+        fits = part(kv_near, 0, 0, span) and slots > 0 and (kv_near.ne[1] == 1 or slots <= kv_near.ne[1]) and q_last.ne[1] % slots == 0
         require(fits and q_last.ne[0] == 1, "span_mask", kv_near=kv_near, q_last=q_last, span=span, slots=slots)
         return lib.pgs_span_mask(self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span, slots)
 

@@ -39,7 +39,7 @@ def multiplies(weight, x) -> bool:
 
 def part(x, dim: int, first: int, count: int) -> bool:
     """Whether [first, first + count) lies inside dimension ``dim``."""
-    return 0 <= first and 0 < count and first + count <= x.ne[dim]
+    return first >= 0 and count > 0 and first + count <= x.ne[dim]
 
 
 def inside(x, shape, strides, first: int) -> bool:

@@ -5,8 +5,10 @@ ggml ends the process on a file that contradicts itself, so everything that it w
 allocated that the file's own size does not justify.
 """
 
+import contextlib
 import copy
 import hashlib
+import itertools
 import math
 import mmap
 import os
@@ -227,7 +229,7 @@ class GGUFFile:
                 cur.fail(f"tensor {name!r} ends at byte {data + offset + nbytes}, but the file has {len(self._map)}")
             self.tensors[name] = TensorInfo(name, kind, shape, data + offset, nbytes)
         ordered = sorted(self.tensors.values(), key=lambda t: t.offset)
-        for a, b in zip(ordered, ordered[1:]):
+        for a, b in itertools.pairwise(ordered):
             if a.offset + a.nbytes > b.offset:
                 cur.fail(f"the tensors {a.name!r} and {b.name!r} overlap")
 
@@ -305,10 +307,8 @@ class GGUFFile:
 
     def close(self) -> None:
         # numpy copies are taken above and StringArray reads on demand, so only memoryviews handed out by read() can still hold the map
-        try:
+        with contextlib.suppress(AttributeError, BufferError):
             self._map.close()
-        except (AttributeError, BufferError):
-            pass
 
     def __enter__(self):
         return self

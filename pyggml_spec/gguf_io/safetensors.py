@@ -4,6 +4,8 @@ Layout: length of the header u64, the header (JSON: name -> dtype, shape, [begin
 cannot give bfloat16 to numpy; here it is widened to F32, which is exact.
 """
 
+import contextlib
+import itertools
 import json
 import math
 import mmap
@@ -100,7 +102,7 @@ class SafetensorsFile:
         for name, entry in header.items():
             self.tensors[name] = self._tensor(name, entry, data)
         ordered = sorted(self.tensors.values(), key=lambda t: t.start)
-        for a, b in zip(ordered, ordered[1:]):
+        for a, b in itertools.pairwise(ordered):
             if a.start + a.nbytes > b.start:
                 self._fail(f"the tensors {brief(a.name)} and {brief(b.name)} overlap")
 
@@ -138,10 +140,8 @@ class SafetensorsFile:
         return raw.astype(np.float32).reshape(count, width)
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(AttributeError, BufferError):
             self._map.close()
-        except (AttributeError, BufferError):
-            pass
 
     def __enter__(self):
         return self

@@ -233,7 +233,7 @@ class DFlash:
         return self._rotate(g, g.rms_norm(k, w[f"blk.{i}.attn_k_norm.weight"], hp.eps), positions), v
 
     def _rotate(self, g: Graph, x, positions):
-        return self.hp.rope(g, x, positions, self.weights[FACTORS] if FACTORS in self.weights else None)
+        return self.hp.rope(g, x, positions, self.weights.get(FACTORS))
 
     def denoise(self, g: Graph, rows: BlockRows, target):
         """The block's hidden states before the head, F32 [n_embd, B]."""

@@ -149,12 +149,12 @@ class Gemma4(Qwen3):
         width, width_kv = size * hp.n_head[i], size * hp.n_head_kv[i]
         shapes = {name: (n, width if name == "attn_q" else width_kv) for name in self._mixer(i)}
         shapes |= {"attn_output": (width, n), "ffn_gate": (n, n_ff), "ffn_up": (n, n_ff), "ffn_down": (n_ff, n)}
-        vectors = {name: n for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")} | {"attn_q_norm": size}
+        vectors = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), n) | {"attn_q_norm": size}
         out = []
         if i < hp.n_own_kv:
             vectors["attn_k_norm"] = size
         if self._routed(i):
-            vectors |= {name: n for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")}
+            vectors |= dict.fromkeys(("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), n)
             out = [*hp.experts.specs(self.file, b, n), Spec(f"{b}ffn_gate_inp.scale", (n,), VECTOR)]
         if hp.n_per_layer:
             shapes |= {"inp_gate": (n, hp.n_per_layer), "proj": (hp.n_per_layer, n)}

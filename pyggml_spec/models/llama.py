@@ -22,4 +22,4 @@ class Llama(Qwen3):
         return [Spec(FACTORS, (self.hp.rope.n_rot // 2,), VECTOR)] if FACTORS in self.file.tensors else []
 
     def _rotate(self, g: Graph, x, positions, norm: str):
-        return self.hp.rope(g, x, positions, self.weights[FACTORS] if FACTORS in self.weights else None)
+        return self.hp.rope(g, x, positions, self.weights.get(FACTORS))

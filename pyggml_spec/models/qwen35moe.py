@@ -28,7 +28,8 @@ class Qwen35MoE(Qwen35):
 
     def _ffn_specs(self, i: int) -> list[Spec]:
         n, n_ff, b = self.n_embd, self.n_ff_shared, f"blk.{i}."
-        return self.experts.specs(self.file, b, n) + [
+        return [
+            *self.experts.specs(self.file, b, n),
             Spec(f"{b}ffn_gate_inp_shexp.weight", (n,)),
             Spec(f"{b}ffn_gate_shexp.weight", (n, n_ff)),
             Spec(f"{b}ffn_up_shexp.weight", (n, n_ff)),

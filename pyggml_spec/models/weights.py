@@ -228,7 +228,7 @@ class Weights:
 
     def _allocate(self, home: int, jobs: list) -> None:
         ctx = self._context(len(jobs))
-        for key, kind, shape, _, sources in jobs:
+        for key, kind, shape, _, _sources in jobs:
             tensor = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
             lib.ggml_set_name(tensor, key.encode()[:63])
             self._tensors[key] = tensor
@@ -335,6 +335,10 @@ class Weights:
 
     def __getitem__(self, name: str):
         return self._tensors[name]
+
+    def get(self, name: str):
+        """The tensor, or None where the file has none of that name."""
+        return self._tensors.get(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

@@ -434,7 +434,7 @@ class Engine(EngineParts):
     def _enter(self, width: int, pending: bool) -> None:
         """Lays the recurrent state out for blocks of ``width``, committing what is still pending, unless it is so already."""
         d = self.delta
-        if d is None or (d.width == width and d.pending in (pending, False)) and not (width == 0 and d.accepted):
+        if d is None or ((d.width == width and d.pending in (pending, False)) and not (width == 0 and d.accepted)):
             return
         step = self.graphs.get("commit", d.width, 0, width, d.pending)
         d.fill_tail(step.host["tail"])

@@ -134,10 +134,10 @@ class Sampling:
         The k largest after bias and penalties are among the k + n largest before, if those only lower, and at most n tokens.
         """
         raising = min(self.presence_penalty, self.frequency_penalty) < 0 or self.repeat_penalty < 1
-        if self.constrained or self.logprobs is not None or max(self.logit_bias.values(), default=0) > 0 or self.penalises and raising:
+        if self.constrained or self.logprobs is not None or max(self.logit_bias.values(), default=0) > 0 or (self.penalises and raising):
             return None
         first = self.samplers[: self.samplers.index("top_k")] if "top_k" in self.samplers else self.samplers
-        sums = self.top_p < 1 and "top_p" in first or self.typical_p < 1 and "typ_p" in first  # over all tokens
+        sums = (self.top_p < 1 and "top_p" in first) or (self.typical_p < 1 and "typ_p" in first)  # over all tokens
         k = 1 if self.takes_largest else self.top_k if "top_k" in self.samplers and not sums else 0
         lowered = len(self.logit_bias) + (self.repeat_last_n if self.penalises else 0)
         count = -(-(k + lowered) // _ROUND) * _ROUND

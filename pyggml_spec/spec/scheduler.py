@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 from ..cache.prefix_slots import SlotPrefixes
 from ..cache.slots import covering
@@ -233,7 +234,7 @@ class Scheduler:
                     self.prefixes.close()
                 self.engine.close()
 
-    def __enter__(self) -> "Scheduler":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:

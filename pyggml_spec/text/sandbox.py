@@ -255,4 +255,4 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _strftime(self, form):
         if not isinstance(form, str) or len(form) > MAX_DATE_FORMAT or not _DATE.fullmatch(form):
             raise SecurityError("it formats the date in an unusual way")
-        return datetime.datetime.now().strftime(form)
+        return datetime.datetime.now().astimezone().strftime(form)

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from ..errors import ContextError, PairError, TemplateError
 from ..session import GREEDY, Session
@@ -190,6 +191,6 @@ def _with_totals(rows: dict[tuple, PromptsRow]) -> list[PromptsRow]:
     for thinking in dict.fromkeys(row.thinking for row in out):
         parts = [row for row in out if row.thinking == thinking]
         if len(parts) > 1:
-            runs = [sum(pairs, []) for pairs in zip(*(row.runs for row in parts))]
+            runs = [list(chain.from_iterable(pairs)) for pairs in zip(*(row.runs for row in parts))]
             out.append(PromptsRow("all", thinking, sum(row.prompts for row in parts), runs))
     return out

@@ -92,7 +92,7 @@ def _git_apply(tree: Path, patch: Patch, *options: str) -> subprocess.CompletedP
     command = ["git", "apply", "--whitespace=nowarn", *options, str(patch.path.resolve())]
     # inside another repository git would silently skip all files as outside of its working directory
     alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.resolve().parent), "LC_ALL": "C"}
-    return subprocess.run(command, cwd=tree, env=alone, capture_output=True, text=True)
+    return subprocess.run(command, check=False, cwd=tree, env=alone, capture_output=True, text=True)
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def fetch_sdist(folder: Path) -> Path:
         # the build tools of this environment do: pip asks an sdist for its name and version before it keeps it
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:"]
         command += ["--no-build-isolation", "--dest", str(folder), f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode or not sdist.is_file():
             said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise PatchError(

@@ -12,7 +12,7 @@ def write_prompts(work, dest, count=20):
     from tokenizers import Tokenizer
 
     tok = Tokenizer.from_file(str(work / "tokenizer.json"))
-    docs = [json.loads(line) for line in open(work / "heldout.jsonl")]
+    docs = [json.loads(line) for line in (work / "heldout.jsonl").read_text("utf-8").splitlines()]
     # The standard library first: its licence is the same on every machine. At most two prompts per package after it.
     docs.sort(key=lambda d: (not d["name"].startswith("python/"), d["name"]))
     prompts, used = [], {}
@@ -60,8 +60,10 @@ def write_card(work, dest):
     lines = [
         "# Demo pair",
         "",
-        "A small language model of Python source and its block drafter, made for trying speculative decoding without a "
-        "download. It completes Python-looking text; it knows nothing else, and its code is not to be relied on.",
+        (
+            "A small language model of Python source and its block drafter, made for trying speculative decoding without a "
+            "download. It completes Python-looking text; it knows nothing else, and its code is not to be relied on."
+        ),
         "",
         "| | target | drafter |",
         "| --- | --- | --- |",
@@ -78,17 +80,25 @@ def write_card(work, dest):
         "",
         "## Figures",
         "",
-        f"Held-out files: {counts['heldout']['files']} ({counts['heldout']['tokens']:,} tokens), chosen by a hash of the file's "
-        f"name; training files: {counts['train']['files']} ({counts['train']['tokens']:,} tokens). Near-copies between packages "
-        "are not removed, so the figures flatter the model a little. All figures are of the unquantised weights.",
+        (
+            f"Held-out files: {counts['heldout']['files']} ({counts['heldout']['tokens']:,} tokens), chosen by a hash of the file's "
+            f"name; training files: {counts['train']['files']} ({counts['train']['tokens']:,} tokens). Near-copies between packages "
+            "are not removed, so the figures flatter the model a little. All figures are of the unquantised weights."
+        ),
         "",
-        f"* Perplexity on held-out files: {m['heldout']['perplexity']} (loss {m['heldout']['loss']} per token, windows of "
-        f"{m['heldout']['window']}); on positions 1,024 to 2,047 of longer windows "
-        f"{m['heldout_second_half_of_double_window']['perplexity']}.",
-        f"* Training loss, last: target {m['target_training']['history'][-1][1]} after {m['target_training']['steps']:,} steps of "
-        f"65,536 tokens; drafter {m['drafter_training']['history'][-1][1]} (mixed objective) after {m['drafter_training']['steps']:,} steps.",
-        "* Tokens per speculative step on the target's own continuations of 256 held-out prompts (128 tokens of prompt, 384 "
-        "of text), the pending token included:",
+        (
+            f"* Perplexity on held-out files: {m['heldout']['perplexity']} (loss {m['heldout']['loss']} per token, windows of "
+            f"{m['heldout']['window']}); on positions 1,024 to 2,047 of longer windows "
+            f"{m['heldout_second_half_of_double_window']['perplexity']}."
+        ),
+        (
+            f"* Training loss, last: target {m['target_training']['history'][-1][1]} after {m['target_training']['steps']:,} steps of "
+            f"65,536 tokens; drafter {m['drafter_training']['history'][-1][1]} (mixed objective) after {m['drafter_training']['steps']:,} steps."
+        ),
+        (
+            "* Tokens per speculative step on the target's own continuations of 256 held-out prompts (128 tokens of prompt, 384 "
+            "of text), the pending token included:"
+        ),
         "",
         "| | mean | median over prompts | share of steps whose first 1, 2, 3, ... drafts are all accepted |",
         "| --- | --- | --- | --- |",
@@ -100,8 +110,10 @@ def write_card(work, dest):
             )
     lines += [
         "",
-        f"A model this small repeats itself: {m['greedy, repeated 16-grams']:.0%} of the 16-token pieces of its greedy text "
-        f"occurred before in the same text ({m['temperature 0.7, repeated 16-grams']:.0%} at temperature 0.7), which helps any drafter.",
+        (
+            f"A model this small repeats itself: {m['greedy, repeated 16-grams']:.0%} of the 16-token pieces of its greedy text "
+            f"occurred before in the same text ({m['temperature 0.7, repeated 16-grams']:.0%} at temperature 0.7), which helps any drafter."
+        ),
     ]
     lines += [f"* {check}" for check in m.get("checks", [])]
     lines += [
@@ -110,21 +122,27 @@ def write_card(work, dest):
         "",
         f"Seed {m['seed']}; one GPU; target {m['target_training']['seconds'] // 60} minutes, drafter {m['drafter_training']['seconds'] // 60} minutes:",
         "",
-        "    python scripts/train_demo_pair.py --stage corpus,target,generate,drafter,eval --workdir WORK "
-        f"--target-steps {m['target_training']['steps']} --drafter-steps {m['drafter_training']['steps']} --seed {m['seed']}",
+        (
+            "    python scripts/train_demo_pair.py --stage corpus,target,generate,drafter,eval --workdir WORK "
+            f"--target-steps {m['target_training']['steps']} --drafter-steps {m['drafter_training']['steps']} --seed {m['seed']}"
+        ),
         "    python scripts/train_demo_pair.py --stage export --workdir WORK --dest pyggml_spec/demo",
         "",
-        "The target learned the source text by AdamW with warm-up and cosine decay. It then continued 16,384 prompts from the "
-        "corpus (45 % greedy, 45 % at temperature 0.7, 10 % at 1.0), and the drafter learned those continuations (seven parts in eight) "
-        "and corpus text from the frozen target's hidden states, at random anchors, with embedding and head shared. "
-        "The mask token is row 4095 of the embedding as the target's training left it.",
+        (
+            "The target learned the source text by AdamW with warm-up and cosine decay. It then continued 16,384 prompts from the "
+            "corpus (45 % greedy, 45 % at temperature 0.7, 10 % at 1.0), and the drafter learned those continuations (seven parts in eight) "
+            "and corpus text from the frozen target's hidden states, at random anchors, with embedding and head shared. "
+            "The mask token is row 4095 of the embedding as the target's training left it."
+        ),
         "",
         "## Data and licences",
         "",
-        f"Python source of the standard library of Python {python['version']} (PSF licence, version 2) and of the installed packages "
-        "below, taken where the package's own metadata names only permissive licences; vendored copies, generated tables and "
-        "duplicate files were left out. The weights hold no files, but a language model can repeat short passages of what it "
-        "was trained on; such passages stay under their authors' licences.",
+        (
+            f"Python source of the standard library of Python {python['version']} (PSF licence, version 2) and of the installed packages "
+            "below, taken where the package's own metadata names only permissive licences; vendored copies, generated tables and "
+            "duplicate files were left out. The weights hold no files, but a language model can repeat short passages of what it "
+            "was trained on; such passages stay under their authors' licences."
+        ),
         "",
         "| package | version | licence as the package states it | files | bytes |",
         "| --- | --- | --- | --- | --- |",

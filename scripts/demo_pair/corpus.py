@@ -57,7 +57,7 @@ def is_permissive(dist):
             names = [n for n in re.split(r"\s+(?:and|or|AND|OR)\s+|,(?! ?version)|;", field) if n.strip()]
     if not names or not all(PERMISSIVE.match(n.strip()) for n in names):
         return None
-    return " AND ".join(dict.fromkeys(n.strip() for n in names)) if not expression else expression
+    return expression or " AND ".join(dict.fromkeys(n.strip() for n in names))
 
 
 def _clean(raw):
@@ -167,7 +167,7 @@ def build(workdir, vocab, max_mb, tokenizer_mb, seed):
         parts = []
         for i in range(0, len(docs), 512):
             for enc in tok.encode_batch([t for _, t in docs[i : i + 512]]):
-                parts.append(np.array([end] + enc.ids, dtype=np.uint16))
+                parts.append(np.array([end, *enc.ids], dtype=np.uint16))
         stream = np.concatenate(parts)
         np.save(workdir / f"{split}.npy", stream)
         counts[split] = {"files": len(docs), "bytes": sum(len(t) for _, t in docs), "tokens": int(stream.size)}

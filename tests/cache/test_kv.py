@@ -53,13 +53,13 @@ def test_a_generation_of_4096_tokens_crosses_three_spans_on_a_gpu_instead_of_ele
     assert [len({span_for(n, least) for n in range(1, 4097)}) for least in (GPU_SPAN, SPAN)] == [4, 12]
 
 
-@pytest.mark.parametrize(("row_kib", "least"), [(20, 1024), (64, 1024), (65, 512), (160, 512), (256, 512), (257, 256), (880, 256)])
+@pytest.mark.parametrize("row_kib, least", [(20, 1024), (64, 1024), (65, 512), (160, 512), (256, 512), (257, 256), (880, 256)])
 def test_wide_rows_are_hidden_in_smaller_numbers(row_kib, least):
     """A row of gemma4-31B's K/V is 880 KiB: 768 hidden ones would be 0.7 GB per step."""
     assert least_span(row_kib << 10) == least
 
 
-@pytest.mark.parametrize(("n", "rounded"), [(1, SPAN), (SPAN, SPAN), (SPAN + 1, 2 * SPAN), (300, 512)])
+@pytest.mark.parametrize("n, rounded", [(1, SPAN), (SPAN, SPAN), (SPAN + 1, 2 * SPAN), (300, 512)])
 def test_contexts_are_rounded_up_to_whole_spans(n, rounded):
     assert padded(n) == rounded
 

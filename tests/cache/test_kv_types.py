@@ -13,7 +13,7 @@ from pyggml_spec.models.base import KVShape
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 
-@pytest.mark.parametrize(("name", "nbytes"), [("f16", 128), ("bf16", 128), ("q8_0", 68), ("q5_1", 48), ("q4_0", 36)])
+@pytest.mark.parametrize("name, nbytes", [("f16", 128), ("bf16", 128), ("q8_0", 68), ("q5_1", 48), ("q4_0", 36)])
 def test_bytes_of_a_row(name, nbytes):
     assert KVTypes(name, name).row_bytes(KVShape(1, 64)) == 2 * nbytes
     assert KVTypes(name, "f16").row_bytes(KVShape(2, 64)) == 2 * nbytes + 256
@@ -27,7 +27,7 @@ def test_a_type_that_rows_cannot_have_is_named():
 
 
 @pytest.mark.parametrize(
-    ("size", "types", "rotations"),
+    "size, types, rotations",
     [(64, ("q8_0", "q8_0"), (64, 64)), (256, ("q8_0", "f16"), (256, 0)), (192, ("f16", "q4_0"), (0, 64)), (96, ("q8_0", "q8_0"), (0, 0)),
      (128, ("bf16", "f16"), (0, 0))],
 )  # fmt: skip

@@ -130,7 +130,7 @@ def test_random_bit_flips_never_change_the_answer(engine, want, tmp_path):
         path.write_bytes(contents)
         run, notes = cached(engine, tmp_path)
         assert_same(run, want)
-        assert len(notes) == 1 or path.suffix == ".state" and not notes  # only the deepest state is read
+        assert len(notes) == 1 or (path.suffix == ".state" and not notes)  # only the deepest state is read
 
 
 def test_another_model_or_layout_is_said_and_not_used(engine, want, tmp_path):

@@ -145,7 +145,7 @@ def test_ctrl_c_keeps_what_was_measured(pinned, output):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options, words",
     [
         (["--prompts", "all", "-p", "8"], "--n-prompt and --prompts do not go together"), (["--prompts", "all", "--slots", "2"], "--slots and"),
         (["--prompts", "all", "-n", "0"], "needs tokens"), (["--temp", "1"], "--temperature needs --prompts"), (["--no-think"], "--think needs --prompts"),

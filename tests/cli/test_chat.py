@@ -190,7 +190,7 @@ def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options, words",
     [
         (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template", ""], ["is empty"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]), (["--top-p", 3], ["top_p"]),
         (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["-l", "999999+1"], ["token 999999"]),

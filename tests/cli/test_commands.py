@@ -130,7 +130,7 @@ def test_compare_above_the_tolerance_is_3(pair):
     assert json.loads(done.stdout.splitlines()[-1])["passed"] is False
 
 
-@pytest.mark.parametrize(("kind", "nmse", "code"), [("cpu", 0.0, 0), ("cpu", 4e-6, 3), ("gpu", 4e-6, 0), ("gpu", 0.09, 3)])
+@pytest.mark.parametrize("kind, nmse, code", [("cpu", 0.0, 0), ("cpu", 4e-6, 3), ("gpu", 4e-6, 0), ("gpu", 0.09, 3)])
 def test_compare_allows_a_gpu_its_order_of_sums(monkeypatch, kind, nmse, code):
     """The embedded target itself was 4e-6 off on an H200, and was called wrong at the CPU's tolerance."""
     monkeypatch.setattr(device, "pick_device", lambda name=None: device.Device("X0", "", kind, 1, 1, 0))

@@ -48,8 +48,11 @@ def test_ctrl_c_leaves_nothing(demo, tmp_path):
         "c._chunk = chunk\nfrom pyggml_spec.cli import main\nmain(sys.argv[1:])"
     )
     args = [sys.executable, "-c", slow, "convert", str(demo), "-m", str(DEMO_TARGET), "-o", str(tmp_path / "o.gguf"), "-t", "1"]
+
     # a shell starts background jobs with SIGINT ignored, and children inherit that
-    listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    def listen():
+        return signal.signal(signal.SIGINT, signal.default_int_handler)
+
     process = subprocess.Popen(args, stderr=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=listen)
     try:
         deadline = time.monotonic() + 60

@@ -37,7 +37,7 @@ def test_drafter_and_target_exchanged(pair):
 
 
 @pytest.mark.parametrize(
-    ("shape", "words"),
+    "shape, words",
     [
         (Shape(n_vocab=300), ["target.gguf has 320 tokens", "other.gguf has 300"]),
         (Shape(n_embd=128), ["128", "256"]),

@@ -115,7 +115,7 @@ def test_require_spec_passes_when_drafts_were_verified(pinned):
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    "more, words",
     [(["--mode", "plain"], "the mode was plain"), (["--mode", "reference"], "the mode was reference"), (["-n", 1], "first token")],
 )
 def test_require_spec_fails_with_the_reason(pinned, more, words):

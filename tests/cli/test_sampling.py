@@ -66,7 +66,7 @@ def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinne
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options, words",
     [
         (["--top-p", 1.5], ["top_p is 1.5"]), (["--temp", "nan"], ["temperature is nan"]), (["--samplers", "top_k;dry"], ["dry"]),
         (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["-l", "999999+1"], ["token 999999"]),

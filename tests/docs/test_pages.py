@@ -36,7 +36,7 @@ def arguments(line: str) -> list[str]:
     return words[: next((i for i, word in enumerate(words) if word in ("|", ">", "<")), len(words))]
 
 
-@pytest.mark.parametrize(("page", "line"), [(page.name, line) for page in PAGES for line in commands(page)])
+@pytest.mark.parametrize("page, line", [(page.name, line) for page in PAGES for line in commands(page)])
 def test_commands_have_the_options_that_pages_give_them(page, line):
     command, words = cli, arguments(line)
     context = click.Context(cli)

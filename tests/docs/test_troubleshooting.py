@@ -17,8 +17,7 @@ SHORT = 12  # characters of words between two values that need no place of their
 
 def calls():
     for path in Path(doctor.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            yield node
+        yield from ast.walk(ast.parse(path.read_text("utf-8")))
 
 
 def texts(node) -> list[str]:

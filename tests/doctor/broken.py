@@ -42,7 +42,7 @@ def _own_embedding(model: Model) -> None:
 
 def _nan_mask_embedding(model: Model) -> None:
     _own_embedding(model)
-    (width, _), kind, data = model.tensors["token_embd.weight"]
+    (_width, _), _kind, data = model.tensors["token_embd.weight"]
     row = len(data) // 4096
     broken = bytearray(data)
     broken[4095 * row : 4095 * row + 2] = np.float16(np.nan).tobytes()  # the first block's scale
@@ -62,7 +62,7 @@ def _nan_weight(model: Model) -> None:
 
 def _coarse(model: Model) -> None:
     """Twice through three bits and less: what a careless re-quantisation leaves."""
-    for name, (shape, kind, _) in list(model.tensors.items()):
+    for name, (_shape, kind, _) in list(model.tensors.items()):
         if kind == Q8_0:
             store(model, name, values(model, name), type_id("q2_K"))
 

@@ -62,7 +62,10 @@ def test_graphs_built_late_and_nan_drafts_fail():
 
 def test_break_even_by_hand():
     """Three drafts of three accepted: a block of 4 yields 4 tokens; at 2 plain steps it doubles the speed, at 5 it loses."""
-    leg = lambda tokens, seconds: Stats(emitted=tokens + 1, seconds={"decode": seconds})
+
+    def leg(tokens, seconds):
+        return Stats(emitted=tokens + 1, seconds={"decode": seconds})
+
     base = measured([3, 3, 3, 3], -1)
     even, speed = pays({1: 1.0, 2: 1.5, 4: 2.0}, base, [leg(100, 1.0)], [leg(100, 0.55)])
     assert even.verdict == OK and even.data["widths"]["4"] == {"ms": 2.0, "break_even": 2.0, "expected": 4.0, "speedup": 2.0}

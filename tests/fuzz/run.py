@@ -99,7 +99,7 @@ def _slice(result: Result, target: str, seed: str, first: int, count: int, state
     what = "stalled" if stalled else f"the process died with exit status {worker.returncode}: {err[-300:].strip()}"
     result.findings.append((number - 1, what, bytes(state[16 : 16 + size])))
     result.executions += number - first
-    result.outcomes[what.split(":")[0]] += 1
+    result.outcomes[what.split(":", maxsplit=1)[0]] += 1
     return number
 
 

@@ -6,7 +6,7 @@ from fuzz.run import fuzz
 SHORT = [("gguf", 800), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 300), ("pair", 60)]
 
 
-@pytest.mark.parametrize(("target", "executions"), SHORT)
+@pytest.mark.parametrize("target, executions", SHORT)
 def test_a_short_run_finds_nothing(target, executions):
     result = fuzz(target, executions, "2")
     assert not result.findings, result.findings[0]

@@ -64,7 +64,7 @@ class Worker:
             outcome = self.target.run(data)
         except EXPECTED as error:
             outcome = f"{type(error).__name__}: {shape_of(str(error))}"
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             outcome = f"raised {type(error).__name__}"
             self._found(i, f"{type(error).__name__}: {str(error)[:300]}", data)
         spent = time.thread_time() - began

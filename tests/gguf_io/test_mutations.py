@@ -14,7 +14,7 @@ from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.random_model import write_qwen35
 
 EVERY_VALUE = gguf(
-    [key(f"v{kind}", kind, STR == kind and "text" or 1) for kind in (U8, U16, U32, I32, F32, BOOL, STR, U64, F64)]
+    [key(f"v{kind}", kind, (kind == STR and "text") or 1) for kind in (U8, U16, U32, I32, F32, BOOL, STR, U64, F64)]
     + [key(f"a{kind}", ARR, (kind, ["a", "bc"] if kind == STR else [1, 0, 1])) for kind in (U8, U32, F32, BOOL, STR, U64)]
     + [key("general.alignment", U32, 32)],
     [info("a", (8, 4)), info("b", (256,), 12, 128), info("c", (2, 2, 2, 2), 1, 288)],

@@ -38,7 +38,10 @@ def placed(target, hot, rows=512) -> Placement:
 def logits(path, placement) -> tuple[np.ndarray, Weights]:
     """Logits of IDS in one chunk, then of eight single rows; ``placement`` makes one for the target, or is None."""
     with ExitStack() as stack:
-        own = lambda part: stack.enter_context(closing(part))
+
+        def own(part):
+            return stack.enter_context(closing(part))
+
         file = own(GGUFFile(path))
         target = open_target(file)
         device, host = (own(Backend(pick_device("CPU"), 1)) for _ in range(2))
@@ -137,7 +140,7 @@ def test_hit_rates_are_those_of_the_other_text():
 
 
 @pytest.mark.parametrize(
-    ("written", "sentence"),
+    "written, sentence",
     [
         (None, "no routing profile"),
         ("{", "cannot be read"),
@@ -157,7 +160,7 @@ def test_profiles_that_do_not_fit_are_refused(tmp_path, written, sentence):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    "options, sentence",
     [(ExpertOptions(0, 1.5), "fraction from 0 to 1"), (ExpertOptions(-2), "0 or more")],
 )
 def test_placements_that_cannot_be_are_refused(tmp_path, options, sentence):

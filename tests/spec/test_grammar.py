@@ -60,7 +60,7 @@ def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text, words",
     [
         ("", "empty"),
         ("root ::= [a-z", "end of input"),
@@ -90,7 +90,7 @@ def test_what_looks_absurd_inside_a_literal_is_none(demo):
 
 
 @pytest.mark.parametrize(
-    ("schema", "words"),
+    'schema, words',
     [
         ("", "no JSON"), ("[]", "object"), ('{"$ref": "https://example.com/a.json"}', "https://example.com"), ('{"$ref": "#/nothing"}', "grammar"),
         ('{"type": "unheard of"}', "grammar"), ('{"items": {"$ref": 5}}', "grammar"), ("[" * 100000, "no JSON"),

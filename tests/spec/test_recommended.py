@@ -24,7 +24,7 @@ def test_what_the_converter_writes():
 
 
 @pytest.mark.parametrize(
-    ("order", "samplers"),
+    "order, samplers",
     [
         ("top_k;top_p;temperature", ("top_k", "top_p", "temperature")), ("penalties; dry;top-k;typ;nucleus;minp;xtc;temp", ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")),
         ("top_k;mirostat", None), ("top_k;top_k", None), (7, None), ("", None),
@@ -37,7 +37,7 @@ def test_orders_by_llama_cpps_names(order, samplers):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "key, value",
     [
         ("temp", -1.0),
         ("temp", "warm"),

@@ -379,14 +379,14 @@ def test_a_nan_in_the_head_is_said_while_candidates_come_from_the_device(pair):
 
 
 def test_nothing_left_to_choose_from_is_said():
-    sampler = Sampler(Sampling(seed=1, logit_bias={i: -math.inf for i in range(9)}), None, 9)
+    sampler = Sampler(Sampling(seed=1, logit_bias=dict.fromkeys(range(9), -math.inf)), None, 9)
     with pytest.raises(EngineError, match="leaves no token"):
         sampler.choose(None, np.zeros(9, np.float32))
     sampler.close()
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    "values, words",
     [
         ({"temperature": -1}, "temperature is -1"), ({"temperature": math.nan}, "temperature is nan"), ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_k": 2.5}, "top_k is 2.5.*whole"), ({"top_k": True}, "top_k is True"), ({"min_p": -0.1}, "min_p"),

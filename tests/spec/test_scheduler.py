@@ -1,5 +1,6 @@
 """Streams that share an engine: each gets its own tokens, whoever comes, goes or is cancelled meanwhile."""
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -52,7 +53,7 @@ def test_iterating_one_stream_serves_the_others_too(pair, scheduler):
     texts = prompts(2)
     a, b = (scheduler.submit(text, DRAFT) for text in texts)
     blocks = list(a)
-    assert sum(blocks, []) == a.tokens == pair.solo(texts[0], 20) and len(blocks[0]) == 1
+    assert list(itertools.chain.from_iterable(blocks)) == a.tokens == pair.solo(texts[0], 20) and len(blocks[0]) == 1
     assert len(b.tokens) > 1
     assert b.result() == pair.solo(texts[1], 20)
 
@@ -124,8 +125,8 @@ def test_decoding_sequences_wait_for_a_bounded_chunk_of_a_long_prompt(pair, sche
         scheduler.step()
         assert long._filled - filled <= BESIDE
         emitted.append(len(a.tokens))
-    gaps = [j - i for i, j in zip(emitted, emitted[1:])]
-    assert sum(gaps) >= len(gaps) // 2 and not any(x == y == 0 for x, y in zip(gaps, gaps[1:]))
+    gaps = [j - i for i, j in itertools.pairwise(emitted)]
+    assert sum(gaps) >= len(gaps) // 2 and not any(x == y == 0 for x, y in itertools.pairwise(gaps))
     assert scheduler.stats.longest_wait > 0
 
 
@@ -164,7 +165,7 @@ def test_threads_iterate_their_own_streams(pair, scheduler):
     out = {}
 
     def read(i):
-        out[i] = sum(scheduler.submit(texts[i], DRAFT), [])
+        out[i] = list(itertools.chain.from_iterable(scheduler.submit(texts[i], DRAFT)))
 
     threads = [threading.Thread(target=read, args=(i,)) for i in range(5)]
     for thread in threads:

@@ -1,5 +1,6 @@
 """No work that repeats: what is built once stays built, and roles do not share memory."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -80,7 +81,7 @@ def test_roles_never_share_live_memory(session):
         ranges[key[0]] = (min(low, begin), max(high, end))
     assert len(ranges) >= 4
     ordered = sorted(ranges.values())
-    assert all(a[1] <= b[0] for a, b in zip(ordered, ordered[1:]))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))
 
 
 def test_a_step_is_one_upload_and_one_read(session):

@@ -109,7 +109,7 @@ def test_prompt_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    "content, words",
     [
         (b"", "is empty"), (b"\n \n", "is empty"), (b"{", "line 1"), (b"[]", "line 1"), (b'{"prompt": 1}', "line 1"), (b'{"prompt": ""}', "line 1"),
         (b'{"prompt": "a"}\n{}', "line 2"), (b'{"prompt": "a", "messages": []}', "line 1"), (b'{"messages": []}', "line 1"),

@@ -49,7 +49,7 @@ def test_types_that_need_an_importance_matrix():
             quantise(np.zeros((2, 256), np.float32), type_id(name))
 
 
-@pytest.mark.parametrize(("data", "kind", "count"), TOO_FEW)
+@pytest.mark.parametrize("data, kind, count", TOO_FEW)
 def test_bytes_that_are_too_few(data, kind, count):
     with pytest.raises(ModelError):
         dequantise(data, type_id(kind), count)
