@@ -1,28 +1,18 @@
 """Grammar constraints by llama.cpp's GBNF engine. The state moves by accepted tokens only.
 
-llama.cpp parses grammars for programs that trust them: an absurd one overflows the stack, runs out of memory or ends the process. What
-would is refused here first.
+llama.cpp parses grammars for programs that trust them, and says what is wrong on the process's standard error. So ``gbnf`` reads them first.
 """
 
 import ctypes
 import json
-import os
 import re
-import tempfile
-import threading
-from contextlib import contextmanager
 
 import llama_cpp
 import numpy as np
 
 from ..errors import SamplingError
+from .gbnf import MAX_REPEATS, parse
 
-MAX_TEXT = 1 << 17  # characters; every rule in a chain of rules costs the parser stack
-MAX_DEPTH = 1000  # of parentheses
-MAX_REPEATS = 2000  # llama.cpp's own limit
-_redirecting = threading.Lock()
-_QUIET = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*')  # literals, character classes, comments
-_REPEAT = re.compile(r"\{\s*0*(\d{1,20})\s*,\s*0*(\d{1,20})\s*\}")
 _CLOSED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}", re.DOTALL)  # of a regular expression: escapes, classes, counts
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
@@ -35,13 +25,13 @@ class Grammar:
     """
 
     def __init__(self, text: str, vocab):
-        _check(text)
-        with _redirecting, _stderr_text() as said:
-            self._handle = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
+        parse(text)
+        self._handle = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
         if not self._handle:
-            reason = re.search(r"error parsing grammar: (.*)", said[0]) if said else None
-            why = reason[1][:200] if reason else "it has no rule named root, or a rule that begins with itself"
-            raise SamplingError(f"the grammar is wrong: {why}; see llama.cpp's grammars/README.md for the notation")
+            raise SamplingError(
+                "the grammar is wrong: it has a rule that begins with itself, a token that does not exist, or too many repetitions of "
+                "repetitions; see llama.cpp's grammars/README.md for the notation"
+            )
         self._one = np.zeros(1, TOKEN_DATA)
         self._array = llama_cpp.llama_token_data_array()
 
@@ -127,40 +117,3 @@ def _check_pattern(pattern: str) -> None:
     counts = " ".join(part for part in _CLOSED.findall(pattern) if part[0] == "{")
     if any(int(n) > MAX_REPEATS for n in re.findall(r"\d{1,20}", counts)):
         raise SamplingError(f"{shown} repeats something more than {MAX_REPEATS} times, which no grammar may; use * or +")
-
-
-def _check(text: str) -> None:
-    if len(text) > MAX_TEXT:
-        raise SamplingError(f"the grammar has {len(text)} characters, but at most {MAX_TEXT} are allowed; make it smaller")
-    if not text.strip() or "\0" in text:
-        raise SamplingError("the grammar is empty" if not text.strip() else "the grammar holds a NUL character; remove it")
-    rules = _QUIET.sub(" ", text)
-    depth = deepest = 0
-    for c in rules:
-        depth += (c == "(") - (c == ")")
-        deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        raise SamplingError(f"the grammar nests {deepest} parentheses, but at most {MAX_DEPTH} are allowed; name parts as rules")
-    for least, most in _REPEAT.findall(rules):
-        if int(most) < int(least):
-            raise SamplingError(f"the grammar repeats something {{{least},{most}}}, and the second number is the smaller one; swap them")
-
-
-@contextmanager
-def _stderr_text():
-    """Collects what C code writes to stderr: the parser says there why it failed, and repeats the whole grammar. One thread at a time."""
-    said: list[str] = []
-    try:
-        kept = os.dup(2)
-    except OSError:  # closed
-        yield said
-        return
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield said
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            file.seek(0)
-            said.append(file.read().decode("utf-8", "replace"))

@@ -1,21 +1,43 @@
 """Grammars under speculation: the output matches, its state moves by accepted tokens only, and no text ends the process."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.errors import SamplingError
-from pyggml_spec.spec.grammar import MAX_DEPTH, MAX_TEXT, Grammar, gbnf
+from pyggml_spec.spec.gbnf import MAX_DEPTH, MAX_TEXT
+from pyggml_spec.spec.grammar import Grammar, gbnf
 from pyggml_spec.spec.sampling import Sampling
 
 CALL = 'root ::= "def " name "(" (name ("," name)*)? "):" "\\n" "    return " name\nname ::= [a-z] [a-z_]{0,8}'
+TALKER = """
+import os, threading
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.session import DEMO_TARGET
+from pyggml_spec.spec.grammar import Grammar
+from pyggml_spec.text.tokenizer import Tokenizer
+
+said, over = 0, threading.Event()
+
+def talk():
+    global said
+    while not over.is_set():
+        os.write(2, f"{said}\\n".encode())
+        said += 1
+
+tokenizer = Tokenizer(GGUFFile(DEMO_TARGET))
+talker = threading.Thread(target=talk)
+talker.start()
+for n in range(40):
+    Grammar("root ::= " + " | ".join(f'"{n} {i}"' for i in range(9000)), tokenizer.vocab).close()
+over.set()
+talker.join()
+print(said)
+"""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["list", "dict"]}, "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
@@ -67,11 +89,11 @@ def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
         ('root ::= "a" (', "expecting '\\)'"),
         ("start ::= [a-z]", "root"),
         ("root ::= root [a-z]", "begins with itself"),
-        ("root ::= other", "Undefined rule identifier 'other'"),
+        ("root ::= other", "no rule named 'other'"),
         ("root ::= [a-z]{5,2}", "smaller"),
         ("root ::= [a-z]{0000000000000000000000000005,2}", "smaller"),
         ("root ::= [a-z]{99999999}", "repetitions"),
-        ("root ::= [a-z]{99999999999999999999999999}", "stoull"),
+        ("root ::= [a-z]{99999999999999999999999999}", "repetitions"),
         ("root ::= [a]\0", "NUL"),
         ("root ::= " + "(" * (MAX_DEPTH + 1) + "[a]" + ")" * (MAX_DEPTH + 1), "parentheses"),
         ("root ::= [a]" + " " * MAX_TEXT, "characters"),
@@ -117,20 +139,9 @@ def test_references_to_elsewhere_are_refused_without_assertions_too():
     assert "only references into itself" in done.stderr
 
 
-def test_grammars_from_several_threads_leave_stderr_where_it_was(demo, monkeypatch):
-    """What llama.cpp says is read from stderr: one put the other's file in its place, for good."""
-    before, real = os.fstat(2), os.dup2
-
-    def slow(*files):
-        real(*files)
-        time.sleep(0.02)
-
-    monkeypatch.setattr(os, "dup2", slow)
-    threads = [threading.Thread(target=lambda: Grammar('root ::= "a"', demo.tokenizer.vocab).close()) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.005)
-    for thread in threads:
-        thread.join(60)
-    after = os.fstat(2)
-    assert (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino)
+def test_a_grammar_that_is_compiled_takes_nothing_that_other_threads_say():
+    """libllama says on descriptor 2 what is wrong with a grammar; to read it there, the whole process's was redirected."""
+    done = subprocess.run([sys.executable, "-c", TALKER], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-500:]
+    said = int(done.stdout)
+    assert said > 100 and done.stderr == "".join(f"{i}\n" for i in range(said))
