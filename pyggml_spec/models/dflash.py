@@ -21,7 +21,8 @@ from ..ggml.graph import Graph
 from ..gguf_io import GGUFFile
 from .base import KVShape
 from .blocks import attend, geglu_ffn, project, softplus_gated, swiglu_ffn, write_kv
-from .hparams import epsilon, inverse_root, kv_heads, nothing_unread, positive
+from .hparams import epsilon, inverse_root, kv_heads, positive
+from .model import Model
 from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
@@ -124,7 +125,7 @@ class Hparams:
         return tuple(window if window and bool(pattern[i]) else 0 for i in range(n_layer))
 
 
-class DFlash:
+class DFlash(Model):
     """The drafter. ``weights`` has to be set before graphs are built; embedding and head come from the target unless the file has them."""
 
     arch = "dflash"
@@ -135,7 +136,7 @@ class DFlash:
 
     # -- what it reads
 
-    def specs(self) -> list[Spec]:
+    def tensors(self) -> list[Spec]:
         hp, n = self.hp, self.hp.n_embd
         width, width_kv = hp.head_size * hp.n_head, hp.head_size * hp.n_head_kv
         out = [
@@ -170,7 +171,7 @@ class DFlash:
             vectors |= {name: size for name, size in more.items() if self._has(i, name)}
             out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
             out += [Spec(f"blk.{i}.{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
-        return nothing_unread(self.file, self.arch, out, hp.n_layer)
+        return out
 
     def _has(self, i: int, name: str) -> bool:
         return f"blk.{i}.{name}.weight" in self.file.tensors

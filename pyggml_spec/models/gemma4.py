@@ -19,7 +19,7 @@ from ..ggml.graph import Graph
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, geglu_ffn, project
-from .hparams import ends, epsilon, inverse_root, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary
+from .hparams import ends, epsilon, inverse_root, layer_heads, per_layer, positive, sliding_layers, vocabulary
 from .moe import Experts
 from .qwen3 import Qwen3
 from .rope import Rope
@@ -128,7 +128,7 @@ class Gemma4(Qwen3):
 
     # -- what it reads
 
-    def specs(self) -> list[Spec]:
+    def tensors(self) -> list[Spec]:
         hp, n = self.hp, self.n_embd
         out = ends(self.file, n, self.n_vocab)
         if not all(hp.sliding):
@@ -140,9 +140,11 @@ class Gemma4(Qwen3):
             out.append(Spec("per_layer_proj_norm.weight", (hp.n_per_layer,), VECTOR))
         for i in range(hp.n_layer):
             out += self._layer_specs(i)
-        # files of models that share K/V keep the matrices that nobody reads
-        idle = {f"blk.{i}.{name}.weight" for i in range(hp.n_own_kv, hp.n_layer) for name in ("attn_k", "attn_v", "attn_k_norm")}
-        return nothing_unread(self.file, self.arch, out, hp.n_layer, idle)
+        return out
+
+    def idle(self) -> dict[str, str]:
+        names = [f"blk.{i}.{name}.weight" for i in range(self.hp.n_own_kv, self.hp.n_layer) for name in ("attn_k", "attn_v", "attn_k_norm")]
+        return super().idle() | dict.fromkeys(names, "K/V of a layer that reads those of an earlier one")
 
     def _layer_specs(self, i: int) -> list[Spec]:
         hp, n, b, size, n_ff = self.hp, self.n_embd, f"blk.{i}.", self.hp.kind(i).head_size, self.hp.n_ff[i]

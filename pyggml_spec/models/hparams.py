@@ -1,6 +1,4 @@
-"""Reading hyper-parameters and tensor lists, every value checked: ggml ends the process on a bad shape."""
-
-from collections.abc import Container
+"""Reading hyper-parameters, every value checked: ggml ends the process on a bad shape."""
 
 import numpy as np
 
@@ -105,19 +103,3 @@ def ends(file: GGUFFile, n_embd: int, n_vocab: int) -> list[Spec]:
         Spec("output_norm.weight", (n_embd,), VECTOR),
         Spec("output.weight", (n_embd, n_vocab), MATMUL, head),
     ]
-
-
-def nothing_unread(file: GGUFFile, arch: str, specs: list[Spec], n_layer: int, idle: Container[str] = ()) -> list[Spec]:
-    """``specs``, if they are all that the file's layers consist of.
-
-    A bias or a scale that nobody reads would give wrong text without a word; llama.cpp too refuses a file with tensors left over.
-
-    Raises:
-        ModelError: a tensor of one of the ``n_layer`` layers, or of none, that is not among the specs and not ``idle``.
-    """
-    read = {spec.source or spec.name for spec in specs}
-    for name in file.tensors:
-        layer = name.split(".")[1] if name.startswith("blk.") else ""
-        if name not in read and name not in idle and not (layer.isdecimal() and int(layer) >= n_layer):
-            raise ModelError(f"{file.path} has the tensor {name!r}, which {arch} models here do not use; the result would be wrong")
-    return specs

@@ -15,7 +15,7 @@ from ..ggml.graph import Graph
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, project, softplus_gated, swiglu_ffn
-from .hparams import ends, epsilon, inverse_root, layer_heads, nothing_unread, per_layer, positive, sliding_layers, vocabulary
+from .hparams import ends, epsilon, inverse_root, layer_heads, per_layer, positive, sliding_layers, vocabulary
 from .moe import SIGMOID, SOFTMAX, Experts
 from .qwen3 import Qwen3
 from .rope import Rope
@@ -104,7 +104,7 @@ class Laguna(Qwen3):
 
     # -- what it reads
 
-    def specs(self) -> list[Spec]:
+    def tensors(self) -> list[Spec]:
         hp, n = self.hp, self.n_embd
         out = ends(self.file, n, self.n_vocab)
         for i in range(hp.n_layer):
@@ -119,7 +119,7 @@ class Laguna(Qwen3):
             out += [Spec(f"{b}{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
             if i >= hp.n_dense:
                 out += hp.experts.specs(self.file, b, n)
-        return nothing_unread(self.file, self.arch, out, hp.n_layer)
+        return out
 
     def _gate_is_wide(self, i: int) -> bool:
         """One gate value per attention output instead of one per head."""

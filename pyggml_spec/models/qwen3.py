@@ -13,7 +13,8 @@ from ..ggml.graph import Graph
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
-from .hparams import ends, epsilon, inverse_root, kv_heads, nothing_unread, positive, vocabulary
+from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
+from .model import Model
 from .rope import Rope
 from .weights import VECTOR, Spec
 
@@ -53,7 +54,7 @@ class Hparams:
         )
 
 
-class Qwen3:
+class Qwen3(Model):
     """The qwen3 target. ``weights`` has to be set before ``forward``."""
 
     arch = "qwen3"
@@ -70,7 +71,7 @@ class Qwen3:
 
     # -- what it reads
 
-    def specs(self) -> list[Spec]:
+    def tensors(self) -> list[Spec]:
         hp, n = self.hp, self.n_embd
         width, width_kv = hp.head_size * hp.n_head, hp.head_size * hp.n_head_kv
         shapes = {
@@ -87,7 +88,10 @@ class Qwen3:
         for i in range(hp.n_layer):
             out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
             out += [Spec(f"blk.{i}.{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
-        return nothing_unread(self.file, self.arch, out + self._more_specs(), hp.n_layer)
+        return out + self._more_specs()
+
+    def idle(self) -> dict[str, str]:
+        return super().idle() | {"cls.output.weight": "the head of a reranker, which generates no text"}
 
     def _more_specs(self) -> list[Spec]:
         return []

@@ -13,14 +13,16 @@ from ..gguf_io import GGUFFile
 from .base import DeltaShape, KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
+from .model import Model
 from .rope import Rope
 from .weights import VECTOR, Spec
 
 
 @dataclass(frozen=True)
 class Hparams:
-    """Hyper-parameters as the GGUF keys give them; sizes in values, ``recurrent`` per layer."""
+    """Hyper-parameters as the GGUF keys give them; sizes in values, ``recurrent`` per layer; ``n_block`` layers with those of MTP."""
 
+    n_block: int
     n_layer: int
     n_embd: int
     n_head: int
@@ -34,7 +36,8 @@ class Hparams:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
-        n_layer = positive(file, f"{arch}.block_count", limit=1024) - file.get(f"{arch}.nextn_predict_layers", int, 0)
+        n_block = positive(file, f"{arch}.block_count", limit=1024)
+        n_layer = n_block - file.get(f"{arch}.nextn_predict_layers", int, 0)
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
         head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
         if file.get(f"{arch}.attention.value_length", int, head_size) != head_size:
@@ -54,6 +57,7 @@ class Hparams:
         rope = Rope.from_gguf(file, arch, head_size)
         rope.check_sections(file, arch, interleaved=True)
         return cls(
+            n_block,
             n_layer,
             n_embd,
             n_head,
@@ -67,7 +71,7 @@ class Hparams:
         )
 
 
-class Qwen35:
+class Qwen35(Model):
     """The qwen35 target. ``weights`` has to be set before ``forward``."""
 
     arch = "qwen35"
@@ -86,7 +90,7 @@ class Qwen35:
 
     # -- what it reads
 
-    def specs(self) -> list[Spec]:
+    def tensors(self) -> list[Spec]:
         hp, n = self.hp, self.n_embd
         out = ends(self.file, n, self.n_vocab)
         for i in range(hp.n_layer):
@@ -94,6 +98,12 @@ class Qwen35:
             out += [Spec(f"blk.{i}.{name}.weight", (n,), VECTOR) for name in ("attn_norm", "post_attention_norm")]
             out += self._ffn_specs(i)
         return out
+
+    def idle(self) -> dict[str, str]:
+        own = [f"blk.{i}." for i in range(self.n_layer, self.hp.n_block)]
+        return super().idle() | dict.fromkeys(
+            (name for name in self.file.tensors if name.startswith(tuple(own))), "the model's own MTP layers"
+        )
 
     def _attention_specs(self, i: int) -> list[Spec]:
         hp, n = self.hp, self.n_embd

@@ -8,7 +8,7 @@ Source of the formulae: llama.cpp, src/models/qwen35moe.cpp.
 from ..ggml.graph import Graph
 from ..gguf_io import GGUFFile
 from .blocks import swiglu_ffn
-from .hparams import nothing_unread, positive
+from .hparams import positive
 from .moe import Experts
 from .qwen35 import Qwen35
 from .weights import Spec
@@ -22,9 +22,6 @@ class Qwen35MoE(Qwen35):
     def _read_ffn(self, file: GGUFFile) -> None:
         self.experts = Experts.from_gguf(file, self.arch, self.hp.n_layer)
         self.n_ff_shared = positive(file, f"{self.arch}.expert_shared_feed_forward_length")
-
-    def specs(self) -> list[Spec]:
-        return nothing_unread(self.file, self.arch, super().specs(), self.n_layer)
 
     def _ffn_specs(self, i: int) -> list[Spec]:
         n, n_ff, b = self.n_embd, self.n_ff_shared, f"blk.{i}."

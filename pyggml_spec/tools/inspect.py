@@ -69,9 +69,12 @@ def _verdict(file: GGUFFile) -> tuple[str, bool]:
     try:
         if arch in TARGETS:
             model = open_target(file)
+            model.specs()
             return f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with -m", True
         if arch in DRAFTERS or method(file):
-            hp = open_drafter(file).hp
+            drafter = open_drafter(file)
+            drafter.specs()
+            hp = drafter.hp
             layers = ", ".join(str(v) for v in hp.target_layers)
             return (
                 f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with -md",

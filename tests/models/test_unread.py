@@ -1,0 +1,71 @@
+"""No tensor of a file goes unread without a reason, whatever the architecture."""
+
+import numpy as np
+import pytest
+from gguf_io.build import Model as Parts
+from models.test_archs import TARGETS
+
+from pyggml_spec.errors import ModelError
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.models.model import Model
+from pyggml_spec.models.qwen35 import Qwen35
+from pyggml_spec.models.registry import DRAFTERS, open_drafter, open_target
+from pyggml_spec.models.registry import TARGETS as CLASSES
+from pyggml_spec.tools.inspect import inspect_file
+from pyggml_spec.tools.random_model import Shape, write_dflash
+
+LAYERS = Shape().n_layer
+ALL = {**TARGETS, "dflash": write_dflash}
+UNKNOWN = (
+    "unheard.weight",
+    "blk.0.attn_q.unheard",
+    f"blk.{LAYERS - 1}.unheard.weight",
+    f"blk.{LAYERS}.attn_q.weight",
+    "blk.x.attn_q.weight",
+)
+
+
+def with_tensor(model: Parts, name: str, values: np.ndarray) -> Parts:
+    model.tensors[name] = [values.shape[::-1], 0, values.astype(np.float32).tobytes()]
+    return model
+
+
+def opened(file):
+    return (open_drafter if file.get("general.architecture", str) in DRAFTERS else open_target)(file)
+
+
+def test_every_architecture_is_covered():
+    assert CLASSES.keys() == TARGETS.keys()
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("arch", ALL)
+def test_an_unknown_tensor_is_refused_by_name(tmp_path, arch, name):
+    """qwen35 ran such files, with text that looks right: it alone did not ask for the check."""
+    path = with_tensor(Parts(ALL[arch](tmp_path / "t.gguf")), name, np.ones(4)).write(tmp_path / "u.gguf")
+    with GGUFFile(path) as file, pytest.raises(ModelError, match=f"tensor '{name}'"):
+        opened(file).specs()
+    assert not inspect_file(path).usable and name in inspect_file(path).verdict
+
+
+def test_an_architecture_cannot_leave_the_rule_out():
+    with pytest.raises(TypeError, match="refuses unknown tensors"):
+
+        class Lax(Qwen35):
+            def specs(self):
+                return self.tensors()
+
+    assert all(issubclass(cls, Model) for cls in CLASSES.values())
+
+
+def test_what_is_left_aside_has_a_reason(tmp_path):
+    """The MTP layers of a qwen35 file; the layers behind them are as unknown as any."""
+    parts = Parts(TARGETS["qwen35"](tmp_path / "t.gguf"))
+    parts.keys |= {"qwen35.block_count": (4, LAYERS + 1), "qwen35.nextn_predict_layers": (4, 1)}
+    path = with_tensor(parts, f"blk.{LAYERS}.nextn.eh_proj.weight", np.ones(4)).write(tmp_path / "m.gguf")
+    with GGUFFile(path) as file:
+        model = open_target(file)
+        assert model.idle() == {f"blk.{LAYERS}.nextn.eh_proj.weight": "the model's own MTP layers"} and model.specs()
+    path = with_tensor(parts, f"blk.{LAYERS + 1}.nextn.eh_proj.weight", np.ones(4)).write(tmp_path / "n.gguf")
+    with GGUFFile(path) as file, pytest.raises(ModelError, match=rf"blk\.{LAYERS + 1}\.nextn"):
+        open_target(file).specs()
