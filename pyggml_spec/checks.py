@@ -4,10 +4,12 @@ import operator
 import reprlib
 from collections.abc import Iterable
 
+from .ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)
+
+# isort: split
 import numpy as np
 
 from .errors import ContextError, EngineError, PyspecError
-from .ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)
 
 
 def whole(value, what: str, low: int, high: int, error: type[PyspecError] = EngineError) -> int:

@@ -33,12 +33,12 @@ from .text.tokenizer import Tokenizer
 class _Mailbox:
     """Items from the stepping thread to one reader, who waits in a thread or in an event loop."""
 
-    def __init__(self):
-        self._items: deque = deque()
+    def __init__(self) -> None:
+        self._items: deque[StepEvent | _End] = deque()
         self._filled = threading.Condition()
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
 
-    def put(self, item) -> None:
+    def put(self, item: "StepEvent | _End") -> None:
         with self._filled:
             self._items.append(item)
             waiter, self._waiter = self._waiter, None
@@ -50,14 +50,14 @@ class _Mailbox:
             except RuntimeError:  # the loop is closed: its reader is gone
                 pass
 
-    def take(self, timeout: float | None = None):
+    def take(self, timeout: float | None = None) -> "StepEvent | _End":
         """The oldest item; the end stays, for whoever asks again. Raises TimeoutError."""
         with self._filled:
             if not self._filled.wait_for(lambda: self._items, timeout):
                 raise TimeoutError
             return self._take()
 
-    async def take_async(self):
+    async def take_async(self) -> "StepEvent | _End":
         while True:
             with self._filled:
                 if self._items:
@@ -67,11 +67,11 @@ class _Mailbox:
                 self._waiter = loop, future
             await future
 
-    def _take(self):
+    def _take(self) -> "StepEvent | _End":
         return self._items[0] if isinstance(self._items[0], _End) else self._items.popleft()
 
 
-def _wake(future: asyncio.Future) -> None:
+def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
@@ -79,7 +79,7 @@ def _wake(future: asyncio.Future) -> None:
 class _End:
     """The last item: ``error`` is what ended the request, None if it ended by itself."""
 
-    def __init__(self, error: BaseException | None = None):
+    def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
@@ -90,7 +90,13 @@ class Handle:
         stats: statistics so far; ``stop_reason`` is "end", "length", "context", "stop" or "cancelled" when it has ended.
     """
 
-    def __init__(self, server: "ConcurrentSession", submit: Callable[[Callable | None], Stream], text: TextStream, sampler: Sampler | None):
+    def __init__(
+        self,
+        server: "ConcurrentSession",
+        submit: Callable[[Callable[[list[int]], bool] | None], Stream],
+        text: TextStream,
+        sampler: Sampler | None,
+    ) -> None:
         self._server, self._text, self._sampler = server, text, sampler
         self._mail = _Mailbox()
         self._unread: list[str] = []  # what a result that was not waited for to its end has taken
@@ -149,7 +155,7 @@ class Handle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.cancel()
 
     # -- for the stepping thread
@@ -196,7 +202,7 @@ class ConcurrentSession:
         tokenizer: Tokenizer,
         prompt_ids: Callable[[str | bytes | Sequence[int], bool], list[int]],
         make_sampler: Callable[[Sampling | None, bool], Sampler | None],
-    ):
+    ) -> None:
         self._scheduler, self._tokenizer, self._prompt_ids, self._make_sampler = scheduler, tokenizer, prompt_ids, make_sampler
         self._handles: list[Handle] = []
         self._changed, self._closing = threading.Condition(), False
@@ -305,5 +311,5 @@ class ConcurrentSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

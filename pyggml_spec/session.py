@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from .cache.kv_types import KVTypes
 from .cache.prefix import PrefixCache, Reuse, layout_of
@@ -17,6 +17,8 @@ from .events import StepEvent
 from .ggml.device import Backend, devices, disable_graph_replay, free_bytes, pick_device
 from .ggml.library import versions
 from .gguf_io import GGUFFile
+from .models.base import Target
+from .models.dflash import DFlash
 from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target
 from .models.rope import ignored_yarn
@@ -25,7 +27,7 @@ from .spec.batch import BatchEngine
 from .spec.calibrate import cached_costs, step_cost
 from .spec.engine import Engine
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
-from .spec.parts import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_widths, check_options
+from .spec.parts import MOST_CONTEXT, MOST_WIDTH, Closable, EngineOptions, P, candidate_widths, check_options
 from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import Scheduler
 from .spec.stats import Stats
@@ -66,28 +68,42 @@ class Engaged:
 class Session:
     """A target, perhaps a drafter, ready to generate. Use in a ``with`` block, or ``close`` it; closing twice is fine."""
 
-    def __init__(self):
-        self._parts: list = []
+    backend: Backend
+    target: Target
+    tokenizer: Tokenizer
+    engine: Engine
+    prefix: PrefixCache
+
+    def __init__(self) -> None:
+        self._parts: list[Closable] = []
         self.notes: list[str] = []
         self.load_seconds = 0.0
-        self.drafter = None
+        self.drafter: DFlash | None = None
         self.costs: dict[int, float] | None = None  # milliseconds per step by width; None where the width is pinned
         self.costs_cached = False
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
         self.control: WidthControl | None = None  # of the last generation
-        self.prefix: PrefixCache | None = None
-        self._concurrent = None  # the ConcurrentSession that was made last
+        self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch in it, and its tokens
-        self._run: Iterator[list[int]] | None = None  # the generation that has the engine
+        self._run: Generator[list[int], None, None] | None = None  # the generation that has the engine
 
-    def _own(self, part):
+    def _own(self, part: P) -> P:
         self._parts.append(part)
         return part
 
     # -- loading
 
     def _load(
-        self, target: Path, draft: Path | None, device, threads, options: dict, width, prefix: tuple, experts, progress: Progress
+        self,
+        target: Path,
+        draft: Path | None,
+        device: str | None,
+        threads: int | None,
+        asked: dict[str, Any],
+        width: int | None,
+        prefix: tuple[str | Path | None, int | None, int | None],
+        experts: ExpertOptions | None,
+        progress: Progress,
     ) -> "Session":
         started = time.perf_counter()
         self.backend = self._own(Backend(pick_device(device), threads))
@@ -100,11 +116,11 @@ class Session:
             self.drafter = open_drafter(draft_file)
             self.drafter.check_pair(self.target)
             self._check_vocabularies(file, draft_file)
-        options = EngineOptions(**{**options, "n_ctx": self._context(options["n_ctx"])}, width=self._width(width))
+        options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width))
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
         placement, host = self._place_experts(experts, threads, max(options.chunk, options.width))
         self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total), placement, host)
-        if host is not None:
+        if host is not None and placement is not None:
             self.notes.append(
                 f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file stay mapped)"
             )
@@ -117,7 +133,13 @@ class Session:
         self.load_seconds = time.perf_counter() - started
         return self
 
-    def _weights(self, model, progress, placement=None, host=None) -> Weights:
+    def _weights(
+        self,
+        model: Target | DFlash,
+        progress: Callable[[int, int], None],
+        placement: Placement | None = None,
+        host: Backend | None = None,
+    ) -> Weights:
         parts = (self.backend, model.file, model.specs(), model.groups(), model.fused_alike())
         return self._own(Weights(*parts, progress, placement, host))
 
@@ -307,7 +329,7 @@ class Session:
             raise SamplingError("a grammar ends with an end token, and end tokens are to be ignored; give one of the two")
         return None if sampling.is_greedy else Sampler(sampling, self.tokenizer.vocab, self.tokenizer.n_vocab)
 
-    def stream(self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options) -> Iterator[StepEvent]:
+    def stream(self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options: Any) -> Iterator[StepEvent]:
         """``steps``, without the events that carry no text (except the last, which has the final statistics)."""
         last = None
         for last in self.steps(prompt, max_tokens, **options):
@@ -316,7 +338,7 @@ class Session:
         if last is not None:
             yield last
 
-    def generate(self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options) -> tuple[str, Stats]:
+    def generate(self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options: Any) -> tuple[str, Stats]:
         """The whole text and its statistics."""
         events = list(self.steps(prompt, max_tokens, **options))
         return "".join(event.text for event in events), events[-1].stats
@@ -356,7 +378,7 @@ class Session:
         if self._concurrent is not None and not self._concurrent.closed:
             raise EngineError("requests are already taken by another concurrent session: close it first")
         self._free_engine()  # a generation that goes on would step beside the requests
-        if self._concurrent in self._parts:
+        if self._concurrent is not None and self._concurrent in self._parts:
             self._concurrent.close()  # an error may have ended it
             self._parts.remove(self._concurrent)
         scheduler = self.batch(slots, n_ctx, self._prefix_memory(prefix_memory))
@@ -407,7 +429,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

@@ -42,7 +42,7 @@ def chunk_keys(ids: np.ndarray, grain: int, seed: bytes) -> list[bytes]:
 class Copies:
     """Owns the copies. ``clock`` is the time that they are marked with; the longest unused ones make room for others."""
 
-    def __init__(self, backend: Backend, budget: int):
+    def __init__(self, backend: Backend, budget: int) -> None:
         self.backend, self.budget = backend, budget
         self.used_bytes = self.clock = 0
         self.chunks: dict[bytes, Chunk] = {}

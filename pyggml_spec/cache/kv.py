@@ -7,11 +7,13 @@ A row is live for positions below the cursor. Rows of rejected tokens are not cl
 see, and the next block writes over them.
 """
 
+from typing import Any
+
 import numpy as np
 
 from ..errors import DeviceError
 from ..ggml.device import Backend, free_bytes
-from ..ggml.library import ffi, lib
+from ..ggml.library import Buffer, Tensor, ffi, lib
 from ..models.base import KVLayer, KVShape
 from .kv_types import KVTypes, hadamard
 
@@ -74,7 +76,7 @@ class KVCache:
         widest: int = 0,
         types: KVTypes = KVTypes(),
         slots: int = 1,
-    ):
+    ) -> None:
         self.live = padded(n_ctx)
         self.ring = padded(window + widest) if window and padded(window + widest) < self.live else 0
         self.trash, self.slots = trash, slots
@@ -84,16 +86,17 @@ class KVCache:
         params = ffi.new(
             "struct ggml_init_params *", {"mem_size": (2 * len(shapes) + len(sizes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True}
         )
-        self._ctx, self._tensors = lib.ggml_init(params[0]), []
+        self._ctx = lib.ggml_init(params[0])
+        self._tensors: list[Tensor] = []
         self.near = self._tensor(lib.GGML_TYPE_F32, rows)
         self._rotations = {n: self._tensor(lib.GGML_TYPE_F32, n, n) for n in sizes}
         self.layers = tuple(self._layer(s, self.ring + trash if s.sliding and self.ring else rows, types) for s in shapes)
         row_bytes = sum(tensor.nb[1] for layer in self.layers for tensor in (layer.k, layer.v))
         self._least = SPAN if backend.device.kind == "cpu" else least_span(row_bytes)
-        self._buffer = self._allocate(backend, n_ctx)
+        self._buffer: Any = self._allocate(backend, n_ctx)
         self.fill(0)
 
-    def _allocate(self, backend: Backend, n_ctx: int):
+    def _allocate(self, backend: Backend, n_ctx: int) -> Buffer:
         buffer = backend.allocate(self._ctx)
         if buffer == ffi.NULL:
             need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(self._ctx, backend.default_buffer_type)
@@ -104,7 +107,7 @@ class KVCache:
             )
         return buffer
 
-    def _tensor(self, kind: int, *ne: int):
+    def _tensor(self, kind: int, *ne: int) -> Tensor:
         self._tensors.append(lib.ggml_new_tensor(self._ctx, kind, len(ne), ne))
         return self._tensors[-1]
 

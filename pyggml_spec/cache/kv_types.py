@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import DeviceError, ModelError, PyspecError
 from ..ggml.device import Backend
-from ..ggml.library import ffi, lib, text
+from ..ggml.library import Tensor, ffi, lib, text
 from ..models.base import KVShape
 
 TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -29,7 +29,7 @@ class KVTypes:
     k: str = "f16"
     v: str = "f16"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in (self.k, self.v):
             if name not in TYPES:
                 raise PyspecError(f"K/V cannot be stored as {name!r}; use one of {', '.join(TYPES)}")
@@ -88,14 +88,14 @@ def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:
     ctx = lib.ggml_init(params[0])
     try:
 
-        def new(kind: int, *ne: int):
+        def new(kind: int, *ne: int) -> Tensor:
             return lib.ggml_new_tensor(ctx, kind, len(ne), ne)
 
         rows, index = new(lib.GGML_TYPE_F32, s.size * s.n_head_kv, 1), new(lib.GGML_TYPE_I64, 1)
         caches = [new(kind, s.size * s.n_head_kv, 256) for kind in types.ids]
         q, mask = new(lib.GGML_TYPE_F32, s.size, 2 * s.n_head_kv, 1), new(lib.GGML_TYPE_F16, 256, 1)
         nodes = [lib.ggml_set_rows(ctx, cache, rows, index) for cache in caches]
-        attention = lib.pgs_fa_span(ctx, q, *caches, mask, s.n_head_kv, 256, 1.0)
+        attention = lib.pgs_fa_span(ctx, q, caches[0], caches[1], mask, s.n_head_kv, 256, 1.0)
         return all(backend.supports(node) for node in (*nodes, attention.view_src))
     finally:
         lib.ggml_free(ctx)

@@ -14,6 +14,7 @@ the rows of hundreds of tokens, are kept at every STATE_EVERY-th chunk, at the l
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class PrefixCache:
     ``budget``: bytes on the device for copies; the least recently used ones go first. ``files``: where they outlive the process.
     """
 
-    def __init__(self, engine, budget: int, files: PrefixFiles | None = None):
+    def __init__(self, engine: Any, budget: int, files: PrefixFiles | None = None) -> None:
         self.engine, self.files, self._copies = engine, files, Copies(engine.backend, budget)
         self.notes: list[str] = []
         self._place: _Place | None = None
@@ -142,7 +143,9 @@ class PrefixCache:
 
     def _bring_back(self, reuse: Reuse, usable: int) -> int:
         """Fills the caches; returns how many chunks are there. A file that is refused is left out, and the next best depth is tried."""
-        place, in_place = self._place, self._place.done
+        place = self._place
+        assert place is not None
+        in_place = place.done
         while depth := self._deepest(usable):
             try:
                 for source in self._bring_rows(place.chunks[place.done : depth], place.drafting):
@@ -164,7 +167,7 @@ class PrefixCache:
         if missing:
             with self._rows(missing[0], drafting) as pieces:
                 nbytes = pieces.nbytes
-        contents = self.files.load_each((c.key for c in missing), ROWS, nbytes) if missing else iter(())
+        contents = self.files.load_each((c.key for c in missing), ROWS, nbytes) if missing and self.files is not None else iter(())
         for chunk in chunks:
             with self._rows(chunk, drafting) as pieces:
                 if ROWS in chunk.copies:
@@ -175,9 +178,10 @@ class PrefixCache:
 
     def _deepest(self, usable: int) -> int:
         """The deepest of the first ``usable`` chunks behind which the prompt can go on."""
-        depth, stateful = 0, self.engine.sequence.stateful
-        for i, chunk in enumerate(self._place.chunks[:usable]):
-            if i >= self._place.done and not self._has(chunk, ROWS):
+        depth, stateful, place = 0, self.engine.sequence.stateful, self._place
+        assert place is not None
+        for i, chunk in enumerate(place.chunks[:usable]):
+            if i >= place.done and not self._has(chunk, ROWS):
                 break
             if not stateful or self._has(chunk, STATE):
                 depth = i + 1
@@ -189,6 +193,7 @@ class PrefixCache:
             if STATE in chunk.copies:
                 chunk.copies[STATE].write_to(pieces, self.engine.backend)
             else:
+                assert self.files is not None  # or _deepest would not have come here
                 pieces.write(self.files.load(chunk.key, STATE, pieces.nbytes))
                 self._keep(chunk, STATE, pieces)
 
@@ -256,7 +261,7 @@ class PrefixCache:
         self.clear()
 
 
-def layout_of(engine, versions: dict[str, str]) -> str:
+def layout_of(engine: Any, versions: dict[str, str]) -> str:
     """Everything that rows and states depend on, one "what: value" per line: what differs in any of them is never mixed."""
     device, files = engine.backend.device, {"target": engine.target.file}
     if engine.drafter is not None:

@@ -19,8 +19,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from threading import get_ident
+from typing import BinaryIO
 
 import numpy as np
 
@@ -50,7 +52,7 @@ class PrefixFiles:
         PyspecError: the folder cannot be made or listed.
     """
 
-    def __init__(self, folder: str | Path, layout: str, budget: int):
+    def __init__(self, folder: str | Path, layout: str, budget: int) -> None:
         self.folder, self.layout, self.budget = Path(folder), layout, budget
         self.layout_digest = hashlib.sha256(layout.encode()).digest()
         self.notes: list[str] = []
@@ -102,7 +104,7 @@ class PrefixFiles:
             while coming:
                 yield coming.popleft().result()
 
-    def _read(self, file, path: Path, key: bytes, kind: str, nbytes: int) -> np.ndarray:
+    def _read(self, file: FileIO, path: Path, key: bytes, kind: str, nbytes: int) -> np.ndarray:
         what = os.fstat(file.fileno())
         if not stat.S_ISREG(what.st_mode):
             raise _refuse(path, "is not a file")
@@ -115,13 +117,13 @@ class PrefixFiles:
         if what.st_size != HEADER + nbytes or found["nbytes"] != nbytes:
             raise _refuse(path, f"has {what.st_size} bytes instead of {HEADER + nbytes}: it was cut short or does not belong here")
         payload = np.empty(nbytes, np.uint8)
-        done, view = 0, memoryview(payload)
+        done, view = 0, payload.data
         while done < nbytes:
             got = file.readinto(view[done:])
             if not got:
                 raise _refuse(path, f"ends after {HEADER + done} bytes instead of {HEADER + nbytes}")
             done += got
-        if hashlib.sha256(payload).digest() != found["sha256"]:
+        if hashlib.sha256(payload.data).digest() != found["sha256"]:
             raise _refuse(path, "is damaged: its contents do not fit their checksum")
         return payload
 
@@ -156,12 +158,12 @@ class PrefixFiles:
         path = self._path(key, kind)
         part = self.folder / f".{path.name}.{os.getpid()}{get_ident()}.part"  # two sessions of a process may write the same
         words = self.layout.encode()[: HEADER - 32 - _FIELDS.size]
-        fields = (MAGIC, VERSION, kind.encode(), key, self.layout_digest, payload.nbytes, hashlib.sha256(payload).digest(), len(words))
+        fields = (MAGIC, VERSION, kind.encode(), key, self.layout_digest, payload.nbytes, hashlib.sha256(payload.data).digest(), len(words))
         header = (_FIELDS.pack(*fields) + words).ljust(HEADER - 32, b"\0")
         try:
             try:
                 with open(part, "wb", buffering=0) as file:
-                    for data in (header + hashlib.sha256(header).digest(), payload):
+                    for data in (header + hashlib.sha256(header).digest(), payload.data):
                         _write_all(file, memoryview(data))
                     os.fsync(file.fileno())
                 os.replace(part, path)
@@ -237,12 +239,12 @@ def _difference(theirs: str, ours: str) -> str:
     return "another layout"
 
 
-def _open(path: Path):
+def _open(path: Path) -> FileIO:
     """Opens for reading; a pipe does not wait for its other end."""
     return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
-def _write_all(file, data: memoryview) -> None:
+def _write_all(file: BinaryIO, data: memoryview) -> None:
     while data:
         data = data[file.write(data) :]
 

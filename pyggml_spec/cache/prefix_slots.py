@@ -8,10 +8,12 @@ States are kept where a pass ends a chunk, and (1) every STATE_EVERY chunks, (2)
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from .copies import ROWS, STATE, Chunk, Copies, chunk_keys
+from .snapshot import Pieces
 
 GRAIN = 128  # tokens per chunk: what a pass beside decoding sequences takes
 STATE_EVERY = 16
@@ -20,7 +22,7 @@ STATE_EVERY = 16
 class SlotPrefixes:
     """Borrows the batch engine; owns its copies. ``budget``: bytes on the device for them."""
 
-    def __init__(self, engine, budget: int):
+    def __init__(self, engine: Any, budget: int) -> None:
         self.engine, self._copies = engine, Copies(engine.backend, budget)
         self.grain = min(engine.options.chunk, GRAIN)
 
@@ -91,7 +93,7 @@ class SlotPrefixes:
     def _chunks(self, keys: list[bytes]) -> list[Chunk]:
         return [self._copies.chunk(key, i) for i, key in enumerate(keys)]
 
-    def _rows(self, slot: int, chunk: Chunk):
+    def _rows(self, slot: int, chunk: Chunk) -> Pieces:
         return self.engine.sequence.rows(chunk.index * self.grain, self.grain, self.engine.slots[slot].drafting, slot)
 
     def close(self) -> None:

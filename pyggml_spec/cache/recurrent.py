@@ -4,12 +4,14 @@ The state itself is on the device (csrc/delta_net.c). Here is the host's side: t
 the last block were accepted, and whether they are still to be replayed. Changing the width needs one transition graph; the engine builds it.
 """
 
+from typing import Any
+
 import numpy as np
 
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
-from ..ggml.library import check, ffi, lib, new_err, text
+from ..ggml.library import Tensor, check, ffi, lib, new_err, text
 from ..models.base import DeltaShape
 
 
@@ -17,14 +19,15 @@ class DeltaState:
     """Owns the device pools, or with ``planned`` only their sizes. ``width`` is 0 after prefill, 1 after plain decoding, W after a verified block of W rows."""
 
     slots = 0  # one sequence; see DeltaSlots
+    accepted: Any  # rows of the last block that count: an int, and one for each slot in DeltaSlots
 
-    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, planned: bool = False):
+    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, planned: bool = False) -> None:
         self.shape, self.max_width = shape, max_width
         self._history = np.arange(shape.conv - 1, dtype=np.int32)
         self._err = new_err()
         sizes = [shape.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.conv, row, max_width, self.slots]
         spec = ffi.new("pgs_delta_shape *", [*sizes, planned])
-        self.handle = lib.pgs_delta_new(backend.handle, spec, self._err)
+        self.handle: Any = lib.pgs_delta_new(backend.handle, spec, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
         self.reset_cursor()
@@ -59,7 +62,7 @@ class DeltaState:
 
     # -- device side
 
-    def begin(self, g: Graph, width_from: int, width_to: int, keep, tail) -> None:
+    def begin(self, g: Graph, width_from: int, width_to: int, keep: Tensor | None, tail: Tensor | None) -> None:
         """Adds the commit of the block before, and the convolution history of the next one."""
         status = lib.pgs_delta_begin(
             self.handle, g.ctx, g.gf, 0, 1, width_from, width_to, keep if keep is not None else ffi.NULL, tail if tail is not None else ffi.NULL,
@@ -90,12 +93,16 @@ class DeltaRows:
     ``take`` is for slots, see DeltaSlots.fill_take.
     """
 
-    def __init__(self, state: DeltaState, width: int, pending: bool, on=None, last=None, take=None):
+    def __init__(
+        self, state: DeltaState, width: int, pending: bool, on: Tensor | None = None, last: Tensor | None = None, take: Tensor | None = None
+    ) -> None:
         self.state, self.width = state, width
         self.mode = lib.PGS_DELTA_PENDING if pending else lib.PGS_DELTA_DIRECT
         self.on, self.last, self.take = (x or ffi.NULL for x in (on, last, take))
 
-    def layer(self, g: Graph, index: int, proj, beta, alpha, conv_w, dt, a, eps: float):
+    def layer(
+        self, g: Graph, index: int, proj: Tensor, beta: Tensor, alpha: Tensor, conv_w: Tensor, dt: Tensor, a: Tensor, eps: float
+    ) -> Tensor:
         inputs = ffi.new("pgs_delta_inputs *", [proj, beta, alpha, conv_w, dt, a, self.on, self.last, self.take, eps])
         err = new_err()
         out = lib.pgs_delta_layer(self.state.handle, g.ctx, g.gf, index, self.width, self.mode, inputs, err)

@@ -4,13 +4,14 @@ All slots share one block width at a time, because the pools are compact per wid
 rows that are switched off: its state is then committed up to what was accepted, and otherwise left as it is, bit for bit.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
-from ..ggml.library import check, ffi, lib
+from ..ggml.library import Tensor, check, ffi, lib
 from ..models.base import DeltaShape
 from .recurrent import DeltaState
 
@@ -31,7 +32,7 @@ class SlotRange:
         return slice(self.first, self.first + self.count)
 
 
-def covering(slots, n_slots: int) -> SlotRange:
+def covering(slots: Iterable[int], n_slots: int) -> SlotRange:
     """The smallest range of 1, 2, 4, 8, ... slots, aligned to its size, that holds all of ``slots``; without its last quarter if nothing is in
     that; cut at the last slot there is.
 
@@ -47,7 +48,7 @@ def covering(slots, n_slots: int) -> SlotRange:
 class DeltaSlots(DeltaState):
     """Owns the device pools. ``accepted`` [slots]: rows of each slot's block that the next step over the slot commits."""
 
-    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int, planned: bool = False):
+    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int, planned: bool = False) -> None:
         self.slots = slots
         super().__init__(backend, shape, row, max_width, planned)
         hist = self.history_rows
@@ -69,7 +70,7 @@ class DeltaSlots(DeltaState):
         lib.pgs_delta_fill_slot(self.handle, slot, self.width, value)
         self.accepted[slot] = 0
 
-    def fill_tail(self, tail: np.ndarray, seats: SlotRange) -> None:
+    def fill_tail(self, tail: np.ndarray, seats: SlotRange) -> None:  # type: ignore[override]  # one more argument: never called as its base
         """Of every layer's table, the rows that become the slots' histories: those before the first row that is not accepted."""
         rows = self._rows(self.accepted[seats.part, None] + self._history, self.width, seats)
         np.add(self._tables, rows, out=tail.reshape(self.shape.layers, *rows.shape), casting="same_kind")
@@ -87,10 +88,10 @@ class DeltaSlots(DeltaState):
         hist, slots = self.history_rows, self._every[seats.part]
         return np.where(numbers < hist, slots * hist + numbers, start + self.slots * hist + slots * width + numbers - hist)
 
-    def fill_keep(self, keep: np.ndarray, seats: SlotRange) -> None:
+    def fill_keep(self, keep: np.ndarray, seats: SlotRange) -> None:  # type: ignore[override]
         keep.reshape(seats.count, self.width)[:] = np.arange(self.width) < self.accepted[seats.part, None]
 
-    def begin_slots(self, g: Graph, seats: SlotRange, width: int, keep, tail) -> None:
+    def begin_slots(self, g: Graph, seats: SlotRange, width: int, keep: Tensor | None, tail: Tensor | None) -> None:
         """Adds the commit of these slots' blocks; ``keep`` and ``tail`` None where nothing can be pending."""
         keep, tail = (x if x is not None else ffi.NULL for x in (keep, tail))
         check(lib.pgs_delta_begin(self.handle, g.ctx, g.gf, seats.first, seats.count, width, width, keep, tail, self._err), self._err)

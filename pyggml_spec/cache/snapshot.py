@@ -6,14 +6,14 @@ state   what only the last token leaves: recurrent states, convolution histories
 Copies stay on the device, where they cost a fraction of a millisecond; through the host they go only on their way to and from files.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from ..ggml.device import Backend
-from ..ggml.library import ffi, lib
+from ..ggml.library import Tensor, ffi, lib
 from ..models.base import KVShape
 from .kv import KVCache
 from .recurrent import DeltaState
@@ -22,16 +22,17 @@ from .recurrent import DeltaState
 class Pieces:
     """Contiguous tensors in a fixed order: views of where a part of a sequence lies, or a copy of it with memory of its own."""
 
-    def __init__(self, most: int):
+    def __init__(self, most: int) -> None:
         params = ffi.new("struct ggml_init_params *", {"mem_size": (most + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
-        self._ctx, self._buffer = lib.ggml_init(params[0]), None
-        self.tensors: list = []
+        self._ctx: Any = lib.ggml_init(params[0])
+        self._buffer: Any = None
+        self.tensors: list[Tensor] = []
 
-    def add_view(self, view) -> None:
+    def add_view(self, view: Tensor) -> None:
         lib.ggml_backend_view_init(view)
         self.tensors.append(view)
 
-    def add_rows(self, tensor, slot: int, first: int, count: int) -> None:
+    def add_rows(self, tensor: Tensor, slot: int, first: int, count: int) -> None:
         """Rows first .. first + count - 1 of one slot of ``tensor``."""
         if count:
             self.add_view(
@@ -102,7 +103,7 @@ class Pieces:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -112,7 +113,7 @@ class SequenceMemory:
     ``shapes``: of the target's attention layers, in the order of ``kv.layers``; ``window``: positions that its sliding layers see.
     """
 
-    def __init__(self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int):
+    def __init__(self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int) -> None:
         self._kv, self._draft_kv, self._delta, self._window = kv, draft_kv, delta, window
         in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
         self._full = [t for layer, ring in zip(kv.layers, in_ring) if not ring for t in (layer.k, layer.v)]
@@ -138,12 +139,14 @@ class SequenceMemory:
 
     def _pieces(self, slot: int, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
         tensors = self._full + (self._drafter if drafting else [])
-        layers = self._delta.shape.layers if self._delta is not None and state_of is not None else 0
+        delta = self._delta if state_of is not None else None
+        layers = delta.shape.layers if delta is not None else 0
         pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed))
         for tensor in tensors:
             pieces.add_rows(tensor, slot, first, count)
-        for layer in range(layers):
-            pieces.add_delta(self._delta, slot, layer)
+        if delta is not None:
+            for layer in range(layers):
+                pieces.add_delta(delta, slot, layer)
         if state_of is not None:
             self._add_window(pieces, slot, state_of)
         return pieces
@@ -159,7 +162,7 @@ class SequenceMemory:
     def describe(self) -> str:
         """The layout in words: types, widths and the ring."""
 
-        def kinds(tensors) -> str:
+        def kinds(tensors: Sequence[Tensor]) -> str:
             names = [f"{ffi.string(lib.ggml_type_name(t.type)).decode()}[{t.ne[0]}]" for t in tensors]
             runs = [i for i in range(len(names)) if i == 0 or names[i] != names[i - 1]]
             return " ".join(f"{end - start}x{names[start]}" for start, end in zip(runs, [*runs[1:], len(names)])) or "none"

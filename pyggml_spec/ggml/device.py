@@ -3,10 +3,11 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..checks import whole
 from ..errors import DeviceError
-from .library import ffi, lib, text
+from .library import Buffer, BufferType, CData, Context, Tensor, ffi, lib, text
 
 _KINDS = {
     lib.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
@@ -102,12 +103,12 @@ class Backend:
 
     opened = 0  # backends of this process so far
 
-    def __init__(self, device: Device, threads: int | None = None):
+    def __init__(self, device: Device, threads: int | None = None) -> None:
         threads = default_threads() if threads is None else whole(threads, "the number of threads", 1, MOST_THREADS, DeviceError)
         Backend.opened += 1
         self.device = device
         self._dev = lib.ggml_backend_dev_get(device.index)
-        self.handle = lib.ggml_backend_dev_init(self._dev, ffi.NULL)
+        self.handle: Any = lib.ggml_backend_dev_init(self._dev, ffi.NULL)
         if self.handle == ffi.NULL:
             raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another with --device")
         self.threads = 0
@@ -116,15 +117,15 @@ class Backend:
             set_threads = self._proc("ggml_backend_set_n_threads")
             lib.call_set_n_threads(set_threads, self.handle, self.threads)
 
-    def _proc(self, name: str):
+    def _proc(self, name: str) -> CData:
         return lib.ggml_backend_reg_get_proc_address(lib.ggml_backend_dev_backend_reg(self._dev), name.encode())
 
     @property
-    def default_buffer_type(self):
+    def default_buffer_type(self) -> BufferType:
         """The buffer type that every op of this device can use."""
         return lib.ggml_backend_dev_buffer_type(self._dev)
 
-    def allocate(self, ctx, buffer_type=None):
+    def allocate(self, ctx: Context, buffer_type: BufferType | None = None) -> Buffer:
         """A buffer for the tensors of ``ctx``, of the default type without another one; NULL if there is no memory for them.
 
         Linux promises more memory than there is, and ends the process that then writes to it: on the CPU, nobody asks for more than is free.
@@ -135,17 +136,17 @@ class Backend:
             return ffi.NULL
         return lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buffer_type)
 
-    def extra_buffer_types(self) -> list:
+    def extra_buffer_types(self) -> list[BufferType]:
         """Buffer types that store matmul weights in a layout of their own (the CPU's repacked one, AMX), best first."""
         proc = self._proc("ggml_backend_dev_get_extra_bufts")
-        found = []
+        found: list[BufferType] = []
         if proc != ffi.NULL:
             array = lib.call_get_extra_bufts(proc, self._dev)
             while array != ffi.NULL and array[len(found)] != ffi.NULL:
                 found.append(array[len(found)])
         return found
 
-    def supports(self, node) -> bool:
+    def supports(self, node: Tensor) -> bool:
         """Whether the device can run this (possibly not yet allocated) operation."""
         return bool(lib.ggml_backend_dev_supports_op(self._dev, node))
 

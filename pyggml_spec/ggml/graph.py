@@ -1,12 +1,14 @@
 """Roles (one graph allocator each) and graphs (built once, recomputed ever after), with the few verbs that models are written in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..errors import EngineError
 from .device import Backend
-from .library import check, ffi, lib, new_err, text
+from .library import Tensor, check, ffi, lib, new_err, text
 from .shapes import F32, I32, I64, inside, multiplies, part, repeats, require, reshapes
 
 MAX_NODES = 16384  # structs only: about 6 MB of arena per graph
@@ -25,9 +27,9 @@ class RoleCounters:
 class Role:
     """One kind of step. Owns the allocator that all graphs of this kind share; graphs of a role never run at the same time."""
 
-    def __init__(self, backend: Backend, name: str):
+    def __init__(self, backend: Backend, name: str) -> None:
         self.name, self.backend = name, backend
-        self.handle = lib.pgs_role_new(backend.handle)
+        self.handle: Any = lib.pgs_role_new(backend.handle)
 
     @property
     def counters(self) -> RoleCounters:
@@ -51,10 +53,10 @@ class Graph:
     Tensors are opaque handles; shapes are in ggml order, innermost first. Methods named like a ggml function are that function.
     """
 
-    def __init__(self, role: Role):
+    def __init__(self, role: Role) -> None:
         self.role = role
         self._err = new_err()
-        self.handle = lib.pgs_graph_new(role.handle, MAX_NODES, self._err)
+        self.handle: Any = lib.pgs_graph_new(role.handle, MAX_NODES, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
         self.ctx = lib.pgs_graph_context(self.handle)
@@ -62,94 +64,94 @@ class Graph:
 
     # -- verbs of the models
 
-    def matmul(self, weight, x):
+    def matmul(self, weight: Tensor, x: Tensor) -> Tensor:
         """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]."""
         require(multiplies(weight, x), "matmul", weight=weight, x=x)
         return lib.ggml_mul_mat(self.ctx, weight, x)
 
-    def matmul_experts(self, experts, x, chosen):
+    def matmul_experts(self, experts: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
         """experts [n_in, n_out, n_expert], x F32 [n_in, 1 or n_used, T], chosen I32 [n_used, T] -> F32 [n_out, n_used, T]."""
         fits = experts.ne[0] == x.ne[0] and chosen.type == I32 and chosen.ne[1] == x.ne[2] and chosen.ne[0] % x.ne[1] == 0
         require(fits and experts.ne[3] == x.ne[3] == chosen.ne[2] == 1, "matmul_experts", experts=experts, x=x, chosen=chosen)
         return lib.ggml_mul_mat_id(self.ctx, experts, x, chosen)
 
-    def add(self, a, b):
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
         require(repeats(b, a.ne), "add", a=a, b=b)
         return lib.ggml_add(self.ctx, a, b)
 
-    def mul(self, a, b):
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
         require(repeats(b, a.ne), "mul", a=a, b=b)
         return lib.ggml_mul(self.ctx, a, b)
 
-    def div(self, a, b):
+    def div(self, a: Tensor, b: Tensor) -> Tensor:
         require(repeats(b, a.ne), "div", a=a, b=b)
         return lib.ggml_div(self.ctx, a, b)
 
-    def scale(self, x, factor: float):
+    def scale(self, x: Tensor, factor: float) -> Tensor:
         return lib.ggml_scale(self.ctx, x, factor)
 
-    def clamp(self, x, low: float, high: float):
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
         return lib.ggml_clamp(self.ctx, x, low, high)
 
-    def sigmoid(self, x):
+    def sigmoid(self, x: Tensor) -> Tensor:
         return lib.ggml_sigmoid(self.ctx, x)
 
-    def silu(self, x):
+    def silu(self, x: Tensor) -> Tensor:
         return lib.ggml_silu(self.ctx, x)
 
-    def softplus(self, x):
+    def softplus(self, x: Tensor) -> Tensor:
         return lib.ggml_softplus(self.ctx, x)
 
-    def tanh(self, x):
+    def tanh(self, x: Tensor) -> Tensor:
         return lib.ggml_tanh(self.ctx, x)
 
-    def soft_cap(self, x, cap: float):
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap); x itself for 0."""
         return self.scale(self.tanh(self.scale(x, float(np.float32(1) / np.float32(cap)))), cap) if cap else x
 
-    def gelu(self, x):
+    def gelu(self, x: Tensor) -> Tensor:
         """The tanh approximation."""
         return lib.ggml_gelu(self.ctx, x)
 
-    def geglu(self, gate, up):
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate) * up, elementwise."""
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "geglu", gate=gate, up=up)
         return lib.ggml_geglu_split(self.ctx, gate, up)
 
-    def geglu_halves(self, x):
+    def geglu_halves(self, x: Tensor) -> Tensor:
         """x F32 [2 n, T] = [gate | up] -> gelu(gate) * up, F32 [n, T]."""
         require(x.ne[0] % 2 == 0, "geglu_halves", x=x)
         return lib.ggml_geglu(self.ctx, x)
 
-    def softmax(self, x):
+    def softmax(self, x: Tensor) -> Tensor:
         """Over the innermost dimension."""
         return lib.ggml_soft_max(self.ctx, x)
 
-    def swiglu(self, gate, up):
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, elementwise."""
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu", gate=gate, up=up)
         return lib.ggml_swiglu_split(self.ctx, gate, up)
 
-    def swiglu_halves(self, x):
+    def swiglu_halves(self, x: Tensor) -> Tensor:
         """x F32 [2 n, T] = [gate | up] -> silu(gate) * up, F32 [n, T]."""
         require(x.ne[0] % 2 == 0, "swiglu_halves", x=x)
         return lib.ggml_swiglu(self.ctx, x)
 
-    def norm(self, x, eps: float):
+    def norm(self, x: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the innermost dimension."""
         return lib.ggml_rms_norm(self.ctx, x, eps)
 
-    def rms_norm(self, x, weight, eps: float):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the innermost dimension."""
         return self.mul(lib.ggml_rms_norm(self.ctx, x, eps), weight)
 
-    def rows(self, table, index):
+    def rows(self, table: Tensor, index: Tensor) -> Tensor:
         """table [n, rows], index I32 [T] -> F32 [n, T] (I32 of an I32 table)."""
         fits = index.type == I32 and table.ne[2] == index.ne[1] and table.ne[3] == index.ne[2] and index.ne[3] == 1
         require(fits, "rows", table=table, index=index)
         return lib.ggml_get_rows(self.ctx, table, index)
 
-    def concat(self, parts):
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins tensors of equal width T along the innermost dimension."""
         out = parts[0]
         for x in parts[1:]:
@@ -157,28 +159,37 @@ class Graph:
             out = lib.ggml_concat(self.ctx, out, x, 0)
         return out
 
-    def sum_rows(self, x):
+    def sum_rows(self, x: Tensor) -> Tensor:
         return lib.ggml_sum_rows(self.ctx, x)
 
-    def top_k(self, x, k: int):
+    def top_k(self, x: Tensor, k: int) -> Tensor:
         """F32 [n, T] -> I32 [k, T], the places of the k largest values, largest first."""
         require(0 < k <= x.ne[0], "top_k", x=x, k=k)
         return lib.ggml_argsort_top_k(self.ctx, x, k)
 
-    def argmax(self, x):
+    def argmax(self, x: Tensor) -> Tensor:
         """F32 [n, T] -> I32 [T]."""
         require(x.type == F32 and x.ne[2] == x.ne[3] == 1, "argmax", x=x)
         return lib.ggml_argmax(self.ctx, x)
 
-    def largest(self, x, k: int):
+    def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """F32 [n, T] -> I32 [k, T], the places of the k largest values in any order, and F32 [1, k, T], the values."""
         require(x.type == F32 and 0 < k <= x.ne[0] and x.ne[2] == 1, "largest", x=x, k=k)
         places = lib.ggml_top_k(self.ctx, x, k)
         return places, lib.ggml_get_rows(self.ctx, self.shaped(x, 1, x.ne[0], x.ne[1]), places)
 
     def rope(
-        self, x, positions, n_rot: int, neox: bool, base: float, scale: float, factors=None, n_ctx_orig: int = 0, yarn=(0.0, 1.0, 32.0, 1.0)
-    ):
+        self,
+        x: Tensor,
+        positions: Tensor,
+        n_rot: int,
+        neox: bool,
+        base: float,
+        scale: float,
+        factors: Tensor | None = None,
+        n_ctx_orig: int = 0,
+        yarn: tuple[float, float, float, float] = (0.0, 1.0, 32.0, 1.0),
+    ) -> Tensor:
         """Rotates the first ``n_rot`` values of each head. x F32 [D, H, T], positions I32 [T].
 
         ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``factors`` F32 [n_rot / 2] divide the frequencies. ``yarn`` is
@@ -193,55 +204,55 @@ class Graph:
 
     # -- shapes
 
-    def heads(self, x, size: int, count: int, stride: int | None = None, first: int = 0):
+    def heads(self, x: Tensor, size: int, count: int, stride: int | None = None, first: int = 0) -> Tensor:
         """Views [n, T] as F32 [size, count, T]; ``stride`` floats lie between heads (default ``size``), the first starts at ``first``."""
         fits = inside(x, (size, count, x.ne[1]), (4, 4 * (stride or size), x.nb[1]), 4 * first)
         require(fits, "heads", x=x, size=size, count=count, stride=stride, first=first)
         return lib.ggml_view_3d(self.ctx, x, size, count, x.ne[1], 4 * (stride or size), x.nb[1], 4 * first)
 
-    def slots(self, cache, first: int, count: int):
+    def slots(self, cache: Tensor, first: int, count: int) -> Tensor:
         """The slots [first, first + count) of a cache [n, rows, slots], as a view."""
         require(part(cache, 2, first, count), "slots", cache=cache, first=first, count=count)
         return lib.ggml_view_3d(self.ctx, cache, cache.ne[0], cache.ne[1], count, cache.nb[1], cache.nb[2], first * cache.nb[2])
 
-    def tails(self, x, rows: int, first: int):
+    def tails(self, x: Tensor, rows: int, first: int) -> Tensor:
         """F32 [n, T], T a multiple of ``rows`` -> the rows [first, rows) of every ``rows``, F32 [n, T * (rows - first) / rows], by copy."""
         require(0 <= first < rows and x.ne[1] % rows == 0, "tails", x=x, rows=rows, first=first)
         count = x.ne[1] // rows
         view = lib.ggml_view_3d(self.ctx, x, x.ne[0], rows - first, count, x.nb[1], x.nb[1] * rows, x.nb[1] * first)
         return lib.ggml_cont_2d(self.ctx, view, x.ne[0], (rows - first) * count)
 
-    def columns(self, x, n: int, first: int = 0):
+    def columns(self, x: Tensor, n: int, first: int = 0) -> Tensor:
         """The part [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
         require(x.type == F32 and part(x, 0, first, n), "columns", x=x, n=n, first=first)
         return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
 
-    def part_3d(self, x, n: int, first: int):
+    def part_3d(self, x: Tensor, n: int, first: int) -> Tensor:
         """The part [first, first + n) of the innermost dimension of F32 [m, H, T], as a view."""
         require(x.type == F32 and part(x, 0, first, n), "part_3d", x=x, n=n, first=first)
         return lib.ggml_view_3d(self.ctx, x, n, x.ne[1], x.ne[2], x.nb[1], x.nb[2], 4 * first)
 
-    def slice_2d(self, x, i: int):
+    def slice_2d(self, x: Tensor, i: int) -> Tensor:
         """[n, H, T] -> the i-th of the H, [n, T], as a view."""
         require(part(x, 1, i, 1), "slice_2d", x=x, i=i)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[2], x.nb[2], i * x.nb[1])
 
-    def plane(self, x, i: int):
+    def plane(self, x: Tensor, i: int) -> Tensor:
         """[n, T, L] -> the i-th of the L, [n, T], as a view of a contiguous tensor."""
         require(part(x, 2, i, 1), "plane", x=x, i=i)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1], x.nb[1], i * x.nb[2])
 
-    def permute(self, x, *axes: int):
+    def permute(self, x: Tensor, *axes: int) -> Tensor:
         """Dimension j moves to axes[j], as a view."""
         require(sorted(axes) == [0, 1, 2, 3], "permute", x=x, axes=axes)
         return lib.ggml_permute(self.ctx, x, *axes)
 
-    def shaped(self, x, *shape: int):
+    def shaped(self, x: Tensor, *shape: int) -> Tensor:
         """A contiguous tensor in another shape of 1 to 3 dimensions."""
         require(reshapes(x, shape), "shaped", x=x, shape=shape)
         return (lib.ggml_reshape_1d, lib.ggml_reshape_2d, lib.ggml_reshape_3d)[len(shape) - 1](self.ctx, x, *shape)
 
-    def rotated(self, x, hadamard):
+    def rotated(self, x: Tensor, hadamard: Tensor | None) -> Tensor:
         """F32 [D, H, T] or [D, T] with every stretch of n values multiplied by ``hadamard`` F32 [n, n]; as it is if that is None."""
         if hadamard is None:
             return x
@@ -250,66 +261,66 @@ class Graph:
         lib.ggml_mul_mat_set_hint(out, lib.GGML_HINT_SRC0_IS_HADAMARD)
         return lib.ggml_reshape_3d(self.ctx, out, *x.ne[0:3])
 
-    def repeat(self, x, *shape: int):
+    def repeat(self, x: Tensor, *shape: int) -> Tensor:
         """Repeats x to a 3-D shape."""
         require(len(shape) == 3 and repeats(x, shape), "repeat", x=x, shape=shape)
-        return lib.ggml_repeat_4d(self.ctx, x, *shape, 1)
+        return lib.ggml_repeat_4d(self.ctx, x, shape[0], shape[1], shape[2], 1)
 
-    def cont(self, x):
+    def cont(self, x: Tensor) -> Tensor:
         """A contiguous copy."""
         return lib.ggml_cont(self.ctx, x)
 
-    def whole(self, x):
+    def whole(self, x: Tensor) -> Tensor:
         """The tensor that ``x`` is a view of, or ``x`` itself."""
         return x.view_src if x.view_src != ffi.NULL else x
 
-    def tail_rows(self, x, first: int):
+    def tail_rows(self, x: Tensor, first: int) -> Tensor:
         """Rows [first, T) of F32 [n, T], as a view."""
         require(part(x, 1, first, x.ne[1] - first), "tail_rows", x=x, first=first)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] - first, x.nb[1], x.nb[1] * first)
 
-    def flat(self, x):
+    def flat(self, x: Tensor) -> Tensor:
         """[D, H, T] -> [D * H, T] of a contiguous tensor."""
         require(lib.ggml_is_contiguous(x) and x.ne[3] == 1, "flat", x=x)
         return lib.ggml_reshape_2d(self.ctx, x, x.ne[0] * x.ne[1], x.ne[2])
 
-    def packed(self, x):
+    def packed(self, x: Tensor) -> Tensor:
         """[D, H, T] -> contiguous [D * H, T], by copy."""
         return lib.ggml_cont_2d(self.ctx, x, x.ne[0] * x.ne[1], x.ne[2])
 
     # -- engine nodes
 
-    def expand(self, node) -> None:
+    def expand(self, node: Tensor) -> None:
         """Puts ``node`` and what it needs at the end of the graph; the order of calls is the order of execution."""
         lib.ggml_build_forward_expand(self.gf, node)
 
-    def keep(self, node) -> None:
+    def keep(self, node: Tensor) -> None:
         """Expands ``node`` and keeps its memory until the graph runs again: the host reads it."""
         lib.ggml_set_output(node)
         self.expand(node)
 
-    def place(self, home, offset: int, node) -> None:
+    def place(self, home: Tensor, offset: int, node: Tensor) -> None:
         """Gives ``node`` the memory at byte ``offset`` of the allocated tensor ``home``."""
         check(lib.pgs_place(home, offset, node, self._err), self._err)
 
-    def kv_write_rows(self, cache, rows, index) -> None:
+    def kv_write_rows(self, cache: Tensor, rows: Tensor, index: Tensor) -> None:
         fits = rows.type == F32 and cache.ne[0] == rows.ne[0] * rows.ne[1] and index.type in (I32, I64) and index.ne[0] == rows.ne[2]
         require(fits, "kv_write_rows", cache=cache, rows=rows, index=index)
         lib.pgs_kv_write_rows(self.ctx, self.gf, cache, rows, index)
 
-    def span_mask(self, kv_near, q_last, q_first, span: int, slots: int = 1):
+    def span_mask(self, kv_near: Tensor, q_last: Tensor, q_first: Tensor | None, span: int, slots: int = 1) -> Tensor:
         fits = part(kv_near, 0, 0, span) and slots > 0 and (kv_near.ne[1] == 1 or slots <= kv_near.ne[1]) and q_last.ne[1] % slots == 0
         require(fits and q_last.ne[0] == 1, "span_mask", kv_near=kv_near, q_last=q_last, span=span, slots=slots)
         return lib.pgs_span_mask(self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span, slots)
 
-    def fa_span(self, q, cache_k, cache_v, mask, n_head_kv: int, span: int, scale: float):
+    def fa_span(self, q: Tensor, cache_k: Tensor, cache_v: Tensor, mask: Tensor, n_head_kv: int, span: int, scale: float) -> Tensor:
         fits = n_head_kv > 0 and cache_k.ne[0] == q.ne[0] * n_head_kv and cache_v.ne[0] % n_head_kv == 0 and q.ne[1] % n_head_kv == 0
         fits = fits and part(cache_k, 1, 0, span) and part(cache_v, 1, 0, span) and mask.ne[0] == span and q.ne[2] % mask.ne[3] == 0
         fits = fits and mask.ne[1] * mask.ne[3] >= q.ne[2] and mask.ne[3] <= cache_k.ne[2] == cache_v.ne[2]
         require(fits, "fa_span", q=q, cache_k=cache_k, cache_v=cache_v, mask=mask, n_head_kv=n_head_kv, span=span)
         return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale)
 
-    def host_view(self, node) -> np.ndarray:
+    def host_view(self, node: Tensor) -> np.ndarray:
         """The F32 values of a planned node in host memory, [rows, n], without a copy. CPU backends only; see ``keep``."""
         require(node.type == F32 and node.data != ffi.NULL, "host_view", node=node, planned=node.data != ffi.NULL)
         return np.frombuffer(ffi.buffer(node.data, lib.ggml_nbytes(node)), np.float32).reshape(-1, node.ne[0])

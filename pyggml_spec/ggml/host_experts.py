@@ -6,13 +6,14 @@ At the first cut the host reads what the router chose; the device then computes 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
-from .library import check, ffi, lib, new_err, text
+from .library import Tensor, check, ffi, lib, new_err, text
 
 
 @dataclass(frozen=True)
@@ -42,27 +43,27 @@ class HostExperts:
         gelu: whether the experts gate with GELU.
     """
 
-    def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], gelu: bool):
+    def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], gelu: bool) -> None:
         self.n_layer, self.n_expert, self._err = sizes["n_layer"], sizes["n_expert"], new_err()
         shape = ffi.new("pgs_experts_shape *", {**sizes, "gelu": gelu, "distinct": _needs_distinct(device)})
-        self.handle = lib.pgs_experts_new(device.handle, host.handle, shape, self._err)
+        self.handle: Any = lib.pgs_experts_new(device.handle, host.handle, shape, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
         self._layers: dict[int, int] = {}  # layer -> hot experts
 
-    def set_layer(self, index: int, weights: dict[str, object], hot: Sequence[int]) -> None:
+    def set_layer(self, index: int, weights: dict[str, Tensor], hot: Sequence[int]) -> None:
         """``weights``: gate_up, or gate and up, and down, of all experts in host memory; ``hot``: the device's experts in their order there."""
         slots = np.full(self.n_expert, -1, np.int32)
         slots[list(hot)] = np.arange(len(hot))
-        tensors = [weights.get(name, ffi.NULL) for name in ("gate_up", "gate", "up", "down")]
+        gate_up, gate, up, down = (weights.get(name, ffi.NULL) for name in ("gate_up", "gate", "up", "down"))
         pointer = ffi.cast("int32_t *", ffi.from_buffer(slots))
-        check(lib.pgs_experts_set_layer(self.handle, index, *tensors, pointer, self._err), self._err)
+        check(lib.pgs_experts_set_layer(self.handle, index, gate_up, gate, up, down, pointer, self._err), self._err)
         self._layers[index] = len(hot)
 
     def __contains__(self, index: int) -> bool:
         return index in self._layers
 
-    def run(self, g: Graph, index: int, x, chosen, hot: Callable):
+    def run(self, g: Graph, index: int, x: Tensor, chosen: Tensor, hot: Callable[[Tensor], Tensor]) -> Tensor:
         """The results of the chosen experts, F32 [n_embd, n_used, T].
 
         Args:

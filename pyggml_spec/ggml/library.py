@@ -6,6 +6,7 @@ Two copies of ggml in one process have two sets of global tables and crash far f
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import LibraryError
 
@@ -60,8 +61,17 @@ from .. import _native
 ffi = _native.ffi
 lib = _native.lib
 
+if TYPE_CHECKING:
+    from .._native import CData
+    from .._native import ggml_backend_buffer as Buffer
+    from .._native import ggml_backend_buffer_type as BufferType
+    from .._native import ggml_context as Context
+    from .._native import ggml_tensor as Tensor
+else:  # to cffi, every pointer is of one class
+    Buffer = BufferType = CData = Context = Tensor = _native.ffi.CData
 
-def text(c_string) -> str:
+
+def text(c_string: CData) -> str:
     """A ``const char *`` as str."""
     return ffi.string(c_string).decode("utf-8", "replace")
 
@@ -77,7 +87,7 @@ lib.quiet_log()
 llama_cpp.llama_backend_init()
 
 
-def check(status: int, err) -> None:
+def check(status: int, err: CData) -> None:
     """Turns the (status, message) of a C call into an EngineError."""
     from ..errors import EngineError
 
@@ -85,7 +95,7 @@ def check(status: int, err) -> None:
         raise EngineError(text(err))
 
 
-def new_err():
+def new_err() -> CData:
     """The message buffer that C functions write into."""
     return ffi.new("char[]", lib.PGS_ERR)
 

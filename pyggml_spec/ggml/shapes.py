@@ -4,14 +4,15 @@ A check costs about half a microsecond, and a graph is built once.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 
 from ..errors import EngineError
-from .library import ffi, lib, text
+from .library import Tensor, lib, text
 
 F32, I32, I64 = lib.GGML_TYPE_F32, lib.GGML_TYPE_I32, lib.GGML_TYPE_I64
 
 
-def described(tensor) -> str:
+def described(tensor: Tensor) -> str:
     """Type and shape, as in "F32 [64, 5]"."""
     ne = list(tensor.ne)
     while len(ne) > 1 and ne[-1] == 1:
@@ -19,35 +20,35 @@ def described(tensor) -> str:
     return f"{text(lib.ggml_type_name(tensor.type)).upper()} {ne}"
 
 
-def require(fits: bool, verb: str, **operands) -> None:
+def require(fits: bool, verb: str, **operands: object) -> None:
     """Raises EngineError that shows the operands, unless they fit."""
     if not fits:
-        shown = ", ".join(f"{name} {described(x) if isinstance(x, ffi.CData) else x}" for name, x in operands.items())
+        shown = ", ".join(f"{name} {described(x) if isinstance(x, Tensor) else x}" for name, x in operands.items())
         raise EngineError(f"{verb} cannot be computed of {shown}")
 
 
-def repeats(small, big_ne) -> bool:
+def repeats(small: Tensor, big_ne: Iterable[int]) -> bool:
     """Whether ``small`` can be repeated to the shape ``big_ne`` of up to 4 dimensions."""
     return all(n > 0 and big % n == 0 for n, big in zip(small.ne, (*big_ne, 1, 1, 1)))
 
 
-def multiplies(weight, x) -> bool:
+def multiplies(weight: Tensor, x: Tensor) -> bool:
     """Whether matrix products of ``weight`` and ``x`` exist."""
     a, b = weight.ne, x.ne
     return a[0] == b[0] and b[2] % a[2] == 0 and b[3] % a[3] == 0 and weight.nb[0] <= weight.nb[1]
 
 
-def part(x, dim: int, first: int, count: int) -> bool:
+def part(x: Tensor, dim: int, first: int, count: int) -> bool:
     """Whether [first, first + count) lies inside dimension ``dim``."""
     return first >= 0 and count > 0 and first + count <= x.ne[dim]
 
 
-def inside(x, shape, strides, first: int) -> bool:
+def inside(x: Tensor, shape: Sequence[int], strides: Sequence[int], first: int) -> bool:
     """Whether a view of F32 values, with strides and first byte as given, lies inside what ``x`` spans."""
     last = first + sum((n - 1) * s for n, s in zip(shape, strides)) + 4
     return x.type == F32 and min(shape) > 0 and min(first, *strides) >= 0 and last <= lib.ggml_nbytes(x)
 
 
-def reshapes(x, shape) -> bool:
+def reshapes(x: Tensor, shape: Sequence[int]) -> bool:
     """Whether the contiguous ``x`` has as many values as ``shape``."""
     return 1 <= len(shape) <= 3 and min(shape) > 0 and math.prod(shape) == math.prod(x.ne) and lib.ggml_is_contiguous(x)

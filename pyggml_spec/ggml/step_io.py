@@ -5,6 +5,7 @@ The host fills numpy views of a pinned mirror; ``launch`` queues the upload, the
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from ..checks import whole
 from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
-from .library import check, ffi, lib, new_err, text
+from .library import Tensor, check, ffi, lib, new_err, text
 from .replay import ReplayCounters
 from .shapes import require
 
@@ -28,20 +29,20 @@ _ALIGN = 64  # CUDA kernels read inputs as vectors
 class StepIO:
     """Owns the buffer and its mirror. One per engine: steps of all roles run one after the other."""
 
-    def __init__(self, backend: Backend, capacity: int):
+    def __init__(self, backend: Backend, capacity: int) -> None:
         self.capacity = capacity
         self._err = new_err()
-        self.handle = lib.pgs_io_new(backend.handle, capacity, self._err)
+        self.handle: Any = lib.pgs_io_new(backend.handle, capacity, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
         self.home = lib.pgs_io_home(self.handle)
-        self.mirror = np.frombuffer(ffi.buffer(lib.pgs_io_host(self.handle), capacity), np.uint8)
+        self.mirror: np.ndarray = np.frombuffer(ffi.buffer(lib.pgs_io_host(self.handle), capacity), np.uint8)
         self.uploads = self.upload_bytes = self.reads = self.read_bytes = 0
         self.replay = ReplayCounters() if backend.device.name.startswith("CUDA") else None
 
     def close(self) -> None:
         if self.handle is not None:
-            self.mirror = None
+            del self.mirror  # a view of what is freed now
             lib.pgs_io_free(self.handle)
             self.handle = None
 
@@ -58,7 +59,7 @@ class StepTimes:
 class StepFields:
     """The fields of one graph inside the StepIO, laid out in the order in which they are added."""
 
-    def __init__(self, io: StepIO, graph: Graph):
+    def __init__(self, io: StepIO, graph: Graph) -> None:
         self.io, self.graph = io, graph
         self.host: dict[str, np.ndarray] = {}
         self._offsets: dict[str, tuple[int, int]] = {}
@@ -83,27 +84,27 @@ class StepFields:
         self.host[name] = self.io.mirror[start : self._end].view(dtype)
         return start, ggml_type
 
-    def _tensor(self, ggml_type: int, ne0: int, ne1: int, offset: int, after=ffi.NULL):
+    def _tensor(self, ggml_type: int, ne0: int, ne1: int, offset: int, after: Tensor = ffi.NULL) -> Tensor:
         t = lib.pgs_io_tensor(self.io.handle, self.graph.ctx, ggml_type, ne0, ne1, offset, after, self._err)
         if t == ffi.NULL:
             raise EngineError(text(self._err))
         return t
 
-    def input(self, name: str, kind: str, *shape: int):
+    def input(self, name: str, kind: str, *shape: int) -> Tensor:
         """An input that the host writes (``host[name]``) before each run; returns its tensor, shape in ggml order (1 or 2 values)."""
         ne0, ne1 = (whole(n, f"a dimension of the field {name!r}", 1, self.io.capacity) for n in (*shape, 1)[:2])
         offset, ggml_type = self._take(name, kind, ne0 * ne1)
         self._upload_end = self._end
         return self._tensor(ggml_type, ne0, ne1, offset)
 
-    def tokens(self, count: int):
+    def tokens(self, count: int) -> Tensor:
         """The token ids [count] of the target's rows, all written by the host."""
         offset, ggml_type = self._take("tokens", "i32", count)
         self._upload_end = self._end
         self._read_start = self._end
         return self._tensor(ggml_type, count, 1, offset)
 
-    def drafted_tokens(self, count: int, drafts):
+    def drafted_tokens(self, count: int, drafts: Tensor) -> Tensor:
         """The token ids [count]: row 0 written by the host, the others by the node ``drafts`` (I32 [count - 1]); readable after the run."""
         offset, ggml_type = self._take("tokens", "i32", count)
         self._upload_end = offset + 4
@@ -111,7 +112,7 @@ class StepFields:
         self.graph.place(self.io.home, offset + 4, drafts)
         return self._tensor(ggml_type, count, 1, offset, after=drafts)
 
-    def picked_tokens(self, count: int, drafts):
+    def picked_tokens(self, count: int, drafts: Tensor) -> Tensor:
         """The token ids [count], each of them ``given[source]``: the host writes the inputs ``source`` and the first ``count`` of
         ``given``, the node ``drafts`` (I32) the rest. Readable after the run."""
         source = self.input("source", "i32", count)
@@ -122,7 +123,7 @@ class StepFields:
         self.output("tokens", "i32", picked)
         return self.graph.shaped(picked, count)
 
-    def output(self, name: str, kind: str, node) -> None:
+    def output(self, name: str, kind: str, node: Tensor) -> None:
         """Puts the node's result where the host reads it (``host[name]``) after the run."""
         require(kind in _TYPES and node.type == _TYPES[kind][0], f"an output of the type {kind}", node=node)
         count = node.ne[0] * node.ne[1] * node.ne[2]

@@ -16,11 +16,14 @@ import stat
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from ..errors import GGUFError
 from ..ggml.library import lib, text
+
+T = TypeVar("T")
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -259,7 +262,7 @@ class GGUFFile:
         info = self.tensors[name]
         return memoryview(self._map)[info.offset : info.offset + info.nbytes]
 
-    def get(self, key: str, kind: type | tuple[type, ...], default=None):
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The metadata value of ``key`` if it has the type ``kind``; ``default`` if the key is absent.
 
         Raises:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ..ggml.graph import Graph
-from .weights import Spec
+from ..ggml.library import Tensor
+from ..gguf_io import GGUFFile
+from .weights import Spec, Weights
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,18 @@ class KVShape:
 class KVLayer(NamedTuple):
     """The rows of one layer: cache tensors [size * n_head_kv, rows], and what K and V are rotated with (None: stored as they are)."""
 
-    k: object
-    v: object
-    rotation_k: object = None
-    rotation_v: object = None
+    k: Tensor
+    v: Tensor
+    rotation_k: Tensor | None = None
+    rotation_v: Tensor | None = None
 
 
 class DeltaLayers(Protocol):
     """The recurrent state as a graph under construction sees it (``cache.recurrent``)."""
 
-    def layer(self, g: Graph, index: int, proj, beta, alpha, conv_w, dt, a, eps: float):
+    def layer(
+        self, g: Graph, index: int, proj: Tensor, beta: Tensor, alpha: Tensor, conv_w: Tensor, dt: Tensor, a: Tensor, eps: float
+    ) -> Tensor:
         """One delta-net layer over the graph's rows; returns F32 [S, H_v, T]."""
 
 
@@ -56,8 +60,8 @@ class DeltaLayers(Protocol):
 class Seen:
     """What the layers of one kind write and see: ``kv_rows``, ``mask`` and ``span`` as in ``Rows``."""
 
-    kv_rows: object
-    mask: object
+    kv_rows: Tensor
+    mask: Tensor
     span: int
 
 
@@ -76,20 +80,28 @@ class Rows:
         delta: the recurrent state, or None for models without one.
     """
 
-    tokens: object
-    positions: object
-    kv_rows: object
-    mask: object
+    tokens: Tensor
+    positions: Tensor
+    kv_rows: Tensor
+    mask: Tensor
     span: int
     sliding: Seen | None
-    kv: tuple
+    kv: tuple[KVLayer, ...]
     delta: DeltaLayers | None
+
+    @property
+    def of_sliding(self) -> Seen:
+        """``sliding`` of a model that has such layers."""
+        assert self.sliding is not None
+        return self.sliding
 
 
 class Target(Protocol):
     """An architecture that can be a target. Construct with an open GGUF; attach weights before ``forward``."""
 
     arch: str
+    file: GGUFFile
+    weights: Weights
     n_embd: int
     n_layer: int
     n_vocab: int
@@ -101,7 +113,9 @@ class Target(Protocol):
     def specs(self) -> list[Spec]: ...
     def groups(self) -> dict[str, tuple[str, ...]]: ...
     def kv_shapes(self) -> list[KVShape]: ...
+    def fused_alike(self) -> list[tuple[str, ...]]: ...
     def delta_shape(self) -> DeltaShape | None: ...
-    def embed(self, g: Graph, tokens): ...
-    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...]) -> tuple[object, list]: ...
-    def logits(self, g: Graph, hidden): ...
+    def delta_row(self) -> int: ...
+    def embed(self, g: Graph, tokens: Tensor) -> Tensor: ...
+    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]: ...
+    def logits(self, g: Graph, hidden: Tensor) -> Tensor: ...

@@ -1,13 +1,17 @@
 """Parts of graphs that several architectures share."""
 
+from collections.abc import Callable
+
 from ..ggml.graph import Graph
+from ..ggml.library import Tensor
 from .base import KVLayer
 from .weights import Group
 
 
-def project(g: Graph, group: Group, x) -> list:
+def project(g: Graph, group: Group, x: Tensor) -> list[Tensor]:
     """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where matrices are fused."""
-    out, first = [], 0
+    out: list[Tensor] = []
+    first = 0
     if group.fused is not None:
         joined = g.matmul(group.fused, x)
         for n in group.fused_rows:
@@ -16,25 +20,28 @@ def project(g: Graph, group: Group, x) -> list:
     return out + [g.matmul(weight, x) for weight in group.rest]
 
 
-def swiglu_ffn(g: Graph, gate_up: Group, down, x):
+def swiglu_ffn(g: Graph, gate_up: Group, down: Tensor, x: Tensor) -> Tensor:
     """W_down (silu(W_gate x) * W_up x). With one row, two matmuls and the gate are one kernel of ggml-cuda; from two rows on one matmul is."""
     return _gated_ffn(g, gate_up, down, x, g.swiglu, g.swiglu_halves)
 
 
-def geglu_ffn(g: Graph, gate_up: Group, down, x):
+def geglu_ffn(g: Graph, gate_up: Group, down: Tensor, x: Tensor) -> Tensor:
     """W_down (gelu(W_gate x) * W_up x), with the tanh approximation of GELU."""
     return _gated_ffn(g, gate_up, down, x, g.geglu, g.geglu_halves)
 
 
-def _gated_ffn(g: Graph, gate_up: Group, down, x, split, halves):
+def _gated_ffn(
+    g: Graph, gate_up: Group, down: Tensor, x: Tensor, split: Callable[[Tensor, Tensor], Tensor], halves: Callable[[Tensor], Tensor]
+) -> Tensor:
     apart = gate_up.rest if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
     if apart:
         gate, up = (g.matmul(weight, x) for weight in apart)
         return g.matmul(down, split(gate, up))
+    assert gate_up.fused is not None  # or else all are in rest
     return g.matmul(down, halves(g.matmul(gate_up.fused, x)))
 
 
-def write_kv(g: Graph, k, v, kv: KVLayer, kv_rows) -> None:
+def write_kv(g: Graph, k: Tensor, v: Tensor, kv: KVLayer, kv_rows: Tensor) -> None:
     """Writes k, v F32 [D, H_kv, T] into the cache rows.
 
     The order of the expansions keeps rope, view and row write of K next to each other, which ggml-cuda fuses.
@@ -45,7 +52,7 @@ def write_kv(g: Graph, k, v, kv: KVLayer, kv_rows) -> None:
     g.kv_write_rows(kv.v, v, kv_rows)
 
 
-def softplus_gated(g: Graph, out, gate, head_size: int):
+def softplus_gated(g: Graph, out: Tensor, gate: Tensor, head_size: int) -> Tensor:
     """out F32 [D * H, T] * softplus(gate), which has one value per head, F32 [H, T], or one per output."""
     # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
     gate = g.softplus(gate if g.whole(gate) == gate else g.cont(gate))
@@ -55,7 +62,18 @@ def softplus_gated(g: Graph, out, gate, head_size: int):
     return g.flat(g.mul(g.shaped(out, head_size, heads, rows), g.shaped(gate, 1, heads, rows)))
 
 
-def attend(g: Graph, q, k, v, kv: KVLayer, kv_rows, mask, span: int, n_head_kv: int, scale: float):
+def attend(
+    g: Graph,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv: KVLayer,
+    kv_rows: Tensor,
+    mask: Tensor,
+    span: int,
+    n_head_kv: int,
+    scale: float,
+) -> Tensor:
     """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] over the span. Returns F32 [D * H, T].
 
     k and v None: the layer owns no K/V, ``kv`` holds the rows that an earlier layer wrote.
@@ -66,6 +84,6 @@ def attend(g: Graph, q, k, v, kv: KVLayer, kv_rows, mask, span: int, n_head_kv: 
         # query, as if it had begun too early; with a copy between them, or with GGML_CUDA_PDL=0, every replay gives the bits of single launches.
         q = g.cont(q)
     g.expand(q)
-    if k is not None:
+    if k is not None and v is not None:
         write_kv(g, k, v, kv, kv_rows)
     return g.rotated(g.fa_span(q, kv.k, kv.v, mask, n_head_kv, span, scale), kv.rotation_v)

@@ -18,13 +18,14 @@ import numpy as np
 
 from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
+from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .base import KVShape
+from .base import KVLayer, KVShape, Target
 from .blocks import attend, geglu_ffn, project, softplus_gated, swiglu_ffn, write_kv
 from .hparams import epsilon, inverse_root, kv_heads, positive
 from .model import Model
 from .rope import Rope
-from .weights import MATMUL, ROWS, VECTOR, Spec
+from .weights import MATMUL, ROWS, VECTOR, Spec, Weights
 
 F16_MAX = 65504.0
 GELU = ("gelu", "gelu_pytorch_tanh")
@@ -35,12 +36,12 @@ FACTORS, FEATURE_NORMS = "rope_freqs.weight", "enc.aux_norm.weight"
 class BlockRows:
     """The rows of one draft block: ``tokens`` I32 [B] = [pending, MASK, ...]; the rest as in ``base.Rows``; ``masks`` per layer."""
 
-    tokens: object
-    positions: object
-    kv_rows: object
-    masks: tuple
+    tokens: Tensor
+    positions: Tensor
+    kv_rows: Tensor
+    masks: tuple[Tensor, ...]
     span: int
-    kv: tuple
+    kv: tuple[KVLayer, ...]
 
 
 @dataclass(frozen=True)
@@ -122,17 +123,17 @@ class Hparams:
             raise ModelError(f"{file.path}: attention.sliding_window is {window}, but it has to be between 0 and {(1 << 31) - 1}")
         if window and (pattern is None or len(pattern) < n_layer):
             raise ModelError(f"{file.path} has a sliding window of {window} but no sliding_window_pattern that says which layers use it")
-        return tuple(window if window and bool(pattern[i]) else 0 for i in range(n_layer))
+        return tuple(window if window and pattern is not None and bool(pattern[i]) else 0 for i in range(n_layer))
 
 
 class DFlash(Model):
     """The drafter. ``weights`` has to be set before graphs are built; embedding and head come from the target unless the file has them."""
 
     arch = "dflash"
+    weights: Weights
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
-        self.weights = None
 
     # -- what it reads
 
@@ -198,7 +199,7 @@ class DFlash(Model):
         """The last position that each row of a block at ``first`` sees, I64 [width]."""
         return first + (np.arange(width) if self.hp.causal else np.full(width, width - 1))
 
-    def check_pair(self, target) -> None:
+    def check_pair(self, target: Target) -> None:
         """Raises PairError unless this drafter can read the target's hidden states and share its embedding and head."""
         hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"
         if hp.n_embd != target.n_embd:
@@ -214,7 +215,7 @@ class DFlash(Model):
 
     # -- the graphs
 
-    def context_rows(self, g: Graph, features: list, positions, kv_rows, kv: tuple) -> None:
+    def context_rows(self, g: Graph, features: list[Tensor], positions: Tensor, kv_rows: Tensor, kv: tuple[KVLayer, ...]) -> None:
         """Writes the K/V rows of the tokens whose captured hidden states are ``features`` (F32 [n_embd, T] each)."""
         hp, w = self.hp, self.weights
         f, normed = g.concat(features), FEATURE_NORMS in w
@@ -227,16 +228,16 @@ class DFlash(Model):
             x = g.rms_norm(c, w[f"blk.{i}.attn_norm.weight"], hp.eps) if normed else c
             write_kv(g, *self._keys_values(g, i, x, positions), kv[i], kv_rows)
 
-    def _keys_values(self, g: Graph, i: int, x, positions):
+    def _keys_values(self, g: Graph, i: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         hp, w = self.hp, self.weights
         k, *own_v = (g.heads(y, hp.head_size, hp.n_head_kv) for y in project(g, w.group(f"blk.{i}.kv"), x))
         v = own_v[0] if own_v else g.norm(k, hp.eps)
         return self._rotate(g, g.rms_norm(k, w[f"blk.{i}.attn_k_norm.weight"], hp.eps), positions), v
 
-    def _rotate(self, g: Graph, x, positions):
+    def _rotate(self, g: Graph, x: Tensor, positions: Tensor) -> Tensor:
         return self.hp.rope(g, x, positions, self.weights.get(FACTORS))
 
-    def denoise(self, g: Graph, rows: BlockRows, target):
+    def denoise(self, g: Graph, rows: BlockRows, target: Target) -> Tensor:
         """The block's hidden states before the head, F32 [n_embd, B]."""
         hp, w = self.hp, self.weights
         own = "token_embd.weight" in w
@@ -266,10 +267,10 @@ class DFlash(Model):
                 x = g.mul(x, w[f"blk.{i}.layer_output_scale.weight"])
         return g.rms_norm(x, w["output_norm.weight"], hp.eps)
 
-    def _norm_if_any(self, g: Graph, x, i: int, name: str):
+    def _norm_if_any(self, g: Graph, x: Tensor, i: int, name: str) -> Tensor:
         return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x
 
-    def logits(self, g: Graph, hidden, target):
+    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T], by the drafter's own head or the target's, capped once (a target caps for itself)."""
         own = "output.weight" in self.weights
         logits = g.matmul(self.weights["output.weight"], hidden) if own else target.logits(g, hidden)

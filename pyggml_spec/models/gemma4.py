@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..ggml.graph import Graph
+from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, geglu_ffn, project
@@ -114,13 +115,13 @@ class Gemma4(Qwen3):
     """The gemma4 target: the frame of qwen3 with its own layers."""
 
     arch = "gemma4"
+    hp: Hparams
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
         self.window, self.n_vocab = self.hp.window, vocabulary(file)
         self.embedding_scale, self.softcap = float(np.sqrt(np.float32(self.n_embd))), self.hp.softcap
-        self.weights = None
 
     @property
     def experts(self) -> Experts | None:
@@ -156,6 +157,7 @@ class Gemma4(Qwen3):
         if i < hp.n_own_kv:
             vectors["attn_k_norm"] = size
         if self._routed(i):
+            assert hp.experts is not None
             vectors |= dict.fromkeys(("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), n)
             out = [*hp.experts.specs(self.file, b, n), Spec(f"{b}ffn_gate_inp.scale", (n,), VECTOR)]
         if hp.n_per_layer:
@@ -187,7 +189,7 @@ class Gemma4(Qwen3):
 
     # -- the graph
 
-    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[object, list]:
+    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
         """As in ``Qwen3``; the input of layer 0 is the scaled embedding."""
         hp, captured = self.hp, {}
         x = g.scale(self.embed(g, rows.tokens), self.embedding_scale)
@@ -204,17 +206,17 @@ class Gemma4(Qwen3):
         captured[hp.n_layer] = x
         return g.rms_norm(x, self.weights["output_norm.weight"], hp.eps), [captured[v] for v in capture]
 
-    def logits(self, g: Graph, hidden):
+    def logits(self, g: Graph, hidden: Tensor) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T], capped where the file says so."""
         return g.soft_cap(super().logits(g, hidden), self.softcap)
 
-    def _w(self, i: int, name: str):
+    def _w(self, i: int, name: str) -> Tensor:
         return self.weights[f"blk.{i}.{name}.weight"]
 
-    def _norm(self, g: Graph, x, i: int, name: str):
+    def _norm(self, g: Graph, x: Tensor, i: int, name: str) -> Tensor:
         return g.rms_norm(x, self._w(i, name), self.hp.eps)
 
-    def _per_layer_inputs(self, g: Graph, x, tokens):
+    def _per_layer_inputs(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor:
         """What each layer adds to its output: F32 [n_per_layer, T, n_layer]."""
         hp, w, rows = self.hp, self.weights, x.ne[1]
         looked_up = g.shaped(g.rows(w["per_layer_token_embd.weight"], tokens), hp.n_per_layer, hp.n_layer, rows)
@@ -224,7 +226,7 @@ class Gemma4(Qwen3):
         both = g.scale(g.add(projected, looked_up), inverse_root(2))
         return g.cont(g.permute(both, 0, 2, 1, 3))
 
-    def _layer(self, g: Graph, rows: Rows, x, i: int):
+    def _layer(self, g: Graph, rows: Rows, x: Tensor, i: int) -> Tensor:
         a = self._attention(g, rows, self._norm(g, x, i, "attn_norm"), i)
         a = g.add(self._norm(g, a, i, "post_attention_norm"), x)
         f = geglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self._w(i, "ffn_down"), self._norm(g, a, i, "ffn_norm"))
@@ -232,15 +234,16 @@ class Gemma4(Qwen3):
             f = g.add(self._norm(g, f, i, "post_ffw_norm_1"), self._norm(g, self._experts(g, a, i), i, "post_ffw_norm_2"))
         return g.add(self._norm(g, f, i, "post_ffw_norm"), a)
 
-    def _experts(self, g: Graph, a, i: int):
+    def _experts(self, g: Graph, a: Tensor, i: int) -> Tensor:
         n = self._norm(g, a, i, "pre_ffw_norm_2")
         seen = g.scale(g.norm(a, self.hp.eps), inverse_root(self.n_embd))
         logits = g.matmul(self._w(i, "ffn_gate_inp"), g.mul(seen, self.weights[f"blk.{i}.ffn_gate_inp.scale"]))
+        assert self.hp.experts is not None
         return self.hp.experts(g, self.weights, f"blk.{i}.", n, logits)
 
-    def _attention(self, g: Graph, rows: Rows, h, i: int):
+    def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int) -> Tensor:
         hp, kind, kv_heads = self.hp, self.hp.kind(i), self.hp.n_head_kv[i]
-        seen = rows.sliding if hp.sliding[i] else rows
+        seen = rows.of_sliding if hp.sliding[i] else rows
         factors = None if hp.sliding[i] else self.weights[FACTORS]
         q, *own = project(g, self.weights.group(f"blk.{i}.mixer"), h)
         q = kind.rope(g, self._norm(g, g.heads(q, kind.head_size, hp.n_head[i]), i, "attn_q_norm"), rows.positions, factors)

@@ -27,7 +27,9 @@ def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None
     """
     if not isinstance(file.metadata.get(key), np.ndarray):
         return (positive(file, key, default, limit),) * n_layer
-    values = [int(v) for v in file.array(key, "iu")[:n_layer]]
+    numbers = file.array(key, "iu")
+    assert numbers is not None
+    values = [int(v) for v in numbers[:n_layer]]
     bad = [v for v in values if not 0 < v <= limit]
     if bad or len(values) < n_layer:
         raise ModelError(f"{file.path}: {key} is {values}, but it has to be {n_layer} numbers between 1 and {limit}")
@@ -62,7 +64,9 @@ def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4) -> 
     if not isinstance(file.metadata.get(key), np.ndarray):
         period = positive(file, key, period)
         return window, tuple(i % period != 0 for i in range(n_layer))
-    pattern = tuple(bool(v) for v in file.array(key)[:n_layer])
+    flags = file.array(key)
+    assert flags is not None
+    pattern = tuple(bool(v) for v in flags[:n_layer])
     if len(pattern) < n_layer:
         raise ModelError(f"{file.path}: attention.sliding_window_pattern names {len(pattern)} of {n_layer} layers")
     return window, pattern

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import ModelError
 from ..ggml.graph import Graph
+from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, project, softplus_gated, swiglu_ffn
@@ -91,12 +92,12 @@ class Laguna(Qwen3):
     """The laguna target: the frame of qwen3 with its own attention and FFN."""
 
     arch = "laguna"
+    hp: Hparams
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
         self.window, self.n_vocab = self.hp.window, vocabulary(file)
-        self.weights = None
 
     @property
     def experts(self) -> Experts | None:
@@ -142,9 +143,9 @@ class Laguna(Qwen3):
 
     # -- the graph
 
-    def _attention(self, g: Graph, rows: Rows, h, i: int):
+    def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int) -> Tensor:
         hp, w, b, size, heads = self.hp, self.weights, f"blk.{i}.", self.hp.head_size, self.hp.n_head[i]
-        rope, seen = (hp.rope_sliding, rows.sliding) if hp.sliding[i] else (hp.rope, rows)
+        rope, seen = (hp.rope_sliding, rows.of_sliding) if hp.sliding[i] else (hp.rope, rows)
         q, k, v, gate = project(g, w.group(f"{b}mixer"), h)
         q = rope(g, g.rms_norm(g.heads(q, size, heads), w[f"{b}attn_q_norm.weight"], hp.eps), rows.positions)
         k = rope(g, g.rms_norm(g.heads(k, size, hp.n_head_kv[i]), w[f"{b}attn_k_norm.weight"], hp.eps), rows.positions)
@@ -152,7 +153,7 @@ class Laguna(Qwen3):
         out = attend(g, q, k, v, rows.kv[i], seen.kv_rows, seen.mask, seen.span, hp.n_head_kv[i], inverse_root(size))
         return g.matmul(w[f"{b}attn_output.weight"], softplus_gated(g, out, gate, size))
 
-    def _ffn(self, g: Graph, n, i: int):
+    def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
         w, b = self.weights, f"blk.{i}."
         routed = self.hp.experts(g, w, b, n) if i >= self.hp.n_dense else None
         dense = swiglu_ffn(g, w.group(f"{b}ffn"), w[f"{b}{self._ffn_names(i)[2]}.weight"], n)

@@ -5,7 +5,8 @@ Source of the formulae: llama.cpp, src/models/llama.cpp.
 """
 
 from ..ggml.graph import Graph
-from .qwen3 import Qwen3
+from ..ggml.library import Tensor
+from .qwen3 import Hparams, Qwen3
 from .weights import VECTOR, Spec
 
 FACTORS = "rope_freqs.weight"
@@ -15,11 +16,12 @@ class Llama(Qwen3):
     """The llama target."""
 
     arch = "llama"
+    hp: Hparams
     neox = False
     head_norms = ()
 
     def _more_specs(self) -> list[Spec]:
         return [Spec(FACTORS, (self.hp.rope.n_rot // 2,), VECTOR)] if FACTORS in self.file.tensors else []
 
-    def _rotate(self, g: Graph, x, positions, norm: str):
+    def _rotate(self, g: Graph, x: Tensor, positions: Tensor, norm: str) -> Tensor:
         return self.hp.rope(g, x, positions, self.weights.get(FACTORS))

@@ -7,9 +7,11 @@ the additions. Expert matrices are 3-D: [n_in, n_out, n_expert].
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ModelError
 from ..ggml.graph import Graph
+from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .hparams import per_layer, positive
 from .weights import EXPERTS, MATMUL, VECTOR, Spec, Weights
@@ -36,7 +38,7 @@ class Experts:
     biased: bool = False
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, arch: str, n_layer: int, n_ff: int | None = None, **more) -> "Experts":
+    def from_gguf(cls, file: GGUFFile, arch: str, n_layer: int, n_ff: int | None = None, **more: Any) -> "Experts":
         """Reads `expert_count`, `expert_used_count` and `expert_feed_forward_length` (``n_ff`` where the file lacks it).
 
         Raises:
@@ -69,7 +71,7 @@ class Experts:
             out.append(Spec(f"{prefix}ffn_down_exps.scale", (self.n_expert,), VECTOR))
         return out
 
-    def __call__(self, g: Graph, w: Weights, prefix: str, x, logits=None):
+    def __call__(self, g: Graph, w: Weights, prefix: str, x: Tensor, logits: Tensor | None = None) -> Tensor:
         """x F32 [n_embd, T] -> F32 [n_embd, T]; ``logits`` F32 [n_expert, T] replace those of the router on x."""
         rows, layer = x.ne[1], int(prefix.split(".")[1])
         weights, chosen = self._route(g, w, prefix, g.matmul(w[f"{prefix}ffn_gate_inp.weight"], x) if logits is None else logits)
@@ -86,7 +88,7 @@ class Experts:
         g.expand(out)
         return self._sum(g, out)
 
-    def _route(self, g: Graph, w: Weights, prefix: str, logits):
+    def _route(self, g: Graph, w: Weights, prefix: str, logits: Tensor) -> tuple[Tensor, Tensor]:
         """F32 [1, n_used, T] weights and I32 [n_used, T] chosen experts."""
         rows = logits.ne[1]
         p = g.softmax(logits) if self.gating == SOFTMAX else g.sigmoid(logits)
@@ -98,12 +100,12 @@ class Experts:
             weights = g.shaped(flat, 1, self.n_used, rows)
         return (g.scale(weights, self.scale) if self.scale not in (0.0, 1.0) else weights), chosen
 
-    def _results(self, g: Graph, w: Weights, prefix: str, x, chosen):
+    def _results(self, g: Graph, w: Weights, prefix: str, x: Tensor, chosen: Tensor) -> Tensor:
         """FFN_e(x) of the chosen experts, by their places in the device's tensors, F32 [n_embd, n_used, T]."""
         hidden = self._hidden(g, w, prefix, g.shaped(x, x.ne[0], 1, x.ne[1]), chosen)
         return g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, chosen)
 
-    def _hidden(self, g: Graph, w: Weights, prefix: str, x, chosen):
+    def _hidden(self, g: Graph, w: Weights, prefix: str, x: Tensor, chosen: Tensor) -> Tensor:
         """act(W_gate x) * W_up x of the chosen experts, F32 [n_ff, n_used, T]."""
         if f"{prefix}ffn_gate_up_exps.weight" in w:
             both = g.matmul_experts(w[f"{prefix}ffn_gate_up_exps.weight"], x, chosen)
@@ -113,7 +115,7 @@ class Experts:
             gate = g.matmul_experts(w[f"{prefix}ffn_gate_exps.weight"], x, chosen)
         return g.geglu(gate, up) if self.gelu else g.swiglu(gate, up)
 
-    def _sum(self, g: Graph, out):
+    def _sum(self, g: Graph, out: Tensor) -> Tensor:
         """F32 [n_embd, n_used, T] -> F32 [n_embd, T], added in order; the views come before the additions."""
         parts = [g.slice_2d(out, i) for i in range(self.n_used)]
         for part in parts:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Placement:
     gelu: bool
     rows: int = 512
 
-    def description(self, target) -> str:
+    def description(self, target: Any) -> str:
         """One line for people."""
         n_expert, layers = target.experts.n_expert, routed_layers(target)
         whole = sum(not hot for hot in self.hot.values())
@@ -106,7 +107,7 @@ class ExpertOptions:
     profile: Path | None = None
     count: bool = False
 
-    def placement(self, target, rows: int = 512) -> Placement:
+    def placement(self, target: Any, rows: int = 512) -> Placement:
         """Where the experts of ``target`` go; ``rows`` of the widest step.
 
         Raises:
@@ -139,6 +140,6 @@ def hot_count(fraction: float, n_expert: int) -> int:
     return min(n_expert, int(fraction * n_expert + 0.5))
 
 
-def routed_layers(target) -> list[int]:
+def routed_layers(target: Any) -> list[int]:
     """Layers of ``target`` whose file has experts."""
     return [i for i in range(target.n_layer) if f"blk.{i}.ffn_down_exps.weight" in target.file.tensors]

@@ -7,16 +7,18 @@ Source of the formulae: llama.cpp, src/models/qwen3.cpp. ``llama`` differs in tw
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ModelError
 from ..ggml.graph import Graph
+from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .base import KVShape, Rows
+from .base import DeltaShape, KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
 from .model import Model
 from .rope import Rope
-from .weights import VECTOR, Spec
+from .weights import VECTOR, Spec, Weights
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,17 @@ class Qwen3(Model):
     """The qwen3 target. ``weights`` has to be set before ``forward``."""
 
     arch = "qwen3"
+    hp: Any  # the Hparams of the architecture; this frame asks for what they have in common
+    weights: Weights
     neox = True  # rope pairs (i, i + n_rot / 2)
-    head_norms = ("attn_q_norm", "attn_k_norm")
+    head_norms: tuple[str, ...] = ("attn_q_norm", "attn_k_norm")
     window = 0
     embedding_scale, softcap = 1.0, 0.0
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch, self.neox)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
         self.n_vocab = vocabulary(file)
-        self.weights = None
 
     # -- what it reads
 
@@ -109,15 +112,18 @@ class Qwen3(Model):
     def kv_shapes(self) -> list[KVShape]:
         return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.n_layer
 
-    def delta_shape(self) -> None:
+    def delta_shape(self) -> DeltaShape | None:
         return None
+
+    def delta_row(self) -> int:
+        return 0
 
     # -- the graph
 
-    def embed(self, g: Graph, tokens):
+    def embed(self, g: Graph, tokens: Tensor) -> Tensor:
         return g.rows(self.weights["token_embd.weight"], tokens)
 
-    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[object, list]:
+    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
         """Adds all layers. Returns (F32 [n_embd, T] normalised for the head, captured inputs of the layers named by ``capture``).
 
         A value v in ``capture`` is the input of layer v, that is the output of layer v - 1; v = n_layer is the last layer's output.
@@ -133,11 +139,11 @@ class Qwen3(Model):
         captured[hp.n_layer] = x
         return g.rms_norm(x, w["output_norm.weight"], hp.eps), [captured[v] for v in capture]
 
-    def logits(self, g: Graph, hidden):
+    def logits(self, g: Graph, hidden: Tensor) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T]."""
         return g.matmul(self.weights["output.weight"], hidden)
 
-    def _attention(self, g: Graph, rows: Rows, h, i: int):
+    def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int) -> Tensor:
         hp, size = self.hp, self.hp.head_size
         q, k, v = project(g, self.weights.group(f"blk.{i}.mixer"), h)
         q = self._rotate(g, g.heads(q, size, hp.n_head), rows.positions, f"blk.{i}.attn_q_norm.weight")
@@ -146,8 +152,8 @@ class Qwen3(Model):
         out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, inverse_root(size))
         return g.matmul(self.weights[f"blk.{i}.attn_output.weight"], out)
 
-    def _ffn(self, g: Graph, n, i: int):
+    def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
         return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights[f"blk.{i}.ffn_down.weight"], n)
 
-    def _rotate(self, g: Graph, x, positions, norm: str):
+    def _rotate(self, g: Graph, x: Tensor, positions: Tensor, norm: str) -> Tensor:
         return self.hp.rope(g, g.rms_norm(x, self.weights[norm], self.hp.eps), positions)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from ..errors import ModelError
 from ..ggml.graph import Graph
+from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import DeltaShape, KVShape, Rows
 from .blocks import attend, project, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
 from .model import Model
 from .rope import Rope
-from .weights import VECTOR, Spec
+from .weights import VECTOR, Spec, Weights
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ class Qwen35(Model):
     """The qwen35 target. ``weights`` has to be set before ``forward``."""
 
     arch = "qwen35"
+    weights: Weights
     window = 0
     embedding_scale, softcap = 1.0, 0.0
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
         self.n_vocab = vocabulary(file)
-        self.weights = None
         self._read_ffn(file)
 
     def _read_ffn(self, file: GGUFFile) -> None:
@@ -165,10 +166,10 @@ class Qwen35(Model):
 
     # -- the graph
 
-    def embed(self, g: Graph, tokens):
+    def embed(self, g: Graph, tokens: Tensor) -> Tensor:
         return g.rows(self.weights["token_embd.weight"], tokens)
 
-    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[object, list]:
+    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
         """Adds all layers. Returns (F32 [n_embd, T] normalised for the head, captured inputs of the layers named by ``capture``).
 
         A value v in ``capture`` is the input of layer v, that is the output of layer v - 1; v = n_layer is the last layer's output.
@@ -190,11 +191,11 @@ class Qwen35(Model):
         captured[hp.n_layer] = x
         return g.rms_norm(x, w["output_norm.weight"], hp.eps), [captured[v] for v in capture]
 
-    def logits(self, g: Graph, hidden):
+    def logits(self, g: Graph, hidden: Tensor) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T]."""
         return g.matmul(self.weights["output.weight"], hidden)
 
-    def _attention(self, g: Graph, rows: Rows, h, i: int, n: int):
+    def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int, n: int) -> Tensor:
         hp, w, size = self.hp, self.weights, self.hp.head_size
         qg, k, v = project(g, w.group(f"blk.{i}.mixer"), h)
         q = g.heads(qg, size, hp.n_head, stride=2 * size)  # each head holds [q | gate]
@@ -205,13 +206,15 @@ class Qwen35(Model):
         out = attend(g, q, k, v, rows.kv[n], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, inverse_root(size))
         return g.matmul(w[f"blk.{i}.attn_output.weight"], g.mul(out, g.sigmoid(gate)))
 
-    def _delta_net(self, g: Graph, rows: Rows, h, i: int, n: int):
+    def _delta_net(self, g: Graph, rows: Rows, h: Tensor, i: int, n: int) -> Tensor:
         hp, w = self.hp, self.weights
         proj, z, beta, alpha = project(g, w.group(f"blk.{i}.mixer"), h)
         names = ("ssm_conv1d.weight", "ssm_dt.bias", "ssm_a")
-        o = rows.delta.layer(g, n, g.whole(proj), beta, alpha, *(w[f"blk.{i}.{name}"] for name in names), hp.eps)
+        conv_w, dt, a = (w[f"blk.{i}.{name}"] for name in names)
+        assert rows.delta is not None
+        o = rows.delta.layer(g, n, g.whole(proj), beta, alpha, conv_w, dt, a, hp.eps)
         o = g.flat(g.rms_norm(o, w[f"blk.{i}.ssm_norm.weight"], hp.eps))
         return g.matmul(w[f"blk.{i}.ssm_out.weight"], g.swiglu(z, o))
 
-    def _ffn(self, g: Graph, n, i: int):
+    def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
         return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights[f"blk.{i}.ffn_down.weight"], n)

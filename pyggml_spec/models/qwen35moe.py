@@ -6,6 +6,7 @@ Source of the formulae: llama.cpp, src/models/qwen35moe.cpp.
 """
 
 from ..ggml.graph import Graph
+from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .blocks import swiglu_ffn
 from .hparams import positive
@@ -36,7 +37,7 @@ class Qwen35MoE(Qwen35):
     def _ffn_members(self) -> tuple[str, ...]:
         return ("ffn_gate_shexp", "ffn_up_shexp")
 
-    def _ffn(self, g: Graph, n, i: int):
+    def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
         w, b = self.weights, f"blk.{i}."
         routed = self.experts(g, w, b, n)
         shared = swiglu_ffn(g, w.group(f"{b}ffn"), w[f"{b}ffn_down_shexp.weight"], n)

@@ -2,6 +2,7 @@
 
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
+from .base import Target
 from .dflash import DFlash
 from .dialects import ARCHS as DRAFTERS
 from .dialects import SUPPORTED, as_dflash, refuse_other_methods
@@ -16,7 +17,7 @@ TARGETS = {cls.arch: cls for cls in (Gemma4, Laguna, Llama, Qwen3, Qwen35, Qwen3
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 
 
-def open_target(file: GGUFFile):
+def open_target(file: GGUFFile) -> Target:
     """The target model of an open file.
 
     Raises:
@@ -31,7 +32,7 @@ def open_target(file: GGUFFile):
     return TARGETS[arch](file)
 
 
-def open_drafter(file: GGUFFile):
+def open_drafter(file: GGUFFile) -> DFlash:
     """The drafter of an open file, whichever converter wrote it.
 
     Raises:

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..ggml.graph import Graph
+from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .hparams import positive
 
@@ -92,7 +93,7 @@ class Rope:
                 "the file was converted with other hyper-parameters"
             )
 
-    def __call__(self, g: Graph, x, positions, factors=None):
+    def __call__(self, g: Graph, x: Tensor, positions: Tensor, factors: Tensor | None = None) -> Tensor:
         return g.rope(x, positions, self.n_rot, self.neox, self.base, self.scale, factors, self.n_ctx_orig, self.yarn)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend, free_bytes
 from ..ggml.host_experts import HostExperts, fillers
-from ..ggml.library import check, ffi, lib, new_err, text
+from ..ggml.library import Buffer, CData, Context, Tensor, check, ffi, lib, new_err, text
 from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
 
@@ -53,9 +53,9 @@ class Group:
     """
 
     rows: tuple[int, ...]
-    fused: object | None
-    rest: tuple
-    parts: tuple
+    fused: Tensor | None
+    rest: tuple[Tensor, ...]
+    parts: tuple[Tensor, ...]
 
     @property
     def fused_rows(self) -> tuple[int, ...]:
@@ -104,16 +104,16 @@ class Weights:
         progress: Callable[[int, int], None] | None = None,
         placement: Placement | None = None,
         host: Backend | None = None,
-    ):
+    ) -> None:
         self.backend, self.file, self.placement = backend, file, placement
         self.host_experts: HostExperts | None = None
         self.host_bytes = 0
-        self._host_buffers: list = []
-        self._held: list = []  # views of the file's pages that tensors point into
-        self._tensors: dict[str, object] = {}
+        self._host_buffers: list[Buffer] = []
+        self._held: list[tuple[CData, memoryview]] = []  # views of the file's pages that tensors point into
+        self._tensors: dict[str, Tensor] = {}
         self._groups: dict[str, Group] = {}
-        self._contexts: list = []
-        self._buffers: list = []
+        self._contexts: list[Context] = []
+        self._buffers: list[Buffer] = []
         self.bytes_by_type: dict[str, int] = {}
         self.repacked_bytes = 0
         self._bufts = [*backend.extra_buffer_types(), backend.default_buffer_type]
@@ -121,6 +121,7 @@ class Weights:
             specs = list(specs)
             self._load(specs, groups, alike, progress or (lambda done, total: None))
             if placement is not None and placement.hot:
+                assert host is not None
                 self._load_host(specs, placement, host)
         except BaseException:
             self.close()
@@ -171,7 +172,7 @@ class Weights:
             count += 1
         return count if count > 1 else 0
 
-    def _load(self, specs: list[Spec], groups: dict, alike, progress) -> None:
+    def _load(self, specs: list[Spec], groups: dict, alike: Iterable[tuple[str, ...]], progress: Callable[[int, int], None]) -> None:
         found = {spec.name: (spec, _find(self.file, spec)) for spec in specs}
         fused = {name: self._fusable([found[m] for m in members]) for name, members in groups.items()}
         for family in alike:
@@ -179,7 +180,7 @@ class Weights:
         in_fused = {member for name, count in fused.items() for member in groups[name][:count]}
 
         # jobs: (key, type, shape, use, sources)
-        jobs = []
+        jobs: list[tuple[str, int, tuple[int, ...], str, list[TensorInfo]]] = []
         for name, count in fused.items():
             if count:
                 parts = [found[m] for m in groups[name][:count]]
@@ -187,7 +188,7 @@ class Weights:
                 jobs.append((name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
         hot = {}
         for spec, info in found.values():
-            if (mine := self._hot(spec)) is not None:
+            if self.placement is not None and (mine := self._hot(spec)) is not None:
                 # slots of their own for what is not here: its rows must not change which kernel the real ones get
                 if 0 < len(mine) < spec.shape[2]:
                     mine += (mine[0],) * fillers(self.placement.n_used, len(mine))
@@ -197,12 +198,12 @@ class Weights:
             elif spec.name not in in_fused:
                 jobs.append((spec.name, info.type, spec.shape, spec.use, [info]))
 
-        by_buft: dict[int, list] = {}
+        by_buft: dict[int, list[tuple[str, int, tuple[int, ...], str, list[TensorInfo]]]] = {}
         placed: dict[tuple[str, int], str] = {}
         alias: dict[str, str] = {}
         for job in jobs:
-            key, kind, shape, use, sources = job
-            home = self._choose_buffer(kind, shape, use)
+            key, kind, dims, use, sources = job
+            home = self._choose_buffer(kind, dims, use)
             if len(sources) == 1:
                 first = placed.setdefault((sources[0].name, home), key)
                 if first != key:
@@ -247,10 +248,10 @@ class Weights:
         if home < len(self._bufts) - 1:
             self.repacked_bytes += lib.ggml_backend_buffer_get_size(buffer)
 
-    def _upload(self, tensor, sources: list[TensorInfo], whole: bool) -> None:
+    def _upload(self, tensor: Tensor, sources: list[TensorInfo], whole: bool) -> None:
         if whole and len(sources) > 1:  # a repacking buffer takes a tensor in one piece only
-            data = b"".join(self.file.read(info.name) for info in sources)
-            lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(data), 0, len(data))
+            joined = b"".join(self.file.read(info.name) for info in sources)
+            lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(joined), 0, len(joined))
             return
         offset = 0
         for info in sources:
@@ -264,20 +265,20 @@ class Weights:
         """The experts of this tensor that the device has; None if it has all of them as always."""
         return self.placement.hot.get(_layer(spec.name)) if self.placement is not None and spec.use == EXPERTS else None
 
-    def _upload_experts(self, tensor, info: TensorInfo, hot: tuple[int, ...]) -> None:
+    def _upload_experts(self, tensor: Tensor, info: TensorInfo, hot: tuple[int, ...]) -> None:
         size = tensor.nb[2]
         with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
             for slot, expert in enumerate(hot):
                 lib.ggml_backend_tensor_set(tensor, pointer + expert * size, slot * size, size)
 
     def _load_host(self, specs: list[Spec], placement: Placement, host: Backend) -> None:
-        layers: dict[int, dict[str, object]] = {}
-        found = [(spec, _find(self.file, spec)) for spec in specs if self._hot(spec) is not None]
+        layers: dict[int, dict[str, Tensor]] = {}
+        found = [(spec, _find(self.file, spec), hot) for spec in specs if (hot := self._hot(spec)) is not None]
         ctx = self._context(len(found))
-        for spec, info in found:
+        for spec, info, hot in found:
             name = spec.name.split(".")[2].removeprefix("ffn_").removesuffix("_exps")
             layers.setdefault(_layer(spec.name), {})[name] = self._host_tensor(ctx, spec, info)
-            if len(self._hot(spec)) < spec.shape[2]:
+            if len(hot) < spec.shape[2]:
                 self.host_bytes += info.nbytes
         down = next(iter(layers.values()))["down"]
         sizes = {"n_ff": down.ne[0], "n_embd": down.ne[1], "n_expert": down.ne[2]}
@@ -286,7 +287,7 @@ class Weights:
         for layer, weights in layers.items():
             self.host_experts.set_layer(layer, weights, placement.hot[layer])
 
-    def _host_tensor(self, ctx, spec: Spec, info: TensorInfo):
+    def _host_tensor(self, ctx: Context, spec: Spec, info: TensorInfo) -> Tensor:
         """All experts of the tensor, as a tensor over the file's own pages; a copy where the file does not align them."""
         tensor = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape)
         view = self.file.read(info.name)
@@ -313,10 +314,10 @@ class Weights:
         for name, members in groups.items():
             rows, count = tuple(found[m][0].shape[1] for m in members), fused[name]
             whole = self._tensors[name] if count else None
-            parts = self._inside(ctx, whole, rows[:count]) if count and self.backend.device.kind != "cpu" else ()
+            parts = self._inside(ctx, whole, rows[:count]) if whole is not None and self.backend.device.kind != "cpu" else ()
             self._groups[name] = Group(rows, whole, tuple(self._tensors[m] for m in members[count:]), parts)
 
-    def _inside(self, ctx, whole, rows: tuple[int, ...]) -> tuple:
+    def _inside(self, ctx: Context, whole: Tensor, rows: tuple[int, ...]) -> tuple:
         """Tensors for the matrices inside a fused one. Leaves, not views: a view node between two matmuls keeps ggml-cuda from fusing them."""
         out, err, offset = [], new_err(), 0
         for n in rows:
@@ -326,17 +327,17 @@ class Weights:
             offset += n * whole.nb[1]
         return tuple(out)
 
-    def _context(self, count: int):
+    def _context(self, count: int) -> Context:
         params = ffi.new("struct ggml_init_params *", {"mem_size": (count + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
         self._contexts.append(lib.ggml_init(params[0]))
         return self._contexts[-1]
 
     # -- access
 
-    def __getitem__(self, name: str):
+    def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def get(self, name: str):
+    def get(self, name: str) -> Tensor | None:
         """The tensor, or None where the file has none of that name."""
         return self._tensors.get(name)
 

@@ -19,7 +19,8 @@ from ..errors import ContextError, DeviceError, EngineError
 from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepTimes
-from ..models.base import DeltaShape
+from ..models.base import DeltaShape, Target
+from ..models.dflash import DFlash
 from .batch_graphs import BatchGraphs
 from .graphs import MOST_CANDIDATES, Step
 from .parts import MOST_WIDTH, EngineOptions, EngineParts, StepResult, candidate_widths
@@ -80,8 +81,10 @@ class BatchEngine(EngineParts):
     """Runs steps over N slots."""
 
     graphs_class, row_bytes = BatchGraphs, 112
+    graphs: BatchGraphs
+    delta: DeltaSlots | None
 
-    def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
+    def __init__(self, backend: Backend, target: Target, drafter: DFlash | None, options: EngineOptions) -> None:
         whole(options.slots, "the number of slots", 1, MAX_SLOTS)
         super().__init__(backend, target, drafter, options)
         self.slots = [Slot(Cursor(options.n_ctx)) for _ in range(options.slots)]
@@ -283,7 +286,8 @@ class BatchEngine(EngineParts):
                 self._clean(slot)
         self.graphs.drafting = self.drafter is not None and any(self.slots[slot].drafting for slot in work)
         wanted = [self.slots[slot].candidates for slot in work]
-        self.graphs.candidates = None if None in wanted else next(n for n in CANDIDATES if max(wanted) <= n)
+        counted = [n for n in wanted if n is not None]
+        self.graphs.candidates = None if len(counted) < len(wanted) else next(n for n in CANDIDATES if max(counted) <= n)
         if all(isinstance(item, Prompt) or (isinstance(item, Verify) and len(item.drafts) == 0) for item in work.values()):
             return self._direct(work, rows, seats, meanwhile=meanwhile)
         return self._block(work, rows, seats, meanwhile)
@@ -376,8 +380,8 @@ class BatchEngine(EngineParts):
         known = given.reshape(seats.count, width)
         known[:] = 0
         for slot, item in work.items():
-            ids = self._known(slot, item)
-            known[slot - seats.first, : len(ids)] = ids
+            mine = self._known(slot, item)
+            known[slot - seats.first, : len(mine)] = mine
         if drafting:
             self._fill_drafts(step, width, work, seats)
         if self.delta is not None:
@@ -450,8 +454,9 @@ class BatchEngine(EngineParts):
         """The ids of the work's rows that the host knows."""
         if isinstance(item, Prompt):
             return list(item.tokens)
-        pending = [self.slots[slot].cursor.pending]
-        return pending if isinstance(item, Draft) else pending + list(item.drafts)
+        pending = self.slots[slot].cursor.pending
+        assert pending is not None  # _check has looked
+        return [pending] if isinstance(item, Draft) else [pending, *item.drafts]
 
     def _span(self, seats: SlotRange, width: int) -> int:
         longest = max(self.slots[slot].cursor.committed for slot in seats.slots)
@@ -463,6 +468,7 @@ class BatchEngine(EngineParts):
             self.delta.lay_out(width)
 
     def _fill_commit(self, step: Step, seats: SlotRange) -> None:
+        assert self.delta is not None
         self.delta.fill_tail(step.host["tail"], seats)
         self.delta.fill_keep(step.host["keep"], seats)
 
@@ -483,7 +489,7 @@ class BatchEngine(EngineParts):
             host["q_first"][:] = host["positions"]
             host["q_first"] -= self.target.window - 1
 
-    def _fill_ring(self, host, width: int, real: int, n: int, at: int, seats: SlotRange) -> None:
+    def _fill_ring(self, host: dict[str, np.ndarray], width: int, real: int, n: int, at: int, seats: SlotRange) -> None:
         rows = host["sliding_rows"].reshape(seats.count, width)[at]
         near = host["sliding_near"].reshape(seats.count, -1)[at]
         self.kv.fill_ring(n, width, real, rows, near)
@@ -493,6 +499,7 @@ class BatchEngine(EngineParts):
             near[0] = 0.5
 
     def _fill_drafts(self, step: Step, width: int, work: Mapping[int, Work], seats: SlotRange) -> None:
+        assert self.drafter is not None and self.draft_kv is not None
         host, total = step.host, width * seats.count
         shape = (seats.count, width)
         host["block"][:] = self.drafter.hp.mask_token

@@ -10,12 +10,17 @@ fused    replay, then left pending     from the host or drafted, row by row    d
 commit   replay of all slots           -                                       before blocks of another width, or direct rows
 """
 
+from typing import Any
+
+from ..cache.kv import KVCache
 from ..cache.recurrent import DeltaRows
-from ..cache.slots import SlotRange
+from ..cache.slots import DeltaSlots, SlotRange
+from ..ggml.device import Backend
 from ..ggml.graph import Graph
-from ..ggml.step_io import StepFields
-from ..models.base import Rows
-from ..models.dflash import BlockRows
+from ..ggml.library import Tensor
+from ..ggml.step_io import StepFields, StepIO
+from ..models.base import Rows, Target
+from ..models.dflash import BlockRows, DFlash
 from .graphs import MEASURED_SPANS, Step, StepGraphs
 
 KEEP_GRAPHS = 32  # per (role, width), the last used; about 2 MB of host memory each
@@ -24,7 +29,20 @@ KEEP_GRAPHS = 32  # per (role, width), the last used; about 2 MB of host memory 
 class BatchGraphs(StepGraphs):
     """Builds and keeps the graphs of one batch engine. Owns the roles."""
 
-    def __init__(self, backend, io, target, drafter, kv, draft_kv, delta, widths: dict[str, tuple[int, ...]], slots: int):
+    delta: DeltaSlots | None
+
+    def __init__(
+        self,
+        backend: Backend,
+        io: StepIO,
+        target: Target,
+        drafter: DFlash | None,
+        kv: KVCache,
+        draft_kv: KVCache | None,
+        delta: DeltaSlots | None,
+        widths: dict[str, tuple[int, ...]],
+        slots: int,
+    ) -> None:
         super().__init__(backend, io, target, drafter, kv, draft_kv, delta, None, widths)
         self.slots = slots
         self._builders = {
@@ -53,7 +71,7 @@ class BatchGraphs(StepGraphs):
         finally:
             self.drafting = drafting
 
-    def _measured(self, role: str, *shape) -> int:
+    def _measured(self, role: str, *shape: Any) -> int:
         """Bytes that such a graph needs; it is not kept."""
         step = self._make(role, *shape)
         try:
@@ -66,7 +84,7 @@ class BatchGraphs(StepGraphs):
         """Whether graphs like this one were planned for: prompts go slot by slot, a chunk of several at once is planned when it is asked for."""
         return role != "direct" or width == 1 or seats.count == 1
 
-    def get(self, role: str, width: int, span: int, *more) -> Step:
+    def get(self, role: str, width: int, span: int, *more: Any) -> Step:
         step = super().get(role, width, span, *more)
         key = (role, width, span, *more, self.drafting, self.candidates)
         self._steps[key] = self._steps.pop(key)  # used last, dropped last: never while it runs
@@ -79,7 +97,7 @@ class BatchGraphs(StepGraphs):
 
     # -- parts
 
-    def _caches(self, g: Graph, kv, seats: SlotRange) -> tuple:
+    def _caches(self, g: Graph, kv: KVCache, seats: SlotRange) -> tuple:
         """The K/V tensors of these slots; rows are counted from the first one."""
         if self.slots == 1:
             return kv.layers
@@ -107,6 +125,7 @@ class BatchGraphs(StepGraphs):
         return DeltaRows(self.delta, width, True, take=self._take_rows(f, width, seats))
 
     def _replay(self, g: Graph, f: StepFields, width: int, seats: SlotRange) -> None:
+        assert self.delta is not None
         keep = f.input("keep", "f32", 1, width * seats.count)
         tail = f.input("tail", "i32", self.delta.history_rows * seats.count * self.delta.shape.layers)
         self.delta.begin_slots(g, seats, width, keep, tail)
@@ -120,15 +139,17 @@ class BatchGraphs(StepGraphs):
         take = self._take_rows(f, 1, seats) if width == 1 else None
         return DeltaRows(self.delta, 0, False, on, last, take)
 
-    def _take_rows(self, f: StepFields, width: int, seats: SlotRange):
+    def _take_rows(self, f: StepFields, width: int, seats: SlotRange) -> Tensor:
+        assert self.delta is not None
         return f.input("take", "i32", (self.delta.history_rows + width) * seats.count)
 
-    def _target(self, g: Graph, tokens, rows: dict, delta: DeltaRows | None) -> tuple[object, list]:
-        capture = self.drafter.hp.target_layers if self.drafting else ()
+    def _target(self, g: Graph, tokens: Tensor, rows: dict, delta: DeltaRows | None) -> tuple[Tensor, list[Tensor]]:
+        capture = self.drafter.hp.target_layers if self.drafter is not None and self.drafting else ()
         return self.target.forward(g, Rows(tokens=tokens, delta=delta, **rows), capture)
 
-    def _context(self, g: Graph, features: list, rows: dict, draft_kv: tuple | None, seats: SlotRange) -> None:
+    def _context(self, g: Graph, features: list[Tensor], rows: dict, draft_kv: tuple | None, seats: SlotRange) -> None:
         if self.drafting:
+            assert self.drafter is not None and self.draft_kv is not None
             draft_kv = draft_kv or self._caches(g, self.draft_kv, seats)
             self.drafter.context_rows(g, features, rows["positions"], rows["kv_rows"], draft_kv)
 
@@ -139,7 +160,7 @@ class BatchGraphs(StepGraphs):
         delta = self._begin_direct(g, f, width, seats)
         out_row = f.input("out_row", "i32", seats.count) if width > 1 else None
         hidden, features = self._target(g, f.tokens(width * seats.count), rows, delta)
-        out = self._emit(g, f, g.rows(hidden, out_row) if width > 1 else hidden)
+        out = self._emit(g, f, g.rows(hidden, out_row) if out_row is not None else hidden)
         self._context(g, features, rows, None, seats)
         return out
 
@@ -161,6 +182,7 @@ class BatchGraphs(StepGraphs):
         return out
 
     def _fused_slots(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> dict:
+        assert self.drafter is not None and self.draft_kv is not None
         total = width * seats.count
         rows = self._rows(g, f, width, span, seats)
         block, draft_rows = f.input("block", "i32", total), f.input("draft_rows", "i64", total)
@@ -178,6 +200,7 @@ class BatchGraphs(StepGraphs):
         return out
 
     def _draft_masks_slots(self, g: Graph, f: StepFields, total: int, span: int, seats: SlotRange) -> tuple:
+        assert self.drafter is not None and self.draft_kv is not None
         last = f.input("draft_last", "f32", 1, total)
         by_window = {}
         for window in self.drafter.hp.window:

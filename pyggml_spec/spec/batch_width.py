@@ -33,7 +33,7 @@ class _Use:
 class BatchWidths:
     """Chooses among ``widths``; 1 is plain decoding."""
 
-    def __init__(self, widths: Sequence[int]):
+    def __init__(self, widths: Sequence[int]) -> None:
         self.widths = tuple(sorted({1, *widths}))
         self.costs: dict[tuple[int, int], float] = {}  # milliseconds by (slots that the graph covers, width)
         self._tries: Counter = Counter()
@@ -54,7 +54,7 @@ class BatchWidths:
         if untried and not self._guess(covered):
             return untried[-1]
         speed = {w: tokens / self.costs[covered, w] for w, tokens in self.expected(acceptances).items()}
-        best, use = max(speed, key=speed.get), self._uses.setdefault(covered, _Use())
+        best, use = max(speed, key=speed.__getitem__), self._uses.setdefault(covered, _Use())
         if not use.width or speed[best] > MARGIN * speed[use.width]:
             if use.width == 1 != best:
                 use.wait = FIRST_PROBE
@@ -63,7 +63,7 @@ class BatchWidths:
 
     def _plain_or_probe(self, covered: int, use: _Use, speed: dict[int, float]) -> int:
         """1, but the best block after so many plain steps that it costs PROBE_LOSS of their time at most; twice as many the next time."""
-        drafting = max((w for w in self.widths if w > 1), key=speed.get, default=1)
+        drafting = max((w for w in self.widths if w > 1), key=speed.__getitem__, default=1)
         if use.left:
             use.left -= 1
             return drafting

@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -41,7 +42,8 @@ def step_cost(engine: Engine, width: int, random: np.random.Generator | None = N
     """
     engine.reset(drafting=width > 1)
     engine.prefill(START[: max(1, engine.options.n_ctx - width)])
-    runs, started = [], time.perf_counter()
+    runs: list[float] = []
+    random, started = random or np.random.default_rng(SEED), time.perf_counter()
     while len(runs) < WARMUP + most and engine.cursor.room >= width:
         began = time.perf_counter()
         result = engine.plain_step() if width == 1 else engine.fused_step(width, random.integers(0, engine.target.n_vocab, width - 1))
@@ -80,8 +82,8 @@ def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
         engine.options,
         versions(),
     ]
-    for model in (engine.target, engine.drafter):
-        path = Path(model.file.path)
+    paths = [engine.target.file.path, *([engine.drafter.file.path] if engine.drafter is not None else [])]
+    for path in paths:
         with open(path, "rb") as file:
             parts += [path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
@@ -128,11 +130,11 @@ class Waiting:
 
     much = False
 
-    def __enter__(self) -> "Waiting":
+    def __enter__(self) -> Self:
         self._began, self._waited = time.perf_counter(), waited_for_core()
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         waited = waited_for_core()
         if waited is not None and self._waited is not None:
             self.much = waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)

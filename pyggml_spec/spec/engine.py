@@ -19,7 +19,8 @@ from ..errors import ContextError, DeviceError, EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..ggml.library import ffi, lib
-from ..models.base import DeltaShape
+from ..models.base import DeltaShape, Target
+from ..models.dflash import DFlash
 from .graphs import MOST_CANDIDATES, Step, StepGraphs
 from .parts import EngineOptions, EngineParts, StepResult, candidate_widths
 
@@ -31,7 +32,7 @@ class Engine(EngineParts):
 
     graphs_class, row_bytes = StepGraphs, 64
 
-    def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
+    def __init__(self, backend: Backend, target: Target, drafter: DFlash | None, options: EngineOptions) -> None:
         whole(options.slots, "the slots of an engine for one sequence", 1, 1)
         super().__init__(backend, target, drafter, options)
         self.cursor = Cursor(options.n_ctx)
@@ -270,19 +271,20 @@ class Engine(EngineParts):
 
     def plain_step(self) -> StepResult:
         """Computes the pending token alone. Follow with ``accept(1, ids[0])``."""
-        if self.graphs.drafting and self.ring.waiting == RING:
+        if self.ring is not None and self.graphs.drafting and self.ring.waiting == RING:
             self._catch_up()
         self._enter(1, pending=False)
         step = self.graphs.get("plain", 1, self._span(1))
         step.host["tokens"][0] = self._pending()
-        if self.graphs.drafting:
+        if self.ring is not None and self.graphs.drafting:
             step.host["ring_row"][0] = self.ring.waiting
         return self._run_block(step, 1, pending=False)
 
     def _catch_up(self) -> None:
         """Computes the drafter's K/V rows of the tokens that were decoded plainly since it last had any."""
-        if not self.graphs.drafting or not self.ring.waiting:
+        if self.ring is None or not self.graphs.drafting or not self.ring.waiting:
             return
+        assert self.draft_kv is not None
         step = self.graphs.get("catchup", RING, 0)
         first, count = self.cursor.committed - self.ring.waiting, self.ring.waiting
         np.add(self._iota[:RING], first, out=step.host["positions"])
@@ -313,13 +315,13 @@ class Engine(EngineParts):
 
     def verify_step(self, drafts: Sequence[int]) -> StepResult:
         """Verifies given ids behind the pending token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
-        drafts = token_ids(drafts, self.target.n_vocab, "the block of drafts")
-        width = self._block_width(drafts.size + 1)
+        ids = token_ids(drafts, self.target.n_vocab, "the block of drafts")
+        width = self._block_width(ids.size + 1)
         self._catch_up()
         self._enter(width, pending=True)
         step = self.graphs.get("verify", width, self._span(width))
         step.host["tokens"][0] = self._pending()
-        step.host["tokens"][1:] = drafts
+        step.host["tokens"][1:] = ids
         return self._run_block(step, width, pending=True)
 
     def read_candidates(self, count: int | None) -> None:
@@ -346,7 +348,7 @@ class Engine(EngineParts):
         rows, pending = whole(rows, "the number of accepted rows", 1, self._open_block), self._token(pending)
         if self.delta is not None:
             self.delta.after_step(self._open_block, rows, self._open_block > 1)
-        if self._open_block == 1 and self.graphs.drafting:
+        if self.ring is not None and self._open_block == 1 and self.graphs.drafting:
             self.ring.waiting += 1
         self._open_block = None
         self.cursor.advance(rows, pending)
@@ -445,5 +447,5 @@ class Engine(EngineParts):
 
     def expert_counts(self) -> dict[str, int] | None:
         """Choices of routed experts so far, hits among them, and the host's microseconds; None where all experts are on the device."""
-        host = self.target.weights.host_experts if self.target.weights is not None else None
+        host = self.target.weights.host_experts
         return asdict(host.counts()) if host is not None else None

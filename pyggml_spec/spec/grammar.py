@@ -6,6 +6,7 @@ llama.cpp parses grammars for programs that trust them, and says what is wrong o
 import ctypes
 import json
 import re
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -17,6 +18,11 @@ _CLOSED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}", re.DOTALL)  # of a r
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 
+def pointer(tokens: np.ndarray) -> Any:
+    """The entries of a ``llama_token_data`` array, as libllama takes them."""
+    return ctypes.cast(tokens.ctypes.data, llama_cpp.llama_token_data_p)
+
+
 class Grammar:
     """One generation's position in a grammar. Owns a libllama sampler.
 
@@ -24,7 +30,7 @@ class Grammar:
         SamplingError: the text is no grammar, or an absurd one.
     """
 
-    def __init__(self, text: str, vocab):
+    def __init__(self, text: str, vocab: Any) -> None:
         parse(text)
         self._handle = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
         if not self._handle:
@@ -36,7 +42,7 @@ class Grammar:
         self._array = llama_cpp.llama_token_data_array()
 
     @classmethod
-    def of(cls, text: str | None, schema: str | None, vocab) -> "Grammar | None":
+    def of(cls, text: str | None, schema: str | None, vocab: Any) -> "Grammar | None":
         """The grammar of a text or of a JSON schema; None without either."""
         if schema is not None:
             text = gbnf(schema)
@@ -45,12 +51,12 @@ class Grammar:
     def allows(self, token: int) -> bool:
         self._one[0] = (token, 1.0, 0.0)
         array = self._array
-        array.data = ctypes.cast(self._one.ctypes.data, llama_cpp.llama_token_data_p)
+        array.data = pointer(self._one)
         array.size, array.selected, array.sorted = 1, -1, False
         self.mask(array)
         return self._one["logit"][0] != -np.inf
 
-    def mask(self, array) -> None:
+    def mask(self, array: Any) -> None:
         """Sets the logits of all tokens that may not come next to -inf."""
         llama_cpp.llama_sampler_apply(self._handle, ctypes.byref(array))
 
@@ -86,7 +92,7 @@ def gbnf(schema: str) -> str:
         raise SamplingError(f"the JSON schema cannot be made a grammar: {what[:200]}; use simpler keywords, or a grammar") from None
 
 
-def _check_schema(node) -> None:
+def _check_schema(node: Any) -> None:
     """Refuses what the converter would fetch, never finish, or fill the memory with.
 
     Its own check of references is an assertion, which python -O drops.

@@ -11,8 +11,10 @@ commit    -                    replay into another width     -
 catchup   RING                 -                             K/V rows of the tokens whose features are in the ring
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +25,10 @@ from ..checks import whole
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role, RoleCounters
-from ..ggml.library import ffi, lib
+from ..ggml.library import Tensor, ffi, lib
 from ..ggml.step_io import StepFields, StepIO
-from ..models.base import Rows, Seen
-from ..models.dflash import BlockRows
+from ..models.base import Rows, Seen, Target
+from ..models.dflash import BlockRows, DFlash
 
 MEASURED_SPANS = 16
 MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
@@ -43,7 +45,7 @@ class Step:
     _logits: np.ndarray | None = None
 
     @property
-    def host(self):
+    def host(self) -> dict[str, np.ndarray]:
         return self.fields.host
 
     @property
@@ -88,14 +90,14 @@ class StepGraphs:
         self,
         backend: Backend,
         io: StepIO,
-        target,
-        drafter,
+        target: Target,
+        drafter: DFlash | None,
         kv: KVCache,
         draft_kv: KVCache | None,
         delta: DeltaState | None,
         ring: FeatureRing | None,
         widths: dict[str, tuple[int, ...]],
-    ):
+    ) -> None:
         self.backend, self.io, self._widths = backend, io, widths
         self._widest = max(RING, *(width for of_role in widths.values() for width in of_role))
         self.target, self.drafter = target, drafter
@@ -107,7 +109,7 @@ class StepGraphs:
         self.candidates: int | None = 0  # how many of a row's largest logits are read with the ids; None: whole rows, on demand
         self._steps: dict[tuple, Step] = {}
         self._reserved: set[tuple] = set()
-        self._builders = {
+        self._builders: dict[str, Callable[..., dict | None]] = {
             "prefill": self._prefill,
             "logits": self._logits,
             "capture": self._capture,
@@ -120,7 +122,7 @@ class StepGraphs:
 
     # -- the cache
 
-    def get(self, role: str, width: int, span: int, *more) -> Step:
+    def get(self, role: str, width: int, span: int, *more: Any) -> Step:
         """The graph of this role, width and span, as ``drafting`` and ``candidates`` ask; built if it is not there or its memory has moved."""
         if self.closed:
             raise EngineError("the session is closed: load the model again")
@@ -157,7 +159,7 @@ class StepGraphs:
             for shape in product(self._widths[role], spans):
                 made[shape] = self._make(role, *shape)
             sizes = {shape: step.graph.measure() for shape, step in made.items()}
-            largest = max(sizes, key=sizes.get)
+            largest = max(sizes, key=sizes.__getitem__)
             for shape in sorted(made, key=lambda shape: shape != largest):
                 if shape == largest or shape[1] == self.kv.live:
                     self._keep(made.pop(shape), role, *shape)
@@ -167,7 +169,7 @@ class StepGraphs:
             for step in made.values():
                 step.graph.close()
 
-    def _make(self, role: str, width: int, span: int, *more) -> Step:
+    def _make(self, role: str, width: int, span: int, *more: Any) -> Step:
         if role not in self._builders:
             raise EngineError(f"there is no step called {role!r}: use one of {', '.join(self._builders)}")
         width = whole(width, f"the width of a {role} step", 0 if role == "commit" else 1, self._widest)
@@ -182,7 +184,7 @@ class StepGraphs:
             raise
         return Step(graph, fields, extra)
 
-    def _keep(self, step: Step, role: str, *shape) -> Step:
+    def _keep(self, step: Step, role: str, *shape: Any) -> Step:
         """Plans the step's graph and keeps it; it is closed if it cannot be planned."""
         try:
             self._plan(step)
@@ -235,7 +237,7 @@ class StepGraphs:
         sliding = self._sliding(g, f, kv_rows, q_last, span) if self.target.window else None
         return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "span": span, "sliding": sliding}
 
-    def _sliding(self, g: Graph, f: StepFields, kv_rows, q_last, span: int, slots: int = 1) -> Seen:
+    def _sliding(self, g: Graph, f: StepFields, kv_rows: Tensor, q_last: Tensor, span: int, slots: int = 1) -> Seen:
         """What sliding layers write and see: a ring of rows, or all rows where the context is no longer than one.
 
         Rows of a ring beyond the span hold nothing yet. All of gemma4's would be 1.3 GB per step at 31B, 7 % of what its weights are.
@@ -262,15 +264,16 @@ class StepGraphs:
         self.delta.begin(g, 0, 0, None, None)
         return DeltaRows(self.delta, 0, False, on, last)
 
-    def _forward(self, g: Graph, f: StepFields, tokens, inputs: dict, delta) -> tuple[object, list]:
-        capture = self.drafter.hp.target_layers if self.drafting else ()
+    def _forward(self, g: Graph, f: StepFields, tokens: Tensor, inputs: dict, delta: DeltaRows | None) -> tuple[Tensor, list[Tensor]]:
+        capture = self.drafter.hp.target_layers if self.drafter is not None and self.drafting else ()
         return self.target.forward(g, Rows(tokens=tokens, kv=self.kv.layers, delta=delta, **inputs), capture)
 
-    def _draft_context(self, g: Graph, features: list, inputs: dict) -> None:
+    def _draft_context(self, g: Graph, features: list[Tensor], inputs: dict) -> None:
         if self.drafting:
+            assert self.drafter is not None and self.draft_kv is not None
             self.drafter.context_rows(g, features, inputs["positions"], inputs["kv_rows"], self.draft_kv.layers)
 
-    def _emit(self, g: Graph, f: StepFields, hidden) -> dict:
+    def _emit(self, g: Graph, f: StepFields, hidden: Tensor) -> dict:
         """Greedy ids of all rows, and the sum of each hidden row: not finite if anything in it is NaN or Inf.
 
         On the CPU the host takes the argmax of the logits where they lie: ggml's own is one scalar loop on one thread, 0.4 ms for each row
@@ -324,11 +327,13 @@ class StepGraphs:
         hidden, features = self._forward(g, f, f.tokens(1), inputs, delta)
         out = self._emit(g, f, hidden)
         if self.drafting:
+            assert self.ring is not None
             row = f.input("ring_row", "i64", 1)
             g.kv_write_rows(self.ring.rows, g.concat(features), row)
         return out
 
     def _catchup(self, g: Graph, f: StepFields, width: int, span: int) -> None:
+        assert self.ring is not None
         inputs = {"positions": f.input("positions", "i32", width), "kv_rows": f.input("kv_rows", "i64", width)}
         self._draft_context(g, [self.ring.rows], inputs)
 
@@ -337,7 +342,7 @@ class StepGraphs:
         self._begin_block(g, f, width, replay=True)
         return self._verify_rows(g, f, f.tokens(width), inputs, width)
 
-    def _verify_rows(self, g: Graph, f: StepFields, tokens, inputs: dict, width: int) -> dict:
+    def _verify_rows(self, g: Graph, f: StepFields, tokens: Tensor, inputs: dict, width: int) -> dict:
         delta = DeltaRows(self.delta, width, True) if self.delta is not None else None
         hidden, features = self._forward(g, f, tokens, inputs, delta)
         out = self._emit(g, f, hidden)
@@ -345,6 +350,7 @@ class StepGraphs:
         return out
 
     def _fused(self, g: Graph, f: StepFields, width: int, span: int) -> dict:
+        assert self.drafter is not None and self.draft_kv is not None
         inputs = self._target_inputs(g, f, width, span)
         block = f.input("block", "i32", width)
         masks = self._draft_masks(g, f, width, span)
@@ -361,6 +367,7 @@ class StepGraphs:
 
     def _draft_masks(self, g: Graph, f: StepFields, width: int, span: int) -> tuple:
         """One mask per drafter layer; layers with the same window share theirs."""
+        assert self.drafter is not None and self.draft_kv is not None
         last = f.input("draft_last", "f32", 1, width)
         by_window = {}
         for window in self.drafter.hp.window:

@@ -7,9 +7,10 @@ tokens before it: the drafter decides how many come out per step, never which.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from threading import get_ident
+from typing import Any
 
 from ..checks import whole
 from ..errors import EngineError
@@ -44,7 +45,7 @@ class LoopOptions:
     synthetic: SyntheticAcceptance | None = None
     sampler: Sampler | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.mode not in (SPECULATIVE, PLAIN, REFERENCE):
             raise EngineError(f"the mode is {self.mode!r}; use {SPECULATIVE}, {PLAIN} or {REFERENCE}")
         if self.max_tokens is not None:
@@ -91,7 +92,7 @@ def generate(
     interrupted: Callable[[], bool] = lambda: False,
     control: WidthControl | None = None,
     known: int = 0,
-) -> Iterator[list[int]]:
+) -> Generator[list[int], None, None]:
     """Yields the tokens of each step: first the one that the prompt leads to, then a block per step.
 
     ``stats.stop_reason`` says why it ended: "end" (an end token, which is yielded last), "length", "context", "interrupt" (``interrupted``,
@@ -117,11 +118,11 @@ class _Run:
         stats: Stats,
         history: list[int],
         drafts: Drafts | None,
-        progress,
-        interrupted,
-        control,
-        known,
-    ):
+        progress: Callable[[int, int], None] | None,
+        interrupted: Callable[[], bool],
+        control: WidthControl | None,
+        known: int,
+    ) -> None:
         self.progress, self.interrupted, self.known = progress, interrupted, known
         self.engine, self.options, self.stats, self.history, self.drafts = engine, options, stats, history, drafts
         self.limit = options.max_tokens if options.max_tokens is not None else engine.cursor.room + 1
@@ -247,7 +248,7 @@ class _Run:
             waited = waited_for_core() if get_ident() == self._thread else None  # a generator may be closed by another thread
             stats.waited_s = waited - self._waited if waited is not None and self._waited is not None else None
         for key, value in now.items():
-            before = 0 if key in ("graphs_built", "buffer_growths") else self._before[key]
+            before: Any = 0 if key in ("graphs_built", "buffer_growths") else self._before[key]
             setattr(stats, key, value - before if isinstance(value, int) else {k: v - before[k] for k, v in value.items()})
         warm = self._warm or now
         built, ahead = (now[key] - warm[key] for key in ("graphs_built", "graphs_built_ahead"))
@@ -256,9 +257,9 @@ class _Run:
         stats.memory = self.engine.memory()
 
 
-def _counts(engine: Engine) -> dict:
+def _counts(engine: Engine) -> dict[str, Any]:
     counters = engine.graphs.counters().values()
-    out = {
+    out: dict[str, Any] = {
         "graphs_built": sum(c.graphs_built for c in counters),
         "graphs_built_ahead": engine.built_ahead,
         "buffer_growths": sum(c.buffer_growths for c in counters),

@@ -1,6 +1,7 @@
 """What both engines are made of: options, results, and what they own: caches, the step buffer, graphs."""
 
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -13,12 +14,21 @@ from ..checks import whole
 from ..errors import ContextError, EngineError, PairError
 from ..ggml.device import Backend
 from ..ggml.step_io import StepIO, StepTimes
-from .graphs import MOST_CANDIDATES, Step
+from ..models.base import DeltaShape, KVShape, Target
+from ..models.dflash import DFlash
+from .graphs import MOST_CANDIDATES, Step, StepGraphs
 
 TRASH_ROWS = 16
 WIDTHS = (2, 4, 8, 16)
 MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK = 1 << 24, 1024, 1 << 14
 CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=Closable)
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ def candidate_widths(block_size: int) -> tuple[int, ...]:
     return tuple(sorted({*(w for w in WIDTHS if w < block_size), block_size}))
 
 
-def check_options(options: EngineOptions, target, drafter) -> None:
+def check_options(options: EngineOptions, target: Target, drafter: DFlash | None) -> None:
     """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
     whole(options.n_ctx, "the context (-c)", 1, MOST_CONTEXT, ContextError)
     whole(options.width, "the block width", 1, MOST_WIDTH)
@@ -87,13 +97,15 @@ class EngineParts:
     ring: FeatureRing | None = None
     delta: DeltaState | None = None
     row_bytes: int  # of the step buffer
+    graphs: StepGraphs
+    draft_kv: KVCache | None
 
-    def __init__(self, backend: Backend, target, drafter, options: EngineOptions):
+    def __init__(self, backend: Backend, target: Target, drafter: DFlash | None, options: EngineOptions) -> None:
         check_options(options, target, drafter)
         self.backend, self.target, self.drafter, self.options = backend, target, drafter, options
         self._last: Step | None = None  # the step whose logits candidates() reads
         self._iota = np.arange(max(options.chunk, options.width, RING), dtype=np.int32)
-        self._parts: list = []
+        self._parts: list[Closable] = []
         try:
             self._allocate()
             self._reserve()
@@ -101,7 +113,13 @@ class EngineParts:
             self.close()
             raise
 
-    def _own(self, part):
+    def _reserve(self) -> None:
+        raise NotImplementedError
+
+    def _recurrent(self, shape: DeltaShape) -> DeltaState:
+        raise NotImplementedError
+
+    def _own(self, part: P) -> P:
         self._parts.append(part)
         return part
 
@@ -118,7 +136,7 @@ class EngineParts:
         of_slot = self.row_bytes * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
         self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192))
 
-    def _cache(self, shapes, types: KVTypes, window: int = 0, widest: int = 0, draft: bool = False) -> KVCache:
+    def _cache(self, shapes: list[KVShape], types: KVTypes, window: int = 0, widest: int = 0, draft: bool = False) -> KVCache:
         check_types(types, shapes, self.backend, draft)
         return self._own(
             self.kv_class(self.backend, shapes, self.options.n_ctx, TRASH_ROWS, window, widest, types=types, slots=self.options.slots)
@@ -135,7 +153,7 @@ class EngineParts:
         """Bytes on the device by purpose."""
         self._check_open()
         out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
-        if self.drafter is not None:
+        if self.drafter is not None and self.draft_kv is not None:
             out["draft_weights"] = self.drafter.weights.nbytes
             out["draft_kv"] = self.draft_kv.nbytes + (self.ring.nbytes if self.ring is not None else 0)
         if self.delta is not None:

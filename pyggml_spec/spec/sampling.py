@@ -11,14 +11,15 @@ The chain is libllama's, put together as llama.cpp's common_sampler does it: the
 import ctypes
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import llama_cpp
 import numpy as np
 
 from ..errors import EngineError, SamplingError
-from .grammar import TOKEN_DATA, Grammar
+from .grammar import TOKEN_DATA, Grammar, pointer
 from .graphs import MOST_CANDIDATES
 
 SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
@@ -83,7 +84,7 @@ class Sampling:
     json_schema: str | None = None
     logprobs: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             value, kind = getattr(self, name), "whole number" if name in _WHOLE else "number"
             if value is None and name in ("seed", "logprobs"):
@@ -182,7 +183,7 @@ class Sampler:
         logprobs: of the tokens chosen since ``take_logprobs``.
     """
 
-    def __init__(self, sampling: Sampling, vocab, n_vocab: int):
+    def __init__(self, sampling: Sampling, vocab: Any, n_vocab: int) -> None:
         """
         Args:
             vocab: ``Tokenizer.vocab``; has to live longer than this.
@@ -203,7 +204,7 @@ class Sampler:
         for part in self._parts():
             llama_cpp.llama_sampler_chain_add(self._chain, part)
 
-    def _parts(self):
+    def _parts(self) -> Iterator[Any]:
         s, bias, lc = self.sampling, self.sampling.logit_bias, llama_cpp
         make = {
             "penalties": lambda: lc.llama_sampler_init_penalties(
@@ -216,7 +217,7 @@ class Sampler:
             "temperature": lambda: lc.llama_sampler_init_temp(s.temperature),
         }
         if bias:
-            entries = (lc.llama_logit_bias * len(bias))(*bias.items())
+            entries = (lc.llama_logit_bias * len(bias))(*(lc.llama_logit_bias(token, value) for token, value in bias.items()))
             yield lc.llama_sampler_init_logit_bias(self.n_vocab, len(bias), entries)
         for name in s.samplers:
             yield make[name]()
@@ -256,9 +257,9 @@ class Sampler:
         tokens["id"] = self._all_ids if ids is None else ids
         tokens["logit"] = logits
         array = self._array
-        array.data = ctypes.cast(tokens.ctypes.data, llama_cpp.llama_token_data_p)
+        array.data = pointer(tokens)
         array.size, array.selected, array.sorted = logits.size, -1, False
-        if constrained:
+        if constrained and self.grammar is not None:
             self.grammar.mask(array)
         llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
         chosen = tokens[array.selected]
@@ -284,6 +285,6 @@ def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= math.log(np.exp(wide).sum())
-    best = np.argpartition(-wide, min(count, wide.size - 1))[:count] if count else []
+    best = np.argpartition(-wide, min(count, wide.size - 1))[:count].tolist() if count else []
     top = sorted(((int(i), float(wide[i])) for i in best), key=lambda pair: (-pair[1], pair[0]))
     return TokenLogprob(token, float(wide[token]), tuple(top))

@@ -78,13 +78,13 @@ class Stream:
 
     def __init__(
         self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int, stops: Callable[[list[int]], bool] | None
-    ):
+    ) -> None:
         self._scheduler, self._prompt, self._options, self._stops = scheduler, prompt, options, stops
         self.tokens: list[int] = []
         self.stats = Stats(mode=options.mode, width=options.width, prompt_tokens=len(prompt))
-        self.slot: int | None = None
+        self.slot = -1  # from its admission on
         self.ended = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._blocks: deque = deque()
         self._cancelled = False
         self._filled = 0  # tokens of the prompt that are committed
@@ -158,7 +158,7 @@ class Scheduler:
     ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole.
     """
 
-    def __init__(self, engine: BatchEngine, width: int | None = None, prefix_memory: int = 0):
+    def __init__(self, engine: BatchEngine, width: int | None = None, prefix_memory: int = 0) -> None:
         self.engine, self.stats = engine, BatchStats()
         self.prefixes = SlotPrefixes(engine, prefix_memory) if prefix_memory else None
         self.widths = BatchWidths(candidate_widths(engine.options.width)) if width is None and engine.drafter is not None else None
@@ -237,7 +237,7 @@ class Scheduler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     @property
@@ -322,7 +322,9 @@ class Scheduler:
     def _filling(self) -> list[Stream]:
         """Those with a prompt to compute, each as far as the prefix cache brings it."""
         filling = [s for s in self._active if s._left and not s._waits]
-        for s in filling if self.prefixes is not None else ():
+        for s in filling:
+            if self.prefixes is None:
+                break
             had, s._filled = s._filled, self.prefixes.bring_back(s.slot, s._keys, len(s._prompt))
             if s._filled > had:
                 s.stats.reused_tokens += s._filled - had
@@ -381,10 +383,10 @@ class Scheduler:
             stream._speculating = False
         block = self._choose(stream, result)
         self.engine.accept(stream.slot, len(block), block[-1])
-        drafted = isinstance(item, Draft)
-        stats.add_block(item.width if drafted else 1, len(block) - 1, drafted)
-        if drafted and stream._acceptance is not None:
-            stream._acceptance.observe(item.width, len(block) - 1)
+        width = item.width if isinstance(item, Draft) else 1
+        stats.add_block(width, len(block) - 1, isinstance(item, Draft))
+        if isinstance(item, Draft) and stream._acceptance is not None:
+            stream._acceptance.observe(width, len(block) - 1)
         self._emit(stream, block)
 
     def _choose(self, stream: Stream, result: StepResult) -> list[int]:
@@ -432,7 +434,7 @@ class Scheduler:
 
     def _leave(self, stream: Stream) -> None:
         stream._leaders = []
-        stream._phase("queued" if stream.slot is None else "decode" if not stream._left else "prefill")
+        stream._phase("queued" if stream.slot < 0 else "decode" if not stream._left else "prefill")
         if stream in self._active:
             self._active.remove(stream)
             self.engine.release(stream.slot)

@@ -30,7 +30,7 @@ def conditional_probability(length: float, drafts: int) -> float:
 class SyntheticAcceptance:
     """Draws how many drafts of a block count as accepted. Seeded."""
 
-    def __init__(self, length: float, drafts: int, seed: int = 0):
+    def __init__(self, length: float, drafts: int, seed: int = 0) -> None:
         self.length, self.p = length, conditional_probability(length, drafts)
         self._random = random.Random(seed)
 

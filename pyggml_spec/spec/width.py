@@ -39,7 +39,7 @@ class Acceptance:
     all_tries: float = 0.0  # of all positions together, with a long memory: what recent evidence fades into
     all_hits: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.tries, self.hits = [0.0] * self.positions, [0.0] * self.positions
 
     def forget(self) -> None:
@@ -82,7 +82,7 @@ def useful_widths(costs: dict[int, float]) -> list[int]:
 class WidthControl:
     """Chooses the width of the next block. ``costs``: milliseconds per step by width, 1 being plain decoding."""
 
-    def __init__(self, costs: dict[int, float]):
+    def __init__(self, costs: dict[int, float]) -> None:
         self.measured = dict(costs)
         self.costs = dict(costs)  # follows what the steps really take: attention grows, other programs come and go
         self.widths = useful_widths(costs)

@@ -47,7 +47,7 @@ def test_the_plain_speed_is_that_of_this_process(pair, tmp_path, monkeypatch, id
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256):
         entry = next(tmp_path.glob("costs-*.json"))
-    entry.write_text(json.dumps({width: 1e5 for width in (1, 2, 4, 8, 16)}))
+    entry.write_text(json.dumps(dict.fromkeys((1, 2, 4, 8, 16), 100000.0)))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert session.costs_cached and session.costs[1] == 1e5
         assert session.calibrate_plain() < 1e4  # of a step that takes about one millisecond
