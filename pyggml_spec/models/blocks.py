@@ -5,7 +5,19 @@ from collections.abc import Callable
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from .base import KVLayer
-from .weights import Group
+from .weights import Group, Matrix
+
+
+def product(g: Graph, matrix: Matrix, x: Tensor) -> Tensor:
+    """x F32 [n_in, T] times the matrix, scaled and biased as the file has it; F32 [n_out, T]."""
+    out = g.matmul(matrix.weight, x)
+    if matrix.bias is not None and matrix.bias_first:
+        out = g.add(out, matrix.bias)
+    if matrix.scale is not None:
+        out = g.mul(out, matrix.scale)
+    if matrix.bias is not None and not matrix.bias_first:
+        out = g.add(out, matrix.bias)
+    return out
 
 
 def project(g: Graph, group: Group, x: Tensor) -> list[Tensor]:
@@ -13,32 +25,32 @@ def project(g: Graph, group: Group, x: Tensor) -> list[Tensor]:
     out: list[Tensor] = []
     first = 0
     if group.fused is not None:
-        joined = g.matmul(group.fused, x)
+        joined = product(g, group.fused, x)
         for n in group.fused_rows:
             out.append(g.columns(joined, n, first))
             first += n
-    return out + [g.matmul(weight, x) for weight in group.rest]
+    return out + [product(g, matrix, x) for matrix in group.rest]
 
 
-def swiglu_ffn(g: Graph, gate_up: Group, down: Tensor, x: Tensor) -> Tensor:
+def swiglu_ffn(g: Graph, gate_up: Group, down: Matrix, x: Tensor) -> Tensor:
     """W_down (silu(W_gate x) * W_up x). With one row, two matmuls and the gate are one kernel of ggml-cuda; from two rows on one matmul is."""
     return _gated_ffn(g, gate_up, down, x, g.swiglu, g.swiglu_halves)
 
 
-def geglu_ffn(g: Graph, gate_up: Group, down: Tensor, x: Tensor) -> Tensor:
+def geglu_ffn(g: Graph, gate_up: Group, down: Matrix, x: Tensor) -> Tensor:
     """W_down (gelu(W_gate x) * W_up x), with the tanh approximation of GELU."""
     return _gated_ffn(g, gate_up, down, x, g.geglu, g.geglu_halves)
 
 
 def _gated_ffn(
-    g: Graph, gate_up: Group, down: Tensor, x: Tensor, split: Callable[[Tensor, Tensor], Tensor], halves: Callable[[Tensor], Tensor]
+    g: Graph, gate_up: Group, down: Matrix, x: Tensor, split: Callable[[Tensor, Tensor], Tensor], halves: Callable[[Tensor], Tensor]
 ) -> Tensor:
     apart = gate_up.rest if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
     if apart:
-        gate, up = (g.matmul(weight, x) for weight in apart)
-        return g.matmul(down, split(gate, up))
+        gate, up = (product(g, matrix, x) for matrix in apart)
+        return product(g, down, split(gate, up))
     assert gate_up.fused is not None  # or else all are in rest
-    return g.matmul(down, halves(g.matmul(gate_up.fused, x)))
+    return product(g, down, halves(product(g, gate_up.fused, x)))
 
 
 def write_kv(g: Graph, k: Tensor, v: Tensor, kv: KVLayer, kv_rows: Tensor) -> None:

@@ -21,9 +21,9 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
-from .blocks import attend, geglu_ffn, project, softplus_gated, swiglu_ffn, write_kv
+from .blocks import attend, geglu_ffn, product, project, softplus_gated, swiglu_ffn, write_kv
 from .hparams import epsilon, inverse_root, kv_heads, positive
-from .model import Model
+from .model import SCALED, Model
 from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec, Weights
 
@@ -131,6 +131,7 @@ class DFlash(Model):
 
     arch = "dflash"
     weights: Weights
+    scaled = tuple(name for name in (*SCALED, "fc") if name != "attn_gate")  # which no drafter of llama.cpp's has
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
@@ -223,7 +224,7 @@ class DFlash(Model):
             f = g.flat(g.rms_norm(g.heads(f, hp.n_embd, len(hp.target_layers)), w[FEATURE_NORMS], hp.eps))
         else:  # some targets have activations beyond F16; an Inf here would poison every later draft
             f = g.clamp(f, -F16_MAX, F16_MAX)
-        c = g.rms_norm(g.matmul(w["fc.weight"], f), w["enc.output_norm.weight"], hp.eps)
+        c = g.rms_norm(product(g, w.matrix("fc.weight"), f), w["enc.output_norm.weight"], hp.eps)
         for i in range(hp.n_layer):
             x = g.rms_norm(c, w[f"blk.{i}.attn_norm.weight"], hp.eps) if normed else c
             write_kv(g, *self._keys_values(g, i, x, positions), kv[i], kv_rows)
@@ -248,20 +249,20 @@ class DFlash(Model):
             x = g.scale(x, scale)
         for i in range(hp.n_layer):
             h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
-            q = g.heads(g.matmul(w[f"blk.{i}.attn_q.weight"], h), hp.head_size, hp.n_head)
+            q = g.heads(product(g, w.matrix(f"blk.{i}.attn_q.weight"), h), hp.head_size, hp.n_head)
             q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
             k, v = self._keys_values(g, i, h, rows.positions)
             out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.masks[i], rows.span, hp.n_head_kv, hp.attention_scale)
             if self._has(i, "attn_gate"):
                 out = softplus_gated(g, out, g.matmul(w[f"blk.{i}.attn_gate.weight"], h), hp.head_size)
-            out = g.matmul(w[f"blk.{i}.attn_output.weight"], out)
+            out = product(g, w.matrix(f"blk.{i}.attn_output.weight"), out)
             if hp.value_scale != 1.0:
                 out = g.scale(out, hp.value_scale)
             if self._ffn_norm(i) == "ffn_norm":
                 out = self._norm_if_any(g, out, i, "post_attention_norm")
             x = g.add(out, x)
             n = g.rms_norm(x, w[f"blk.{i}.{self._ffn_norm(i)}.weight"], hp.eps)
-            ffn = (geglu_ffn if hp.gelu else swiglu_ffn)(g, w.group(f"blk.{i}.ffn"), w[f"blk.{i}.ffn_down.weight"], n)
+            ffn = (geglu_ffn if hp.gelu else swiglu_ffn)(g, w.group(f"blk.{i}.ffn"), w.matrix(f"blk.{i}.ffn_down.weight"), n)
             x = g.add(self._norm_if_any(g, ffn, i, "post_ffw_norm"), x)
             if self._has(i, "layer_output_scale"):
                 x = g.mul(x, w[f"blk.{i}.layer_output_scale.weight"])
@@ -273,5 +274,5 @@ class DFlash(Model):
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T], by the drafter's own head or the target's, capped once (a target caps for itself)."""
         own = "output.weight" in self.weights
-        logits = g.matmul(self.weights["output.weight"], hidden) if own else target.logits(g, hidden)
+        logits = product(g, self.weights.matrix("output.weight"), hidden) if own else target.logits(g, hidden)
         return g.soft_cap(logits, self.hp.softcap if own or not target.softcap else 0.0)

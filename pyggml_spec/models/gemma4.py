@@ -19,12 +19,12 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
-from .blocks import attend, geglu_ffn, project
+from .blocks import attend, geglu_ffn, product, project
 from .hparams import ends, epsilon, inverse_root, layer_heads, per_layer, positive, sliding_layers, vocabulary
 from .moe import Experts
 from .qwen3 import Qwen3
 from .rope import Rope
-from .weights import ROWS, VECTOR, Spec
+from .weights import ROWS, VECTOR, Matrix, Spec
 
 FACTORS = "rope_freqs.weight"
 
@@ -116,6 +116,7 @@ class Gemma4(Qwen3):
 
     arch = "gemma4"
     hp: Hparams
+    biased = ()
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
@@ -213,6 +214,9 @@ class Gemma4(Qwen3):
     def _w(self, i: int, name: str) -> Tensor:
         return self.weights[f"blk.{i}.{name}.weight"]
 
+    def _matrix(self, i: int, name: str) -> Matrix:
+        return self.weights.matrix(f"blk.{i}.{name}.weight")
+
     def _norm(self, g: Graph, x: Tensor, i: int, name: str) -> Tensor:
         return g.rms_norm(x, self._w(i, name), self.hp.eps)
 
@@ -229,7 +233,7 @@ class Gemma4(Qwen3):
     def _layer(self, g: Graph, rows: Rows, x: Tensor, i: int) -> Tensor:
         a = self._attention(g, rows, self._norm(g, x, i, "attn_norm"), i)
         a = g.add(self._norm(g, a, i, "post_attention_norm"), x)
-        f = geglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self._w(i, "ffn_down"), self._norm(g, a, i, "ffn_norm"))
+        f = geglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self._matrix(i, "ffn_down"), self._norm(g, a, i, "ffn_norm"))
         if self._routed(i):
             f = g.add(self._norm(g, f, i, "post_ffw_norm_1"), self._norm(g, self._experts(g, a, i), i, "post_ffw_norm_2"))
         return g.add(self._norm(g, f, i, "post_ffw_norm"), a)
@@ -252,4 +256,4 @@ class Gemma4(Qwen3):
             k = kind.rope(g, self._norm(g, g.heads(own[0], kind.head_size, kv_heads), i, "attn_k_norm"), rows.positions, factors)
             v = g.norm(g.heads(own[-1], kind.head_size, kv_heads), hp.eps)
         out = attend(g, q, k, v, rows.kv[hp.kv_of(i)], seen.kv_rows, seen.mask, seen.span, kv_heads, 1.0)
-        return g.matmul(self._w(i, "attn_output"), out)
+        return product(g, self._matrix(i, "attn_output"), out)

@@ -15,8 +15,9 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
-from .blocks import attend, project, softplus_gated, swiglu_ffn
+from .blocks import attend, product, project, softplus_gated, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, layer_heads, per_layer, positive, sliding_layers, vocabulary
+from .model import ATTENTION, EXPERT, FFN, SHARED
 from .moe import SIGMOID, SOFTMAX, Experts
 from .qwen3 import Qwen3
 from .rope import Rope
@@ -93,6 +94,8 @@ class Laguna(Qwen3):
 
     arch = "laguna"
     hp: Hparams
+    biased = ATTENTION
+    unscaled = frozenset(("attn_gate", "output", *FFN, *SHARED, *EXPERT))
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
@@ -151,10 +154,10 @@ class Laguna(Qwen3):
         k = rope(g, g.rms_norm(g.heads(k, size, hp.n_head_kv[i]), w[f"{b}attn_k_norm.weight"], hp.eps), rows.positions)
         v = g.heads(v, size, hp.n_head_kv[i])
         out = attend(g, q, k, v, rows.kv[i], seen.kv_rows, seen.mask, seen.span, hp.n_head_kv[i], inverse_root(size))
-        return g.matmul(w[f"{b}attn_output.weight"], softplus_gated(g, out, gate, size))
+        return product(g, w.matrix(f"{b}attn_output.weight"), softplus_gated(g, out, gate, size))
 
     def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
         w, b = self.weights, f"blk.{i}."
         routed = self.hp.experts(g, w, b, n) if i >= self.hp.n_dense else None
-        dense = swiglu_ffn(g, w.group(f"{b}ffn"), w[f"{b}{self._ffn_names(i)[2]}.weight"], n)
+        dense = swiglu_ffn(g, w.group(f"{b}ffn"), w.matrix(f"{b}{self._ffn_names(i)[2]}.weight"), n)
         return dense if routed is None else g.add(routed, dense)

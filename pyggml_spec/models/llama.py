@@ -6,6 +6,7 @@ Source of the formulae: llama.cpp, src/models/llama.cpp.
 
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
+from .model import ATTENTION, FFN
 from .qwen3 import Hparams, Qwen3
 from .weights import VECTOR, Spec
 
@@ -17,6 +18,7 @@ class Llama(Qwen3):
 
     arch = "llama"
     hp: Hparams
+    biased = (*ATTENTION, "attn_output", *FFN)
     neox = False
     head_norms = ()
 

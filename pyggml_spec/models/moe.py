@@ -67,23 +67,19 @@ class Experts:
             out += [Spec(f"{prefix}ffn_{name}_exps.weight", (n_embd, self.n_ff, self.n_expert), EXPERTS) for name in ("gate", "up")]
         if self.biased:
             out.append(Spec(f"{prefix}exp_probs_b.bias", (self.n_expert,), VECTOR))
-        if f"{prefix}ffn_down_exps.scale" in file.tensors:
-            out.append(Spec(f"{prefix}ffn_down_exps.scale", (self.n_expert,), VECTOR))
         return out
 
     def __call__(self, g: Graph, w: Weights, prefix: str, x: Tensor, logits: Tensor | None = None) -> Tensor:
         """x F32 [n_embd, T] -> F32 [n_embd, T]; ``logits`` F32 [n_expert, T] replace those of the router on x."""
-        rows, layer = x.ne[1], int(prefix.split(".")[1])
+        layer = int(prefix.split(".")[1])
         weights, chosen = self._route(g, w, prefix, g.matmul(w[f"{prefix}ffn_gate_inp.weight"], x) if logits is None else logits)
         # early, so that ggml-cuda finds the whole router in one piece
         g.expand(weights)
         if w.host_experts is not None and layer in w.host_experts:
-            out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots))
+            out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots, chosen))
         else:
-            out = self._results(g, w, prefix, x, chosen)
-        if f"{prefix}ffn_down_exps.scale" in w:
-            scales = g.repeat(g.shaped(w[f"{prefix}ffn_down_exps.scale"], 1, self.n_expert, 1), 1, self.n_expert, rows)
-            out = g.mul(out, g.rows(scales, chosen))
+            out = self._results(g, w, prefix, x, chosen, chosen)
+        out = self._scaled(g, w.scale(f"{prefix}ffn_down_exps.weight"), out, chosen)
         out = g.mul(out, weights)
         g.expand(out)
         return self._sum(g, out)
@@ -100,19 +96,26 @@ class Experts:
             weights = g.shaped(flat, 1, self.n_used, rows)
         return (g.scale(weights, self.scale) if self.scale not in (0.0, 1.0) else weights), chosen
 
-    def _results(self, g: Graph, w: Weights, prefix: str, x: Tensor, chosen: Tensor) -> Tensor:
-        """FFN_e(x) of the chosen experts, by their places in the device's tensors, F32 [n_embd, n_used, T]."""
-        hidden = self._hidden(g, w, prefix, g.shaped(x, x.ne[0], 1, x.ne[1]), chosen)
-        return g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, chosen)
+    def _results(self, g: Graph, w: Weights, prefix: str, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
+        """FFN_e(x) of the chosen experts, which are at ``slots`` of the device's tensors, not scaled yet, F32 [n_embd, n_used, T]."""
+        hidden = self._hidden(g, w, prefix, g.shaped(x, x.ne[0], 1, x.ne[1]), slots, chosen)
+        return g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, slots)
 
-    def _hidden(self, g: Graph, w: Weights, prefix: str, x: Tensor, chosen: Tensor) -> Tensor:
+    def _scaled(self, g: Graph, scale: Tensor | None, out: Tensor, chosen: Tensor) -> Tensor:
+        """out F32 [n, n_used, T], each part times the ``scale`` F32 [n_expert] of its expert, or as it is without."""
+        if scale is None:
+            return out
+        scales = g.repeat(g.shaped(scale, 1, self.n_expert, 1), 1, self.n_expert, chosen.ne[1])
+        return g.mul(out, g.rows(scales, chosen))
+
+    def _hidden(self, g: Graph, w: Weights, prefix: str, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
         """act(W_gate x) * W_up x of the chosen experts, F32 [n_ff, n_used, T]."""
         if f"{prefix}ffn_gate_up_exps.weight" in w:
-            both = g.matmul_experts(w[f"{prefix}ffn_gate_up_exps.weight"], x, chosen)
+            both = g.matmul_experts(w[f"{prefix}ffn_gate_up_exps.weight"], x, slots)
             gate, up = g.part_3d(both, self.n_ff, 0), g.part_3d(both, self.n_ff, self.n_ff)
         else:
-            up = g.matmul_experts(w[f"{prefix}ffn_up_exps.weight"], x, chosen)
-            gate = g.matmul_experts(w[f"{prefix}ffn_gate_exps.weight"], x, chosen)
+            names = [f"{prefix}ffn_{name}_exps.weight" for name in ("up", "gate")]
+            up, gate = [self._scaled(g, w.scale(name), g.matmul_experts(w[name], x, slots), chosen) for name in names]
         return g.geglu(gate, up) if self.gelu else g.swiglu(gate, up)
 
     def _sum(self, g: Graph, out: Tensor) -> Tensor:

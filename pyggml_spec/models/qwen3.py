@@ -14,9 +14,9 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import DeltaShape, KVShape, Rows
-from .blocks import attend, project, swiglu_ffn
+from .blocks import attend, product, project, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
-from .model import Model
+from .model import ATTENTION, Model
 from .rope import Rope
 from .weights import VECTOR, Spec, Weights
 
@@ -62,6 +62,7 @@ class Qwen3(Model):
     arch = "qwen3"
     hp: Any  # the Hparams of the architecture; this frame asks for what they have in common
     weights: Weights
+    biased: tuple[str, ...] = ATTENTION
     neox = True  # rope pairs (i, i + n_rot / 2)
     head_norms: tuple[str, ...] = ("attn_q_norm", "attn_k_norm")
     window = 0
@@ -141,7 +142,7 @@ class Qwen3(Model):
 
     def logits(self, g: Graph, hidden: Tensor) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T]."""
-        return g.matmul(self.weights["output.weight"], hidden)
+        return product(g, self.weights.matrix("output.weight"), hidden)
 
     def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int) -> Tensor:
         hp, size = self.hp, self.hp.head_size
@@ -150,10 +151,10 @@ class Qwen3(Model):
         k = self._rotate(g, g.heads(k, size, hp.n_head_kv), rows.positions, f"blk.{i}.attn_k_norm.weight")
         v = g.heads(v, size, hp.n_head_kv)
         out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, inverse_root(size))
-        return g.matmul(self.weights[f"blk.{i}.attn_output.weight"], out)
+        return product(g, self.weights.matrix(f"blk.{i}.attn_output.weight"), out)
 
     def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
-        return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights[f"blk.{i}.ffn_down.weight"], n)
+        return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights.matrix(f"blk.{i}.ffn_down.weight"), n)
 
     def _rotate(self, g: Graph, x: Tensor, positions: Tensor, norm: str) -> Tensor:
         return self.hp.rope(g, g.rms_norm(x, self.weights[norm], self.hp.eps), positions)

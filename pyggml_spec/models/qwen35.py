@@ -12,9 +12,9 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import DeltaShape, KVShape, Rows
-from .blocks import attend, project, swiglu_ffn
+from .blocks import attend, product, project, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
-from .model import Model
+from .model import ATTENTION, Model
 from .rope import Rope
 from .weights import VECTOR, Spec, Weights
 
@@ -77,6 +77,7 @@ class Qwen35(Model):
 
     arch = "qwen35"
     weights: Weights
+    biased = ATTENTION
     window = 0
     embedding_scale, softcap = 1.0, 0.0
 
@@ -193,7 +194,7 @@ class Qwen35(Model):
 
     def logits(self, g: Graph, hidden: Tensor) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T]."""
-        return g.matmul(self.weights["output.weight"], hidden)
+        return product(g, self.weights.matrix("output.weight"), hidden)
 
     def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int, n: int) -> Tensor:
         hp, w, size = self.hp, self.weights, self.hp.head_size
@@ -204,7 +205,7 @@ class Qwen35(Model):
         k = hp.rope(g, g.rms_norm(g.heads(k, size, hp.n_head_kv), w[f"blk.{i}.attn_k_norm.weight"], hp.eps), rows.positions)
         v = g.heads(v, size, hp.n_head_kv)
         out = attend(g, q, k, v, rows.kv[n], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, inverse_root(size))
-        return g.matmul(w[f"blk.{i}.attn_output.weight"], g.mul(out, g.sigmoid(gate)))
+        return product(g, w.matrix(f"blk.{i}.attn_output.weight"), g.mul(out, g.sigmoid(gate)))
 
     def _delta_net(self, g: Graph, rows: Rows, h: Tensor, i: int, n: int) -> Tensor:
         hp, w = self.hp, self.weights
@@ -214,7 +215,7 @@ class Qwen35(Model):
         assert rows.delta is not None
         o = rows.delta.layer(g, n, g.whole(proj), beta, alpha, conv_w, dt, a, hp.eps)
         o = g.flat(g.rms_norm(o, w[f"blk.{i}.ssm_norm.weight"], hp.eps))
-        return g.matmul(w[f"blk.{i}.ssm_out.weight"], g.swiglu(z, o))
+        return product(g, w.matrix(f"blk.{i}.ssm_out.weight"), g.swiglu(z, o))
 
     def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
-        return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights[f"blk.{i}.ffn_down.weight"], n)
+        return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights.matrix(f"blk.{i}.ffn_down.weight"), n)

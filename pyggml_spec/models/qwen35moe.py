@@ -40,6 +40,6 @@ class Qwen35MoE(Qwen35):
     def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
         w, b = self.weights, f"blk.{i}."
         routed = self.experts(g, w, b, n)
-        shared = swiglu_ffn(g, w.group(f"{b}ffn"), w[f"{b}ffn_down_shexp.weight"], n)
+        shared = swiglu_ffn(g, w.group(f"{b}ffn"), w.matrix(f"{b}ffn_down_shexp.weight"), n)
         gate = g.sigmoid(g.matmul(w[f"{b}ffn_gate_inp_shexp.weight"], n))
         return g.add(routed, g.mul(shared, gate))

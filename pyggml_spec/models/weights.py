@@ -12,6 +12,8 @@ nothing is copied. On the CPU no expert is repacked then, so that those of both 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend, free_bytes
 from ..ggml.host_experts import HostExperts, fillers
@@ -20,6 +22,7 @@ from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
 
 MATMUL, EXPERTS, ROWS, VECTOR = "matmul", "experts", "rows", "vector"
+BESIDE = ("scale", "bias")  # what may stand beside a matrix
 HOST_ALIGNMENT = 32  # bytes; ggml's own for memory that it did not allocate
 NOT_WEIGHTS = {"q8_1", "q8_K", "i8", "i16", "i32", "i64", "f64"}  # ggml has no product of these, and ends the process on one
 
@@ -33,12 +36,31 @@ class Spec:
         shape: ggml order, innermost first.
         use: MATMUL (weight of a matmul), EXPERTS (3-D weight of a routed one), ROWS (looked up by row), VECTOR (elementwise; F32 only).
         source: name in the file when it differs (a head tied to the embedding).
+        of: the matrix whose products this scale or bias is applied to.
     """
 
     name: str
     shape: tuple[int, ...]
     use: str = MATMUL
     source: str | None = None
+    of: str | None = None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix and what its products are multiplied with and added to, as the file has it; ``blocks.product`` uses them.
+
+    Attributes:
+        weight: [n_in, n_out].
+        scale: F32 [1], or [n_out] for several matrices that are stored as one; None where there is none.
+        bias: F32 [n_out] or None.
+        bias_first: whether the bias is added before the product is scaled.
+    """
+
+    weight: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+    bias_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,17 +71,22 @@ class Group:
         rows: outputs of each matrix, in order.
         fused: one matrix with the outputs of the fused ones behind each other, or None.
         rest: the matrices that are not fused, because their type or their buffer differs.
-        parts: the fused matrices one by one, as tensors inside the fused one; empty where the buffer repacks.
+        parts: the fused matrices one by one, inside the fused one; empty where the buffer repacks.
     """
 
     rows: tuple[int, ...]
-    fused: Tensor | None
-    rest: tuple[Tensor, ...]
-    parts: tuple[Tensor, ...]
+    fused: Matrix | None
+    rest: tuple[Matrix, ...]
+    parts: tuple[Matrix, ...]
 
     @property
     def fused_rows(self) -> tuple[int, ...]:
         return self.rows[: len(self.rows) - len(self.rest)]
+
+
+def _bias_first(name: str) -> bool:
+    """As llama.cpp orders them: a product of attention is scaled and then biased, one of an FFN the other way round."""
+    return ".ffn_" in name
 
 
 def _layer(name: str) -> int:
@@ -89,7 +116,8 @@ def _find(file: GGUFFile, spec: Spec) -> TensorInfo:
 class Weights:
     """The weights of one model on one backend. Owns their buffers.
 
-    ``weights[name]`` is a tensor; ``weights.group(name)`` the matrices of one input, as many of them fused as can be. ``alike`` names groups
+    ``weights[name]`` is a tensor; ``weights.matrix(name)`` a matrix with its scale and bias; ``weights.group(name)`` the matrices of one
+    input, as many of them fused as can be. ``alike`` names groups
     of which the same number is fused in each. ``placement`` and ``host``, a CPU backend: experts that are in host memory, and who computes
     them; ``weights[name]`` holds the hot ones then.
     """
@@ -111,6 +139,7 @@ class Weights:
         self._host_buffers: list[Buffer] = []
         self._held: list[tuple[CData, memoryview]] = []  # views of the file's pages that tensors point into
         self._tensors: dict[str, Tensor] = {}
+        self._beside: dict[str, dict[str, str]] = {}  # of a matrix: "scale" and "bias" and the tensors that are these
         self._groups: dict[str, Group] = {}
         self._contexts: list[Context] = []
         self._buffers: list[Buffer] = []
@@ -174,6 +203,10 @@ class Weights:
 
     def _load(self, specs: list[Spec], groups: dict, alike: Iterable[tuple[str, ...]], progress: Callable[[int, int], None]) -> None:
         found = {spec.name: (spec, _find(self.file, spec)) for spec in specs}
+        for spec in specs:
+            if spec.of is not None:
+                self._beside.setdefault(spec.of, {})[spec.name.rsplit(".", 1)[1]] = spec.name
+                self._check_host(spec, found[spec.of][0])
         fused = {name: self._fusable([found[m] for m in members]) for name, members in groups.items()}
         for family in alike:
             fused.update(dict.fromkeys(family, min((fused[name] for name in family), default=0)))
@@ -181,11 +214,14 @@ class Weights:
 
         # jobs: (key, type, shape, use, sources)
         jobs: list[tuple[str, int, tuple[int, ...], str, list[TensorInfo]]] = []
+        joined: dict[str, np.ndarray] = {}
         for name, count in fused.items():
             if count:
                 parts = [found[m] for m in groups[name][:count]]
                 shape = (parts[0][0].shape[0], sum(spec.shape[1] for spec, _ in parts))
                 jobs.append((name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
+                joined |= self._joined(name, [spec for spec, _ in parts])
+        jobs += [(key, lib.GGML_TYPE_F32, values.shape, VECTOR, []) for key, values in joined.items()]
         hot = {}
         for spec, info in found.values():
             if self.placement is not None and (mine := self._hot(spec)) is not None:
@@ -218,7 +254,9 @@ class Weights:
         done = 0
         for home, job_list in by_buft.items():
             for key, *_, sources in job_list:
-                if key in hot:
+                if key in joined:
+                    self._upload_values(self._tensors[key], joined[key])
+                elif key in hot:
                     self._upload_experts(self._tensors[key], sources[0], hot[key])
                 else:
                     self._upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
@@ -259,11 +297,36 @@ class Weights:
                 lib.ggml_backend_tensor_set(tensor, pointer, offset, info.nbytes)
             offset += info.nbytes
 
+    def _upload_values(self, tensor: Tensor, values: np.ndarray) -> None:
+        lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
+
+    def _joined(self, name: str, members: list[Spec]) -> dict[str, np.ndarray]:
+        """Scales and biases of matrices that are stored as one, F32 [n_out] each; 1 and 0 for those that have none."""
+        out = {}
+        for kind, nothing in zip(BESIDE, (1.0, 0.0), strict=True):
+            names = [self._beside.get(spec.name, {}).get(kind) for spec in members]
+            if any(names):
+                parts = [np.full(spec.shape[1], nothing, np.float32) for spec in members]
+                for part, own in zip(parts, names, strict=True):
+                    if own is not None:
+                        with self.file.read(own) as data:
+                            part[:] = np.frombuffer(data, np.float32)
+                out[f"{name}.{kind}"] = np.concatenate(parts)
+        return out
+
     # -- experts in host memory
 
     def _hot(self, spec: Spec) -> tuple[int, ...] | None:
         """The experts of this tensor that the device has; None if it has all of them as always."""
         return self.placement.hot.get(_layer(spec.name)) if self.placement is not None and spec.use == EXPERTS else None
+
+    def _check_host(self, scale: Spec, matrix: Spec) -> None:
+        """Raises ModelError if the host would have to scale inside of its experts; what comes out of them is scaled on the device."""
+        hot = self._hot(matrix)
+        if hot is not None and len(hot) < matrix.shape[2] and "ffn_down" not in matrix.name:
+            raise ModelError(
+                f"{self.file.path} scales inside of its experts ({scale.name}), which the host does not do; keep all experts on the device"
+            )
 
     def _upload_experts(self, tensor: Tensor, info: TensorInfo, hot: tuple[int, ...]) -> None:
         size = tensor.nb[2]
@@ -313,9 +376,22 @@ class Weights:
         ctx = self._context(sum(len(members) for members in groups.values()))
         for name, members in groups.items():
             rows, count = tuple(found[m][0].shape[1] for m in members), fused[name]
-            whole = self._tensors[name] if count else None
-            parts = self._inside(ctx, whole, rows[:count]) if whole is not None and self.backend.device.kind != "cpu" else ()
-            self._groups[name] = Group(rows, whole, tuple(self._tensors[m] for m in members[count:]), parts)
+            whole: Matrix | None = None
+            parts: tuple[Matrix, ...] = ()
+            if count:
+                scale, bias = (self._tensors.get(f"{name}.{kind}") for kind in BESIDE)
+                whole = Matrix(self._tensors[name], scale, bias, _bias_first(members[0]))
+                if self.backend.device.kind != "cpu":
+                    inside = self._inside(ctx, whole.weight, rows[:count])
+                    parts = tuple(self._matrix(m, part) for m, part in zip(members[:count], inside, strict=True))
+            self._groups[name] = Group(rows, whole, tuple(self.matrix(m) for m in members[count:]), parts)
+
+    def _matrix(self, name: str, weight: Tensor) -> Matrix:
+        return Matrix(weight, self.scale(name), self._own(name, "bias"), _bias_first(name))
+
+    def _own(self, name: str, kind: str) -> Tensor | None:
+        own = self._beside.get(name, {}).get(kind)
+        return self._tensors[own] if own is not None else None
 
     def _inside(self, ctx: Context, whole: Tensor, rows: tuple[int, ...]) -> tuple:
         """Tensors for the matrices inside a fused one. Leaves, not views: a view node between two matmuls keeps ggml-cuda from fusing them."""
@@ -343,6 +419,14 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    def matrix(self, name: str) -> Matrix:
+        """The matrix ``name`` with its scale and its bias."""
+        return self._matrix(name, self._tensors[name])
+
+    def scale(self, name: str) -> Tensor | None:
+        """What products of ``name`` are scaled with, F32 [1], or F32 [n_expert] for a matrix of experts; None where there is nothing."""
+        return self._own(name, "scale")
 
     def group(self, name: str) -> Group:
         return self._groups[name]

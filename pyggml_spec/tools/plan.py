@@ -62,7 +62,7 @@ class PlannedWeights(Weights):
     def _upload(self, *_, **__) -> None:
         """There is nothing to fill."""
 
-    _upload_experts = _upload
+    _upload_experts = _upload_values = _upload
 
     def _host_tensor(self, ctx, spec, info):
         tensor = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape)

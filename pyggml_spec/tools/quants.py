@@ -6,7 +6,25 @@ from ..checks import whole
 from ..errors import ModelError
 from ..ggml.library import ffi, lib, text
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs")
+TYPES = (
+    "f32",
+    "f16",
+    "bf16",
+    "q8_0",
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q2_K",
+    "q3_K",
+    "q4_K",
+    "q5_K",
+    "q6_K",
+    "iq4_nl",
+    "iq4_xs",
+    "mxfp4",
+    "nvfp4",
+)
 """Types that need no importance matrix (ggml ends the process when one that does is asked for without)."""
 
 

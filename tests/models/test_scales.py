@@ -1,0 +1,145 @@
+"""Scales and biases beside matrices are applied as llama.cpp applies them: per tensor, per expert, of every type, fused or not."""
+
+import numpy as np
+import pytest
+from gguf_io.build import Model as Parts
+from models.test_archs import TARGETS, assert_equal
+from models.test_unread import opened, with_tensor
+from spec.batch_helpers import prompts
+from spec.helpers import reference, run
+from spec.test_draft_parity import assert_blocks_equal
+
+import pyggml_spec as ps
+from pyggml_spec.errors import ModelError
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.models.placement import ExpertOptions
+from pyggml_spec.models.weights import EXPERTS, MATMUL
+from pyggml_spec.tools.random_archs import write_llama, write_qwen35moe
+from pyggml_spec.tools.random_model import Shape, write_dflash
+
+QUANTS = ["F32", "Q4_K", "MXFP4", "NVFP4"]
+
+
+def dressed(path, scales=True, biases=True):
+    """The file with a scale, an input scale and a bias beside every matrix that may have one, and how many of each."""
+    parts, rng, counts = Parts(path), np.random.default_rng(11), {"scale": 0, "bias": 0}
+    with GGUFFile(path) as file:
+        model = opened(file)
+        for spec in model.tensors():
+            base, short = spec.name.removesuffix(".weight"), spec.name.split(".")[-2]
+            if spec.use not in (MATMUL, EXPERTS) or spec.source is not None:
+                continue
+            quantised = file.tensors[spec.name].type_name == "nvfp4"
+            may = (short in model.scaled or (short == "output" and quantised)) and short not in model.unscaled
+            if scales and may:
+                values = rng.uniform(0.5, 1.5, spec.shape[2] if spec.use == EXPERTS else 1)
+                with_tensor(parts, f"{base}.scale", values)
+                if short != "fc":
+                    with_tensor(parts, f"{base}.input_scale", 2 * values)
+                counts["scale"] += 1
+            if biases and short in model.biased and not (quantised and scales and short.startswith("ffn_")):
+                with_tensor(parts, f"{base}.bias", rng.normal(0, 0.3, spec.shape[1]))
+                counts["bias"] += 1
+    return parts.write(path), counts
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_logits(tmp_path, arch, quant):
+    path, counts = dressed(TARGETS[arch](tmp_path / "t.gguf", Shape(), quant))
+    assert counts["scale"] >= 16 and (counts["bias"] > 0) == (arch != "gemma4")
+    for tokens in (1, 37, 300):
+        assert_equal(path, tokens)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_matrices_that_are_not_fused(tmp_path, arch):
+    assert_equal(dressed(TARGETS[arch](tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True))[0], 65)
+
+
+@pytest.mark.parametrize("more", [{"scales": False}, {"biases": False}], ids=["biases", "scales"])
+def test_one_without_the_other(tmp_path, more):
+    for quant in ("F32", "NVFP4"):
+        assert_equal(dressed(write_llama(tmp_path / "t.gguf", Shape(), quant), **more)[0], 37)
+
+
+def test_they_change_the_text(tmp_path):
+    """Whether the comparison could fail: without them the logits are others."""
+    ids, seen = prompts(1)[0], []
+    for path in (TARGETS["qwen35"](tmp_path / "a.gguf"), dressed(TARGETS["qwen35"](tmp_path / "b.gguf"))[0]):
+        with ps.load(path, device="CPU", threads=1, n_ctx=256) as session:
+            seen.append(session.engine.logits(ids))
+    assert ((seen[0] - seen[1]) ** 2).sum() > 0.1 * (seen[0] ** 2).sum()
+
+
+@pytest.mark.parametrize("quant", ["F32", "NVFP4"])
+def test_drafted_ids(tmp_path, quant):
+    """A drafter with scales for a target with scales, block by block."""
+    shape = Shape(window=12)
+    target = dressed(TARGETS["qwen35"](tmp_path / "t.gguf", shape, quant))[0]
+    draft, counts = dressed(write_dflash(tmp_path / "d.gguf", shape, quant))
+    assert counts == {"scale": 7 * shape.draft_layers + 1, "bias": 0}
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512) as session:
+        assert_blocks_equal(session, target, draft, np.random.default_rng(3).integers(0, 256, 100).tolist(), 10)
+
+
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe", "llama"])
+def test_blocks_and_slots(tmp_path, arch):
+    """Speculative text equals plain decoding on the same graph, and of several sequences each is as alone."""
+    shape = Shape()
+    target = dressed(TARGETS[arch](tmp_path / "t.gguf", shape, "Q8_0"))[0]
+    draft = dressed(write_dflash(tmp_path / "d.gguf", shape, "Q8_0"))[0]
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_width=8) as session:
+        prompt = prompts(1)[0]
+        assert run(session.engine, prompt, 60, width=8)[0] == reference(session.engine, prompt, 60, width=8)
+        alone = [session.generate(prompt, 24, ignore_end=True)[0] for prompt in prompts(3)]
+        with session.concurrent(3) as server:
+            handles = [server.submit(prompt, 24, ignore_end=True) for prompt in prompts(3)]
+            assert [handle.result(120)[0] for handle in handles] == alone
+
+
+def test_experts_in_host_memory(tmp_path):
+    """Scaled behind their last product, which the device does; inside, the host would have to."""
+    path = write_qwen35moe(tmp_path / "t.gguf")
+    inside = dressed(write_qwen35moe(tmp_path / "i.gguf"))[0]
+    down = Parts(path)
+    for i in range(Shape().n_layer):
+        with_tensor(down, f"blk.{i}.ffn_down_exps.scale", np.random.default_rng(i).uniform(0.5, 1.5, Shape().n_expert))
+    down.write(path)
+    texts = []
+    for host_layers in (0, 2, -1):
+        with ps.load(path, device="CPU", threads=1, n_ctx=128, experts=ExpertOptions(host_layers) if host_layers else None) as session:
+            texts.append(session.generate(prompts(1)[0], 24, ignore_end=True)[0])
+    assert len(set(texts)) == 1
+    with pytest.raises(ModelError, match=r"ffn_(gate|up)_exps\.scale\).*keep all experts"):
+        ps.load(inside, device="CPU", threads=1, n_ctx=128, experts=ExpertOptions(1))
+
+
+def test_a_scale_that_llama_cpp_does_not_apply_is_refused_unless_it_is_one(tmp_path):
+    parts = Parts(TARGETS["laguna"](tmp_path / "t.gguf"))
+    path = with_tensor(parts, "blk.0.attn_gate.scale", np.ones(1)).write(tmp_path / "one.gguf")
+    assert_equal(path, 37)
+    path = with_tensor(parts, "blk.1.ffn_up_exps.scale", np.full(Shape().n_expert, 1.25)).write(tmp_path / "other.gguf")
+    with GGUFFile(path) as file, pytest.raises(ModelError, match=r"'blk\.1\.ffn_up_exps\.scale', which llama.cpp reads and does not apply"):
+        opened(file).specs()
+
+
+REFUSED = [
+    ("llama", "NVFP4", {"blk.0.ffn_up.scale": 1, "blk.0.ffn_up.bias": 512}, "ffn_up.bias"),
+    ("qwen3", "F32", {"output.scale": 1}, "output.scale"),
+    ("qwen3", "F32", {"blk.0.ffn_up.bias": 512}, "ffn_up.bias"),
+    ("qwen35", "F32", {"blk.0.ssm_out.bias": 256}, "ssm_out.bias"),
+    ("gemma4", "F32", {"blk.0.attn_q.bias": 256}, "attn_q.bias"),
+    ("gemma4", "F32", {"blk.0.proj.scale": 1}, "proj.scale"),
+    ("llama", "F32", {"blk.0.attn_q.scale": 2}, "attn_q.scale.*shape"),
+    ("llama", "F32", {"blk.0.attn_q.bias": 255}, "attn_q.bias.*shape"),
+]
+
+
+@pytest.mark.parametrize("arch, quant, tensors, named", REFUSED, ids=[f"{case[0]} {case[3]}" for case in REFUSED])
+def test_others_are_refused(tmp_path, arch, quant, tensors, named):
+    parts = Parts(TARGETS[arch](tmp_path / "t.gguf", Shape(), quant))
+    for name, size in tensors.items():
+        with_tensor(parts, name, np.ones(size))
+    with pytest.raises(ModelError, match=named):
+        ps.load(parts.write(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64)
