@@ -63,21 +63,22 @@ class Chat:
         ids = self.template.encode(self.session.tokenizer, self._messages(turn), thinking=self.thinking)
         if not ids:
             raise TemplateError("the chat template makes no text of this conversation; use another one")
+        answer, stats = "", self.session.new_stats()
         events = self.session.steps(
             ids, max_tokens, sampling=self.sampling, stop=CONTINUE_STOP if self.continues else (), append=True,
-            interrupted=interrupted, prefill_progress=prefill_progress,
+            interrupted=interrupted, prefill_progress=prefill_progress, stats=stats,
         )  # fmt: skip
-        answer, stats = "", None
+        failed = False
         try:
             with closing(events):
                 for event in events:
-                    answer, stats = answer + event.text, event.stats
+                    answer += event.text
                     yield event
         except PyspecError:
-            stats = None
+            failed = True
             raise
         finally:  # an answer that was stopped counts as far as it came
-            if stats is not None and stats.emitted:
+            if stats.emitted and not failed:
                 self.messages += [turn, {"role": "assistant", "content": answer}]
                 self.stats.append(stats)
 

@@ -8,7 +8,8 @@
             print(event.text, end="")
 
 The steps do not wait for readers, and events are made while the device computes the next step. Events of a handle that nobody reads pile
-up, at most to its token limit. A reader that goes away calls ``cancel``, or holds the handle in a ``with`` block.
+up, at most to its token limit. A reader that goes away calls ``cancel``, or holds the handle in a ``with`` block; a task that is cancelled
+while it waits for an event has cancelled its request.
 """
 
 import asyncio
@@ -16,7 +17,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Self
 
 from .errors import EngineError, PyspecError
@@ -26,7 +26,7 @@ from .spec.loop import PLAIN, SPECULATIVE, LoopOptions
 from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import BatchStats, Scheduler, Stream
 from .spec.stats import Stats
-from .text.stream import TextStream, stop_texts
+from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer
 
 
@@ -90,18 +90,10 @@ class Handle:
         stats: statistics so far; ``stop_reason`` is "end", "length", "context", "stop" or "cancelled" when it has ended.
     """
 
-    def __init__(
-        self,
-        server: "ConcurrentSession",
-        submit: Callable[[Callable[[list[int]], bool] | None], Stream],
-        text: TextStream,
-        sampler: Sampler | None,
-    ) -> None:
-        self._server, self._text, self._sampler = server, text, sampler
+    def __init__(self, server: "ConcurrentSession", stream: Stream, text: BlockText, sampler: Sampler | None) -> None:
+        self._server, self._text, self._sampler, self._stream = server, text, sampler, stream
         self._mail = _Mailbox()
-        self._unread: list[str] = []  # what a result that was not waited for to its end has taken
-        self._shown: deque[str] = deque()  # of blocks whose events are still to be made
-        self._stream = submit(self._stops if text.stops else None)
+        self._unread: list[str] = []  # what result has taken so far
         self.stats: Stats = self._stream.stats
 
     def cancel(self) -> None:
@@ -110,7 +102,7 @@ class Handle:
         self._server._look()
 
     def result(self, timeout: float | None = None) -> tuple[str, Stats]:
-        """Waits for the end: the text that was not read yet, and the statistics.
+        """Waits for the end: the text that no iteration has read, and the statistics. Asked again, the same.
 
         Raises:
             TimeoutError: no event within ``timeout`` seconds; the request goes on, and the next ``result`` has all of the text.
@@ -120,15 +112,22 @@ class Handle:
         return self._whole(item)
 
     async def result_async(self) -> tuple[str, Stats]:
-        """``result`` for event loops."""
-        while not isinstance(item := await self._mail.take_async(), _End):
+        """``result`` for event loops. A task that is cancelled while it waits here cancels the request: ``asyncio.wait`` waits for a time and
+        cancels nothing, ``asyncio.wait_for`` cancels."""
+        while not isinstance(item := await self._read_async(), _End):
             self._unread.append(item.text)
         return self._whole(item)
 
     def _whole(self, end: _End) -> tuple[str, Stats]:
         self._check(end)
-        text, self._unread = "".join(self._unread), []
-        return text, self.stats
+        return "".join(self._unread), self.stats
+
+    async def _read_async(self) -> "StepEvent | _End":
+        try:
+            return await self._mail.take_async()
+        except asyncio.CancelledError:  # nobody is left to read what would still come
+            self.cancel()
+            raise
 
     def __iter__(self) -> Iterator[StepEvent]:
         return self
@@ -140,7 +139,7 @@ class Handle:
         return self
 
     async def __anext__(self) -> StepEvent:
-        return self._next(await self._mail.take_async(), StopAsyncIteration)
+        return self._next(await self._read_async(), StopAsyncIteration)
 
     def _next(self, item: StepEvent | _End, stop: type[Exception]) -> StepEvent:
         if isinstance(item, _End):
@@ -174,18 +173,9 @@ class Handle:
             self._close(error)
         return False
 
-    def _stops(self, block: list[int]) -> bool:
-        """Whether a stop text is complete with ``block``. Asked between two steps, so only of requests that have one: 4 us per token."""
-        self._shown.append(self._text_of(block))
-        return self._text.stopped
-
-    def _text_of(self, block: list[int]) -> str:
-        return "".join(self._text.push(token) for token in block)
-
     def _put(self, block: list[int]) -> None:
-        shown = self._shown.popleft() if self._text.stops else self._text_of(block)
         logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
-        self._mail.put(StepEvent(shown, tuple(block), self.stats, logprobs))
+        self._mail.put(StepEvent(self._text.take(block), tuple(block), self.stats.snapshot(), logprobs))
 
     def _close(self, error: BaseException | None) -> None:
         if self._sampler is not None:
@@ -241,7 +231,8 @@ class ConcurrentSession:
         engine = self._scheduler.engine
         ids, stop = self._prompt_ids(prompt, special), stop_texts(stop)
         mode = mode or (SPECULATIVE if engine.drafter is not None else PLAIN)
-        options = LoopOptions(max_tokens, mode, engine.options.width, self._tokenizer.is_end, ignore_end)
+        text = BlockText(self._tokenizer.piece, stop)
+        options = LoopOptions(max_tokens, mode, engine.options.width, self._tokenizer.is_end, ignore_end, completes=text.completes)
         sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)
         try:
@@ -249,8 +240,7 @@ class ConcurrentSession:
                 if self._closing:
                     why = "is closed" if self._failure is None else f"was ended by {type(self._failure).__name__}: {self._failure}"
                     raise EngineError(f"this concurrent session {why}; it takes no more requests, make another one") from self._failure
-                submit = partial(self._scheduler.submit, ids, options)
-                handle = Handle(self, submit, TextStream(self._tokenizer.piece, stop), sampler)
+                handle = Handle(self, self._scheduler.submit(ids, options), text, sampler)
                 self._handles.append(handle)
                 self._changed.notify()
         except BaseException:

@@ -8,7 +8,14 @@ from .spec.stats import Stats
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step of a generation: new ``text`` (may be empty), its ``tokens``, the statistics so far, and ``logprobs`` if they were asked for."""
+    """One step of a generation.
+
+    Attributes:
+        text: what is new of it; may be empty.
+        tokens: the ids that came out; none in the last event, which flushes the text.
+        stats: the statistics as they were then, a copy of its own; in the last event those of the whole generation.
+        logprobs: of the tokens, if they were asked for.
+    """
 
     text: str
     tokens: tuple[int, ...]

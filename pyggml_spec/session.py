@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -32,8 +32,9 @@ from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import Scheduler
 from .spec.stats import Stats
 from .spec.synthetic import SyntheticAcceptance
+from .spec.turns import ENDED, Turns
 from .spec.width import NEVER_PAYS, WidthControl, useful_widths
-from .text.stream import TextStream, stop_texts
+from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer, first_difference
 
 DEMO = Path(__file__).parent / "demo"
@@ -44,6 +45,9 @@ GREEDY = Sampling(temperature=0)
 PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, and at most an eighth of what is free after loading
 PREFIX_DISK = 8 << 30
 MOST_BYTES = 1 << 60
+
+MANY = "this session runs many requests at once: submit this one too, or close the concurrent session first"
+CLOSED = "the session is closed: load the model again"
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while something long goes on: "weights", "drafter weights" (bytes), "prefill" (tokens)."""
@@ -85,7 +89,7 @@ class Session:
         self.control: WidthControl | None = None  # of the last generation
         self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch in it, and its tokens
-        self._run: Generator[list[int], None, None] | None = None  # the generation that has the engine
+        self._turns = Turns()  # who has the engine
 
     def _own(self, part: P) -> P:
         self._parts.append(part)
@@ -210,6 +214,7 @@ class Session:
         synthetic: SyntheticAcceptance | None = None,
         prefill_progress: Callable[[int, int], None] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
+        stats: Stats | None = None,
     ) -> Iterator[StepEvent]:
         """Generates from ``prompt`` and yields one event per step; the last event flushes the text.
 
@@ -225,80 +230,79 @@ class Session:
                 were generated come from steps then, not from a prefill, and round differently: a near-tie may fall the other way.
             synthetic: accept drafts at random (benchmarks only: the text is not the target's).
             interrupted: asked between steps; True ends the generation with the stop reason "interrupt".
+            stats: of ``new_stats``, filled in as it goes: complete also when the generation is closed early or fails.
 
         Raises:
             ContextError: the prompt is empty or does not fit the context, or an id is outside the vocabulary.
             SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
-            EngineError: an unknown mode, the session is closed, or its next generation began before this one was read to its end.
+            EngineError: an unknown mode, or the speculative one without a drafter; the session is closed, or generating already; its next
+                generation began before this one was read to its end.
+
+        A session has one generation at a time. The next one of the same thread ends one that was left half read, which then says so; another
+        thread is refused until it has been read to its end, closed or dropped, or its thread has ended.
         """
         self._check_open()
-        ids, stop = self.prompt_ids(prompt, special), stop_texts(stop)
-        self._free_engine()
-        engine = self.engine
+        ids, text = self.prompt_ids(prompt, special), BlockText(self.tokenizer.piece, stop_texts(stop))
+        mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
+        options = LoopOptions(
+            max_tokens, mode, self.engine.options.width, self.tokenizer.is_end, ignore_end, synthetic, completes=text.completes
+        )
+        options.check(self.drafter)
+        turn, sampler = self._turns.take(), None
+        try:
+            sampler, started = self._sampler(sampling, ignore_end), time.perf_counter()
+            stats = self.new_stats() if stats is None else stats
+            reuse, held = self._begin(ids, mode, append, stats)
+            stats.seconds["prefill"] = time.perf_counter() - started  # bringing rows back is part of the start
+            if sampler is not None:
+                stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
+            self._last = (self.engine.epoch, history := list(ids))
+
+            def prefilled(done: int, total: int) -> None:
+                if not held:  # the chunks that the cache knows are those of the prompt that was begun
+                    self.prefix.computed()
+                if prefill_progress is not None:
+                    prefill_progress(reuse.tokens + done, reuse.tokens + total)
+
+            options = replace(options, sampler=sampler)
+            run = generate(self.engine, ids, options, stats, prefilled, interrupted, self.control, known=reuse.tokens)
+            turn.close = run.close
+            for block in run:
+                history += block
+                logprobs = sampler.take_logprobs() if sampler is not None else ()
+                event = StepEvent(text.take(block), tuple(block), stats.snapshot(), logprobs)
+                self._turns.pause(turn)
+                yield event
+                self._check_open()
+                if not self._turns.resume(turn):
+                    raise EngineError(ENDED)
+            self._turns.pause(turn)
+            yield StepEvent(text.finish(), (), stats)
+            if self._parts and self._turns.resume(turn):  # files after the text is out
+                self.prefix.save()
+                stats.notes += self.prefix.take_notes()
+        except GeneratorExit:
+            raise
+        except BaseException:
+            if self._turns.holds(turn):
+                self._last = (-1, [])  # a step may be in the recurrent state that is not in the cursor: nothing can be appended
+            raise
+        finally:
+            self._turns.end(turn)
+            if sampler is not None:
+                sampler.close()
+
+    def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats) -> tuple[Reuse, int]:
+        """What the caches have of ``ids``, and how much of that the last generation left."""
         if self.control is not None and self.control.outdated and not self._costs_checked:
             self._measure_costs(fresh=True)
             self._costs_checked = True
-        mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
-        options = LoopOptions(max_tokens, mode, engine.options.width, self.tokenizer.is_end, ignore_end, synthetic)
-        stats, sampler, started = self.new_stats(), self._sampler(sampling, ignore_end), time.perf_counter()
-        if sampler is not None:
-            stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
         self.control = WidthControl(self.costs) if self.costs and mode == SPECULATIVE else None
         drafting = mode == SPECULATIVE and (self.control is None or len(self.control.widths) > 1)  # or else its rows are for nothing
         held = self._held(ids, drafting) if append else 0
         reuse = Reuse(held) if held else self.prefix.begin(ids, drafting)
-        stats.seconds["prefill"] = time.perf_counter() - started  # bringing rows back is part of the start
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
-        self._last = (engine.epoch, history := list(ids))
-        options = replace(options, sampler=sampler)
-        text = TextStream(self.tokenizer.piece, stop)
-
-        def prefilled(done: int, total: int) -> None:
-            if not held:  # the chunks that the cache knows are those of the prompt that was begun
-                self.prefix.computed()
-            if prefill_progress is not None:
-                prefill_progress(reuse.tokens + done, reuse.tokens + total)
-
-        run = self._run = generate(
-            engine, ids, options, stats, prefill_progress=prefilled, interrupted=interrupted, control=self.control, known=reuse.tokens
-        )
-        try:
-            for block in run:
-                history += block
-                shown = "".join(text.push(token) for token in block)
-                yield StepEvent(shown, tuple(block), stats, sampler.take_logprobs() if sampler is not None else ())
-                if text.stopped:
-                    stats.stop_reason = "stop"
-                    break
-            if self._run is not run:
-                raise EngineError("this generation was ended by the next one of its session; for several at a time use concurrent()")
-        except GeneratorExit:
-            raise
-        except BaseException:
-            if self._run is run:
-                self._last = (-1, [])  # a step may be in the recurrent state that is not in the cursor: nothing can be appended
-            raise
-        finally:
-            run.close()
-            if self._run is run:
-                self._run = None
-            if sampler is not None:
-                sampler.close()
-        yield StepEvent(text.finish(), (), stats)
-        self.prefix.save()
-        stats.notes += self.prefix.take_notes()
-
-    def _free_engine(self) -> None:
-        """Ends a generation that was left half read: its caches go to somebody else."""
-        if self._concurrent is not None and not self._concurrent.closed:
-            raise EngineError("this session runs many requests at once: submit this one too, or close the concurrent session first")
-        run, self._run = self._run, None
-        if run is not None:
-            try:
-                run.close()
-            except ValueError:  # it is being executed
-                self._run = run
-                raise EngineError("another thread is generating with this session; for several at a time use concurrent()") from None
+        return reuse, held
 
     def _held(self, ids: list[int], drafting: bool) -> int:
         """How many leading tokens of ``ids`` the last generation left in the caches: all that are there, or 0."""
@@ -316,7 +320,7 @@ class Session:
 
     def _check_open(self) -> None:
         if not self._parts:
-            raise EngineError("the session is closed: load the model again")
+            raise EngineError(CLOSED)
 
     def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
         if not isinstance(sampling, (Sampling, type(None))):
@@ -375,15 +379,18 @@ class Session:
 
         This session itself generates nothing while it is open: both would use one device stream from two threads.
         """
-        if self._concurrent is not None and not self._concurrent.closed:
-            raise EngineError("requests are already taken by another concurrent session: close it first")
-        self._free_engine()  # a generation that goes on would step beside the requests
-        if self._concurrent is not None and self._concurrent in self._parts:
-            self._concurrent.close()  # an error may have ended it
-            self._parts.remove(self._concurrent)
-        scheduler = self.batch(slots, n_ctx, self._prefix_memory(prefix_memory))
-        self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
-        return self._concurrent
+        turn = self._turns.take(MANY)
+        try:
+            if self._concurrent is not None and self._concurrent in self._parts:
+                self._concurrent.close()  # an error may have ended it
+                self._parts.remove(self._concurrent)
+            scheduler = self.batch(slots, n_ctx, self._prefix_memory(prefix_memory))
+            made = self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
+        except BaseException:
+            self._turns.end(turn)
+            raise
+        turn.over = lambda: made.closed
+        return made
 
     def calibrate_plain(self, steps: int = 12) -> float:
         """Milliseconds of one plain decode step of this target on this device: the median of at most ``steps`` that run now.
@@ -395,8 +402,8 @@ class Session:
         """
         self._check_open()
         steps = whole(steps, "the number of steps", 1, 1 << 20)
-        self._free_engine()
-        return step_cost(self.engine, 1, most=steps)
+        with self._turns.alone():
+            return step_cost(self.engine, 1, most=steps)
 
     def _kv_types(self) -> str:
         kv, draft_kv = self.engine.options.kv, self.engine.options.draft_kv
@@ -421,7 +428,14 @@ class Session:
         )
 
     def close(self) -> None:
-        """Frees everything that ``load`` made."""
+        """Frees everything that ``load`` made.
+
+        Raises:
+            EngineError: a step is under way, in another thread or in a call that this one was made from; nothing has been freed then.
+        """
+        if self._concurrent is not None:
+            self._concurrent.close()
+        self._turns.shut(CLOSED)
         for part in reversed(self._parts):
             part.close()
         self._parts = []

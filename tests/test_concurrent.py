@@ -67,7 +67,7 @@ def test_asyncio(server, want):
 def test_a_result_without_reading(server, want):
     handles = [server.submit(prompt, 20) for prompt in PROMPTS]
     assert [handle.result(WAIT)[0] for handle in reversed(handles)] == [want[prompt] for prompt in reversed(PROMPTS)]
-    assert handles[0].result(WAIT) == ("", handles[0].stats)  # what was read is read
+    assert handles[0].result(WAIT) == (want[PROMPTS[0]], handles[0].stats)  # asked again, the same
 
 
 def test_stop_text_and_limits(server, want):
@@ -163,7 +163,7 @@ def test_what_cannot_be_submitted(session, server):
         server.submit("x", mode="reference")
     with pytest.raises(EngineError, match="many requests at once"):
         session.generate("x", 1)
-    with pytest.raises(EngineError, match="close it first"):
+    with pytest.raises(EngineError, match="many requests at once"):
         session.concurrent(slots=2)
 
 
@@ -204,7 +204,7 @@ def test_events_that_cannot_be_made_end_their_request_alone(server, want, monkey
     """They are made while a step is under way: neither the step nor the other requests may notice."""
     with server._changed:
         bad, good = server.submit(PROMPTS[0], 20), server.submit(PROMPTS[1], 20)
-        monkeypatch.setattr(bad._text, "push", lambda token: 1 / 0)
+        monkeypatch.setattr(bad._text, "take", lambda block: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bad.result(WAIT)
     assert good.result(WAIT)[0] == want[PROMPTS[1]]
@@ -235,15 +235,16 @@ def test_a_result_that_takes_too_long_loses_no_text(server):
     with pytest.raises(TimeoutError):
         handle.result(0.01)
 
-    async def impatient():
-        await asyncio.wait_for(handle.result_async(), 0.01)
-
     put(StepEvent("the middle, ", (), handle.stats))
-    with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(impatient())
+
+    async def impatient():
+        task = asyncio.ensure_future(handle.result_async())
+        assert await asyncio.wait({task}, timeout=0.01) == (set(), {task})
+        task.cancel()  # as the loop's end would
+
+    asyncio.run(impatient())
     put(StepEvent("the end", (), handle.stats)), put(_End())
     assert handle.result(WAIT)[0] == "the beginning, the middle, the end"
-    assert handle.result(WAIT)[0] == ""
 
 
 def test_who_waits_for_the_end_beside_the_reader_hears_of_it(server):
@@ -257,3 +258,32 @@ def test_who_waits_for_the_end_beside_the_reader_hears_of_it(server):
     for thread in threads:
         thread.join(20)
     assert len(ended) == 3
+
+
+@pytest.mark.parametrize("read", ["events", "result"])
+def test_a_reader_that_is_cancelled_while_it_waits_ends_its_request(server, want, read):
+    """It went on to its token limit, in a slot that others waited for."""
+    handle = server.submit(PROMPTS[0], ignore_end=True)
+
+    async def events():
+        async for _ in handle:
+            pass
+
+    async def main():
+        task = asyncio.create_task(events() if read == "events" else handle.result_async())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with server._changed:  # no event comes: the reader waits when it is cancelled
+        asyncio.run(main())
+    assert handle.result(WAIT)[1].stop_reason == "cancelled" and handle.stats.emitted < 200
+    assert server.submit(PROMPTS[1], 20).result(WAIT)[0] == want[PROMPTS[1]]
+
+
+def test_the_statistics_of_an_event_are_those_of_its_moment(server):
+    done = 0
+    for event in server.submit(PROMPTS[0], 20):
+        done += len(event.tokens)
+        assert event.stats.emitted == done == 1 + event.stats.steps + event.stats.matched

@@ -1,5 +1,10 @@
 """One engine, one generation at a time: what a reader leaves half read, or an error leaves half done, never shows in another text."""
 
+import asyncio
+import gc
+import sys
+import threading
+
 import pytest
 
 import pyggml_spec as ps
@@ -41,7 +46,7 @@ def test_a_generation_inside_of_another_one_is_refused(session):
     """As from a second thread: two would step one engine at the same time."""
 
     def inside(done, total):
-        with pytest.raises(EngineError, match="another thread is generating"):
+        with pytest.raises(EngineError, match="generating already"):
             session.generate(SECOND, 1)
 
     assert session.generate(FIRST, 5, prefill_progress=inside)[1].emitted == 5
@@ -60,3 +65,151 @@ def test_nothing_is_appended_to_a_step_that_failed(session, monkeypatch):
     longer = [*prompt, *shown, 1, 2, 3]
     text, stats = session.generate(longer, 12, mode="plain", append=True)
     assert stats.reused_tokens == 0 and text == session.generate(longer, 12, mode="plain")[0]
+
+
+@pytest.fixture
+def switching():
+    """Threads change places a thousand times as often."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def _in_thread(work):
+    """What ``work`` gives or raises in a thread of its own, which has ended then."""
+    got = []
+
+    def run():
+        try:
+            got.append(work())
+        except Exception as error:
+            got.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(120)
+    return got[0]
+
+
+def test_of_two_threads_that_start_together_each_gets_its_own_text_or_the_sentence(session, switching):
+    """They got wrong text, false NaN and other threads' errors: the guard looked and then acted, and the prefix cache came before it."""
+    want = {prompt: session.generate(prompt, 8)[0] for prompt in (FIRST, SECOND)}
+    served = 0
+    for _ in range(25):
+        got, barrier = {}, threading.Barrier(2)
+
+        def read(prompt):
+            barrier.wait()
+            try:
+                got[prompt] = session.generate(prompt, 8)[0]
+            except Exception as error:
+                got[prompt] = error
+
+        threads = [threading.Thread(target=read, args=(prompt,), daemon=True) for prompt in want]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        for prompt, text in want.items():
+            refused = isinstance(got[prompt], EngineError) and "generating already" in str(got[prompt])
+            assert got[prompt] == text or refused, got[prompt]
+            served += not refused
+    assert served >= 25
+
+
+def test_another_thread_is_refused_at_once_while_a_generation_is_half_read(session):
+    """And leaves its caches alone: it goes on as if nothing had been asked."""
+    want = session.generate(FIRST, 20)[0]
+    left = session.steps(FIRST, 20)
+    begun = next(left).text
+    for work in (lambda: session.generate(SECOND, 3), session.calibrate_plain, lambda: session.concurrent(slots=1)):
+        assert "generating already" in str(_in_thread(work))
+    assert begun + "".join(event.text for event in left) == want
+    assert _in_thread(lambda: session.generate(SECOND, 3)[1].emitted) == 3
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed", "its thread has ended"])
+def test_a_generation_that_nobody_will_read_on_does_not_wedge_the_session(session, how):
+    if how == "its thread has ended":
+        left = _in_thread(lambda: (kept := session.steps(FIRST, 20), next(kept)))[0]
+    else:
+        left = session.steps(FIRST, 20)
+        next(left)
+    if how == "dropped":
+        del left
+        gc.collect()
+    elif how == "closed":
+        left.close()
+    assert _in_thread(lambda: session.generate(SECOND, 3)[1].emitted) == 3
+    assert session.generate(SECOND, 3)[1].emitted == 3
+
+
+def test_tasks_of_one_event_loop_are_one_thread(session):
+    """The next one ends the one before, which says so."""
+
+    async def main():
+        first = session.steps(FIRST, 20)
+        next(first)
+        await asyncio.sleep(0)
+        assert session.generate(SECOND, 3)[1].emitted == 3
+        with pytest.raises(EngineError, match="ended by the next one"):
+            next(first)
+        busy = session.steps(FIRST, 20)
+        next(busy)
+        with pytest.raises(EngineError, match="generating already"):
+            await asyncio.to_thread(session.generate, SECOND, 3)
+        busy.close()
+
+    asyncio.run(main())
+
+
+def test_beside_requests_every_thread_gets_the_same_sentence(session):
+    with session.concurrent(slots=1) as server:
+        for work in (lambda: session.generate(SECOND, 3), lambda: session.concurrent(slots=1), session.calibrate_plain):
+            assert "many requests at once" in str(_in_thread(work))
+            with pytest.raises(EngineError, match="many requests at once"):
+                work()
+        assert server.submit(SECOND, 5).result(120)[1].emitted == 5
+    assert session.generate(SECOND, 3)[1].emitted == 3
+
+
+def test_a_session_is_not_closed_under_a_step(pair):
+    """The step went on in freed memory."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        stepping, closed = threading.Event(), threading.Event()
+
+        def wait(done, total):
+            stepping.set()
+            closed.wait(60)
+
+        thread = threading.Thread(target=lambda: session.generate(FIRST, 3, prefill_progress=wait), daemon=True)
+        thread.start()
+        stepping.wait(60)
+        with pytest.raises(EngineError, match="generating already"):
+            session.close()
+        closed.set()
+        thread.join(60)
+        assert session.generate(SECOND, 3)[1].emitted == 3
+    with pytest.raises(EngineError, match="closed"):
+        session.generate(SECOND, 3)
+
+
+def test_the_statistics_of_an_event_are_those_of_its_moment(session):
+    """All events shared one object, which said "20 emitted" in the first of them."""
+    events = list(session.steps(FIRST, 20))
+    done = 0
+    for event in events:
+        done += len(event.tokens)
+        assert event.stats.emitted == done == 1 + event.stats.steps + event.stats.matched
+        assert sum(event.stats.widths.values()) == event.stats.steps
+    assert [bool(event.stats.stop_reason) for event in events] == [False] * (len(events) - 1) + [True]
+    assert sorted(event.stats.seconds["decode"] for event in events) == [event.stats.seconds["decode"] for event in events]
+
+
+def test_own_statistics_are_complete_when_a_generation_is_closed_early(session):
+    stats = session.new_stats()
+    left = session.steps(FIRST, 20, stats=stats)
+    next(left), next(left)
+    left.close()
+    assert stats.computes > 0 and stats.seconds["decode"] > 0 and stats.emitted == 1 + stats.steps + stats.matched

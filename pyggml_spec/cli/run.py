@@ -138,12 +138,12 @@ def _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, opt
         with bars:
             progress = bars.enter_context(progress_line())
             events = session.steps(
-                text, max_tokens, interrupted=interrupt, prefill_progress=lambda done, total: progress("prefill", done, total), **options
+                text, max_tokens, interrupted=interrupt, prefill_progress=lambda done, total: progress("prefill", done, total),
+                stats=stats, **options,
             )  # fmt: skip
             with closing(events):  # before the session closes, whatever happens
                 for event in events:
                     bars.close()
-                    stats = event.stats
                     probabilities += [json.dumps(_probability(session.tokenizer, p)) + "\n" for p in event.logprobs]
                     out.write(event.text)
         if out.is_terminal:

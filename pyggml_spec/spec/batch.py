@@ -36,6 +36,10 @@ class Prompt:
 
     tokens: Sequence[int]
 
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
 
 @dataclass(frozen=True)
 class Verify:
@@ -43,12 +47,20 @@ class Verify:
 
     drafts: Sequence[int] = ()
 
+    @property
+    def rows(self) -> int:
+        return 1 + len(self.drafts)
+
 
 @dataclass(frozen=True)
 class Draft:
     """The pending token and ``width`` - 1 drafts of the drafter's. Follow with ``accept``."""
 
     width: int
+
+    @property
+    def rows(self) -> int:
+        return self.width
 
 
 Work = Prompt | Verify | Draft

@@ -1,10 +1,4 @@
-"""The speculative loop.
-
-The verifier sees [pending, d_1 .. d_{W-1}]; its row j predicts the token after row j. The accepted drafts are the longest prefix with
-target_j == d_{j+1}, where target_j is the greedy choice after row j, or a sampler's; that many rows plus one are committed, and the
-target's own choice after them becomes the pending token. Every token that comes out is therefore the target's choice after exactly the
-tokens before it: the drafter decides how many come out per step, never which.
-"""
+"""The speculative loop of one sequence: which step comes next, until a limit is reached. What a step gives: accept.py; where it ends: limits.py."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,7 +9,9 @@ from typing import Any
 from ..checks import whole
 from ..errors import EngineError
 from ..ggml.device import waited_for_core
+from .accept import choose_block, first_token
 from .engine import Engine
+from .limits import Limits
 from .parts import StepResult
 from .sampling import Sampler
 from .stats import Stats
@@ -24,6 +20,9 @@ from .width import WidthControl
 
 SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
 WARMUP_STEPS = 2
+
+Drafts = Callable[[Sequence[int], int], Sequence[int]]
+"""A scripted drafter: (all tokens so far, count) -> that many draft ids."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,8 @@ class LoopOptions:
     is_end: whether a token ends the text.
     ignore_end: go on after end tokens.
     sampler: chooses the tokens, of this generation alone; None: the greedy ones.
+    completes: whether a stop text is complete with a token; asked once about each that comes out, in order. None: there are none.
+    drafts: drafts instead of the drafter.
     """
 
     max_tokens: int | None = None
@@ -44,6 +45,8 @@ class LoopOptions:
     ignore_end: bool = False
     synthetic: SyntheticAcceptance | None = None
     sampler: Sampler | None = None
+    completes: Callable[[int], bool] | None = None
+    drafts: Drafts | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in (SPECULATIVE, PLAIN, REFERENCE):
@@ -51,35 +54,14 @@ class LoopOptions:
         if self.max_tokens is not None:
             whole(self.max_tokens, "the number of tokens", 0, 1 << 62)
 
-    def ends(self, token: int) -> bool:
-        """Whether the sequence ends with ``token``."""
-        return not self.ignore_end and self.is_end(token)
+    def limits(self) -> Limits:
+        """Of one sequence with these options."""
+        return Limits(self.max_tokens, (lambda token: False) if self.ignore_end else self.is_end, self.completes)
 
-
-Drafts = Callable[[Sequence[int], int], Sequence[int]]
-"""A scripted drafter: (all tokens so far, count) -> that many draft ids. Used by tests and synthetic drafting."""
-
-
-def choose_block(greedy: list[int], drafts: list[int], options: LoopOptions, candidates: Callable[[int], tuple]) -> list[int]:
-    """The tokens that a verified block gives: the target's choice after row 0, 1, ... while the choice is the next row's draft.
-
-    Args:
-        greedy: the target's greedy choice after each row.
-        drafts: of the rows 1, 2, ..., as many as may be accepted.
-        candidates: (row) -> ids and logits for the sampler.
-    """
-    sampler, synthetic = options.sampler, options.synthetic
-    if synthetic is not None:
-        drafts = drafts[: synthetic.draw(len(greedy) - 1)]
-    block: list[int] = []
-    for j, draft in enumerate([*drafts, None]):
-        token = greedy[j] if sampler is None else sampler.choose(*candidates(j))
-        if synthetic is not None and draft is not None:
-            token = draft
-        block.append(token)
-        if token != draft or options.ends(token):
-            break
-    return block
+    def check(self, drafter: object | None) -> None:
+        """Raises EngineError for a mode that needs a drafter where there is none."""
+        if self.mode == SPECULATIVE and drafter is None and self.drafts is None:
+            raise EngineError(f"there is no drafter: use {PLAIN} mode, or load one")
 
 
 def generate(
@@ -87,7 +69,6 @@ def generate(
     prompt: Sequence[int],
     options: LoopOptions,
     stats: Stats | None = None,
-    drafts: Drafts | None = None,
     prefill_progress: Callable[[int, int], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False,
     control: WidthControl | None = None,
@@ -95,13 +76,18 @@ def generate(
 ) -> Generator[list[int], None, None]:
     """Yields the tokens of each step: first the one that the prompt leads to, then a block per step.
 
-    ``stats.stop_reason`` says why it ended: "end" (an end token, which is yielded last), "length", "context", "interrupt" (``interrupted``,
-    asked before every chunk of the prompt and every step, said so). Close the generator to stop earlier; the engine then holds exactly the
-    tokens that were committed. The first ``known`` tokens of ``prompt`` are in the caches already.
+    ``stats.stop_reason`` says why it ended: "end" (an end token, which is yielded last), "stop" (with the token that completes the text),
+    "length", "context", "interrupt" (``interrupted``, asked before every chunk of the prompt and every step, said so). Close the generator to
+    stop earlier; the engine then holds exactly the tokens that were committed. The first ``known`` tokens of ``prompt`` are in the caches
+    already.
+
+    Raises:
+        EngineError: speculative mode without a drafter; NaN or Inf.
     """
+    options.check(engine.drafter)
     stats = stats if stats is not None else Stats()
     stats.mode, stats.width = options.mode, options.width if options.mode != PLAIN else 1
-    run = _Run(engine, options, stats, list(prompt), drafts, prefill_progress, interrupted, control, known)
+    run = _Run(engine, options, stats, list(prompt), prefill_progress, interrupted, control, known)
     try:
         yield from run.tokens()
     finally:
@@ -117,60 +103,62 @@ class _Run:
         options: LoopOptions,
         stats: Stats,
         history: list[int],
-        drafts: Drafts | None,
         progress: Callable[[int, int], None] | None,
         interrupted: Callable[[], bool],
         control: WidthControl | None,
         known: int,
     ) -> None:
         self.progress, self.interrupted, self.known = progress, interrupted, known
-        self.engine, self.options, self.stats, self.history, self.drafts = engine, options, stats, history, drafts
-        self.limit = options.max_tokens if options.max_tokens is not None else engine.cursor.room + 1
-        self.speculating = options.mode == SPECULATIVE and (drafts is not None or engine.drafter is not None) and options.width > 1
+        self.engine, self.options, self.stats, self.history, self.drafts = engine, options, stats, history, options.drafts
+        self.limits = options.limits()
+        self.speculating = options.mode == SPECULATIVE and options.width > 1
         self.control = control if self.speculating else None
         self._before = _counts(engine)
         self._warm: dict | None = None
         self._decode_started: float | None = None
 
     def tokens(self) -> Iterator[list[int]]:
-        engine, stats = self.engine, self.stats
-        if self.limit < 1:
-            stats.stop_reason = "length"
-            return
-        sampler = self.options.sampler
-        engine.read_candidates(sampler.sampling.candidates() if sampler is not None else 0)
-        started = time.perf_counter()
-        stats.prompt_tokens = len(self.history)
-        first = engine.prefill(self.history[self.known :], self.progress, self.interrupted)
-        stats.seconds["prefill"] += time.perf_counter() - started
-        if first is None:
-            stats.stop_reason = "interrupt"
-            return
-        if sampler is not None:
-            sampler.accept_prompt(self.history)
-            first = sampler.choose(*engine.candidates(0))
-            engine.cursor.advance(0, first)
-        stats.target_forwards += 1
-        stats.emitted = 1
-        self.history.append(first)
-        ended = self._ends(first)
-        yield [first]
-        if not ended:
-            self._prepare()
-        self._decode_started, self._thread, self._waited = time.perf_counter(), get_ident(), waited_for_core()
-        while not ended and stats.emitted < self.limit and engine.cursor.room > 0:
+        engine, stats, limits = self.engine, self.stats, self.limits
+        if not limits.reason:
+            sampler = self.options.sampler
+            engine.read_candidates(sampler.sampling.candidates() if sampler is not None else 0)
+            started = time.perf_counter()
+            stats.prompt_tokens = len(self.history)
+            greedy = engine.prefill(self.history[self.known :], self.progress, self.interrupted)
+            stats.seconds["prefill"] += time.perf_counter() - started
+            if greedy is None:
+                stats.stop_reason = "interrupt"
+                return
+            yield [self._first(greedy)]
+            if not limits.reason:
+                self._prepare()
+        self._decode_started = started = time.perf_counter()
+        self._thread, self._waited = get_ident(), waited_for_core()
+        while not limits.reason:
             if self.interrupted():
                 stats.stop_reason = "interrupt"
                 return
             block = self._step()
-            ended = self._ends(block[-1])
+            stats.seconds["decode"] = time.perf_counter() - started
             yield block
-        stats.stop_reason = "end" if ended else "length" if stats.emitted >= self.limit else "context"
+        stats.stop_reason = limits.reason
+
+    def _first(self, greedy: int) -> int:
+        engine, sampler = self.engine, self.options.sampler
+        self.limits.begin(engine.cursor.room)
+        token = first_token(greedy, self.history, self.limits, engine.candidates, sampler)
+        engine.cursor.advance(0, token)
+        self.stats.target_forwards += 1
+        self.stats.emitted = 1
+        self.history.append(token)
+        return token
 
     def _step(self) -> list[int]:
         began = time.perf_counter_ns()
         result, width, by_model = self._forward()
-        block = self._choose(result)
+        drafts = result.tokens[1:].tolist() if self.options.mode != REFERENCE else []
+        options, candidates = self.options, self.engine.candidates
+        block = choose_block(result.ids.tolist(), drafts, self.limits, candidates, options.sampler, options.synthetic)
         matched = len(block) - 1
         self.engine.accept(len(block), block[-1])
         self.history += block
@@ -206,15 +194,6 @@ class _Run:
             )
         return result
 
-    def _choose(self, result: StepResult) -> list[int]:
-        """The target's choices: row after row while the next row's draft is the choice, cut at an end token, the limit and the context."""
-        most = min(result.ids.size, self.limit - self.stats.emitted, self.engine.cursor.room)
-        drafts = result.tokens[1:most].tolist() if self.options.mode != REFERENCE else []
-        return choose_block(result.ids.tolist(), drafts, self.options, self.engine.candidates)
-
-    def _ends(self, token: int) -> bool:
-        return self.options.ends(token)
-
     def _prepare(self) -> None:
         """Builds every graph that the coming tokens can need, so that no step waits for one."""
         role = "plain"
@@ -224,7 +203,7 @@ class _Run:
             role = "fused"
         widths = [1] if role == "plain" else self.control.widths if self.control is not None else [self.options.width]
         self.engine.prepare_transitions(widths)
-        self.engine.prepare([(role if width > 1 else "plain", width) for width in widths], self.limit - self.stats.emitted)
+        self.engine.prepare([(role if width > 1 else "plain", width) for width in widths], self.limits.left)
 
     def _count_time(self, result: StepResult, total_ns: int) -> None:
         times, host = result.times, self.stats.host_us
@@ -243,7 +222,7 @@ class _Run:
             stats.width_reason = self.control.reason()
         now = _counts(self.engine)
         if self._decode_started is not None:
-            stats.seconds["decode"] += time.perf_counter() - self._decode_started
+            stats.seconds["decode"] = time.perf_counter() - self._decode_started
             self._decode_started = None
             waited = waited_for_core() if get_ident() == self._thread else None  # a generator may be closed by another thread
             stats.waited_s = waited - self._waited if waited is not None and self._waited is not None else None

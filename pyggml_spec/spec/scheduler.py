@@ -23,9 +23,10 @@ from ..cache.prefix_slots import SlotPrefixes
 from ..cache.slots import covering
 from ..checks import token_ids
 from ..errors import ContextError, EngineError
+from .accept import choose_block, first_token
 from .batch import BatchEngine, Draft, Prompt, Verify, Work
 from .batch_width import BatchWidths
-from .loop import REFERENCE, SPECULATIVE, LoopOptions, choose_block
+from .loop import REFERENCE, SPECULATIVE, LoopOptions
 from .parts import StepResult, candidate_widths
 from .stats import Stats
 from .width import Acceptance
@@ -76,10 +77,8 @@ class Stream:
         stats: statistics of this sequence; ``stats.stop_reason`` says why it ended: "end", "length", "context", "stop" or "cancelled".
     """
 
-    def __init__(
-        self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int, stops: Callable[[list[int]], bool] | None
-    ) -> None:
-        self._scheduler, self._prompt, self._options, self._stops = scheduler, prompt, options, stops
+    def __init__(self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int) -> None:
+        self._scheduler, self._prompt, self._options, self._limits = scheduler, prompt, options, options.limits()
         self.tokens: list[int] = []
         self.stats = Stats(mode=options.mode, width=options.width, prompt_tokens=len(prompt))
         self.slot = -1  # from its admission on
@@ -88,7 +87,6 @@ class Stream:
         self._blocks: deque = deque()
         self._cancelled = False
         self._filled = 0  # tokens of the prompt that are committed
-        self._limit = 0
         self._keys: list[bytes] = []  # of the prompt's chunks, for the prefix cache
         self._partings: set[int] = set()  # lengths at which another prompt goes on otherwise
         self._leaders: list[tuple[Stream, int]] = []  # older ones that compute what this prompt begins with, and how much of it
@@ -146,6 +144,13 @@ class Stream:
         end = min([self._filled + rows, *(n for n in self._partings if n > self._filled)])
         return self._prompt[self._filled : end]
 
+    def _work(self, width: int) -> Work:
+        """What it does in a step whose blocks have ``width`` rows."""
+        if not self._speculating or width == 1:
+            return Verify()
+        scripted = self._options.drafts
+        return Draft(width) if scripted is None else Verify(scripted([*self._prompt, *self.tokens], width - 1))
+
     def _phase(self, name: str) -> None:
         now = time.perf_counter()
         self.stats.seconds[name] = self.stats.seconds.get(name, 0.0) + now - self._since
@@ -170,12 +175,8 @@ class Scheduler:
 
     # -- for everybody
 
-    def submit(
-        self, prompt: Sequence[int], options: LoopOptions = LoopOptions(), stops: Callable[[list[int]], bool] | None = None
-    ) -> Stream:
+    def submit(self, prompt: Sequence[int], options: LoopOptions = LoopOptions()) -> Stream:
         """Queues a sequence; it starts as soon as a slot is free. ``options.width`` is not used: widths are the scheduler's.
-
-        ``stops`` is asked once about the tokens of each step, before the next one; True ends the sequence ("stop").
 
         Raises:
             ContextError: the prompt is empty, does not fit the context, or has ids outside the vocabulary.
@@ -186,15 +187,13 @@ class Scheduler:
             raise EngineError("reference mode is for one sequence: use one slot")
         if ids.size > self.engine.options.n_ctx:
             raise ContextError(f"a prompt of {ids.size} tokens does not fit the context of {self.engine.options.n_ctx} per slot; raise -c")
-        if options.mode == SPECULATIVE and self.engine.drafter is None:
-            raise EngineError("there is no drafter: submit with plain mode")
-        stream = Stream(self, ids.tolist(), options, self.engine.options.width, stops)
-        stream._limit = options.max_tokens if options.max_tokens is not None else self.engine.options.n_ctx + 1  # the context ends first
+        options.check(self.engine.drafter)
+        stream = Stream(self, ids.tolist(), options, self.engine.options.width)
         stream.stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""
         with self._queue:
-            if stream._limit < 1:
-                stream.ended, stream.stats.stop_reason = True, "length"
-                self.stats.finished["length"] += 1
+            if reason := stream._limits.reason:  # no tokens were asked for
+                stream.ended, stream.stats.stop_reason = True, reason
+                self.stats.finished[reason] += 1
             else:
                 self._waiting.append(stream)
         return stream
@@ -351,8 +350,8 @@ class Scheduler:
         self._covered = covering([s.slot for s in decoding], len(self.engine.slots)).count
         if self.widths is not None:
             width = self.widths.choose(self._covered, [s._acceptance if s._speculating else None for s in decoding])
-        work: dict[Stream, Work] = {s: Draft(width) if s._speculating and width > 1 else Verify() for s in decoding}
-        if any(isinstance(item, Draft) for item in work.values()):
+        work: dict[Stream, Work] = {s: s._work(width) for s in decoding}
+        if any(item.rows > 1 for item in work.values()):
             for s in filling:  # twice the rows are still less than a step of its own
                 if s._left <= width and covering([other.slot for other in (*work, s)], len(self.engine.slots)).count <= 2 * self._covered:
                     work[s] = Prompt(s._prompt[s._filled :])
@@ -381,44 +380,30 @@ class Scheduler:
         if not result.draft_finite:
             stats.nan_drafts += 1
             stream._speculating = False
-        block = self._choose(stream, result)
+        options, candidates = stream._options, partial(self.engine.candidates, stream.slot)
+        block = choose_block(
+            result.ids.tolist(), result.tokens[1:].tolist(), stream._limits, candidates, options.sampler, options.synthetic
+        )
         self.engine.accept(stream.slot, len(block), block[-1])
-        width = item.width if isinstance(item, Draft) else 1
-        stats.add_block(width, len(block) - 1, isinstance(item, Draft))
-        if isinstance(item, Draft) and stream._acceptance is not None:
-            stream._acceptance.observe(width, len(block) - 1)
+        stats.add_block(item.rows, len(block) - 1, isinstance(item, Draft))
+        if item.rows > 1 and stream._acceptance is not None:
+            stream._acceptance.observe(item.rows, len(block) - 1)
         self._emit(stream, block)
-
-    def _choose(self, stream: Stream, result: StepResult) -> list[int]:
-        """What the block gives, cut at an end token, the token limit and the end of the context."""
-        room = max(1, self.engine.slots[stream.slot].cursor.room)  # 0 after the plain token that filled the context
-        most = min(result.ids.size, stream._limit - stream.stats.emitted, room)
-        candidates = partial(self.engine.candidates, stream.slot)
-        return choose_block(result.ids.tolist(), result.tokens[1:most].tolist(), stream._options, candidates)
 
     def _first(self, stream: Stream, result: StepResult) -> int:
         """The token behind the prompt."""
-        sampler = stream._options.sampler
-        if sampler is None:
-            return int(result.ids[0])
-        sampler.accept_prompt(stream._prompt)
-        token = sampler.choose(*self.engine.candidates(stream.slot, 0))
+        stream._limits.begin(self.engine.slots[stream.slot].cursor.room)
+        candidates = partial(self.engine.candidates, stream.slot)
+        token = first_token(int(result.ids[0]), stream._prompt, stream._limits, candidates, stream._options.sampler)
         self.engine.choose(stream.slot, token)
         return token
 
     def _emit(self, stream: Stream, block: list[int]) -> None:
         stream.tokens += block
         self.stats.emitted += len(block)
-        stopped = stream._stops is not None and stream._stops(block)
         stream._blocks.append(block)
-        if stopped:
-            self._end(stream, "stop")
-        elif stream._options.ends(block[-1]):
-            self._end(stream, "end")
-        elif stream.stats.emitted >= stream._limit:
-            self._end(stream, "length")
-        elif self.engine.slots[stream.slot].cursor.room < 1:
-            self._end(stream, "context")
+        if stream._limits.reason:
+            self._end(stream, stream._limits.reason)
 
     def _end(self, stream: Stream, reason: str) -> None:
         stream.stats.stop_reason = reason
@@ -447,7 +432,7 @@ class Scheduler:
         stats.rows_computed, stats.rows_used, stats.seconds = self.engine.rows_computed, self.engine.rows_used, stats.seconds + spent
         if prompts:
             return
-        width = max(item.width if isinstance(item, Draft) else 1 for item in work.values())
+        width = max(item.rows for item in work.values() if not isinstance(item, Prompt))
         stats.widths[width] += 1
         if self.widths is not None and len(work) == len(decoding):
             self.widths.observe(self._covered, width, 1000 * spent)

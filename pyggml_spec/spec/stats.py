@@ -4,7 +4,9 @@ emitted = 1 (from the prompt) + steps + matched, where matched counts accepted d
 """
 
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Self
 
 MUCH_WAITING = 0.1  # share; 0.00 to 0.02 on idle cores; 0.76, at a seventieth of the speed, with two threads on two cores that are in use
 
@@ -98,6 +100,14 @@ class Stats:
             for i in range(width - 1):
                 self.offered_at[i] += 1
                 self.matched_at[i] += i < matched
+
+    def snapshot(self) -> Self:
+        """A copy that later steps leave alone; what does not change while a sequence runs is shared (3 us)."""
+        out = copy(self)
+        out.matched_at, out.offered_at, out.notes = self.matched_at[:], self.offered_at[:], self.notes[:]
+        out.block_sizes, out.widths = Counter(self.block_sizes), Counter(self.widths)
+        out.seconds, out.host_us, out.reused_from = {**self.seconds}, {**self.host_us}, {**self.reused_from}
+        return out
 
     @property
     def tokens_per_step(self) -> float:

@@ -1,6 +1,7 @@
 """Tokens to text as they arrive: never half a character, never a part of a stop string."""
 
 import codecs
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import SamplingError
@@ -56,3 +57,33 @@ class TextStream:
             if any(s.startswith(self._held[-n:]) for s in self.stops):
                 return n
         return 0
+
+
+class BlockText:
+    """The text of a sequence that comes out in blocks.
+
+    With stop texts each token's text is made when ``completes`` is asked about it, which is before the next one is chosen; without, when
+    ``take`` is asked for the block, which need not hold up the next step (4 us per token).
+
+    Attributes:
+        completes: (token) -> whether a stop text is complete with it; None where there are no stop texts.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()):
+        self._text = TextStream(piece, stops)
+        self._made: deque[str] = deque()  # of tokens that were asked about and not taken yet
+        self.completes = self._completes if self._text.stops else None
+
+    def _completes(self, token: int) -> bool:
+        self._made.append(self._text.push(token))
+        return self._text.stopped
+
+    def take(self, block: Sequence[int]) -> str:
+        """What may be shown of the next ``block`` of tokens."""
+        if self.completes is None:
+            return "".join(self._text.push(token) for token in block)
+        return "".join(self._made.popleft() for _ in block)
+
+    def finish(self) -> str:
+        """What was held back."""
+        return self._text.finish()

@@ -14,7 +14,7 @@ def run(engine, prompt, n, *, mode=SPECULATIVE, drafts=None, width=16, is_end=la
     """All tokens of one generation from a fresh sequence, and its statistics."""
     engine.reset()
     stats = Stats()
-    blocks = list(generate(engine, prompt, LoopOptions(n, mode, width, is_end), stats, drafts, **more))
+    blocks = list(generate(engine, prompt, LoopOptions(n, mode, width, is_end, drafts=drafts), stats, **more))
     return [t for block in blocks for t in block], stats
 
 

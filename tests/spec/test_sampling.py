@@ -148,9 +148,9 @@ def p_value(table, sampling, make=Sampler, count=9000) -> tuple[float, Stats]:
         return out[1:]
 
     stats = Stats()
-    options = LoopOptions(count, width=4, sampler=sampler)
+    options = LoopOptions(count, width=4, sampler=sampler, drafts=most_likely)
     with patch.object(loop, "_counts", lambda engine: defaultdict(int)):
-        tokens = [3, 4] + [t for block in generate(TableTarget(table), [3, 4], options, stats, most_likely) for t in block]
+        tokens = [3, 4] + [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
     sampler.close()
     seen = {}
     for a, b, c in zip(tokens, tokens[1:], tokens[2:]):
