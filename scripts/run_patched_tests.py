@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """Builds the patched llama.cpp for the CPU and runs its own tests of what the patches touch; `make test-patches` in CI.
 
+Among them is one that writes a random model of every architecture, dense and routed, with every tensor that llama.cpp's loader knows. Those of
+our architectures are then run here and compared with llama.cpp: equal bit for bit, or refused with the reason that REFUSED names.
+
     run_patched_tests.py [--jobs N]
 
 The build stays in the user's cache, named by a hash of all that decides it: while that is unchanged only the tests run. One that was cut off is
@@ -19,7 +22,12 @@ from pathlib import Path
 import build_patched_llamacpp as build
 
 from pyggml_spec.errors import PyspecError
+from pyggml_spec.models.registry import TARGETS
 from pyggml_spec.tools import patches
+from pyggml_spec.tools.compare import compare_logits
+
+COMPARED = {"qwen3-dense", "qwen35-dense", "qwen35moe-moe", "llama-dense"}  # llama.cpp's test writes no gemma4 and no drafter
+REFUSED = {"laguna-moe": "reads and does not apply to laguna models", "llama-moe": "has routed experts, which llama models here do not"}
 
 
 def key() -> str:
@@ -57,6 +65,29 @@ def built(cache: Path, jobs: int) -> Path:
     return folder / "build" / "bin"
 
 
+def compare(models: Path) -> int:
+    """Compares the logits of the ``models`` of our architectures with llama.cpp's. Returns how many differ, or are missing."""
+    found = {path.stem: path for path in models.glob("*.gguf") if path.stem.rsplit("-", 1)[0] in TARGETS}
+    failed = 0
+    for name in sorted(found.keys() | COMPARED | REFUSED.keys()):
+        failed += not _as_promised(name, found.get(name))
+    return failed
+
+
+def _as_promised(name: str, path: Path | None) -> bool:
+    if path is None:
+        said, good = "there is no such file", False
+    else:
+        try:
+            result = compare_logits(path, device="CPU", threads=1)
+            good = name in COMPARED and result.max_abs == 0.0 and result.greedy_agree == 1.0
+            said = f"NMSE {result.nmse:g}, largest difference {result.max_abs:g}, {result.greedy_agree:.0%} of the greedy tokens equal"
+        except PyspecError as error:
+            said, good = f"refused: {error}", name in REFUSED and REFUSED[name] in str(error)
+    print(f"{'passed' if good else 'FAILED'}: logits of {name}, {said}", flush=True)
+    return good
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -73,6 +104,7 @@ def main() -> None:
         tools = built(cache, args.jobs)
         print(f"tests of the patched tree in {tools}", flush=True)
         failed = build.test(tools)
+        failed += compare(tools.parent / "test-runs" / "models")
         shutil.rmtree(tools.parent / "test-runs" / "models")  # 900 MB of random weights
     sys.exit(failed)
 

@@ -1,19 +1,27 @@
 """The patch set fits the tree it was made for, and what does not fit is named and leaves the tree alone."""
 
+import importlib
 import os
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from gguf_io.build import U32, Model
 
 from pyggml_spec.cli.patches import command
 from pyggml_spec.errors import PatchError
 from pyggml_spec.tools import patches
+from pyggml_spec.tools.compare import Comparison
+from pyggml_spec.tools.random_archs import write_laguna, write_llama, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_model import Shape, write_qwen35
 
 SERIES = patches.series()
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def contents(tree: Path) -> dict[str, bytes]:
@@ -120,3 +128,25 @@ def test_commands(tree: Path, tmp_path: Path):
     assert f"{len(SERIES)} applied, 0 fit" in CliRunner().invoke(command, ["check", str(tree)]).output
     refused = CliRunner().invoke(command, ["check", str(tmp_path)])
     assert refused.exit_code == 3 and "no llama.cpp source tree" in refused.output
+
+
+def test_models_that_llama_cpp_writes_are_equal_or_refused_for_the_named_reason(tmp_path, monkeypatch):
+    """What `make test-patches` does with the files of llama.cpp's own test; a missing file, an unexpected refusal and a difference all count."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("run_patched_tests")
+    shape = Shape(n_layer=2, target_window=8)
+    written = {"qwen3-dense": write_qwen3, "qwen35-dense": write_qwen35, "qwen35moe-moe": write_qwen35moe, "llama-dense": write_llama}
+    for name, write in written.items():
+        write(tmp_path / f"{name}.gguf", replace(shape, every=2) if "qwen35" in name else shape)
+    parts = Model(write_laguna(tmp_path / "laguna-moe.gguf", shape))
+    parts.tensors["output.scale"] = [(1,), 0, np.float32(2).tobytes()]
+    parts.write(tmp_path / "laguna-moe.gguf")
+    assert script.compare(tmp_path) == 2  # a head of F32 has no scale in llama.cpp: that is another reason; and there is no llama-moe
+    parts.tensors["blk.0.attn_gate.scale"] = parts.tensors.pop("output.scale")
+    parts.write(tmp_path / "laguna-moe.gguf")
+    parts = Model(tmp_path / "llama-dense.gguf")
+    parts.keys["llama.expert_count"] = (U32, 2)
+    parts.write(tmp_path / "llama-moe.gguf")
+    assert script.compare(tmp_path) == 0
+    monkeypatch.setattr(script, "compare_logits", lambda *args, **more: Comparison(1e-9, 1e-4, 1.0, 1.0, 64))
+    assert script.compare(tmp_path) == len(written) + 2
