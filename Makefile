@@ -1,6 +1,6 @@
 # make run   sets everything up and runs the main job on the embedded pair
 # make test  sets everything up and runs the tests
-# make lint  ruff (layout and rules)
+# make lint  ruff (layout and rules) and mypy
 # make test-patches  builds llama.cpp with the patches and runs its tests; the build is kept in the user's cache
 # Set-up needs Python 3.11 or newer, a compiler for C and C++ and CMake's build tools; everything else is Python packages. Building llama-cpp-python
 # takes minutes the first time (pip keeps the wheel), and so does llama.cpp with the patches; nothing else takes more than seconds.
@@ -28,6 +28,7 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 	$(BIN)/mypy
 
 test-patches: $(READY)

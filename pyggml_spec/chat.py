@@ -1,6 +1,6 @@
 """A conversation over a loaded pair: messages in, events out, the caches kept from turn to turn."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -49,7 +49,7 @@ class Chat:
         *,
         interrupted: Callable[[], bool] = lambda: False,
         prefill_progress: Callable[[int, int], None] | None = None,
-    ) -> Iterator[StepEvent]:
+    ) -> Generator[StepEvent, None, None]:
         """Yields the answer to ``text`` as it comes; the last event has the final statistics.
 
         Raises:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -215,7 +215,7 @@ class Session:
         prefill_progress: Callable[[int, int], None] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
         stats: Stats | None = None,
-    ) -> Iterator[StepEvent]:
+    ) -> Generator[StepEvent, None, None]:
         """Generates from ``prompt`` and yields one event per step; the last event flushes the text.
 
         Args:

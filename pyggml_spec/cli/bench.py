@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -12,7 +13,7 @@ from ..ggml.library import versions
 from ..session import load
 from ..spec.sampling import Sampling
 from ..tools.anatomy import anatomy
-from ..tools.bench import BenchOptions, bench
+from ..tools.bench import BenchOptions, Repeated, bench
 from ..tools.bench_prompts import PromptsOptions
 from ..tools.bench_slots import bench_slots, tokens_needed
 from .bench_prompts import chosen_prompts, measure, modes
@@ -133,9 +134,9 @@ def command(
 
 def _measured(session, slots: tuple[int, ...] | None, options: BenchOptions) -> tuple[list, bool]:
     """The rows, and whether Ctrl-C ended the measurement; they are those with a run then."""
-    seen: dict[str, object] = {}
+    seen: dict[str, Repeated] = {}
 
-    def done(row) -> None:
+    def done(row: Any) -> None:
         seen[row.test] = row
 
     try:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from contextlib import ExitStack, closing, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 import click
@@ -11,6 +12,7 @@ import click
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
 from ..errors import ContextError, PyspecError
 from ..session import load
+from ..spec.stats import Stats
 from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_ERROR, EXIT_INTERRUPT
@@ -98,7 +100,8 @@ class _Desk:
         self.interactive = sys.stdin is not None and sys.stdin.isatty()
         self.failed = False
         if self.interactive:
-            sys.stdin.reconfigure(errors="replace")
+            if isinstance(sys.stdin, TextIOWrapper):
+                sys.stdin.reconfigure(errors="replace")
             with suppress(ImportError):
                 import readline  # noqa: F401  (line editing and history for input())
 
@@ -137,7 +140,7 @@ class _Desk:
 
     def _read(self) -> str | None:
         """The next line, with those that it goes on in; None at the end of the input."""
-        parts = []
+        parts: list[str] = []
         while True:
             line = self._line("> " if not parts else "  ")
             if line is None:
@@ -163,7 +166,8 @@ class _Desk:
 
     def _answer(self, text: str) -> bool:
         """Shows the answer; returns whether it was stopped by Ctrl-C."""
-        last, stats, progress = "", None, None
+        last, progress = "", None
+        stats: Stats | None = None
 
         def prefilled(done: int, total: int) -> None:
             nonlocal progress
@@ -183,6 +187,7 @@ class _Desk:
             finally:  # an error's sentence begins a line too
                 if (last or stats) and not last.endswith("\n"):
                     self.out.write("\n")
+        assert stats is not None  # the last event has them
         if stats.stop_reason == "interrupt":
             kept = "" if stats.emitted else " before the answer began, and the question is forgotten"
             self.note(f"(stopped{kept}; Ctrl-C again, or /exit, ends the chat)")
@@ -252,7 +257,7 @@ class _Desk:
         content = {
             "target": chat.session.target.file.path.name,
             "drafter": chat.session.drafter.file.path.name if chat.session.drafter is not None else None,
-            "sampling": chat.sampling.describe(),
+            "sampling": chat.sampling.describe() if chat.sampling is not None else None,
             "seeds": [s.seed for s in chat.stats],
             "thinking": chat.thinking,
             "messages": [*system, *chat.messages],

@@ -35,7 +35,7 @@ def command(file, files, tokens: int, seed: int, tolerance: float | None, device
     if (file is None) == (files is None):
         raise click.UsageError("name either --logits FILE or --weights A B")
     options = {"device": device, "threads": threads, **types}
-    passed = _weights(*files, as_json) if files else _logits(file, tokens, seed, tolerance, options, as_json)
+    passed = _weights(files[0], files[1], as_json) if files else _logits(file, tokens, seed, tolerance, options, as_json)
     if not passed:
         sys.exit(EXIT_CHECK)
 

@@ -54,7 +54,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     if s.width_reason:
         used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
         lines.append(f"steps: {used}; {s.width_reason}")
-    if s.waited_share > MUCH_WAITING and s.waited_s >= LEAST_WAITED:
+    if s.waited_s is not None and s.waited_share > MUCH_WAITING and s.waited_s >= LEAST_WAITED:
         threads = "; with more than one thread, all of them wait whenever one does: use -t 1 or stop that work" if s.device == "CPU" else ""
         lines.append(
             f"warning: other work had the processor for {s.waited_s:.1f} of {decode:.1f} s, so the speeds are not those of an idle machine{threads}"
@@ -64,9 +64,8 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     if s.nan_drafts:
         lines.append("the drafter produced NaN or Inf: speculation was switched off; the text is the target's own")
     if s.cuda_graphs:
-        lines.append(_replays(s))
-    if s.expert_hit_rate is not None:
-        e = s.experts
+        lines.append(_replays(s, s.cuda_graphs))
+    if s.expert_hit_rate is not None and (e := s.experts) is not None:
         lines.append(
             f"experts: {100 * s.expert_hit_rate:.1f} % of {e['chosen']} choices were on the device, in layers with experts in host memory; "
             f"the host computed the others for {e['host_us'] / 1e6:.2f} s"
@@ -85,8 +84,8 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _replays(s: Stats) -> str:
-    c, rate = s.cuda_graphs, s.replay_rate
+def _replays(s: Stats, c: dict[str, int]) -> str:
+    rate = s.replay_rate
     line = f"CUDA graphs: {c['captured']} captured, {c['replayed']} steps replayed, {c['eager']} launched kernel by kernel after warm-up"
     if rate is None or rate >= LEAST_REPLAY:
         return line

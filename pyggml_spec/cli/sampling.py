@@ -104,6 +104,8 @@ def take_sampling(options: dict, **more) -> Asked:
 def _bias(text: str) -> tuple[int, float]:
     match = re.fullmatch(r"(\d{1,9})([+-])(inf|\d{0,9}\.?\d{0,9})", text)
     try:
+        if match is None:
+            raise ValueError
         return int(match[1]), math.copysign(float(match[3]), -1 if match[2] == "-" else 1)
-    except (TypeError, ValueError):
+    except ValueError:
         raise click.UsageError(f"the logit bias {text!r} is not of the form 15043-1.5") from None

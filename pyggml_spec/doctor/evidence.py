@@ -48,5 +48,5 @@ def continued(engine: Engine, prompt: Sequence[int], tokens: int) -> list[int]:
 def capture(engine: Engine, prompt: Sequence[int], text: Sequence[int], layers: Sequence[int]) -> Passage:
     engine.reset(drafting=False)
     tokens = np.array([*prompt, *text], np.int32)
-    _, features = engine.capture(tokens, layers)
+    _, features = engine.capture(tokens.tolist(), layers)
     return Passage(tokens, len(prompt), dict(zip(layers, features)))

@@ -207,12 +207,10 @@ class _Examination:
 
     def _probed(self, drafter, probe: Probe):
         reading = Reading(drafter.hp, causal=drafter.hp.causal)
-        base = self._measured(probe, reading)
-        usable = base is not None
+        measured = self._measured(probe, reading)
+        usable, base = measured is not None, measured or _nothing(probe)
         if usable:
             yield readings.features(probe, reading, base)
-        else:
-            base = _nothing(probe)
         self.progress("readings", 2, 8)
         longest = min(int(probe.anchors(p).max()) for p in probe.passages)
         for sweep in readings.sweeps(reading, drafter, self.target, longest):

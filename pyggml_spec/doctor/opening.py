@@ -6,6 +6,7 @@ import numpy as np
 
 from ..errors import PyspecError
 from ..gguf_io import GGUFFile
+from ..models.dflash import DFlash
 from ..models.registry import open_drafter
 from .report import FAIL, FILES, Check
 
@@ -63,7 +64,7 @@ def mask_candidates(file: GGUFFile, target, limit: int = 8) -> list[int]:
 class Opened:
     """A drafter, perhaps mended; ``refusals`` are the failed checks that name what was mended."""
 
-    drafter: object
+    drafter: DFlash
     refusals: list[Check]
 
 
@@ -73,7 +74,8 @@ def open_leniently(file: GGUFFile, target) -> Opened:
     Raises:
         PyspecError: the refusal that no mend changes.
     """
-    refusals, left = [], _mends(file, target)
+    refusals: list[Check] = []
+    left = _mends(file, target)
     while True:
         try:
             return Opened(open_drafter(file), refusals)

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from contextlib import closing
 from copy import copy
 from functools import cache
+from typing import Any, cast
 
 import numpy as np
 
 from ..errors import PyspecError
+from ..ggml.device import Backend
 from ..ggml.library import lib, text
+from ..gguf_io import GGUFFile
 from ..models.weights import MATMUL, Weights
 from ..tools.quants import TYPES, dequantise, quantise, type_id
 from .evidence import Passage, capture
@@ -60,7 +63,7 @@ class NoisyFile:
             values = dequantise(bytes(data), old.type, int(np.prod(old.shape))).reshape(-1, old.shape[0])
         size = relative_error(old.type) * np.sqrt(np.mean(values.astype(np.float64) ** 2, axis=1, keepdims=True))
         values = values + self._rng.standard_normal(values.shape, np.float32) * size.astype(np.float32)
-        return memoryview(quantise(values, new.type)).cast("B")
+        return quantise(values, new.type).data.cast("B")
 
 
 def _matrices(model) -> set[str]:
@@ -77,13 +80,13 @@ def _types(model, names: set[str]) -> tuple[float, float, str]:
     by_type: dict[str, float] = {}
     for info in infos:
         by_type[info.type_name] = by_type.get(info.type_name, 0) + info.nbytes
-    return 8 * sum(i.nbytes for i in infos) / counts.sum(), error, ", ".join(sorted(by_type, key=by_type.get, reverse=True))
+    return 8 * sum(i.nbytes for i in infos) / counts.sum(), error, ", ".join(sorted(by_type, key=by_type.__getitem__, reverse=True))
 
 
-def _noisy_model(backend, model) -> object:
+def _noisy_model(backend: Backend, model: Any) -> Any:
     """The model with noisy weights, which the caller closes."""
     noisy, file = copy(model), NoisyFile(model.file, _matrices(model))
-    noisy.weights = Weights(backend, file, model.specs(), model.groups(), model.fused_alike())
+    noisy.weights = Weights(backend, cast(GGUFFile, file), model.specs(), model.groups(), model.fused_alike())
     return noisy
 
 
@@ -139,7 +142,9 @@ def noisy_passage(make_engine, backend, model, passage: Passage) -> Passage:
     noisy = _noisy_model(backend, model)
     try:
         with closing(make_engine(noisy)) as engine:
-            return capture(engine, passage.tokens[: passage.n_prompt], passage.tokens[passage.n_prompt :], sorted(passage.features))
+            return capture(
+                engine, passage.tokens[: passage.n_prompt].tolist(), passage.tokens[passage.n_prompt :].tolist(), sorted(passage.features)
+            )
     finally:
         noisy.weights.close()
 

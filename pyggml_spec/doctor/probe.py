@@ -8,6 +8,7 @@ one graph per text, and the same blocks are compared draft by draft.
 from contextlib import ExitStack, closing
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ..cache.kv import KVCache, padded
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role
 from ..ggml.step_io import StepFields, StepIO
-from ..models.dflash import BlockRows
+from ..models.dflash import BlockRows, Hparams
 from .evidence import Passage
 
 JUDGED = 6  # drafts of each block whose likelihood is compared
@@ -36,13 +37,13 @@ class Reading:
         capped: whether draft logits are capped as the files say.
     """
 
-    hp: object
+    hp: Hparams
     causal: bool = False
     feature_scale: float = 1.0
     features_of: int = 0
     capped: bool = True
 
-    def but(self, **changes) -> "Reading":
+    def but(self, **changes: Any) -> "Reading":
         """This reading with other hyper-parameters."""
         return replace(self, hp=replace(self.hp, **changes))
 
@@ -82,8 +83,10 @@ class Probe:
             EngineError: no memory for the blocks of one passage.
         """
         parts = [self._passage(reading, i) for i in range(len(self.passages))[passages]]
-        joined = (np.concatenate([getattr(part, name) for part in parts]) for name in ("matched", "drafts", "likelihood"))
-        return Measured(*joined, all(part.finite for part in parts))
+        matched, drafts, likelihood = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("matched", "drafts", "likelihood")
+        )
+        return Measured(matched, drafts, likelihood, all(part.finite for part in parts))
 
     def anchors(self, passage: Passage) -> np.ndarray:
         """Positions of pending tokens, spread over the continuation as far as the longest block's drafts are known."""

@@ -5,10 +5,12 @@ are a far coarser measure (embedded pair, layer ids + 1: 3.97 against 4.17 token
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from ..models.dflash import F16_MAX
+from ..models.rope import Rope
 from .opening import mask_candidates
 from .probe import Measured, Probe, Reading
 from .report import FAIL, FEATURES, FIT, NOT_APPLICABLE, OK, READING, WARN, Check
@@ -49,7 +51,7 @@ def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
         (f"the block has {n} rows", reading.but(block_size=n)) for n in sorted({hp.block_size // 2, 2 * hp.block_size, 8, 16}, reverse=True)
     ]
     rope, theirs = hp.rope, getattr(target.hp, "rope", None)
-    bases = sorted({*BASES, *([theirs.base] if hasattr(theirs, "base") else [])} - {rope.base})
+    bases = sorted({*BASES, *([theirs.base] if isinstance(theirs, Rope) else [])} - {rope.base})
     turned = sorted({hp.head_size, hp.head_size // 2, hp.head_size // 4} - {rope.n_rot, 0})
     dims = [(f"{n} values of each head are rotated", reading.but(rope=replace(rope, n_rot=n))) for n in turned if n % 2 == 0]
     dims.append(
@@ -151,7 +153,8 @@ def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
     """The verdict on one hyper-parameter."""
     if not sweep.alternatives:
         return Check(sweep.check, NOT_APPLICABLE, sweep.reason or f"{sweep.now}: there is no other value to try", stage=READING)
-    rows, best = [], None
+    rows: list[dict[str, Any]] = []
+    best = None
     for label, other in sweep.alternatives:
         resized = other.hp.block_size != reading.hp.block_size
         judge = longer_blocks_pay if resized else better
@@ -194,7 +197,7 @@ def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
 
 def features(probe: Probe, reading: Reading, base: Measured) -> Check:
     """Size, NaN and overflow of the hidden states that the drafter reads."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for v in sorted(set(reading.hp.target_layers)):
         values = np.concatenate([p.features[v].ravel() for p in probe.passages])
         bad = int((~np.isfinite(values)).sum())

@@ -237,7 +237,7 @@ def pays(costs: dict[int, float], base: Measured, plain: Sequence[Stats], specul
     """Break-even acceptance by width, and predicted against measured speed-up."""
     gains = _gains(costs, base)
     expected, needed = {w: _expected(w, base) for w in gains}, {w: costs[w] / costs[1] for w in gains}
-    width = max(gains, key=gains.get)
+    width = max(gains, key=gains.__getitem__)
     rows = {str(w): {"ms": costs[w], "break_even": needed[w], "expected": expected[w], "speedup": gains[w]} for w in needed}
     found = f"width {width} needs {needed[width]:.2f} tokens per step to pay and gets {expected[width]:.2f}"
     worth = gains[width] > 1

@@ -46,7 +46,7 @@ def compare(engine: Engine, tokenizer: Tokenizer, probe: Probe, reading: Reading
             found[way] = probe.measure(reading).tokens_per_block
     finally:
         probe.passages = kept
-    best = max(found, key=found.get)
+    best = max(found, key=found.__getitem__)
     text = ", ".join(f"{way} {value:.2f}" for way, value in found.items()) + " tokens per block"
     poor = [way for way, value in found.items() if value - 1 < MATTERS * (found[best] - 1)]
     if poor:

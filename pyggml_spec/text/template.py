@@ -149,7 +149,7 @@ class _Guard:
     """Puts ``mark`` into every control token's text inside messages, and where an edge could complete one with the text beside it."""
 
     def __init__(self, control: Mapping[str, int], *texts):
-        taken = set()
+        taken: set[str] = set()
         for text in texts:
             _characters(text, taken)
         self.mark = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in taken)

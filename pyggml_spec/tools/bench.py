@@ -5,7 +5,7 @@ or slows down does it to all of them. Speculation is measured against the plain 
 """
 
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class BenchOptions:
 class Repeated:
     """What dataclasses with ``runs``, a figure per repetition, say of them."""
 
+    runs: list[float]
+
     @property
     def mean(self) -> float:
         """Tokens per second."""
@@ -50,7 +52,7 @@ class Repeated:
         return statistics.stdev(self.runs) if len(self.runs) > 1 else 0.0
 
     def as_dict(self) -> dict:
-        return {**asdict(self), "mean": self.mean, "deviation": self.deviation, "median": statistics.median(self.runs)}
+        return {**vars(self), "mean": self.mean, "deviation": self.deviation, "median": statistics.median(self.runs)}
 
 
 @dataclass
@@ -77,7 +79,7 @@ def bench(session: Session, options: BenchOptions, done=lambda row: None) -> lis
     need = max(options.depths) + max([*options.prompts, options.tokens + 8])
     if need > room:
         raise ContextError(f"the deepest measurement needs {need} tokens of context, but there are {room}; use -c {need}")
-    legs = [_Prefill(session, n, depth) for depth in options.depths for n in options.prompts]
+    legs: list[_Prefill | _Decode] = [_Prefill(session, n, depth) for depth in options.depths for n in options.prompts]
     if options.tokens:
         for depth in options.depths:
             legs.append(_Decode(session, options, depth, PLAIN))

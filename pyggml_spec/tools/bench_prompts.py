@@ -161,7 +161,7 @@ def bench_prompts(
         measured(leg, 0)
     total = len(legs) * options.repetitions
     for run in range(options.repetitions):
-        pairs = {key: [] for key in keys}
+        pairs: dict[tuple, list[tuple[Stats, Stats]]] = {key: [] for key in keys}
         for i, leg in enumerate(legs):
             progress("prompts", run * len(legs) + i, total)
             pair = measured(leg, run)
@@ -180,7 +180,7 @@ def _legs(session: Session, prompts: Sequence[Prompt], options: PromptsOptions, 
             continue
         for thinking in options.thinking if template.can_think else (None,):
             try:
-                ids = template.encode(session.tokenizer, prompt.messages, thinking=thinking)
+                ids = template.encode(session.tokenizer, prompt.messages or (), thinking=thinking)
             except TemplateError as error:
                 raise TemplateError(f"prompt {prompt.name!r}: {error}") from None
             yield _Leg(prompt, thinking, ids)

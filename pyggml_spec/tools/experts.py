@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ContextError, ModelError
 from ..models.placement import Routing, hot_count
@@ -54,20 +55,22 @@ def profile(session: Session, tokens: Sequence[int], progress: Callable[[int, in
             done += size
             progress(done, total)
         if done == split:
-            seen = _routing(session, done)
+            seen = _routing(session, done) - start
     whole = _routing(session, done) - start
-    seen -= start
+    assert seen is not None  # split is a stop on the way
     return Profile(whole, seen, whole - seen)
 
 
 def _routing(session: Session, tokens: int) -> Routing:
-    return Routing(session.target.file.path.name, tokens, session.target.weights.host_experts.chosen())
+    host = session.target.weights.host_experts
+    assert host is not None  # the session was loaded with experts=
+    return Routing(session.target.file.path.name, tokens, host.chosen())
 
 
 def expert_bytes(session: Session, fraction: float) -> int:
     """Bytes on the device of the experts with this residency."""
-    target, out = session.target, 0
-    n_expert = target.experts.n_expert
+    target: Any = session.target
+    out, n_expert = 0, target.experts.n_expert
     count = hot_count(fraction, n_expert)
     for info in target.file.tensors.values():
         if info.name.endswith("_exps.weight"):

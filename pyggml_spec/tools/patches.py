@@ -213,9 +213,10 @@ def unpack(sdist: Path, folder: Path, only: Callable[[str], bool] | None = None)
         with tarfile.open(sdist) as archive:
             if only is None:
                 archive.extractall(folder, filter="data")
-            for member in archive if only is not None else ():
-                if member.name.startswith(f"{VENDORED}/") and only(member.name.removeprefix(f"{VENDORED}/")):
-                    archive.extract(member, folder, filter="data")
+            else:
+                for member in archive:
+                    if member.name.startswith(f"{VENDORED}/") and only(member.name.removeprefix(f"{VENDORED}/")):
+                        archive.extract(member, folder, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise PatchError(f"{sdist} cannot be unpacked ({error}); delete it and try again") from None
     tree = folder / VENDORED

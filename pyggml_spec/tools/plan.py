@@ -8,6 +8,7 @@ and the rows of experts in host memory exist for a moment.
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..cache.kv import SPAN, KVCache
 from ..cache.kv_types import KVTypes
@@ -25,7 +26,7 @@ from ..spec.batch_graphs import BatchGraphs
 from ..spec.engine import Engine
 from ..spec.graphs import Step, StepGraphs
 from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions
-from ..spec.parts import EngineOptions
+from ..spec.parts import EngineOptions, EngineParts, P
 
 _ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
 
@@ -342,18 +343,18 @@ def _plan_on(
     device: Device,
     target_path: Path,
     draft_path: Path | None,
-    threads,
-    n_ctx,
-    draft_width,
-    options: dict,
-    slots,
+    threads: int | None,
+    n_ctx: int | None,
+    draft_width: int | None,
+    asked: dict[str, Any],
+    slots: int,
     prefix_memory: int,
-    free,
-    experts,
+    free: int | None,
+    experts: ExpertOptions | None,
 ) -> Plan:
     with ExitStack() as stack:
 
-        def own(part):
+        def own(part: P) -> P:
             stack.callback(part.close)
             return part
 
@@ -365,13 +366,13 @@ def _plan_on(
             drafter.check_pair(target)
         n_ctx, width = session._context(n_ctx), session._width(draft_width)
         backend = own(Backend(device, threads))
-        options = EngineOptions(n_ctx=n_ctx, width=width, **options)
+        options = EngineOptions(n_ctx=n_ctx, width=width, **asked)
         target.weights = own(PlannedWeights(backend, target, *session._place_experts(experts, threads, max(options.chunk, width))))
         if drafter is not None:
             drafter.weights = own(PlannedWeights(backend, drafter))
 
-        def memory_of(engine_class, context: int, slots: int) -> tuple[dict[str, int], dict[str, int]]:
-            engine = engine_class(backend, target, drafter, replace(options, n_ctx=context, slots=slots))
+        def memory_of(engine_class: type[EngineParts], context: int, slots: int) -> tuple[dict[str, int], dict[str, int]]:
+            engine: Any = engine_class(backend, target, drafter, replace(options, n_ctx=context, slots=slots))
             try:
                 return engine.memory(), dict(engine.graphs.bytes_by_role)
             finally:

@@ -81,4 +81,4 @@ def _prompt(line: bytes, number: int, path: str | Path) -> Prompt:
         raise PyspecError(
             f'{where} has to hold either a text named "prompt", or "messages" as in the chat APIs: a list of objects with "role" and "content"'
         )
-    return Prompt(category, name, text, tuple(messages) if turns else None)
+    return Prompt(category, name, text, tuple(messages) if messages and turns else None)

@@ -1,5 +1,7 @@
 """ggml's own quantisers and dequantisers on numpy arrays."""
 
+from typing import Any
+
 import numpy as np
 
 from ..checks import whole
@@ -81,7 +83,7 @@ def dequantise(data, kind: int, count: int) -> np.ndarray:
         raise ModelError(f"{count} values of {name} do not fit {len(data)} bytes; pass whole blocks")
     if kind == lib.GGML_TYPE_F32:
         return np.frombuffer(data, np.float32, count)
-    to_float = lib.ggml_get_type_traits(kind).to_float
+    to_float: Any = lib.ggml_get_type_traits(kind).to_float
     if to_float == ffi.NULL:
         raise ModelError(f"ggml cannot turn {name} into floats; compare files of floating-point or quantised weights")
     out = np.empty(count, np.float32)

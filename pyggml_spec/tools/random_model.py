@@ -6,6 +6,7 @@ Norms, gates, biases and decays are random too: constant ones hide wrong formula
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -164,7 +165,8 @@ class Writer:
         self.out.write_kv_data_to_file()
         self.out.write_ti_data_to_file()
         for name, info in [*self.out.tensors[0].items()]:  # one tensor in memory at a time
-            self.out.write_tensor_data(info.tensor if name not in self._tiled else self._tiled[name].values())
+            tensor: Any = info.tensor if name not in self._tiled else self._tiled[name].values()
+            self.out.write_tensor_data(tensor)
         self.out.close()
 
 

@@ -6,6 +6,7 @@ Sources: llama.cpp's conversion/qwen.py for keys and names; the reference implem
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from gguf import GGUFValueType as Kind
 
@@ -46,7 +47,8 @@ def refuse_other_layouts(config: dict, names) -> None:
     """Raises ConvertError naming the layout if these are not the tensors and the config of a plain DFlash drafter."""
     archs = config.get("architectures")
     archs = " ".join(str(a) for a in archs) if isinstance(archs, list) else ""
-    dflash = config.get("dflash_config") if isinstance(config.get("dflash_config"), dict) else {}
+    given = config.get("dflash_config")
+    dflash = given if isinstance(given, dict) else {}
     names = list(names)
 
     def any_name(*parts: str) -> str | None:
@@ -189,7 +191,7 @@ def _windows(c: _Config, n_layer: int, notes: list[str]) -> tuple[int, list[bool
 
 def _tokenizer(target: GGUFFile) -> dict[str, tuple]:
     """The target's tokenizer keys as the writer takes them."""
-    out = {}
+    out: dict[str, tuple] = {}
     numpy_kinds = {"u1": Kind.UINT8, "i1": Kind.INT8, "u2": Kind.UINT16, "i2": Kind.INT16, "u4": Kind.UINT32, "i4": Kind.INT32}
     numpy_kinds |= {"f4": Kind.FLOAT32, "u8": Kind.UINT64, "i8": Kind.INT64, "f8": Kind.FLOAT64, "b1": Kind.BOOL}
     for key, value in target.metadata.items():
@@ -221,7 +223,8 @@ def _mask_token(c: _Config, target: GGUFFile, n_vocab: int) -> int:
 
 def _scales(c: _Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[str, tuple]:
     """Scales and soft-cap. Gemma targets multiply their embedding by sqrt(n_embd), which configs leave unsaid."""
-    arch, out = target.get("general.architecture", str), {}
+    arch = target.get("general.architecture", str)
+    out: dict[str, tuple] = {}
     scale, cap = c.number("input_embedding_scale"), c.number("final_logit_softcapping")
     if scale is None and arch.startswith("gemma"):
         scale = math.sqrt(n_embd)
@@ -243,7 +246,8 @@ def read_layout(config: dict, names, target: GGUFFile) -> Layout:
         ConvertError: another layout, a feature that is not supported, or a drafter that was made for another target.
     """
     refuse_other_layouts(config, names)
-    c, notes = _Config(config), []
+    c = _Config(config)
+    notes: list[str] = []
     _refuse_features(c)
     n_embd, n_layer = c.integer("hidden_size"), c.integer("num_hidden_layers", high=256)
     if (theirs := _target_number(target, "embedding_length")) != n_embd:
@@ -269,7 +273,7 @@ def read_layout(config: dict, names, target: GGUFFile) -> Layout:
     n_rot = int(size * partial) if isinstance(partial, (int, float)) and 0 < partial <= 1 else 0
     if n_rot < 2 or n_rot % 2:
         raise ConvertError(f"config.json: partial_rotary_factor is {brief(partial)}, which rotates no whole pairs of heads of {size}")
-    rope_theta = c.rope.get("rope_theta", c.top.get("rope_theta", 10000.0))
+    rope_theta: Any = c.rope.get("rope_theta", c.top.get("rope_theta", 10000.0))
     if type(rope_theta) not in (int, float) or not 0 < rope_theta < 1e30:
         raise ConvertError(f"config.json: rope_theta is {brief(rope_theta)}, but it has to be a number above 0")
     integers = {
@@ -284,13 +288,13 @@ def read_layout(config: dict, names, target: GGUFFile) -> Layout:
         "rope.dimension_count": n_rot,
         "block_size": c.integer("block_size", default=16, low=2, high=1024),
     }
-    meta = {f"{ARCH}.{key}": (Kind.UINT32, value) for key, value in integers.items()}
+    meta: dict[str, tuple] = {f"{ARCH}.{key}": (Kind.UINT32, value) for key, value in integers.items()}
     meta[f"{ARCH}.rope.freq_base"] = (Kind.FLOAT32, float(rope_theta))
     meta[f"{ARCH}.attention.layer_norm_rms_epsilon"] = (Kind.FLOAT32, c.number("rms_norm_eps", default=1e-6))
     meta[f"{ARCH}.attention.causal"] = (Kind.BOOL, bool(c.get("is_causal", "causal")))
     meta[f"{ARCH}.target_layers"] = (Kind.ARRAY, layers, Kind.UINT32)
     if c.rope.get("rope_type", c.rope.get("type")) == "linear":
-        factor = c.rope.get("factor")
+        factor: Any = c.rope.get("factor")
         if type(factor) not in (int, float) or not 0 < factor < 1e6:
             raise ConvertError(f"config.json: the rope scaling factor is {brief(factor)}, but it has to be a number above 0")
         meta[f"{ARCH}.rope.scaling.type"] = (Kind.STRING, "linear")
@@ -306,10 +310,14 @@ def read_layout(config: dict, names, target: GGUFFile) -> Layout:
         meta[f"{ARCH}.hidden_activation"] = (Kind.STRING, act)
     meta |= _tokenizer(target)
     meta["tokenizer.ggml.mask_token_id"] = (Kind.UINT32, _mask_token(c, target, len(tokens)))
-    shapes = {"attn_q": (n_head * size, n_embd), "attn_k": (n_kv * size, n_embd), "attn_v": (n_kv * size, n_embd)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_q": (n_head * size, n_embd),
+        "attn_k": (n_kv * size, n_embd),
+        "attn_v": (n_kv * size, n_embd),
+    }
     shapes |= {"attn_output": (n_embd, n_head * size), "ffn_gate": (n_ff, n_embd), "ffn_up": (n_ff, n_embd), "ffn_down": (n_embd, n_ff)}
     shapes |= {"attn_norm": (n_embd,), "ffn_norm": (n_embd,), "attn_q_norm": (size,), "attn_k_norm": (size,)}
-    wanted = {"fc.weight": ("fc.weight", (n_embd, n_embd * len(layers)))}
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {"fc.weight": ("fc.weight", (n_embd, n_embd * len(layers)))}
     wanted |= {ours: (theirs, (n_embd,)) for theirs, ours in _TOP.items() if ours != "fc.weight"}
     for i in range(n_layer):
         wanted |= {f"blk.{i}.{ours}.weight": (f"layers.{i}.{theirs}.weight", shapes[ours]) for theirs, ours in _LAYER.items()}
