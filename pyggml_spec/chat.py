@@ -1,6 +1,6 @@
 """A conversation over a loaded pair: messages in, events out, the caches kept from turn to turn."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -24,7 +24,8 @@ class Chat:
         session: borrowed; other generations in between are allowed, and cost the reuse of the caches.
         template: of the conversation; ``chat_template`` finds the model's.
         system: the first message, if any.
-        thinking: True or False switches a template that can think; None leaves it to the template.
+        thinking: True or False switches a template that can think; None is True.
+        variables: further names that the template knows, as ``ChatTemplate.render`` takes them.
         messages: the turns so far, the system prompt not among them.
         stats: of every answer so far.
     """
@@ -34,6 +35,7 @@ class Chat:
     system: str | None = None
     thinking: bool | None = None
     sampling: Sampling | None = None
+    variables: Mapping | None = None
     messages: list[dict] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
 
@@ -60,7 +62,7 @@ class Chat:
         if max_tokens is None and self.continues:
             max_tokens = CONTINUE_TOKENS
         turn = {"role": "user", "content": text}
-        ids = self.template.encode(self.session.tokenizer, self._messages(turn), thinking=self.thinking)
+        ids = self.template.encode(self.session.tokenizer, self._messages(turn), thinking=self.thinking, variables=self.variables)
         if not ids:
             raise TemplateError("the chat template makes no text of this conversation; use another one")
         answer, stats = "", self.session.new_stats()

@@ -1,6 +1,6 @@
 """A tiny random model that can be talked to: control tokens, an end token, a chat template."""
 
-from gguf_io.build import I32, STR, U32, Model
+from gguf_io.build import BOOL, I32, STR, U32, Model
 
 CONTROL = {300: "<|im_start|>", 301: "<|im_end|>", 302: "<bos>", 303: "<turn>", 304: "<|eot_id|>"}
 
@@ -18,8 +18,8 @@ CHATML = """{%- for m in messages %}
 {%- endif %}"""
 
 
-def with_control_tokens(path, out, end: int | None = None):
-    """A copy of a model file with CONTROL tokens, one merge, and CHATML; ``end`` becomes its end token."""
+def with_control_tokens(path, out, end: int | None = None, begin: int | None = None):
+    """A copy of a model file with CONTROL tokens, one merge, and CHATML; ``end`` becomes its end token, ``begin`` the one that is not put first."""
     model = Model(path)
     names, types = model.keys["tokenizer.ggml.tokens"][1][1], model.keys["tokenizer.ggml.token_type"][1][1]
     for i, name in CONTROL.items():
@@ -30,4 +30,7 @@ def with_control_tokens(path, out, end: int | None = None):
     model.keys["tokenizer.chat_template"] = (STR, CHATML)
     if end is not None:
         model.keys["tokenizer.ggml.eos_token_id"] = (U32, end)
+    if begin is not None:
+        model.keys["tokenizer.ggml.bos_token_id"] = (U32, begin)
+        model.keys["tokenizer.ggml.add_bos_token"] = (BOOL, False)
     return model.write(out)

@@ -11,8 +11,10 @@ import click
 
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
 from ..errors import ContextError, PyspecError
+from ..gguf_io.reader import brief
 from ..session import load
 from ..spec.stats import Stats
+from ..text.renderer import RENDERER
 from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_ERROR, EXIT_INTERRUPT
@@ -52,10 +54,11 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 @draft_cache_type_options
 @click.option("-sys", "--system-prompt", "system", help="System prompt.")
 @click.option(
-    "--think/--no-think", "thinking", default=None, help="Thinking mode, where the template has one. Default: the template's own."
+    "--think/--no-think", "thinking", default=None, help="Thinking mode, where the template has one. Default: on, as in llama-server."
 )
 @click.option("--chat-template", "template", metavar="JINJA", help="Chat template instead of the model file's.")
 @click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
+@click.option("--chat-template-kwargs", "variables", metavar="JSON", help="Further names that the template knows, as a JSON object.")
 @click.option("-n", "--predict", "max_tokens", type=click.IntRange(1),
               help=f"Tokens per answer. Default: until the end token; {CONTINUE_TOKENS} if the model has no chat template.")  # fmt: skip
 @sampling_options
@@ -63,7 +66,21 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 @prefix_options
 @click.option("-q", "--quiet", is_flag=True, help="Answers and errors only.")
 def command(
-    target, draft, device, threads, n_ctx, graphs, system, thinking, template, template_file, max_tokens, draft_width, quiet, **more
+    target,
+    draft,
+    device,
+    threads,
+    n_ctx,
+    graphs,
+    system,
+    thinking,
+    template,
+    template_file,
+    variables,
+    max_tokens,
+    draft_width,
+    quiet,
+    **more,
 ):
     """Talks with a model: a line is a turn. Answers go to stdout; everything else goes to stderr. /help lists the commands.
 
@@ -73,6 +90,10 @@ def command(
     take_prefix(more, keep_memory=True)
     source = text_of("chat_template", template, template_file)
     system = system if system is None else argument_text(system)
+    given = _variables(variables)
+    if thinking is None and isinstance(given.get("enable_thinking"), bool):
+        thinking = given["enable_thinking"]
+    RENDERER.start()  # it is ready by the time the model is
     with progress_line() as progress:
         session = load(
             target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **more
@@ -80,7 +101,7 @@ def command(
     with session:
         template, origin = chat_template(session, source)
         sampling, notes = asked.sampling(session.target.file)
-        chat = Chat(session, template, system, thinking, sampling)
+        chat = Chat(session, template, system, thinking, sampling, given)
         desk = _Desk(chat, max_tokens, quiet)
         if (sampler := session._sampler(sampling, False)) is not None:  # a wrong grammar is said before the first turn
             sampler.close()
@@ -89,6 +110,20 @@ def command(
         desk.note(engaged_line(session.engaged(), None, sampling.describe(), notes))
         desk.note(f"chat: {origin}; thinking {desk.thinking()}; /help lists the commands")
         sys.exit(desk.run())
+
+
+def _variables(text: str | None) -> dict:
+    if text is None:
+        return {}
+    try:
+        given = json.loads(argument_text(text))
+    except (ValueError, RecursionError) as error:
+        raise PyspecError(
+            f'--chat-template-kwargs {brief(text)} is no JSON ({error}); give an object like {{"reasoning_effort": "low"}}'
+        ) from None
+    if not isinstance(given, dict):
+        raise PyspecError(f'--chat-template-kwargs {brief(text)} is no JSON object; give one like {{"reasoning_effort": "low"}}')
+    return given
 
 
 class _Desk:
@@ -116,11 +151,11 @@ class _Desk:
             try:
                 line = self._read()
                 if line is None:
-                    return EXIT_ERROR if self.failed and not self.interactive else 0
+                    return self._code()
                 armed = False
                 if line.startswith("/"):
                     if self._command(line):
-                        return 0
+                        return self._code()
                 elif line.strip():
                     armed = True
                     armed = self._answer(line)
@@ -135,6 +170,9 @@ class _Desk:
                     return EXIT_INTERRUPT
                 armed = True
                 say("\n(Ctrl-C again, or /exit, ends the chat)")
+
+    def _code(self) -> int:
+        return EXIT_ERROR if self.failed and not self.interactive else 0
 
     # -- lines
 
@@ -247,7 +285,7 @@ class _Desk:
     def thinking(self) -> str:
         if not self.chat.template.can_think:
             return "not known to the template"
-        return {None: "left to the template", True: "on", False: "off"}[self.chat.thinking]
+        return {None: "on, the default", True: "on", False: "off"}[self.chat.thinking]
 
     def _save(self, rest: str) -> None:
         if not rest:
@@ -259,7 +297,7 @@ class _Desk:
             "drafter": chat.session.drafter.file.path.name if chat.session.drafter is not None else None,
             "sampling": chat.sampling.describe() if chat.sampling is not None else None,
             "seeds": [s.seed for s in chat.stats],
-            "thinking": chat.thinking,
+            "thinking": chat.thinking is not False if chat.template.can_think else None,
             "messages": [*system, *chat.messages],
         }
         write_atomically(Path(os.path.expanduser(rest)), json.dumps(content, indent=1, ensure_ascii=False) + "\n", "conversation")

@@ -15,7 +15,7 @@ MATTERS = 0.8  # share of the best way's accepted drafts below which a way is po
 
 def ways(template: ChatTemplate, tokenizer: Tokenizer, prompts: Sequence[str]) -> dict[str, list[list[int]]]:
     """Token ids of each prompt, by how it is put to the model."""
-    modes = {"template": None, **({"template, thinking": True, "template, no thinking": False} if template.can_think else {})}
+    modes = {"template, thinking": True, "template, no thinking": False} if template.can_think else {"template": None}
     out = {"raw text": [tokenizer.encode(prompt) for prompt in prompts]}
     for name, thinking in modes.items():
         out[name] = [template.encode(tokenizer, [{"role": "user", "content": prompt}], thinking=thinking) for prompt in prompts]

@@ -6,23 +6,35 @@ them is encoded without control tokens, the marks removed. Harmless messages hol
 encode the rendered text: a message's first word still joins the line break before it, as in training.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-
-from jinja2 import TemplateError as JinjaError
-from jinja2 import TemplateSyntaxError, UndefinedError
-from jinja2.sandbox import SecurityError
+from datetime import UTC, datetime
 
 from ..errors import TemplateError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
-from .sandbox import LimitExceeded, Sandbox
+from .messages import Takes, adapted, plain
+from .renderer import MIB, RENDERER, Stopped
 from .tokenizer import Tokenizer
 
 MAX_TEMPLATE = 1 << 18  # characters; real ones have up to 20,000
-SECONDS = 2.0
-OWN_CHARACTERS = 1 << 18  # what a rendering may have besides four times the messages
+SECONDS = 5.0  # of processor time, for one rendering
+OWN_MEMORY, MEMORY_PER_CHARACTER = 256 * MIB, 32  # what it may take besides the messages, and for each character of them
+OWN_CHARACTERS = 1 << 18  # what it may make besides four times the messages
 KEY = "tokenizer.chat_template"
+_KEEPS = ("preserve_thinking",)  # what templates call keeping the reasoning of earlier turns, and leaving it out
+_DROPS = ("clear_thinking", "truncate_history_thinking", "drop_thinking")
+_PROBED = datetime(2000, 1, 1, tzinfo=UTC)
+_SENTENCES = {  # by what sandbox.py says of a failure
+    "syntax": "is wrong in line {line} ({what}); use another model file",
+    "compile": "cannot be compiled ({what}); use another model file",
+    "security": "does what templates must not do: {what}; do not trust this model file",
+    "refuses": "refuses this conversation: {what}; change the messages",
+    "undefined": "needs what this conversation lacks: {what}; change the messages",
+    "long": "was stopped: {what}; do not trust this model file",
+    "fails": "fails on this conversation ({what}); change the messages or use another model file",
+}
 
 
 class ChatTemplate:
@@ -40,15 +52,8 @@ class ChatTemplate:
         self.source, self.seconds = source, seconds
         self.can_think = "enable_thinking" in source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._sandbox = Sandbox()
-        try:
-            self._template = self._sandbox.from_string(source)
-        except TemplateSyntaxError as error:
-            raise TemplateError(
-                f"line {error.lineno} of the chat template is wrong ({brief(str(error.message))}); use another model file"
-            ) from None
-        except Exception as error:  # Python's compiler gives up in several ways on absurd nesting
-            raise TemplateError(f"the chat template cannot be compiled ({brief(str(error))}); use another model file") from None
+        self._takes = Takes(self._probe)
+        self._text(self._ask({"source": source}, 0))
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, source: str | None = None) -> "ChatTemplate":
@@ -77,50 +82,64 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
         tools: Sequence[Mapping] | None = None,
+        variables: Mapping | None = None,
+        now: datetime | None = None,
     ) -> str:
         """The text of a conversation. Not for encoding with control tokens: that is ``encode``.
 
         Args:
-            messages: mappings with "role" and "content", as in the chat APIs.
+            messages: mappings with "role" and "content", as in the chat APIs. A template that has no place for a system message gets its
+                text at the start of the next one.
             add_generation_prompt: whether the assistant's turn is opened at the end.
-            thinking: True or False sets ``enable_thinking``; None leaves it to the template.
+            thinking: sets ``enable_thinking``; None is True, as in llama-server.
             tools: function descriptions, for templates that take them.
+            variables: further names that the template knows: "documents", "functions", "reasoning_effort", ...
+            now: the day that ``strftime_now``, ``date_string`` and ``datetime`` tell; None is today.
 
         Raises:
             TemplateError: the template refuses the conversation, fails, or does what a template must not do.
         """
-        values = {"messages": _plain(messages), "tools": _plain(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
-        if thinking is not None:
-            values["enable_thinking"] = thinking
-        sandbox = self._sandbox
-        sandbox.begin(self.seconds, OWN_CHARACTERS + 4 * _length(values))
-        try:
-            return sandbox.joined(self._pieces(values))
-        except SecurityError as error:
-            raise TemplateError(
-                f"the chat template does what templates must not do: {brief(str(error))}; do not trust this model file"
-            ) from None
-        except LimitExceeded as error:
-            if sandbox.refusal is not None:
-                raise TemplateError(
-                    f"the chat template refuses this conversation: {brief(sandbox.refusal, 300)}; change the messages"
-                ) from None
-            raise TemplateError(f"the chat template was stopped: {error}; do not trust this model file") from None
-        except UndefinedError as error:
-            raise TemplateError(f"the chat template needs what this conversation lacks: {brief(str(error))}; change the messages") from None
-        except (JinjaError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError) as error:
-            what = brief(f"{type(error).__name__} {error}")
-            raise TemplateError(
-                f"the chat template fails on this conversation ({what}); change the messages or use another model file"
-            ) from None
+        messages, told = plain(messages), plain(tools) if tools else []
+        given = {"enable_thinking": thinking is not False, "add_generation_prompt": add_generation_prompt, **plain(variables or {})}
+        if "messages" in given:
+            raise TemplateError("the variables of a chat template name its messages; pass them as such")
+        return self._text(
+            self._answer(adapted(messages, self._takes, "<|channel|>" in self.source), told, given, now or datetime.now().astimezone())
+        )
 
-    def _pieces(self, values: dict):
-        size = 0
-        for piece in self._template.generate(**self._tokens, **values):
-            size += len(piece)
-            if size > self._sandbox.limit:
-                raise LimitExceeded(f"it makes more than {self._sandbox.limit} characters")
-            yield piece
+    def _probe(self, messages: list[dict], tools: list[dict]) -> tuple[str, bool]:
+        answer = self._answer(messages, tools, {"enable_thinking": True, "add_generation_prompt": True}, _PROBED)
+        return answer.get("text", ""), answer.get("failed") == "refuses"
+
+    def _answer(self, messages: list[dict], tools: list[dict], given: dict, now: datetime) -> dict:
+        keep = given.get("preserve_reasoning", True) is True
+        values = {
+            **self._tokens,
+            "date_string": now.strftime("%d %b %Y"),
+            "datetime": now.strftime("%b %d %Y"),
+            **dict.fromkeys(_KEEPS, keep),
+            **dict.fromkeys(_DROPS, not keep),
+            **({"reasoning_strength": given["reasoning_effort"]} if "reasoning_effort" in given else {}),
+            **({"tools": tools, "functions": json.dumps(tools, ensure_ascii=False)} if tools else {}),
+            **given,
+            "messages": messages,
+        }
+        return self._ask({"source": self.source, "values": values, "now": now.isoformat()}, _length(values))
+
+    def _ask(self, request: dict, length: int) -> dict:
+        limits = {"memory": OWN_MEMORY + MEMORY_PER_CHARACTER * length, "characters": OWN_CHARACTERS + 4 * length}
+        try:
+            return RENDERER.ask(request, seconds=self.seconds, **limits)
+        except Stopped as stopped:
+            raise TemplateError(f"the chat template was stopped: {stopped}; do not trust this model file") from None
+
+    @staticmethod
+    def _text(answer: dict) -> str:
+        if "text" in answer:
+            return answer["text"]
+        raise TemplateError(
+            f"the chat template {_SENTENCES[answer['failed']].format(line=answer['line'], what=brief(answer['what'], 300))}"
+        )
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping], **options) -> list[int]:
         """Token ids of a conversation; ``options`` as for ``render``. Control tokens come from the template only.
@@ -129,10 +148,11 @@ class ChatTemplate:
             TemplateError: as ``render``.
         """
         control = tokenizer.control_tokens()
-        guard = _Guard(control, self.source, messages, options.get("tools"))
-        if options.get("tools"):
-            options["tools"] = guard.split(_plain(options["tools"]))
-        text = self.render(guard.split(_plain(messages)), **options)
+        given = {name: plain(options[name]) for name in ("tools", "variables") if options.get(name)}
+        messages = plain(messages)
+        guard = _Guard(control, self.source, messages, *given.values())
+        options |= {name: guard.split(value) for name, value in given.items()}
+        text = self.render(guard.split(messages), **options)
         if guard.mark not in text:
             ids = tokenizer.encode(text, special=True, bos=False)
         else:
@@ -183,25 +203,6 @@ class _Guard:
         for at in sorted(cuts, reverse=True):
             text = text[:at] + self.mark + text[at:]
         return text
-
-
-def _plain(value):
-    """Messages as lists, dictionaries, strings and numbers only: a template gets no objects with methods of their own.
-
-    Raises:
-        TemplateError: anything else.
-    """
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()  # lone surrogates
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise TemplateError(f"the message {brief(value)} has keys that are no strings; use the fields of the chat APIs")
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [_plain(item) for item in value]
-    raise TemplateError(f"a message holds {brief(value)}, which is neither text, number, list nor mapping; convert it first")
 
 
 def _length(value) -> int:

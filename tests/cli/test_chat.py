@@ -143,7 +143,7 @@ def test_piped_lines_are_turns_and_stdout_is_the_answers(talker):
     done = pyspec("chat", *talker, "-n", 6, stdin=lines.encode())
     assert done.returncode == 0 and "conversation: 3 answers" in done.stderr and "> " not in done.stdout.decode("utf-8", "replace")
     assert done.stderr.count(" drafts accepted; prompt") == 3
-    assert "\x1b" not in done.stderr and "thinking left to the template" in done.stderr
+    assert "\x1b" not in done.stderr and "thinking on, the default" in done.stderr
     quiet = pyspec("chat", *talker, "-n", 6, "-q", stdin=b"he\n")
     assert quiet.stderr == "" and done.stdout.startswith(quiet.stdout)
 
@@ -158,6 +158,16 @@ def test_thinking_is_shown_and_switched(talker):
     assert "thinking off;" in done.stderr and done.stderr.count("thinking on\n") == 2
     assert done.returncode == 1 and "use /think on or /think off" in done.stderr
     one_sentence(pyspec("chat", *DEMO, "--think", "-q", stdin=b""), "no thinking mode")
+    named = pyspec("chat", *talker, "-n", 2, "--chat-template-kwargs", '{"enable_thinking": false}', stdin=b"he\n/think\n")
+    assert "thinking off;" in named.stderr and named.stderr.endswith("thinking off\n")
+
+
+def test_names_that_the_template_knows_reach_it(talker):
+    template = "{{ raise_exception(effort) if effort else '' }}{{ messages[-1].content }}"
+    options = "chat", *talker, "-n", 2, "-q", "--chat-template", template
+    assert pyspec(*options, stdin=b"he\n").returncode == 0
+    done = pyspec(*options, "--chat-template-kwargs", '{"effort": "low"}', stdin=b"he\n")
+    assert done.returncode == 1 and "refuses this conversation: 'low'" in done.stderr
 
 
 def test_a_full_context_is_said_and_reset_makes_room():
@@ -183,6 +193,7 @@ def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_p
     done = pyspec("chat", *talker, "-n", 2, "-q", stdin=lines.encode())
     said = done.stderr.splitlines()
     assert done.returncode == 1 and done.stdout and len(said) == 7 and all(line.startswith("pyspec: ") for line in said)
+    assert pyspec("chat", *talker, "-n", 2, "-q", stdin=b"/nosuch\n/exit\n").returncode == 1
     assert (
         "512" in said[0] and "/unknown" in said[1] and "name of a file" in said[2] and all("cannot be written" in line for line in said[3:])
     )
@@ -193,7 +204,7 @@ def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_p
     "options, words",
     [
         (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template", ""], ["is empty"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]), (["--top-p", 3], ["top_p"]),
-        (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["-l", "999999+1"], ["token 999999"]),
+        (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["--chat-template-kwargs", "{"], ["--chat-template-kwargs '{' is no JSON"]), (["--chat-template-kwargs", "[]"], ["no JSON object"]), (["-l", "999999+1"], ["token 999999"]),
         (["-m", "/nowhere.gguf"], ["nowhere.gguf"]),
     ],
 )  # fmt: skip

@@ -32,6 +32,7 @@ class Result:
     findings: (number, what happened, input).
     slowest_s: most processor time of one input.
     grown_kib: most resident memory that a worker gained after its warm-up.
+    figures: what the target measured besides, the most of any worker.
     """
 
     executions: int = 0
@@ -39,6 +40,7 @@ class Result:
     findings: list[tuple[int, str, bytes]] = field(default_factory=list)
     slowest_s: float = 0.0
     grown_kib: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -92,6 +94,7 @@ def _slice(result: Result, target: str, seed: str, first: int, count: int, state
         result.executions += count
         result.outcomes.update(report["outcomes"])
         result.slowest_s, result.grown_kib = max(result.slowest_s, report["slowest_s"]), max(result.grown_kib, report["grown_kib"])
+        result.figures |= {name: max(value, result.figures.get(name, 0)) for name, value in report["figures"].items()}
         return first + count
     if number == 0:
         raise SystemExit(f"the worker did not get to its first input:\n{err[-3000:]}")
@@ -121,6 +124,8 @@ def main() -> None:
         print(f"{n:8} {outcome}")
     print(f"{result.executions} executions, {len(result.outcomes)} ways to end, {len(result.findings)} findings, "
           f"slowest {1000 * result.slowest_s:.0f} ms, at most {result.grown_kib / 1024:.1f} MiB gained")  # fmt: skip
+    for name, value in result.figures.items():
+        print(f"{name}: at most {value:.2f} in a worker")
     for number, what, data in result.findings:
         args.save.mkdir(parents=True, exist_ok=True)
         (args.save / f"{args.target}-{args.seed}-{number}").write_bytes(data)

@@ -15,6 +15,8 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+from fuzz import template_source
+from fuzz.measured import Measured
 from fuzz.mutate import header_places, lied, mutated, spliced, with_words
 from gguf_io.build import ARR, I32, STR, Model
 from gguf_io.small import SMALL
@@ -33,6 +35,7 @@ from pyggml_spec.models.placement import Routing
 from pyggml_spec.models.registry import open_drafter, open_target
 from pyggml_spec.models.weights import _find
 from pyggml_spec.spec.grammar import Grammar
+from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary
 from pyggml_spec.tools.inspect import inspect_file
@@ -51,6 +54,7 @@ class Target:
     """Base: bytes mutated anywhere, an input in a file of its own."""
 
     memory: int | None = 64 * MIB
+    figures: dict[str, float] = {}  # what else was measured, the most of each
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, folder / "input"
@@ -157,28 +161,33 @@ class Pair(Target):
 
 
 class Template(Target):
-    """Template sources that were changed, rendered and encoded with a fixed conversation."""
+    """Template sources that were made up or changed, rendered and encoded with a fixed conversation."""
 
     WORDS = [w.encode() for w in (
         "{{", "}}", "{%", "%}", "{% for a in range(9999999) %}", "{% endfor %}", "messages", "__class__", "|attr('__subclasses__')", "* 999999",
         "{% set x = x ~ x %}", "{{ namespace() }}", "cycler", "joiner", "lipsum", ".__globals__", "|tojson", "{% macro m() %}{{ m() }}{% endmacro %}",
         "{{ m() }}", "{% include 'x' %}", "{% import 'os' as os %}", "'%9999999d' % 1", "{:>9999999}", ".format(", "raise_exception(", "strftime_now(",
+        "{{ '%(a)999999999s' % {'a': 1} }}", "|round(300000000, 'floor')", "|tojson(indent=16)", "|tojson(separators=('x' * 999999, ':'))", "[[1] * 99999]",
+        ".append(messages)", "{% set messages = [messages] * 999 %}", "{% generation %}", "{% endgeneration %}", "|map('upper')", "{{ 9 ** 9 ** 9 }}",
         "{{ [[[[", "|replace('', 'xxxxxxxx')", "|join(", "|sort", "** 99999", "{% if %}", "{#", "loop.previtem", "~", "\0", "\xff",
     )]  # fmt: skip
     memory = 256 * MIB
 
     def seeds(self) -> list[bytes]:
         self.tokenizer = _tokenizer(self.folder)
+        template.RENDERER = measured = Measured()
+        self.figures = measured.figures
         return [text.encode() for text in (CHATML, LLAMA, GEMMA)]
 
     def change(self, rng: random.Random) -> bytes:
-        data = rng.choice(self.corpus)
-        data = with_words(data, self.WORDS, rng)
+        if rng.random() < 0.7:
+            return template_source.template(rng).encode()
+        data = with_words(rng.choice(self.corpus), self.WORDS, rng)
         return mutated(data, rng, [range(len(data))]) if rng.random() < 0.3 else data
 
     def run(self, data: bytes) -> str:
-        template = ChatTemplate(data.decode("utf-8", "replace"), "<bos>", "<eos>", seconds=0.5)
-        ids = template.encode(self.tokenizer, TALK, thinking=False)
+        changed = ChatTemplate(data.decode("utf-8", "replace"), "<bos>", "<eos>", seconds=0.1)
+        ids = changed.encode(self.tokenizer, TALK, thinking=False)
         assert all(0 <= i < self.tokenizer.n_vocab for i in ids)
         return "rendered"
 

@@ -82,7 +82,7 @@ class Worker:
 
     def report(self) -> dict:
         grown = max(0, _kib("VmHWM") - self.base) if self.base else 0
-        return {"outcomes": dict(self.outcomes), "slowest_s": self.slowest, "grown_kib": grown}
+        return {"outcomes": dict(self.outcomes), "slowest_s": self.slowest, "grown_kib": grown, "figures": self.target.figures}
 
 
 if __name__ == "__main__":

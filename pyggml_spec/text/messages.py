@@ -1,0 +1,148 @@
+"""Conversations as a template takes them: what the chat APIs allow and it does not is put another way, as llama.cpp puts it.
+
+What a template takes is seen from what it makes of a few words that are easy to find again, not from its name.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from ..errors import TemplateError
+from ..gguf_io.reader import brief
+
+MAX_DEPTH = 100  # of lists and mappings in a message
+_MARK = "words to be found again"
+_CALL = {"name": "known", "arguments": {"arg": _MARK}}
+_TOOL = {
+    "name": "known",
+    "description": "x",
+    "parameters": {"type": "object", "properties": {"arg": {"type": "string", "description": "x"}}},
+}
+
+Probe = Callable[[list[dict], list[dict]], tuple[str, bool]]
+"""Renders messages with tools: the text, "" where the template failed, and whether it refused them."""
+
+
+def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Messages as lists, dictionaries, strings and numbers only: a template gets no objects with methods of their own.
+
+    Raises:
+        TemplateError: anything else.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()  # lone surrogates
+    if not depth:
+        raise TemplateError(f"a message is nested more than {MAX_DEPTH} times; use the fields of the chat APIs")
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TemplateError(f"the message {brief(value)} has keys that are no strings; use the fields of the chat APIs")
+        return {plain(key): plain(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [plain(item, depth - 1) for item in value]
+    raise TemplateError(f"a message holds {brief(value)}, which is neither text, number, list nor mapping; convert it first")
+
+
+class Takes:
+    """What one template takes, found out when it matters. Where a probe fails for reasons of its own, the answer is that of most templates."""
+
+    def __init__(self, probe: Probe):
+        self._probe = probe
+
+    def _shown(self, *messages: dict, tools: Sequence[dict] = (), unless: Sequence[str] = ()) -> bool | None:
+        """Whether _MARK is in the text, and nothing of ``unless``; None if the template failed without refusing."""
+        text, refused = self._probe(list(messages), list(tools))
+        return None if not text and not refused else _MARK in text and not any(sign in text for sign in unless)
+
+    @cached_property
+    def strings(self) -> bool:
+        """Content that is text."""
+        return self._shown({"role": "user", "content": _MARK}) is not False
+
+    @cached_property
+    def parts(self) -> bool:
+        """Content that is a list of typed parts."""
+        return bool(self._shown({"role": "user", "content": [{"type": "text", "text": _MARK}]}, unless=("'text'", '"text"')))
+
+    @cached_property
+    def system(self) -> bool:
+        """A system message."""
+        return self._shown({"role": "system", "content": _MARK}, {"role": "user", "content": "x"}) is not False
+
+    @cached_property
+    def objects(self) -> bool:
+        """Arguments of a tool call that are an object, not its JSON."""
+        call = {"id": "call00001", "type": "function", "function": _CALL}
+        talk = (
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "x", "tool_call_id": "call00001", "name": "known"},
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": "x"},
+        )
+        tools = [{"type": "function", "function": _TOOL}]
+        return bool(self._shown(*talk, tools=tools, unless=(str(_CALL["arguments"]),)))
+
+    @cached_property
+    def thinking_parts(self) -> bool:
+        """Reasoning as a part of the content."""
+        parts = [{"type": "thinking", "thinking": _MARK}, {"type": "text", "text": "x"}]
+        talk = ({"role": "user", "content": "x"}, {"role": "assistant", "content": parts}, {"role": "user", "content": "x"})
+        return bool(self._shown(*talk, unless=("thinking'", 'thinking"')))
+
+
+def adapted(messages: Any, takes: Takes, developer: bool) -> Any:
+    """``messages`` for a template that takes what ``takes`` says; ``developer``: whether it knows the role of that name.
+
+    What has not the form of the chat APIs stays as it is: there are templates for that, too.
+    """
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return messages
+    out = [_turn(dict(message), takes, developer) for message in messages]
+    if len(out) > 1 and out[0].get("role") == "system" and not takes.system:
+        first, then, *others = out
+        out = [then | {"content": _joined(first.get("content"), then.get("content"))}, *others]
+    return out
+
+
+def _turn(message: dict, takes: Takes, developer: bool) -> dict:
+    if message.get("role") == "developer" and not developer:
+        message["role"] = "system"
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(call, takes) for call in message["tool_calls"]]
+        if message.get("content") is None:
+            message["content"] = ""
+    content = message.get("content")
+    if isinstance(content, list) and not takes.parts and takes.strings:
+        message["content"] = "\n".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+    elif isinstance(content, str) and not takes.strings and takes.parts:
+        message["content"] = _parts(content)
+    if isinstance(thought := message.get("reasoning_content"), str):
+        message.setdefault("thinking", thought)
+        if takes.thinking_parts:
+            message["content"] = [{"type": "thinking", "thinking": thought}, *_parts(message.get("content"))]
+    return message
+
+
+def _call(call: Any, takes: Takes) -> Any:
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict) or "arguments" not in function:
+        return call
+    arguments = function["arguments"]
+    if isinstance(arguments, str) and takes.objects:
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+    elif not isinstance(arguments, str) and not takes.objects:
+        arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _parts(content: Any) -> list:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+
+
+def _joined(first: Any, then: Any) -> Any:
+    return f"{first}\n{then}" if isinstance(first, str) and isinstance(then, str) else [*_parts(first), *_parts(then)]

@@ -1,0 +1,204 @@
+"""The process that renders chat templates: started when it is first needed, kept between renderings, replaced when one ended it."""
+
+import atexit
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import TemplateError
+
+START_SECONDS = 60.0
+WALL_SECONDS = 60.0  # for a child that waits instead of computing; processor time is what is limited
+WATCH_SECONDS = 0.02
+MIB = 1 << 20
+WATCHED = sys.platform != "linux"  # elsewhere the kernel's limit of address space cannot be relied on: this process looks at the child's
+
+
+class Stopped(Exception):
+    """A limit that a rendering went over; the message completes "it was stopped: "."""
+
+
+class _Died(Exception):
+    """The child ended at no limit of ours."""
+
+
+class _Child:
+    """One running sandbox.py."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+        folders = {str(Path(spec.origin).parents[1]) for spec in found if spec is not None and spec.origin}
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox.py")), *folders]
+        with theirs:
+            try:
+                self.process = subprocess.Popen(  # a session of its own: Ctrl-C is the parent's
+                    command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self.socket, self.ready = ours, False
+
+    def end(self) -> int:
+        """Its exit status, after it was ended if it was not."""
+        self.socket.close()
+        self.process.kill()
+        return self.process.wait()
+
+    def forget(self) -> None:
+        """In a forked copy of this process: the child belongs to the other one."""
+        self.socket.close()
+        self.process.returncode = 0
+
+    def ask(self, limits: dict, body: bytes) -> dict:
+        watched = limits["memory"] if WATCHED else None
+        told = json.dumps(limits | {"memory": None} if WATCHED else limits).encode()
+        if not self.ready:
+            self.ready = self._receive(START_SECONDS, None)["ready"]
+        self.socket.settimeout(WALL_SECONDS)
+        try:
+            self.socket.sendall(b"%b\n%b\n" % (told, body))
+        except TimeoutError:
+            raise Stopped(_SILENT) from None
+        return self._receive(WALL_SECONDS, watched)
+
+    def _receive(self, seconds: float, watched: int | None) -> dict:
+        line, deadline = bytearray(), time.monotonic() + seconds
+        while not line.endswith(b"\n"):
+            left = max(0.001, deadline - time.monotonic())
+            self.socket.settimeout(left if watched is None else min(left, WATCH_SECONDS))
+            try:
+                part = self.socket.recv(MIB)
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise Stopped(_SILENT) from None
+                if watched is not None and resident(self.process.pid) > watched:
+                    raise Stopped(_memory(watched)) from None
+                continue
+            if not part:
+                raise ConnectionResetError
+            line += part
+        return json.loads(line)
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has, by ps; 0 if there is no such process."""
+    try:
+        command = ["ps", "-o", "rss=", "-p", str(pid)]
+        told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError as error:
+        raise TemplateError(f"the memory of a chat template cannot be watched without `ps` ({error}); install it") from None
+    return int(told) * 1024 if told.isdigit() else 0
+
+
+_SILENT = f"it gave no answer in {WALL_SECONDS:.0f} s"
+
+
+def _memory(size: int) -> str:
+    return f"it takes more than {size // MIB} MiB of memory"
+
+
+class Renderer:
+    """Threads take turns. Nothing is inherited by forked copies of this process, and the child ends with the process that has it."""
+
+    def __init__(self):
+        self._lock, self._child = threading.Lock(), None
+        atexit.register(self._end)
+        os.register_at_fork(after_in_child=self._forget)
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.process.pid if self._child is not None else None
+
+    def start(self) -> None:
+        """Starts the process, so that it is there when the first template comes: importing Jinja takes a tenth of a second."""
+        with self._lock:
+            self._started()
+
+    def ask(self, request: dict, *, seconds: float, memory: int, characters: int) -> dict:
+        """What sandbox.py answers to a request.
+
+        Args:
+            seconds: of processor time.
+            memory: bytes, besides what the process has when it is idle.
+            characters: of the rendering.
+
+        Raises:
+            Stopped: a limit was reached.
+            TemplateError: the process cannot be started, or ends for reasons of its own.
+        """
+        body = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        limits = {"seconds": seconds, "memory": memory, "characters": characters}
+        with self._lock:
+            for attempt in (1, 2):  # it may have been ended from outside since the last rendering
+                try:
+                    return self._ask(limits, body)
+                except _Died as died:
+                    if attempt == 2:
+                        raise Stopped(f"it ends the process that renders it ({died})") from None
+        raise AssertionError
+
+    def _ask(self, limits: dict, body: bytes) -> dict:
+        child = self._started()
+        try:
+            reply = child.ask(limits, body)
+        except ConnectionError:
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(5)
+            status = self._end()
+            if status == -signal.SIGPROF:
+                raise Stopped(f"it computes for more than {limits['seconds']:g} s") from None
+            if status == os.EX_OSERR:
+                raise Stopped(_memory(limits["memory"])) from None
+            if not child.ready:
+                raise TemplateError(
+                    f"the process that renders chat templates ends before its first ({_status(status)}); "
+                    f"check that `{sys.executable} -I` runs and that jinja2 is installed"
+                ) from None
+            raise _Died(_status(status)) from None
+        except BaseException:  # also Ctrl-C: what it would answer now is no answer to the next question
+            self._end()
+            raise
+        if reply["last"]:
+            self._end()
+        return reply
+
+    def _started(self) -> _Child:
+        if self._child is None:
+            try:
+                self._child = _Child()
+            except OSError as error:
+                raise TemplateError(
+                    f"the process that renders chat templates cannot be started from {sys.executable!r} ({error}); free processes or files"
+                ) from None
+        return self._child
+
+    def _end(self) -> int:
+        child, self._child = self._child, None
+        return child.end() if child is not None else 0
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        if self._child is not None:
+            self._child.forget()
+            self._child = None
+
+
+def _status(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    with suppress(ValueError):
+        return signal.Signals(-status).name
+    return f"signal {-status}"
+
+
+RENDERER = Renderer()
