@@ -50,7 +50,8 @@ MANY = "this session runs many requests at once: submit this one too, or close t
 CLOSED = "the session is closed: load the model again"
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total) while something long goes on: "weights", "drafter weights" (bytes), "prefill" (tokens)."""
+"""Called with (what, done, total) while something long goes on: "weights", "drafter weights", "identity of the target" and
+"... drafter" (bytes; for a prefix cache on disk only, once per file), "prefill" (tokens)."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Session:
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
         if self.drafter is not None and width is None:
             self._measure_costs()
-        self.prefix = self._own(self._prefix_cache(*prefix))
+        self.prefix = self._own(self._prefix_cache(*prefix, progress))
         self.load_seconds = time.perf_counter() - started
         return self
 
@@ -157,11 +158,12 @@ class Session:
         cpu = next(d for d in devices() if d.kind == "cpu")
         return placement, self._own(Backend(cpu, threads))
 
-    def _prefix_cache(self, folder: str | Path | None, memory: int | None, disk: int | None) -> PrefixCache:
+    def _prefix_cache(self, folder: str | Path | None, memory: int | None, disk: int | None, progress: Progress) -> PrefixCache:
         disk = PREFIX_DISK if disk is None else whole(disk, "the space for the prefix cache's files", 0, MOST_BYTES, PyspecError)
         files = None
         if folder is not None:
-            files = PrefixFiles(folder, layout_of(self.engine, versions()), disk)
+            layout = layout_of(self.engine, versions(), lambda what, done, total: progress(f"identity of the {what}", done, total))
+            files = PrefixFiles(folder, layout, disk)
             self.notes += files.notes
         return PrefixCache(self.engine, self._prefix_memory(memory), files)
 

@@ -12,8 +12,9 @@ the rows of hundreds of tokens, are kept at every STATE_EVERY-th chunk, at the l
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -261,8 +262,11 @@ class PrefixCache:
         self.clear()
 
 
-def layout_of(engine: Any, versions: dict[str, str]) -> str:
-    """Everything that rows and states depend on, one "what: value" per line: what differs in any of them is never mixed."""
+def layout_of(engine: Any, versions: dict[str, str], progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> str:
+    """Everything that rows and states depend on, one "what: value" per line: what differs in any of them is never mixed.
+
+    The model files are named by a hash of all their bytes; ``progress`` (which file, bytes done, all) is told while one is computed.
+    """
     device, files = engine.backend.device, {"target": engine.target.file}
     if engine.drafter is not None:
         files["drafter"] = engine.drafter.file
@@ -271,7 +275,7 @@ def layout_of(engine: Any, versions: dict[str, str]) -> str:
     lines = {
         **experts,
         **{
-            what: f"{file.metadata['general.architecture']} of {file.nbytes} bytes, {file.fingerprint()[:32]}"
+            what: f"{file.metadata['general.architecture']} of {file.nbytes} bytes, BLAKE3 {file.identity(partial(progress, what))}"
             for what, file in files.items()
         },
         "chunk": engine.options.chunk,

@@ -4,9 +4,10 @@
                  the SHA-256 of the header itself
     payload      the bytes of the tensors, one behind the other
 
-A file is written under another name, synced and renamed: it is there whole or not at all. Nothing is believed that a file says: its size
+A file is written under a name that nobody can guess, synced and renamed: it is there whole or not at all. Nothing is believed that a file says: its size
 has to be what this engine's own layout makes it, so that nothing is allocated for a file's sake, and both checksums have to fit. They find
-damage, not malice: whoever may write to the folder can put other rows into it.
+damage, not malice: whoever may write to the folder can put other rows into it, so what others can write is not used. Files are their user's
+alone, and so is the folder if it is made here.
 """
 
 import hashlib
@@ -21,17 +22,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from threading import get_ident
-from typing import BinaryIO
 
 import numpy as np
 
 from ..errors import PyspecError
+from ..files import PART, replacing, why_not_private
 
 MAGIC, VERSION, HEADER = b"pyspecPC", 1, 4096
 _FIELDS = struct.Struct("<8sI8s32s32sQ32sI")  # magic, version, kind, key, layout, payload bytes, its SHA-256, bytes of the layout's words
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{48}\.(rows|state)")
-_PART = re.compile(r"\.[0-9a-f]{16}-[0-9a-f]{48}\.(rows|state)\.\d+\.part")
+_PART = re.compile(PART)
 ABANDONED_S = 3600  # a part file this old has no writer any more
 READERS = (
     8  # files read and checked at once: SHA-256 of one core, about 2 GB/s, would be slower than a GPU computes the prompt of a small model
@@ -49,7 +49,7 @@ class PrefixFiles:
     take; the longest unused ones go first.
 
     Raises:
-        PyspecError: the folder cannot be made or listed.
+        PyspecError: the folder cannot be made or listed, or others can write it.
     """
 
     def __init__(self, folder: str | Path, layout: str, budget: int) -> None:
@@ -58,8 +58,11 @@ class PrefixFiles:
         self.notes: list[str] = []
         self._refused: set[Path] = set()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(0o700, parents=True, exist_ok=True)
+            self._check_folder()
             entries = self._entries()
+            for path, what in entries:
+                _close_to_others(path, what)
             self._sweep()
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", error)
@@ -84,7 +87,7 @@ class PrefixFiles:
         try:
             with _open(path) as file:
                 payload = self._read(file, path, key, kind, nbytes)
-            os.utime(path)
+                os.utime(file.fileno())
             return payload
         except OSError as error:
             self._refused.add(path)
@@ -108,6 +111,8 @@ class PrefixFiles:
         what = os.fstat(file.fileno())
         if not stat.S_ISREG(what.st_mode):
             raise _refuse(path, "is not a file")
+        if why := why_not_private(what):
+            raise _refuse(path, why)
         header = file.read(HEADER)
         found = self._header(header, path)
         if found["layout"] != self.layout_digest:
@@ -156,20 +161,13 @@ class PrefixFiles:
             Refused: the folder cannot be written, or the disk is full.
         """
         path = self._path(key, kind)
-        part = self.folder / f".{path.name}.{os.getpid()}{get_ident()}.part"  # two sessions of a process may write the same
         words = self.layout.encode()[: HEADER - 32 - _FIELDS.size]
         fields = (MAGIC, VERSION, kind.encode(), key, self.layout_digest, payload.nbytes, hashlib.sha256(payload.data).digest(), len(words))
         header = (_FIELDS.pack(*fields) + words).ljust(HEADER - 32, b"\0")
         try:
-            try:
-                with open(part, "wb", buffering=0) as file:
-                    for data in (header + hashlib.sha256(header).digest(), payload.data):
-                        _write_all(file, memoryview(data))
-                    os.fsync(file.fileno())
-                os.replace(part, path)
-                _sync_folder(self.folder)
-            finally:
-                part.unlink(missing_ok=True)
+            with replacing(path, sync=True) as file:
+                file.write(header + hashlib.sha256(header).digest())
+                file.write(payload.data)
         except OSError as error:
             raise Refused(f"the prefix cache {self.folder} cannot be written: {error.strerror}; the text is not affected") from None
         self._refused.discard(path)
@@ -188,6 +186,16 @@ class PrefixFiles:
             raise Refused(f"old files of the prefix cache {self.folder} cannot be deleted: {error.strerror}") from None
 
     # -- helpers
+
+    def _check_folder(self) -> None:
+        what = os.stat(self.folder)
+        if why := why_not_private(what):
+            raise PyspecError(
+                f"the prefix cache {str(self.folder)!r} {why}, who could put rows of their own into it; name a folder of yours, or take the "
+                f"permission away (chmod go-w)"
+            )
+        if stat.S_IMODE(what.st_mode) & 0o055:
+            self.notes.append(f"others can list the prefix cache {self.folder}, not read its files; chmod 700 hides the list too")
 
     @property
     def _prefix(self) -> str:
@@ -240,18 +248,12 @@ def _difference(theirs: str, ours: str) -> str:
 
 
 def _open(path: Path) -> FileIO:
-    """Opens for reading; a pipe does not wait for its other end."""
-    return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    """Opens for reading; a pipe does not wait for its other end, a link is not followed."""
+    return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW))
 
 
-def _write_all(file: BinaryIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _close_to_others(path: Path, what: os.stat_result) -> None:
+    """Takes the group's and the others' permissions from a file of ours: older versions wrote what the umask allowed."""
+    if what.st_mode & 0o077 and what.st_uid == os.geteuid():
+        with suppress(OSError), _open(path) as file:
+            os.fchmod(file.fileno(), 0o600)

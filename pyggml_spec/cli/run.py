@@ -1,7 +1,6 @@
 """pyspec run"""
 
 import json
-import os
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import click
 
 from ..errors import ContextError, PyspecError
+from ..files import replacing
 from ..session import load
 from ..spec.calibrate import Waiting
 from .help import GroupedCommand
@@ -179,15 +179,11 @@ def write_atomically(path: Path, text: str, what: str = "statistics") -> None:
     """Writes beside the file and renames: a reader never sees half of it."""
     if "\0" in str(path):
         raise PyspecError(f"the {what} cannot be written to {str(path)!r}: a file name has no zero bytes")
-    part = path.parent / f".{path.name}.{os.getpid()}.part"
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # a device or a pipe must not be replaced by a file
             path.write_text(text, "utf-8")
             return
-        try:
-            part.write_text(text, "utf-8")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with replacing(path, 0o666) as file:
+            file.write(text.encode())
     except OSError as error:
         raise PyspecError(f"the {what} cannot be written to {path}: {error.strerror}") from None

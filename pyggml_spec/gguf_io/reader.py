@@ -7,7 +7,6 @@ allocated that the file's own size does not justify.
 
 import contextlib
 import copy
-import hashlib
 import itertools
 import math
 import mmap
@@ -22,6 +21,7 @@ import numpy as np
 
 from ..errors import GGUFError
 from ..ggml.library import lib, text
+from .identity import Progress, content_hash
 
 T = TypeVar("T")
 
@@ -133,6 +133,7 @@ class GGUFFile:
             with open(self.path, "rb") as file:
                 if file.read(4) != b"GGUF":
                     raise GGUFError(f"{self.path} is not a GGUF file (it does not start with 'GGUF')")
+                self._opened = os.fstat(file.fileno())
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise GGUFError(f"{self.path} does not exist; check the path") from None
@@ -292,17 +293,15 @@ class GGUFFile:
             raise GGUFError(f"{self.path}: the key {key!r} holds {brief(value)}, which is not a list of the numbers that it must have")
         return value
 
-    def fingerprint(self) -> str:
-        """Names the contents: SHA-256, in hex, of everything before the tensor data and of the first, middle and last 4 KiB of every tensor.
+    def identity(self, progress: Progress = lambda done, total: None) -> str:
+        """Names the contents: BLAKE3 of the whole file, in hex, computed once and then remembered in the cache folder.
 
-        Training or quantising again changes every tensor; reading all of a file of many gigabytes would take longer than what it guards.
+        ``progress`` (bytes done, bytes of the file) is called while it is computed.
+
+        Raises:
+            GGUFError: the file has been written to or replaced since it was opened.
         """
-        tensors = sorted(self.tensors.values(), key=lambda t: t.offset)
-        digest = hashlib.sha256(self._map[: tensors[0].offset if tensors else len(self._map)])
-        for t in tensors:
-            for start in (t.offset, t.offset + t.nbytes // 2, max(t.offset, t.offset + t.nbytes - 4096)):
-                digest.update(self._map[start : min(start + 4096, t.offset + t.nbytes)])
-        return digest.hexdigest()
+        return content_hash(self.path, self._map, self._opened, progress)
 
     @property
     def nbytes(self) -> int:

@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Self
@@ -12,6 +10,8 @@ from typing import Self
 import numpy as np
 
 from ..errors import ContextError
+from ..files import replacing
+from ..folders import cache_folder
 from ..ggml.device import graph_replay_enabled, waited_for_core
 from ..ggml.library import versions
 from .engine import Engine
@@ -56,16 +56,6 @@ def step_cost(engine: Engine, width: int, random: np.random.Generator | None = N
         raise ContextError(f"a context of {engine.options.n_ctx} holds no step of {width} rows that could be measured; raise it")
     engine.reset()
     return 1000 * statistics.median(runs[WARMUP:] or runs)
-
-
-def cache_folder() -> Path:
-    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder; a user without a home has it beside the temporary files."""
-    if named := os.environ.get("PYSPEC_CACHE"):
-        return Path(named)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyspec"
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"pyspec-{os.getuid()}"
 
 
 def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
@@ -113,14 +103,8 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -
 def _keep(path: Path, costs: dict[int, float]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            try:
-                json.dump(costs, file)
-                file.flush()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with replacing(path) as file:
+            file.write(json.dumps(costs).encode())
     except OSError:
         pass  # a read-only home or a full disk only means measuring again next time
 

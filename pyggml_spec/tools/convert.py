@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 
 from ..errors import ConvertError
+from ..files import new_file
 from ..ggml.device import default_threads
 from ..ggml.library import lib, text
 from ..gguf_io import GGUFFile
@@ -112,8 +113,9 @@ def written_whole(out: Path, replace: bool):
         raise ConvertError(f"{out} exists; name another output, or replace it with --force")
     if out.exists() and not out.is_file():
         raise ConvertError(f"{out} is no file; name another output")
-    part = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
+        part, handle = new_file(out.parent, 0o666)
+        os.close(handle)
         try:
             yield part
             os.replace(part, out)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from pyggml_spec.cache import prefix_files
 from pyggml_spec.cache.prefix import PrefixCache
 from pyggml_spec.cache.prefix_files import HEADER, PrefixFiles, Refused
 from pyggml_spec.errors import PyspecError
+from pyggml_spec.files import new_file
 
 PROMPT = tokens(50, 10 * CHUNK + 5)
 KEY = bytes(range(32))
@@ -189,7 +191,7 @@ def test_a_folder_that_cannot_be_written_costs_a_sentence(engine, want, tmp_path
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pyggml_spec.cache.prefix_files._write_all", full)
+    monkeypatch.setattr("pyggml_spec.files.os.replace", full)
     run, notes = cached(engine, tmp_path)
     assert_same(run, want)
     assert "No space left on device" in notes[0] and not os.listdir(tmp_path)
@@ -202,7 +204,7 @@ def test_a_session_says_at_once_what_could_not_be_written(pair, tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4, chunk=16, prefix_cache=tmp_path) as session:
-        monkeypatch.setattr("pyggml_spec.cache.prefix_files._write_all", full)
+        monkeypatch.setattr("pyggml_spec.files.os.replace", full)
         notes = session.generate(list(range(40)), 4)[1].notes
         assert len(notes) == 1 and "No space left on device; the text is not affected" in notes[0]
         monkeypatch.undo()
@@ -253,3 +255,78 @@ def test_a_part_file_that_is_done_while_the_folder_is_listed_stops_nobody(tmp_pa
     part.touch()
     monkeypatch.setattr(prefix_files, "_PART", SimpleNamespace(fullmatch=lambda name: part.unlink() or True))
     assert PrefixFiles(tmp_path, "model: one", MANY).notes == []
+
+
+@pytest.fixture
+def open_umask():
+    old = os.umask(0)
+    yield
+    os.umask(old)
+
+
+def test_files_and_the_folder_that_is_made_are_the_users_alone(tmp_path, open_umask):
+    """Rows are what a prompt becomes: they were readable for everybody, as the umask had it."""
+    files = PrefixFiles(tmp_path / "a" / "b", "model: one", MANY)
+    files.store(KEY, "rows", np.zeros(10, np.uint8))
+    assert stat.S_IMODE(os.stat(tmp_path / "a" / "b").st_mode) == 0o700 and files.notes == []
+    assert [stat.S_IMODE(path.stat().st_mode) for path in files.folder.iterdir()] == [0o600]
+
+
+def test_a_folder_that_others_can_list_is_said_and_its_files_are_closed_to_them(tmp_path):
+    files = PrefixFiles(tmp_path, "model: one", MANY)
+    files.store(KEY, "rows", np.zeros(10, np.uint8))
+    files._path(KEY, "rows").chmod(0o644)
+    tmp_path.chmod(0o755)
+    notes = PrefixFiles(tmp_path, "model: one", MANY).notes
+    assert len(notes) == 1 and "others can list" in notes[0] and "chmod 700" in notes[0]
+    assert stat.S_IMODE(files._path(KEY, "rows").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
+def test_a_folder_that_others_can_write_is_refused(tmp_path, mode):
+    """They could put rows there that this model goes on with."""
+    tmp_path.chmod(mode)
+    with pytest.raises(PyspecError, match="can be written by others, who could put rows.*chmod go-w"):
+        PrefixFiles(tmp_path, "model: one", MANY)
+    tmp_path.chmod(0o700)
+
+
+def test_what_belongs_to_another_user_is_not_used(tmp_path, monkeypatch):
+    files = PrefixFiles(tmp_path, "model: one", MANY)
+    files.store(KEY, "rows", np.zeros(10, np.uint8))
+    monkeypatch.setattr("pyggml_spec.files.os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PyspecError, match="belongs to the user"):
+        PrefixFiles(tmp_path, "model: one", MANY)
+    with pytest.raises(Refused, match="belongs to the user"):
+        files.load(KEY, "rows", 10)
+
+
+def test_an_entry_that_is_a_link_or_that_others_can_write_is_refused(tmp_path):
+    for how in ("link", "open"):
+        files = PrefixFiles(tmp_path / how, "model: one", MANY)
+        files.store(KEY, "rows", np.zeros(10, np.uint8))
+        path = files._path(KEY, "rows")
+        if how == "link":
+            path.rename(tmp_path / "elsewhere")
+            path.symlink_to(tmp_path / "elsewhere")
+        else:
+            path.chmod(0o666)
+        with pytest.raises(Refused, match="cannot be read|can be written by others"):
+            files.load(KEY, "rows", 10)
+
+
+def test_part_files_have_names_that_nobody_can_guess_and_follow_no_link(tmp_path, monkeypatch):
+    """They were called by the process id: a link of that name, made beforehand, was written through."""
+    names = {new_file(tmp_path)[0] for _ in range(20)}
+    assert len(names) == 20 and all(len(name.name) > 32 for name in names)
+    for name in names:
+        assert prefix_files._PART.fullmatch(name.name)
+        name.unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    files = PrefixFiles(tmp_path / "p", "model: one", MANY)
+    monkeypatch.setattr("pyggml_spec.files.secrets.token_hex", lambda n: "0" * 2 * n)
+    (tmp_path / "p" / f".pyspec-{'0' * 32}.part").symlink_to(victim)
+    with pytest.raises(Refused, match="cannot be written"):
+        files.store(KEY, "rows", np.zeros(10, np.uint8))
+    assert victim.read_text() == "mine" and not files.has(KEY, "rows")

@@ -8,6 +8,8 @@ import pytest
 from cli.conftest import PROMPT
 from cli.process import COMMAND, one_sentence, pyspec, start
 
+from pyggml_spec.cli.run import write_atomically
+
 DOCUMENTED = {
     "emitted", "steps", "drafted", "matched", "tokens_per_step", "matched_per_position", "target_forwards", "draft_forwards",
     "graphs_built", "graphs_built_after_warmup", "buffer_growths", "buffer_growths_after_warmup", "computes", "mode", "width", "device",
@@ -189,3 +191,26 @@ def test_a_file_that_is_a_device_or_a_pipe_is_written_to_and_not_replaced(pinned
     assert done.returncode == 0 and json.loads(os.read(reader, 1 << 16))["emitted"] == 3 and (tmp_path / "pipe").is_fifo()
     os.close(reader)
     assert pyspec("run", *pinned, "-p", PROMPT, "-n", 3, "-q", "--stats", "/dev/full").returncode == 1 and not os.path.isfile("/dev/full")
+
+
+def test_a_statistics_file_is_written_through_no_link(tmp_path):
+    """A link with the name that the part file was going to have, by the process id, sent the statistics into another file."""
+    victim, path = tmp_path / "victim", tmp_path / "s.json"
+    victim.write_text("mine")
+    (tmp_path / f".s.json.{os.getpid()}.part").symlink_to(victim)
+    write_atomically(path, "{}")
+    assert path.read_text() == "{}" and victim.read_text() == "mine"
+    path.unlink()
+    path.symlink_to(victim)
+    write_atomically(path, "{}")
+    assert victim.read_text() == "mine" and path.read_text() == "{}" and not path.is_symlink()
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
+def test_a_statistics_file_has_the_permissions_that_the_user_gives_new_files(tmp_path, umask, mode):
+    old = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "s.json", "{}")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "s.json").stat().st_mode & 0o777 == mode

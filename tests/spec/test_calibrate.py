@@ -7,7 +7,8 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ContextError
-from pyggml_spec.spec.calibrate import cache_folder, cached_costs, step_costs
+from pyggml_spec.folders import cache_folder
+from pyggml_spec.spec.calibrate import cached_costs, step_costs
 from pyggml_spec.spec.width import WidthControl
 from pyggml_spec.tools.random_archs import write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash
@@ -75,7 +76,7 @@ def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("pyggml_spec.spec.calibrate.json.dump", full)
+        patched.setattr("pyggml_spec.files.os.replace", full)
         with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
             assert session.costs and not list(tmp_path.iterdir())
 

@@ -1,0 +1,80 @@
+"""What names the contents of a file: a hash of all of it. It is computed once per file and remembered, because model files are large."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from mmap import mmap
+from pathlib import Path
+
+from blake3 import blake3
+
+from ..errors import GGUFError
+from ..files import replacing, why_not_private
+from ..folders import cache_folder
+
+PIECE = 64 << 20  # bytes hashed between two reports of progress
+DIGITS = 64
+
+Progress = Callable[[int, int], None]
+
+
+def content_hash(path: Path, data: mmap, opened: os.stat_result, progress: Progress = lambda done, total: None) -> str:
+    """BLAKE3 of ``data``, the map of the file ``path``, in hex.
+
+    It is remembered in the cache folder by path, size, device, inode and the times of the last change in nanoseconds: of the contents
+    (mtime), and of anything (ctime), which programs that set mtime back cannot. ``opened``: what fstat said when the map was made.
+
+    Raises:
+        GGUFError: the file was written to or replaced since, so what was read of it may not be what was hashed.
+    """
+    facts = [os.path.realpath(path), opened.st_size, opened.st_dev, opened.st_ino, opened.st_mtime_ns, opened.st_ctime_ns]
+    entry = cache_folder() / f"content-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
+    found = _remembered(entry, facts)
+    if found is None:
+        found = _hashed(data, progress)
+        _check_unchanged(path, opened)
+        _remember(entry, facts, found)
+    else:
+        _check_unchanged(path, opened)
+    return found
+
+
+def _hashed(data: mmap, progress: Progress) -> str:
+    digest = blake3(max_threads=blake3.AUTO)
+    with memoryview(data) as view:
+        for start in range(0, len(view), PIECE):
+            digest.update(view[start : start + PIECE])
+            progress(min(start + PIECE, len(view)), len(view))
+    return digest.hexdigest()
+
+
+def _check_unchanged(path: Path, opened: os.stat_result) -> None:
+    try:
+        now = os.stat(path)
+        same = all(getattr(now, name) == getattr(opened, name) for name in ("st_size", "st_dev", "st_ino", "st_mtime_ns"))
+    except OSError:
+        same = False
+    if not same:
+        raise GGUFError(f"{path} was changed or replaced while it was in use; load it again")
+
+
+def _remembered(entry: Path, facts: list) -> str | None:
+    """What the entry says, if only this user could have written it and it is about these facts."""
+    try:
+        if why_not_private(os.stat(entry.parent)) or why_not_private(os.lstat(entry)):
+            return None
+        stored = json.loads(entry.read_text())
+        found = stored["blake3"]
+        whole = isinstance(found, str) and len(found) == DIGITS and set(found) <= set("0123456789abcdef")
+        return found if whole and stored["file"] == facts else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _remember(entry: Path, facts: list, found: str) -> None:
+    with suppress(OSError):  # a read-only home or a full disk only means hashing again next time
+        entry.parent.mkdir(0o700, parents=True, exist_ok=True)
+        with replacing(entry) as file:
+            file.write(json.dumps({"file": facts, "blake3": found}).encode())

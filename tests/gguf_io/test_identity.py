@@ -1,0 +1,127 @@
+"""A file is named by all of its bytes: a sample of them let one model go on with the rows of another."""
+
+import json
+import os
+
+import pytest
+
+import pyggml_spec as ps
+from pyggml_spec.errors import GGUFError
+from pyggml_spec.gguf_io import GGUFFile, identity
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.tools.random_archs import write_qwen3
+
+WINDOW = 4096
+PROMPT = list(range(40, 80))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_qwen3(tmp_path / "t.gguf")
+
+
+def named(path, **more) -> str:
+    with GGUFFile(path) as file:
+        return file.identity(**more)
+
+
+def hashes_again(monkeypatch, path) -> bool:
+    """Whether the file is read once more to name it."""
+    seen = []
+    with monkeypatch.context() as patch:
+        hashed = identity._hashed
+        patch.setattr(identity, "_hashed", lambda *args: seen.append(1) or hashed(*args))
+        named(path)
+    return bool(seen)
+
+
+def test_rows_of_a_model_that_is_alike_in_three_windows_of_each_tensor_are_not_reused(tmp_path, cache):
+    """Of a copy of the embedded target with everything between those zeroed: 96 tokens were reused, with the other model's text."""
+    data = bytearray(DEMO_TARGET.read_bytes())
+    with GGUFFile(DEMO_TARGET) as file:
+        for t in file.tensors.values():
+            middle = t.offset + t.nbytes // 2
+            for first, last in ((t.offset + WINDOW, middle), (middle + WINDOW, t.offset + t.nbytes - WINDOW)):
+                data[first : max(first, last)] = bytes(max(0, last - first))
+    (tmp_path / "other.gguf").write_bytes(data)
+    for path, reused in ((DEMO_TARGET, 0), (DEMO_TARGET, 32), (tmp_path / "other.gguf", 0)):
+        with ps.load(
+            path, DEMO_DRAFTER, device="CPU", threads=1, n_ctx=64, draft_width=4, chunk=16, prefix_cache=tmp_path / "p"
+        ) as session:
+            assert session.generate(PROMPT, 2)[1].reused_tokens == reused
+            assert ("BLAKE3" in "".join(session.notes)) == (path != DEMO_TARGET)
+
+
+@pytest.mark.parametrize("at", [-1, 1 << 17, 5000])
+def test_every_byte_counts(model, cache, at):
+    before = named(model)
+    data = bytearray(model.read_bytes())
+    data[at] ^= 1
+    other = model.with_name("u.gguf")
+    other.write_bytes(data)
+    assert named(other) != before and named(other) != named(model) == before and len(before) == 64
+
+
+def test_it_is_computed_once_and_after_every_write(model, cache, monkeypatch):
+    """Also after one that sets the time of the last change back."""
+    done = []
+    before = named(model, progress=lambda *step: done.append(step))
+    assert done[-1] == (model.stat().st_size,) * 2
+    assert not hashes_again(monkeypatch, model)
+    was = model.stat()
+    with open(model, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([model.read_bytes()[-1] ^ 1]))
+    os.utime(model, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert model.stat().st_mtime_ns == was.st_mtime_ns and named(model) != before
+    os.rename(model, model.with_name("v.gguf"))
+    assert hashes_again(monkeypatch, model.with_name("v.gguf"))
+
+
+def test_an_entry_that_others_could_have_written_or_that_is_damaged_is_not_believed(model, cache, monkeypatch):
+    right = named(model)
+    (entry,) = cache.glob("content-*.json")
+    assert entry.stat().st_mode & 0o777 == 0o600 and cache.stat().st_mode & 0o777 == 0o700
+    whole = json.loads(entry.read_text())
+    lies = [{**whole, "blake3": lie} for lie in ("", "0" * 63, "g" * 64, None, 5, ["0"] * 64)] + [{**whole, "file": []}, {}, [], None, "x"]
+    for text in [json.dumps(lie) for lie in lies] + ["", "{", "[" * 100000]:
+        entry.write_text(text)
+        assert named(model) == right
+    entry.write_text(json.dumps({**whole, "blake3": "0" * 64}))
+    for path, mode, back in ((cache, 0o777, 0o700), (entry, 0o666, 0o600)):
+        path.chmod(mode)
+        assert hashes_again(monkeypatch, model)
+        entry.write_text(json.dumps({**whole, "blake3": "0" * 64}))
+        path.chmod(back)
+    assert named(model) == "0" * 64  # so the others were about what they seem to be
+
+
+def test_a_file_that_changes_while_it_is_in_use_says_so(model, cache):
+    with GGUFFile(model) as file:
+        os.utime(model)
+        with pytest.raises(GGUFError, match="changed or replaced while it was in use"):
+            file.identity()
+    with GGUFFile(model) as file:
+        model.unlink()
+        with pytest.raises(GGUFError, match="changed or replaced"):
+            file.identity()
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_the_time_only(model, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "file" / "below"))
+    assert len(named(model)) == 64 and hashes_again(monkeypatch, model)
+
+
+def test_only_a_prefix_cache_on_disk_hashes(model, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "_hashed", lambda *args: (_ for _ in ()).throw(AssertionError("hashed")))
+    with ps.load(model, device="CPU", threads=1, n_ctx=64) as session:
+        session.generate([1, 2, 3], 4)
+    with pytest.raises(AssertionError, match="hashed"):
+        ps.load(model, device="CPU", threads=1, n_ctx=64, prefix_cache=tmp_path / "p")
