@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self, Unpack
 
+from .arguments import LoadOptions
 from .errors import PyspecError, TemplateError
 from .events import StepEvent
-from .session import Session
+from .session import Session, load
 from .spec.sampling import Sampling
 from .spec.stats import Stats
 from .text.template import KEY, ChatTemplate
@@ -16,13 +18,12 @@ CONTINUE = "{% for m in messages %}{{ m.content }}{% if not loop.last or m.role 
 CONTINUE_STOP, CONTINUE_TOKENS = ("\n\n\n",), 256  # such models rarely end by themselves
 
 
-@dataclass
 class Chat:
     """Use ``ask`` for a turn. A turn that fails, or is stopped before its answer begins, leaves the conversation as it was.
 
     Attributes:
         session: borrowed; other generations in between are allowed, and cost the reuse of the caches.
-        template: of the conversation; ``chat_template`` finds the model's.
+        template: of the conversation, or its Jinja source; None takes the model's, see ``chat_template``.
         system: the first message, if any.
         thinking: True or False switches a template that can think; None is True.
         variables: further names that the template knows, as ``ChatTemplate.render`` takes them.
@@ -30,19 +31,54 @@ class Chat:
         stats: of every answer so far.
     """
 
-    session: Session
-    template: ChatTemplate
-    system: str | None = None
-    thinking: bool | None = None
-    sampling: Sampling | None = None
-    variables: Mapping | None = None
-    messages: list[dict] = field(default_factory=list)
-    stats: list[Stats] = field(default_factory=list)
+    def __init__(
+        self,
+        session: Session,
+        template: ChatTemplate | str | None = None,
+        system: str | None = None,
+        thinking: bool | None = None,
+        sampling: Sampling | None = None,
+        variables: Mapping | None = None,
+    ) -> None:
+        self.session, self.system, self.thinking, self.sampling, self.variables = session, system, thinking, sampling, variables
+        self.template = template if isinstance(template, ChatTemplate) else chat_template(session, template)[0]
+        self.messages: list[dict] = []
+        self.stats: list[Stats] = []
+
+    @classmethod
+    def load(
+        cls,
+        target: str | Path | None = None,
+        draft: str | Path | None = None,
+        *,
+        template: str | None = None,
+        system: str | None = None,
+        thinking: bool | None = None,
+        sampling: Sampling | None = None,
+        variables: Mapping | None = None,
+        **options: Unpack[LoadOptions],
+    ) -> Self:
+        """A conversation with a model that is loaded for it; use it in a ``with`` block, or ``close`` it. ``options`` as of ``load``.
+
+        Raises:
+            PyspecError: the model cannot be loaded.
+            TemplateError: the template is wrong.
+        """
+        session = load(target, draft, **options)
+        try:
+            return cls(session, template, system, thinking, sampling, variables)
+        except BaseException:
+            session.close()
+            raise
 
     @property
     def continues(self) -> bool:
         """Whether the turns are one running text."""
         return self.template.source == CONTINUE
+
+    def answer(self, text: str, max_tokens: int | None = None) -> str:
+        """The whole answer to ``text``; errors as of ``ask``."""
+        return "".join(event.text for event in self.ask(text, max_tokens))
 
     def ask(
         self,
@@ -91,6 +127,16 @@ class Chat:
     def reset(self) -> None:
         """Forgets the turns. The system prompt stays."""
         self.messages, self.stats = [], []
+
+    def close(self) -> None:
+        """Closes the session, which is nobody else's where ``load`` has made the chat."""
+        self.session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def chat_template(session: Session, source: str | None = None) -> tuple[ChatTemplate, str]:

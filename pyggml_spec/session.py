@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
+from .arguments import GenerateOptions, RequestOptions
 from .cache.kv_types import KVTypes
 from .cache.prefix import PrefixCache, Reuse, layout_of
 from .cache.prefix_files import PrefixFiles
@@ -28,6 +29,7 @@ from .spec.calibrate import cached_costs, step_cost
 from .spec.engine import Engine
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from .spec.parts import MOST_CONTEXT, MOST_WIDTH, Closable, EngineOptions, P, candidate_widths, check_options
+from .spec.recommended import chosen
 from .spec.sampling import Sampler, Sampling
 from .spec.scheduler import Scheduler
 from .spec.stats import Stats
@@ -224,7 +226,7 @@ class Session:
             prompt: text (str, or bytes of UTF-8), or token ids.
             max_tokens: at most this many tokens; None: until the end token or the end of the context.
             mode: "speculative" (the default with a drafter), "plain", or "reference".
-            sampling: how tokens are chosen; None: greedily.
+            sampling: how tokens are chosen; None: greedily, whatever the file recommends (``sampling()`` makes one of that).
             stop: texts that end the generation; they and what follows are not part of the text.
             ignore_end: go on after the end token.
             special: whether control tokens are recognised in the prompt text.
@@ -335,7 +337,9 @@ class Session:
             raise SamplingError("a grammar ends with an end token, and end tokens are to be ignored; give one of the two")
         return None if sampling.is_greedy else Sampler(sampling, self.tokenizer.vocab, self.tokenizer.n_vocab)
 
-    def stream(self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options: Any) -> Iterator[StepEvent]:
+    def stream(
+        self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Iterator[StepEvent]:
         """``steps``, without the events that carry no text (except the last, which has the final statistics)."""
         last = None
         for last in self.steps(prompt, max_tokens, **options):
@@ -344,10 +348,47 @@ class Session:
         if last is not None:
             yield last
 
-    def generate(self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options: Any) -> tuple[str, Stats]:
+    def generate(
+        self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> tuple[str, Stats]:
         """The whole text and its statistics."""
         events = list(self.steps(prompt, max_tokens, **options))
         return "".join(event.text for event in events), events[-1].stats
+
+    def generate_all(
+        self,
+        prompts: Iterable[str | bytes | Sequence[int]],
+        max_tokens: int | None = None,
+        *,
+        slots: int = 4,
+        n_ctx: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[tuple[str, Stats]]:
+        """The texts of many prompts and their statistics, in the order of the prompts; they share steps, ``slots`` at a time.
+
+        ``n_ctx``: tokens of context of each slot; None takes the session's. ``max_tokens`` and the options hold for each prompt.
+
+        Raises:
+            ContextError: the prompts are one text instead of several, or one of them does not fit.
+            PyspecError: as ``concurrent`` and ``steps``; no other prompt is gone on with then.
+        """
+        if isinstance(prompts, (str, bytes)):
+            raise ContextError("the prompts are one text; give a list of prompts, or use generate")
+        prompts = list(prompts)
+        if not prompts:
+            return []
+        with self.concurrent(min(slots, len(prompts)), n_ctx) as server:
+            handles = [server.submit(prompt, max_tokens, **options) for prompt in prompts]
+            return [handle.result() for handle in handles]
+
+    def sampling(self, **fields: Any) -> Sampling:
+        """The sampling that `pyspec run` uses for these fields of ``Sampling``, named or not: greedy if none of them asks for random numbers;
+        or else what the model file recommends, and llama.cpp's defaults, stand for those that are not named.
+
+        Raises:
+            SamplingError: a value out of range.
+        """
+        return chosen(fields, self.target.file)[0]
 
     def new_stats(self) -> Stats:
         """Empty statistics of this session, load time and versions filled in."""

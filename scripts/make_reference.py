@@ -29,7 +29,8 @@ MORE = {  # what else is meant to be used, by module
     "chat": ("chat_template",),
     "spec.sampling": ("TokenLogprob",),
     "text.template": ("ChatTemplate",),
-    "spec.recommended": ("recommended",),
+    "spec.recommended": ("recommended", "chosen"),
+    "arguments": ("LoadOptions", "GenerateOptions", "RequestOptions"),
     "spec.synthetic": ("SyntheticAcceptance",),
     "doctor.examine": ("examine",),
     "doctor.report": ("Report", "Check"),
@@ -206,7 +207,7 @@ def _arguments(node: ast.FunctionDef) -> list[str]:
     elif a.kwonlyargs:
         out.append("*")
     out += [_argument(arg.arg, arg.annotation, default) for arg, default in zip(a.kwonlyargs, a.kw_defaults)]
-    return out + ([f"**{a.kwarg.arg}"] if a.kwarg else [])
+    return out + ([f"**{a.kwarg.arg}{f': {ast.unparse(a.kwarg.annotation)}' if a.kwarg.annotation else ''}"] if a.kwarg else [])
 
 
 def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> str:

@@ -37,7 +37,6 @@ _CONSTRAINTS = [
     click.option("-j", "--json-schema", help='JSON schema that the text has to match, as in \'{"type": "object"}\'.'),
     click.option("-jf", "--json-schema-file", type=click.Path(), help="File with the schema."),
 ]
-_RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed")
 
 
 def sampler_options(command):
@@ -56,10 +55,9 @@ def sampling_options(command):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command's options ask for: fields of ``Sampling``. ``greedy``: there is none of _RANDOM among them."""
+    """What a command's options ask for: fields of ``Sampling``."""
 
     values: dict
-    greedy: bool
 
     def sampling(self, file=None):
         """The Sampling; what the model file recommends counts where nothing was asked for, unless decoding is greedy.
@@ -67,17 +65,9 @@ class Asked:
         Returns:
             It, and notes for people.
         """
-        from ..spec.recommended import recommended
-        from ..spec.sampling import Sampling
+        from ..spec.recommended import chosen
 
-        values, refused = recommended(file.metadata) if file is not None else ({}, [])
-        notes = [f"{file.path.name} recommends {what}, which is not supported here" for what in refused if not self.greedy]
-        if not self.greedy:
-            return Sampling(**{**values, **self.values}), notes
-        if values:
-            notes.append(f"{file.path.name} recommends {Sampling(**values).describe()}; this is greedy decoding: any sampling option, such as "
-                         "--seed 1, brings the rest of it")  # fmt: skip
-        return Sampling(**{**self.values, "temperature": 0.0}), notes
+        return chosen(self.values, file)
 
 
 def take_sampling(options: dict, **more) -> Asked:
@@ -90,13 +80,12 @@ def take_sampling(options: dict, **more) -> Asked:
 
     texts = {name: text_of(name, options.pop(name, None), options.pop(name + "_file", None)) for name in ("grammar", "json_schema")}
     values = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
-    greedy = all(values[name] is None for name in _RANDOM)
     values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
     if values["samplers"] is not None:
         values["samplers"] = tuple(name.strip() for name in values["samplers"].split(";") if name.strip())
+    asked = Asked({name: value for name, value in {**values, **texts, **more}.items() if value is not None})
     if values["seed"] in (-1, (1 << 32) - 1):  # llama.cpp's ways to ask for a random one
-        values["seed"] = None
-    asked = Asked({name: value for name, value in {**values, **texts, **more}.items() if value is not None}, greedy)
+        asked.values["seed"] = None
     asked.sampling()
     return asked
 

@@ -1,8 +1,10 @@
 """Sampling that a model file recommends: the `general.sampling.*` keys, which llama.cpp takes for what its user does not say."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..errors import SamplingError
+from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
 from .sampling import SAMPLERS, Sampling
 
@@ -13,6 +15,31 @@ _FIELDS = {
 _ELSEWHERE = ("xtc_probability", "mirostat")  # samplers that are on if these are not 0
 _OFF = ("dry", "top_n_sigma", "xtc")  # may be in an order without doing anything
 _ALIASES = {"temp": "temperature", "nucleus": "top_p", "typ": "typ_p"}
+
+
+RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed")
+"""Fields of ``Sampling`` that ask for random numbers. Without any of them decoding is greedy, also where a file recommends something."""
+
+
+def chosen(asked: Mapping[str, Any], file: GGUFFile | None = None) -> tuple[Sampling, list[str]]:
+    """The Sampling of the fields that were ``asked`` for, and notes for people about what the file recommends.
+
+    What the file recommends counts where nothing was asked for, unless decoding is greedy.
+
+    Raises:
+        SamplingError: a value out of range.
+    """
+    if unknown := [name for name in asked if name not in Sampling.__dataclass_fields__]:
+        raise SamplingError(f"a sampling has no field {unknown[0]!r}; it has {', '.join(Sampling.__dataclass_fields__)}")
+    values, refused = recommended(file.metadata) if file is not None else ({}, [])
+    if any(name in asked for name in RANDOM):
+        notes = [f"{file.path.name} recommends {what}, which is not supported here" for what in refused] if file is not None else []
+        return Sampling(**{**values, **asked}), notes
+    notes = []
+    if file is not None and values:
+        notes.append(f"{file.path.name} recommends {Sampling(**values).describe()}; this is greedy decoding: any sampling option, such as "
+                     "`seed` 1, brings the rest of it")  # fmt: skip
+    return Sampling(**{**asked, "temperature": 0.0}), notes
 
 
 def recommended(metadata: Mapping) -> tuple[dict, list[str]]:

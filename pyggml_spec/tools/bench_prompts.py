@@ -153,8 +153,10 @@ def bench_prompts(
 
     def measured(leg: _Leg, run: int) -> Pair | None:
         sampling = replace(options.sampling, seed=options.seeds[run]) if options.seeds else options.sampling
-        modes = {"sampling": sampling, "interrupted": interrupted}
-        plain, spec = (session.generate(leg.ids, options.tokens, mode=mode, **modes)[1] for mode in (PLAIN, SPECULATIVE))
+        plain, spec = (
+            session.generate(leg.ids, options.tokens, mode=mode, sampling=sampling, interrupted=interrupted)[1]
+            for mode in (PLAIN, SPECULATIVE)
+        )
         return None if "interrupt" in (plain.stop_reason, spec.stop_reason) else (plain, spec)
 
     for leg in (min(legs, key=lambda leg: len(leg.ids)), max(legs, key=lambda leg: len(leg.ids))):  # builds the graphs

@@ -1,0 +1,50 @@
+"""The optional arguments of a generation, by name: what type checkers and editors know of ``generate(**options)``."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from .models.placement import ExpertOptions
+from .spec.sampling import Sampling
+from .spec.stats import Stats
+from .spec.synthetic import SyntheticAcceptance
+
+
+class LoadOptions(TypedDict, total=False):
+    """Of ``load``, besides the files."""
+
+    device: str | None
+    threads: int | None
+    n_ctx: int | None
+    draft_width: int | None
+    graphs: bool
+    cache_type_k: str
+    cache_type_v: str
+    draft_cache_type_k: str
+    draft_cache_type_v: str
+    chunk: int
+    prefix_cache: str | Path | None
+    prefix_memory: int | None
+    prefix_disk: int | None
+    experts: ExpertOptions | None
+    progress: Callable[[str, int, int], None]
+
+
+class RequestOptions(TypedDict, total=False):
+    """Of any request; what each of them means: ``Session.steps``."""
+
+    mode: str | None
+    sampling: Sampling | None
+    stop: Sequence[str]
+    ignore_end: bool
+    special: bool
+
+
+class GenerateOptions(RequestOptions, total=False):
+    """Of a generation that has the session to itself."""
+
+    append: bool
+    synthetic: SyntheticAcceptance | None
+    prefill_progress: Callable[[int, int], None] | None
+    interrupted: Callable[[], bool]
+    stats: Stats | None

@@ -1,0 +1,102 @@
+"""What the Python API promises beside the engine: names for type checkers, lists of prompts, chats in one call, the file's sampling."""
+
+import inspect
+import subprocess
+import sys
+import typing
+
+import pytest
+from gguf_io.build import F32, I32, Model
+
+import pyggml_spec as ps
+from pyggml_spec import arguments
+from pyggml_spec.concurrent import ConcurrentSession
+from pyggml_spec.errors import ContextError, SamplingError, TemplateError
+from pyggml_spec.session import Session, load
+
+TEXTS = ["def quicksort(", "class Stack:", "import os\n", "for i in range("]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        yield session
+
+
+@pytest.mark.parametrize(
+    "call, options",
+    [
+        (Session.steps, arguments.GenerateOptions),
+        (ConcurrentSession.submit, arguments.RequestOptions),
+        (load, arguments.LoadOptions),
+    ],
+)
+def test_the_named_options_are_those_of_the_call(call, options):
+    """A new argument that the names lack would be an error to everybody's type checker."""
+    hints = typing.get_type_hints(call)
+    named = [name for name, p in inspect.signature(call).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert typing.get_type_hints(options) == {name: hints[name] for name in named}
+
+
+def test_a_type_checker_knows_the_options(tmp_path):
+    """The package is marked as typed: what it cannot check it must not hide."""
+    (tmp_path / "user.py").write_text(
+        "import pyggml_spec as ps\n"
+        "with ps.load() as session:\n"
+        "    text, stats = session.generate('a', 5, ignore_end=True)\n"
+        "    session.generate('a', ignore_ends=True)\n"
+        "    session.generate('a', stop=3)\n"
+        "    reveal_type(ps.Chat.load().answer('a'))\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "mypy", "--no-incremental", "user.py"], cwd=tmp_path, capture_output=True, text=True)
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == 2 and "ignore_ends" in errors[0] and '"stop"' in errors[1] and 'is "str"' in done.stdout, done.stdout
+
+
+def test_many_prompts_come_back_in_their_order(demo):
+    got = demo.generate_all(iter(TEXTS), 9, slots=2, ignore_end=True)
+    assert [text for text, _ in got] == [demo.generate(text, 9, mode="plain", ignore_end=True)[0] for text in TEXTS]
+    assert [stats.emitted for _, stats in got] == [9] * len(TEXTS)
+    assert demo.generate_all([]) == []
+
+
+def test_one_text_is_no_list_of_prompts_and_one_bad_prompt_ends_all(demo):
+    with pytest.raises(ContextError, match="one text"):
+        demo.generate_all("def f(x):", 5)
+    with pytest.raises(ContextError, match="does not fit"):
+        demo.generate_all([TEXTS[0], [1] * 300], 5)
+    assert demo.generate(TEXTS[0], 5)[1].emitted == 5  # the session is free again
+
+
+def test_a_chat_in_one_call(demo):
+    with ps.Chat.load(device="CPU", threads=1, n_ctx=256) as chat:
+        first = chat.answer("def f(x):", 12)
+        assert chat.messages[-1] == {"role": "assistant", "content": first} and chat.stats[0].emitted == 12
+    with pytest.raises(ps.EngineError, match="closed"):
+        chat.session.generate("a", 1)
+    assert ps.Chat(demo).answer("def f(x):", 12) == first
+    with pytest.raises(TemplateError, match="empty"):
+        ps.Chat.load(device="CPU", threads=1, n_ctx=256, template="")
+
+
+@pytest.fixture(scope="module")
+def recommending(pair, tmp_path_factory):
+    """A model whose file recommends sampling."""
+    model = Model(pair[0])
+    model.keys |= {"general.sampling.temp": (F32, 0.6), "general.sampling.top_k": (I32, 20)}
+    path = model.write(tmp_path_factory.mktemp("recommending") / "t.gguf")
+    with ps.load(path, device="CPU", threads=1, n_ctx=128) as session:
+        yield session
+
+
+def test_the_file_recommends_to_the_api_what_it_recommends_to_the_command_line(recommending):
+    assert recommending.sampling().is_greedy and recommending.sampling(repeat_penalty=1.1).temperature == 0
+    seeded = recommending.sampling(seed=4)
+    assert (seeded.temperature, seeded.top_k, seeded.seed, seeded.top_p) == (0.6, 20, 4, ps.Sampling().top_p)
+    assert recommending.sampling(seed=None, temperature=0.9).top_k == 20
+    assert (
+        recommending.generate([1, 2, 3], 6, sampling=seeded)[0]
+        == recommending.generate([1, 2, 3], 6, sampling=recommending.sampling(seed=4))[0]
+    )
+    with pytest.raises(SamplingError, match="no field 'temp'"):
+        recommending.sampling(temp=0.5)
