@@ -335,7 +335,7 @@ class Session:
             sampling = replace(sampling, logit_bias={**sampling.logit_bias, **dict.fromkeys(ids, -math.inf)})
         if sampling.constrained and ignore_end:
             raise SamplingError("a grammar ends with an end token, and end tokens are to be ignored; give one of the two")
-        return None if sampling.is_greedy else Sampler(sampling, self.tokenizer.vocab, self.tokenizer.n_vocab)
+        return None if sampling.is_greedy else Sampler(sampling, self.tokenizer, self.tokenizer.n_vocab)
 
     def stream(
         self, prompt: str | bytes | Sequence[int], max_tokens: int | None = None, **options: Unpack[GenerateOptions]

@@ -36,6 +36,8 @@ _CONSTRAINTS = [
     click.option("--grammar-file", type=click.Path(), help="File with the grammar."),
     click.option("-j", "--json-schema", help='JSON schema that the text has to match, as in \'{"type": "object"}\'.'),
     click.option("-jf", "--json-schema-file", type=click.Path(), help="File with the schema."),
+    click.option("--regex", help="Regular expression that the whole text has to match, as in '[0-9]{4}-[0-9]{2}'."),
+    click.option("--lark-file", type=click.Path(), help="File with a grammar in llguidance's variant of Lark."),
 ]
 
 
@@ -76,9 +78,10 @@ def take_sampling(options: dict, **more) -> Asked:
     Raises:
         SamplingError: a value out of range.
     """
+    from ..spec.grammar import KINDS
     from ..spec.sampling import Sampling
 
-    texts = {name: text_of(name, options.pop(name, None), options.pop(name + "_file", None)) for name in ("grammar", "json_schema")}
+    texts = {name: text_of(name, options.pop(name, None), options.pop(name + "_file", None)) for name in KINDS}
     values = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
     values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
     if values["samplers"] is not None:

@@ -5,6 +5,7 @@ counts above 2,000 for "any number". The notation is that of its ``grammars/READ
 """
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -13,6 +14,9 @@ from ..errors import SamplingError
 MAX_TEXT = 1 << 17  # characters
 MAX_DEPTH = 1000  # of parentheses
 MAX_REPEATS = 2000  # llama.cpp's own limit
+MOST_EXPANDED = 200_000  # parts of a regular expression, were each reference what it refers to
+MOST_COUNTED = 1000  # a matcher tells all of them apart, at every character
+MOST_NESTED = 8  # groups in groups, in what is written for llguidance
 LAST_CHARACTER = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)  # no text holds them
 _SPACE, _SPACE_OR_LINE = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
@@ -319,3 +323,156 @@ def _complement(ranges: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> 
             out.append((first, low - 1))
         first = max(first, high + 1)
     return tuple(out)
+
+
+# -- as a grammar of llguidance's: its terminals are single characters, because its lexer takes the longest one and would not come back
+
+
+def lark(rules: dict[str, Part], token_id: Callable[[str], int | None]) -> str:
+    """The same language in llguidance's notation.
+
+    A grammar without recursion becomes one regular expression. In others every terminal is one character, as GBNF's are, and a rule that goes
+    on with itself at its end becomes a repetition: llguidance keeps an item per level of the other kind.
+
+    Raises:
+        SamplingError: a token that does not exist, as ``token_id`` of its text says.
+    """
+    order = _order(rules)
+    letter = "R" if order is not None and _expanded(rules, order) <= MOST_EXPANDED else "r"  # upper case is part of a terminal
+    if letter == "r" and (times := _most_counted(rules)) > MOST_COUNTED:
+        raise SamplingError(
+            f"the grammar is refused: it counts repetitions of counted repetitions, {times} in all, but at most {MOST_COUNTED} are possible "
+            "beside rules that refer to themselves; use * or +"
+        )
+    writer = _Writer(letter, {name: f"{letter}{i}" for i, name in enumerate(rules)}, token_id)
+    for name, part in rules.items():
+        writer.add(writer.names[name], part if letter == "R" else _looped(name, part))
+    return "\n".join((f"start: {writer.names['root']}", *writer.lines)) + "\n"
+
+
+class _Writer:
+    """Writes rules; groups deeper than llguidance reads them become rules, too."""
+
+    def __init__(self, letter: str, names: dict[str, str], token_id: Callable[[str], int | None]):
+        self.letter, self.names, self.token_id = letter, names, token_id
+        self.lines: list[str] = []
+        self._apart: list[tuple[str, Part]] = []
+        self._count = 0
+
+    def add(self, name: str, part: Part) -> None:
+        self.lines.append(f"{name}: {self._text(part)}")
+        while self._apart:
+            name, part = self._apart.pop()
+            self.lines.append(f"{name}: {self._text(part)}")
+
+    def _text(self, part: Part) -> str:
+        out: list[str] = []
+        todo: list[tuple[Part | str, int]] = [(part, 0)]  # no recursion: parentheses nest deeper than Python calls
+        while todo:
+            item, depth = todo.pop()
+            if isinstance(item, str):
+                out.append(item)
+            elif isinstance(item, (Sequence, Choice, Repeat)):
+                inner = self._inner(item) if depth < MOST_NESTED else [self._set_apart(item)]
+                todo += [(piece, depth + 1) for piece in reversed(inner)]
+            else:
+                out.append(self._leaf(item))
+        return "".join(out)
+
+    def _inner(self, item: Sequence | Choice | Repeat) -> list[Part | str]:
+        if isinstance(item, Repeat):
+            most = "" if item.most is None else str(item.most)
+            sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((item.least, item.most), f"{{{item.least},{most}}}")
+            return ["(", item.part, ")" + sign]
+        between = " " if isinstance(item, Sequence) else " | "
+        inner: list[Part | str] = []
+        for part in item.parts:
+            inner += [between, part]
+        return ["(", *inner[1:], ")"] if inner else ['""']
+
+    def _set_apart(self, item: Part) -> str:
+        self._count += 1
+        name = f"{self.letter}x{self._count}" if self.letter == "r" else f"RX{self._count}"
+        self._apart.append((name, item))
+        return name
+
+    def _leaf(self, item: Characters | Token | Reference) -> str:
+        if isinstance(item, Reference):
+            return self.names[item.name]
+        if isinstance(item, Characters):
+            inside = "".join(f"\\x{{{low:X}}}" if low == high else f"\\x{{{low:X}}}-\\x{{{high:X}}}" for low, high in item.ranges)
+            return f"/[{inside}]/" if "-" in inside or len(item.ranges) > 1 else f"/{inside}/"
+        number = item.name if isinstance(item.name, int) else self.token_id(item.name)
+        if number is None:
+            raise SamplingError(f"the grammar is wrong: {str(item.name)[:60]!r} is no token of this vocabulary")
+        return f"<[^{number}]>" if item.negated else f"<[{number}]>"
+
+
+def _order(rules: dict[str, Part]) -> list[str] | None:
+    """The rules that ``root`` needs, each behind those that it refers to; None if one refers to itself over others, or there are tokens."""
+    finished: dict[str, bool] = {}  # False while what it refers to is looked at
+    order, todo = [], [("root", False)]
+    while todo:
+        name, left = todo.pop()
+        if left:
+            finished[name] = True
+            order.append(name)
+        elif name not in finished:
+            finished[name] = False
+            todo.append((name, True))
+            for part in _parts(rules[name]):
+                if isinstance(part, Token) or (isinstance(part, Reference) and not finished.get(part.name, True)):
+                    return None
+                if isinstance(part, Reference):
+                    todo.append((part.name, False))
+    return order
+
+
+def _parts(part: Part) -> Iterator[Part]:
+    """A part and all that are in it."""
+    todo = [part]
+    while todo:
+        part = todo.pop()
+        yield part
+        todo += children(part)
+
+
+def _expanded(rules: dict[str, Part], order: list[str]) -> int:
+    sizes: dict[str, int] = {}
+    for name in order:
+        sizes[name] = min(MOST_EXPANDED + 1, sum(sizes[part.name] if isinstance(part, Reference) else 1 for part in _parts(rules[name])))
+    return sizes["root"]
+
+
+def _most_counted(rules: dict[str, Part]) -> int:
+    """The largest product of counts in counts, over references, too."""
+    counts = dict.fromkeys(rules, 1)
+    for _ in range(3):  # references in references in references; each round looks one further
+        for name, part in rules.items():
+            counts[name] = max(counts[name], _counted(part, counts))
+    return max(counts.values())
+
+
+def _counted(part: Part, counts: dict[str, int]) -> int:
+    most, todo = 1, [(part, 1)]
+    while todo:
+        part, times = todo.pop()
+        if isinstance(part, Repeat):
+            times *= max(1, part.least, part.most or 0)
+        elif isinstance(part, Reference) and times > 1:
+            times *= counts[part.name]
+        most = max(most, min(times, 1 << 40))
+        todo += [(inner, times) for inner in children(part)]
+    return most
+
+
+def _looped(name: str, part: Part) -> Part:
+    """``name ::= a name | b`` as ``a* b``."""
+    options = part.parts if isinstance(part, Choice) else (part,)
+    last = [option.parts[-1] if isinstance(option, Sequence) and len(option.parts) > 1 else None for option in options]
+    again = [isinstance(end, Reference) and end.name == name for end in last]
+    loops = tuple(Sequence(option.parts[:-1]) for option, yes in zip(options, again) if yes and isinstance(option, Sequence))
+    ends = tuple(option for option, yes in zip(options, again) if not yes)
+    if not loops or not ends:
+        return part
+    return Sequence((Repeat(_choice(list(loops)), 0, None), _choice(list(ends))))

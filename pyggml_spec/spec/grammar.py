@@ -1,125 +1,247 @@
-"""Grammar constraints by llama.cpp's GBNF engine. The state moves by accepted tokens only.
+"""Constraints: the texts that a generation may give, by a GBNF or Lark grammar, a JSON schema or a regular expression.
 
-llama.cpp parses grammars for programs that trust them, and says what is wrong on the process's standard error. So ``gbnf`` reads them first.
+One library, llguidance, holds them all: each kind of text becomes a grammar of its notation, and a matcher says which tokens may come next.
+A matcher moves by accepted tokens only, so that nothing is ever taken back.
 """
 
 import ctypes
-import json
-import re
-from typing import Any
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
 
 import llama_cpp
 import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
-from ..errors import SamplingError
-from .gbnf import MAX_REPEATS, parse
+from ..errors import EngineError, SamplingError
+from ..large_stack import on_large_stack
+from ..text.tokenizer import Tokenizer
+from . import gbnf, json_schema
 
-_CLOSED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}", re.DOTALL)  # of a regular expression: escapes, classes, counts
-TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+T = TypeVar("T")
+KINDS = {"grammar": "grammar", "json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+MAX_TEXT = 1 << 17  # characters of a regular expression or a Lark grammar; gbnf and json_schema have their own
+STACK = 256 << 20  # bytes; 20,000 rules, each of which is the next one, take 100 MiB while they are compiled
+KEPT = 64  # compiled grammars per vocabulary
+LIMITS = LLParserLimits(  # a grammar beyond them is refused, or ends its generation with a sentence
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=500_000,  # about 14,000 per millisecond and mask
+    step_max_items=1_000_000,  # about 20,000 per millisecond; strings of single characters take half of it over 250,000 tokens
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    verbose_errors=False,
+)
+_SAID_BETTER = {
+    "oneOf constraints": "oneOf is possible where its schemas exclude each other by their types or by a constant; use anyOf",
+    "NoExtensionBias": "no token continues it",
+}
+_PROBE = b'{"name": [1, true]}\n'
 
 
-def pointer(tokens: np.ndarray) -> Any:
-    """The entries of a ``llama_token_data`` array, as libllama takes them."""
-    return ctypes.cast(tokens.ctypes.data, llama_cpp.llama_token_data_p)
+class Vocabulary:
+    """What the tokens of a tokenizer look like to llguidance, and the grammars that were compiled for them. One per tokenizer, see ``of``.
+
+    Making one takes seconds for 250,000 tokens; compiling a grammar takes milliseconds.
+    """
+
+    _all: ClassVar["weakref.WeakKeyDictionary[Tokenizer, Vocabulary]"] = weakref.WeakKeyDictionary()
+    _making = threading.Lock()
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.n_vocab = tokenizer.n_vocab
+        self._tokenizer = weakref.ref(tokenizer)
+        self._raised: BaseException | None = None
+        pieces = _pieces(tokenizer)
+        self.ends = [i for i in range(self.n_vocab) if tokenizer.is_end(i)]
+        if not self.ends:
+            raise SamplingError(f"{tokenizer.path.name} has no end token, which every grammar ends with")
+        # forced text is given in the tokens that the tokenizer makes of it, where they are exactly that text (some put a space before)
+        self.canonical = b"".join(pieces[i] for i in tokenizer.encode(_PROBE, bos=False)) == _PROBE
+        special = sorted({*self.ends, *tokenizer.control_tokens().values()})
+        self._ll = LLTokenizer(TokenizerWrapper(_Tokens(pieces, self.ends[0], special, self._encode)), eos_token=self.ends)
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._compiling = threading.Lock()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
+        """The one of this tokenizer."""
+        with cls._making:
+            if tokenizer not in cls._all:
+                cls._all[tokenizer] = cls(tokenizer)
+            return cls._all[tokenizer]
+
+    def compile(self, kind: str, text: str) -> LLMatcher:
+        """A matcher at the beginning of what ``text`` describes, compiled once per text.
+
+        Args:
+            kind: one of KINDS.
+
+        Raises:
+            SamplingError: the text is wrong, or what it describes takes too much time or memory.
+        """
+        with self._compiling:
+            matcher = self._compiled.pop((kind, text), None)
+            if matcher is None:
+                source = self._source(kind, text)
+                try:
+                    matcher = on_large_stack(STACK, lambda: self._matcher(source))
+                except RuntimeError:
+                    raise SamplingError(f"there is no memory to compile the {KINDS[kind]}; make it smaller") from None
+                if why := matcher.get_error() or "; ".join(matcher.get_grammar_warnings()):
+                    raise SamplingError(f"the {KINDS[kind]} is refused: {_reason(why)}")
+            self._compiled[kind, text] = matcher
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return matcher.deep_copy()
+
+    def _matcher(self, source: str) -> LLMatcher:
+        matcher = LLMatcher(self._ll, source, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what no token begins is refused like other errors
+        return matcher
+
+    def forget(self, kind: str, text: str) -> None:
+        """Compiles this text anew the next time: copies of a matcher share what they have worked out, and its limits."""
+        with self._compiling:
+            self._compiled.pop((kind, text), None)
+
+    def _source(self, kind: str, text: str) -> str:
+        free = "" if self.canonical and kind != "grammar" else '%llguidance {"no_forcing": true}\n'
+        if kind == "grammar":  # as in llama.cpp, all tokens that make up the text are allowed
+            return free + gbnf.lark(gbnf.parse(text), self._token_id)
+        if kind == "json_schema":
+            return json_schema.grammar(text) if not free else f"{free}start: %json {json_schema.checked(text)}\n"
+        if len(text) > MAX_TEXT:
+            raise SamplingError(f"the {KINDS[kind]} has {len(text)} characters, but at most {MAX_TEXT} are allowed; make it smaller")
+        if not text.strip() or "\0" in text:
+            raise SamplingError(f"the {KINDS[kind]} {'holds a NUL character; remove it' if text.strip() else 'is empty'}")
+        if kind == "regex":
+            return f"{free}start: /{regex_to_lark(text, use_ascii='d')}/\n"
+        json_schema.check_embedded(text)
+        return free + text
+
+    def _token_id(self, text: str) -> int | None:
+        ids = self._encoded(text, special=True)
+        return ids[0] if len(ids) == 1 else None
+
+    def _encoded(self, text: bytes | str, special: bool = False) -> list[int]:
+        if (tokenizer := self._tokenizer()) is None:
+            raise EngineError("the session is closed: load the model again")
+        return tokenizer.encode(text, special, bos=False)
+
+    def _encode(self, text: bytes | str) -> list[int]:
+        """Called from inside llguidance, which ends badly if this raises: an interruption waits until it is out again."""
+        try:
+            return self._encoded(text)
+        except BaseException as error:
+            self._raised = error
+            return self._ll.greedy_tokenize(text) if isinstance(text, str) else []
+
+    def check(self, kind: str, matcher: LLMatcher) -> None:
+        """Raises what was raised inside a call of ``matcher``, or the error that it ended in."""
+        if self._raised is not None:
+            error, self._raised = self._raised, None
+            raise error
+        if matcher.is_error():
+            raise EngineError(f"the {KINDS[kind]} cannot go on: {_reason(matcher.get_error())}")
 
 
 class Grammar:
-    """One generation's position in a grammar. Owns a libllama sampler.
+    """One generation's position in a constraint.
 
-    Raises:
-        SamplingError: the text is no grammar, or an absurd one.
+    Attributes:
+        ended: whether an end token was accepted: the text is complete.
     """
 
-    def __init__(self, text: str, vocab: Any) -> None:
-        parse(text)
-        self._handle = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
-        if not self._handle:
-            raise SamplingError(
-                "the grammar is wrong: it has a rule that begins with itself, a token that does not exist, or too many repetitions of "
-                "repetitions; see llama.cpp's grammars/README.md for the notation"
-            )
-        self._one = np.zeros(1, TOKEN_DATA)
-        self._array = llama_cpp.llama_token_data_array()
+    def __init__(self, kind: str, text: str, tokenizer: Tokenizer) -> None:
+        """
+        Args:
+            kind: one of KINDS.
 
-    @classmethod
-    def of(cls, text: str | None, schema: str | None, vocab: Any) -> "Grammar | None":
-        """The grammar of a text or of a JSON schema; None without either."""
-        if schema is not None:
-            text = gbnf(schema)
-        return cls(text, vocab) if text is not None else None
+        Raises:
+            SamplingError: the text is wrong: what about it, and where.
+        """
+        self.kind, self._text, self._vocabulary = kind, text, Vocabulary.of(tokenizer)
+        self._matcher = self._vocabulary.compile(kind, text)
+        self.ended = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether what was accepted is a whole text, so that an end token may come."""
+        return self.ended or self._matcher.is_accepting()
+
+    def fits(self, tokens: Sequence[int]) -> int:
+        """How many of ``tokens`` may come next, one after the other."""
+        tokens = [int(token) for token in tokens]
+        n = self._checked(self._matcher.validate_tokens(tokens))
+        if n < len(tokens) and tokens[n] in self._vocabulary.ends and n == 0:
+            return int(self.complete)
+        return n
 
     def allows(self, token: int) -> bool:
-        self._one[0] = (token, 1.0, 0.0)
-        array = self._array
-        array.data = pointer(self._one)
-        array.size, array.selected, array.sorted = 1, -1, False
-        self.mask(array)
-        return self._one["logit"][0] != -np.inf
+        """Whether ``token`` may come next."""
+        return self.fits([token]) == 1
 
-    def mask(self, array: Any) -> None:
-        """Sets the logits of all tokens that may not come next to -inf."""
-        llama_cpp.llama_sampler_apply(self._handle, ctypes.byref(array))
+    def mask(self) -> np.ndarray:
+        """Bool [n_vocab]: the tokens that may come next."""
+        bits = self._checked(self._matcher.compute_bitmask())
+        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocabulary.n_vocab, bitorder="little").view(bool)
+        allowed[self._vocabulary.ends] = self.complete
+        return allowed
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens that certainly come next, if they come as the tokenizer writes them; ``most`` at most."""
+        if self.ended or most < 1:
+            return []
+        if self._matcher.is_stopped():
+            return self._vocabulary.ends[:1]
+        return self._checked(self._matcher.compute_ff_tokens())[:most]
 
     def accept(self, token: int) -> None:
-        """Moves past ``token``, which has to be allowed: llama.cpp ends the process otherwise."""
-        llama_cpp.llama_sampler_accept(self._handle, token)
+        """Moves past ``token``.
 
-    def close(self) -> None:
-        if self._handle:
-            llama_cpp.llama_sampler_free(self._handle)
-            self._handle = None
+        Raises:
+            EngineError: it is not allowed here.
+        """
+        if token in self._vocabulary.ends:
+            if not self.complete:
+                raise EngineError(f"the {KINDS[self.kind]} does not end here")
+            self.ended = True
+        else:
+            self._checked(self._matcher.consume_token(int(token)))
 
-
-def gbnf(schema: str) -> str:
-    """The grammar of a JSON schema's documents. Keywords that llama.cpp's converter does not know restrict nothing.
-
-    Raises:
-        SamplingError: no JSON, no schema, or one with references to elsewhere.
-    """
-    from llama_cpp.llama_grammar import json_schema_to_gbnf
-
-    try:
-        parsed = json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise SamplingError(f"the JSON schema is no JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise SamplingError(f'the JSON schema is {schema[:60]!r}, but it has to be an object like {{"type": "object"}}')
-    _check_schema(parsed)
-    try:
-        return json_schema_to_gbnf(schema)
-    except Exception as error:  # the converter asserts, recurses and trusts keys to exist
-        what = str(error) or type(error).__name__
-        raise SamplingError(f"the JSON schema cannot be made a grammar: {what[:200]}; use simpler keywords, or a grammar") from None
+    def _checked(self, result: T) -> T:
+        try:
+            self._vocabulary.check(self.kind, self._matcher)
+        except BaseException:
+            self._vocabulary.forget(self.kind, self._text)
+            raise
+        return result
 
 
-def _check_schema(node: Any) -> None:
-    """Refuses what the converter would fetch, never finish, or fill the memory with.
+class _Tokens:
+    """A vocabulary in the form that llguidance asks for."""
 
-    Its own check of references is an assertion, which python -O drops.
-    """
-    todo = [node]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict):
-            ref, pattern = node.get("$ref"), node.get("pattern")
-            if isinstance(ref, str) and not ref.startswith("#/"):
-                raise SamplingError(f"the JSON schema refers to {ref[:100]!r}; only references into itself (#/...) are followed")
-            if isinstance(pattern, str):
-                _check_pattern(pattern)
-            for key in ("minLength", "maxLength", "minItems", "maxItems"):
-                if isinstance(node.get(key), (int, float)) and node[key] > MAX_REPEATS:
-                    raise SamplingError(
-                        f"the JSON schema has a {key} of {node[key]:g}, but a grammar repeats at most {MAX_REPEATS} times; leave it out"
-                    )
-            todo += node.values()
-        elif isinstance(node, list):
-            todo += node
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], end: int, special: list[int], encode: Callable[[bytes | str], list[int]]) -> None:
+        self.tokens, self.eos_token_id, self.special_token_ids, self._encode = tokens, end, special, encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._encode(text)
 
 
-def _check_pattern(pattern: str) -> None:
-    shown = f"the pattern {pattern[:100]!r} of the JSON schema"
-    if set(_CLOSED.sub("", pattern)) & set("]}"):  # the converter would look at it for ever
-        raise SamplingError(f"{shown} holds a bracket that closes nothing; write a backslash before it")
-    counts = " ".join(part for part in _CLOSED.findall(pattern) if part[0] == "{")
-    if any(int(n) > MAX_REPEATS for n in re.findall(r"\d{1,20}", counts)):
-        raise SamplingError(f"{shown} repeats something more than {MAX_REPEATS} times, which no grammar may; use * or +")
+def _pieces(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of every token. One buffer for all: a call of ``Tokenizer.piece`` for each takes twice as long."""
+    out, call, vocab = ctypes.create_string_buffer(1 << 16), llama_cpp.llama_token_to_piece, tokenizer.vocab
+    return [ctypes.string_at(out, max(0, call(vocab, i, out, len(out), 0, True))) for i in range(tokenizer.n_vocab)]
+
+
+def _reason(message: str) -> str:
+    """llguidance's message as a part of one sentence."""
+    for known, words in _SAID_BETTER.items():
+        if known in message:
+            return words
+    lines = [line.strip() for line in message.split("<state>", maxsplit=1)[0].splitlines()]
+    return " ".join(line for line in lines if line)[:400].removeprefix("parser error: ").rstrip(".")

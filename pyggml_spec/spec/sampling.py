@@ -11,7 +11,7 @@ The chain is libllama's, put together as llama.cpp's common_sampler does it: the
 import ctypes
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,11 @@ import llama_cpp
 import numpy as np
 
 from ..errors import EngineError, SamplingError
-from .grammar import TOKEN_DATA, Grammar, pointer
+from ..text.tokenizer import Tokenizer
+from .grammar import KINDS, Grammar
 from .graphs import MOST_CANDIDATES
 
+TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
 RANDOM_SEED = llama_cpp.LLAMA_DEFAULT_SEED
 _ROUND = 32  # candidates come in multiples of this, so that few graphs are needed
@@ -60,11 +62,12 @@ class Sampling:
         min_keep: top_p, min_p and typical_p leave at least this many tokens.
         samplers: the order in which they are applied; one that is left out is off. The bias comes before all, the draw after all.
         grammar: GBNF text that the output has to match.
-        json_schema: the same, given as the text of a JSON schema.
+        json_schema, regex, lark: the same, given as the text of a JSON schema, a regular expression for the whole output, or a grammar in
+            llguidance's variant of Lark. One of the four at most.
         logprobs: report the log probability of every token and of this many most likely ones, under the model itself, before any sampler.
 
     Raises:
-        SamplingError: a value out of range, an unknown sampler, or both a grammar and a schema.
+        SamplingError: a value out of range, an unknown sampler, or several constraints.
     """
 
     temperature: float = 0.8
@@ -82,6 +85,8 @@ class Sampling:
     samplers: tuple[str, ...] = SAMPLERS
     grammar: str | None = None
     json_schema: str | None = None
+    regex: str | None = None
+    lark: str | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -92,9 +97,9 @@ class Sampling:
             right = isinstance(value, int if name in _WHOLE else (int, float)) and not isinstance(value, bool)
             if not right or not low <= value <= high:
                 raise SamplingError(f"{name} is {value!r}, but it has to be a {kind} from {low:.10g} to {high:.10g}")
-        for name in ("grammar", "json_schema"):
+        for name, words in KINDS.items():
             if not isinstance(getattr(self, name), (str, type(None))):
-                raise SamplingError(f"the {name.replace('_', ' ')} is of the type {type(getattr(self, name)).__name__}; give its text")
+                raise SamplingError(f"the {words} is of the type {type(getattr(self, name)).__name__}; give its text")
         if not isinstance(self.logit_bias, Mapping):
             raise SamplingError(f"the logit bias is {self.logit_bias!r}; give a number by token id, like {{42: -1.5}}")
         wrong = next((name for name in self.samplers if name not in SAMPLERS or self.samplers.count(name) > 1), None)
@@ -102,8 +107,8 @@ class Sampling:
             raise SamplingError(f"the samplers {'; '.join(self.samplers)} are no order: each of {', '.join(SAMPLERS)} may appear once")
         if self.temperature == 0 and "temperature" not in self.samplers:
             raise SamplingError("a temperature of 0 does nothing where the order of samplers has no temperature; add it to the order")
-        if self.grammar is not None and self.json_schema is not None:
-            raise SamplingError("there are a grammar and a JSON schema; give one of them")
+        if len(given := [words for name, words in KINDS.items() if getattr(self, name) is not None]) > 1:
+            raise SamplingError(f"there are a {' and a '.join(given)}; give one of them")
         for token, bias in self.logit_bias.items():
             if type(token) is not int or token < 0 or type(bias) not in (int, float) or not (math.isfinite(bias) or bias == -math.inf):
                 raise SamplingError(f"the logit bias {bias!r} for token {token!r} has to be a finite number or -inf, for a token id")
@@ -115,9 +120,14 @@ class Sampling:
         return "penalties" in self.samplers and self.repeat_last_n > 0 and not neutral
 
     @property
+    def constraint(self) -> tuple[str, str] | None:
+        """What the output has to match, as (one of ``grammar.KINDS``, its text)."""
+        return next(((name, getattr(self, name)) for name in KINDS if getattr(self, name) is not None), None)
+
+    @property
     def constrained(self) -> bool:
-        """Whether there is a grammar or a schema."""
-        return self.grammar is not None or self.json_schema is not None
+        """Whether the output has to match something."""
+        return self.constraint is not None
 
     @property
     def takes_largest(self) -> bool:
@@ -162,7 +172,7 @@ class Sampling:
             parts.append(f"penalties {values} (repeat/presence/frequency) over {self.repeat_last_n} tokens")
         if self.logit_bias:
             parts.append(f"{len(self.logit_bias)} biased tokens")
-        parts += ["grammar"] if self.grammar is not None else ["JSON schema"] if self.json_schema is not None else []
+        parts += [KINDS[self.constraint[0]]] if self.constraint is not None else []
         return ", ".join(parts)
 
 
@@ -176,17 +186,17 @@ class TokenLogprob:
 
 
 class Sampler:
-    """One generation's chain: chooses tokens and remembers them. Owns libllama samplers; borrows the vocabulary.
+    """One generation's chain: chooses tokens and remembers them. Owns libllama samplers.
 
     Attributes:
         seed: of the random numbers, drawn here if the sampling names none; None if there are no random numbers.
         logprobs: of the tokens chosen since ``take_logprobs``.
     """
 
-    def __init__(self, sampling: Sampling, vocab: Any, n_vocab: int) -> None:
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer | None, n_vocab: int) -> None:
         """
         Args:
-            vocab: ``Tokenizer.vocab``; has to live longer than this.
+            tokenizer: for constraints; None where there is none.
 
         Raises:
             SamplingError: a bias for a token that does not exist, or a wrong grammar.
@@ -199,7 +209,11 @@ class Sampler:
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
         self._tokens = np.zeros(n_vocab, TOKEN_DATA)
         self._array = llama_cpp.llama_token_data_array()
-        self.grammar = Grammar.of(sampling.grammar, sampling.json_schema, vocab)
+        self.grammar = None
+        if sampling.constraint is not None:
+            if tokenizer is None:
+                raise SamplingError("a constraint needs the vocabulary that it is for")
+            self.grammar = Grammar(*sampling.constraint, tokenizer)
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         for part in self._parts():
             llama_cpp.llama_sampler_chain_add(self._chain, part)
@@ -228,44 +242,55 @@ class Sampler:
         for token in tokens[-max(1, self.sampling.repeat_last_n) :]:
             llama_cpp.llama_sampler_accept(self._chain, int(token))
 
-    def choose(self, ids: np.ndarray | None, logits: np.ndarray) -> int:
+    def choose(self, ids: np.ndarray | None, logits: np.ndarray, whole: Callable[[], np.ndarray] | None = None) -> int:
         """The next token, which every later choice takes as given.
 
         Args:
             ids: I32 [n] the tokens that ``logits`` belong to; None for all of the vocabulary.
             logits: F32 [n].
+            whole: gives the logits of all of the vocabulary; needed with ``ids`` under a constraint, which may forbid all of them.
 
         Raises:
             EngineError: a logit is NaN or Inf, or nothing is left to choose from.
         """
-        if not math.isfinite(float(logits.sum())):
-            raise EngineError("the target's logits hold NaN or Inf: the weights are damaged or overflow on this device")
-        token = self._draw(ids, logits, constrained=False)
+        self._check_finite(logits)
+        token = self._draw(ids, logits)
         if self.grammar is not None:
-            if not self.grammar.allows(token):  # llama.cpp's order too: masking a whole vocabulary takes longer than a step
-                token = self._draw(ids, logits, constrained=True)
-                if not self.grammar.allows(token):
-                    raise EngineError("no token of the vocabulary continues the grammar here; make the grammar less strict")
+            if not self.grammar.allows(token):  # llama.cpp's order too: most tokens are allowed, and a mask is not for nothing
+                allowed = self.grammar.mask()
+                if ids is not None and not (self._first_allowed and allowed[ids].any()):
+                    if whole is None:
+                        raise EngineError("a constrained choice among some of the tokens needs the logits of all of them at hand")
+                    ids, logits = None, whole()
+                    self._check_finite(logits)
+                token = self._draw(ids, logits, allowed if ids is None else allowed[ids])
             self.grammar.accept(token)
         llama_cpp.llama_sampler_accept(self._chain, token)
         if self.sampling.logprobs is not None:
             self.logprobs.append(_logprob(token, logits, self.sampling.logprobs))
         return token
 
-    def _draw(self, ids: np.ndarray | None, logits: np.ndarray, constrained: bool) -> int:
+    @property
+    def _first_allowed(self) -> bool:
+        """Whether the choice is the largest logit that is allowed, so that the best tokens are enough if one of them is."""
+        return self.sampling.takes_largest and not (self.sampling.penalises or self.sampling.logit_bias)
+
+    def _check_finite(self, logits: np.ndarray) -> None:
+        if not math.isfinite(float(logits.sum())):
+            raise EngineError("the target's logits hold NaN or Inf: the weights are damaged or overflow on this device")
+
+    def _draw(self, ids: np.ndarray | None, logits: np.ndarray, allowed: np.ndarray | None = None) -> int:
         tokens = self._tokens[: logits.size]
         tokens["id"] = self._all_ids if ids is None else ids
-        tokens["logit"] = logits
-        array = self._array
-        array.data = pointer(tokens)
+        tokens["logit"] = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
+        array: Any = self._array
+        array.data = ctypes.cast(tokens.ctypes.data, llama_cpp.llama_token_data_p)
         array.size, array.selected, array.sorted = logits.size, -1, False
-        if constrained and self.grammar is not None:
-            self.grammar.mask(array)
         llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
         chosen = tokens[array.selected]
         if array.selected < 0 or chosen["logit"] == -math.inf or math.isnan(chosen["p"]):
             raise EngineError(
-                f"the sampling ({self.sampling.describe()}) leaves no token to choose from; relax the bias or the temperature"
+                f"the sampling ({self.sampling.describe()}) leaves no token to choose from; relax the bias, the temperature or the constraint"
             )
         return int(chosen["id"])
 
@@ -277,8 +302,6 @@ class Sampler:
         if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
             self._chain = None
-        if self.grammar is not None:
-            self.grammar.close()
 
 
 def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:

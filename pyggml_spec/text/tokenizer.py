@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import threading
 
 import llama_cpp
 import numpy as np
@@ -12,11 +11,11 @@ from ..ggml.library import ffi, lib
 from ..ggml.library import text as text_of
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
+from ..large_stack import on_large_stack
 
 _MODELS = ("gpt2", "llama", "gemma4")  # llama.cpp has more, which assert more
 _ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 _SHORT_TEXT, _STACK_PER_BYTE = 4096, 512
-_starting = threading.Lock()  # the stack size of new threads is the whole process's
 
 
 # llama.cpp's loader logs every key; only why something failed is of use
@@ -136,24 +135,11 @@ class Tokenizer:
 
     def _encode_on_large_stack(self, data: bytes, special: bool, bos: bool) -> list[int]:
         """Several pre-tokenizers of llama.cpp run std::regex, which takes up to 335 bytes of stack per character of a long run."""
-        out: list[int] = []
-        with _starting:
-            before = threading.stack_size((1 << 20) + _STACK_PER_BYTE * len(data) // 4096 * 4096)
-            try:
-                worker = threading.Thread(target=lambda: out.extend(self._encode(data, special, bos)))
-                worker.start()
-            except RuntimeError:
-                raise ContextError(
-                    f"a text of {len(data)} bytes cannot be encoded: there is no memory for it; shorten the prompt"
-                ) from None
-            finally:
-                threading.stack_size(before)
+        size = (1 << 20) + _STACK_PER_BYTE * len(data)
         try:
-            worker.join()
-        except BaseException:  # Ctrl-C: the vocabulary must not be freed under the worker
-            worker.join()
-            raise
-        return out
+            return on_large_stack(size, lambda: self._encode(data, special, bos))
+        except RuntimeError:
+            raise ContextError(f"a text of {len(data)} bytes cannot be encoded: there is no memory for it; shorten the prompt") from None
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes of one token; control tokens are empty unless ``special``. Bytes of one character may span several tokens."""

@@ -11,7 +11,6 @@ import random
 import re
 import tempfile
 import time
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -257,7 +256,7 @@ class Prompt(Target):
 
 
 class GrammarText(Target):
-    """GBNF texts and JSON schemas, parsed by llama.cpp and followed for some tokens. The first byte says which of the two it is."""
+    """GBNF texts and JSON schemas, regular expressions and Lark grammars, followed for some tokens. The first byte says which it is."""
 
     WORDS = [w.encode() for w in (
         "root ::= root", "::=", "|", "(", ")", "((((((((", "*", "+", "?", "{", "}", "{0,99999}", "{99999999999}", "{,}", "{3,1}", '"', '"\\x', "[", "[^", "]",
@@ -268,6 +267,7 @@ class GrammarText(Target):
         '"pattern": "^((((a*)*)*)*)*$"', '"enum": []', '"const": {}', '"anyOf": []', '"oneOf": [{}, 3]', '"properties": 3',
         '"required": ["zz"]', '"additionalProperties": false', '"items": []', '"format": "date"', '"minimum": -1e99', "null", "[]", "{}", ",", ":", '"\\ud800"', "[" * 200,
     )]  # fmt: skip
+    KINDS = {b"s": "json_schema", b"g": "grammar", b"r": "regex", b"l": "lark"}
     memory = 512 * MIB
 
     def seeds(self) -> list[bytes]:
@@ -276,7 +276,8 @@ class GrammarText(Target):
                   "required": ["a"]}  # fmt: skip
         grammars = ['root ::= item+\nitem ::= "he" | [a-z]{1,4} | "(" item ")"\n', 'root ::= [^"\\\\] ("x" | "\\n"? )*']
         grammars.append('root ::= a b?\na ::= "1"\nb ::= a{2,5}')
-        return [b"s" + json.dumps(schema).encode(), *(b"g" + text.encode() for text in grammars)]
+        others = [b"r" + rb"[a-f]+(\.\d{1,3}|x?)*", b'lstart: "a" B* | %json {"type": "integer"}\nB: /[b-d]/ "e"?\n']
+        return [b"s" + json.dumps(schema).encode(), *(b"g" + text.encode() for text in grammars), *others]
 
     def change(self, rng: random.Random) -> bytes:
         data = rng.choice(self.corpus)
@@ -291,15 +292,14 @@ class GrammarText(Target):
     def run(self, data: bytes) -> str:
         text = data[1:].decode("utf-8", "replace")
         try:
-            grammar = Grammar.of(*((None, text) if data[:1] == b"s" else (text, None)), self.tokenizer.vocab)
+            grammar = Grammar(self.KINDS[data[:1]], text, self.tokenizer)
         except ps.SamplingError as error:
             return re.sub(r" at .*", "", shape_of(str(error)))  # which repeats what the grammar says there
-        with closing(grammar):
-            for step in range(6):
-                token = next((i for i in range(40 * step, 40 * step + 120) if grammar.allows(i)), None)
-                if token is None:
-                    return "followed"
-                grammar.accept(token)
+        for step in range(6):
+            token = next((i for i in range(40 * step, 40 * step + 120) if grammar.allows(i)), None)
+            if token is None:
+                return "followed"
+            grammar.accept(token)
         return "followed to the end"
 
 

@@ -10,7 +10,7 @@ import pytest
 import pyggml_spec as ps
 from pyggml_spec.errors import SamplingError
 from pyggml_spec.spec.gbnf import MAX_DEPTH, MAX_TEXT
-from pyggml_spec.spec.grammar import Grammar, gbnf
+from pyggml_spec.spec.grammar import Grammar
 from pyggml_spec.spec.sampling import Sampling
 
 CALL = 'root ::= "def " name "(" (name ("," name)*)? "):" "\\n" "    return " name\nname ::= [a-z] [a-z_]{0,8}'
@@ -33,7 +33,7 @@ tokenizer = Tokenizer(GGUFFile(DEMO_TARGET))
 talker = threading.Thread(target=talk)
 talker.start()
 for n in range(40):
-    Grammar("root ::= " + " | ".join(f'"{n} {i}"' for i in range(9000)), tokenizer.vocab).close()
+    Grammar("grammar", "root ::= " + " | ".join(f'"{n} {i}"' for i in range(9000)), tokenizer)
 over.set()
 talker.join()
 print(said)
@@ -88,7 +88,7 @@ def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
         ("root ::= [a-z", "end of input"),
         ('root ::= "a" (', "expecting '\\)'"),
         ("start ::= [a-z]", "root"),
-        ("root ::= root [a-z]", "begins with itself"),
+        ("root ::= root", "no token continues"),
         ("root ::= other", "no rule named 'other'"),
         ("root ::= [a-z]{5,2}", "smaller"),
         ("root ::= [a-z]{0000000000000000000000000005,2}", "smaller"),
@@ -101,47 +101,19 @@ def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
 )
 def test_wrong_grammars_are_one_sentence(demo, text, words, capfd):
     with pytest.raises(SamplingError, match=words):
-        Grammar(text, demo.tokenizer.vocab)
+        Grammar("grammar", text, demo.tokenizer)
     assert capfd.readouterr().err == ""
 
 
 def test_what_looks_absurd_inside_a_literal_is_none(demo):
-    Grammar(r'root ::= "{5,2}" [{5,2}(] "\"((((" # {5,2}', demo.tokenizer.vocab).close()
-    Grammar("root ::= " + "(" * MAX_DEPTH + "[a]" + ")" * MAX_DEPTH, demo.tokenizer.vocab).close()
-    Grammar("".join(f"r{i} ::= r{i + 1}\n" for i in range(8000)) + "r8000 ::= [a]\nroot ::= r0", demo.tokenizer.vocab).close()
-
-
-@pytest.mark.parametrize(
-    'schema, words',
-    [
-        ("", "no JSON"), ("[]", "object"), ('{"$ref": "https://example.com/a.json"}', "https://example.com"), ('{"$ref": "#/nothing"}', "grammar"),
-        ('{"type": "unheard of"}', "grammar"), ('{"items": {"$ref": 5}}', "grammar"), ("[" * 100000, "no JSON"),
-        ('{"type": "string", "pattern": "^a]$"}', "bracket that closes nothing"), ('{"items": {"type": "string", "pattern": "^a{1,3$}}"}}', "bracket"),
-        ('{"type": "string", "pattern": "^a{1000000000}$"}', "more than 2000 times"), (r'{"pattern": "^\\\\{0,9999}$"}', "more than 2000 times"),
-        ('{"type": "array", "items": {"type": "integer"}, "minItems": 1e12}', "minItems of 1e.12"), ('{"type": "string", "maxLength": 2001}', "maxLength"),
-        ('{"anyOf": ' + '[{"anyOf": ' * 5000 + "[]" + "}]" * 5000 + "}", "JSON"),
-    ],
-)  # fmt: skip
-def test_wrong_schemas_are_one_sentence(schema, words):
-    with pytest.raises(SamplingError, match=words):
-        gbnf(schema)
-
-
-def test_brackets_and_counts_that_mean_themselves_are_taken():
-    """The converter never returned from a bracket that closes nothing, and filled the memory for large counts."""
-    assert "a" in gbnf(r'{"type": "string", "pattern": "^[\\]}]\\]\\}{3}a{2,3}$", "maxLength": 2000}')
-
-
-def test_references_to_elsewhere_are_refused_without_assertions_too():
-    """The converter guards its download with an assert, which -O drops."""
-    line = 'from pyggml_spec.spec.grammar import gbnf; gbnf(\'{"$ref": "https://localhost:9/a"}\')'
-    done = subprocess.run([sys.executable, "-O", "-c", line], capture_output=True, text=True, timeout=60)
-    assert "only references into itself" in done.stderr
+    Grammar("grammar", r'root ::= "{5,2}" [{5,2}(] "\"((((" # {5,2}', demo.tokenizer)
+    Grammar("grammar", "root ::= " + "(" * MAX_DEPTH + "[a]" + ")" * MAX_DEPTH, demo.tokenizer)
+    Grammar("grammar", "".join(f"r{i} ::= r{i + 1}\n" for i in range(8000)) + "r8000 ::= [a]\nroot ::= r0", demo.tokenizer)
 
 
 def test_a_grammar_that_is_compiled_takes_nothing_that_other_threads_say():
     """libllama says on descriptor 2 what is wrong with a grammar; to read it there, the whole process's was redirected."""
-    done = subprocess.run([sys.executable, "-c", TALKER], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", TALKER], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-500:]
     said = int(done.stdout)
     assert said > 100 and done.stderr == "".join(f"{i}\n" for i in range(said))

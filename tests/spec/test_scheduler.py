@@ -225,7 +225,7 @@ def test_samplers_are_per_sequence_and_seeded(pair, scheduler):
     session, text = pair.session, prompts(2)[1]
 
     def sampled(seed, mode):
-        sampler = Sampler(Sampling(temperature=1.0, seed=seed), session.tokenizer.vocab, session.tokenizer.n_vocab)
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed), session.tokenizer, session.tokenizer.n_vocab)
         return scheduler.submit(text, LoopOptions(24, mode, sampler=sampler))
 
     streams = [sampled(1, SPECULATIVE), sampled(2, SPECULATIVE), sampled(1, PLAIN)]

@@ -1,0 +1,40 @@
+"""Calls that recurse deeply in C or Rust, on a thread whose stack is large enough; the main one's is 8 MB or less."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_starting = threading.Lock()  # the stack size of new threads is the whole process's
+
+
+def on_large_stack(size: int, call: Callable[[], T]) -> T:
+    """What ``call`` returns or raises, from a thread with ``size`` bytes of stack (memory is taken as far as it is used).
+
+    Raises:
+        RuntimeError: there is no memory for such a thread.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    worker = threading.Thread(target=run)
+    with _starting:
+        before = threading.stack_size(size // 4096 * 4096)
+        try:
+            worker.start()
+        finally:
+            threading.stack_size(before)
+    try:
+        worker.join()
+    except BaseException:  # Ctrl-C: what the call uses must not be freed under it
+        worker.join()
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
