@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def main(wanted: str) -> None:
-    remedy = f'run: pip install "llama-cpp-python=={wanted}"'
+    recipe = Path(__file__).resolve().parents[1] / "cmake" / "llama_cpp_python.cmake"
+    remedy = f'run: CMAKE_ARGS="-DCMAKE_PROJECT_INCLUDE={recipe}" pip install --no-cache-dir "llama-cpp-python=={wanted}"'
     try:
         dist = importlib.metadata.distribution("llama_cpp_python")
     except importlib.metadata.PackageNotFoundError:

@@ -47,3 +47,11 @@ class TemplateError(PyspecError):
 
 class PatchError(PyspecError):
     """A patch of the llama.cpp set that does not fit the tree, or a tree that cannot be had."""
+
+
+class BuildError(PyspecError):
+    """llama-cpp-python could not be built or put into place. ``log``: the last lines of what the build said, if it began."""
+
+    def __init__(self, message: str, log: list[str] | None = None):
+        super().__init__(message)
+        self.log = log or []

@@ -1,13 +1,11 @@
 #!/usr/bin/env python3
-"""Builds llama.cpp with the patch set, or llama-cpp-python on top of it.
+"""Builds llama.cpp with the patch set.
 
     build_patched_llamacpp.py --out DIR [--tree LLAMA_CPP | --sdist FILE] [--cuda [--cuda-arch 90]] [--unpatched] [--jobs N] [TARGET ...]
     build_patched_llamacpp.py --out DIR --test
-    build_patched_llamacpp.py --out DIR --wheel [--cuda]
 
 The tree comes out of the llama-cpp-python sdist (downloaded by pip into DIR), or is a copy of --tree. The tools land in DIR/build/bin;
---wheel writes a wheel of llama-cpp-python into DIR instead: its version is unchanged, so pyggml_spec runs on it after
-`pip install --force-reinstall --no-deps DIR/llama_cpp_python-*.whl`. --unpatched builds the same tree as it is, for comparisons.
+`pyspec build --patches` builds llama-cpp-python on it. --unpatched builds the same tree as it is, for comparisons.
 --test runs the tree's own tests of what the patches touch and ends with the number of those that fail. CMake and Ninja are taken from beside this
 Python (`pip install cmake ninja`) or from PATH.
 """
@@ -21,12 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from pyggml_spec import building
+from pyggml_spec import patching as patches
 from pyggml_spec.errors import PyspecError
-from pyggml_spec.tools import patches
+from pyggml_spec.pin import RECIPE
 
 TARGETS = ["llama-server", "llama-bench"]
 TESTS = ["test-backend-ops", "test-llama-archs", "test-recurrent-state-rollback", "test-batch-alloc", "test-alloc"]
-NEW_TESTS = ["test-perf-counters", "test-greedy-rows", "test-layer-features"]
+NEW_TESTS = ["test-perf-counters", "test-greedy-rows", "test-layer-features", "test-extra-products"]
 OPS = "ARGMAX,CONT,GATED_DELTA_NET,GET_ROWS,REPEAT,SET_ROWS,SSM_CONV"  # what the graphs of the patches are made of
 TEST_RUNS = [
     f"test-backend-ops test -b CPU -o {OPS}",
@@ -36,6 +36,7 @@ TEST_RUNS = [
     "test-alloc",
     "test-perf-counters models/qwen3-dense.gguf",
     "test-greedy-rows models/qwen35-dense.gguf",
+    "test-extra-products",
     "test-layer-features models/laguna-moe.gguf models/qwen3-dense.gguf models/qwen35-dense.gguf models/qwen35moe-moe.gguf",
 ]
 
@@ -71,10 +72,7 @@ def find_tools() -> None:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if not shutil.which("cmake"):
         sys.exit(f"cmake is neither beside {sys.executable} nor on PATH; {sys.executable} -m pip install cmake ninja gets it")
-    for variable, default, language in (("CC", "cc", "C"), ("CXX", "c++", "C++")):
-        compiler = os.environ.get(variable) or default
-        if not shutil.which(compiler.split()[0]):
-            sys.exit(f"there is no {language} compiler {compiler}; install one (Debian and Ubuntu: g++), or name it in {variable}")
+    building.find_compilers()
 
 
 def unpack(sdist: Path, out: Path, patched: bool) -> None:
@@ -89,6 +87,7 @@ def unpack(sdist: Path, out: Path, patched: bool) -> None:
 
 def cmake_options(args) -> list[str]:
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", f"-DGGML_CUDA={'ON' if args.cuda else 'OFF'}"]
+    options.append(f"-DCMAKE_PROJECT_INCLUDE={RECIPE}")  # of it, here: the compiler's fix, for a tree without 0011
     options.append("-DGGML_CCACHE=OFF")  # finds one that is not on PATH, and then calls it by name; ours is below
     if args.cuda and args.cuda_arch:
         options.append(f"-DCMAKE_CUDA_ARCHITECTURES={args.cuda_arch}")
@@ -106,16 +105,12 @@ def main() -> None:
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--cuda-arch", default="", help="for example 90 for H100 and H200; by default CMake's choice")
     parser.add_argument("--unpatched", action="store_true")
-    parser.add_argument("--wheel", action="store_true", help="build llama-cpp-python instead of the tools")
     parser.add_argument("--test", action="store_true", help="run the tests after the build")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("targets", nargs="*", help=f"by default {' '.join(TARGETS)} and the tests that the patches touch")
     args = parser.parse_args()
-    if args.wheel and args.tree:
-        parser.error("--wheel needs the whole sdist, not a tree")
 
-    if not args.wheel:  # pip brings its own
-        find_tools()
+    find_tools()
     args.out.mkdir(parents=True, exist_ok=True)
     tree = args.out / "llama.cpp" if args.tree else args.out / patches.VENDORED
     if not tree.is_dir():
@@ -128,11 +123,6 @@ def main() -> None:
         patches.apply(tree)  # the tree may come from an earlier call, or from --tree
         print(f"patched with {', '.join(patch.path.name for patch in patches.series())}", flush=True)
 
-    if args.wheel:
-        env = {**os.environ, "CMAKE_ARGS": " ".join(cmake_options(args)), "CMAKE_BUILD_PARALLEL_LEVEL": str(args.jobs)}
-        # uncached: pip keeps the wheel of a folder with a version in its name, and would give it again for other patches
-        run([sys.executable, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps", "--wheel-dir", str(args.out), str(tree.parents[1])], env)
-        return
     build = args.out / "build"
     ninja = shutil.which("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []  # named: the one of an earlier call may be gone

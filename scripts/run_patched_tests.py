@@ -15,15 +15,16 @@ import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import build_patched_llamacpp as build
 
+from pyggml_spec import patching as patches
+from pyggml_spec.building import compiler_identity
 from pyggml_spec.errors import PyspecError
+from pyggml_spec.folders import build_folder
 from pyggml_spec.models.registry import TARGETS
-from pyggml_spec.tools import patches
 from pyggml_spec.tools.compare import compare_logits
 
 COMPARED = {"qwen3-dense", "qwen35-dense", "qwen35moe-moe", "llama-dense"}  # llama.cpp's test writes no gemma4 and no drafter
@@ -32,10 +33,8 @@ REFUSED = {"laguna-moe": "reads and does not apply to laguna models", "llama-moe
 
 def key() -> str:
     """Hash of the sources, the script that builds them, and compiler and processor: ggml uses all instructions of the machine that it is built on."""
-    flags = [f"{name}={os.environ.get(name, '')}" for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")]
-    macros = [*(os.environ.get("CXX") or "c++").split(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     parts = [patches.SDIST.encode(), Path(build.__file__).read_bytes(), *(patch.path.read_bytes() for patch in patches.series())]
-    parts += ["\0".join(flags).encode(), subprocess.run(macros, check=False, capture_output=True).stdout]
+    parts.append(compiler_identity())
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
@@ -93,7 +92,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     build.find_tools()
-    cache = patches.cache_dir()
+    cache = build_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "patched.lock").open("w") as lock:
         try:

@@ -2,8 +2,8 @@
 
 import click
 
+from .. import patching as tool
 from ..errors import PatchError
-from ..tools import patches as tool
 from .main import EXIT_CHECK
 from .terminal import say
 

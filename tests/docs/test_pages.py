@@ -17,7 +17,14 @@ from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDE = ROOT / "docs" / "guide.md"
-ELSEWHERE = ("bench", "doctor", "convert", "experts", "compare --weights")  # take long or need files of their own; run in tests/cli
+ELSEWHERE = (
+    "bench",
+    "build",
+    "doctor",
+    "convert",
+    "experts",
+    "compare --weights",
+)  # take long or need files of their own; run in tests/cli
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -103,6 +110,26 @@ def test_files_and_tests_that_pages_name_exist(page):
     tests = "\n".join(p.read_text("utf-8") for p in (ROOT / "tests").rglob("*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name
+
+
+NAMED = re.compile(r"pip install[^\n]*?\bpyggml[-_.]?spec\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("folder", ["", "docs", "pyggml_spec", "scripts", "csrc", "patches", "cmake"])
+def test_nothing_names_an_install_of_this_package_from_an_index(folder):
+    """It is on none: whoever takes the name there would own those who follow the sentence."""
+    files = (ROOT / folder).rglob("*.*") if folder else ROOT.glob("*.*")
+    texts = {path: path.read_text("utf-8") for path in files if path.suffix in (".py", ".md", ".toml", ".c", ".h", ".cmake", ".txt")}
+    assert texts and not [path for path, text in texts.items() if NAMED.search(text)]
+    assert folder not in ("docs", "pyggml_spec") or any("pip install" in text for text in texts.values())
+
+
+def test_messages_name_no_install_of_this_package_from_an_index():
+    from pyggml_spec.ggml import library, probe
+    from pyggml_spec.pin import pip_command
+
+    for message in (library._REMEDY, probe._REMEDY, pip_command(), pip_command("-DGGML_CUDA=on")):
+        assert message.endswith(f"pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={library.LLAMA_CPP_PYTHON}")
 
 
 def test_scripts_can_be_called_as_pages_print_them():

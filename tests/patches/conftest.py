@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pyggml_spec.tools import patches
+from pyggml_spec import patching as patches
+from pyggml_spec.folders import build_folder
 
 
 def sdist() -> Path:
-    return patches.fetch_sdist(patches.cache_dir())
+    return patches.fetch_sdist(build_folder())
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +25,9 @@ def pristine(tmp_path_factory) -> Path:
 def with_headers(tmp_path_factory) -> Path:
     """What a compiler needs of the patched tree."""
     touched = {"ggml/CMakeLists.txt"}.union(*(patch.files for patch in patches.series()))
-    headers = re.compile(r"(ggml/(include|src)|include|src(/models)?|common(/\w+)?|tools/(mtmd|server)|vendor/.*)/[^/]+\.(h|hpp)").fullmatch
+    headers = re.compile(
+        r"(ggml/(include|src(/ggml-cpu(/amx)?)?)|include|src(/models)?|common(/\w+)?|tools/(mtmd|server)|vendor/.*)/[^/]+\.(h|hpp)"
+    ).fullmatch
     tree = patches.unpack(sdist(), tmp_path_factory.mktemp("with_headers"), only=lambda name: name in touched or bool(headers(name)))
     patches.apply(tree)
     return tree

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 from gguf_io.build import U32, Model
 
+from pyggml_spec import patching as patches
 from pyggml_spec.cli.patches import command
 from pyggml_spec.errors import PatchError
-from pyggml_spec.tools import patches
 from pyggml_spec.tools.compare import Comparison
 from pyggml_spec.tools.random_archs import write_laguna, write_llama, write_qwen3, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_qwen35
@@ -51,7 +51,7 @@ def test_applies_on_what_it_needs_alone(patch, tree: Path):
 
 def test_what_the_patches_touch_compiles(with_headers: Path):
     """Front end only, half a minute of one core; `make test-patches` builds, without the server. CUDA sources need nvcc and are left out."""
-    folders = ("ggml/include", "ggml/src", "include", "src", "common", "vendor", "tools/mtmd", "tools/server")
+    folders = ("ggml/include", "ggml/src", "ggml/src/ggml-cpu", "include", "src", "common", "vendor", "tools/mtmd", "tools/server")
     options = ["-fsyntax-only", "-w", "-D_GNU_SOURCE", "-DGGML_SCHED_MAX_COPIES=4", '-DGGML_VERSION="0"', '-DGGML_COMMIT="0"']
 
     def errors(source: str) -> str:

@@ -4,6 +4,7 @@ The patches are made for one tree, the llama.cpp inside the llama-cpp-python sdi
 in ``series``. git does the matching, on a copy of the files: nothing is written to the tree unless all of it fits.
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -16,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import PatchError
+from .errors import PatchError
+from .pin import LLAMA_CPP_PYTHON
 
-LLAMA_CPP_PYTHON = "0.3.36"
 MADE_FOR = f"llama.cpp 0c1e57098 with ggml 0.25.3, the tree in the sdist of llama-cpp-python {LLAMA_CPP_PYTHON}"
 SDIST = f"llama_cpp_python-{LLAMA_CPP_PYTHON}.tar.gz"
 VENDORED = f"llama_cpp_python-{LLAMA_CPP_PYTHON}/vendor/llama.cpp"
@@ -43,7 +44,7 @@ def patches_dir() -> Path:
     Raises:
         PatchError: it is in neither.
     """
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parent
     for folder in (package / "patches", package.parent / "patches"):
         if (folder / "series").is_file():
             return folder
@@ -177,11 +178,6 @@ def _run(tree: Path, patches: list[Patch] | None, write: bool) -> list[Patch]:
     return left
 
 
-def cache_dir() -> Path:
-    """Where the tests of this repository keep the sdist and the patched build, in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pyggml_spec"
-
-
 def fetch_sdist(folder: Path) -> Path:
     """The sdist that holds the tree, downloaded once into ``folder`` by pip.
 
@@ -191,9 +187,11 @@ def fetch_sdist(folder: Path) -> Path:
     sdist = folder / SDIST
     if not sdist.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        # the build tools of this environment do: pip asks an sdist for its name and version before it keeps it
+        # pip asks an sdist for its name and version before it keeps it: with the build tools of this environment, if it has them
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:"]
-        command += ["--no-build-isolation", "--dest", str(folder), f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
+        if importlib.util.find_spec("scikit_build_core"):
+            command.append("--no-build-isolation")
+        command += ["--dest", str(folder), f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode or not sdist.is_file():
             said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Fills the environment of the Python that runs it: build tools, llama-cpp-python, this package with what tests and lint need; `make` calls it.
+
+    python -m venv .venv && .venv/bin/python scripts/set_up.py
+
+llama-cpp-python takes minutes the first time, shown as one moving line. Its wheel is kept in the user's cache under all that decides it
+(recipe, compiler, its flags, processor), and not by pip, which would give a wheel of another machine or of another recipe.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pyggml_spec import building  # noqa: E402
+from pyggml_spec.errors import BuildError  # noqa: E402
+from pyggml_spec.pin import LLAMA_CPP_PYTHON, installed_libraries  # noqa: E402
+
+TOOLS = ["scikit-build-core>=0.10", "cffi>=1.17", "cmake", "ninja"]
+EVERY = 30  # seconds between two lines where no terminal moves one
+
+
+class Line:
+    """One line on stderr that says how far a build is."""
+
+    def __init__(self, what: str):
+        self.what, self.began, self.said = what, time.monotonic(), time.monotonic()
+        self.moves = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not self.moves and done != total and now - self.said < EVERY:
+            return
+        self.said = now
+        spent = f"{(now - self.began) // 60:.0f}:{(now - self.began) % 60:02.0f}"
+        text = f"{self.what}: {f'{done} of {total}' if total else 'preparing'}, {spent}"
+        print(f"\r\033[K{text}" if self.moves else text, end="" if self.moves else "\n", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.moves:
+            print(file=sys.stderr)
+
+
+def pip_install(*what: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *what]
+    building.run(command, f"pip could not install {what[-1]}")
+
+
+def llama_cpp_python() -> None:
+    libraries = installed_libraries()
+    note = building.build_note(libraries) if libraries is not None else {}
+    key = building.build_key()
+    if note.get("cuda") or note.get("key") == key:
+        return  # `make cuda` was here, or nothing has changed
+    wheel = building.kept_wheel(key)
+    if wheel is None:
+        line = Line(f"building llama-cpp-python {LLAMA_CPP_PYTHON} (minutes, once)")
+        try:
+            wheel = building.build_wheel(key, progress=line)
+        finally:
+            line.close()
+    if libraries is None:
+        pip_install(str(wheel))  # and what its Python part needs
+        libraries = installed_libraries()
+    building.install(wheel, libraries, {"key": key})
+
+
+def main() -> None:
+    pip_install(*TOOLS)
+    llama_cpp_python()
+    pip_install("--no-build-isolation", "--editable", f"{ROOT}[test,lint]")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BuildError as error:
+        print(*error.log, f"set_up.py: {error}", sep="\n", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,300 @@
+"""Building llama-cpp-python and putting it into place: from a tiny source with its shape, by the real pip, CMake and compiler."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pyggml_spec import building
+from pyggml_spec.cli.build import command
+from pyggml_spec.errors import BuildError
+from pyggml_spec.pin import LLAMA_CPP_PYTHON, RECIPE
+
+PROJECT = f"""
+[build-system]
+requires = ["scikit-build-core"]
+build-backend = "scikit_build_core.build"
+[project]
+name = "llama_cpp_python"
+version = "{LLAMA_CPP_PYTHON}"
+[tool.scikit-build]
+wheel.packages = ["llama_cpp"]
+wheel.py-api = "py3"
+"""
+CMAKE = """
+cmake_minimum_required(VERSION 3.21)
+project(llama_cpp C CXX)
+option(LLAVA_BUILD "" ON)
+set(LLAMA_BUILD_COMMON ON CACHE BOOL "" FORCE)
+option(LLAMA_OPENSSL "" ON)
+if(LLAVA_BUILD OR LLAMA_BUILD_COMMON OR LLAMA_OPENSSL)
+    message(FATAL_ERROR "error: built more than is loaded")
+endif()
+add_library(llama SHARED llama.c fix.cpp)
+install(TARGETS llama DESTINATION llama_cpp/lib)
+"""
+FIX = "#include <cstdio>\n"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("CMAKE_ARGS", "CXXFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    folder = tmp_path / "source"
+    (folder / "llama_cpp").mkdir(parents=True)
+    for name, text in {
+        "pyproject.toml": PROJECT,
+        "CMakeLists.txt": CMAKE,
+        "llama.c": "void llama_backend_init(void) {}\n",
+        "fix.cpp": FIX,
+        "llama_cpp/__init__.py": "",
+    }.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_build_shows_its_steps_and_keeps_its_wheel(cache, source):
+    """The recipe reaches the build of llama-cpp-python, leaves out what is never loaded, and the wheel is found again."""
+    steps = []
+    key = building.build_key()
+    assert building.kept_wheel(key) is None
+    wheel = building.build_wheel(key, source=source, progress=lambda done, total: steps.append((done, total)))
+    assert building.kept_wheel(key) == wheel and cache in wheel.parents
+    assert steps[0] == (0, 0) and steps[-1][0] == steps[-1][1] >= 3
+    assert "llama_cpp/lib/libllama.so" in zipfile.ZipFile(wheel).namelist() or sys.platform != "linux"
+
+
+def test_a_build_that_fails_says_why_and_keeps_nothing(cache, source):
+    (source / "llama.c").write_text('#error "no such luck"\n')
+    with pytest.raises(BuildError, match="llama-cpp-python could not be built: .*no such luck") as caught:
+        building.build_wheel(building.build_key(), source=source)
+    assert any("no such luck" in line for line in caught.value.log) and building.kept_wheel(building.build_key()) is None
+    assert not list((cache / "pyggml_spec" / "wheels").glob("building-*"))
+
+
+def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
+    """pip's name is the version alone: it gave a wheel without the compiler's fix to machines that need it, and those of other processors."""
+    keys = [
+        building.build_key(),
+        building.build_key(["-DGGML_CUDA=ON"]),
+        building.build_key([], [b"a patch"]),
+        building.build_key([], [b"another"]),
+    ]
+    monkeypatch.setenv("CXXFLAGS", "-O2")
+    keys.append(building.build_key())
+    recipe = tmp_path / "recipe.cmake"
+    recipe.write_text(RECIPE.read_text() + "\n")
+    monkeypatch.setattr(building, "RECIPE", recipe)
+    keys.append(building.build_key())
+    assert len(set(keys)) == len(keys) and building.build_key() == keys[-1]
+
+
+def test_the_users_own_cmake_options_stay(monkeypatch):
+    monkeypatch.setenv("CMAKE_ARGS", "-DGGML_BLAS=ON")
+    assert building.cmake_args("-DX=a b") == f"-DGGML_BLAS=ON -DCMAKE_PROJECT_INCLUDE={RECIPE} '-DX=a b'"
+
+
+def test_an_interrupted_build_leaves_no_compilers_behind(tmp_path):
+    """Ctrl-C is for this process; what it started has a session of its own."""
+    pid_file = tmp_path / "pid"
+    script = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); print('[1/2] one', flush=True); time.sleep(60)"
+
+    def interrupt(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        building.run([sys.executable, "-c", script], "failed", progress=interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+# -- into place
+
+
+@pytest.fixture
+def site(tmp_path) -> Path:
+    """The libraries of an environment with an older build."""
+    folder = tmp_path / "site-packages"
+    (folder / "llama_cpp" / "lib").mkdir(parents=True)
+    (folder / "llama_cpp" / "lib" / "libllama.so").write_text("old")
+    (folder / "llama_cpp" / "lib" / "libmtmd.so").write_text("old")
+    info = folder / f"llama_cpp_python-{LLAMA_CPP_PYTHON}.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text("llama_cpp/__init__.py,,\nllama_cpp/lib/libllama.so,sha256=x,3\nllama_cpp/lib/libmtmd.so,,\n")
+    return folder
+
+
+def wheel_of(tmp_path: Path, code: str) -> Path:
+    library, wheel = tmp_path / "libllama.so", tmp_path / f"llama_cpp_python-{LLAMA_CPP_PYTHON}-py3-none-any.whl"
+    (tmp_path / "new.c").write_text(code)
+    subprocess.run(["cc", "-shared", "-fPIC", str(tmp_path / "new.c"), "-o", str(library)], check=True)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(library, "llama_cpp/lib/libllama.so")
+        archive.writestr("llama_cpp/__init__.py", "")
+    return wheel
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".installing"}
+
+
+GOOD = "void llama_backend_init(void) {}"
+
+
+def test_libraries_are_exchanged_whole(site, tmp_path):
+    libraries = site / "llama_cpp" / "lib"
+    building.install(wheel_of(tmp_path, GOOD), libraries, {"key": "k", "cuda": True})
+    assert {path.name for path in libraries.iterdir()} == {"libllama.so", building.NOTE}  # what the new build has not is gone
+    assert building.build_note(libraries) == {"key": "k", "cuda": True}
+    record = next(site.glob("*.dist-info/RECORD")).read_text()
+    assert "libllama.so,," in record and "libmtmd" not in record and "llama_cpp/__init__.py" in record and building.NOTE in record
+    assert {path.name for path in libraries.parent.iterdir()} == {"lib", ".installing"}
+
+
+@pytest.mark.parametrize("code", ["void llama_backend_init(void) { __builtin_trap(); }", "void something_else(void) {}"])
+def test_what_does_not_start_is_not_installed(site, tmp_path, code):
+    """A wheel of another machine, or one that was built wrong."""
+    wheel, before = wheel_of(tmp_path, code), contents(site)
+    with pytest.raises(BuildError, match="does not start here.*left as it was"):
+        building.install(wheel, site / "llama_cpp" / "lib", {})
+    assert contents(site) == before
+
+
+@pytest.mark.parametrize("where", ["check_wheel", "_exchange"])
+def test_who_is_interrupted_finds_the_old_libraries(site, tmp_path, monkeypatch, where):
+    wheel, before = wheel_of(tmp_path, GOOD), contents(site)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(building, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        building.install(wheel, site / "llama_cpp" / "lib", {})
+    assert contents(site) == before
+
+
+def test_without_an_exchange_in_one_step_a_failed_second_step_is_undone(site, tmp_path, monkeypatch):
+    """Other systems rename twice."""
+    libraries, new, before = site / "llama_cpp" / "lib", tmp_path / "not there", contents(site)
+
+    class NoExchange:
+        def __init__(self, *_, **__):
+            pass
+
+    monkeypatch.setattr(building.ctypes, "CDLL", NoExchange)
+    with pytest.raises(FileNotFoundError):
+        building._exchange(new, libraries)
+    assert contents(site) == before
+    new.mkdir()
+    (new / "x").write_text("new")
+    building._exchange(new, libraries)
+    assert (libraries / "x").read_text() == "new"
+
+
+def test_readers_never_see_half_of_the_libraries(site, tmp_path):
+    """Whoever opens a library at any moment of an exchange finds it, old or new."""
+    libraries, wheel, seen, stop = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD), set(), threading.Event()
+
+    def watch():
+        while not stop.is_set():
+            seen.add((libraries / "libllama.so").read_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in range(3):
+            building.install(wheel, libraries, {})
+    finally:
+        stop.set()
+        watcher.join()
+    assert seen == {b"old", (libraries / "libllama.so").read_bytes()}
+
+
+def test_what_a_killed_installation_left_is_removed_and_two_at_once_are_refused(site, tmp_path):
+    libraries, wheel = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD)
+    (libraries.parent / ".new-killed").mkdir()
+    with building._alone(libraries.parent):
+        assert not (libraries.parent / ".new-killed").exists()
+        with pytest.raises(BuildError, match="another process is installing"):
+            building.install(wheel, libraries, {})
+
+
+# -- CUDA
+
+
+@pytest.fixture
+def nvcc(tmp_path, monkeypatch) -> Path:
+    """A compiler that only says its version."""
+    path = tmp_path / "cuda" / "nvcc"
+    path.parent.mkdir()
+    path.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.1'\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CUDACXX", str(path))
+    return path
+
+
+def test_no_cuda_compiler_is_a_sentence(monkeypatch, cache):
+    monkeypatch.setenv("CUDACXX", "/nothing/nvcc")
+    done = CliRunner().invoke(command, ["--cuda", "--out", str(cache)])
+    assert isinstance(done.exception, BuildError) and "no CUDA compiler /nothing/nvcc" in str(done.exception)
+
+
+def test_an_old_driver_is_a_sentence(monkeypatch, nvcc):
+    """It built for half an hour, and then found no device."""
+    assert building.toolkit_version(nvcc) == (13, 0)
+    monkeypatch.setattr(building, "driver_version", lambda: (12, 4))
+    with pytest.raises(BuildError, match=r"driver knows CUDA 12\.4, and the compiler is CUDA 13\.0.*update the driver"):
+        building.plan(cuda=True)
+    monkeypatch.setattr(building, "driver_version", lambda: (13, 2))
+    assert "-DCMAKE_CUDA_ARCHITECTURES=native" in building.plan(cuda=True).options
+
+
+def test_architectures_are_named_or_found(monkeypatch, nvcc):
+    monkeypatch.setattr(building, "driver_version", lambda: None)
+    assert "-DCMAKE_CUDA_ARCHITECTURES=80;90a-real" in building.plan(True, "80;90a-real").options
+    assert not [option for option in building.plan(True).options if "ARCHITECTURES" in option]  # those that ggml names
+    for wrong in ("hopper", "90;", "-DX=1", "native"):
+        with pytest.raises(BuildError, match="no CUDA architecture|no NVIDIA driver"):
+            building.plan(True, wrong)
+
+
+def test_a_patched_build_is_named_by_its_patches(nvcc, monkeypatch):
+    monkeypatch.setattr(building, "driver_version", lambda: None)
+    plan = building.plan(cuda=True, patched=True)
+    assert plan.key != building.plan(cuda=True).key and "0011-amx-tile-config" in plan.note["patches"]
+    assert f"{len(plan.patches)} patches" in plan.description
+
+
+def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, monkeypatch):
+    monkeypatch.setattr(building, "driver_version", lambda: None)
+    monkeypatch.setattr(building, "install", lambda *_: pytest.fail("installed"))
+    wheel = wheel_of(tmp_path, GOOD)
+    monkeypatch.setattr(building.Plan, "build", lambda self, progress: wheel)
+    done = CliRunner().invoke(command, ["--cuda", "--arch", "90", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / wheel.name).read_bytes() == wheel.read_bytes()
+    assert CliRunner().invoke(command, ["--arch", "90"]).exit_code == 2
+
+
+def test_no_compiler_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("CXX", "/nothing/c++")
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler /nothing/c\+\+; install one"):
+        building.plan()
+
+
+def test_a_build_that_is_killed_says_by_what():
+    with pytest.raises(BuildError, match="ended with -9"):
+        building.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"], "failed")
