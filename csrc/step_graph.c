@@ -312,7 +312,8 @@ size_t pgs_graph_traffic(const pgs_graph * graph) {
             if (t == NULL || !persistent(t) || (node->op == GGML_OP_SET_ROWS && home_of(t) == home_of(node))) {
                 continue;
             }
-            size_t bytes = ggml_nbytes(t);
+            // a layout of its own can need more than the tensor: AMX keeps a sum beside each column of a block
+            size_t bytes = t->view_src == NULL && t->buffer != NULL ? ggml_backend_buffer_get_alloc_size(t->buffer, t) : ggml_nbytes(t);
             if (node->op == GGML_OP_GET_ROWS && j == 0) {
                 const size_t rows = ggml_row_size(t->type, t->ne[0]) * (size_t) ggml_nelements(node->src[1]);
                 bytes             = rows < bytes ? rows : bytes;

@@ -18,13 +18,13 @@ from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend, free_bytes
 from ..ggml.host_experts import HostExperts, fillers
 from ..ggml.library import Buffer, CData, Context, Tensor, check, ffi, lib, new_err, text
+from ..ggml.shapes import NOT_WEIGHTS
 from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
 
 MATMUL, EXPERTS, ROWS, VECTOR = "matmul", "experts", "rows", "vector"
 BESIDE = ("scale", "bias")  # what may stand beside a matrix
 HOST_ALIGNMENT = 32  # bytes; ggml's own for memory that it did not allocate
-NOT_WEIGHTS = {"q8_1", "q8_K", "i8", "i16", "i32", "i64", "f64"}  # ggml has no product of these, and ends the process on one
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,8 @@ class Weights:
             return len(self._bufts) - 1
         for i, buft in enumerate(self._bufts):
             if use == EXPERTS and self.placement is not None and i < len(self._bufts) - 1:
+                continue
+            if not self.backend.multiplies_right(buft, ggml_type, shape[0]):
                 continue
             probe = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 8 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
             weight = lib.ggml_new_tensor(probe, ggml_type, len(shape), shape)

@@ -143,7 +143,7 @@ def write_laguna(
 
 def write_gemma4(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False,
-    n_per_layer: int = 32, shared: bool = True, routed: bool = False, softcap: float | None = 30.0, alike: bool = False
+    n_per_layer: int = 64, shared: bool = True, routed: bool = False, softcap: float | None = 30.0, alike: bool = False
 ) -> Path:  # fmt: skip
     """Writes a random gemma4 target: the last of every ``full_every`` layers is full, with K/V heads of twice the size and no attn_v.
 
