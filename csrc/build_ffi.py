@@ -148,6 +148,7 @@ typedef ggml_backend_buffer_type_t * (*ggml_backend_dev_get_extra_bufts_t)(ggml_
 typedef void (*ggml_backend_set_n_threads_t)(ggml_backend_t, int);
 typedef bool (*ggml_abort_callback)(void * data);
 static ggml_backend_buffer_type_t * call_get_extra_bufts(void * fn, ggml_backend_dev_t dev);
+static void ask_extra_bufts(void);
 static void call_set_n_threads(void * fn, ggml_backend_t backend, int n);
 static void quiet_log(void);
 static void * error_keeper(void);
@@ -163,6 +164,39 @@ HELPERS = """
 
 static ggml_backend_buffer_type_t * call_get_extra_bufts(void * fn, ggml_backend_dev_t dev) {
     return ((ggml_backend_dev_get_extra_bufts_t) fn)(dev);
+}
+// ggml lists these types once, and then says past its log that the kernel refuses AMX, on the stderr of a command that was told to be quiet. Here
+// C's stderr (not the descriptor, which is everybody's) is another stream for that moment; what else was written to it is passed on. That stream
+// stays open: a thread may have taken it for stderr.
+static void ask_all_devices(void) {
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_dev_get(i));
+        void * fn = ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
+        if (fn != NULL) {
+            call_get_extra_bufts(fn, ggml_backend_dev_get(i));
+        }
+    }
+}
+static void ask_extra_bufts(void) {
+#ifdef __GLIBC__
+    static char * said;
+    static size_t size;
+    FILE * real = stderr, * kept = open_memstream(&said, &size);
+    if (kept != NULL) {
+        stderr = kept;
+        ask_all_devices();
+        stderr = real;
+        fflush(kept);
+        const char refused[] = "AMX is not ready to be used!\\n";
+        const char * at = strstr(said, refused);
+        fwrite(said, 1, at != NULL ? (size_t) (at - said) : size, real);
+        if (at != NULL) {
+            fputs(at + sizeof(refused) - 1, real);
+        }
+        return;
+    }
+#endif
+    ask_all_devices();
 }
 static void call_set_n_threads(void * fn, ggml_backend_t backend, int n) {
     ((ggml_backend_set_n_threads_t) fn)(backend, n);

@@ -16,7 +16,7 @@ from .concurrent import ConcurrentSession
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .ggml.device import Backend, devices, disable_graph_replay, free_bytes, pick_device
-from .ggml.library import versions
+from .ggml.library import FITNESS, versions
 from .gguf_io import GGUFFile
 from .models.base import Target
 from .models.dflash import DFlash
@@ -116,6 +116,7 @@ class Session:
         self.backend = self._own(Backend(pick_device(device), threads))
         file = self._own(GGUFFile(target))
         self.target = open_target(file)
+        self.notes += FITNESS.notes if self.backend.device.kind == "cpu" else []
         self.notes += ignored_yarn(file, self.target.arch)
         self.tokenizer = self._own(Tokenizer(file))
         if draft is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checks import whole
 from ..errors import DeviceError
-from .library import Buffer, BufferType, CData, Context, Tensor, ffi, lib, text
+from .library import FITNESS, Buffer, BufferType, CData, Context, Tensor, ffi, lib, text
 
 _KINDS = {
     lib.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
@@ -137,14 +137,24 @@ class Backend:
         return lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buffer_type)
 
     def extra_buffer_types(self) -> list[BufferType]:
-        """Buffer types that store matmul weights in a layout of their own (the CPU's repacked one, AMX), best first."""
+        """Buffer types that store matmul weights in a layout of their own (the CPU's repacked one, AMX), best first; none that the probe refused."""
         proc = self._proc("ggml_backend_dev_get_extra_bufts")
         found: list[BufferType] = []
         if proc != ffi.NULL:
-            array = lib.call_get_extra_bufts(proc, self._dev)
-            while array != ffi.NULL and array[len(found)] != ffi.NULL:
-                found.append(array[len(found)])
+            array, i = lib.call_get_extra_bufts(proc, self._dev), 0
+            while array != ffi.NULL and array[i] != ffi.NULL:
+                if text(lib.ggml_backend_buft_name(array[i])) not in FITNESS.refused:
+                    found.append(array[i])
+                i += 1
         return found
+
+    def multiplies_right(self, buffer_type: BufferType, ggml_type: int, n_in: int) -> bool:
+        """Whether products by matrices of ``n_in`` inputs are what they should be in this buffer type.
+
+        ggml's AMX kernel adds a product of 32 rows and one block of 32 inputs to what lay in the memory of the result (patches/0012): NMSE of
+        the logits 0.004 to 0.3, or NaN.
+        """
+        return text(lib.ggml_backend_buft_name(buffer_type)) != "AMX" or n_in > 32 or lib.ggml_blck_size(ggml_type) != n_in
 
     def supports(self, node: Tensor) -> bool:
         """Whether the device can run this (possibly not yet allocated) operation."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import LibraryError
+from ..pin import LLAMA_CPP_PYTHON, installed_libraries, installed_version, pip_command
+from . import probe
 
-LLAMA_CPP_PYTHON = "0.3.36"
-_REMEDY = f'run: pip install --force-reinstall "llama-cpp-python=={LLAMA_CPP_PYTHON}" pyggml-spec'
+_REMEDY = f"run: {pip_command()}"
 
 
 def check_distribution(installed: str | None) -> None:
@@ -45,14 +46,9 @@ def check_single(paths: set[str]) -> None:
         )
 
 
-def _installed_version() -> str | None:
-    try:
-        return importlib.metadata.version("llama_cpp_python")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-check_distribution(_installed_version())
+check_distribution(installed_version())
+_libraries = installed_libraries()
+FITNESS = probe.check(_libraries) if _libraries is not None else probe.Fitness()  # before the first of its instructions runs here
 
 import llama_cpp
 
@@ -85,6 +81,7 @@ if sys.platform == "linux":
 
 lib.quiet_log()
 llama_cpp.llama_backend_init()
+lib.ask_extra_bufts()  # the first time, ggml writes to stderr if the kernel refuses AMX
 
 
 def check(status: int, err: CData) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from ..errors import EngineError
 from .library import Tensor, lib, text
 
+NOT_WEIGHTS = {"q8_1", "q8_K", "i8", "i16", "i32", "i64", "f64"}  # ggml has no product of these, and ends the process on one
 F32, I32, I64 = lib.GGML_TYPE_F32, lib.GGML_TYPE_I32, lib.GGML_TYPE_I64
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from ..cache.kv_types import KVTypes
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Device, devices
+from ..ggml.library import FITNESS
 from ..text import tokenizer as _quiet  # noqa: F401  (silences llama.cpp's log)
 
 
@@ -18,6 +19,7 @@ class LlamaReference:
     def __init__(self, path: str | Path, device: Device, n_ctx: int, chunk: int, threads: int, kv: KVTypes = KVTypes()):
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0 if device.kind == "cpu" else -1
+        params.use_extra_bufts = not FITNESS.refused  # all of them or none
         if device.kind != "cpu":
             gpus = [d.name for d in devices() if d.kind in ("gpu", "igpu")]
             params.split_mode, params.main_gpu = llama_cpp.LLAMA_SPLIT_MODE_NONE, gpus.index(device.name)

@@ -37,7 +37,7 @@ def test_the_pinned_version_passes():
 @pytest.mark.parametrize("installed", ["0.3.35", "0.3.360", "0.3.36.post1", "1.0"])
 def test_another_version_is_refused_with_the_command_that_fixes_it(installed):
     message = refused(library.check_distribution, installed)
-    assert f"llama-cpp-python {installed} " in message and f'"llama-cpp-python=={library.LLAMA_CPP_PYTHON}"' in message
+    assert f"llama-cpp-python {installed} " in message and f"llama-cpp-python=={library.LLAMA_CPP_PYTHON}" in message
     assert "pip install" in message
 
 

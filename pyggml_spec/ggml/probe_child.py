@@ -1,0 +1,86 @@
+"""What `probe` runs: ``python -m pyggml_spec.ggml.probe_child LIBRARIES [BUFFER TYPE TO LEAVE OUT ...]``.
+
+Says on stdout what it is at before it is at it: the last line of one that died names the culprit.
+"""
+
+import ctypes
+import sys
+from pathlib import Path
+
+from .probe import _FLAGS, PLAIN, START
+
+N_IN, N_OUT, ROWS = 512, 64, (1, 16, 33)  # whole blocks of every type; a row, a tile, more than two
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def load(folder: Path, name: str) -> ctypes.CDLL:
+    """By the name that other libraries look for: a wheel holds copies where a build has links, and each copy would be another library."""
+    numbered = sorted(folder.glob(f"lib{name}.so.?"))
+    plain = (path for path in folder.glob(f"*{name}.*") if path.suffix in (".so", ".dylib", ".dll"))
+    return ctypes.CDLL(str((*numbered, *plain)[0]), ctypes.RTLD_GLOBAL)
+
+
+def say_features(folder: Path) -> None:
+    """What the build was compiled with. Each function returns a constant; nothing else of the library has run before."""
+    load(folder, "ggml-base")
+    library = load(folder, "ggml-cpu")
+    say(
+        " ".join(["features", *(name for name in _FLAGS if hasattr(library, f"ggml_cpu_has_{name}") and library[f"ggml_cpu_has_{name}"]())])
+    )
+
+
+def multiply(backend, buffer_type) -> None:
+    """A product by a matrix of every type that this buffer type takes."""
+    from .graph import Graph, Role
+    from .library import check, ffi, lib, new_err, text
+    from .shapes import NOT_WEIGHTS
+
+    def new_context():
+        return lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 4 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
+
+    for kind in range(lib.GGML_TYPE_COUNT):
+        if text(lib.ggml_type_name(kind)) in NOT_WEIGHTS or not lib.ggml_blck_size(kind) or N_IN % lib.ggml_blck_size(kind):
+            continue
+        for rows in ROWS:
+            weights, others, role, err = new_context(), new_context(), Role(backend, "probe"), new_err()
+            weight = lib.ggml_new_tensor(weights, kind, 2, (N_IN, N_OUT))
+            x = lib.ggml_new_tensor(others, lib.GGML_TYPE_F32, 2, (N_IN, rows))
+            buffers = [backend.allocate(weights, buffer_type), backend.allocate(others)]
+            graph = Graph(role)
+            product = lib.ggml_mul_mat(graph.ctx, weight, x)
+            if backend.supports(product):
+                lib.ggml_backend_tensor_set(weight, ffi.new("char[]", lib.ggml_nbytes(weight)), 0, lib.ggml_nbytes(weight))
+                lib.ggml_backend_tensor_memset(x, 0, 0, lib.ggml_nbytes(x))
+                graph.expand(product)
+                graph.plan()
+                check(lib.pgs_graph_compute(graph.handle, err), err)
+            graph.close()
+            role.close()
+            for buffer in buffers:
+                lib.ggml_backend_buffer_free(buffer)
+            lib.ggml_free(weights)
+            lib.ggml_free(others)
+
+
+def main() -> None:
+    say(f"at {START}")
+    say_features(Path(sys.argv[1]))
+    from .device import Backend, devices
+    from .library import lib, text
+
+    backend = Backend(next(device for device in devices() if device.kind == "cpu"), 2)  # tiles are configured per thread
+    say(f"at {PLAIN}")
+    multiply(backend, backend.default_buffer_type)
+    for buffer_type in backend.extra_buffer_types():
+        name = text(lib.ggml_backend_buft_name(buffer_type))
+        if name not in sys.argv[2:]:
+            say(f"at {name}")
+            multiply(backend, buffer_type)
+    say("done")
+
+
+if __name__ == "__main__":
+    main()
