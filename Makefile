@@ -32,7 +32,6 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy
 
 test-patches: $(READY)
 	$(BIN)/python scripts/run_patched_tests.py
