@@ -11,7 +11,8 @@ from .device import Backend
 from .library import Tensor, check, ffi, lib, new_err, text
 from .shapes import F32, I32, I64, inside, multiplies, part, repeats, require, reshapes
 
-MAX_NODES = 16384  # structs only: about 6 MB of arena per graph
+NODES = 16384  # structs only: about 6 MB of arena per graph
+SPARE = 1024  # more than a model makes between two calls of ``expand``
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,13 @@ class RoleCounters:
 
 
 class Role:
-    """One kind of step. Owns the allocator that all graphs of this kind share; graphs of a role never run at the same time."""
+    """One kind of step. Owns the allocator that all graphs of this kind share; graphs of a role never run at the same time.
 
-    def __init__(self, backend: Backend, name: str) -> None:
-        self.name, self.backend = name, backend
+    ``nodes``: what a graph of it may have.
+    """
+
+    def __init__(self, backend: Backend, name: str, nodes: int = NODES) -> None:
+        self.name, self.backend, self.nodes = name, backend, nodes
         self.handle: Any = lib.pgs_role_new(backend.handle)
 
     @property
@@ -56,7 +60,7 @@ class Graph:
     def __init__(self, role: Role) -> None:
         self.role = role
         self._err = new_err()
-        self.handle: Any = lib.pgs_graph_new(role.handle, MAX_NODES, self._err)
+        self.handle: Any = lib.pgs_graph_new(role.handle, role.nodes, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
         self.ctx = lib.pgs_graph_context(self.handle)
@@ -291,8 +295,13 @@ class Graph:
     # -- engine nodes
 
     def expand(self, node: Tensor) -> None:
-        """Puts ``node`` and what it needs at the end of the graph; the order of calls is the order of execution."""
+        """Puts ``node`` and what it needs at the end of the graph; the order of calls is the order of execution.
+
+        Raises EngineError where little of the arena is left: ggml ends the process when there is none.
+        """
         lib.ggml_build_forward_expand(self.gf, node)
+        if self.n_nodes > self.role.nodes - SPARE:
+            raise EngineError(f"a graph of {self.n_nodes} nodes is larger than the {self.role.nodes} that were planned for this model")
 
     def keep(self, node: Tensor) -> None:
         """Expands ``node`` and keeps its memory until the graph runs again: the host reads it."""

@@ -83,6 +83,15 @@ class Step:
         return None, out
 
 
+def most_nodes(target: Target, drafter: DFlash | None) -> int:
+    """Nodes that no step of this pair exceeds: layers take 28 to 66, and three for each expert that a token uses; slots, scales, biases and
+    the rotation of quantised rows take at most 40 more.
+    """
+    experts = getattr(target, "experts", None)
+    per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
+    return 4096 + (target.n_layer + (drafter.hp.n_layer if drafter is not None else 0)) * per_layer
+
+
 class StepGraphs:
     """Builds and keeps the graphs of one engine. Owns the roles."""
 
@@ -174,7 +183,7 @@ class StepGraphs:
             raise EngineError(f"there is no step called {role!r}: use one of {', '.join(self._builders)}")
         width = whole(width, f"the width of a {role} step", 0 if role == "commit" else 1, self._widest)
         if role not in self.roles:
-            self.roles[role] = Role(self.backend, role)
+            self.roles[role] = Role(self.backend, role, most_nodes(self.target, self.drafter))
         graph = Graph(self.roles[role])
         try:
             fields = StepFields(self.io, graph)

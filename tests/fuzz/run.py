@@ -108,7 +108,7 @@ def _slice(result: Result, target: str, seed: str, first: int, count: int, state
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", choices=["gguf", "pair", "template", "prompt", "grammar", "prefix", "json", "selftest"])
+    parser.add_argument("target", choices=["gguf", "pair", "layers", "template", "prompt", "grammar", "prefix", "json", "selftest"])
     parser.add_argument("--executions", type=int, default=100_000)
     parser.add_argument("--seed", default="1")
     parser.add_argument("--slice", type=int, default=20_000, help="inputs per worker")

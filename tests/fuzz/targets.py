@@ -9,8 +9,10 @@ import json
 import os
 import random
 import re
+import struct
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from gguf_io.build import ARR, I32, STR, Model
 from gguf_io.small import SMALL
 from gguf_io.test_hostile import BROKEN
 from gguf_io.test_mutations import EVERY_VALUE
-from models.test_arch_lies import WRITERS
+from models.test_arch_lies import TINY, WRITERS
 from text.test_template import CHATML, GEMMA, LLAMA, TALK
 from tools.checkpoint import config_of, export
 
@@ -38,6 +40,7 @@ from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary
 from pyggml_spec.tools.inspect import inspect_file
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
 from pyggml_spec.tools.random_model import write_dflash, write_qwen35
 from pyggml_spec.tools.zlab import read_layout
 
@@ -53,6 +56,7 @@ class Target:
     """Base: bytes mutated anywhere, an input in a file of its own."""
 
     memory: int | None = 64 * MIB
+    slow_s = 1.0  # that an input may take, of its thread's own time: what other processes take does not count
     figures: dict[str, float] = {}  # what else was measured, the most of each
 
     def __init__(self, folder: Path):
@@ -156,6 +160,38 @@ class Pair(Target):
                 with session.concurrent(2) as server:
                     for handle in [server.submit(text, 3) for text in ("ab", "b")]:
                         handle.result(20)
+        return "generated"
+
+
+class Layers(Target):
+    """Models of one to some 1,100 layers, of every architecture, with a drafter of up to 300: loaded and run, with slots too, or refused.
+
+    Bytes: architecture, layers of the target and of the drafter (two each), and 1 for two sequences at once.
+    """
+
+    memory = None
+    slow_s = 15.0  # writing a model of 1,024 layers, building and running its graphs: 2 to 5
+    EDGES = (1, 2, 255, 256, 257, 299, 300, 400, 512, 1023, 1024, 1025, 1025)
+
+    def seeds(self) -> list[bytes]:
+        self.writers = [write_qwen35, write_qwen3, write_llama, write_qwen35moe, write_laguna, write_gemma4]
+        return [struct.pack("<BHHB", arch, n, 2, slots) for arch in range(6) for n, slots in ((4, 1), (400, 0), (1025, 0))]
+
+    def change(self, rng: random.Random) -> bytes:
+        count, most = (rng.choice(self.EDGES), 300) if rng.random() < 0.4 else (int(1100 ** rng.random()), 16)
+        return struct.pack("<BHHB", rng.randrange(6), count, int(most ** rng.random()), rng.randrange(2))
+
+    def run(self, data: bytes) -> str:
+        arch, n_layer, n_draft, slots = struct.unpack("<BHHB", data)
+        shape = replace(TINY, n_layer=n_layer, draft_layers=n_draft, target_layers=(min(1, n_layer),))
+        draft = write_dflash(self.folder / "d.gguf", shape)
+        target = self.writers[arch](self.path, shape)
+        with ps.load(target, draft, device="CPU", threads=1, n_ctx=64, draft_width=4) as session:
+            session.generate("ab", max_tokens=3)
+            if slots:
+                with session.concurrent(2) as server:
+                    for handle in [server.submit(text, 3) for text in ("ab", "b")]:
+                        handle.result(60)
         return "generated"
 
 
@@ -446,6 +482,7 @@ class SelfTest(Target):
 TARGETS = {
     "gguf": Gguf,
     "pair": Pair,
+    "layers": Layers,
     "template": Template,
     "prompt": Prompt,
     "grammar": GrammarText,

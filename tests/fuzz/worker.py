@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz.targets import EXPECTED, make, shape_of
 
 STATE_BYTES = 4 << 20
-SLOW_S = 1.0  # of this thread's own time: what other processes take does not count
 WARM = 50  # inputs before memory is bounded
 MOST_KEPT, MOST_FINDINGS = 4000, 100
 
@@ -69,7 +68,7 @@ class Worker:
             self._found(i, f"{type(error).__name__}: {str(error)[:300]}", data)
         spent = time.thread_time() - began
         self.slowest = max(self.slowest, spent)
-        if spent > SLOW_S:
+        if spent > self.target.slow_s:
             self._found(i, f"took {spent:.2f} s", data)
         if outcome not in self.outcomes and len(self.target.corpus) < MOST_KEPT and len(data) <= self.largest:
             self.target.corpus.append(data)  # a new way to end is a place that was not reached before
