@@ -15,8 +15,8 @@ from .checks import token_ids, whole
 from .concurrent import ConcurrentSession
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .events import StepEvent
-from .ggml.device import Backend, devices, disable_graph_replay, free_bytes, pick_device
-from .ggml.library import FITNESS, versions
+from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, pick_device
+from .ggml.library import versions
 from .gguf_io import GGUFFile
 from .models.base import Target
 from .models.dflash import DFlash
@@ -116,7 +116,7 @@ class Session:
         self.backend = self._own(Backend(pick_device(device), threads))
         file = self._own(GGUFFile(target))
         self.target = open_target(file)
-        self.notes += FITNESS.notes if self.backend.device.kind == "cpu" else []
+        self.notes += build_notes(self.backend.device)
         self.notes += ignored_yarn(file, self.target.arch)
         self.tokenizer = self._own(Tokenizer(file))
         if draft is not None:

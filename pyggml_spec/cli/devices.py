@@ -4,8 +4,7 @@ import json
 
 import click
 
-from ..ggml.device import devices
-from ..ggml.library import FITNESS
+from ..ggml.device import build_notes, devices
 from .terminal import say, size
 
 
@@ -21,5 +20,6 @@ def command(as_json: bool):
             click.echo(f"{d.name:<12} {d.kind:<6} {size(d.memory_free):>10} free of {size(d.memory_total):>10}  {d.description}")
     if all(d.kind in ("cpu", "accel") for d in found):
         say("note: this build of llama-cpp-python finds no GPU, so everything runs on the CPU; docs/guide.md says how to build it for one")
-    for note in FITNESS.notes:
-        say(f"note: {note}")
+    for device in found:
+        for note in build_notes(device):
+            say(f"note: {device.name}: {note}")

@@ -19,6 +19,7 @@ from ..spec.engine import Engine
 from ..spec.parts import EngineOptions
 from ..text.tokenizer import Tokenizer
 from . import files, precision, readings, running, templates
+from .build import build
 from .evidence import Passage, held_out_prompts, write_passages
 from .opening import open_leniently
 from .probe import FLOOR, JUDGED, Measured, Probe, Reading
@@ -160,6 +161,7 @@ class _Examination:
 
     def checks(self):
         self.progress("files", 0, 8)
+        yield build(self.subject.backend.device)
         yield files.tokenizer(self.subject.file, self.file)
         try:
             opened = open_leniently(self.file, self.target)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..checks import whole
 from ..errors import DeviceError
+from ..pin import installed_libraries
 from .library import FITNESS, Buffer, BufferType, CData, Context, Tensor, ffi, lib, text
 
 _KINDS = {
@@ -57,6 +58,20 @@ def pick_device(name: str | None = None) -> Device:
             return device
     remedy = "" if any(d.kind in ("gpu", "igpu") for d in found) else "; a GPU needs a build that was made for it (docs/guide.md)"
     raise DeviceError(f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(d.name for d in found)}{remedy}")
+
+
+def build_notes(device: Device) -> list[str]:
+    """What there is to say about the installed build on this device: buffer types that are not used, whose kernels run on a GPU."""
+    if device.kind == "cpu":
+        return FITNESS.notes
+    if not device.name.startswith("CUDA"):
+        return []
+    from ..building import missing_kernels
+
+    missing = missing_kernels(installed_libraries())
+    if missing is None:
+        return []
+    return ["ggml's own kernels; `pyspec build --cuda` builds faster ones" if missing else "patched kernels"]
 
 
 def free_bytes(device: Device) -> int:

@@ -89,7 +89,7 @@ def test_a_whole_examination():
         subject.close()
     names = [check.name for check in report.checks]
     assert names == [
-        "tokenizer", "mask embedding", "drafter weights", "target weights", "features", "target layers", "mask token", "block size", "rope base", "rope sections",
+        "build", "tokenizer", "mask embedding", "drafter weights", "target weights", "features", "target layers", "mask token", "block size", "rope base", "rope sections",
         "embedding scale", "attention scale", "activation", "sliding window", "block direction", "soft-cap", "fit to this target", "drafter quantisation",
         "target quantisation", "template and thinking", "micro-batches", "repeated prompt", "cache hit", "acceptance", "graph replay",
         "repeated step", "time split", "break-even", "speed-up",

@@ -36,7 +36,7 @@ def library_headers() -> Path:
 
 
 def pyspec(fake: Path, cache: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pyggml_spec", *arguments]
+    command = [sys.executable, *(() if arguments[0] == "-c" else ("-m", "pyggml_spec")), *arguments]
     env = {**os.environ, "LD_PRELOAD": str(fake), "PYSPEC_CACHE": str(cache), **env}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
 
@@ -53,6 +53,9 @@ def test_a_buffer_type_whose_products_end_the_process_is_not_used(fake, tmp_path
     assert "buffer type FAKE is not used" in done.stderr and "SIGILL" in done.stderr and REBUILD in done.stderr
     devices = pyspec(fake, tmp_path, "devices", **bad)
     assert devices.returncode == 0 and "FAKE is not used" in devices.stderr and REBUILD in devices.stderr
+    doctor = pyspec(fake, tmp_path, "-c", "from pyggml_spec.doctor.build import build; from pyggml_spec.ggml.device import devices; "
+                    "print(build(devices()[0]))", **bad)  # fmt: skip
+    assert "verdict='warn'" in doctor.stdout and "FAKE" in doctor.stdout and REBUILD in doctor.stdout
     quiet = pyspec(fake, tmp_path, *RUN, "-q", **bad)
     assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
     assert len(list(tmp_path.glob("probe-*.json"))) == 1
