@@ -230,9 +230,11 @@ class ConcurrentSession:
         """
         engine = self._scheduler.engine
         ids, stop = self._prompt_ids(prompt, special), stop_texts(stop)
-        mode = mode or (SPECULATIVE if engine.drafter is not None else PLAIN)
+        forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if engine.drafter is not None else PLAIN)
         text = BlockText(self._tokenizer.piece, stop)
-        options = LoopOptions(max_tokens, mode, engine.options.width, self._tokenizer.is_end, ignore_end, completes=text.completes)
+        options = LoopOptions(
+            max_tokens, mode, engine.options.width, self._tokenizer.is_end, ignore_end, completes=text.completes, forced=forced
+        )
         sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)
         try:

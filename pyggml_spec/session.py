@@ -248,9 +248,16 @@ class Session:
         """
         self._check_open()
         ids, text = self.prompt_ids(prompt, special), BlockText(self.tokenizer.piece, stop_texts(stop))
-        mode = mode or (SPECULATIVE if self.drafter is not None else PLAIN)
+        forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.drafter is not None else PLAIN)
         options = LoopOptions(
-            max_tokens, mode, self.engine.options.width, self.tokenizer.is_end, ignore_end, synthetic, completes=text.completes
+            max_tokens,
+            mode,
+            self.engine.options.width,
+            self.tokenizer.is_end,
+            ignore_end,
+            synthetic,
+            completes=text.completes,
+            forced=forced,
         )
         options.check(self.drafter)
         turn, sampler = self._turns.take(), None

@@ -51,6 +51,8 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     if s.drafted:
         lines.append(f"accepted {s.matched} of {s.drafted} drafts ({100 * s.acceptance:.1f} %), by position: {_positions(s)}")
         lines.append(f"tokens per step: {_histogram(s)}")
+    if s.forced:
+        lines.append(f"forced by the constraint: {s.forced} of the drafts, {s.forced_matched} accepted")
     if s.width_reason:
         used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
         lines.append(f"steps: {used}; {s.width_reason}")
@@ -78,7 +80,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     reused = f", {s.reused_tokens} of them from the prefix cache" if s.reused_tokens else ""
     lines.append(
         f"load {s.seconds['load']:.2f} s, prefill {s.seconds['prefill']:.2f} s ({s.prompt_tokens} tokens{reused}), decode {decode:.2f} s; "
-        f"ended by: {s.stop_reason or 'nothing'}"
+        f"ended by: {ended(s)}"
     )
     lines += [f"note: {note}" for note in s.notes]
     return "\n".join(lines)
@@ -96,11 +98,16 @@ def _replays(s: Stats, c: dict[str, int]) -> str:
     return f"{line}\nwarning: only {100 * rate:.0f} % of the steps were replayed, so launches cost time: {why}"
 
 
+def ended(s: Stats) -> str:
+    """Why a generation ended, and whether what it had to match is there as a whole."""
+    return (s.stop_reason or "nothing") + (" (cut: not complete)" if s.cut else "")
+
+
 def answer_line(s: Stats) -> str:
     """The one line that a chat shows below an answer."""
     drafts = f", {s.matched} of {s.drafted} drafts accepted" if s.drafted else ""
     reused = f", {s.reused_tokens} in the caches" if s.reused_tokens else ""
-    return f"[{s.emitted} tokens, {s.tokens_per_second:.1f} tok/s{drafts}; prompt {s.prompt_tokens} tokens{reused}; ended by: {s.stop_reason or 'nothing'}]"
+    return f"[{s.emitted} tokens, {s.tokens_per_second:.1f} tok/s{drafts}; prompt {s.prompt_tokens} tokens{reused}; ended by: {ended(s)}]"
 
 
 def _positions(s: Stats) -> str:
@@ -108,6 +115,6 @@ def _positions(s: Stats) -> str:
 
 
 def _histogram(s: Stats) -> str:
-    most = max(s.block_sizes.values())
-    bars = "".join(_BAR[round(8 * s.block_sizes.get(n, 0) / most)] for n in range(1, s.width + 1))
-    return f"1 |{bars}| {s.width}"
+    most, widest = max(s.block_sizes.values()), max(s.width, *s.block_sizes)
+    bars = "".join(_BAR[round(8 * s.block_sizes.get(n, 0) / most)] for n in range(1, widest + 1))
+    return f"1 |{bars}| {widest}"

@@ -191,11 +191,9 @@ class Grammar:
         return allowed
 
     def forced(self, most: int) -> list[int]:
-        """The tokens that certainly come next, if they come as the tokenizer writes them; ``most`` at most."""
-        if self.ended or most < 1:
+        """The tokens that certainly come next, if they come as the tokenizer writes them; ``most`` at most, and no end token."""
+        if self.ended or most < 1 or self._matcher.is_stopped():
             return []
-        if self._matcher.is_stopped():
-            return self._vocabulary.ends[:1]
         return self._checked(self._matcher.compute_ff_tokens())[:most]
 
     def accept(self, token: int) -> None:

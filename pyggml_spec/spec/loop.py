@@ -11,8 +11,9 @@ from ..errors import EngineError
 from ..ggml.device import waited_for_core
 from .accept import choose_block, first_token
 from .engine import Engine
+from .forced import ForcedDrafts
 from .limits import Limits
-from .parts import StepResult
+from .parts import StepResult, candidate_widths
 from .sampling import Sampler
 from .stats import Stats
 from .synthetic import SyntheticAcceptance
@@ -36,6 +37,7 @@ class LoopOptions:
     sampler: chooses the tokens, of this generation alone; None: the greedy ones.
     completes: whether a stop text is complete with a token; asked once about each that comes out, in order. None: there are none.
     drafts: drafts instead of the drafter.
+    forced: whether tokens that the sampler's constraint leaves no choice about are drafts, ahead of the drafter's and without one.
     """
 
     max_tokens: int | None = None
@@ -47,6 +49,7 @@ class LoopOptions:
     sampler: Sampler | None = None
     completes: Callable[[int], bool] | None = None
     drafts: Drafts | None = None
+    forced: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in (SPECULATIVE, PLAIN, REFERENCE):
@@ -57,6 +60,12 @@ class LoopOptions:
     def limits(self) -> Limits:
         """Of one sequence with these options."""
         return Limits(self.max_tokens, (lambda token: False) if self.ignore_end else self.is_end, self.completes)
+
+    def forced_drafts(self) -> ForcedDrafts | None:
+        """Of one sequence with these options; None where nothing is forced."""
+        if not self.forced or self.mode == REFERENCE or self.sampler is None or self.sampler.grammar is None:
+            return None
+        return ForcedDrafts(self.sampler, candidate_widths(self.width))
 
     def check(self, drafter: object | None) -> None:
         """Raises EngineError for a mode that needs a drafter where there is none."""
@@ -113,6 +122,7 @@ class _Run:
         self.limits = options.limits()
         self.speculating = options.mode == SPECULATIVE and options.width > 1
         self.control = control if self.speculating else None
+        self.forced = options.forced_drafts()
         self._before = _counts(engine)
         self._warm: dict | None = None
         self._decode_started: float | None = None
@@ -155,16 +165,22 @@ class _Run:
 
     def _step(self) -> list[int]:
         began = time.perf_counter_ns()
-        result, width, by_model = self._forward()
-        drafts = result.tokens[1:].tolist() if self.options.mode != REFERENCE else []
+        forced = self.forced.next() if self.forced is not None else []
+        result, width, by_model = self._forward() if not forced else self._verify(forced)
+        drafts = forced or (result.tokens[1:].tolist() if self.options.mode != REFERENCE else [])
         options, candidates = self.options, self.engine.candidates
         block = choose_block(result.ids.tolist(), drafts, self.limits, candidates, options.sampler, options.synthetic)
         matched = len(block) - 1
         self.engine.accept(len(block), block[-1])
         self.history += block
-        self.stats.add_block(width, matched, by_model, self.options.mode != REFERENCE)
+        self.stats.add_block(width, matched, by_model, len(drafts))
         spent = time.perf_counter_ns() - began
-        if self.control is not None:
+        if self.forced is not None and forced:
+            self.forced.observe(len(forced), matched)
+            self.stats.forced, self.stats.forced_matched = self.forced.drafted, self.forced.matched
+        elif self.forced is not None and width > 1:
+            self.forced.observe_drafter(matched)
+        if self.control is not None and not forced:
             self.control.observe(width, matched, spent / 1e6)
         self._count_time(result, spent)
         if self._warm is None and self.stats.steps >= WARMUP_STEPS:
@@ -186,6 +202,12 @@ class _Run:
             self.speculating, self.control = False, None
         return result, width, True
 
+    def _verify(self, forced: list[int]) -> tuple[StepResult, int, bool]:
+        """A block of given drafts, filled up to a width that there are graphs for."""
+        width = self.forced.width(forced) if self.forced is not None else 1 + len(forced)
+        filler = [forced[-1]] * (width - 1 - len(forced))
+        return self._checked(self.engine.verify_step([*forced, *filler])), width, False
+
     def _checked(self, result: StepResult) -> StepResult:
         if not result.target_finite:
             raise EngineError(
@@ -202,8 +224,11 @@ class _Run:
         elif self.speculating:
             role = "fused"
         widths = [1] if role == "plain" else self.control.widths if self.control is not None else [self.options.width]
-        self.engine.prepare_transitions(widths)
-        self.engine.prepare([(role if width > 1 else "plain", width) for width in widths], self.limits.left)
+        kinds = [(role if width > 1 else "plain", width) for width in widths]
+        if self.forced is not None:
+            kinds += [("verify", width) for width in candidate_widths(self.options.width) if width > 1 and ("verify", width) not in kinds]
+        self.engine.prepare_transitions(sorted({width for _, width in kinds}))
+        self.engine.prepare(kinds, self.limits.left)
 
     def _count_time(self, result: StepResult, total_ns: int) -> None:
         times, host = result.times, self.stats.host_us
@@ -215,6 +240,7 @@ class _Run:
     def finish(self) -> None:
         """Fills in the counters, also when the generation was abandoned."""
         stats = self.stats
+        stats.cut = self.options.sampler is not None and self.options.sampler.incomplete
         if self.engine.graphs.closed:
             return
         self.engine.read_candidates(0)

@@ -294,6 +294,15 @@ class Sampler:
             )
         return int(chosen["id"])
 
+    def forced(self, most: int) -> list[int]:
+        """The tokens that a constraint leaves no choice about now, ``most`` at most."""
+        return self.grammar.forced(most) if self.grammar is not None else []
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether there is a constraint, and the text so far is not a whole one."""
+        return self.grammar is not None and not self.grammar.complete
+
     def take_logprobs(self) -> tuple[TokenLogprob, ...]:
         taken, self.logprobs = tuple(self.logprobs), []
         return taken

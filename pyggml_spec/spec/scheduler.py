@@ -92,6 +92,7 @@ class Stream:
         self._leaders: list[tuple[Stream, int]] = []  # older ones that compute what this prompt begins with, and how much of it
         self._speculating = options.mode == SPECULATIVE and options.width > 1
         self._acceptance = Acceptance(widest - 1) if self._speculating else None
+        self._forced, self._forced_now = options.forced_drafts(), list[int]()
         self._since = time.perf_counter()
         self._last_step = 0.0
 
@@ -146,6 +147,9 @@ class Stream:
 
     def _work(self, width: int) -> Work:
         """What it does in a step whose blocks have ``width`` rows."""
+        self._forced_now = self._forced.next() if self._forced is not None else []
+        if self._forced_now:
+            return Verify(self._forced_now)
         if not self._speculating or width == 1:
             return Verify()
         scripted = self._options.drafts
@@ -385,9 +389,14 @@ class Scheduler:
             result.ids.tolist(), result.tokens[1:].tolist(), stream._limits, candidates, options.sampler, options.synthetic
         )
         self.engine.accept(stream.slot, len(block), block[-1])
-        stats.add_block(item.rows, len(block) - 1, isinstance(item, Draft))
-        if item.rows > 1 and stream._acceptance is not None:
-            stream._acceptance.observe(item.rows, len(block) - 1)
+        stats.add_block(item.rows, matched := len(block) - 1, isinstance(item, Draft))
+        if stream._forced is not None and stream._forced_now:
+            stream._forced.observe(len(stream._forced_now), matched)
+            stats.forced, stats.forced_matched = stream._forced.drafted, stream._forced.matched
+        elif item.rows > 1 and stream._acceptance is not None:
+            stream._acceptance.observe(item.rows, matched)
+            if stream._forced is not None:
+                stream._forced.observe_drafter(matched)
         self._emit(stream, block)
 
     def _first(self, stream: Stream, result: StepResult) -> int:
@@ -407,6 +416,7 @@ class Scheduler:
 
     def _end(self, stream: Stream, reason: str) -> None:
         stream.stats.stop_reason = reason
+        stream.stats.cut = stream._options.sampler is not None and stream._options.sampler.incomplete
         self.stats.finished[reason] += 1
         self._leave(stream)
         stream.ended = True
@@ -432,9 +442,10 @@ class Scheduler:
         stats.rows_computed, stats.rows_used, stats.seconds = self.engine.rows_computed, self.engine.rows_used, stats.seconds + spent
         if prompts:
             return
-        width = max(item.rows for item in work.values() if not isinstance(item, Prompt))
+        rows = max(item.rows for item in work.values() if not isinstance(item, Prompt))
+        width = next(w for w in (1, *candidate_widths(self.engine.options.width)) if rows <= w)
         stats.widths[width] += 1
-        if self.widths is not None and len(work) == len(decoding):
+        if self.widths is not None and len(work) == len(decoding) and not any(s._forced_now for s in decoding):
             self.widths.observe(self._covered, width, 1000 * spent)
         for stream in decoding:
             if stream._last_step:

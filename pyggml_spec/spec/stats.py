@@ -30,6 +30,8 @@ class Stats:
         width_reason: why width control chose as it did, in one sentence; empty where the width was pinned, and for
             requests that share steps unless no block can pay.
         seed, sampling: of the random numbers (None if there are none), and what the tokens were chosen by, in words.
+        forced, forced_matched: of the drafts, those that a constraint left no choice about, and how many of them were accepted.
+        cut: whether a constraint ended before its text was whole: at the token limit, at the end of the context, or by the caller.
         nan_drafts: blocks whose drafter produced NaN or Inf.
         graphs_built_after_warmup: graphs that a step had to wait for after the second one; graphs_built_ahead: graphs of the next span that
             were built meanwhile, one per step, on a GPU while it computed.
@@ -53,6 +55,9 @@ class Stats:
     matched: int = 0
     target_forwards: int = 0
     draft_forwards: int = 0
+    forced: int = 0
+    forced_matched: int = 0
+    cut: bool = False
     nan_drafts: int = 0
     seed: int | None = None
     sampling: str = "greedy"
@@ -80,24 +85,25 @@ class Stats:
     cuda_graphs: dict | None = None
     experts: dict | None = None
 
-    def add_block(self, width: int, matched: int, drafted_by_model: bool, drafted: bool = True) -> None:
+    def add_block(self, width: int, matched: int, drafted_by_model: bool, drafts: int | None = None) -> None:
         """Counts one decode step over ``width`` rows whose first ``matched`` drafts were accepted.
 
-        ``drafted`` False: the rows behind the first are filler (reference mode), not drafts.
+        ``drafts``: rows that were drafts, where others are filler (reference mode: 0); None: all behind the first.
         """
+        drafts = width - 1 if drafts is None else drafts
         self.steps += 1
         self.target_forwards += 1
         self.draft_forwards += drafted_by_model
         self.widths[width] += 1
         self.block_sizes[matched + 1] += 1
         self.emitted += matched + 1
-        if width > 1 and drafted:
-            self.drafted += width - 1
+        if drafts:
+            self.drafted += drafts
             self.matched += matched
-            grow = width - 1 - len(self.matched_at)
+            grow = drafts - len(self.matched_at)
             self.matched_at += [0] * grow
             self.offered_at += [0] * grow
-            for i in range(width - 1):
+            for i in range(drafts):
                 self.offered_at[i] += 1
                 self.matched_at[i] += i < matched
 
