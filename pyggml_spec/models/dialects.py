@@ -9,6 +9,8 @@ qwen35-dflash-draft, gemma4-dflash-draft    <arch>.dflash.*         dflash.fc, d
 `target_layer_ids` counts layers by their outputs, as the checkpoints do; `target_layers` by their inputs, so it holds 1 more.
 """
 
+import re
+
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 
@@ -28,12 +30,20 @@ _OTHERS = {
     "reduced-vocabulary": ("d2t", "t2d"),
     "Laguna-style DFlash": ("dflash.aux_hidden_norm", "dflash.context_kv_layer_norm", "aux_hidden_norm"),
 }
+_DRAFTS = re.compile("draft|dflash|dspark|domino|eagle|mtp|assistant")  # architectures of drafters
 
 
 def method(file: GGUFFile) -> tuple[str, str] | None:
-    """The method of a drafter that is not DFlash, or a DFlash that is not supported, and the name that gives it away; None for others."""
+    """The method of a drafter that is not DFlash, or a DFlash that is not supported, and the name that gives it away; None for others.
+
+    The architecture comes first: targets have keys and tensors of these names too (MTP layers, hyper-connections), and llama.cpp writes keys
+    of all kinds into every file, with 0 for what a model does not have.
+    """
     arch = file.get("general.architecture", str)
-    names = [arch, *(key.removeprefix(f"{arch}.") for key in file.metadata if key.startswith(f"{arch}."))]
+    if not _DRAFTS.search(arch):
+        return None
+    said = [key for key, value in file.metadata.items() if not isinstance(value, (int, float, str)) or value]
+    names = [arch, *(key.removeprefix(f"{arch}.") for key in said if key.startswith(f"{arch}."))]
     names += [name.split(".", 2)[2] if name.startswith("blk.") and name.count(".") > 1 else name for name in file.tensors]
     for other, beginnings in _OTHERS.items():
         sign = next((name for name in names if name.startswith(beginnings)), None)

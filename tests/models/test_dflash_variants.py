@@ -149,6 +149,25 @@ def test_other_methods_are_refused_by_name_everywhere(tmp_path, target, method, 
             open_target(file)
 
 
+def test_a_file_is_what_its_architecture_says_whatever_else_it_names(tmp_path, target):
+    """llama.cpp writes hyper_connection keys of 0 into every file that it saves; a real target has some of its own, and MTP layers."""
+    draft = Model(write_dflash(tmp_path / "d.gguf", SHAPE))
+    draft.keys["dflash.hyper_connection.count"] = (U32, 0)
+    assert inspect_file(draft.write(tmp_path / "o.gguf")).usable
+    model = Model(target)
+    model.keys |= {"general.architecture": (STR, "deepseek4"), "deepseek4.hyper_connection.count": (U32, 4)}
+    model.tensors["blk.0.nextn.eh_proj.weight"] = list(model.tensors["output_norm.weight"])
+    path = model.write(tmp_path / "t.gguf")
+    with GGUFFile(path) as file:
+        for use, words in (
+            (open_target, "has the architecture 'deepseek4'; supported targets: "),
+            (open_drafter, "has the architecture 'deepseek4'; DFlash drafters"),
+        ):
+            with pytest.raises(ModelError, match=words):
+                use(file)
+    assert "the architecture 'deepseek4' is not supported" in inspect_file(path).verdict
+
+
 def test_a_target_with_mtp_layers_is_no_drafter(target):
     with GGUFFile(target) as file:
         file.metadata["qwen3.nextn_predict_layers"] = 1
