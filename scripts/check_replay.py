@@ -31,6 +31,7 @@ TARGETS = {
     "qwen35": write_qwen35,
     "qwen35moe": archs.write_qwen35moe,
     "qwen3": archs.write_qwen3,
+    "qwen3moe": archs.write_qwen3moe,
     "llama": archs.write_llama,
     "laguna": archs.write_laguna,
     "gemma4, shared K/V": archs.write_gemma4,

@@ -53,6 +53,7 @@ def laguna(**yarn) -> dict:
 
 MODELS = {  # name: (configuration, model, what differs from COMMON)
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS | {"norm_topk_prob": True}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA3}),
     "qwen35": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", HYBRID),
     "qwen35moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", HYBRID | EXPERTS),

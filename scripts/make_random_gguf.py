@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 
@@ -75,6 +75,8 @@ MODELS = {
                                           **drafter(5, 32, 8, 17408, 2, 11, 20, 29, 38), **QWEN3)),
     "qwen3-32B": Model(write_qwen3, Shape(n_layer=64, n_embd=5120, n_ff=25600, n_head=64,
                                           **drafter(5, 32, 8, 25600, 2, 17, 32, 47, 62), **QWEN3)),
+    "qwen3-30B-A3B": Model(write_qwen3moe, Shape(n_layer=48, n_embd=2048, n_head=32, n_expert=128, n_used=8, n_ff_expert=768,
+                                                 **drafter(5, 32, 4, 6144, 2, 13, 24, 35, 46), **(QWEN3 | {"n_head_kv": 4}))),
     "llama-8B": Model(write_llama, Shape(n_layer=32, n_embd=4096, n_ff=14336, n_head=32, n_head_kv=8, head_size=128, n_vocab=128256,
                                          n_ctx=131072, rope_base=5e5, **drafter(5, 32, 8, 14336, 2, 9, 16, 23, 30))),
 }  # fmt: skip

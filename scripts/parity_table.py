@@ -17,11 +17,11 @@ from pathlib import Path
 from pyggml_spec.cache.kv import KVCache
 from pyggml_spec.spec.engine import Engine
 from pyggml_spec.tools.compare import compare_logits
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_qwen35
 
 WRITERS = {
-    "qwen35": write_qwen35, "qwen35moe": write_qwen35moe, "qwen3": write_qwen3, "llama": write_llama,
+    "qwen35": write_qwen35, "qwen35moe": write_qwen35moe, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe, "llama": write_llama,
     "gemma4": write_gemma4, "gemma4 routed": lambda *args: write_gemma4(*args, n_per_layer=0, shared=False, routed=True), "laguna": write_laguna,
 }  # fmt: skip
 WEIGHTS = ("F32", "Q8_0", "Q4_K")

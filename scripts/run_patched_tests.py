@@ -27,7 +27,13 @@ from pyggml_spec.folders import build_folder
 from pyggml_spec.models.registry import TARGETS
 from pyggml_spec.tools.compare import compare_logits
 
-COMPARED = {"qwen3-dense", "qwen35-dense", "qwen35moe-moe", "llama-dense"}  # llama.cpp's test writes no gemma4 and no drafter
+COMPARED = {
+    "qwen3-dense",
+    "qwen3moe-moe",
+    "qwen35-dense",
+    "qwen35moe-moe",
+    "llama-dense",
+}  # llama.cpp's test writes no gemma4 and no drafter
 REFUSED = {"laguna-moe": "reads and does not apply to laguna models", "llama-moe": "has routed experts, which llama models here do not"}
 
 

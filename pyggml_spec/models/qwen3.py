@@ -23,7 +23,7 @@ from .weights import VECTOR, Spec, Weights
 
 @dataclass(frozen=True)
 class Hparams:
-    """Hyper-parameters as the GGUF keys give them; sizes in values."""
+    """Hyper-parameters as the GGUF keys give them; sizes in values. ``n_ff`` is 0 where experts take the FFN's place."""
 
     n_layer: int
     n_embd: int
@@ -36,17 +36,17 @@ class Hparams:
     context_length: int
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, arch: str, neox: bool) -> "Hparams":
+    def from_gguf(cls, file: GGUFFile, arch: str, neox: bool, routed: bool = False) -> "Hparams":
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
         head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
         if file.get(f"{arch}.attention.value_length", int, head_size) != head_size:
             raise ModelError(f"{file.path}: attention.value_length differs from key_length {head_size}, which {arch} does not have")
-        if file.get(f"{arch}.expert_count", int, 0):
+        if not routed and file.get(f"{arch}.expert_count", int, 0):
             raise ModelError(f"{file.path} has routed experts, which {arch} models here do not; use a dense model")
         return cls(
             positive(file, f"{arch}.block_count", limit=1024),
             n_embd,
-            positive(file, f"{arch}.feed_forward_length"),
+            0 if routed else positive(file, f"{arch}.feed_forward_length"),
             n_head,
             kv_heads(file, arch, n_head),
             head_size,
@@ -65,11 +65,12 @@ class Qwen3(Model):
     biased: tuple[str, ...] = ATTENTION
     neox = True  # rope pairs (i, i + n_rot / 2)
     head_norms: tuple[str, ...] = ("attn_q_norm", "attn_k_norm")
+    routed = False  # experts in place of the dense FFN
     window = 0
     embedding_scale, softcap = 1.0, 0.0
 
     def __init__(self, file: GGUFFile) -> None:
-        self.file, self.hp = file, Hparams.from_gguf(file, self.arch, self.neox)
+        self.file, self.hp = file, Hparams.from_gguf(file, self.arch, self.neox, self.routed)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
         self.n_vocab = vocabulary(file)
 
@@ -83,16 +84,19 @@ class Qwen3(Model):
             "attn_k": (n, width_kv),
             "attn_v": (n, width_kv),
             "attn_output": (width, n),
-            "ffn_gate": (n, hp.n_ff),
-            "ffn_up": (n, hp.n_ff),
-            "ffn_down": (hp.n_ff, n),
         }
         vectors = {"attn_norm": n, "ffn_norm": n, **dict.fromkeys(self.head_norms, hp.head_size)}
         out = ends(self.file, n, self.n_vocab)
         for i in range(hp.n_layer):
             out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
             out += [Spec(f"blk.{i}.{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
+            out += self._ffn_specs(i)
         return out + self._more_specs()
+
+    def _ffn_specs(self, i: int) -> list[Spec]:
+        n, n_ff = self.n_embd, self.hp.n_ff
+        shapes = {"ffn_gate": (n, n_ff), "ffn_up": (n, n_ff), "ffn_down": (n_ff, n)}
+        return [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
 
     def idle(self) -> dict[str, str]:
         return super().idle() | {"cls.output.weight": "the head of a reranker, which generates no text"}
@@ -104,7 +108,8 @@ class Qwen3(Model):
         out = {}
         for i in range(self.n_layer):
             out[f"blk.{i}.mixer"] = tuple(f"blk.{i}.{name}.weight" for name in ("attn_q", "attn_k", "attn_v"))
-            out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in ("ffn_gate", "ffn_up"))
+            if not self.routed:
+                out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in ("ffn_gate", "ffn_up"))
         return out
 
     def fused_alike(self) -> list[tuple[str, ...]]:

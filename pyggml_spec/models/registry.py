@@ -10,10 +10,11 @@ from .gemma4 import Gemma4
 from .laguna import Laguna
 from .llama import Llama
 from .qwen3 import Qwen3
+from .qwen3moe import Qwen3MoE
 from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
 
-TARGETS = {cls.arch: cls for cls in (Gemma4, Laguna, Llama, Qwen3, Qwen35, Qwen35MoE)}
+TARGETS = {cls.arch: cls for cls in (Gemma4, Laguna, Llama, Qwen3, Qwen3MoE, Qwen35, Qwen35MoE)}
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 
 

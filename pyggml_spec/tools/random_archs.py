@@ -19,16 +19,20 @@ def ffn_shapes(n_embd: int, n_ff: int, suffix: str = "") -> dict[str, tuple[int,
     return {f"ffn_gate{suffix}": (n_embd, n_ff), f"ffn_up{suffix}": (n_embd, n_ff), f"ffn_down{suffix}": (n_ff, n_embd)}
 
 
-def start_dense(path: str | Path, arch: str, s: Shape, quant: str, seed: int, mixed: bool) -> Writer:
-    """A dense transformer up to the norms and tables that only one architecture has."""
+def start_dense(path: str | Path, arch: str, s: Shape, quant: str, seed: int, mixed: bool, routed: bool = False) -> Writer:
+    """A transformer up to the norms and tables that only one architecture has; ``routed``: with experts for its FFN."""
     w = Writer(Path(path), arch, quant, seed)
     w.sizes(s)
     w.out.add_rope_dimension_count(s.head_size)
     w.out.add_rope_freq_base(s.rope_base)
+    if routed:
+        expert_keys(w, s)
     w.ends(s)
     kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
     for i in range(s.n_layer):
-        w.matrices(f"blk.{i}.", attention_shapes(s) | ffn_shapes(s.n_embd, s.n_ff), kinds)
+        w.matrices(f"blk.{i}.", attention_shapes(s) | ({} if routed else ffn_shapes(s.n_embd, s.n_ff)), kinds)
+        if routed:
+            write_experts(w, f"blk.{i}.", s, kinds.get("ffn_down"))
         w.norms(f"blk.{i}.", {"attn_norm": s.n_embd, "ffn_norm": s.n_embd})
     return w
 
@@ -37,13 +41,24 @@ def write_qwen3(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, yarn: float = 0.0
 ) -> Path:
     """Writes a random qwen3 target. ``yarn`` above 1 stretches positions by that factor."""
-    w = start_dense(path, "qwen3", shape, quant, seed, mixed)
+    return _write_qwen3("qwen3", path, shape, quant, seed, mixed, yarn)
+
+
+def _write_qwen3(arch: str, path: str | Path, shape: Shape, quant: str, seed: int, mixed: bool, yarn: float) -> Path:
+    w = start_dense(path, arch, shape, quant, seed, mixed, arch == "qwen3moe")
     if yarn:
         write_yarn(w, yarn, 64)
     for i in range(shape.n_layer):
         w.norms(f"blk.{i}.", {"attn_q_norm": shape.head_size, "attn_k_norm": shape.head_size})
     w.close()
     return Path(path)
+
+
+def write_qwen3moe(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, yarn: float = 0.0
+) -> Path:
+    """Writes a random qwen3moe target. ``yarn`` as for `write_qwen3`."""
+    return _write_qwen3("qwen3moe", path, shape, quant, seed, mixed, yarn)
 
 
 def write_yarn(w: Writer, factor: float, n_ctx_orig: int, attn_factor: float = 1.25) -> None:

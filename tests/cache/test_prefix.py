@@ -10,10 +10,10 @@ import pyggml_spec as ps
 from pyggml_spec.cache.prefix import PrefixCache
 from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.spec.stats import Stats
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_qwen3
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_qwen3, write_qwen3moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
-WRITERS = {"qwen35": write_qwen35, "gemma4": write_gemma4, "laguna": write_laguna, "qwen3": write_qwen3}
+WRITERS = {"qwen35": write_qwen35, "gemma4": write_gemma4, "laguna": write_laguna, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe}
 CHUNK, N_CTX, WIDTH = 32, 1024, 8
 MANY = 1 << 30
 

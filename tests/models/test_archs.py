@@ -4,7 +4,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
-from gguf_io.build import F32, Model
+from gguf_io.build import F32, U32, Model
 from llama_oracle import LlamaDFlash
 from spec.helpers import oracle, reference, run
 from spec.test_draft_parity import assert_blocks_equal
@@ -20,17 +20,24 @@ from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.tools.compare import compare_logits, nmse
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 WRITERS = {
     "qwen3": write_qwen3,
+    "qwen3moe": write_qwen3moe,
     "llama": write_llama,
     "qwen35moe": write_qwen35moe,
     "laguna": write_laguna,
     "gemma4": write_gemma4,
 }
-DRAFTED_BY_LLAMA_CPP = ("qwen3", "llama", "qwen35moe", "gemma4")  # architectures whose layer inputs the pinned llama.cpp exposes
+DRAFTED_BY_LLAMA_CPP = (
+    "qwen3",
+    "qwen3moe",
+    "llama",
+    "qwen35moe",
+    "gemma4",
+)  # architectures whose layer inputs the pinned llama.cpp exposes
 TARGETS = {"qwen35": write_qwen35, **WRITERS}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
 
@@ -167,6 +174,16 @@ def test_llama_without_frequency_table(tmp_path):
 def test_qwen3_with_yarn(tmp_path):
     """Stretched positions, magnitude and ramp; 300 tokens are past the 64 that the file claims to be trained on."""
     assert_equal(write_qwen3(tmp_path / "t.gguf", Shape(), "F32", yarn=4.0), 300)
+
+
+def test_qwen3moe_with_yarn_and_without_the_size_of_an_expert(tmp_path):
+    """The first files of the family say feed_forward_length only, the size of the experts that a token goes through together."""
+    model = Model(write_qwen3moe(tmp_path / "t.gguf", Shape(n_ff=384, n_ff_expert=128, n_used=3), yarn=4.0))
+    del model.keys["qwen3moe.expert_feed_forward_length"]
+    assert_equal(model.write(tmp_path / "o.gguf"), 300)
+    model.keys["qwen3moe.rope.dimension_count"] = (U32, 32)
+    with GGUFFile(model.write(tmp_path / "o.gguf")) as file, pytest.raises(ModelError, match="rotates whole heads of 64"):
+        open_target(file)
 
 
 def test_yarn_keys_that_are_not_followed_are_said(tmp_path):

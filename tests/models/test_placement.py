@@ -19,12 +19,13 @@ from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.tools.experts import profile
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_qwen3, write_qwen3moe, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash
 
 WRITERS = {
     "qwen35moe": write_qwen35moe,
     "qwen35moe-joined": lambda path, *more: write_qwen35moe(path, *more, joined=True),
+    "qwen3moe": write_qwen3moe,
     "laguna": write_laguna,
     "gemma4": lambda path, *more: write_gemma4(path, *more, routed=True),
 }
@@ -95,7 +96,7 @@ def test_a_file_whose_tensors_are_not_aligned_is_copied(tmp_path, monkeypatch):
     np.testing.assert_array_equal(mapped, logits(path, lambda target: placed(target, lambda i: (1, 4))))
 
 
-@pytest.mark.parametrize("arch", ["qwen35moe", "laguna", "gemma4"])
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen3moe", "laguna", "gemma4"])
 def test_speculative_text_is_the_same_at_any_residency(tmp_path, arch):
     """Prefill, plain and fused steps of several widths, rollback; the hit rate is counted, and nothing is built late."""
     shape = Shape()

@@ -17,7 +17,7 @@ from pyggml_spec import patching as patches
 from pyggml_spec.cli.patches import command
 from pyggml_spec.errors import PatchError
 from pyggml_spec.tools.compare import Comparison
-from pyggml_spec.tools.random_archs import write_laguna, write_llama, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_archs import write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_qwen35
 
 SERIES = patches.series()
@@ -135,7 +135,13 @@ def test_models_that_llama_cpp_writes_are_equal_or_refused_for_the_named_reason(
     monkeypatch.syspath_prepend(SCRIPTS)
     script = importlib.import_module("run_patched_tests")
     shape = Shape(n_layer=2, target_window=8)
-    written = {"qwen3-dense": write_qwen3, "qwen35-dense": write_qwen35, "qwen35moe-moe": write_qwen35moe, "llama-dense": write_llama}
+    written = {
+        "qwen3-dense": write_qwen3,
+        "qwen3moe-moe": write_qwen3moe,
+        "qwen35-dense": write_qwen35,
+        "qwen35moe-moe": write_qwen35moe,
+        "llama-dense": write_llama,
+    }
     for name, write in written.items():
         write(tmp_path / f"{name}.gguf", replace(shape, every=2) if "qwen35" in name else shape)
     parts = Model(write_laguna(tmp_path / "laguna-moe.gguf", shape))

@@ -9,10 +9,10 @@ from pyggml_spec.spec.batch import BatchEngine, Draft, Prompt, Verify
 from pyggml_spec.spec.engine import EngineOptions
 from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.spec.scheduler import Scheduler
-from pyggml_spec.tools.random_archs import write_gemma4, write_qwen3
+from pyggml_spec.tools.random_archs import write_gemma4, write_qwen3, write_qwen3moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
-WRITERS = {"qwen35": write_qwen35, "qwen3": write_qwen3, "gemma4": write_gemma4}
+WRITERS = {"qwen35": write_qwen35, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe, "gemma4": write_gemma4}
 TIE = 2e-3
 LENGTHS = (1, 5, 17, 33, 40, 2, 61)
 

@@ -18,7 +18,7 @@ from pyggml_spec.ggml.library import lib, text
 from pyggml_spec.spec.batch import Draft, Prompt, Verify
 from pyggml_spec.tools.random_model import Shape
 
-ARCHS = ("qwen35", "qwen3", "gemma4")
+ARCHS = ("qwen35", "qwen3", "qwen3moe", "gemma4")
 
 
 @pytest.fixture(scope="module", params=ARCHS)

@@ -13,7 +13,7 @@ from pyggml_spec.ggml.device import devices
 from pyggml_spec.models.placement import ExpertOptions, Routing
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
+from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 
@@ -99,9 +99,9 @@ def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
 
 
 ARCHITECTURES = {
-    "qwen35": write_qwen35, "qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "laguna": write_laguna, "gemma4": write_gemma4,
+    "qwen35": write_qwen35, "qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "qwen3moe": write_qwen3moe, "laguna": write_laguna, "gemma4": write_gemma4,
 }  # fmt: skip
-EXPERTS = {"qwen35moe": ExpertOptions(1, 0.5), "laguna": ExpertOptions(-1)}
+EXPERTS = {"qwen35moe": ExpertOptions(1, 0.5), "qwen3moe": ExpertOptions(2), "laguna": ExpertOptions(-1)}
 QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k": "q8_0"}
 
 
