@@ -225,10 +225,14 @@ def run(command: list[str], failure: str, env: dict[str, str] | None = None, pro
 
 
 def _why(lines: list[str]) -> str:
-    """The first complaint of a compiler or of CMake; without one, the last of pip."""
+    """The first complaint of a compiler, or of CMake with what it says below; without one, the last of pip."""
     said = [line.strip() for line in lines]
-    first = (line for line in said if re.search(r"\berror: |CMake Error", line) and not line.startswith(("error: subprocess", "ERROR:")))
-    return next(first, "") or next((line for line in reversed(said) if line.startswith("ERROR")), "")
+    for i, line in enumerate(said):
+        if line.startswith("CMake Error"):
+            return " ".join([line, *filter(None, said[i + 1 : i + 8])][:4])
+        if re.search(r"\berror: ", line) and not line.startswith(("error: subprocess", "ERROR:")):
+            return line
+    return next((line for line in reversed(said) if line.startswith("ERROR")), "")
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,17 @@ def test_a_build_that_fails_says_why_and_keeps_nothing(cache, source):
     assert not list((cache / "pyggml_spec" / "wheels").glob("building-*"))
 
 
+def test_cmakes_errors_are_quoted_with_what_they_mean():
+    """The first line alone is a place in a file."""
+    lines = ["-- Found", "  CMake Error at ggml-cuda/CMakeLists.txt:178 (target_link_libraries):", '    Target "ggml-cuda" links to:', "", "      CUDA::cublas", "",
+             "    but the target was not found.  Possible reasons include:", "ERROR: Failed to build"]  # fmt: skip
+    assert building._why(lines).endswith(
+        'Target "ggml-cuda" links to: CUDA::cublas but the target was not found.  Possible reasons include:'
+    )
+    assert building._why(["x.cu(3): error: identifier is undefined", "error: subprocess-exited-with-error"]).startswith("x.cu(3)")
+    assert building._why(["ERROR: No matching distribution", "more"]) == "ERROR: No matching distribution" and building._why(["fine"]) == ""
+
+
 def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
     """pip's name is the version alone: it gave a wheel without the compiler's fix to machines that need it, and those of other processors."""
     keys = [
