@@ -4,14 +4,12 @@ One library, llguidance, holds them all: each kind of text becomes a grammar of 
 A matcher moves by accepted tokens only, so that nothing is ever taken back.
 """
 
-import ctypes
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
-import llama_cpp
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
@@ -52,7 +50,7 @@ class Vocabulary:
         self.n_vocab = tokenizer.n_vocab
         self._tokenizer = weakref.ref(tokenizer)
         self._raised: BaseException | None = None
-        pieces = _pieces(tokenizer)
+        pieces = tokenizer.pieces()
         self.ends = [i for i in range(self.n_vocab) if tokenizer.is_end(i)]
         if not self.ends:
             raise SamplingError(f"{tokenizer.path.name} has no end token, which every grammar ends with")
@@ -228,12 +226,6 @@ class _Tokens:
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self._encode(text)
-
-
-def _pieces(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of every token. One buffer for all: a call of ``Tokenizer.piece`` for each takes twice as long."""
-    out, call, vocab = ctypes.create_string_buffer(1 << 16), llama_cpp.llama_token_to_piece, tokenizer.vocab
-    return [ctypes.string_at(out, max(0, call(vocab, i, out, len(out), 0, True))) for i in range(tokenizer.n_vocab)]
 
 
 def _reason(message: str) -> str:

@@ -152,6 +152,11 @@ class Tokenizer:
             n = llama_cpp.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
         return out.raw[:n]
 
+    def pieces(self) -> list[bytes]:
+        """``piece`` of every token, control tokens by their names. One buffer for all: one for each takes twice as long."""
+        out, call, vocab = ctypes.create_string_buffer(1 << 16), llama_cpp.llama_token_to_piece, self.vocab
+        return [ctypes.string_at(out, max(0, call(vocab, i, out, len(out), 0, True))) for i in range(self.n_vocab)]
+
     def decode(self, tokens, special: bool = False) -> str:
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
 

@@ -5,6 +5,7 @@ The distribution tests are seeded, so they give the same result every time. With
 
 import math
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -179,6 +180,55 @@ def test_speculation_keeps_the_chains_distribution(table, chain):
 
 def test_the_distribution_test_notices_a_wrong_acceptance_rule(table):
     assert p_value(table, Sampling(**OFF, seed=11), AsksAgain)[0] < ALPHA
+
+
+class Letters:
+    """A tokenizer whose tokens are the letters a to f and an end token."""
+
+    n_vocab, path = 7, Path("letters")
+
+    def pieces(self):
+        return [*(bytes([c]) for c in b"abcdef"), b"<end>"]
+
+    def is_end(self, token):
+        return token == 6
+
+    def control_tokens(self):
+        return {"<end>": 6}
+
+    def encode(self, text, special=False, bos=True):
+        return [c - ord("a") for c in (text if isinstance(text, bytes) else text.encode()) if ord("a") <= c <= ord("f")]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_speculation_keeps_the_distribution_under_a_grammar(table, temperature):
+    """Guards against a grammar that moves by rejected drafts, and against masks of another row."""
+    sampling = Sampling(**{**OFF, "temperature": temperature}, seed=17, grammar='root ::= ([a-c] [b-f])* "!"')
+    sampler, allowed = Sampler(sampling, Letters(), 7), [{0, 1, 2}, {1, 2, 3, 4, 5}]
+
+    def most_likely(history, n):  # what the grammar leaves, or a token that it forbids: both kinds of drafts occur
+        out = [history[-1]]
+        for _ in range(n):
+            out.append(int(table[out[-1]].argmax()))
+        return out[1:]
+
+    stats, options = Stats(), LoopOptions(9000, width=4, sampler=sampler, drafts=most_likely)
+    with patch.object(loop, "_counts", lambda engine: defaultdict(int)):
+        tokens = [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
+    sampler.close()
+    assert 0 < stats.matched < stats.drafted and len(tokens) == 9000
+    distance = freedom = 0
+    for parity in (0, 1):
+        choices = sorted(allowed[parity])
+        for before in range(7):
+            counts = np.bincount([t for i, t in enumerate(tokens) if i and i % 2 == parity and tokens[i - 1] == before], minlength=7)
+            assert set(counts.nonzero()[0]) <= allowed[parity]
+            if counts.sum() < 50:
+                continue
+            weights = np.exp(table[before].astype(float) / temperature)[choices]
+            expected = counts.sum() * weights / weights.sum()
+            distance, freedom = distance + ((counts[choices] - expected) ** 2 / expected).sum(), freedom + len(choices) - 1
+    assert freedom > 10 and chi2.sf(distance, freedom) > ALPHA
 
 
 # -- against libllama
