@@ -340,7 +340,7 @@ int pgs_place(struct ggml_tensor * home, size_t offset, struct ggml_tensor * nod
         snprintf(err, PGS_ERR, "only an unallocated tensor that is not a view can be placed, and only into an allocated one");
         return 1;
     }
-    if (offset + ggml_nbytes(node) > ggml_nbytes(home)) {
+    if (offset > ggml_nbytes(home) || ggml_nbytes(node) > ggml_nbytes(home) - offset) {  // their sum could pass 2^64
         snprintf(err, PGS_ERR, "a node of %zu bytes does not fit at byte %zu of a buffer of %zu", ggml_nbytes(node), offset,
                  ggml_nbytes(home));
         return 1;

@@ -14,7 +14,7 @@ import pyggml_spec as ps
 from pyggml_spec.cache.kv import GPU_SPAN, SPAN
 from pyggml_spec.cache.slots import SlotRange, covering
 from pyggml_spec.errors import ContextError, EngineError
-from pyggml_spec.ggml.library import lib, text
+from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.spec.batch import Draft, Prompt, Verify
 from pyggml_spec.tools.random_model import Shape
 
@@ -127,6 +127,39 @@ def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
     while min(len(out[s]) for s in (0, 1, 3)) < 20:
         accept(batch, batch.step({slot: Draft(16) for slot in (0, 1, 3)}), out)
     assert [out[s][:20] for s in (0, 1, 3)] == [want[s] for s in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("gone, between", [(1, None), (2, 4)], ids=["same width", "another width between"])
+def test_a_block_of_nan_leaves_nothing_in_its_slot(hybrid, gone, between):
+    """A sequence whose verified block is NaN throughout is released: conv rows, keys, decays and betas of that block are stale then. Rows that are
+    switched off are multiplied by 0, which NaN survives, so they are zeroed: at the slot's next sequence for the layout of that moment, and for
+    every other layout when it begins. Emptying either, or leaving the betas out, changed nothing that a test saw.
+    """
+    texts = prompts(3, seed=11)
+    want = run(hybrid.batch(3), texts, 24)
+    batch, out = hybrid.batch(3), {i: [] for i in range(3)}
+    for slot, text in zip([batch.admit() for _ in texts], texts, strict=True):
+        accept(batch, batch.step({slot: Prompt(text)}), out)
+    table, row = hybrid.session.target.weights["token_embd.weight"], 300  # a token that neither prompts nor drafts have
+    held = ffi.buffer(ffi.cast("char *", table.data) + row * table.nb[1], table.nb[1])
+    whole = bytes(held)
+    held[:] = b"\xff" * len(whole)
+    others = [slot for slot in range(3) if slot != gone]
+    poisoned = batch.step({gone: Verify([row] * 15)} | {slot: Draft(16) for slot in others})
+    held[:] = whole
+    assert not poisoned.pop(gone).target_finite
+    accept(batch, poisoned, out)
+    batch.release(gone)
+    if between is not None:  # these steps do not cover the slot, which is zeroed for their layout then
+        accept(batch, batch.step({slot: Draft(between) for slot in others}), out)
+    assert batch.admit() == gone
+    out[gone] = []
+    accept(batch, batch.step({gone: Prompt(texts[gone])}), out)
+    while min(len(tokens) for tokens in out.values()) < 24:
+        results = batch.step({slot: Draft(16) for slot in range(3)})
+        assert all(result.target_finite for result in results.values())
+        accept(batch, results, out)
+    assert all(hybrid.agrees(texts[slot], out[slot][:24]) for slot in range(3)) and want[gone] == out[gone][:24]
 
 
 def test_four_times_512_tokens_are_one_forward_pass(tmp_path):
