@@ -1,0 +1,354 @@
+#!/usr/bin/env python3
+"""Products of a quantised matrix with 1 to 64 rows on a CUDA device: how right, how fast, beside ggml's own kernels in the same library.
+
+    bench_small_batch.py check [--types q4_K,q6_K] [--rows 1-64]        error against float64; rows alone and beside others; replays
+    bench_small_batch.py time  [--types ...] [--shapes ...] [--rows 1,8,16,32,64] [--out FILE.json]
+
+The kernels are those of patches/0020 (GGML_CUDA_SMALL_BATCH=0 switches them off, GGML_CUDA_SMALL_BATCH_TMA=0 makes them load as cards before Hopper do).
+`time` starts a process per side and lets them take turns; both replay one CUDA graph over at least 1 GB of distinct weights per shape, and what is
+printed is the median per product. `check` ends with the number of cases that are wrong.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.library import check, ffi, lib, new_err
+from pyggml_spec.tools.quants import dequantise, quantise, type_id
+
+TYPES = ("q4_K", "q5_K", "q6_K", "q8_0", "q4_0", "iq4_xs")
+SHAPES = {  # n_in, n_out
+    "27B gate+up": (5120, 34816),
+    "27B down": (17408, 5120),
+    "27B in": (5120, 16480),
+    "27B out": (6144, 5120),
+    "4B gate+up": (2560, 18432),
+    "4B down": (9216, 2560),
+    "4B in": (2560, 12352),
+    "4B out": (4096, 2560),
+    "head": (5120, 248320),
+}
+EXPERTS = {"35B-A3B gate": (2048, 512, 256, 8), "35B-A3B down": (512, 2048, 256, 8)}  # n_in, n_out, experts, used
+CHECKED = ((5120, 1000), (512, 1), (256, 63), (768, 520), (2560, 12352), (17408, 640), (9216, 2560))
+WORST = 1e-3  # relative L2 error; ggml's own kernels, which round activations to 8 bits, are at 1e-2
+
+
+class Leaves:
+    """Tensors in a buffer of their own."""
+
+    def __init__(self, backend: Backend, *specs: tuple):
+        self.ctx = lib.ggml_init(
+            ffi.new("struct ggml_init_params *", {"mem_size": lib.ggml_tensor_overhead() * (len(specs) + 1), "no_alloc": True})[0]
+        )
+        self.tensors = [lib.ggml_new_tensor(self.ctx, kind, len(shape), ffi.new("int64_t[]", shape)) for kind, *shape in specs]
+        self.buffer = backend.allocate(self.ctx)
+        if self.buffer == ffi.NULL:
+            sys.exit("the device has no memory for these weights")
+
+    def close(self) -> None:
+        lib.ggml_backend_buffer_free(self.buffer)
+        lib.ggml_free(self.ctx)
+
+
+def put(tensor, values: np.ndarray) -> None:
+    data = np.ascontiguousarray(values)
+    lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(data), 0, data.nbytes)
+
+
+def get(tensor) -> np.ndarray:
+    out = np.empty((int(tensor.ne[2]), int(tensor.ne[1]), int(tensor.ne[0])), np.float32)
+    lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(out, require_writable=True), 0, out.nbytes)
+    return out if out.shape[0] > 1 else out[0]
+
+
+def compute(backend: Backend, graph: Graph) -> None:
+    err = new_err()
+    check(lib.pgs_graph_compute(graph.handle, err), err)
+    backend.synchronize()
+
+
+def weights(rng, kind: int, n_in: int, rows: int) -> np.ndarray:
+    """Bytes of a random matrix [rows, row bytes]; large ones repeat 256 rows."""
+    block = quantise(rng.standard_normal((min(rows, 256), n_in), np.float32) / n_in**0.5, kind)
+    return np.tile(block, (-(-rows // len(block)), 1))[:rows]
+
+
+@dataclass
+class Case:
+    """What is computed of weights a, b [n_out, n_in], activations x [rows, n_in] and an addend z [rows, n_out]."""
+
+    name: str
+    build: object
+    expect: object  # of float64
+
+
+def silu(v):
+    return v / (1 + np.exp(-v))
+
+
+CASES = (
+    Case("product", lambda g, a, b, x, z: g.matmul(a, x), lambda a, b, x, z: x @ a.T),
+    Case("product + residual", lambda g, a, b, x, z: g.add(g.matmul(a, x), z), lambda a, b, x, z: x @ a.T + z),
+    Case("SwiGLU of two", lambda g, a, b, x, z: g.swiglu(g.matmul(a, x), g.matmul(b, x)), lambda a, b, x, z: silu(x @ a.T) * (x @ b.T)),
+    Case(
+        "SwiGLU of halves",
+        lambda g, a, b, x, z: g.swiglu_halves(g.matmul(a, x)),
+        lambda a, b, x, z: silu(x @ a[: len(a) // 2].T) * (x @ a[len(a) // 2 :].T),
+    ),
+)
+
+
+def rows_of(text: str) -> list[int]:
+    found = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def error(got: np.ndarray, expected: np.ndarray, usual: float = 0.0) -> float:
+    """Relative L2 error; ``usual`` is the size of outputs that do not happen to cancel."""
+    return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), usual * expected.size**0.5, 1e-30))
+
+
+def nan_spreads(backend: Backend, x, a, values: np.ndarray, count: int = 16, bad: int = 3) -> bool:
+    """Whether a NaN in one row of activations reaches another row, or gets lost."""
+    role = Role(backend, "check")
+    g = Graph(role)
+    out = g.matmul(a, lib.ggml_view_2d(g.ctx, x, x.ne[0], count, x.nb[1], 0))
+    g.keep(out)
+    g.plan()
+    compute(backend, g)
+    before = get(out)
+    broken = values.copy()
+    broken[bad, 7] = np.nan
+    put(x, broken)
+    compute(backend, g)
+    after = get(out)
+    put(x, values)
+    g.close()
+    role.close()
+    others = [row for row in range(count) if row != bad]
+    wrong = not np.array_equal(before[others], after[others]) or not np.isnan(after[bad]).all()
+    if wrong:
+        print("  WRONG: a NaN in one row of activations reaches other rows, or does not reach all of its own outputs")
+    return wrong
+
+
+def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[int, dict]:
+    """Number of wrong cases, and the worst error."""
+    kind, rng, wrong, worst, variant = type_id(name), np.random.default_rng(1), 0, 0.0, 0
+    for n_in, n_out in shapes:
+        leaves = Leaves(backend, (kind, n_in, n_out), (kind, n_in, n_out), *((lib.GGML_TYPE_F32, n, max(rows)) for n in (n_in, n_out)))
+        a, b, x, z = leaves.tensors
+        raw = [weights(rng, kind, n_in, n_out) for _ in range(2)]
+        exact = [dequantise(w.tobytes(), kind, n_in * n_out).reshape(n_out, n_in).astype(np.float64) for w in raw]
+        values = rng.standard_normal((max(rows), n_in)).astype(np.float32)
+        values[::7] *= 1e5 ** rng.random((len(values[::7]), 1), np.float32)  # outliers, which real activations have
+        addend = rng.standard_normal((max(rows), n_out)).astype(np.float32)
+        for tensor, data in ((a, raw[0]), (b, raw[1]), (x, values), (z, addend)):
+            put(tensor, data)
+        for case in CASES:
+            if case.name.endswith("halves") and n_out % 2:
+                continue
+            with np.errstate(over="ignore"):
+                expected = case.expect(*exact, values.astype(np.float64), addend.astype(np.float64))
+            usual = np.linalg.norm(values, axis=1) / n_in**0.5 if case.name.startswith("product") else np.zeros(len(values))
+            alone, changed = None, []
+            for count in rows:
+                role = Role(backend, "check")
+                g = Graph(role)
+                part = lib.ggml_view_2d(g.ctx, x, n_in, count, x.nb[1], 0)
+                out = case.build(g, a, b, part, lib.ggml_view_2d(g.ctx, z, n_out, count, z.nb[1], 0))
+                g.keep(out)
+                g.plan()
+                compute(backend, g)
+                first = get(out)
+                for _ in range(2):  # the third is a replay
+                    compute(backend, g)
+                    again = get(out)
+                e = max(error(first[r], expected[r], usual[r]) for r in range(count))
+                worst = max(worst, e)
+                if not e < (WORST if n_out > 100 else 20 * WORST) or not np.array_equal(first, again):
+                    wrong += 1
+                    print(
+                        f"  WRONG {name} {n_in} -> {n_out}, {case.name}, {count} rows: error {e:.2e}, replay equal {np.array_equal(first, again)}"
+                    )
+                alone = first[0] if alone is None else alone
+                if not np.array_equal(first[0], alone):
+                    changed.append(count)
+                g.close()
+                role.close()
+            if case.name == "product" and 16 in rows:
+                wrong += nan_spreads(backend, x, a, values)
+            if changed:
+                variant += 1
+                print(f"  {name} {n_in} -> {n_out}, {case.name}: row 0 changes from {rows[0]} rows to {changed[:8]}")
+        leaves.close()
+    return wrong, {"worst_error": worst, "cases_whose_row_depends_on_others": variant}
+
+
+def check_experts(backend: Backend, name: str) -> int:
+    """Routed products, gate and up with SwiGLU, and rows that do not depend on what other tokens chose."""
+    kind, rng, wrong = type_id(name), np.random.default_rng(2), 0
+    for n_in, n_out, n_expert, used in ((512, 520, 16, 4), (2048, 512, 64, 8), (256, 64, 8, 2)):
+        tokens = 64
+        leaves = Leaves(
+            backend, *[(kind, n_in, n_out, n_expert)] * 2, (lib.GGML_TYPE_F32, n_in, 1, tokens), (lib.GGML_TYPE_I32, used, tokens)
+        )
+        a, b, x, ids = leaves.tensors
+        raw = [weights(rng, kind, n_in, n_out * n_expert) for _ in range(2)]
+        exact = [dequantise(w.tobytes(), kind, n_in * n_out * n_expert).reshape(n_expert, n_out, n_in).astype(np.float64) for w in raw]
+        values = rng.standard_normal((tokens, n_in)).astype(np.float32)
+        chosen = np.stack([rng.permutation(n_expert)[:used] for _ in range(tokens)]).astype(np.int32)
+        chosen[5] = chosen[4]
+        for tensor, data in ((a, raw[0]), (b, raw[1]), (x, values), (ids, chosen)):
+            put(tensor, data)
+        for glu in (False, True):
+            alone = None
+            for count in (9, 16, 17, 33, 64):  # below, ggml's own kernels
+                role = Role(backend, "check")
+                g = Graph(role)
+                xs = lib.ggml_view_3d(g.ctx, x, n_in, 1, count, x.nb[1], x.nb[2], 0)
+                choice = lib.ggml_view_2d(g.ctx, ids, used, count, ids.nb[1], 0)
+                out = g.matmul_experts(a, xs, choice)
+                out = g.swiglu(out, g.matmul_experts(b, xs, choice)) if glu else out
+                g.keep(out)
+                g.plan()
+                for _ in range(3):
+                    compute(backend, g)
+                got = get(out)
+                gates = np.einsum("tn,teon->teo", values[:count], exact[0][chosen[:count]])
+                expected = silu(gates) * np.einsum("tn,teon->teo", values[:count], exact[1][chosen[:count]]) if glu else gates
+                e = max(error(got[t], expected[t]) for t in range(count))
+                alone = got[0] if alone is None else alone
+                same = np.array_equal(got[0], alone)
+                if not e < WORST or not same:
+                    wrong += 1
+                    print(f"  WRONG {name} experts {n_in} -> {n_out}, {count} tokens, glu {glu}: error {e:.2e}, token 0 as alone {same}")
+                g.close()
+                role.close()
+        leaves.close()
+    return wrong
+
+
+def time_shape(backend: Backend, kind: int, shape: tuple[int, ...], rows: list[int], repeats: int) -> dict[int, float]:
+    """Microseconds per product by rows, in a replayed graph."""
+    rng, (n_in, n_out, *routed) = np.random.default_rng(3), shape
+    dims = (kind, n_in, n_out, *routed[:1])
+    size = lib.ggml_row_size(kind, n_in) * n_out * (routed[0] if routed else 1)
+    distinct = max(1, -(-(1 << 30) // size))
+    count = max(distinct, -(-32 // distinct) * distinct)
+    used, most = routed[1] if routed else 1, max(rows)
+    activations = (lib.GGML_TYPE_F32, n_in, 1, most) if routed else (lib.GGML_TYPE_F32, n_in, most)
+    leaves = Leaves(backend, *[dims] * distinct, activations, (lib.GGML_TYPE_I32, used, most))
+    *matrices, x, ids = leaves.tensors
+    data = weights(rng, kind, n_in, n_out * (routed[0] if routed else 1))
+    for matrix in matrices:
+        put(matrix, data)
+    put(x, rng.standard_normal((most, n_in)).astype(np.float32))
+    put(ids, np.stack([rng.permutation(routed[0] if routed else 1)[:used] for _ in range(most)]).astype(np.int32))
+    times = {}
+    for n in rows:
+        role = Role(backend, "time")
+        g = Graph(role)
+        for i in range(count):
+            if routed:
+                xs = lib.ggml_view_3d(g.ctx, x, n_in, 1, n, x.nb[1], x.nb[2], 0)
+                g.expand(g.matmul_experts(matrices[i % distinct], xs, lib.ggml_view_2d(g.ctx, ids, used, n, ids.nb[1], 0)))
+            else:
+                g.expand(g.matmul(matrices[i % distinct], lib.ggml_view_2d(g.ctx, x, n_in, n, x.nb[1], 0)))
+        g.plan()
+        for _ in range(3):
+            compute(backend, g)
+        taken = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            compute(backend, g)
+            taken.append((time.perf_counter() - started) / count * 1e6)
+        times[n] = statistics.median(taken)
+        g.close()
+        role.close()
+    leaves.close()
+    return times
+
+
+def leg(args) -> None:
+    """One side of `time`: takes shapes from its input, one a line, and answers with times."""
+    backend = Backend(pick_device(args.device))
+    for line in sys.stdin:
+        name, shape = json.loads(line)
+        shapes = {**SHAPES, **EXPERTS}
+        print(json.dumps(time_shape(backend, type_id(name), shapes[shape], rows_of(args.rows), args.repeats)), flush=True)
+
+
+def compare(args) -> None:
+    shapes = {**SHAPES, **EXPERTS}
+    chosen = [s for s in shapes if any(part in s for part in args.shapes.split(","))] if args.shapes else list(shapes)
+    sides = {"ggml": "0", "small batch": "1"}
+    command = [sys.executable, __file__, "leg", "--rows", args.rows, "--device", args.device, "--repeats", str(args.repeats)]
+    run = {
+        side: subprocess.Popen(
+            command, env={**os.environ, "GGML_CUDA_SMALL_BATCH": value}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for side, value in sides.items()
+    }
+    results = []
+    print(f"microseconds per product, ggml / small batch (% of {args.bandwidth:.0f} GB/s)")
+    for name in args.types.split(","):
+        for shape in chosen:
+            times = {}
+            for side, process in run.items():
+                process.stdin.write(json.dumps((name, shape)) + "\n")
+                process.stdin.flush()
+                times[side] = json.loads(process.stdout.readline())
+            n_in, n_out, *routed = shapes[shape]
+            size = lib.ggml_row_size(type_id(name), n_in) * n_out
+            results.append({"type": name, "shape": shape, "n_in": n_in, "n_out": n_out, "routed": routed, "us": times})
+            cells = [
+                f"{rows}: {times['ggml'][rows]:7.1f} / {us:6.1f}" + ("" if routed else f" ({size / us / 1e3 / args.bandwidth * 100:2.0f})")
+                for rows, us in times["small batch"].items()
+            ]
+            print(f"{name:7s} {shape:14s} " + " | ".join(cells), flush=True)
+    for process in run.values():
+        process.stdin.close()
+        process.wait()
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump({"device": pick_device(args.device).description, "results": results}, file, indent=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("check", "time", "leg"))
+    parser.add_argument("--device", default="CUDA0")
+    parser.add_argument("--types", default=",".join(TYPES))
+    parser.add_argument("--shapes", default="", help="parts of names, by default all")
+    parser.add_argument("--rows", help="for example 1-64 or 1,8,16; by default 1-64 (check), 1,8,16,32,64 (time)")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--bandwidth", type=float, default=4547, help="GB/s that the device reads at (one H200: 4547)")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    args.rows = args.rows or ("1-64" if args.what == "check" else "1,8,16,32,64")
+    if args.what != "check":
+        return (leg if args.what == "leg" else compare)(args)
+    backend, wrong = Backend(pick_device(args.device)), 0
+    for name in args.types.split(","):
+        failed, found = check_type(backend, name, rows_of(args.rows), CHECKED)
+        failed += check_experts(backend, name)
+        print(f"{name}: {failed} wrong; {json.dumps(found)}", flush=True)
+        wrong += failed
+    sys.exit(min(wrong, 100))
+
+
+if __name__ == "__main__":
+    main()
