@@ -20,12 +20,17 @@ Candidates = Callable[[int], tuple[np.ndarray | None, np.ndarray]]
 
 def first_token(greedy: int, prompt: Sequence[int], limits: Limits, candidates: Candidates, sampler: Sampler | None) -> int:
     """The target's choice after ``prompt``; ``greedy`` is the largest logit's."""
-    token = greedy
     if sampler is not None:
         sampler.accept_prompt(prompt)
-        token = sampler.choose(*candidates(0))
+    token = _choice(greedy, 0, candidates, sampler)
     limits.passes(token)
     return token
+
+
+def _choice(greedy: int, row: int, candidates: Candidates, sampler: Sampler | None) -> int:
+    if sampler is None or sampler.takes(greedy):
+        return greedy
+    return sampler.choose(*candidates(row))
 
 
 def choose_block(
@@ -50,7 +55,7 @@ def choose_block(
         drafts = drafts[: synthetic.draw(len(greedy) - 1)]
     block: list[int] = []
     for j, draft in enumerate([*drafts, None]):
-        token = greedy[j] if sampler is None else sampler.choose(*candidates(j))
+        token = _choice(greedy[j], j, candidates, sampler)
         if synthetic is not None and draft is not None:
             token = draft
         block.append(token)

@@ -270,6 +270,13 @@ class Sampler:
             self.logprobs.append(_logprob(token, logits, self.sampling.logprobs))
         return token
 
+    def takes(self, greedy: int) -> bool:
+        """Whether the token with the largest logit is the choice for certain, so that no logits have to be read; it is taken then."""
+        if not self._first_allowed or self.sampling.logprobs is not None or self.grammar is None or not self.grammar.allows(greedy):
+            return False
+        self.grammar.accept(greedy)
+        return True
+
     @property
     def _first_allowed(self) -> bool:
         """Whether the choice is the largest logit that is allowed, so that the best tokens are enough if one of them is."""

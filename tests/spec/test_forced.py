@@ -57,6 +57,22 @@ def test_forced_tokens_make_fewer_steps(session):
     assert stats.emitted == plain.emitted == 1 + stats.steps + stats.matched
 
 
+def test_logits_are_read_only_where_the_likeliest_token_is_forbidden(session, monkeypatch):
+    """On a GPU each read of a row is a megabyte; greedy decoding needs one where the constraint changes something."""
+    read, step_of = [], type(session.engine)
+    real = step_of.candidates
+    monkeypatch.setattr(step_of, "candidates", lambda self, row, *slot: read.append(row) or real(self, row, *slot))
+    text, _ = session.generate("x = 1\n", 12, sampling=Sampling(temperature=0))
+    assert not read
+    free = "".join(f"\\x{{{ord(c):x}}}" for c in text)
+    again, stats = session.generate("x = 1\n", 12, sampling=Sampling(temperature=0, regex=f"({free}|zz)(.|\\n)*"))
+    assert again == text
+    assert stats.emitted == 12
+    assert not read, "everything was allowed"
+    session.generate("x = 1\n", 12, sampling=Sampling(temperature=0, regex="[A-Z]{30}"))
+    assert read
+
+
 def test_a_text_that_is_cut_is_said_to_be(session):
     for options, cut in [({"max_tokens": 5}, True), ({"max_tokens": 90}, False), ({"max_tokens": 90, "stop": ["arguments"]}, True)]:
         _, stats = session.generate("config = ", sampling=Sampling(json_schema=SCHEMA, temperature=0), **options)
