@@ -1,6 +1,7 @@
 """pyspec inspect"""
 
 import json
+from collections import Counter
 
 import click
 
@@ -24,6 +25,8 @@ def command(file: str, tensors: bool, as_json: bool):
         f"{seen.path}: GGUF version {seen.version}, {size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters"
     )
     click.echo(seen.verdict)
+    for why, count in Counter(seen.unused.values()).items():
+        click.echo(f"not used: {count} tensor{'s' * (count > 1)}, {why}")
     click.echo()
     metadata = {printable(key): value for key, value in seen.metadata.items()}
     width = min(WIDEST, max(map(len, metadata), default=0))

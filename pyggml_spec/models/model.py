@@ -51,6 +51,13 @@ class Model:
         Raises:
             ModelError: another tensor, by name, or a scale whose meaning is not certain.
         """
+        return self._read_and_idle()[0]
+
+    def unused(self) -> dict[str, str]:
+        """The tensors of the file that are left aside, by name, with the reason. Raises what ``specs`` raises."""
+        return {name: why for name, why in self._read_and_idle()[1].items() if name in self.file.tensors}
+
+    def _read_and_idle(self) -> tuple[list[Spec], dict[str, str]]:
         specs, idle = self.tensors(), self.idle()
         for spec in [spec for spec in specs if spec.use in (MATMUL, EXPERTS) and spec.source is None]:
             beside, unused = self._beside(spec)
@@ -62,7 +69,7 @@ class Model:
                 raise ModelError(
                     f"{self.file.path} has the tensor {name!r}, which {self.arch} models here do not use; the result would be wrong"
                 )
-        return specs
+        return specs, idle
 
     def _beside(self, spec: Spec) -> tuple[list[Spec], dict[str, str]]:
         """The scale and bias of a matrix that the file has, and what of it is idle."""

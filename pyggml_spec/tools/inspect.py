@@ -21,6 +21,7 @@ class Inspection:
     bytes_by_type: bytes of all tensors of each type.
     parameters: elements of all tensors.
     verdict: one sentence: how this package would use the file, or why it cannot.
+    unused: tensors that it would leave aside, by name, with the reason.
     """
 
     path: str
@@ -32,6 +33,7 @@ class Inspection:
     parameters: int
     verdict: str
     usable: bool
+    unused: dict[str, str]
 
     def as_dict(self) -> dict:
         out = dict(self.__dict__)
@@ -50,7 +52,7 @@ def inspect_file(path: str | Path) -> Inspection:
         by_type: dict[str, int] = {}
         for _, kind, _, nbytes in tensors:
             by_type[kind] = by_type.get(kind, 0) + nbytes
-        verdict, usable = _verdict(file)
+        verdict, unused = _verdict(file)
         return Inspection(
             str(file.path),
             file.nbytes,
@@ -60,27 +62,28 @@ def inspect_file(path: str | Path) -> Inspection:
             by_type,
             sum(int(np.prod(shape, dtype=object)) for _, _, shape, _ in tensors),
             verdict,
-            usable,
+            unused is not None,
+            unused or {},
         )
 
 
-def _verdict(file: GGUFFile) -> tuple[str, bool]:
+def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
+    """What to do with the file, and what of it is left aside; None where it cannot be run."""
     arch = file.metadata.get("general.architecture")
     try:
         if arch in TARGETS:
             model = open_target(file)
-            model.specs()
-            return f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with -m", True
+            unused = model.unused()
+            return f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with -m", unused
         if arch in DRAFTERS or method(file):
             drafter = open_drafter(file)
-            drafter.specs()
-            hp = drafter.hp
+            hp, unused = drafter.hp, drafter.unused()
             layers = ", ".join(str(v) for v in hp.target_layers)
             return (
                 f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with -md",
-                True,
+                unused,
             )
     except PyspecError as error:
-        return f"cannot be run: {error}", False
+        return f"cannot be run: {error}", None
     known = ", ".join([*sorted(TARGETS), *DRAFTERS])
-    return f"cannot be run: the architecture {arch!r} is not supported ({known} are)", False
+    return f"cannot be run: the architecture {arch!r} is not supported ({known} are)", None

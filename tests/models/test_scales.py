@@ -1,5 +1,8 @@
 """Scales and biases beside matrices are applied as llama.cpp applies them: per tensor, per expert, of every type, fused or not."""
 
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gguf_io.build import Model as Parts
@@ -11,9 +14,12 @@ from spec.test_draft_parity import assert_blocks_equal
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ModelError
+from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions
-from pyggml_spec.models.weights import EXPERTS, MATMUL
+from pyggml_spec.models.weights import EXPERTS, MATMUL, Weights
+from pyggml_spec.spec.engine import Engine
+from pyggml_spec.spec.parts import EngineOptions
 from pyggml_spec.tools.random_archs import write_llama, write_qwen35moe
 from pyggml_spec.tools.random_model import Shape, write_dflash
 
@@ -96,6 +102,33 @@ def test_blocks_and_slots(tmp_path, arch):
         with session.concurrent(3) as server:
             handles = [server.submit(prompt, 24, ignore_end=True) for prompt in prompts(3)]
             assert [handle.result(120)[0] for handle in handles] == alone
+
+
+class OtherKind:
+    """The CPU under another kind: weights then keep the parts of fused matrices apart for steps of one row, as on a GPU."""
+
+    def __init__(self, backend):
+        self._backend, self.device = backend, replace(backend.device, kind="gpu")
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen35"])
+def test_parts_of_fused_matrices(tmp_path, arch):
+    """A GPU multiplies with gate and up apart where there is one row, each with its own scale and bias, as fused ones have theirs in one vector."""
+    path = dressed(TARGETS[arch](tmp_path / "t.gguf"))[0]
+    ids, rows = prompts(1)[0], []
+    for kind in (lambda backend: backend, OtherKind):
+        with ExitStack() as stack:
+            file, backend = stack.enter_context(GGUFFile(path)), stack.enter_context(closing(Backend(pick_device("CPU"), 1)))
+            target = opened(file)
+            parts = (kind(backend), file, target.specs(), target.groups(), target.fused_alike())
+            target.weights = stack.enter_context(closing(Weights(*parts)))
+            assert bool(target.weights.group("blk.0.ffn").parts) == (kind is OtherKind)
+            engine = stack.enter_context(closing(Engine(backend, target, None, EngineOptions(n_ctx=64))))
+            rows.append(np.concatenate([engine.logits(ids), *(engine.logits([i]) for i in range(4))]))
+    np.testing.assert_array_equal(*rows)
 
 
 def test_experts_in_host_memory(tmp_path):

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from gguf_io.build import Model as Parts
 from models.test_archs import TARGETS
 
+from pyggml_spec.cli.inspect import command
 from pyggml_spec.errors import ModelError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.model import Model
@@ -65,7 +67,9 @@ def test_what_is_left_aside_has_a_reason(tmp_path):
     path = with_tensor(parts, f"blk.{LAYERS}.nextn.eh_proj.weight", np.ones(4)).write(tmp_path / "m.gguf")
     with GGUFFile(path) as file:
         model = open_target(file)
-        assert model.idle() == {f"blk.{LAYERS}.nextn.eh_proj.weight": "the model's own MTP layers"} and model.specs()
+        assert model.unused() == {f"blk.{LAYERS}.nextn.eh_proj.weight": "the model's own MTP layers"} and model.specs()
+    shown = CliRunner().invoke(command, [str(path), "--no-tensors"]).output
+    assert "not used: 1 tensor, the model's own MTP layers\n" in shown
     path = with_tensor(parts, f"blk.{LAYERS + 1}.nextn.eh_proj.weight", np.ones(4)).write(tmp_path / "n.gguf")
     with GGUFFile(path) as file, pytest.raises(ModelError, match=rf"blk\.{LAYERS + 1}\.nextn"):
         open_target(file).specs()
