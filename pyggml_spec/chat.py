@@ -154,4 +154,4 @@ def chat_template(session: Session, source: str | None = None) -> tuple[ChatTemp
         return ChatTemplate.from_gguf(file), f"the template of {file.path.name}"
     return ChatTemplate(
         CONTINUE
-    ), f"{file.path.name} has no chat template: your lines and its answers are one running text; --chat-template-file gives it one"
+    ), f"{file.path.name} has no chat template: your lines and its answers are one running text; `chat_template` gives it one"

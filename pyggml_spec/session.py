@@ -191,7 +191,7 @@ class Session:
         trained = self.target.context_length
         if n_ctx is None:
             return min(DEFAULT_CONTEXT, trained)
-        n_ctx = whole(n_ctx, "the context (-c)", 1, MOST_CONTEXT, ContextError)
+        n_ctx = whole(n_ctx, "the context (`n_ctx`)", 0, MOST_CONTEXT, ContextError) or trained
         if n_ctx > trained:
             self.notes.append(f"the context of {n_ctx} is longer than the {trained} tokens that the model was trained with")
         return n_ctx
@@ -199,7 +199,7 @@ class Session:
     def _width(self, width: int | None) -> int:
         if self.drafter is None:
             if width not in (None, 1):
-                raise PairError(f"a draft width of {width} needs a drafter: give one with -md, or leave the width out")
+                raise PairError(f"a draft width of {width} needs a drafter: give one with `draft`, or leave the width out")
             return 16
         return self.drafter.hp.block_size if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
 
@@ -327,7 +327,7 @@ class Session:
         if isinstance(prompt, (str, bytes)):
             prompt = self.tokenizer.encode(prompt, special)
             if not prompt:
-                raise ContextError("the prompt is empty; give some text with -p, -f or on standard input")
+                raise ContextError("the prompt is empty; give some text")
         return token_ids(prompt, self.target.n_vocab).tolist()
 
     def _check_open(self) -> None:
@@ -524,7 +524,7 @@ def load(
         target, draft: GGUF files. A target without a drafter decodes plainly.
         device: name as in ``devices()``; None takes the first GPU, or the CPU.
         threads: CPU threads; None takes the cores of this process, at most 16.
-        n_ctx: tokens of context; None takes 4096 or what the model was trained with, whichever is less.
+        n_ctx: tokens of context; 0 takes what the model was trained with, None that or 4096, whichever is less.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
         graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
         cache_type_k, cache_type_v: what K and V rows are stored as, one of ``cache.kv_types.TYPES``; the next two are the drafter's.
@@ -540,9 +540,9 @@ def load(
     """
     if target is None:
         if draft is not None:
-            raise PyspecError(f"the drafter {draft} needs its target: name it with -m")
+            raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
         if not DEMO_TARGET.exists():
-            raise PyspecError("this installation has no embedded pair; name a target with -m")
+            raise PyspecError("this installation has no embedded pair; name a target with `target`")
         target, draft = DEMO_TARGET, DEMO_DRAFTER
     if not graphs:
         disable_graph_replay()

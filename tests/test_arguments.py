@@ -52,7 +52,7 @@ def refused(call, *args, error=PyspecError, **named) -> None:
     "name, values, error",
     [
         ("threads", [0, -1, 513, 10**9, *NUMBERS[1:5], HUGE], DeviceError),
-        ("n_ctx", [0, 10**18, *NUMBERS[:5], HUGE], ContextError),
+        ("n_ctx", [-2, 10**18, *NUMBERS[:5], HUGE], ContextError),
         ("draft_width", [0, -5, 10**9, *NUMBERS[:5], HUGE], PairError),
         ("chunk", [0, 1 << 31, 10**12, *NUMBERS], EngineError),
         ("prefix_memory", [-1, 1.5, NAN, "x", HUGE], PyspecError),

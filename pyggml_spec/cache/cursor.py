@@ -25,7 +25,7 @@ class Cursor:
         """Raises ContextError unless ``count`` more tokens fit."""
         if count > self.room:
             raise ContextError(
-                f"{count} tokens do not fit: the context holds {self.n_ctx} and {self.committed} are in it; shorten the prompt or raise -c"
+                f"{count} tokens do not fit: the context holds {self.n_ctx} and {self.committed} are in it; shorten the prompt or raise `n_ctx`"
             )
 
     def advance(self, rows: int, pending: int | None) -> None:

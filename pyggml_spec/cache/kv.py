@@ -103,7 +103,7 @@ class KVCache:
             lib.ggml_free(self._ctx)
             free = free_bytes(backend.device) >> 20
             raise DeviceError(
-                f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {backend.device.name}, which has {free} MiB free; use a smaller -c"
+                f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {backend.device.name}, which has {free} MiB free; use a smaller `n_ctx`"
             )
         return buffer
 

@@ -67,19 +67,19 @@ def check_types(types: KVTypes, shapes: Iterable[KVShape], backend: Backend, dra
         ModelError: a head is not a whole number of the type's blocks.
         DeviceError: this device, or this build of its backend, lacks a kernel.
     """
-    whose, option = ("the drafter's", "--draft-cache-type") if draft else ("the target's", "--cache-type")
+    whose, option = ("the drafter's", "draft_cache_type") if draft else ("the target's", "cache_type")
     for shape in set(shapes):
         for letter, name, kind in zip("kv", (types.k, types.v), types.ids, strict=True):
             block = lib.ggml_blck_size(kind)
             if shape.size % block:
                 raise ModelError(
                     f"{whose} heads of {shape.size} values are not whole blocks of {block}, which {name} rows consist of; "
-                    f"use {option}-{letter} f16"
+                    f"use `{option}_{letter}` f16"
                 )
         if not _runs(types, shape, backend) and _runs(KVTypes(), shape, backend):
             raise DeviceError(
                 f"{backend.device.name} cannot attend over {types} rows with heads of {shape.size} values in this llama-cpp-python; "
-                f"use other types with {option}-k and {option}-v (f16 works)"
+                f"use other types with `{option}_k` and `{option}_v` (f16 works)"
             )
 
 

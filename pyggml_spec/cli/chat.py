@@ -18,7 +18,9 @@ from ..text.renderer import RENDERER
 from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_ERROR, EXIT_INTERRUPT
+from .names import in_options
 from .options import (
+    TokenLimit,
     argument_text,
     cache_type_options,
     draft_cache_type_options,
@@ -45,7 +47,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; twice,
 _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 
 
-@click.command("chat", cls=GroupedCommand)
+@click.command("chat", cls=GroupedCommand, words="questions are typed, or piped in, a line each")
 @target_options
 @llama_cpp_options
 @graphs_option
@@ -59,8 +61,8 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 @click.option("--chat-template", "template", metavar="JINJA", help="Chat template instead of the model file's.")
 @click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
 @click.option("--chat-template-kwargs", "variables", metavar="JSON", help="Further names that the template knows, as a JSON object.")
-@click.option("-n", "--predict", "max_tokens", type=click.IntRange(1),
-              help=f"Tokens per answer. Default: until the end token; {CONTINUE_TOKENS} if the model has no chat template.")  # fmt: skip
+@click.option("-n", "--predict", "max_tokens", type=TokenLimit(1),
+              help=f"Tokens per answer; -1 for no limit but the context. Default: until the end token; {CONTINUE_TOKENS} if the model has no chat template.")  # fmt: skip
 @sampling_options
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
 @prefix_options
@@ -108,7 +110,7 @@ def command(
         if thinking is not None and not template.can_think:
             raise PyspecError(f"--{'' if thinking else 'no-'}think was given, but the chat template has no thinking mode; leave it out")
         desk.note(engaged_line(session.engaged(), None, sampling.describe(), notes))
-        desk.note(f"chat: {origin}; thinking {desk.thinking()}; /help lists the commands")
+        desk.note(f"chat: {in_options(origin)}; thinking {desk.thinking()}; /help lists the commands")
         sys.exit(desk.run())
 
 
@@ -164,7 +166,7 @@ class _Desk:
             except PyspecError as error:
                 armed, self.failed = False, True
                 hint = "; /reset forgets the conversation" if isinstance(error, ContextError) and self.chat.messages else ""
-                say(f"pyspec: {error}{hint}")
+                say(f"pyspec: {in_options(str(error))}{hint}")
             except KeyboardInterrupt:
                 if armed or not self.interactive:
                     return EXIT_INTERRUPT

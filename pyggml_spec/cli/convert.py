@@ -19,15 +19,15 @@ from .terminal import progress_line, say, size
 )
 @click.option("-o", "--output", "out", type=click.Path(), required=True, help="GGUF to write.")
 @click.option("--type", "kind", default="q8_0", show_default=True, metavar="TYPE", help=f"Type of the matrices: {', '.join(TYPES)}.")
-@click.option("--force", is_flag=True, help="Replace an output that exists.")
+@click.option("--force", "replace", is_flag=True, help="Replace an output that exists.")
 @click.option("-t", "--threads", type=click.IntRange(1, 512), help="Threads that quantise. Default: the cores of this process, at most 16.")
-def command(source: str, target: str, out: str, kind: str, force: bool, threads: int | None):
+def command(source: str, target: str, out: str, kind: str, replace: bool, threads: int | None):
     """Converts a DFlash drafter: SOURCE is its folder (config.json, *.safetensors) or one safetensors file.
 
     An interrupted run leaves no file.
     """
     with progress_line() as progress:
-        done = convert_drafter(source, target, out, kind, replace=force, threads=threads, progress=progress)
+        done = convert_drafter(source, target, out, kind, replace=replace, threads=threads, progress=progress)
     types = ", ".join(f"{count} {name}" for name, count in sorted(done.types.items()))
     click.echo(
         f"{done.path}: {size(done.nbytes)}, tensors: {types}; "

@@ -11,6 +11,7 @@ from ..doctor import FAIL, NOT_APPLICABLE, OK, WARN, Check, Report, examine
 from ..errors import PyspecError
 from ..gguf_io.safetensors import parse_json
 from .main import EXIT_CHECK
+from .names import in_options
 from .options import target_options
 from .terminal import printable, progress_line, say
 
@@ -65,7 +66,7 @@ def _show(report: Report) -> None:
         _show_one(check, width, columns)
     for check in report.checks:
         if check.remedy and check.verdict == FAIL:
-            click.echo(f"\n{click.style(check.name, fg='red')}: {printable(check.remedy)}.")
+            click.echo(f"\n{click.style(check.name, fg='red')}: {printable(in_options(check.remedy))}.")
     if not report.failed:
         warned = [check.name for check in report.checks if check.verdict == WARN]
         click.echo("\nno check failed" + (f"; see the warnings: {', '.join(warned)}" if warned else ""))
@@ -73,7 +74,9 @@ def _show(report: Report) -> None:
 
 def _show_one(check: Check, width: int, columns: int) -> None:
     verdict = click.style(f"{check.verdict:<4}", fg=_COLOURS[check.verdict])
-    text = printable(check.found) + (f"; {printable(check.remedy)}" if check.remedy and check.verdict == WARN else "")
+    text = printable(in_options(check.found)) + (
+        f"; {printable(in_options(check.remedy))}" if check.remedy and check.verdict == WARN else ""
+    )
     lines = textwrap.wrap(text, columns - width - 8) or [""]
     click.echo(f"{check.name:<{width}}  {verdict}  {lines[0]}")
     for line in lines[1:]:

@@ -22,6 +22,19 @@ def grouped(params: list[click.Parameter]) -> dict[str, list[click.Option]]:
 
 
 class GroupedCommand(click.Command):
+    """``words``: what to do with words that are no options, which the command does not take."""
+
+    def __init__(self, *args, words: str | None = None, **more):
+        super().__init__(*args, **more)
+        self.words, self.allow_extra_args = words, words is not None
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        super().parse_args(ctx, args)
+        if ctx.args:
+            shown = ctx.args[0] if len(ctx.args[0]) < 60 else ctx.args[0][:57] + "..."
+            raise click.UsageError(f"{shown!r} belongs to no option; {self.words}", ctx)
+        return ctx.args
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, options in grouped(self.get_params(ctx)).items():
             with formatter.section(title):

@@ -6,6 +6,7 @@ from collections import Counter
 import click
 
 from ..tools.inspect import inspect_file
+from .names import in_options
 from .terminal import printable, size
 
 WIDEST = 60  # a longer name pushes its own line to the right, not all of them
@@ -24,7 +25,7 @@ def command(file: str, tensors: bool, as_json: bool):
     click.echo(
         f"{seen.path}: GGUF version {seen.version}, {size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters"
     )
-    click.echo(seen.verdict)
+    click.echo(in_options(seen.verdict))
     for why, count in Counter(seen.unused.values()).items():
         click.echo(f"not used: {count} tensor{'s' * (count > 1)}, {why}")
     click.echo()

@@ -51,6 +51,11 @@ class Commands(click.Group):
         except BrokenPipeError:  # click would make it 1, which is an error
             _drop_stdout()
             raise click.exceptions.Exit(EXIT_PIPE) from None
+        except PyspecError as error:
+            from .names import in_options
+
+            error.args = (in_options(str(error), self.get_command(ctx, ctx.invoked_subcommand)),)
+            raise
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -25,11 +25,27 @@ def target_options(
             click.option(
                 "-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16."
             ),
-            click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(1, 1 << 24), help=f"Context in tokens. Default: {context}."),
+            click.option(
+                "-c",
+                "--ctx-size",
+                "n_ctx",
+                type=click.IntRange(0, 1 << 24),
+                help=f"Context in tokens; 0 for what the model was trained with. Default: {context}.",
+            ),
         ]
     ):
         command = option(command)
     return command
+
+
+UNLIMITED = 1 << 30  # tokens; more than any context holds
+
+
+class TokenLimit(click.IntRange):
+    """How many tokens to generate; llama.cpp's -1 and -2 set no limit but the context."""
+
+    def convert(self, value, param, ctx):
+        return UNLIMITED if value in ("-1", "-2") else super().convert(value, param, ctx)
 
 
 graphs_option = click.option(

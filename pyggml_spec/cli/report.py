@@ -6,6 +6,7 @@ from ..ggml.device import graph_replay_enabled
 from ..session import Engaged
 from ..spec.loop import SPECULATIVE
 from ..spec.stats import MUCH_WAITING, Stats
+from .names import in_options
 from .terminal import size
 
 LEAST_REPLAY = 0.99
@@ -32,7 +33,7 @@ def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: 
         parts.append(f"state {size(m['recurrent'])}")
     parts.append(f"compute {size(m['compute'])}")
     line = f"engaged: {e.target} on {where} | {draft} | {sampling} | context {e.n_ctx} | {', '.join(parts)}"
-    return "\n".join([line, *(f"note: {note}" for note in (*e.notes, *notes))])
+    return "\n".join([line, *(f"note: {in_options(note)}" for note in (*e.notes, *notes))])
 
 
 def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:

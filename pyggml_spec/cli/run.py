@@ -15,6 +15,7 @@ from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import (
+    TokenLimit,
     argument_text,
     cache_type_options,
     draft_cache_type_options,
@@ -31,7 +32,7 @@ from .terminal import Interrupt, TextOut, progress_line, say
 DEMO_PROMPT = "def quicksort(items):\n"
 
 
-@click.command("run", cls=GroupedCommand)
+@click.command("run", cls=GroupedCommand, words="the prompt is given with -p")
 @target_options
 @llama_cpp_options
 @graphs_option
@@ -44,8 +45,8 @@ DEMO_PROMPT = "def quicksort(items):\n"
     "-n",
     "--predict",
     "max_tokens",
-    type=click.IntRange(0),
-    help="Tokens to generate. Default: until the end token; 256 for the embedded pair.",
+    type=TokenLimit(0),
+    help="Tokens to generate; -1 for no limit but the context. Default: until the end token; 256 for the embedded pair.",
 )
 @sampling_options
 @click.option(

@@ -57,12 +57,12 @@ class Subject:
             self.target.weights = self._own(
                 Weights(self.backend, self.file, self.target.specs(), self.target.groups(), self.target.fused_alike())
             )
-            self.n_ctx = min(n_ctx or 1024, self.target.context_length)
+            self.n_ctx = min(1024 if n_ctx is None else n_ctx or self.target.context_length, self.target.context_length)
             if self.n_ctx < 128:
-                raise PyspecError(f"a context of {self.n_ctx} tokens is too short to measure anything; use -c 512 or more")
+                raise PyspecError(f"a context of {self.n_ctx} tokens is too short to measure anything; use `n_ctx` 512 or more")
             self.prompts = list(prompts if prompts is not None else held_out_prompts(effort.prompts))[: effort.prompts]
             if not self.prompts:
-                raise PyspecError("there is no prompt to measure on; give some with --prompts")
+                raise PyspecError("there is no prompt to measure on; give some with `prompts`")
             self.ids = [self.tokenizer.encode(prompt)[: min(effort.prompt_tokens, self.n_ctx // 3)] for prompt in self.prompts]
             if not all(self.ids):
                 raise PyspecError(f"prompt {self.ids.index([])} is empty; give texts to continue")
@@ -132,7 +132,7 @@ def examine(
     if target is None and draft is None:
         target, draft = DEMO_TARGET, DEMO_DRAFTER
     if target is None or draft is None:
-        raise PyspecError("the doctor examines a pair: name the target with -m and the drafter with -md")
+        raise PyspecError("the doctor examines a pair: name the target with `target` and the drafter with `draft`")
     progress("loading", 0, 1)
     with closing(Subject(target, device=device, threads=threads, n_ctx=n_ctx, prompts=prompts)) as subject:
         return examine_drafter(subject, draft, progress)

@@ -245,7 +245,7 @@ def fit(probe: Probe, reading: Reading, base: Measured) -> Check:
     if base.tokens_per_block < 1.3:
         return Check(
             "fit to this target", WARN, found + ": hardly any draft is right",
-            "see whether these prompts are what the drafter was trained on (name others with --prompts)", FIT, data,
+            "see whether these prompts are what the drafter was trained on (name others with `prompts`)", FIT, data,
         )  # fmt: skip
     return Check("fit to this target", OK, found, "", FIT, data)
 

@@ -81,7 +81,7 @@ def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
     data = {"tokens_per_step": real, "estimate": base.tokens_per_block, "nan_drafts": nan, "steps": steps}
     found = f"{real:.2f} tokens per step in {steps} steps, {base.tokens_per_block:.2f} teacher-forced"
     if nan:
-        return Check("acceptance", FAIL, f"{nan} blocks of drafts were NaN or Inf", "the drafter overflows on this device: use --device CPU to tell, "
+        return Check("acceptance", FAIL, f"{nan} blocks of drafts were NaN or Inf", "the drafter overflows on this device: use `device` CPU to tell, "
                      "and a drafter in another type", RUNNING, data)  # fmt: skip
     if real < 1 + IN_LOOP * (base.tokens_per_block - 1):
         return Check(
@@ -92,7 +92,7 @@ def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
             "acceptance",
             WARN,
             found,
-            "try prompts like those the drafter was trained on (--prompts), and both thinking modes",
+            "try prompts like those the drafter was trained on (`prompts`), and both thinking modes",
             RUNNING,
             data,
         )
@@ -137,7 +137,9 @@ def repeated_step(engine: Engine, prompt: Sequence[int]) -> Check:
             off = max(float(np.abs(other - first).max()) for other, _ in others)
             if not all(np.array_equal(other, first) for other, _ in others):
                 found = f"a step of {width} rows computed again from the same state gave logits that differ by {off:.2g}"
-                remedy = "run with GGML_CUDA_PDL=0, or with --no-graphs, and report this with the model's name"
+                remedy = (
+                    "run with GGML_CUDA_PDL=0, or without CUDA graphs (GGML_CUDA_DISABLE_GRAPHS=1), and report this with the model's name"
+                )
                 return Check("repeated step", FAIL, found, remedy, RUNNING, {"width": width, "largest_difference": off})
     finally:
         engine.read_candidates(0)
@@ -176,7 +178,7 @@ def time_split(engine: Engine, stats: Sequence[Stats], width: int) -> Check:
             "time split",
             WARN,
             found + ": the host takes a quarter or more",
-            "leave a core free for the process; use fewer threads (-t)",
+            "leave a core free for the process; use fewer threads (`threads`)",
             RUNNING,
             data,
         )

@@ -36,7 +36,7 @@ def compare(engine: Engine, tokenizer: Tokenizer, probe: Probe, reading: Reading
         return Check(
             name,
             NOT_APPLICABLE,
-            f"the rendered prompts leave no room in a context of {engine.options.n_ctx}; use a larger -c",
+            f"the rendered prompts leave no room in a context of {engine.options.n_ctx}; use a larger `n_ctx`",
             stage=RUNNING,
         )
     kept, found = probe.passages, {}

@@ -125,7 +125,7 @@ class Backend:
         self._dev = lib.ggml_backend_dev_get(device.index)
         self.handle: Any = lib.ggml_backend_dev_init(self._dev, ffi.NULL)
         if self.handle == ffi.NULL:
-            raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another with --device")
+            raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another `device`")
         self.threads = 0
         if device.kind == "cpu":
             self.threads = threads

@@ -26,7 +26,7 @@ def open_target(file: GGUFFile) -> Target:
     """
     arch = file.get("general.architecture", str)
     if arch in DRAFTERS:
-        raise ModelError(f"{file.path} is a drafter ({arch}); name it with -md and give its target with -m")
+        raise ModelError(f"{file.path} is a drafter ({arch}); name it with `draft` and give its target with `target`")
     if arch not in TARGETS:
         refuse_other_methods(file)
         raise ModelError(f"{file.path} has the architecture {arch!r}; supported targets: {SUPPORTED_TARGETS}")

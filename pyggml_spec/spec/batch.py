@@ -316,7 +316,7 @@ class BatchEngine(EngineParts):
         if s.cursor.pending is None:
             raise EngineError(f"slot {slot} has no pending token: give it a prompt first")
         if s.cursor.room < 1:
-            raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise -c")
+            raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise `n_ctx`")
         if isinstance(item, Draft):
             width = whole(item.width, "the width of the block", 0, MOST_WIDTH)
         else:

@@ -154,7 +154,7 @@ class Engine(EngineParts):
             copy = pieces.copy(self.backend)
         if copy is None:
             raise DeviceError(
-                f"no memory on {self.backend.device.name} for a snapshot of {n} tokens; close another one or use a smaller -c"
+                f"no memory on {self.backend.device.name} for a snapshot of {n} tokens; close another one or use a smaller `n_ctx`"
             )
         return Snapshot(copy, n, self.cursor.pending, drafting, self)
 
@@ -384,7 +384,7 @@ class Engine(EngineParts):
         if self.cursor.pending is None:
             raise EngineError("there is no pending token: prefill a prompt first")
         if self.cursor.room < 1:
-            raise ContextError(f"the context of {self.cursor.n_ctx} tokens is full; raise -c")
+            raise ContextError(f"the context of {self.cursor.n_ctx} tokens is full; raise `n_ctx`")
         return self.cursor.pending
 
     def _checked_tokens(self, tokens: Sequence[int]) -> np.ndarray:

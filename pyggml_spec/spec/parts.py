@@ -56,7 +56,7 @@ def candidate_widths(block_size: int) -> tuple[int, ...]:
 
 def check_options(options: EngineOptions, target: Target, drafter: DFlash | None) -> None:
     """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
-    whole(options.n_ctx, "the context (-c)", 1, MOST_CONTEXT, ContextError)
+    whole(options.n_ctx, "the context (`n_ctx`)", 1, MOST_CONTEXT, ContextError)
     whole(options.width, "the block width", 1, MOST_WIDTH)
     whole(options.chunk, "the prefill chunk", 1, WIDEST_CHUNK)
     if drafter is not None:
@@ -64,7 +64,7 @@ def check_options(options: EngineOptions, target: Target, drafter: DFlash | None
         if options.width > drafter.hp.block_size:
             raise PairError(
                 f"a draft width of {options.width} is wider than the block of {drafter.hp.block_size} that {drafter.file.path.name} "
-                f"was trained for; use --draft-width {drafter.hp.block_size} or less"
+                f"was trained for; use `draft_width` {drafter.hp.block_size} or less"
             )
 
 

@@ -190,7 +190,9 @@ class Scheduler:
         if options.mode == REFERENCE:
             raise EngineError("reference mode is for one sequence: use one slot")
         if ids.size > self.engine.options.n_ctx:
-            raise ContextError(f"a prompt of {ids.size} tokens does not fit the context of {self.engine.options.n_ctx} per slot; raise -c")
+            raise ContextError(
+                f"a prompt of {ids.size} tokens does not fit the context of {self.engine.options.n_ctx} per slot; raise `n_ctx`"
+            )
         options.check(self.engine.drafter)
         stream = Stream(self, ids.tolist(), options, self.engine.options.width)
         stream.stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""

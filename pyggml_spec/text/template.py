@@ -66,7 +66,7 @@ class ChatTemplate:
         if isinstance(source, StringArray):
             raise TemplateError(f"{file.path} has a chat template of more than {MAX_TEMPLATE} characters; use another model file")
         if not isinstance(source, str) or not source:
-            raise TemplateError(f"{file.path} has no chat template; give one with --chat-template-file, or whole prompts to `pyspec run`")
+            raise TemplateError(f"{file.path} has no chat template; give one as `chat_template`, or whole prompts to `pyspec run`")
         tokens = file.metadata.get("tokenizer.ggml.tokens")
 
         def token(name: str) -> str:

@@ -78,7 +78,7 @@ def bench(session: Session, options: BenchOptions, done=lambda row: None) -> lis
     room = session.engine.options.n_ctx
     need = max(options.depths) + max([*options.prompts, options.tokens + 8])
     if need > room:
-        raise ContextError(f"the deepest measurement needs {need} tokens of context, but there are {room}; use -c {need}")
+        raise ContextError(f"the deepest measurement needs {need} tokens of context, but there are {room}; use `n_ctx` {need}")
     legs: list[_Prefill | _Decode] = [_Prefill(session, n, depth) for depth in options.depths for n in options.prompts]
     if options.tokens:
         for depth in options.depths:

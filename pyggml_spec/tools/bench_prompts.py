@@ -139,14 +139,14 @@ def bench_prompts(
         TemplateError: the template refuses messages, or has no thinking mode and one was asked for.
     """
     if session.drafter is None:
-        raise PairError("acceptance needs a drafter; give one with -md")
+        raise PairError("acceptance needs a drafter; give one with `draft`")
     if options.thinking in ((True,), (False,)) and not template.can_think:
-        raise TemplateError("one thinking mode was asked for, but the chat template has none; leave out --think and --no-think")
+        raise TemplateError("one thinking mode was asked for, but the chat template has none; leave out `thinking`")
     legs = list(_legs(session, prompts, options, template))
     need = max(len(leg.ids) for leg in legs) + options.tokens
     if need > session.engine.options.n_ctx:
         raise ContextError(
-            f"the longest prompt and its answer need {need} tokens of context, but there are {session.engine.options.n_ctx}; use -c {need}"
+            f"the longest prompt and its answer need {need} tokens of context, but there are {session.engine.options.n_ctx}; use `n_ctx` {need}"
         )
     keys = list(dict.fromkeys((leg.prompt.category, leg.thinking) for leg in legs))
     rows = {key: PromptsRow(*key, sum((leg.prompt.category, leg.thinking) == key for leg in legs)) for key in keys}

@@ -54,7 +54,9 @@ def bench_slots(session: Session, slots: tuple[int, ...], options: BenchOptions,
     """
     room = session.engine.options.n_ctx
     if tokens_needed(options) > room:
-        raise ContextError(f"each slot needs {tokens_needed(options)} tokens of context, but has {room}; use -c {tokens_needed(options)}")
+        raise ContextError(
+            f"each slot needs {tokens_needed(options)} tokens of context, but has {room}; use `n_ctx` {tokens_needed(options)}"
+        )
     rows = []
     for count in slots:
         modes = (PLAIN, SPECULATIVE) if session.drafter is not None else (PLAIN,)

@@ -57,7 +57,7 @@ def compare_logits(
         PyspecError: the file cannot be run here.
     """
     if tokens < 1:
-        raise ContextError(f"{tokens} tokens cannot be compared; use --tokens 1 or more")
+        raise ContextError(f"{tokens} tokens cannot be compared; use `tokens` 1 or more")
     parts, kv = [], KVTypes(cache_type_k, cache_type_v)
 
     def own(part):
@@ -69,7 +69,7 @@ def compare_logits(
         target = open_target(file)
         if tokens + GREEDY_TOKENS > target.context_length:
             raise ContextError(
-                f"{tokens} tokens and {GREEDY_TOKENS} generated ones do not fit the context of {target.context_length}; use fewer --tokens"
+                f"{tokens} tokens and {GREEDY_TOKENS} generated ones do not fit the context of {target.context_length}; use fewer `tokens`"
             )
         backend = own(Backend(pick_device(device), threads))
         target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_alike()))

@@ -98,7 +98,7 @@ def _chunk(file: SafetensorsFile, source: str, first: int, count: int, kind: int
     if not np.isfinite(top):
         raise ConvertError(f"{file.path.name}: the tensor {brief(source)} holds NaN or Inf; fetch the checkpoint again")
     if kind == lib.GGML_TYPE_F16 and top > F16_MAX:
-        raise ConvertError(f"{file.path.name}: the tensor {brief(source)} reaches {top:g}, which F16 cannot hold; use --type bf16")
+        raise ConvertError(f"{file.path.name}: the tensor {brief(source)} reaches {top:g}, which F16 cannot hold; use `kind` bf16")
     return values if kind == lib.GGML_TYPE_F32 else quantise(values, kind)
 
 
@@ -110,7 +110,7 @@ def written_whole(out: Path, replace: bool):
         ConvertError: ``out`` exists and may not be replaced, or cannot be written.
     """
     if out.exists() and not replace:
-        raise ConvertError(f"{out} exists; name another output, or replace it with --force")
+        raise ConvertError(f"{out} exists; name another output, or `replace` it")
     if out.exists() and not out.is_file():
         raise ConvertError(f"{out} is no file; name another output")
     try:
@@ -122,7 +122,9 @@ def written_whole(out: Path, replace: bool):
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise ConvertError(f"{out} cannot be written: {error.strerror or error}; free some space or name another place with -o") from None
+        raise ConvertError(
+            f"{out} cannot be written: {error.strerror or error}; free some space or name another place with `out`"
+        ) from None
 
 
 def convert_drafter(

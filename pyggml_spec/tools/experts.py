@@ -44,7 +44,7 @@ def profile(session: Session, tokens: Sequence[int], progress: Callable[[int, in
     split = max(chunk, int(total * (1 - HELD_OUT)) // chunk * chunk)
     start, room, done, seen = _routing(session, 0), session.engine.options.n_ctx // chunk * chunk, 0, None
     if not room:
-        raise ContextError(f"a context of {session.engine.options.n_ctx} tokens is too short to profile with; use -c {chunk} or more")
+        raise ContextError(f"a context of {session.engine.options.n_ctx} tokens is too short to profile with; use `n_ctx` {chunk} or more")
     while done < total:
         first = done
         session.engine.reset(drafting=False)

@@ -74,13 +74,13 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
         if arch in TARGETS:
             model = open_target(file)
             unused = model.unused()
-            return f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with -m", unused
+            return f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with `target`", unused
         if arch in DRAFTERS or method(file):
             drafter = open_drafter(file)
             hp, unused = drafter.hp, drafter.unused()
             layers = ", ".join(str(v) for v in hp.target_layers)
             return (
-                f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with -md",
+                f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with `draft`",
                 unused,
             )
     except PyspecError as error:

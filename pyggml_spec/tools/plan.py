@@ -228,7 +228,7 @@ def plan(
     """
     if target is None:
         if draft is not None:
-            raise PyspecError(f"the drafter {draft} needs its target: name it with -m")
+            raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
         target, draft = DEMO_TARGET, DEMO_DRAFTER
     prefix_memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
     draft = Path(draft) if draft is not None else None
@@ -318,7 +318,7 @@ def check(
     if not planned.fits:
         raise PyspecError(
             f"{planned.total} bytes are planned and {planned.free} are free on {picked.name}, so nothing was loaded; "
-            f"the longest context that fits is {planned.largest_context} (-c)"
+            f"the longest context that fits is {planned.largest_context} (`n_ctx`)"
         )
     of_slots = {}
     with ExitStack() as stack:

@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_said_with_all_three_numbers_and_the_remedy():
     cursor.check_fits(70)
     with pytest.raises(ContextError) as caught:
         cursor.check_fits(71)
-    assert all(word in str(caught.value) for word in ("71", "100", "30", "-c"))
+    assert all(word in str(caught.value) for word in ("71", "100", "30", "`n_ctx`"))
 
 
 def test_reset_forgets_everything():

@@ -49,9 +49,9 @@ def test_poisoning_rows_leaves_the_rotation_alone(backend):  # noqa: F811
 
 
 def test_heads_that_are_not_whole_blocks(backend):  # noqa: F811
-    with pytest.raises(ModelError, match="the target's heads of 80 values.*blocks of 32.*q8_0.*--cache-type-v f16"):
+    with pytest.raises(ModelError, match="the target's heads of 80 values.*blocks of 32.*q8_0.*`cache_type_v` f16"):
         check_types(KVTypes("f16", "q8_0"), [KVShape(2, 80)], backend, draft=False)
-    with pytest.raises(ModelError, match="the drafter's.*--draft-cache-type-k"):
+    with pytest.raises(ModelError, match="the drafter's.*`draft_cache_type_k`"):
         check_types(KVTypes("q4_0", "f16"), [KVShape(2, 64), KVShape(2, 48)], backend, draft=True)
     check_types(KVTypes("bf16", "f16"), [KVShape(2, 80)], backend, draft=False)
 
@@ -64,7 +64,7 @@ def test_the_cpu_runs_every_type(backend, name):  # noqa: F811
 def test_a_device_without_the_kernel(backend, monkeypatch):  # noqa: F811
     """Some backends lack attention over some types; ggml would end the process in the middle of a step."""
     monkeypatch.setattr(Backend, "supports", lambda self, node: node.type != KVTypes("q8_0").ids[0])
-    with pytest.raises(DeviceError, match="CPU cannot attend over K q8_0 V f16 rows with heads of 64.*--draft-cache-type-k"):
+    with pytest.raises(DeviceError, match="CPU cannot attend over K q8_0 V f16 rows with heads of 64.*`draft_cache_type_k`"):
         check_types(KVTypes("q8_0", "f16"), [KVShape(2, 64)], backend, draft=True)
     check_types(KVTypes("bf16", "f16"), [KVShape(2, 64)], backend, draft=False)
 

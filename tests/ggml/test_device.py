@@ -42,7 +42,7 @@ def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
     memory = {"MemAvailable": 64 << 20, "SwapFree": 0}
     monkeypatch.setattr(device, "_meminfo", lambda name, unknown: memory[name])
     with pytest.raises(
-        ps.DeviceError, match=r"a context of 1048576 tokens needs \d+ MiB for K/V on CPU, which has 64 MiB free; use a smaller -c"
+        ps.DeviceError, match=r"a context of 1048576 tokens needs \d+ MiB for K/V on CPU, which has 64 MiB free; use a smaller `n_ctx`"
     ):
         ps.load(*pair, device="CPU", threads=1, n_ctx=1 << 20)
     memory["MemAvailable"] = 1 << 16

@@ -85,12 +85,12 @@ def test_an_interrupt_leaves_the_complete_runs(talker):
 
 def test_what_cannot_be_measured_is_refused(talker, pair):
     template, _ = chat_template(talker)
-    with pytest.raises(ContextError, match=r"need \d+ tokens.*use -c \d+"):
+    with pytest.raises(ContextError, match=r"need \d+ tokens.*use `n_ctx` \d+"):
         bench_prompts(talker, PROMPTS, PromptsOptions(300, 1), template)
     late = Prompt("x", "late", messages=(HE, {"role": "system", "content": "x"}))
     with pytest.raises(TemplateError, match="'late'.*has to come first"):
         bench_prompts(talker, [late], PromptsOptions(4, 1), template)
-    with ps.load(pair[0], device="CPU", threads=1, n_ctx=64) as alone, pytest.raises(PairError, match="-md"):
+    with ps.load(pair[0], device="CPU", threads=1, n_ctx=64) as alone, pytest.raises(PairError, match="`draft`"):
         bench_prompts(alone, PROMPTS, PromptsOptions(4, 1), template)
 
 

@@ -33,5 +33,5 @@ def test_several_slots(session):
 
 
 def test_a_context_that_is_too_short_is_said_before_anything_is_measured(session):
-    with pytest.raises(ContextError, match="use -c"):
+    with pytest.raises(ContextError, match="use `n_ctx`"):
         bench_slots(session, (2,), BenchOptions(prompts=(), tokens=200, repetitions=1))

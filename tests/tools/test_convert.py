@@ -262,7 +262,7 @@ def test_values_that_a_type_cannot_hold(tmp_path, value, kind, names):
 def test_an_interrupt_leaves_no_file_and_an_existing_one_as_it_was(demo, tmp_path):
     out = tmp_path / "out.gguf"
     out.write_bytes(b"before")
-    with pytest.raises(ConvertError, match="--force"):
+    with pytest.raises(ConvertError, match="`replace`"):
         convert_drafter(demo, DEMO_TARGET, out)
 
     def interrupt(what, done, total):
