@@ -18,6 +18,7 @@ from .errors import (
     DeviceError,
     EngineError,
     GGUFError,
+    HubError,
     LibraryError,
     ModelError,
     PairError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .concurrent import ConcurrentSession, Handle
     from .events import StepEvent
     from .ggml.device import Device, devices
+    from .hub import fetch
     from .models.placement import ExpertOptions
     from .session import Session, load
     from .spec.sampling import Sampling
@@ -45,6 +47,7 @@ _LAZY = {
     "ExpertOptions": "models.placement",
     "Handle": "concurrent",
     "devices": "ggml.device",
+    "fetch": "hub",
     "Sampling": "spec.sampling",
     "Session": "session",
     "Stats": "spec.stats",
@@ -63,6 +66,7 @@ __all__ = [
     "ExpertOptions",
     "GGUFError",
     "Handle",
+    "HubError",
     "LibraryError",
     "ModelError",
     "PairError",
@@ -75,6 +79,7 @@ __all__ = [
     "StepEvent",
     "TemplateError",
     "devices",
+    "fetch",
     "load",
 ]
 __version__ = "0.1.0"

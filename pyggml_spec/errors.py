@@ -37,6 +37,10 @@ class EngineError(PyspecError):
     """A step failed, or the engine was used in a way that its state does not allow."""
 
 
+class HubError(PyspecError):
+    """A file of the Hugging Face hub that does not exist, or cannot be had now."""
+
+
 class ConvertError(PyspecError):
     """A checkpoint that cannot be converted: unreadable, of an unsupported layout, or made for another target."""
 

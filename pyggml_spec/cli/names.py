@@ -6,6 +6,7 @@ import click
 
 from .options import target_options
 
+_EVERY = click.command(target_options(lambda **_: None))  # what every command calls its arguments
 _NAME = re.compile(r"`(\w+)`")
 
 
@@ -14,7 +15,7 @@ def in_options(text: str, command: click.Command | None = None) -> str:
     if command is None:
         context = click.get_current_context(silent=True)
         command = context.command if context is not None else None
-    names = {**_names(target_options(click.Command(None))), **(_names(command) if command is not None else {})}
+    names = {**_names(_EVERY), **(_names(command) if command is not None else {})}
     return _NAME.sub(lambda match: names.get(match[1], match[0]), text)
 
 

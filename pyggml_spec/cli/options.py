@@ -7,6 +7,7 @@ import click
 
 from ..cache.kv_types import TYPES
 from ..errors import PyspecError
+from .hub import hub_options
 
 
 def target_options(
@@ -14,7 +15,11 @@ def target_options(
     device: str = "Device name, as `pyspec devices` lists it. Default: the first GPU, or the CPU.",
     context: str = "4096, or what the model was trained with if that is less",
 ):
-    """-m, -md, --device, -t, -c: which pair, where, and how much context. ``device``: help of --device; ``context``: the default of -c."""
+    """-m, -md, -hf, -hfd, --device, -t, -c: which pair, where, and how much context.
+
+    ``device``: help of --device; ``context``: the default of -c.
+    """
+    command = hub_options(command)
     for option in reversed(
         [
             click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair runs."),

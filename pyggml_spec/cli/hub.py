@@ -1,0 +1,36 @@
+"""-hf and -hfd: models of the Hugging Face hub in the place of files, as llama.cpp's tools take them."""
+
+from functools import wraps
+
+import click
+
+from .terminal import progress_line
+
+
+def hub_options(command):
+    """-hf, -hff, -hfd: they become ``target`` and ``draft``."""
+
+    @wraps(command)
+    def wrapped(*args, hf_repo, hf_file, hf_repo_draft, target, draft, **more):
+        for name, repo, file in (("-hf", hf_repo, target), ("-hfd", hf_repo_draft, draft)):
+            if repo is not None and file is not None:
+                raise click.UsageError(f"{name} {repo} and {'-m' if name == '-hf' else '-md'} {file} name two models; give one of them")
+        if hf_file is not None and hf_repo is None:
+            raise click.UsageError("-hff names a file of a repository, so it needs -hf")
+        if hf_repo is not None or hf_repo_draft is not None:
+            from ..hub import fetch
+
+            with progress_line() as progress:
+                target = target if hf_repo is None else fetch(hf_repo, file=hf_file, progress=progress)
+                draft = draft if hf_repo_draft is None else fetch(hf_repo_draft, drafter=True, progress=progress)
+        return command(*args, target=target, draft=draft, **more)
+
+    for option in (
+        click.option("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf", "hf_repo_draft", metavar="REPO[:QUANT]",
+                     help="The same for the drafter; files named dflash-* come first."),
+        click.option("-hff", "--hf-file", metavar="NAME", help="This file of the repository, whatever QUANT says."),
+        click.option("-hf", "-hfr", "--hf-repo", metavar="REPO[:QUANT]",
+                     help="Target from the Hugging Face hub (USER/MODEL). Default of QUANT: Q4_K_M, else Q8_0, else the first file."),
+    ):  # fmt: skip
+        wrapped = option(wrapped)
+    return wrapped

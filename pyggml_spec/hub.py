@@ -1,0 +1,145 @@
+"""Model files of the Hugging Face hub, by the names that llama.cpp's -hf takes. The package huggingface_hub downloads and keeps them."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import HubError
+
+_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_DRAFTER = "dflash-"
+_OTHERS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dspark-", _DRAFTER)  # parts of the names of GGUFs that are no target
+_DEFAULTS = ("Q4_K_M", "Q8_0")
+PATIENCE = 10  # seconds until the hub has to answer
+_SHOWN = 8  # names of files in a message
+
+Progress = Callable[[str, int, int], None]
+
+
+def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress: Progress = lambda what, done, total: None) -> Path:
+    """Where a GGUF of the hub lies on this machine; it is downloaded if it is not there yet, or has changed.
+
+    Environment variables and settings are those of huggingface_hub: ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``. Without
+    a connection, what was downloaded before is used.
+
+    Args:
+        repo: "USER/MODEL" or "USER/MODEL:QUANT", in any case. Without QUANT: Q4_K_M, else Q8_0, else the first file.
+        file: this file of the repository, whatever QUANT says.
+        drafter: files whose name begins with "dflash-" come before others.
+        progress: called with ("download", done, total) in bytes.
+
+    Raises:
+        HubError: huggingface_hub is not installed, there is no such repository or file, or it cannot be had now.
+    """
+    if not isinstance(repo, str) or not (match := _NAME.fullmatch(repo)):
+        raise HubError(f"{repo!r} names no repository of the hub; give USER/MODEL or USER/MODEL:QUANT")
+    hub = _package()
+    name, quant = match.groups()
+    names, cached = _names(hub, name)
+    chosen = _chosen(names, quant, drafter) if file is None else file if file in names else None
+    if chosen is None:
+        raise HubError(f"{name} has no {_wanted(quant, file)}{_there(names)}")
+    if (part := _PART.search(chosen)) is not None:
+        raise HubError(
+            f"{chosen} of {name} is one of {int(part[2])} parts, and models in parts cannot be read; name a file in one part{_there(names)}"
+        )
+    return cached[chosen] if cached is not None else _download(hub, name, chosen, progress)
+
+
+def _package() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+    except ImportError:
+        raise HubError("files of the hub need the package huggingface_hub; run: pip install huggingface_hub") from None
+    return huggingface_hub
+
+
+def _names(hub: Any, repo: str) -> tuple[list[str], dict[str, Path] | None]:
+    """The GGUFs of the repository, and where they lie if the hub cannot be asked: then it is those that were downloaded before."""
+    try:
+        return [s.rfilename for s in hub.HfApi().model_info(repo, timeout=PATIENCE).siblings or [] if s.rfilename.endswith(".gguf")], None
+    except hub.errors.HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code < 500:
+            raise HubError(_said(repo, error)) from None
+        reason = _said(repo, error)
+    except hub.errors.HFValidationError as error:
+        raise HubError(f"{repo!r} names no repository of the hub: {str(error).splitlines()[0]}") from None
+    except (OSError, hub.errors.HTTPError) as error:  # no connection, or none is wanted
+        offline = "offline mode is on" if hub.constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({type(error).__name__})"
+        reason = f"{repo}: {offline}, and no file of it was downloaded before"
+    cached = _cached(hub, repo)
+    if not cached:
+        raise HubError(reason)
+    return sorted(cached), cached
+
+
+def _cached(hub: Any, repo: str) -> dict[str, Path]:
+    try:
+        repos = hub.scan_cache_dir().repos
+    except hub.errors.CacheNotFound:
+        return {}
+    revisions = [r for one in repos if (one.repo_type, one.repo_id.lower()) == ("model", repo.lower()) for r in one.revisions]
+    revisions.sort(key=lambda r: ("main" in r.refs, r.last_modified))
+    files = [(r.snapshot_path, f.file_path) for r in revisions for f in r.files]
+    return {path.relative_to(top).as_posix(): path for top, path in files if path.suffix == ".gguf"}
+
+
+def _chosen(names: Sequence[str], quant: str | None, drafter: bool) -> str | None:
+    """The file of this quantisation, or the default one; None if there is none."""
+    first = [n for n in names if (part := _PART.search(n)) is None or int(part[1]) == 1]
+    drafters = [n for n in first if _DRAFTER in n.rsplit("/")[-1]]
+    models = [n for n in first if not any(word in n.rsplit("/")[-1] for word in _OTHERS)]
+    usable = drafters if drafter and drafters else models
+    for wanted in _DEFAULTS if quant is None else (quant,):
+        pattern = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
+        for name in usable:
+            if pattern.search(name):
+                return name
+    return usable[0] if usable and quant is None else None
+
+
+def _download(hub: Any, repo: str, name: str, progress: Progress) -> Path:
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        """What huggingface_hub draws, told to the caller instead."""
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **{**more, "disable": True})
+            self._done, self._size = more.get("initial") or 0, more.get("total") or 0
+
+        def update(self, n: float | None = 1) -> None:
+            self._done += int(n or 0)
+            progress("download", self._done, max(self._size, self._done))
+
+    try:
+        return Path(hub.hf_hub_download(repo, name, tqdm_class=Bar))
+    except hub.errors.HfHubHTTPError as error:
+        raise HubError(_said(f"{name} of {repo}", error)) from None
+    except (OSError, hub.errors.HTTPError) as error:
+        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
+        raise HubError(f"{name} of {repo} cannot be downloaded: {reason}") from None
+
+
+def _said(what: str, error: Any) -> str:
+    """What the hub answered, as a sentence."""
+    status = error.response.status_code if error.response is not None else 0
+    reasons = {
+        401: "does not exist, or needs a token that may read it (HF_TOKEN)",
+        403: "is closed to you; ask for access on its page, and give a token (HF_TOKEN)",
+        404: "does not exist on the hub; check the name",
+    }
+    return f"{what} {reasons.get(status, f'cannot be had: the hub answered {status or error}; try again later')}"
+
+
+def _wanted(quant: str | None, file: str | None) -> str:
+    return f"file {file!r}" if file is not None else f"GGUF of the quantisation {quant}" if quant is not None else "GGUF of a model"
+
+
+def _there(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return f"; it has {shown}" if names else ""

@@ -1,0 +1,127 @@
+"""-hf and fetch: llama.cpp's names for files of the hub, fetched once, and every failure one sentence. The hub is a server of this test."""
+
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from cli.process import COMMAND, one_sentence
+from hub_server import Hub
+
+from pyggml_spec.hub import _chosen
+
+CPU = ["--device", "CPU", "-t", "1", "-c", "64", "-p", "abc", "-n", "4", "--draft-width", "4"]
+FILES = ["README.md", "m-Q8_0.gguf", "m-q4_k_m.gguf", "sub/m-BF16.gguf", "mmproj-F16.gguf", "imatrix.gguf", "dflash-m-Q8_0.gguf",
+         "m-Q6_K-00001-of-00002.gguf", "m-Q6_K-00002-of-00002.gguf"]  # fmt: skip
+
+
+@pytest.fixture
+def hub(pair):
+    target, drafter = (Path(path).read_bytes() for path in pair)
+    models = {"t-F16.gguf": b"not chosen", "t-Q8_0.gguf": target, "mmproj-t-Q8_0.gguf": b"x", "dflash-t.gguf": drafter, "notes.txt": b"x"}
+    with closing(Hub({"Some/Target-GGUF": models, "some/parts": dict.fromkeys(FILES[-2:], b"x"), "some/none": {"a.txt": b""}})) as server:
+        yield server
+
+
+@pytest.fixture
+def asked(hub, tmp_path):
+    """Runs a command whose hub is the server, with a cache of its own."""
+
+    def run(*args, **more):
+        env = {
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "OMP_WAIT_POLICY": "passive",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        env.pop("HF_TOKEN", None)
+        return subprocess.run([*COMMAND, *args], env={**env, **more}, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "quant, drafter, name",
+    [
+        (None, False, "m-q4_k_m.gguf"),
+        ("q8_0", False, "m-Q8_0.gguf"),
+        ("bf16", False, "sub/m-BF16.gguf"),
+        ("Q6_K", False, "m-Q6_K-00001-of-00002.gguf"),
+        ("F16", False, None),
+        ("Q4_K", False, None),
+        (None, True, "dflash-m-Q8_0.gguf"),
+        ("Q4_K_M", True, None),
+    ],
+)
+def test_which_file_a_name_means(quant, drafter, name):
+    """As llama.cpp chooses: the quantisation in any case and whole, never a projector, an importance matrix or a drafter for a target."""
+    assert _chosen(FILES, quant, drafter) == name
+
+
+def test_defaults_when_the_usual_quantisations_are_missing():
+    assert _chosen(["a-F16.gguf", "a-Q8_0.gguf"], None, False) == "a-Q8_0.gguf"
+    assert _chosen(["mmproj-a.gguf", "a-Q5_1.gguf", "a-F16.gguf"], None, False) == "a-Q5_1.gguf"
+    assert _chosen(["a-Q4_K_M.gguf"], None, True) == "a-Q4_K_M.gguf"  # a drafter's own repository
+    assert _chosen(["mmproj-a.gguf"], None, False) is None
+
+
+def test_a_pair_of_the_hub_runs_and_is_fetched_once(hub, asked, pair, tmp_path):
+    named = ["-hf", "Some/Target-GGUF", "-hfd", "Some/Target-GGUF"]
+    first, files = asked("run", *named, *CPU), asked("run", "-m", str(pair[0]), "-md", str(pair[1]), *CPU)
+    assert first.returncode == 0 and first.stdout == files.stdout and "t-Q8_0.gguf" in first.stderr and "dflash-t.gguf" in first.stderr
+    bodies = [line for line in hub.asked if line.startswith("GET") and "/resolve/" in line]
+    assert sorted(line.rsplit("/")[-1] for line in bodies) == ["dflash-t.gguf", "t-Q8_0.gguf"]
+    again = asked("run", *named, *CPU, "-q")
+    assert again.stdout == first.stdout and again.stderr == ""
+    assert [line for line in hub.asked if line.startswith("GET") and "/resolve/" in line] == bodies
+    # without a connection, and where the hub is out of order, what is there is used
+    offline = asked("run", *named, *CPU, "-q", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
+    assert offline.stdout == first.stdout and offline.stderr == ""
+    hub.broken = True
+    assert asked("run", *named, *CPU, "-q").stdout == first.stdout
+
+
+def test_the_python_api_fetches_too(asked, hub, tmp_path):
+    script = (
+        "import pyggml_spec as ps; seen = []\n"
+        "path = ps.fetch('Some/Target-GGUF:q8_0', progress=lambda what, done, total: seen.append((what, done, total)))\n"
+        "with ps.load(path, draft=ps.fetch('Some/Target-GGUF', file='dflash-t.gguf'), device='CPU', threads=1, n_ctx=64, draft_width=4) as s:\n"
+        "    print(s.generate('abc', 4)[1].drafted > 0, seen[-1] == ('download', path.stat().st_size, path.stat().st_size))\n"
+    )
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True True\n" and done.stderr == "", done.stderr
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (["-hf", "nobody/nothing"], ["nobody/nothing", "does not exist on the hub"]),
+        (["-hf", "Some/Target-GGUF:Q2_K"], ["no GGUF of the quantisation Q2_K", "it has t-F16.gguf, t-Q8_0.gguf"]),
+        (["-hf", "Some/Target-GGUF", "-hff", "x.gguf"], ["no file 'x.gguf'", "t-Q8_0.gguf"]),
+        (["-hf", "some/parts:Q6_K"], ["one of 2 parts"]),
+        (["-hf", "some/none"], ["no GGUF of a model"]),
+        (["-hf", "a/b/c"], ["'a/b/c' names no repository", "USER/MODEL"]),
+        (["-hf", "Some/Target-GGUF:F16"], ["t-F16.gguf", "not a GGUF"]),
+    ],
+)
+def test_what_cannot_be_had_is_one_sentence(asked, names, words):
+    done = asked("run", *names, *CPU)
+    done.stdout, done.stderr = done.stdout.encode(), done.stderr
+    one_sentence(done, *words)
+
+
+def test_a_closed_repository_an_absent_hub_and_an_absent_package(asked, hub, tmp_path):
+    hub.closed.add("Some/Target-GGUF")
+    assert "closed to you" in (done := asked("run", "-hf", "Some/Target-GGUF", *CPU)).stderr and done.returncode == 1
+    away = asked("run", "-hf", "Some/Target-GGUF", *CPU, HF_ENDPOINT="http://127.0.0.1:9")
+    assert away.returncode == 1 and "cannot be reached" in away.stderr and away.stderr.count("\n") == 1, away.stderr
+    off = asked("run", "-hf", "Some/Target-GGUF", *CPU, HF_HUB_OFFLINE="1")
+    assert "offline mode is on" in off.stderr and off.stderr.count("\n") == 1, off.stderr
+    (tmp_path / "huggingface_hub.py").write_text("raise ImportError")
+    lacking = asked("run", "-hf", "Some/Target-GGUF", *CPU, PYTHONPATH=str(tmp_path))
+    assert lacking.returncode == 1 and "pip install huggingface_hub" in lacking.stderr and lacking.stderr.count("\n") == 1
+    assert asked("run", "-hf", "a/b", "-m", "c", *CPU).returncode == asked("run", "-hff", "b", *CPU).returncode == 2
