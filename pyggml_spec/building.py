@@ -93,6 +93,25 @@ def driver_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
+def gpu_architectures() -> tuple[str, ...]:
+    """CMake's names of the NVIDIA GPUs of this machine, like ("90",); none where there is no driver, or no GPU for it."""
+    count, value, found = ctypes.c_int(), ctypes.c_int(), set()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+            return ()
+        for device in range(count.value):
+            parts = []
+            for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+                if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+                    return ()
+                parts.append(value.value)
+            found.add(10 * parts[0] + parts[1])
+    except (OSError, AttributeError):
+        return ()
+    return tuple(map(str, sorted(found)))
+
+
 def check_driver(toolkit: tuple[int, int], driver: tuple[int, int] | None) -> None:
     """Raises BuildError where the driver is older than the toolkit's major version: nothing that is built would start.
 
@@ -114,13 +133,14 @@ def cuda_options(arch: str | None) -> tuple[str, ...]:
     Raises:
         BuildError: no compiler, an old driver, or "native" without a GPU.
     """
-    nvcc, driver = find_nvcc(), driver_version()
-    check_driver(toolkit_version(nvcc), driver)
-    if arch == "native" and driver is None:
-        raise BuildError("there is no NVIDIA driver here, so no GPU to build for; name its architecture, like 90 for an H100 or H200")
+    nvcc = find_nvcc()
+    check_driver(toolkit_version(nvcc), driver_version())
+    here = gpu_architectures()
+    if arch == "native" and not here:
+        raise BuildError("there is no NVIDIA GPU that a driver knows here; name the architecture of one, like 90 for an H100 or H200")
     if arch is not None and not re.fullmatch(r"native|all|all-major|\d{2,3}[af]?(-real|-virtual)?(;\d{2,3}[af]?(-real|-virtual)?)*", arch):
         raise BuildError(f"{arch!r} is no CUDA architecture; name one like 90, several like 86;89, or native")
-    arch = arch or ("native" if driver is not None else None)
+    arch = ";".join(here) if arch in (None, "native") else arch  # by number: the wheel is kept, and another machine has other GPUs
     return ("-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", *([f"-DCMAKE_CUDA_ARCHITECTURES={arch}"] if arch else ()))
 
 

@@ -271,15 +271,54 @@ def test_an_old_driver_is_a_sentence(monkeypatch, nvcc):
     with pytest.raises(BuildError, match=r"driver knows CUDA 12\.4, and the compiler is CUDA 13\.0.*update the driver"):
         building.plan(cuda=True)
     monkeypatch.setattr(building, "driver_version", lambda: (13, 2))
-    assert "-DCMAKE_CUDA_ARCHITECTURES=native" in building.plan(cuda=True).options
+    building.plan(cuda=True)
+
+
+class Driver:
+    """libcuda with two GPUs of compute capability 9.0 and one of 8.6."""
+
+    def __init__(self, name):
+        if name != "libcuda.so.1":
+            raise OSError(name)
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 13000
+        return 0
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = 3
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = {75: (9, 8, 9), 76: (0, 6, 0)}[attribute][device]
+        return 0
+
+
+def test_the_gpus_of_this_machine_are_named_by_number(monkeypatch, nvcc):
+    """A wheel that is kept as "native" would be given to a machine with other GPUs."""
+    monkeypatch.setattr(building.ctypes, "CDLL", Driver)
+    assert building.driver_version() == (13, 0) and building.gpu_architectures() == ("86", "90")
+    for arch in (None, "native"):
+        assert "-DCMAKE_CUDA_ARCHITECTURES=86;90" in building.plan(True, arch).options
+
+
+def test_without_a_driver_only_a_wheel_for_others_is_built(monkeypatch, nvcc):
+    """It took half an hour to find out that libcuda.so.1 is missing."""
+    monkeypatch.setattr(building, "driver_version", lambda: None)
+    done = CliRunner().invoke(command, ["--cuda"])
+    assert isinstance(done.exception, BuildError) and "no NVIDIA driver" in str(done.exception) and "--out" in str(done.exception)
 
 
 def test_architectures_are_named_or_found(monkeypatch, nvcc):
     monkeypatch.setattr(building, "driver_version", lambda: None)
+    monkeypatch.setattr(building, "gpu_architectures", lambda: ())
     assert "-DCMAKE_CUDA_ARCHITECTURES=80;90a-real" in building.plan(True, "80;90a-real").options
     assert not [option for option in building.plan(True).options if "ARCHITECTURES" in option]  # those that ggml names
     for wrong in ("hopper", "90;", "-DX=1", "native"):
-        with pytest.raises(BuildError, match="no CUDA architecture|no NVIDIA driver"):
+        with pytest.raises(BuildError, match="no CUDA architecture|no NVIDIA GPU"):
             building.plan(True, wrong)
 
 

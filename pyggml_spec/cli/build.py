@@ -32,6 +32,10 @@ def command(cuda: bool, arch: str | None, patched: bool | None, out: Path | None
     libraries = installed_libraries()
     if out is None and libraries is None:
         raise BuildError(f"llama-cpp-python {LLAMA_CPP_PYTHON} is not installed in this environment; run: {pip_command()}")
+    if out is None and cuda and building.driver_version() is None:
+        raise BuildError(
+            "there is no NVIDIA driver on this machine, and without one nothing that is built with CUDA starts; give --out to get a wheel for another machine"
+        )
     plan = building.plan(cuda, arch, cuda if patched is None else patched)
     say(f"llama-cpp-python {LLAMA_CPP_PYTHON} for {plan.description}")
     wheel = None if fresh else building.kept_wheel(plan.key)
