@@ -23,6 +23,8 @@
 
 typedef struct host_layer {
     struct ggml_tensor *gate_up, *gate, *up, *down;  // of all experts, in host memory; gate_up, or gate and up
+    float *             scale[2];                    // of the products of gate and up, by expert; NULL for 1
+    struct ggml_tensor * pair_scale[2];              // F32 [1, 1, pairs], the same by pair
     int32_t *           slot;                        // place of each expert among the hot ones, -1 for the cold
     int64_t *           count;                       // how often each expert was chosen
     int64_t               n_hot;
@@ -48,7 +50,7 @@ struct pgs_experts {
         struct ggml_tensor * pool;   // F32 [n_embd, 2 * n_used * rows] the device's results, behind them the host's
     } on_device;
     struct {  // host memory, pinned where the device offers it
-        struct ggml_tensor *order, *x, *hot, *pick, *pair_x, *pair_id, *gate, *up, *hidden, *out;
+        struct ggml_tensor *order, *x, *hot, *pick, *pair_x, *pair_id, *pair_scale[2], *gate, *up, *hidden, *out;
     } on_host;
     int64_t n_cold;  // pairs of the layer between its two cuts
 };
@@ -87,13 +89,16 @@ pgs_experts * pgs_experts_new(ggml_backend_t device, ggml_backend_t host, const 
     e->on_device.pick   = values(e->device_ctx, GGML_TYPE_I32, pairs);
     e->on_device.pool   = values(e->device_ctx, GGML_TYPE_F32, n_embd * 2 * pairs);
     e->device_buffer    = ggml_backend_alloc_ctx_tensors(e->device_ctx, device);
-    e->host_ctx         = tensors_only(12);
+    e->host_ctx         = tensors_only(14);
     e->on_host.order    = values(e->host_ctx, GGML_TYPE_I32, shape->n_expert * shape->max_rows);
     e->on_host.x        = values(e->host_ctx, GGML_TYPE_F32, n_embd * shape->max_rows);
     e->on_host.hot      = values(e->host_ctx, GGML_TYPE_I32, pairs);
     e->on_host.pick     = values(e->host_ctx, GGML_TYPE_I32, pairs);
     e->on_host.pair_x   = values(e->host_ctx, GGML_TYPE_F32, n_embd * pairs);
     e->on_host.pair_id  = values(e->host_ctx, GGML_TYPE_I32, pairs);
+    for (int i = 0; i < 2; i++) {
+        e->on_host.pair_scale[i] = values(e->host_ctx, GGML_TYPE_F32, pairs);
+    }
     e->on_host.gate     = values(e->host_ctx, GGML_TYPE_F32, 2 * n_ff * pairs);
     e->on_host.up       = values(e->host_ctx, GGML_TYPE_F32, n_ff * pairs);
     e->on_host.hidden   = values(e->host_ctx, GGML_TYPE_F32, n_ff * pairs);
@@ -115,6 +120,8 @@ void pgs_experts_free(pgs_experts * e) {
     }
     for (int64_t i = 0; i < e->shape.n_layer; i++) {
         ggml_free(e->layers[i].ctx);
+        free(e->layers[i].scale[0]);
+        free(e->layers[i].scale[1]);
         free(e->layers[i].slot);
         free(e->layers[i].count);
     }
@@ -138,6 +145,17 @@ static struct ggml_tensor * half(struct ggml_context * ctx, struct ggml_tensor *
     return part;
 }
 
+// `x` times the scale of each pair's expert, in place; `x` itself where there are no scales. `which`: 0 for gate, 1 for up.
+static struct ggml_tensor * scaled(pgs_experts * e, host_layer * layer, struct ggml_context * ctx, struct ggml_tensor * x, int which, char * err) {
+    if (layer->scale[which] == NULL) {
+        return x;
+    }
+    layer->pair_scale[which]  = placed(e->on_host.pair_scale[which], ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 1, 1, e->max_pairs), err);
+    struct ggml_tensor * node = ggml_mul_inplace(ctx, x, layer->pair_scale[which]);
+    ggml_backend_view_init(node);
+    return node;
+}
+
 static int build(pgs_experts * e, host_layer * layer, char * err) {
     const struct ggml_init_params params = {
         .mem_size   = ggml_tensor_overhead() * HOST_NODES + ggml_graph_overhead_custom(HOST_NODES, false),
@@ -158,8 +176,8 @@ static int build(pgs_experts * e, host_layer * layer, char * err) {
         gate                      = half(ctx, both, n_ff, 0);
         up                        = half(ctx, both, n_ff, n_ff);
     } else {
-        up   = placed(e->on_host.up, ggml_mul_mat_id(ctx, layer->up, layer->x, layer->id), err);
-        gate = placed(e->on_host.gate, ggml_mul_mat_id(ctx, layer->gate, layer->x, layer->id), err);
+        up   = scaled(e, layer, ctx, placed(e->on_host.up, ggml_mul_mat_id(ctx, layer->up, layer->x, layer->id), err), 1, err);
+        gate = scaled(e, layer, ctx, placed(e->on_host.gate, ggml_mul_mat_id(ctx, layer->gate, layer->x, layer->id), err), 0, err);
     }
     struct ggml_tensor * glu    = e->shape.gelu ? ggml_geglu_split(ctx, gate, up) : ggml_swiglu_split(ctx, gate, up);
     struct ggml_tensor * result = ggml_mul_mat_id(ctx, layer->down, placed(e->on_host.hidden, glu, err), layer->id);
@@ -186,13 +204,18 @@ static void set_count(struct ggml_tensor * t, int axis, int64_t count) {
 static void set_pairs(host_layer * layer, int64_t pairs) {
     set_count(layer->x, 2, pairs);
     set_count(layer->id, 1, pairs);
+    for (int i = 0; i < 2; i++) {
+        if (layer->pair_scale[i] != NULL) {
+            set_count(layer->pair_scale[i], 2, pairs);
+        }
+    }
     for (int i = 0; i < ggml_graph_n_nodes(layer->gf); i++) {
         set_count(ggml_graph_node(layer->gf, i), 2, pairs);
     }
 }
 
 int pgs_experts_set_layer(pgs_experts * e, int64_t index, struct ggml_tensor * gate_up, struct ggml_tensor * gate, struct ggml_tensor * up,
-                          struct ggml_tensor * down, const int32_t * slot, char * err) {
+                          struct ggml_tensor * down, const float * gate_scale, const float * up_scale, const int32_t * slot, char * err) {
     const size_t n     = (size_t) e->shape.n_expert;
     host_layer * layer = &e->layers[index];
     layer->gate_up     = gate_up;
@@ -206,6 +229,17 @@ int pgs_experts_set_layer(pgs_experts * e, int64_t index, struct ggml_tensor * g
         return 1;
     }
     memcpy(layer->slot, slot, n * sizeof(*slot));
+    const float * scales[2] = { gate_scale, up_scale };
+    for (int i = 0; i < 2; i++) {
+        if (scales[i] != NULL) {
+            layer->scale[i] = malloc(n * sizeof(float));
+            if (layer->scale[i] == NULL) {
+                snprintf(err, PGS_ERR, "no memory for the scales of experts");
+                return 1;
+            }
+            memcpy(layer->scale[i], scales[i], n * sizeof(float));
+        }
+    }
     for (size_t i = 0; i < n; i++) {
         layer->n_hot += slot[i] >= 0;
     }
@@ -351,6 +385,11 @@ int pgs_experts_give(pgs_experts * e, int64_t index, int64_t rows, char * err) {
         return 0;
     }
     set_pairs(layer, e->n_cold);
+    for (int i = 0; i < 2; i++) {
+        for (int64_t pair = 0; layer->scale[i] != NULL && pair < e->n_cold; pair++) {
+            ((float *) e->on_host.pair_scale[i]->data)[pair] = layer->scale[i][((const int32_t *) e->on_host.pair_id->data)[pair]];
+        }
+    }
     const int64_t         started = ggml_time_us();
     const enum ggml_status status = ggml_backend_graph_compute(e->host, layer->gf);
     e->counts.host_us += ggml_time_us() - started;

@@ -161,7 +161,8 @@ typedef struct pgs_experts_counts {
 pgs_experts * pgs_experts_new(ggml_backend_t device, ggml_backend_t host, const pgs_experts_shape * shape, char * err);
 void          pgs_experts_free(pgs_experts * e);
 int           pgs_experts_set_layer(pgs_experts * e, int64_t index, struct ggml_tensor * gate_up, struct ggml_tensor * gate,
-                                    struct ggml_tensor * up, struct ggml_tensor * down, const int32_t * slot, char * err);
+                                    struct ggml_tensor * up, struct ggml_tensor * down, const float * gate_scale, const float * up_scale,
+                                    const int32_t * slot, char * err);
 
 // Around the hot experts of a layer: `begin` returns the slots I32 [n_used, T] they are called with, `end` takes their result
 // F32 [n_embd, n_used, T] (NULL where none is hot) and returns that of all experts.

@@ -51,13 +51,22 @@ class HostExperts:
             raise EngineError(text(self._err))
         self._layers: dict[int, int] = {}  # layer -> hot experts
 
-    def set_layer(self, index: int, weights: dict[str, Tensor], hot: Sequence[int]) -> None:
-        """``weights``: gate_up, or gate and up, and down, of all experts in host memory; ``hot``: the device's experts in their order there."""
+    def set_layer(self, index: int, weights: dict[str, Tensor], hot: Sequence[int], scales: dict[str, np.ndarray]) -> None:
+        """A layer's experts.
+
+        Args:
+            weights: gate_up, or gate and up, and down, of all experts in host memory.
+            hot: the device's experts in their order there.
+            scales: what products of gate and up are multiplied with, F32 [n_expert] each, where there is something.
+        """
         slots = np.full(self.n_expert, -1, np.int32)
         slots[list(hot)] = np.arange(len(hot))
         gate_up, gate, up, down = (weights.get(name, ffi.NULL) for name in ("gate_up", "gate", "up", "down"))
         pointer = ffi.cast("int32_t *", ffi.from_buffer(slots))
-        check(lib.pgs_experts_set_layer(self.handle, index, gate_up, gate, up, down, pointer, self._err), self._err)
+        gate_scale, up_scale = (
+            ffi.cast("float *", ffi.from_buffer(scales[name])) if name in scales else ffi.NULL for name in ("gate", "up")
+        )
+        check(lib.pgs_experts_set_layer(self.handle, index, gate_up, gate, up, down, gate_scale, up_scale, pointer, self._err), self._err)
         self._layers[index] = len(hot)
 
     def __contains__(self, index: int) -> bool:

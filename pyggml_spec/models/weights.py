@@ -208,7 +208,6 @@ class Weights:
         for spec in specs:
             if spec.of is not None:
                 self._beside.setdefault(spec.of, {})[spec.name.rsplit(".", 1)[1]] = spec.name
-                self._check_host(spec, found[spec.of][0])
         fused = {name: self._fusable([found[m] for m in members]) for name, members in groups.items()}
         for family in alike:
             fused.update(dict.fromkeys(family, min((fused[name] for name in family), default=0)))
@@ -302,6 +301,11 @@ class Weights:
     def _upload_values(self, tensor: Tensor, values: np.ndarray) -> None:
         lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
 
+    def _values(self, name: str) -> np.ndarray:
+        """A tensor of the file that is F32, as a copy."""
+        with self.file.read(name) as data:
+            return np.frombuffer(data, np.float32).copy()
+
     def _joined(self, name: str, members: list[Spec]) -> dict[str, np.ndarray]:
         """Scales and biases of matrices that are stored as one, F32 [n_out] each; 1 and 0 for those that have none."""
         out = {}
@@ -311,8 +315,7 @@ class Weights:
                 parts = [np.full(spec.shape[1], nothing, np.float32) for spec in members]
                 for part, own in zip(parts, names, strict=True):
                     if own is not None:
-                        with self.file.read(own) as data:
-                            part[:] = np.frombuffer(data, np.float32)
+                        part[:] = self._values(own)
                 out[f"{name}.{kind}"] = np.concatenate(parts)
         return out
 
@@ -321,14 +324,6 @@ class Weights:
     def _hot(self, spec: Spec) -> tuple[int, ...] | None:
         """The experts of this tensor that the device has; None if it has all of them as always."""
         return self.placement.hot.get(_layer(spec.name)) if self.placement is not None and spec.use == EXPERTS else None
-
-    def _check_host(self, scale: Spec, matrix: Spec) -> None:
-        """Raises ModelError if the host would have to scale inside of its experts; what comes out of them is scaled on the device."""
-        hot = self._hot(matrix)
-        if hot is not None and len(hot) < matrix.shape[2] and "ffn_down" not in matrix.name:
-            raise ModelError(
-                f"{self.file.path} scales inside of its experts ({scale.name}), which the host does not do; keep all experts on the device"
-            )
 
     def _upload_experts(self, tensor: Tensor, info: TensorInfo, hot: tuple[int, ...]) -> None:
         size = tensor.nb[2]
@@ -350,7 +345,9 @@ class Weights:
         sizes |= {"n_layer": placement.n_layer, "n_used": placement.n_used, "max_rows": placement.rows}
         self.host_experts = HostExperts(self.backend, host, sizes, placement.gelu)
         for layer, weights in layers.items():
-            self.host_experts.set_layer(layer, weights, placement.hot[layer])
+            inside = {name: self._beside.get(f"blk.{layer}.ffn_{name}_exps.weight", {}).get("scale") for name in ("gate", "up")}
+            scales = {name: self._values(own) for name, own in inside.items() if own is not None}
+            self.host_experts.set_layer(layer, weights, placement.hot[layer], scales)
 
     def _host_tensor(self, ctx: Context, spec: Spec, info: TensorInfo) -> Tensor:
         """All experts of the tensor, as a tensor over the file's own pages; a copy where the file does not align them."""

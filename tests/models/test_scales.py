@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gguf_io.build import Model as Parts
 from models.test_archs import TARGETS, assert_equal
+from models.test_placement import logits, placed
 from models.test_unread import opened, with_tensor
 from spec.batch_helpers import prompts
 from spec.helpers import reference, run
@@ -16,11 +17,10 @@ import pyggml_spec as ps
 from pyggml_spec.errors import ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.models.placement import ExpertOptions
 from pyggml_spec.models.weights import EXPERTS, MATMUL, Weights
 from pyggml_spec.spec.engine import Engine
 from pyggml_spec.spec.parts import EngineOptions
-from pyggml_spec.tools.random_archs import write_llama, write_qwen35moe
+from pyggml_spec.tools.random_archs import write_llama
 from pyggml_spec.tools.random_model import Shape, write_dflash
 
 QUANTS = ["F32", "Q4_K", "MXFP4", "NVFP4"]
@@ -131,21 +131,18 @@ def test_parts_of_fused_matrices(tmp_path, arch):
     np.testing.assert_array_equal(*rows)
 
 
-def test_experts_in_host_memory(tmp_path):
-    """Scaled behind their last product, which the device does; inside, the host would have to."""
-    path = write_qwen35moe(tmp_path / "t.gguf")
-    inside = dressed(write_qwen35moe(tmp_path / "i.gguf"))[0]
-    down = Parts(path)
-    for i in range(Shape().n_layer):
-        with_tensor(down, f"blk.{i}.ffn_down_exps.scale", np.random.default_rng(i).uniform(0.5, 1.5, Shape().n_expert))
-    down.write(path)
-    texts = []
-    for host_layers in (0, 2, -1):
-        with ps.load(path, device="CPU", threads=1, n_ctx=128, experts=ExpertOptions(host_layers) if host_layers else None) as session:
-            texts.append(session.generate(prompts(1)[0], 24, ignore_end=True)[0])
-    assert len(set(texts)) == 1
-    with pytest.raises(ModelError, match=r"ffn_(gate|up)_exps\.scale\).*keep all experts"):
-        ps.load(inside, device="CPU", threads=1, n_ctx=128, experts=ExpertOptions(1))
+@pytest.mark.parametrize("quant", ["Q8_0", "NVFP4"])
+@pytest.mark.parametrize("arch", ["qwen35moe", "gemma4"])
+def test_experts_in_host_memory(tmp_path, arch, quant):
+    """Scaled inside, which the host does for its own, and behind their last product, which the device does: the same bits at any placement."""
+    more = {"routed": True} if arch == "gemma4" else {}
+    path, _ = dressed(TARGETS[arch](tmp_path / "t.gguf", Shape(), quant, **more))
+    kinds = [lambda i: (), lambda i: (2,), lambda i: (5, 0, 3), lambda i: tuple(range(7)), lambda i: tuple(range(8))]
+    first, *others = (logits(path, lambda target, hot=hot: placed(target, hot)) for hot in kinds)
+    assert np.isfinite(first).all()
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+    np.testing.assert_array_equal(first, logits(path, None))
 
 
 def test_a_scale_that_llama_cpp_does_not_apply_is_refused_unless_it_is_one(tmp_path):
