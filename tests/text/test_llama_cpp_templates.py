@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from text.conversations import CONVERSATIONS
 
+from pyggml_spec import patching
 from pyggml_spec.errors import TemplateError
+from pyggml_spec.folders import build_folder
 from pyggml_spec.text.template import ChatTemplate
-from pyggml_spec.tools import patches
 
 KEPT = json.loads(Path(__file__).with_name("llama_cpp_texts.json").read_text())
 NO_TAGS = "llama-server finds no tags of thinking in it and passes enable_thinking as false; here it is on where a template names it"
@@ -36,8 +37,8 @@ DIFFERENT = {
 def templates(tmp_path_factory) -> Path:
     """Without a network and without a cached sdist this fails, with pip's reason."""
     folder = "models/templates/"
-    sdist = patches.fetch_sdist(patches.cache_dir())
-    return patches.unpack(sdist, tmp_path_factory.mktemp("templates"), only=lambda name: name.startswith(folder)) / folder
+    sdist = patching.fetch_sdist(build_folder())
+    return patching.unpack(sdist, tmp_path_factory.mktemp("templates"), only=lambda name: name.startswith(folder)) / folder
 
 
 def test_all_templates_are_compared(templates):
