@@ -3,6 +3,7 @@
 import operator
 import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 from .ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)
 
@@ -12,7 +13,7 @@ import numpy as np
 from .errors import ContextError, EngineError, PyspecError
 
 
-def whole(value, what: str, low: int, high: int, error: type[PyspecError] = EngineError) -> int:
+def whole(value: Any, what: str, low: int, high: int, error: type[PyspecError] = EngineError) -> int:
     """``value`` as int, if it is a whole number from ``low`` to ``high``: Python's or NumPy's, but no bool. Raises ``error``."""
     try:
         number = operator.index(value)

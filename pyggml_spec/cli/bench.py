@@ -101,8 +101,8 @@ def command(
         with session, Interrupt() as interrupt:
             sampling, notes = asked.sampling(session.target.file)
             say(engaged_line(session.engaged(), None, sampling.describe(), notes))
-            options = PromptsOptions(tokens, repetitions or 3, sampling, modes(thinking))
-            sys.exit(measure(session, chosen, options, interrupt, output, as_json))
+            of_prompts = PromptsOptions(tokens, repetitions or 3, sampling, modes(thinking))
+            sys.exit(measure(session, chosen, of_prompts, interrupt, output, as_json))
     lengths = tuple(n for n in lengths if n)
     if not lengths and not tokens:
         raise click.UsageError("there is nothing to measure: give prompt lengths (-p) or tokens to generate (-n)")

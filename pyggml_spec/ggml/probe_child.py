@@ -6,6 +6,7 @@ Says on stdout what it is at before it is at it: the last line of one that died 
 import ctypes
 import sys
 from pathlib import Path
+from typing import Any
 
 from .probe import _FLAGS, PLAIN, START
 
@@ -32,13 +33,13 @@ def say_features(folder: Path) -> None:
     )
 
 
-def multiply(backend, buffer_type) -> None:
+def multiply(backend: Any, buffer_type: Any) -> None:
     """A product by a matrix of every type that this buffer type takes."""
     from .graph import Graph, Role
     from .library import check, ffi, lib, new_err, text
     from .shapes import NOT_WEIGHTS
 
-    def new_context():
+    def new_context() -> Any:
         return lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 4 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
 
     for kind in range(lib.GGML_TYPE_COUNT):

@@ -15,7 +15,7 @@ import stat
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class StringArray:
 
     __slots__ = ("_bounds", "_data")
 
-    def __init__(self, data, bounds: np.ndarray):
+    def __init__(self, data: Any, bounds: np.ndarray) -> None:
         self._data, self._bounds = data, bounds
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class StringArray:
         return self.raw(i).decode("utf-8", "replace")
 
 
-def brief(value, limit: int = 72) -> str:
+def brief(value: Any, limit: int = 72) -> str:
     """A metadata value as one printable line."""
     if isinstance(value, StringArray):
         shown = ", ".join(repr(value.raw(i)[:limit].decode("utf-8", "replace")) for i in range(min(4, len(value))))
@@ -88,11 +88,11 @@ def brief(value, limit: int = 72) -> str:
 
 
 class _Cursor:
-    def __init__(self, data, path: Path):
+    def __init__(self, data: Any, path: Path) -> None:
         self.data, self.at, self.path = data, 0, path
         self.text = 0
 
-    def fail(self, what: str):
+    def fail(self, what: str) -> NoReturn:
         raise GGUFError(f"{self.path}: {what}; the file is damaged or was cut short, fetch it again")
 
     def need(self, n: int, what: str) -> int:
@@ -102,7 +102,7 @@ class _Cursor:
         self.at += n
         return start
 
-    def scalar(self, fmt: str, what: str):
+    def scalar(self, fmt: str, what: str) -> Any:
         return struct.unpack_from("<" + fmt, self.data, self.need(struct.calcsize("<" + fmt), what))[0]
 
     def string(self, what: str, limit: int) -> str:
@@ -123,7 +123,7 @@ class GGUFFile:
         GGUFError: the file is missing, is not a GGUF, or contradicts itself; one sentence with the value that is wrong.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metadata: dict = {}
         self.tensors: dict[str, TensorInfo] = {}
@@ -171,7 +171,7 @@ class GGUFFile:
         kind = cur.scalar("I", f"the type of {shown}")
         self.metadata[key] = self._read_value(cur, kind, shown)
 
-    def _read_value(self, cur: _Cursor, kind: int, key: str):
+    def _read_value(self, cur: _Cursor, kind: int, key: str) -> Any:
         if kind in _SCALARS:
             return cur.scalar(_SCALARS[kind], f"the value of {key}")
         if kind == _STRING:
@@ -312,8 +312,8 @@ class GGUFFile:
         with contextlib.suppress(AttributeError, BufferError):
             self._map.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: object) -> None:
         self.close()

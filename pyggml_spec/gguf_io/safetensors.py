@@ -14,6 +14,7 @@ import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def parse_json(data: bytes, what: str, limit: int = MAX_HEADER) -> dict:
         ConvertError: too long, no JSON, no object, or a name twice.
     """
 
-    def unique(pairs):
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
             raise ValueError("a name appears twice")
@@ -69,7 +70,7 @@ class SafetensorsFile:
         ConvertError: the file is missing, is not safetensors, or contradicts itself.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.tensors: dict[str, SafeTensor] = {}
         try:
@@ -85,7 +86,7 @@ class SafetensorsFile:
             self.close()
             raise
 
-    def _fail(self, what: str):
+    def _fail(self, what: str) -> NoReturn:
         raise ConvertError(f"{self.path}: {what}; the file is damaged or was cut short, fetch it again")
 
     def _read(self) -> None:
@@ -106,7 +107,7 @@ class SafetensorsFile:
             if a.start + a.nbytes > b.start:
                 self._fail(f"the tensors {brief(a.name)} and {brief(b.name)} overlap")
 
-    def _tensor(self, name: str, entry, data: int) -> SafeTensor:
+    def _tensor(self, name: str, entry: Any, data: int) -> SafeTensor:
         try:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         except (TypeError, KeyError, ValueError):
@@ -143,8 +144,8 @@ class SafetensorsFile:
         with contextlib.suppress(AttributeError, BufferError):
             self._map.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exc: object) -> None:
         self.close()

@@ -1,5 +1,7 @@
 """What every architecture inherits: the list of tensors that it reads, and the rule that no tensor of a file goes unread without a reason."""
 
+from typing import Any
+
 import numpy as np
 
 from ..errors import ModelError
@@ -30,7 +32,7 @@ class Model:
     unscaled: frozenset[str] = frozenset()
     biased: tuple[str, ...] = ()
 
-    def __init_subclass__(cls, **more):
+    def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         if "specs" in cls.__dict__:
             raise TypeError(f"{cls.__name__} replaces Model.specs, which refuses unknown tensors; name what it reads in tensors() instead")

@@ -33,7 +33,7 @@ class _Died(Exception):
 class _Child:
     """One running sandbox.py."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
         folders = {str(Path(spec.origin).parents[1]) for spec in found if spec is not None and spec.origin}
@@ -41,7 +41,7 @@ class _Child:
         with theirs:
             try:
                 self.process = subprocess.Popen(  # a session of its own: Ctrl-C is the parent's
-                    command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
                 )
             except BaseException:
                 ours.close()
@@ -110,8 +110,9 @@ def _memory(size: int) -> str:
 class Renderer:
     """Threads take turns. Nothing is inherited by forked copies of this process, and the child ends with the process that has it."""
 
-    def __init__(self):
-        self._lock, self._child = threading.Lock(), None
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
         atexit.register(self._end)
         os.register_at_fork(after_in_child=self._forget)
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from ..errors import TemplateError
 from ..gguf_io import GGUFFile
@@ -44,7 +45,7 @@ class ChatTemplate:
         TemplateError: too long, or not a template.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", seconds: float = SECONDS):
+    def __init__(self, source: str, bos_token: str = "", eos_token: str = "", seconds: float = SECONDS) -> None:
         if len(source) > MAX_TEMPLATE:
             raise TemplateError(
                 f"the chat template has {len(source)} characters (at most {MAX_TEMPLATE} are allowed); use another model file"
@@ -141,7 +142,7 @@ class ChatTemplate:
             f"the chat template {_SENTENCES[answer['failed']].format(line=answer['line'], what=brief(answer['what'], 300))}"
         )
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping], **options) -> list[int]:
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping], **options: Any) -> list[int]:
         """Token ids of a conversation; ``options`` as for ``render``. Control tokens come from the template only.
 
         Raises:
@@ -168,7 +169,7 @@ class ChatTemplate:
 class _Guard:
     """Puts ``mark`` into every control token's text inside messages, and where an edge could complete one with the text beside it."""
 
-    def __init__(self, control: Mapping[str, int], *texts):
+    def __init__(self, control: Mapping[str, int], *texts: Any) -> None:
         taken: set[str] = set()
         for text in texts:
             _characters(text, taken)
@@ -181,7 +182,7 @@ class _Guard:
         self._tails = {name[n:] for name in names for n in range(1, len(name))}
         self._longest = max(map(len, names), default=0)
 
-    def split(self, value):
+    def split(self, value: Any) -> Any:
         """``value`` with every text in it made harmless; roles stay as they are where they hold no whole control token."""
         if isinstance(value, str):
             return self._split(value, edges=True)
@@ -205,13 +206,13 @@ class _Guard:
         return text
 
 
-def _length(value) -> int:
+def _length(value: Any) -> int:
     if isinstance(value, dict):
         return sum(_length(key) + _length(item) for key, item in value.items())
     return sum(map(_length, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 1
 
 
-def _characters(value, out: set) -> None:
+def _characters(value: Any, out: set) -> None:
     if isinstance(value, str):
         out.update(value)
     elif isinstance(value, Mapping):

@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+from collections.abc import Iterable
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -72,7 +74,7 @@ def _check_tokens(file: GGUFFile, model: str, tokens: StringArray) -> None:
 class Tokenizer:
     """Encodes and decodes with the vocabulary of one file. Owns a vocabulary-only llama.cpp model."""
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: GGUFFile) -> None:
         self.path = file.path
         self.n_vocab = check_vocabulary(file)
         params = llama_cpp.llama_model_default_params()
@@ -98,7 +100,7 @@ class Tokenizer:
                 raise GGUFError(f"{self.path} asks for a {name} token in every text, but tokenizer.ggml.{name}_token_id names none")
 
     @property
-    def vocab(self):
+    def vocab(self) -> Any:
         """libllama's vocabulary, for its samplers; valid until ``close``."""
         if not self._model:
             raise EngineError("the session is closed: load the model again")
@@ -157,7 +159,7 @@ class Tokenizer:
         out, call, vocab = ctypes.create_string_buffer(1 << 16), llama_cpp.llama_token_to_piece, self.vocab
         return [ctypes.string_at(out, max(0, call(vocab, i, out, len(out), 0, True))) for i in range(self.n_vocab)]
 
-    def decode(self, tokens, special: bool = False) -> str:
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
 
     def is_end(self, token: int) -> bool:
