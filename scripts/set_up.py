@@ -43,7 +43,9 @@ class Line:
             print(file=sys.stderr)
 
 
-def pip_install(*what: str) -> None:
+def pip_install(said: str, *what: str) -> None:
+    """In silence but for what is ``said`` before; pip's own words are shown if it fails."""
+    print(said, file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *what]
     building.run(command, f"pip could not install {what[-1]}")
 
@@ -62,15 +64,15 @@ def llama_cpp_python() -> None:
         finally:
             line.close()
     if libraries is None:
-        pip_install(str(wheel))  # and what its Python part needs
+        pip_install("installing llama-cpp-python", str(wheel))  # and what its Python part needs
         libraries = installed_libraries()
     building.install(wheel, libraries, {"key": key})
 
 
 def main() -> None:
-    pip_install(*TOOLS)
+    pip_install("installing build tools", *TOOLS)
     llama_cpp_python()
-    pip_install("--no-build-isolation", "--editable", f"{ROOT}[test,lint]")
+    pip_install("installing pyggml_spec and what its tests need", "--no-build-isolation", "--editable", f"{ROOT}[test,lint]")
 
 
 if __name__ == "__main__":
