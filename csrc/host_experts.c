@@ -146,7 +146,8 @@ static struct ggml_tensor * half(struct ggml_context * ctx, struct ggml_tensor *
 }
 
 // `x` times the scale of each pair's expert, in place; `x` itself where there are no scales. `which`: 0 for gate, 1 for up.
-static struct ggml_tensor * scaled(pgs_experts * e, host_layer * layer, struct ggml_context * ctx, struct ggml_tensor * x, int which, char * err) {
+static struct ggml_tensor * scaled(pgs_experts * e, host_layer * layer, struct ggml_context * ctx, struct ggml_tensor * x, int which,
+                                   char * err) {
     if (layer->scale[which] == NULL) {
         return x;
     }
