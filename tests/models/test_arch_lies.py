@@ -6,6 +6,7 @@ import pytest
 from gguf_io.batch import load_all
 from gguf_io.build import ARR, BOOL, F32, I32, U32, Model
 from gguf_io.small import SMALL
+from models.dress import dressed
 
 from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 
@@ -13,8 +14,8 @@ TINY = replace(SMALL, n_expert=4, n_used=2, n_ff_expert=32, n_ff_shared=32, targ
 WRITERS = {
     "qwen3": lambda path: write_qwen3(path, TINY, yarn=4.0),
     "qwen3moe": lambda path: write_qwen3moe(path, TINY),
-    "llama": lambda path: write_llama(path, TINY),
-    "qwen35moe": lambda path: write_qwen35moe(path, TINY),
+    "llama": lambda path: dressed(write_llama(path, TINY))[0],
+    "qwen35moe": lambda path: dressed(write_qwen35moe(path, TINY))[0],
     "laguna": lambda path: write_laguna(path, TINY),
     "gemma4": lambda path: write_gemma4(path, replace(TINY, n_layer=4), routed=True),
 }

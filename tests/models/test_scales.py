@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gguf_io.build import Model as Parts
+from models.dress import dressed, opened, with_tensor
 from models.test_archs import TARGETS, assert_equal
 from models.test_placement import logits, placed
-from models.test_unread import opened, with_tensor
 from spec.batch_helpers import prompts
 from spec.helpers import reference, run
 from spec.test_draft_parity import assert_blocks_equal
@@ -17,36 +17,13 @@ import pyggml_spec as ps
 from pyggml_spec.errors import ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.models.weights import EXPERTS, MATMUL, Weights
+from pyggml_spec.models.weights import Weights
 from pyggml_spec.spec.engine import Engine
 from pyggml_spec.spec.parts import EngineOptions
 from pyggml_spec.tools.random_archs import write_llama
 from pyggml_spec.tools.random_model import Shape, write_dflash
 
 QUANTS = ["F32", "Q4_K", "MXFP4", "NVFP4"]
-
-
-def dressed(path, scales=True, biases=True):
-    """The file with a scale, an input scale and a bias beside every matrix that may have one, and how many of each."""
-    parts, rng, counts = Parts(path), np.random.default_rng(11), {"scale": 0, "bias": 0}
-    with GGUFFile(path) as file:
-        model = opened(file)
-        for spec in model.tensors():
-            base, short = spec.name.removesuffix(".weight"), spec.name.split(".")[-2]
-            if spec.use not in (MATMUL, EXPERTS) or spec.source is not None:
-                continue
-            quantised = file.tensors[spec.name].type_name == "nvfp4"
-            may = (short in model.scaled or (short == "output" and quantised)) and short not in model.unscaled
-            if scales and may:
-                values = rng.uniform(0.5, 1.5, spec.shape[2] if spec.use == EXPERTS else 1)
-                with_tensor(parts, f"{base}.scale", values)
-                if short != "fc":
-                    with_tensor(parts, f"{base}.input_scale", 2 * values)
-                counts["scale"] += 1
-            if biases and short in model.biased and not (quantised and scales and short.startswith("ffn_")):
-                with_tensor(parts, f"{base}.bias", rng.normal(0, 0.3, spec.shape[1]))
-                counts["bias"] += 1
-    return parts.write(path), counts
 
 
 @pytest.mark.parametrize("quant", QUANTS)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gguf_io.build import Model as Parts
+from models.dress import opened, with_tensor
 from models.test_archs import TARGETS
 
 from pyggml_spec.cli.inspect import command
@@ -11,8 +12,8 @@ from pyggml_spec.errors import ModelError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.model import Model
 from pyggml_spec.models.qwen35 import Qwen35
-from pyggml_spec.models.registry import DRAFTERS, open_drafter, open_target
 from pyggml_spec.models.registry import TARGETS as CLASSES
+from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.random_model import Shape, write_dflash
 
@@ -25,15 +26,6 @@ UNKNOWN = (
     f"blk.{LAYERS}.attn_q.weight",
     "blk.x.attn_q.weight",
 )
-
-
-def with_tensor(model: Parts, name: str, values: np.ndarray) -> Parts:
-    model.tensors[name] = [values.shape[::-1], 0, values.astype(np.float32).tobytes()]
-    return model
-
-
-def opened(file):
-    return (open_drafter if file.get("general.architecture", str) in DRAFTERS else open_target)(file)
 
 
 def test_every_architecture_is_covered():
