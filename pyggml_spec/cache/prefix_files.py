@@ -33,9 +33,8 @@ _FIELDS = struct.Struct("<8sI8s32s32sQ32sI")  # magic, version, kind, key, layou
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{48}\.(rows|state)")
 _PART = re.compile(PART)
 ABANDONED_S = 3600  # a part file this old has no writer any more
-READERS = (
-    8  # files read and checked at once: SHA-256 of one core, about 2 GB/s, would be slower than a GPU computes the prompt of a small model
-)
+# Files read and checked at once: SHA-256 of one core, about 2 GB/s, would be slower than a GPU computes the prompt of a small model.
+READERS = 8
 
 
 class Refused(PyspecError):
