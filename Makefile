@@ -14,7 +14,7 @@ READY  := $(VENV)/.ready
 .PHONY: run test cuda lint test-patches clean
 .DEFAULT_GOAL := run
 
-$(READY): pyproject.toml CMakeLists.txt scripts/set_up.py $(wildcard csrc/*.c csrc/*.h csrc/*.py cmake/*)
+$(READY): pyproject.toml CMakeLists.txt scripts/set_up.py $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/cpu/* cmake/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python scripts/set_up.py
 	touch $(READY)

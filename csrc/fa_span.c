@@ -25,9 +25,11 @@ struct ggml_tensor * pgs_span_mask(struct ggml_context * ctx, struct ggml_tensor
 }
 
 // q: F32 [head_size, n_head, T]; cache_k, cache_v: [head_size * n_head_kv, n_rows (, slots)]; returns F32 [head_size * n_head, T].
-// The mask says how many slots the T rows belong to: each attends to its own rows of the caches.
+// The mask says how many slots the T rows belong to: each attends to its own rows of the caches. By our own kernels at `level`, where it is not
+// NULL and they take the shape.
 struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
-                                 struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale) {
+                                 struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale,
+                                 const pgs_level * level) {
     const int64_t size_k = cache_k->ne[0] / n_head_kv, size_v = cache_v->ne[0] / n_head_kv, slots = mask->ne[3];
     const size_t  head_k = ggml_row_size(cache_k->type, size_k), head_v = ggml_row_size(cache_v->type, size_v);
     struct ggml_tensor * k, * v;
@@ -39,7 +41,11 @@ struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor *
         k = ggml_view_3d(ctx, cache_k, size_k, span, n_head_kv, cache_k->nb[1], head_k, 0);
         v = ggml_view_3d(ctx, cache_v, size_v, span, n_head_kv, cache_v->nb[1], head_v, 0);
     }
-    struct ggml_tensor * out = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), k, v, mask, scale, 0.0f, 0.0f);
-    ggml_prec_set_acc(out, GGML_PREC_F32);
+    q = ggml_permute(ctx, q, 0, 2, 1, 3);
+    struct ggml_tensor * out = level != NULL ? pgs_attention_node(ctx, level, q, k, v, mask, scale) : NULL;
+    if (out == NULL) {
+        out = ggml_flash_attn_ext(ctx, q, k, v, mask, scale, 0.0f, 0.0f);
+        ggml_prec_set_acc(out, GGML_PREC_F32);
+    }
     return ggml_reshape_2d(ctx, out, out->ne[0] * out->ne[1], out->ne[2] * out->ne[3]);
 }

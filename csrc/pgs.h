@@ -26,6 +26,7 @@ typedef struct pgs_graph pgs_graph;
 typedef struct pgs_io    pgs_io;
 typedef struct pgs_delta pgs_delta;
 typedef struct pgs_experts pgs_experts;
+typedef struct pgs_level pgs_level;
 
 typedef struct pgs_counters {
     int64_t graphs_built;    // graphs planned and allocated
@@ -88,7 +89,8 @@ void pgs_kv_write_rows(struct ggml_context * ctx, struct ggml_cgraph * gf, struc
 struct ggml_tensor * pgs_span_mask(struct ggml_context * ctx, struct ggml_tensor * kv_near, struct ggml_tensor * q_last,
                                    struct ggml_tensor * q_first, int64_t span, int64_t slots);
 struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
-                                 struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale);
+                                 struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale,
+                                 const pgs_level * level);
 
 // ---- delta_net.c
 
@@ -179,3 +181,28 @@ int    pgs_experts_give(pgs_experts * e, int64_t index, int64_t rows, char * err
 void   pgs_experts_counters(const pgs_experts * e, pgs_experts_counts * out);
 void   pgs_experts_layer_counts(const pgs_experts * e, int64_t index, int64_t * out);
 size_t pgs_experts_device_bytes(const pgs_experts * e);
+
+// ---- cpu/: our own kernels on CPUs. Nothing here is for other devices.
+
+// The levels of instructions that this build has and this processor runs, best first; NULL behind the last one.
+const pgs_level * pgs_level_at(int index);
+const char *      pgs_level_name(const pgs_level * level);
+
+// Weights of `n_in` inputs and `n_out` outputs as packed tensors, I8 [ne[0], ne[1], ne[2]]; false if there is no product with this type.
+bool pgs_pack_shape(enum ggml_type type, int64_t n_in, int64_t n_out, int64_t * ne);
+// Packs `n_rows` rows of a file as the outputs `first` and following. Outputs that are no multiple of 16 leave bytes that nobody writes: clear them.
+void pgs_pack_rows(enum ggml_type type, const void * rows, int64_t n_in, int64_t first, int64_t n_rows, void * packed);
+// One output's weights, F32 [n_in].
+void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t index, float * out);
+
+// The first type whose products read the same activations as those of `type`.
+enum ggml_type pgs_activation_type(const pgs_level * level, enum ggml_type type);
+// x F32 [n_in, ...] as products with this type of weight read it; any number of products may.
+struct ggml_tensor * pgs_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x);
+struct ggml_tensor * pgs_product(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * packed,
+                                 int64_t n_out, struct ggml_tensor * activations, struct ggml_tensor * x);
+struct ggml_tensor * pgs_packed_rows(struct ggml_context * ctx, enum ggml_type type, struct ggml_tensor * packed, int64_t n_in,
+                                     struct ggml_tensor * index);
+// Attention as ggml_flash_attn_ext; NULL for shapes that our kernels do not take.
+struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * q, struct ggml_tensor * k,
+                                        struct ggml_tensor * v, struct ggml_tensor * mask, float scale);

@@ -68,6 +68,7 @@ class Engaged:
     widths: tuple[int, ...]
     n_ctx: int
     kv_type: str
+    kernels: str
     memory: dict[str, int]
     notes: tuple[str, ...]
 
@@ -106,6 +107,7 @@ class Session:
         draft: Path | None,
         device: str | None,
         threads: int | None,
+        kernels: str | None,
         asked: dict[str, Any],
         width: int | None,
         prefix: tuple[str | Path | None, int | None, int | None],
@@ -113,7 +115,7 @@ class Session:
         progress: Progress,
     ) -> "Session":
         started = time.perf_counter()
-        self.backend = self._own(Backend(pick_device(device), threads))
+        self.backend = self._own(Backend(pick_device(device), threads, kernels))
         file = self._own(GGUFFile(target))
         self.target = open_target(file)
         self.notes += build_notes(self.backend.device)
@@ -460,6 +462,16 @@ class Session:
         kv, draft_kv = self.engine.options.kv, self.engine.options.draft_kv
         return str(kv) if self.drafter is None or kv == draft_kv else f"{kv}, drafter {draft_kv}"
 
+    def _kernels(self) -> str:
+        """Whose kernels multiply; on devices other than CPUs ggml's always do."""
+        level = self.backend.level
+        if level is None:
+            return "ggml"
+        loaded = [self.target.weights, *([self.drafter.weights] if self.drafter is not None else [])]
+        own, rest = sum(w.own_bytes for w in loaded), sum(w.other_matrix_bytes for w in loaded)
+        share = "" if not rest else f" for {100 * own / (own + rest):.0f} % of the weights"
+        return f"own ({level.name}){share}"
+
     def engaged(self) -> Engaged:
         """What is in use: read it before trusting a speed."""
         self._check_open()
@@ -474,6 +486,7 @@ class Session:
             tuple(useful_widths(self.costs)) if self.costs else (),
             self.engine.options.n_ctx,
             self._kv_types(),
+            self._kernels(),
             self.engine.memory(),
             tuple(self.notes),
         )
@@ -504,6 +517,7 @@ def load(
     *,
     device: str | None = None,
     threads: int | None = None,
+    kernels: str | None = None,
     n_ctx: int | None = None,
     draft_width: int | None = None,
     graphs: bool = True,
@@ -524,6 +538,7 @@ def load(
         target, draft: GGUF files. A target without a drafter decodes plainly.
         device: name as in ``devices()``; None takes the first GPU, or the CPU.
         threads: CPU threads; None takes the cores of this process, at most 16.
+        kernels: "own" or "ggml" for products on a CPU; None takes our own where they run (x86 with AVX2). ggml's are llama.cpp's bit for bit.
         n_ctx: tokens of context; 0 takes what the model was trained with, None that or 4096, whichever is less.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
         graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
@@ -556,7 +571,7 @@ def load(
         }
         prefix = (prefix_cache, prefix_memory, prefix_disk)
         draft = Path(draft) if draft is not None else None
-        return session._load(Path(target), draft, device, threads, options, draft_width, prefix, experts, progress)
+        return session._load(Path(target), draft, device, threads, kernels, options, draft_width, prefix, experts, progress)
     except BaseException:
         session.close()
         raise

@@ -280,7 +280,7 @@ def layout_of(engine: Any, versions: dict[str, str], progress: Callable[[str, in
         },
         "chunk": engine.options.chunk,
         "cache": engine.sequence.describe(),
-        "device": f"{device.kind} {device.description}, {engine.backend.threads} threads",  # attention on the CPU sums by thread
+        "device": f"{device.kind} {device.description}, {engine.backend.threads} threads, {engine.backend.kernels} kernels",  # attention on the CPU sums by thread
         **{what: versions[what] for what in ("pyggml_spec", "llama_cpp_python", "ggml_commit")},
     }
     return "\n".join(f"{what}: {value}" for what, value in lines.items())

@@ -85,6 +85,7 @@ def _conditions(session: Session, source: dict, options: PromptsOptions, progres
         "versions": versions(),
         "device": session.backend.device.description,
         "threads": session.backend.threads,
+        "kernels": session.backend.kernels,
         **{name: _noted(model.file.path, progress) for name, model in files.items() if model is not None},
         "prompts": source,
         "context": session.engine.options.n_ctx,

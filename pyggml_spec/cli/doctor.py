@@ -23,7 +23,7 @@ _MAX_PROMPTS = 1 << 24
 @target_options
 @click.option("--prompts", "prompts_file", type=click.Path(), metavar="FILE", help='JSON lines with a "prompt" each. Default: Python code.')
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
-def command(target, draft, device, threads, n_ctx, prompts_file, as_json):
+def command(target, draft, device, threads, kernels, n_ctx, prompts_file, as_json):
     """Says why acceptance is low or speed is missing, by measuring each known cause. Exit code 3 if a check fails.
 
     The target continues some prompts, and the drafter drafts at many places of these texts: as its file says, and with each hyper-parameter
@@ -31,7 +31,7 @@ def command(target, draft, device, threads, n_ctx, prompts_file, as_json):
     """
     prompts = _prompts(prompts_file) if prompts_file is not None else None
     with progress_line() as progress:
-        report = examine(target, draft, device=device, threads=threads, n_ctx=n_ctx, prompts=prompts, progress=progress)
+        report = examine(target, draft, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts, progress=progress)
     if as_json:
         click.echo(json.dumps(report.as_dict()))
     else:

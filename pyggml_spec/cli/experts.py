@@ -28,7 +28,7 @@ def command():
     is_flag=True,
     help="Keep all experts on the device while profiling. Default: in host memory, so that any model can be profiled.",
 )
-def profile_command(target, draft, device, threads, n_ctx, text_file, output, on_device):
+def profile_command(target, draft, device, threads, kernels, n_ctx, text_file, output, on_device):
     """Counts which experts the routers choose on a text, and says which hit rate each residency would have.
 
     The hit rates are those of the last quarter of the text, with the hot experts chosen by the first three.
@@ -45,7 +45,7 @@ def profile_command(target, draft, device, threads, n_ctx, text_file, output, on
         raise PyspecError(f"the text {text_file} cannot be read: {error.strerror}") from None
     options = ExpertOptions(0 if on_device else -1, count=True)
     with progress_line() as progress:
-        with load(target, device=device, threads=threads, n_ctx=n_ctx, experts=options, progress=progress) as session:
+        with load(target, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, experts=options, progress=progress) as session:
             tokens = session.tokenizer.encode(text, False)
             result = profile(session, tokens, lambda done, total: progress("profile", done, total))
             sizes = [expert_bytes(session, fraction) for fraction in FRACTIONS]

@@ -9,13 +9,19 @@ from ..cache.kv_types import TYPES
 from ..errors import PyspecError
 from .hub import hub_options
 
+kernels_option = click.option(
+    "--kernels",
+    type=click.Choice(["own", "ggml"]),
+    help="Kernels for products on a CPU. Default: our own where they run (x86 with AVX2); ggml's are llama.cpp's bit for bit.",
+)
+
 
 def target_options(
     command,
     device: str = "Device name, as `pyspec devices` lists it. Default: the first GPU, or the CPU.",
     context: str = "4096, or what the model was trained with if that is less",
 ):
-    """-m, -md, -hf, -hfd, --device, -t, -c: which pair, where, and how much context.
+    """-m, -md, -hf, -hfd, --device, -t, --kernels, -c: which pair, where, and how much context.
 
     ``device``: help of --device; ``context``: the default of -c.
     """
@@ -30,6 +36,7 @@ def target_options(
             click.option(
                 "-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16."
             ),
+            kernels_option,
             click.option(
                 "-c",
                 "--ctx-size",

@@ -16,7 +16,7 @@ _BAR = " ▁▂▃▄▅▆▇█"
 
 def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: Sequence[str] = ()) -> str:
     """One line with everything that decides speed and memory, and one per note."""
-    where = f"{e.device} ({e.threads} thread{'s' * (e.threads > 1)})" if e.threads else e.device
+    where = f"{e.device} ({e.threads} thread{'s' * (e.threads > 1)}, kernels: {e.kernels})" if e.threads else e.device
     if e.drafter is None:
         draft = "no drafter: plain decoding"
     elif mode == "plain":

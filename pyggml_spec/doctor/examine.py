@@ -44,13 +44,13 @@ class Effort:
 class Subject:
     """A loaded target and the texts that it writes; drafters are examined against it. Owns everything, ``close`` it."""
 
-    def __init__(self, target: str | Path, *, device: str | None = None, threads: int | None = None, n_ctx: int | None = None,
-                 prompts: Sequence[str] | None = None, effort: Effort = Effort()):  # fmt: skip
+    def __init__(self, target: str | Path, *, device: str | None = None, threads: int | None = None, kernels: str | None = None,
+                 n_ctx: int | None = None, prompts: Sequence[str] | None = None, effort: Effort = Effort()):  # fmt: skip
         self.effort, self._stack = effort, ExitStack()
         self._passages: list[Passage] = []
         self._noisy: Passage | None = None
         try:
-            self.backend = self._own(Backend(pick_device(device), threads))
+            self.backend = self._own(Backend(pick_device(device), threads, kernels))
             self.file = self._own(GGUFFile(target))
             self.target = open_target(self.file)
             self.tokenizer = self._own(Tokenizer(self.file))
@@ -115,6 +115,7 @@ def examine(
     *,
     device: str | None = None,
     threads: int | None = None,
+    kernels: str | None = None,
     n_ctx: int | None = None,
     prompts: Sequence[str] | None = None,
     progress: Done = lambda what, done, total: None,
@@ -123,7 +124,7 @@ def examine(
 
     Args:
         target, draft: GGUF files.
-        device, threads, n_ctx: as for ``load``; the context defaults to 1024.
+        device, threads, kernels, n_ctx: as for ``load``; the context defaults to 1024.
         prompts: texts to measure on; None takes held-out prompts of the embedded set (Python code).
 
     Raises:
@@ -134,7 +135,7 @@ def examine(
     if target is None or draft is None:
         raise PyspecError("the doctor examines a pair: name the target with `target` and the drafter with `draft`")
     progress("loading", 0, 1)
-    with closing(Subject(target, device=device, threads=threads, n_ctx=n_ctx, prompts=prompts)) as subject:
+    with closing(Subject(target, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts)) as subject:
         return examine_drafter(subject, draft, progress)
 
 
@@ -147,7 +148,8 @@ def examine_drafter(subject: Subject, draft: str | Path, progress: Done = lambda
     with GGUFFile(draft) as file:
         checks = list(_Examination(subject, file, progress).checks())
     conditions = {
-        "device": subject.backend.device.description, "threads": subject.backend.threads, "context": subject.n_ctx, "versions": versions(),
+        "device": subject.backend.device.description, "threads": subject.backend.threads, "kernels": subject.backend.kernels,
+        "context": subject.n_ctx, "versions": versions(),
         "prompts": len(subject.ids), "tokens_per_text": subject.tokens,
     }  # fmt: skip
     return Report(str(subject.file.path), str(file.path), causes_only(checks), conditions)

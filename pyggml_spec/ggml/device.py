@@ -8,7 +8,8 @@ from typing import Any
 from ..checks import whole
 from ..errors import DeviceError
 from ..pin import installed_libraries
-from .library import FITNESS, Buffer, BufferType, CData, Context, Tensor, ffi, lib, text
+from .kernels import pick_level
+from .library import FITNESS, Buffer, BufferType, CData, Context, LevelHandle, Tensor, ffi, lib, text
 
 _KINDS = {
     lib.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
@@ -114,12 +115,16 @@ def disable_graph_replay() -> None:
 
 
 class Backend:
-    """One execution stream on a device. Owns its ggml backend; ``close`` is idempotent."""
+    """One execution stream on a device. Owns its ggml backend; ``close`` is idempotent.
+
+    ``level``: of our own kernels, None where ggml's are used; ``kernels`` as in ``pick_level``.
+    """
 
     opened = 0  # backends of this process so far
 
-    def __init__(self, device: Device, threads: int | None = None) -> None:
+    def __init__(self, device: Device, threads: int | None = None, kernels: str | None = None) -> None:
         threads = default_threads() if threads is None else whole(threads, "the number of threads", 1, MOST_THREADS, DeviceError)
+        self.level = pick_level(kernels, device.kind)
         Backend.opened += 1
         self.device = device
         self._dev = lib.ggml_backend_dev_get(device.index)
@@ -134,6 +139,16 @@ class Backend:
 
     def _proc(self, name: str) -> CData:
         return lib.ggml_backend_reg_get_proc_address(lib.ggml_backend_dev_backend_reg(self._dev), name.encode())
+
+    @property
+    def level_handle(self) -> LevelHandle:
+        """The level as csrc takes it; NULL for ggml's kernels."""
+        return self.level.handle if self.level is not None else ffi.NULL
+
+    @property
+    def kernels(self) -> str:
+        """Whose kernels multiply: the level of our own, or "ggml"."""
+        return self.level.name if self.level is not None else "ggml"
 
     @property
     def default_buffer_type(self) -> BufferType:

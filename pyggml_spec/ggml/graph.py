@@ -8,6 +8,7 @@ import numpy as np
 
 from ..errors import EngineError
 from .device import Backend
+from .kernels import Packed
 from .library import Tensor, check, ffi, lib, new_err, text
 from .shapes import F32, I32, I64, inside, multiplies, part, repeats, require, reshapes
 
@@ -65,13 +66,26 @@ class Graph:
             raise EngineError(text(self._err))
         self.ctx = lib.pgs_graph_context(self.handle)
         self.gf = lib.pgs_graph_cgraph(self.handle)
+        self._activations: dict[tuple[int, int], Tensor] = {}
 
     # -- verbs of the models
 
     def matmul(self, weight: Tensor, x: Tensor) -> Tensor:
         """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]."""
+        if isinstance(weight, Packed):
+            return self._packed_matmul(weight, x)
         require(multiplies(weight, x), "matmul", weight=weight, x=x)
         return lib.ggml_mul_mat(self.ctx, weight, x)
+
+    def _packed_matmul(self, weight: Packed, x: Tensor) -> Tensor:
+        """By our own kernels. What products read of ``x`` is made once, however many matrices it is multiplied with."""
+        require(weight.ne[0] == x.ne[0] and x.type == F32, "matmul", weight=weight.ne[:2], x=x)
+        x = x if x.nb[0] == 4 else self.cont(x)
+        level = self.role.backend.level_handle
+        key = (int(ffi.cast("uintptr_t", x)), lib.pgs_activation_type(level, weight.type))
+        if key not in self._activations:
+            self._activations[key] = lib.pgs_activations(self.ctx, level, weight.type, x)
+        return lib.pgs_product(self.ctx, level, weight.type, weight.tensor, weight.ne[1], self._activations[key], x)
 
     def matmul_experts(self, experts: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
         """experts [n_in, n_out, n_expert], x F32 [n_in, 1 or n_used, T], chosen I32 [n_used, T] -> F32 [n_out, n_used, T]."""
@@ -151,6 +165,9 @@ class Graph:
 
     def rows(self, table: Tensor, index: Tensor) -> Tensor:
         """table [n, rows], index I32 [T] -> F32 [n, T] (I32 of an I32 table)."""
+        if isinstance(table, Packed):
+            require(index.type == I32 and index.ne[1] == index.ne[2] == index.ne[3] == 1, "rows", table=table.ne[:2], index=index)
+            return lib.pgs_packed_rows(self.ctx, table.type, table.tensor, table.ne[0], index)
         fits = index.type == I32 and table.ne[2] == index.ne[1] and table.ne[3] == index.ne[2] and index.ne[3] == 1
         require(fits, "rows", table=table, index=index)
         return lib.ggml_get_rows(self.ctx, table, index)
@@ -327,7 +344,8 @@ class Graph:
         fits = fits and part(cache_k, 1, 0, span) and part(cache_v, 1, 0, span) and mask.ne[0] == span and q.ne[2] % mask.ne[3] == 0
         fits = fits and mask.ne[1] * mask.ne[3] >= q.ne[2] and mask.ne[3] <= cache_k.ne[2] == cache_v.ne[2]
         require(fits, "fa_span", q=q, cache_k=cache_k, cache_v=cache_v, mask=mask, n_head_kv=n_head_kv, span=span)
-        return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale)
+        level = self.role.backend.level_handle
+        return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale, level)
 
     def host_view(self, node: Tensor) -> np.ndarray:
         """The F32 values of a planned node in host memory, [rows, n], without a copy. CPU backends only; see ``keep``."""

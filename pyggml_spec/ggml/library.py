@@ -63,8 +63,9 @@ if TYPE_CHECKING:
     from .._native import ggml_backend_buffer_type as BufferType
     from .._native import ggml_context as Context
     from .._native import ggml_tensor as Tensor
+    from .._native import pgs_level as LevelHandle
 else:  # to cffi, every pointer is of one class
-    Buffer = BufferType = CData = Context = Tensor = _native.ffi.CData
+    Buffer = BufferType = CData = Context = LevelHandle = Tensor = _native.ffi.CData
 
 
 def text(c_string: CData) -> str:

@@ -3,7 +3,8 @@
 Matrices that read the same input are stored as one where their types match: each matmul less is also one quantisation of the activations
 and one fix-up launch less (4B shape on one H200: 8.54 -> 7.42 ms per step). On the CPU, matmul weights go into the backend's repacked
 buffer where it takes them (13.0 against 16.5 ms per token at one row, 0.8B shape on two cores), which is also what llama.cpp does, and
-therefore what bit-equality with it needs.
+therefore what bit-equality with it needs. With our own kernels (``backend.level``) the types that these multiply are packed for them instead,
+once, and prefill reads the same: nothing is held twice, not even a head that is tied to the embedding.
 
 Experts may be in host memory, all of a layer or all but the hot ones (``placement``): there they are what the file's own pages hold, and
 nothing is copied. On the CPU no expert is repacked then, so that those of both sides go through the same kernel.
@@ -11,19 +12,22 @@ nothing is copied. On the CPU no expert is repacked then, so that those of both 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend, free_bytes
 from ..ggml.host_experts import HostExperts, fillers
-from ..ggml.library import Buffer, CData, Context, Tensor, check, ffi, lib, new_err, text
+from ..ggml.kernels import LANES, Packed, new_packed, pack, packed_shape
+from ..ggml.library import Buffer, BufferType, CData, Context, Tensor, check, ffi, lib, new_err, text
 from ..ggml.shapes import NOT_WEIGHTS
 from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
 
 MATMUL, EXPERTS, ROWS, VECTOR = "matmul", "experts", "rows", "vector"
 BESIDE = ("scale", "bias")  # what may stand beside a matrix
+OWN = None  # in the place of a buffer type: packed for our own kernels, in the default one
 HOST_ALIGNMENT = 32  # bytes; ggml's own for memory that it did not allocate
 
 
@@ -145,7 +149,9 @@ class Weights:
         self._buffers: list[Buffer] = []
         self.bytes_by_type: dict[str, int] = {}
         self.repacked_bytes = 0
-        self._bufts = [*backend.extra_buffer_types(), backend.default_buffer_type]
+        self.own_bytes, self.other_matrix_bytes = 0, 0  # of matrices whose products our own kernels make, and of the others
+        own = [OWN] if backend.level is not None else []
+        self._bufts: list[BufferType | None] = [*own, *backend.extra_buffer_types(), backend.default_buffer_type]
         try:
             specs = list(specs)
             self._load(specs, groups, alike, progress or (lambda done, total: None))
@@ -163,6 +169,10 @@ class Weights:
         if use not in (MATMUL, EXPERTS):
             return len(self._bufts) - 1
         for i, buft in enumerate(self._bufts):
+            if buft is OWN:
+                if use == MATMUL and packed_shape(ggml_type, shape) is not None:
+                    return i
+                continue
             if use == EXPERTS and self.placement is not None and i < len(self._bufts) - 1:
                 continue
             if not self.backend.multiplies_right(buft, ggml_type, shape[0]):
@@ -185,14 +195,17 @@ class Weights:
             "quantise the model to another type"
         )
 
+    def _packs(self, ggml_type: int, shape: tuple[int, ...]) -> bool:
+        return self._bufts[self._choose_buffer(ggml_type, shape, MATMUL)] is OWN
+
     def _fusable(self, parts: list[tuple[Spec, TensorInfo]]) -> int:
         """How many matrices, from the first on, can be stored as one; 0 if fewer than two."""
         kind, n_in = parts[0][1].type, parts[0][0].shape[0]
-        # ggml's CPU matmul takes another kernel, with another order of summation, for outputs that are no multiple of four
-        step = 4 if self.backend.device.kind == "cpu" else 1
-        if parts[0][0].shape[1] % step:
-            return 0
         home, rows, count = self._choose_buffer(kind, parts[0][0].shape, MATMUL), parts[0][0].shape[1], 1
+        # ggml's CPU matmul takes another kernel, with another order of summation, for outputs that are no multiple of four
+        step = 4 if self.backend.device.kind == "cpu" and self._bufts[home] is not OWN else 1
+        if rows % step:
+            return 0
         for spec, info in parts[1:]:
             rows += spec.shape[1]
             if (info.type, spec.shape[0]) != (kind, n_in) or spec.shape[1] % step or self._choose_buffer(kind, spec.shape, MATMUL) != home:
@@ -238,9 +251,11 @@ class Weights:
         by_buft: dict[int, list[tuple[str, int, tuple[int, ...], str, list[TensorInfo]]]] = {}
         placed: dict[tuple[str, int], str] = {}
         alias: dict[str, str] = {}
+        multiplied = {sources[0].name for _, kind, dims, use, sources in jobs if use == MATMUL and self._packs(kind, dims)}
         for job in jobs:
             key, kind, dims, use, sources = job
-            home = self._choose_buffer(kind, dims, use)
+            lookup = use == ROWS and sources[0].name in multiplied  # of a table that is packed for a product anyway
+            home = self._choose_buffer(kind, dims, MATMUL if lookup else use)
             if len(sources) == 1:
                 first = placed.setdefault((sources[0].name, home), key)
                 if first != key:
@@ -259,6 +274,8 @@ class Weights:
                     self._upload_values(self._tensors[key], joined[key])
                 elif key in hot:
                     self._upload_experts(self._tensors[key], sources[0], hot[key])
+                elif self._bufts[home] is OWN:
+                    self._pack(self._tensors[key], sources)
                 else:
                     self._upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
                 done += sum(info.nbytes for info in sources)
@@ -266,15 +283,30 @@ class Weights:
         for key, other in alias.items():
             self._tensors[key] = self._tensors[other]
 
-    def _allocate(self, home: int, jobs: list) -> None:
-        ctx = self._context(len(jobs))
-        for key, kind, shape, _, _sources in jobs:
-            tensor = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
+    def _new_tensors(self, ctx: Context, home: int, jobs: list) -> list[Tensor]:
+        """The tensors of ``jobs``, without memory."""
+        out = []
+        for key, kind, shape, use, _sources in jobs:
+            if self._bufts[home] is OWN:
+                packed = new_packed(ctx, kind, shape)
+                tensor, self._tensors[key] = packed.tensor, cast(Tensor, packed)
+                self.own_bytes += lib.ggml_nbytes(tensor)
+            else:
+                tensor = self._tensors[key] = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
+                self.other_matrix_bytes += lib.ggml_nbytes(tensor) if use in (MATMUL, EXPERTS) else 0
             lib.ggml_set_name(tensor, key.encode()[:63])
-            self._tensors[key] = tensor
             name = text(lib.ggml_type_name(kind))
             self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + lib.ggml_nbytes(tensor)
-        buft = self._bufts[home]
+            out.append(tensor)
+        return out
+
+    def _buffer_type(self, home: int) -> BufferType:
+        return self._bufts[home] or self.backend.default_buffer_type
+
+    def _allocate(self, home: int, jobs: list) -> None:
+        ctx = self._context(len(jobs))
+        self._new_tensors(ctx, home, jobs)
+        buft = self._buffer_type(home)
         buffer = self.backend.allocate(ctx, buft)
         if buffer == ffi.NULL:
             need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buft)
@@ -286,6 +318,15 @@ class Weights:
         self._buffers.append(buffer)
         if home < len(self._bufts) - 1:
             self.repacked_bytes += lib.ggml_backend_buffer_get_size(buffer)
+
+    def _pack(self, weight: Tensor, sources: list[TensorInfo]) -> None:
+        packed, first = cast(Packed, weight), 0
+        if packed.ne[1] % LANES or packed.ne[0] % 32:  # places that belong to no weight
+            lib.ggml_backend_tensor_memset(packed.tensor, 0, 0, lib.ggml_nbytes(packed.tensor))
+        for info in sources:
+            with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
+                pack(packed, pointer, first, info.shape[1], self.backend.threads)
+            first += info.shape[1]
 
     def _upload(self, tensor: Tensor, sources: list[TensorInfo], whole: bool) -> None:
         if whole and len(sources) > 1:  # a repacking buffer takes a tensor in one piece only

@@ -59,7 +59,7 @@ def step_cost(engine: Engine, width: int, random: np.random.Generator | None = N
 
 
 def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
-    """Names what the costs depend on: both files (size and first MiB), device, threads, widths, context, versions, experts."""
+    """Names what the costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
     device, placement = engine.backend.device, engine.target.weights.placement
     parts = [
         SEED,
@@ -68,6 +68,7 @@ def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
         device.name,
         device.description,
         engine.backend.threads,
+        engine.backend.kernels,
         widths,
         engine.options,
         versions(),

@@ -47,10 +47,13 @@ def compare_logits(
     seed: int = 0,
     device: str | None = None,
     threads: int | None = None,
+    kernels: str | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
 ) -> Comparison:
     """Feeds ``tokens`` random ids to both engines, in graphs of exactly the same number of rows, then decodes 64 tokens greedily on both.
+
+    ``kernels``: as for ``load``. ggml's give llama.cpp's logits bit for bit; our own sum in another order.
 
     Raises:
         ContextError: more tokens than the model's context.
@@ -71,7 +74,7 @@ def compare_logits(
             raise ContextError(
                 f"{tokens} tokens and {GREEDY_TOKENS} generated ones do not fit the context of {target.context_length}; use fewer `tokens`"
             )
-        backend = own(Backend(pick_device(device), threads))
+        backend = own(Backend(pick_device(device), threads, kernels))
         target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_alike()))
         n_ctx = tokens + GREEDY_TOKENS
         engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv)))

@@ -15,7 +15,7 @@ from ..cache.kv_types import KVTypes
 from ..checks import whole
 from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, free_bytes, pick_device
-from ..ggml.library import ffi, lib, text
+from ..ggml.library import ffi, lib
 from ..gguf_io import GGUFFile
 from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_drafter, open_target
@@ -50,11 +50,7 @@ class PlannedWeights(Weights):
 
     def _allocate(self, home: int, jobs: list) -> None:
         ctx = self._context(len(jobs))
-        for key, kind, shape, *_ in jobs:
-            tensor = self._tensors[key] = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
-            name = text(lib.ggml_type_name(kind))
-            self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + lib.ggml_nbytes(tensor)
-        pretence = _Pretence(ctx, [self._tensors[job[0]] for job in jobs], self._bufts[home])
+        pretence = _Pretence(ctx, self._new_tensors(ctx, home, jobs), self._buffer_type(home))
         self._buffers.append(pretence.buffer)
         self._planned += pretence.nbytes
         if home < len(self._bufts) - 1:
@@ -63,7 +59,7 @@ class PlannedWeights(Weights):
     def _upload(self, *_, **__) -> None:
         """There is nothing to fill."""
 
-    _upload_experts = _upload_values = _upload
+    _upload_experts = _upload_values = _pack = _upload
 
     def _host_tensor(self, ctx, spec, info):
         tensor = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape)
@@ -214,6 +210,7 @@ def plan(
     draft_cache_type_k: str = "f16",
     draft_cache_type_v: str = "f16",
     experts: ExpertOptions | None = None,
+    kernels: str | None = None,
 ) -> Plan:
     """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
 
@@ -234,7 +231,9 @@ def plan(
     draft = Path(draft) if draft is not None else None
     kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
     options = {"chunk": chunk, "kv": kv, "draft_kv": draft_kv}
-    return _plan_on(pick_device(device), Path(target), draft, threads, n_ctx, draft_width, options, slots, prefix_memory, free, experts)
+    return _plan_on(
+        pick_device(device), Path(target), draft, threads, kernels, n_ctx, draft_width, options, slots, prefix_memory, free, experts
+    )
 
 
 def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
@@ -344,6 +343,7 @@ def _plan_on(
     target_path: Path,
     draft_path: Path | None,
     threads: int | None,
+    kernels: str | None,
     n_ctx: int | None,
     draft_width: int | None,
     asked: dict[str, Any],
@@ -365,7 +365,7 @@ def _plan_on(
             drafter = session.drafter = open_drafter(own(GGUFFile(draft_path)))
             drafter.check_pair(target)
         n_ctx, width = session._context(n_ctx), session._width(draft_width)
-        backend = own(Backend(device, threads))
+        backend = own(Backend(device, threads, kernels))
         options = EngineOptions(n_ctx=n_ctx, width=width, **asked)
         target.weights = own(PlannedWeights(backend, target, *session._place_experts(experts, threads, max(options.chunk, width))))
         if drafter is not None:

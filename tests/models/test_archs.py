@@ -43,7 +43,7 @@ QUANTS = ["F32", "Q8_0", "Q4_K"]
 
 
 def assert_equal(path, tokens, **types):
-    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, **types)
+    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, kernels="ggml", **types)
     assert (result.nmse, result.max_abs) == (0.0, 0.0)
     assert (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
 
@@ -85,7 +85,7 @@ def test_drafted_ids(tmp_path, arch, quant):
     shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0)  # sqrt(256)
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, quant), write_dflash(tmp_path / "d.gguf", shape, quant)
     ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
-    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512) as session:
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
         assert_blocks_equal(session, target, draft, ids, 10)
 
 
@@ -97,7 +97,7 @@ def test_drafted_ids_of_quantised_caches(tmp_path, arch, types):
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
     ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
     names = ("cache_type_k", "cache_type_v", "draft_cache_type_k", "draft_cache_type_v")
-    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512, **dict(zip(names, types, strict=True))) as session:
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=512, **dict(zip(names, types, strict=True))) as session:
         assert_blocks_equal(session, target, draft, ids, 10)
 
 
@@ -107,7 +107,7 @@ def test_speculative_text_equals_plain(tmp_path, arch):
     shape = Shape()
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     prompt = np.random.default_rng(5).integers(0, 256, 230).tolist()
-    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512) as session:
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
         text = reference(session.engine, prompt, 60)
         assert run(session.engine, prompt, 60)[0] == text
         text = reference(session.engine, prompt, 140)
@@ -144,7 +144,7 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     draft = write_dflash(tmp_path / "d.gguf", Shape(target_layers=layers))
     tokens = np.random.default_rng(6).integers(0, 256, 128).tolist()
     with (
-        ps.load(path, draft, device="CPU", threads=1, n_ctx=256) as session,
+        ps.load(path, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session,
         closing(LlamaDFlash(path, draft, layers, 319, n_ctx=256)) as theirs,
     ):
         engine = session.engine
@@ -322,7 +322,7 @@ def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path
 def test_logits_behind_a_ring(tmp_path, arch):
     """llama.cpp keeps all positions, so the same rows are summed in another order: equal to rounding, not bit for bit."""
     path = WRITERS[arch](tmp_path / "t.gguf", Shape())
-    result = compare_logits(path, 1500, seed=1, device="CPU", threads=1)
+    result = compare_logits(path, 1500, seed=1, device="CPU", threads=1, kernels="ggml")
     assert result.nmse < 1e-10 and result.argmax_agree == 1.0
 
 

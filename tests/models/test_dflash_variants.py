@@ -46,7 +46,7 @@ def target(tmp_path_factory):
 
 def drafts(target, draft) -> tuple[list[int], list[float]]:
     """One block, and the sum of each of its hidden rows."""
-    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
         session.engine.prefill(PROMPT)
         tokens = session.engine.fused_step().tokens.tolist()
         return tokens, session.engine.graphs.get("fused", 16, 256).host["draft_sum"].tolist()
@@ -56,7 +56,7 @@ def test_a_causal_block_behind_windows(tmp_path, target):
     """Both bounds at once: what a windowed layer sees of a block is what lies before the row and inside the window."""
     shape = Shape(n_layer=4, window=12)
     draft = write_dflash(tmp_path / "d.gguf", shape, causal=True)
-    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
         assert_blocks_equal(session, target, draft, PROMPT, 6)
 
 
@@ -64,7 +64,7 @@ def test_a_causal_block_behind_windows(tmp_path, target):
 def test_drafted_ids_equal_llama_cpps(tmp_path, target, more):
     """And differ from those of the same weights without the feature, or the comparison would show nothing."""
     draft = write_dflash(tmp_path / "d.gguf", SHAPE, **more)
-    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
         assert_blocks_equal(session, target, draft, PROMPT, 6)
     assert drafts(target, draft) != drafts(target, write_dflash(tmp_path / "plain.gguf", SHAPE))
 
@@ -202,7 +202,7 @@ def test_gemma4_scale_omitted_applied_twice_and_applied_once(tmp_path):
     target, scale = write_gemma4(tmp_path / "t.gguf", shape), shape.n_embd**0.5
     scales = (scale, 0.0, 1.0, scale * scale)
     once, absent, omitted, twice = (write_dflash(tmp_path / f"{x}.gguf", Shape(n_layer=4, embedding_scale=x)) for x in scales)
-    with ps.load(target, once, device="CPU", threads=1, n_ctx=256) as session:
+    with ps.load(target, once, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
         assert_blocks_equal(session, target, once, PROMPT, 4)
     right = drafts(target, once)
     assert drafts(target, absent) == right
@@ -218,6 +218,6 @@ def test_draft_logits_of_a_gemma_target_are_capped_once(tmp_path):
     for name, more in cases.items():
         draft = write_dflash(tmp_path / "d.gguf", shape, **more)
         with ExitStack() as stack:
-            session = stack.enter_context(ps.load(target, draft, device="CPU", threads=1, n_ctx=256))
+            session = stack.enter_context(ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256))
             caps[name] = session.engine.graphs.get("fused", 16, 256).graph.op_counts()["TANH"]
     assert caps == {"borrowed": 2, "borrowed, in the file": 2, "own": 2, "own, no cap": 1}

@@ -10,7 +10,7 @@ QUANTS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
 def _assert_equal(path, tokens):
-    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1)
+    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, kernels="ggml")
     assert (result.nmse, result.max_abs) == (0.0, 0.0)
     assert (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
 

@@ -62,7 +62,7 @@ def test_drafted_ids(tmp_path, quant):
     target = dressed(TARGETS["qwen35"](tmp_path / "t.gguf", shape, quant))[0]
     draft, counts = dressed(write_dflash(tmp_path / "d.gguf", shape, quant))
     assert counts == {"scale": 7 * shape.draft_layers + 1, "bias": 0}
-    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512) as session:
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
         assert_blocks_equal(session, target, draft, np.random.default_rng(3).integers(0, 256, 100).tolist(), 10)
 
 

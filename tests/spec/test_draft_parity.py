@@ -37,12 +37,12 @@ def test_random_pair(tmp_path, quant, window, prompt):
     shape = Shape(window=window)
     target, draft = write_qwen35(tmp_path / "t.gguf", shape, quant), write_dflash(tmp_path / "d.gguf", shape, quant)
     ids = np.random.default_rng(3).integers(0, 256, prompt).tolist()
-    with ps.load(target, draft, device="CPU", threads=1, n_ctx=1024) as session:
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=1024) as session:
         assert_blocks_equal(session, target, draft, ids, 20)
 
 
 def test_embedded_pair_over_60_blocks_with_partial_acceptance():
-    with ps.load(device="CPU", threads=1, n_ctx=1024) as session:
+    with ps.load(device="CPU", threads=1, kernels="ggml", n_ctx=1024) as session:
         prompt = session.tokenizer.encode("class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n")
         accepted = assert_blocks_equal(session, DEMO_TARGET, DEMO_DRAFTER, prompt, 60)
     assert 60 < accepted < 15 * 60  # some accepted and some rejected, or the comparison shows little

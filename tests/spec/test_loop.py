@@ -131,7 +131,7 @@ def test_rows_of_nan_are_gone_when_the_next_sequence_begins(pair, weights, name,
     """Neither masks nor switched-off rows stop NaN on a GPU: every shorter prompt after it would be NaN too, or drafted for no more."""
     from pyggml_spec.ggml.library import lib
 
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=512, draft_width=4, chunk=32) as session:
+    with ps.load(*pair, device="CPU", threads=1, kernels="ggml", n_ctx=512, draft_width=4, chunk=32) as session:
         engine, weight = session.engine, getattr(session, weights).weights[name]
         lib.ggml_backend_tensor_memset(weight, 0xFF, row * weight.nb[1], weight.nb[1])
         prompt = [*range(32), *[300] * 20]

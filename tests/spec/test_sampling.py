@@ -134,7 +134,7 @@ def table():
 
 @pytest.fixture(scope="module")
 def demo():
-    with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
+    with ps.load(device="CPU", threads=1, kernels="ggml", n_ctx=512, draft_width=4) as session:
         yield session
 
 

@@ -168,8 +168,8 @@ def test_a_gpu_builds_the_graphs_of_its_next_span_while_it_computes(pair, monkey
         with monkeypatch.context() as patched:
             real = Backend.__init__
 
-            def called(self, device, threads=None):
-                real(self, device, threads)
+            def called(self, device, threads=None, kernels=None):
+                real(self, device, threads, "ggml")
                 self.device = replace(device, kind=kind)
 
             patched.setattr(Backend, "__init__", called)

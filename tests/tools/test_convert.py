@@ -64,7 +64,7 @@ def test_f32_drafts_as_a_gguf_of_the_same_values(f32, tmp_path):
 
 
 def test_llama_cpp_loads_the_result_and_drafts_the_same_ids(f32):
-    with ps.load(DEMO_TARGET, f32, device="CPU", threads=1, n_ctx=512) as session:
+    with ps.load(DEMO_TARGET, f32, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
         engine, hp = session.engine, session.drafter.hp
         oracle = LlamaDFlash(DEMO_TARGET, f32, hp.target_layers, hp.mask_token, n_ctx=512, threads=1)
         try:

@@ -1,0 +1,222 @@
+// Attention of a few query rows that share a head of K and V, once for all levels.
+//
+// Positions are taken in blocks of POSITIONS from the first row of the cache on, whatever the span and the number of query rows: a row has the
+// same bits alone, in a block and in a prompt. What the mask hides adds exact zeros, so blocks that nobody sees are left out. Sums are F32.
+#pragma once
+
+#include <math.h>
+
+#include "kernels.h"
+#include "layout.h"
+
+#define ROW_PAIR (VL / 8)      // query rows whose scores are summed at once: 8 sums fit the registers beside their operands
+#define ACROSS   4         // vectors of a row of V that are summed at once
+#define PV_ROWS  (VL / 4)  // for so many query rows
+
+#define EACH_PART_OF(n) _Pragma("GCC unroll 4") for (int p = 0; p < (n); p++)
+
+// e^x for x <= 0, within 2 units of the last place: 2^n times a polynomial of the rest; 0 below -87, NaN for NaN.
+INLINE vf exponential(vf x) {
+    const vf bounded = vf_max(vf_set(-88.0f), x);
+    const vi n       = vi_nearest(vf_mul(bounded, vf_set(1.44269504f)));
+    const vf whole   = vf_int(n);
+    vf       r       = vf_fnma(whole, vf_set(0.693359375f), bounded);
+    r                = vf_fnma(whole, vf_set(-2.12194440e-4f), r);
+    vf sum           = vf_set(1.0f / 5040);
+    sum              = vf_fma(sum, r, vf_set(1.0f / 720));
+    sum              = vf_fma(sum, r, vf_set(1.0f / 120));
+    sum              = vf_fma(sum, r, vf_set(1.0f / 24));
+    sum              = vf_fma(sum, r, vf_set(1.0f / 6));
+    sum              = vf_fma(sum, r, vf_set(0.5f));
+    sum              = vf_fma(sum, r, vf_set(1.0f));
+    sum              = vf_fma(sum, r, vf_set(1.0f));
+    return vf_below(x, -87.0f, vf_zero(), vf_mul(sum, vf_exponent(n)));
+}
+
+// Rows [first, first + n) of a cache as F32; zeros behind them.
+static void widen(const pgs_cache * c, int64_t first, int n, float * to) {
+    for (int j = 0; j < n; j++) {
+        const char * from = c->rows + (size_t) (first + j) * c->step;
+        float *      row  = to + (size_t) j * c->size;
+        if (c->to_float != NULL) {
+            c->to_float(from, row, c->size);
+            continue;
+        }
+        for (int i = 0; i < c->size; i += VL) {
+            vf_store(row + i, c->type == GGML_TYPE_F16    ? vf_half((const uint16_t *) from + i)
+                              : c->type == GGML_TYPE_BF16 ? vf_bf16((const uint16_t *) from + i)
+                                                          : vf_load((const float *) from + i));
+        }
+    }
+    memset(to + (size_t) n * c->size, 0, (size_t) (POSITIONS - n) * c->size * sizeof(float));
+}
+
+// POSITIONS values of a mask as F32; -Inf behind the first n.
+static void widen_mask(const uint16_t * mask, int n, float * to) {
+    uint16_t whole[POSITIONS];
+    for (int j = n; j < POSITIONS; j++) {
+        whole[j] = HIDDEN;
+    }
+    memcpy(whole, mask, (size_t) n * sizeof(*mask));
+    for (int j = 0; j < POSITIONS; j += VL) {
+        vf_store(to + j, vf_half(whole + j));
+    }
+}
+
+// scores[r][j] of `rows` query rows and POSITIONS rows of K
+INLINE void score(const float * const * q, const float * k, int size, float (*scores)[POSITIONS], const int rows) {
+    for (int j = 0; j < POSITIONS; j += 4) {
+        vf s[ROW_PAIR][4][PARTS];
+        _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++) {
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+                EACH_PART s[r][i][p] = vf_zero();
+            }
+        }
+        for (int e = 0; e < size; e += LANES) {
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+                EACH_PART {
+                    const vf kv = vf_load(k + (size_t) (j + i) * size + e + VL * p);
+                    _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++) {
+                        s[r][i][p] = vf_fma(kv, vf_load(q[r] + e + VL * p), s[r][i][p]);
+                    }
+                }
+            }
+        }
+        _Pragma("GCC unroll 2") for (int r = 0; r < rows; r++) {
+            sum_four(s[r][0], s[r][1], s[r][2], s[r][3], scores[r] + j);
+        }
+    }
+}
+
+// out[r] += scores[r][j] * v[j], positions in order, `n` vectors of each row from value `e` on
+INLINE void weigh(float * out, const float * v, int size, int e, float (*scores)[POSITIONS], const int rows, const int n) {
+    vf s[PV_ROWS][ACROSS];
+    _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) {
+        EACH_PART_OF(n) s[r][p] = vf_load(out + (size_t) r * size + e + VL * p);
+    }
+    for (int j = 0; j < POSITIONS; j++) {
+        vf x[ACROSS];
+        EACH_PART_OF(n) x[p] = vf_load(v + (size_t) j * size + e + VL * p);
+        _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) {
+            const vf w = vf_set(scores[r][j]);
+            EACH_PART_OF(n) s[r][p] = vf_fma(w, x[p], s[r][p]);
+        }
+    }
+    _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) {
+        EACH_PART_OF(n) vf_store(out + (size_t) r * size + e + VL * p, s[r][p]);
+    }
+}
+
+static void weigh_rows(float * out, const float * v, int size, float (*scores)[POSITIONS], int rows) {
+    for (int e = 0; e < size;) {
+        const int wide = e + ACROSS * VL <= size;
+        int       r    = 0;
+        for (; r + PV_ROWS <= rows; r += PV_ROWS) {
+            wide ? weigh(out + (size_t) r * size, v, size, e, scores + r, PV_ROWS, ACROSS) : weigh(out + (size_t) r * size, v, size, e, scores + r, PV_ROWS, 1);
+        }
+        for (; r < rows; r++) {
+            wide ? weigh(out + (size_t) r * size, v, size, e, scores + r, 1, ACROSS) : weigh(out + (size_t) r * size, v, size, e, scores + r, 1, 1);
+        }
+        e += wide ? ACROSS * VL : VL;
+    }
+}
+
+INLINE float sum_of(const float * x) {  // LANES values, in the order of sum_four
+    vf v[PARTS], zero[PARTS];
+    EACH_PART {
+        v[p]    = vf_load(x + VL * p);
+        zero[p] = vf_zero();
+    }
+    float out[4];
+    sum_four(v, zero, zero, zero, out);
+    return out[0];
+}
+
+// Scores of one row become weights. The largest score so far may move: what was summed before is to be scaled by the factor that is returned.
+static float soften(float * scores, const float * mask, float scale, float * largest, float * sum) {
+    float lanes[LANES], most = -INFINITY;
+    EACH_PART {
+        vf top = vf_set(-INFINITY);
+        for (int j = VL * p; j < POSITIONS; j += LANES) {
+            const vf m = vf_load(mask + j);
+            // what nobody may see may hold anything
+            const vf s = vf_below(m, -1e30f, vf_set(-INFINITY), vf_fma(vf_load(scores + j), vf_set(scale), m));
+            vf_store(scores + j, s);
+            top = vf_max(s, top);
+        }
+        vf_store(lanes + VL * p, top);
+    }
+    for (int j = 0; j < LANES; j++) {
+        most = lanes[j] > most ? lanes[j] : most;
+    }
+    const float now = most > *largest ? most : *largest;
+    if (now == -INFINITY) {  // nothing seen yet, or NaN
+        for (int j = 0; j < POSITIONS; j++) {
+            scores[j] = scores[j] != scores[j] ? NAN : 0.0f;
+            *sum += scores[j];
+        }
+        return 1.0f;
+    }
+    float kept[VL];
+    vf_store(kept, exponential(vf_set(*largest - now)));
+    EACH_PART {
+        vf total = vf_zero();
+        for (int j = VL * p; j < POSITIONS; j += LANES) {
+            const vf w = exponential(vf_sub(vf_load(scores + j), vf_set(now)));
+            vf_store(scores + j, w);
+            total = vf_add(total, w);
+        }
+        vf_store(lanes + VL * p, total);
+    }
+    *sum     = *sum * kept[0] + sum_of(lanes);
+    *largest = now;
+    return kept[0];
+}
+
+static void attend(const pgs_attention * a) {
+    _Alignas(64) float k[POSITIONS * MOST_SIZE], v[POSITIONS * MOST_SIZE], out[MOST_ROWS * MOST_SIZE];
+    _Alignas(64) float scores[MOST_ROWS][POSITIONS], mask[POSITIONS];
+    float              largest[MOST_ROWS], sum[MOST_ROWS];
+    const int          size = a->v.size;
+    for (int r = 0; r < a->rows; r++) {
+        largest[r] = -INFINITY;
+        sum[r]     = 0.0f;
+    }
+    memset(out, 0, (size_t) a->rows * size * sizeof(float));
+    for (int64_t first = 0; first < a->span; first += POSITIONS) {
+        const int n    = (int) (a->span - first < POSITIONS ? a->span - first : POSITIONS);
+        int       seen = 0;
+        for (int r = 0; r < a->rows; r++) {
+            for (int j = 0; j < n; j++) {
+                seen |= a->mask[r][first + j] ^ HIDDEN;
+            }
+        }
+        if (seen == 0) {
+            continue;
+        }
+        widen(&a->k, first, n, k);
+        widen(&a->v, first, n, v);
+        int r = 0;
+        for (; r + ROW_PAIR <= a->rows; r += ROW_PAIR) {
+            score(a->q + r, k, a->k.size, scores + r, ROW_PAIR);
+        }
+        for (; r < a->rows; r++) {
+            score(a->q + r, k, a->k.size, scores + r, 1);
+        }
+        for (r = 0; r < a->rows; r++) {
+            widen_mask(a->mask[r] + first, n, mask);
+            const float kept = soften(scores[r], mask, a->scale, &largest[r], &sum[r]);
+            for (int e = 0; e < size && kept != 1.0f; e += VL) {
+                float * o = out + (size_t) r * size + e;
+                vf_store(o, vf_mul(vf_load(o), vf_set(kept)));
+            }
+        }
+        weigh_rows(out, v, size, scores, a->rows);
+    }
+    for (int r = 0; r < a->rows; r++) {
+        const float share = sum[r] == 0.0f ? 0.0f : 1.0f / sum[r];
+        for (int e = 0; e < size; e += VL) {
+            vf_store(a->out[r] + e, vf_mul(vf_load(out + (size_t) r * size + e), vf_set(share)));
+        }
+    }
+}

@@ -1,0 +1,52 @@
+// Our own products on CPUs: what one level of instructions offers. A file is compiled for each level, with its own flags; which one runs is
+// decided when a backend is opened.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct pgs_kernel {  // products with one type of weight
+    int    type;             // enum ggml_type
+    int    block;            // inputs of a record
+    size_t record;           // bytes of a record
+    size_t act;              // bytes of a block of a tile
+
+    // Rounds `n` values of one row to what products read: `blocks` blocks of row `row` of a tile, values behind the last one being 0.
+    void (*activations)(const float * x, int64_t n, char * tile, int row);
+    // sums[rows][LANES] += the products of `blocks` records with `rows` rows of a tile. A row's bits do not depend on the other rows.
+    void (*product)(const char * records, int64_t blocks, const char * tile, int rows, float * sums);
+} pgs_kernel;
+
+#define POSITIONS 32      // rows of K and V that are taken together
+#define MOST_SIZE 512     // values of a head
+#define MOST_ROWS 16      // query rows that are taken together
+#define HIDDEN    0xfc00  // -Inf, what a mask has where a row must not look
+
+typedef struct pgs_cache {  // rows of one head of K or V
+    const char * rows;
+    size_t       step;  // bytes between them
+    int          type, size;
+    void (*to_float)(const void * from, float * to, int64_t n);  // NULL for F32, F16 and BF16
+} pgs_cache;
+
+typedef struct pgs_attention {  // query rows of one head of K and V
+    int              rows;
+    int64_t          span;  // rows of K and V
+    float            scale;
+    pgs_cache        k, v;
+    const float *    q[MOST_ROWS];
+    const uint16_t * mask[MOST_ROWS];  // F16 [span]
+    float *          out[MOST_ROWS];
+} pgs_attention;
+
+struct pgs_level {
+    const char *       name;
+    const pgs_kernel * kernels;
+    int                count;
+    void (*attend)(const pgs_attention * a);
+};
+
+extern const struct pgs_level pgs_level_avx512vnni, pgs_level_avxvnni, pgs_level_avxvnni_evex, pgs_level_avx2;
+
+// The kernel for a type of weight, or NULL.
+const pgs_kernel * pgs_kernel_of(const struct pgs_level * level, int type);

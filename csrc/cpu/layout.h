@@ -1,0 +1,75 @@
+// How weights and activations lie in memory for our own products. The layout is the same at every level, and so are the results, bit for bit:
+// sums of a block are whole numbers, and the floating-point steps behind them are the same fused ones in the same order.
+//
+// Weights: a record holds LANES outputs side by side for the inputs of one block; quads of inputs of one output are neighbours, because that
+// is what the dot products of processors take. Records of the same outputs follow each other (a "group"), groups follow in order.
+// Activations: a tile holds TILE rows side by side, block by block. A tile is always that large; rows that are not there are not read.
+#pragma once
+
+#include <stdint.h>
+
+#define LANES 16
+#define TILE  8
+
+// ---- weights. Scales are F16, as in the file.
+
+typedef struct rec_q8_0 {
+    uint8_t  q[8][4 * LANES];  // + 128: inputs 4 i .. 4 i + 3 of every output
+    uint16_t d[LANES];
+} rec_q8_0;
+
+typedef struct rec_q4_0 {
+    uint8_t  q[4][4 * LANES];  // + 8: low nibbles are quad i, high ones quad i + 4
+    uint16_t d[LANES];
+} rec_q4_0;
+
+typedef struct head_k {        // of 256 inputs in 8 sub-blocks
+    uint8_t  scale[8][LANES];
+    uint8_t  min[4][2 * LANES];  // of two sub-blocks, neighbours
+    uint16_t d[LANES], dmin[LANES];
+} head_k;
+
+typedef struct rec_q4_k {
+    head_k  h;
+    uint8_t q[4][8][4 * LANES];  // [i][quad]: low nibbles are of sub-block 2 i, high ones of 2 i + 1
+} rec_q4_k;
+
+typedef struct rec_q5_k {
+    head_k  h;
+    uint8_t high[8][4 * LANES];  // [quad]: bit j is the fifth bit of sub-block j
+    uint8_t q[4][8][4 * LANES];
+} rec_q5_k;
+
+typedef struct rec_q6_k {        // of 256 inputs in 16 sub-blocks
+    int8_t   scale[16][LANES];
+    uint16_t d[LANES];
+    uint8_t  q[8][4][4 * LANES];     // + 32; [i][quad]: low nibbles are of sub-block 2 i, high ones of 2 i + 1
+    uint8_t  high[4][4][4 * LANES];  // [i][quad]: bits 2 j and 2 j + 1 are the upper two of sub-block 4 i + j
+} rec_q6_k;
+
+typedef struct rec_f16 {  // F16 or BF16
+    uint16_t w[32][LANES];
+} rec_f16;
+
+typedef struct rec_f32 {
+    float w[32][LANES];
+} rec_f32;
+
+// ---- activations, rounded as ggml rounds them: Q8_0 for blocks of 32, Q8_K for blocks of 256
+
+typedef struct act_32 {
+    int8_t  q[TILE][32];
+    int32_t by_128[TILE], by_8[TILE];  // what weights + 128, and + 8, add too much: - 128 and - 8 times the sum of the values
+    float   d[TILE];
+} act_32;
+
+typedef struct act_256 {
+    int8_t  q[TILE][256];
+    int32_t by_32[TILE][16];  // - 32 times the sum of 16 values each
+    int16_t sum[TILE][8];     // of 32 values each
+    float   d[TILE];
+} act_256;
+
+typedef struct act_f32 {
+    float x[TILE][32];
+} act_f32;

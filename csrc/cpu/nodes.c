@@ -1,0 +1,163 @@
+// Our kernels as nodes of ggml's graphs: they run in its pool of threads, between its own nodes.
+#include "kernels.h"
+#include "layout.h"
+#include "pgs.h"
+
+#include <string.h>
+
+#define MOST_TILES  16             // rows / TILE that a group of outputs is multiplied with before the next one
+#define TILES_BYTES (384 << 10)    // of their activations: they stay in the second-level cache
+#define CHUNK_BYTES (12 << 10)     // of weights that stay in the first-level cache while tiles use them
+
+static int64_t rows_of(const struct ggml_tensor * t) {
+    return t->ne[1] * t->ne[2] * t->ne[3];
+}
+
+static const float * row_of(const struct ggml_tensor * t, int64_t row) {
+    const int64_t i1 = row % t->ne[1], i2 = row / t->ne[1] % t->ne[2], i3 = row / t->ne[1] / t->ne[2];
+    return (const float *) ((const char *) t->data + (size_t) i1 * t->nb[1] + (size_t) i2 * t->nb[2] + (size_t) i3 * t->nb[3]);
+}
+
+static int64_t blocks_of(const pgs_kernel * k, int64_t n_in) {
+    return (n_in + k->block - 1) / k->block;
+}
+
+// Threads share rows, and where there are fewer rows than threads, parts of rows.
+static void run_activations(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const pgs_kernel *         k = userdata;
+    const struct ggml_tensor * x = dst->src[0];
+    const int64_t rows = rows_of(x), blocks = blocks_of(k, x->ne[0]), parts = rows < nth ? (nth + rows - 1) / rows : 1;
+    for (int64_t unit = rows * parts * ith / nth; unit < rows * parts * (ith + 1) / nth; unit++) {
+        const int64_t row = unit / parts, first = blocks * (unit % parts) / parts, end = blocks * (unit % parts + 1) / parts;
+        const int64_t from = first * k->block, to = end * k->block < x->ne[0] ? end * k->block : x->ne[0];
+        char *        tile = (char *) dst->data + (size_t) (row / TILE * blocks + first) * k->act;
+        k->activations(row_of(x, row) + from, to - from, tile, (int) (row % TILE));
+    }
+}
+
+struct ggml_tensor * pgs_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x) {
+    const pgs_kernel *   k     = pgs_kernel_of(level, type);
+    const int64_t        tiles = (rows_of(x) + TILE - 1) / TILE, size = tiles * blocks_of(k, x->ne[0]) * (int64_t) k->act;
+    struct ggml_tensor * src[] = { x };
+    return ggml_custom_4d(ctx, GGML_TYPE_I8, size, 1, 1, 1, src, 1, run_activations, GGML_N_TASKS_MAX, (void *) k);
+}
+
+typedef struct job {  // the products of one thread: weights, and as many tiles as stay in its cache
+    const pgs_kernel * k;
+    int64_t            blocks;
+    const char *       tiles;
+    int                count, rows;  // tiles, and rows in them
+} job;
+
+static void multiply_group(const job * j, const char * group, float * sums) {
+    const pgs_kernel * k     = j->k;
+    const int64_t      chunk = (int64_t) (CHUNK_BYTES / k->record);
+    memset(sums, 0, (size_t) j->count * TILE * LANES * sizeof(float));
+    for (int64_t first = 0; first < j->blocks; first += chunk) {
+        const int64_t n = j->blocks - first < chunk ? j->blocks - first : chunk;
+        for (int t = 0; t < j->count; t++) {
+            const char * tile = j->tiles + (size_t) (t * j->blocks + first) * k->act;
+            const int    rows = j->rows - t * TILE < TILE ? j->rows - t * TILE : TILE;
+            k->product(group + (size_t) first * k->record, n, tile, rows, sums + (size_t) t * TILE * LANES);
+        }
+    }
+}
+
+static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const pgs_kernel *         k = userdata;
+    const struct ggml_tensor * w = dst->src[0];
+    const int64_t blocks = w->ne[1], groups = w->ne[2], n_out = dst->ne[0], rows = rows_of(dst);
+    const int64_t fit    = TILES_BYTES / (blocks * (int64_t) k->act), most = fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
+    _Alignas(64) float sums[MOST_TILES * TILE * LANES];
+    for (int64_t first = 0; first < rows; first += most * TILE) {
+        const int     here = (int) (rows - first < most * TILE ? rows - first : most * TILE);
+        const job     j    = { k, blocks, (const char *) dst->src[1]->data + (size_t) (first / TILE * blocks) * k->act, (here + TILE - 1) / TILE, here };
+        for (int64_t g = groups * ith / nth; g < groups * (ith + 1) / nth; g++) {
+            multiply_group(&j, (const char *) w->data + (size_t) (g * blocks) * k->record, sums);
+            const int64_t lanes = n_out - g * LANES < LANES ? n_out - g * LANES : LANES;
+            for (int r = 0; r < here; r++) {
+                memcpy((float *) dst->data + (first + r) * n_out + g * LANES, sums + r * LANES, (size_t) lanes * sizeof(float));
+            }
+        }
+    }
+}
+
+struct ggml_tensor * pgs_product(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * packed,
+                                 int64_t n_out, struct ggml_tensor * activations, struct ggml_tensor * x) {
+    struct ggml_tensor * src[] = { packed, activations };
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, n_out, x->ne[1], x->ne[2], x->ne[3], src, 2, run_product, GGML_N_TASKS_MAX,
+                          (void *) pgs_kernel_of(level, type));
+}
+
+static void run_look_up(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const struct ggml_tensor * packed = dst->src[0], * index = dst->src[1];
+    for (int64_t r = ith; r < dst->ne[1]; r += nth) {
+        const int32_t i   = *(const int32_t *) ((const char *) index->data + (size_t) r * index->nb[0]);
+        float *       out = (float *) dst->data + r * dst->ne[0];
+        if (i >= 0 && i < packed->ne[2] * LANES) {
+            pgs_look_up((enum ggml_type) (uintptr_t) userdata, packed->data, dst->ne[0], i, out);
+        } else {
+            memset(out, 0xff, (size_t) dst->ne[0] * sizeof(float));  // NaN, which the engine notices
+        }
+    }
+}
+
+// Rows of a table that products use, too: F32 [n_in, T] for index I32 [T].
+struct ggml_tensor * pgs_packed_rows(struct ggml_context * ctx, enum ggml_type type, struct ggml_tensor * packed, int64_t n_in,
+                                     struct ggml_tensor * index) {
+    struct ggml_tensor * src[] = { packed, index };
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, n_in, index->ne[0], 1, 1, src, 2, run_look_up, GGML_N_TASKS_MAX, (void *) (uintptr_t) type);
+}
+
+// ---- attention
+
+// ggml keeps a node's function in the first 24 bytes of its parameters; the scale of the scores comes behind them.
+#define SCALE_AT 32
+
+static pgs_cache cache_of(const struct ggml_tensor * t, int64_t head, int64_t slot) {
+    const bool direct = t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16 || t->type == GGML_TYPE_BF16;
+    return (pgs_cache) { (const char *) t->data + (size_t) head * t->nb[2] + (size_t) slot * t->nb[3], t->nb[1], t->type, (int) t->ne[0],
+                         direct ? NULL : ggml_get_type_traits(t->type)->to_float };
+}
+
+// Query rows that share a head of K and V and a slot: heads of a token are neighbours, then tokens. Threads share pieces of these rows.
+static void run_attention(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const struct pgs_level *   level = userdata;
+    const struct ggml_tensor * q = dst->src[0], * k = dst->src[1], * v = dst->src[2], * mask = dst->src[3];
+    const int64_t T = q->ne[1], H = q->ne[2], slots = q->ne[3], heads = k->ne[2], group = H / heads, rows = T * group;
+    int64_t piece = (rows * heads * slots + nth - 1) / nth;
+    piece         = piece < 1 ? 1 : piece > MOST_ROWS ? MOST_ROWS : piece;
+    const int64_t pieces = (rows + piece - 1) / piece, units = pieces * heads * slots;
+    for (int64_t unit = units * ith / nth; unit < units * (ith + 1) / nth; unit++) {
+        const int64_t first = unit % pieces * piece, head = unit / pieces % heads, slot = unit / pieces / heads;
+        pgs_attention a     = { .rows = (int) (rows - first < piece ? rows - first : piece), .span = k->ne[1] };
+        memcpy(&a.scale, (const char *) dst->op_params + SCALE_AT, sizeof(a.scale));
+        a.k = cache_of(k, head, slot);
+        a.v = cache_of(v, head, slot);
+        for (int r = 0; r < a.rows; r++) {
+            const int64_t t = (first + r) / group, h = head * group + (first + r) % group;
+            a.q[r]    = (const float *) ((const char *) q->data + (size_t) t * q->nb[1] + (size_t) h * q->nb[2] + (size_t) slot * q->nb[3]);
+            a.mask[r] = (const uint16_t *) ((const char *) mask->data + (size_t) t * mask->nb[1] + (size_t) slot * mask->nb[3]);
+            a.out[r]  = (float *) dst->data + ((slot * T + t) * H + h) * dst->ne[0];
+        }
+        level->attend(&a);
+    }
+}
+
+static bool reads(const struct ggml_tensor * t) {
+    const bool direct = t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16 || t->type == GGML_TYPE_BF16;
+    return t->ne[0] % LANES == 0 && t->ne[0] <= MOST_SIZE && (direct || ggml_get_type_traits(t->type)->to_float != NULL);
+}
+
+// q F32 [size, T, H, slots], k and v [size, span, heads, slots], mask F16 [span, T, 1, slots] -> F32 [size, H, T, slots].
+struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * q, struct ggml_tensor * k,
+                                        struct ggml_tensor * v, struct ggml_tensor * mask, float scale) {
+    if (q->type != GGML_TYPE_F32 || q->nb[0] != sizeof(float) || !reads(k) || !reads(v) || mask->type != GGML_TYPE_F16 || mask->ne[2] != 1) {
+        return NULL;
+    }
+    struct ggml_tensor * src[] = { q, k, v, mask };
+    struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, v->ne[0], q->ne[2], q->ne[1], q->ne[3], src, 4, run_attention,
+                                                GGML_N_TASKS_MAX, (void *) level);
+    memcpy((char *) out->op_params + SCALE_AT, &scale, sizeof(scale));
+    return out;
+}

@@ -1,0 +1,256 @@
+// From rows as GGUF files store them to records of LANES outputs, and back to a row where one is looked up.
+#include "layout.h"
+#include "pgs.h"
+
+#include <string.h>
+
+// ---- blocks as files have them
+
+typedef struct block_q8_0 {
+    uint16_t d;
+    uint8_t  q[32];
+} block_q8_0;
+
+typedef struct block_q4_0 {
+    uint16_t d;
+    uint8_t  q[16];  // low nibbles: inputs 0 .. 15, high ones: 16 .. 31
+} block_q4_0;
+
+typedef struct block_q4_k {
+    uint16_t d, dmin;
+    uint8_t  scales[12];
+    uint8_t  q[128];  // of each 32 bytes, low nibbles are one sub-block and high ones the next
+} block_q4_k;
+
+typedef struct block_q5_k {
+    uint16_t d, dmin;
+    uint8_t  scales[12];
+    uint8_t  high[32];  // bit j: the fifth bit of sub-block j
+    uint8_t  q[128];
+} block_q5_k;
+
+typedef struct block_q6_k {
+    uint8_t  low[128];
+    uint8_t  high[64];
+    int8_t   scale[16];
+    uint16_t d;
+} block_q6_k;
+
+// Eight scales and eight mins of 6 bits each in twelve bytes.
+static void scale_and_min(const uint8_t * s, int j, uint8_t * scale, uint8_t * min) {
+    if (j < 4) {
+        *scale = s[j] & 63;
+        *min   = s[j + 4] & 63;
+    } else {
+        *scale = (uint8_t) ((s[j + 4] & 15) | (s[j - 4] >> 6 << 4));
+        *min   = (uint8_t) ((s[j + 4] >> 4) | (s[j] >> 6 << 4));
+    }
+}
+
+// 6 bits of input `i` of 256. Each half of a block has 64 bytes of nibbles, low ones of its first 64 inputs, and 32 bytes of pairs of bits.
+static uint8_t six_bits(const block_q6_k * b, int i) {
+    const int half = i / 128, at = i % 128;
+    const int low  = b->low[64 * half + at % 64] >> (at / 64 * 4) & 15;
+    const int high = b->high[32 * half + at % 32] >> (at / 32 * 2) & 3;
+    return (uint8_t) (low | high << 4);
+}
+
+// ---- records
+
+typedef struct shape {
+    int    block;
+    size_t record, file;  // bytes of a record, and of one output's block in the file
+} shape;
+
+static bool shape_of(enum ggml_type type, shape * out) {
+    switch (type) {
+        case GGML_TYPE_Q8_0: *out = (shape) { 32, sizeof(rec_q8_0), sizeof(block_q8_0) }; return true;
+        case GGML_TYPE_Q4_0: *out = (shape) { 32, sizeof(rec_q4_0), sizeof(block_q4_0) }; return true;
+        case GGML_TYPE_Q4_K: *out = (shape) { 256, sizeof(rec_q4_k), sizeof(block_q4_k) }; return true;
+        case GGML_TYPE_Q5_K: *out = (shape) { 256, sizeof(rec_q5_k), sizeof(block_q5_k) }; return true;
+        case GGML_TYPE_Q6_K: *out = (shape) { 256, sizeof(rec_q6_k), sizeof(block_q6_k) }; return true;
+        case GGML_TYPE_F16:
+        case GGML_TYPE_BF16: *out = (shape) { 32, sizeof(rec_f16), 0 }; return true;
+        case GGML_TYPE_F32: *out = (shape) { 32, sizeof(rec_f32), 0 }; return true;
+        default: return false;
+    }
+}
+
+bool pgs_pack_shape(enum ggml_type type, int64_t n_in, int64_t n_out, int64_t * ne) {
+    shape s;
+    if (n_in < 1 || n_out < 1 || !shape_of(type, &s) || (s.file != 0 && n_in % s.block != 0)) {
+        return false;
+    }
+    ne[0] = (int64_t) s.record;
+    ne[1] = (n_in + s.block - 1) / s.block;
+    ne[2] = (n_out + LANES - 1) / LANES;
+    return true;
+}
+
+static void copy_quads(uint8_t (*to)[4 * LANES], const uint8_t * from, int quads, int lane, uint8_t flip) {
+    for (int t = 0; t < quads; t++) {
+        for (int i = 0; i < 4; i++) {
+            to[t][4 * lane + i] = from[4 * t + i] ^ flip;
+        }
+    }
+}
+
+static void pack_head(head_k * h, uint16_t d, uint16_t dmin, const uint8_t * scales, int lane) {
+    for (int j = 0; j < 8; j++) {
+        scale_and_min(scales, j, &h->scale[j][lane], &h->min[j / 2][2 * lane + j % 2]);
+    }
+    h->d[lane]    = d;
+    h->dmin[lane] = dmin;
+}
+
+static void pack_q6_k(rec_q6_k * to, const block_q6_k * b, int lane) {
+    for (int j = 0; j < 16; j++) {
+        to->scale[j][lane] = b->scale[j];
+        for (int i = 0; i < 16; i++) {
+            const uint8_t v  = six_bits(b, 16 * j + i);
+            const int     at = 4 * lane + i % 4;
+            uint8_t *     q = &to->q[j / 2][i / 4][at], *high = &to->high[j / 4][i / 4][at];
+            *q    = (uint8_t) (j % 2 != 0 ? (*q & 15) | (v & 15) << 4 : (*q & 240) | (v & 15));
+            *high = (uint8_t) ((*high & ~(3 << (j % 4 * 2))) | v >> 4 << (j % 4 * 2));
+        }
+    }
+    to->d[lane] = b->d;
+}
+
+static void pack_block(enum ggml_type type, const void * from, int64_t left, void * record, int lane) {
+    switch (type) {
+        case GGML_TYPE_Q8_0: {
+            const block_q8_0 * b = from;
+            rec_q8_0 *         r = record;
+            copy_quads(r->q, b->q, 8, lane, 128);
+            r->d[lane] = b->d;
+            break;
+        }
+        case GGML_TYPE_Q4_0: {
+            const block_q4_0 * b = from;
+            rec_q4_0 *         r = record;
+            copy_quads(r->q, b->q, 4, lane, 0);
+            r->d[lane] = b->d;
+            break;
+        }
+        case GGML_TYPE_Q4_K: {
+            const block_q4_k * b = from;
+            rec_q4_k *         r = record;
+            pack_head(&r->h, b->d, b->dmin, b->scales, lane);
+            for (int i = 0; i < 4; i++) {
+                copy_quads(r->q[i], b->q + 32 * i, 8, lane, 0);
+            }
+            break;
+        }
+        case GGML_TYPE_Q5_K: {
+            const block_q5_k * b = from;
+            rec_q5_k *         r = record;
+            pack_head(&r->h, b->d, b->dmin, b->scales, lane);
+            copy_quads(r->high, b->high, 8, lane, 0);
+            for (int i = 0; i < 4; i++) {
+                copy_quads(r->q[i], b->q + 32 * i, 8, lane, 0);
+            }
+            break;
+        }
+        case GGML_TYPE_Q6_K: pack_q6_k(record, from, lane); break;
+        case GGML_TYPE_F32:
+            for (int64_t i = 0; i < 32 && i < left; i++) {
+                ((rec_f32 *) record)->w[i][lane] = ((const float *) from)[i];
+            }
+            break;
+        default:
+            for (int64_t i = 0; i < 32 && i < left; i++) {
+                ((rec_f16 *) record)->w[i][lane] = ((const uint16_t *) from)[i];
+            }
+    }
+}
+
+void pgs_pack_rows(enum ggml_type type, const void * rows, int64_t n_in, int64_t first, int64_t n_rows, void * packed) {
+    shape s;
+    if (!shape_of(type, &s)) {
+        return;
+    }
+    const int64_t blocks = (n_in + s.block - 1) / s.block;
+    const size_t  size   = ggml_row_size(type, n_in), step = s.file != 0 ? s.file : 32 * ggml_type_size(type);
+    for (int64_t r = 0; r < n_rows; r++) {
+        const int64_t out   = first + r;
+        const char *  from  = (const char *) rows + (size_t) r * size;
+        char *        group = (char *) packed + (size_t) (out / LANES * blocks) * s.record;
+        for (int64_t b = 0; b < blocks; b++) {
+            pack_block(type, from + (size_t) b * step, n_in - 32 * b, group + (size_t) b * s.record, (int) (out % LANES));
+        }
+    }
+}
+
+// ---- one output back as numbers
+
+static float half(uint16_t x) {
+    return ggml_fp16_to_fp32(x);
+}
+
+static void look_up_k(const head_k * h, const uint8_t (*high)[4 * LANES], const uint8_t (*q)[8][4 * LANES], int lane, float * out) {
+    const float d = half(h->d[lane]), dmin = half(h->dmin[lane]);
+    for (int i = 0; i < 256; i++) {
+        const int j = i / 32, t = i % 32 / 4, at = 4 * lane + i % 4;
+        const int v = (q[j / 2][t][at] >> (j % 2 * 4) & 15) | (high != NULL ? (high[t][at] >> j & 1) << 4 : 0);
+        out[i] = d * h->scale[j][lane] * (float) v - dmin * h->min[j / 2][2 * lane + j % 2];
+    }
+}
+
+void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t index, float * out) {
+    shape s;
+    if (!shape_of(type, &s)) {
+        return;
+    }
+    const int64_t blocks = (n_in + s.block - 1) / s.block;
+    const int     lane   = (int) (index % LANES);
+    const char *  record = (const char *) packed + (size_t) (index / LANES * blocks) * s.record;
+    for (int64_t b = 0; b < blocks; b++, record += s.record, out += s.block) {
+        const int64_t left = n_in - b * s.block;
+        switch (type) {
+            case GGML_TYPE_Q8_0: {
+                const rec_q8_0 * r = (const rec_q8_0 *) record;
+                for (int i = 0; i < 32; i++) {
+                    out[i] = half(r->d[lane]) * (float) (r->q[i / 4][4 * lane + i % 4] - 128);
+                }
+                break;
+            }
+            case GGML_TYPE_Q4_0: {
+                const rec_q4_0 * r = (const rec_q4_0 *) record;
+                for (int i = 0; i < 32; i++) {
+                    out[i] = half(r->d[lane]) * (float) ((r->q[i % 16 / 4][4 * lane + i % 4] >> (i / 16 * 4) & 15) - 8);
+                }
+                break;
+            }
+            case GGML_TYPE_Q4_K: {
+                const rec_q4_k * r = (const rec_q4_k *) record;
+                look_up_k(&r->h, NULL, r->q, lane, out);
+                break;
+            }
+            case GGML_TYPE_Q5_K: {
+                const rec_q5_k * r = (const rec_q5_k *) record;
+                look_up_k(&r->h, r->high, r->q, lane, out);
+                break;
+            }
+            case GGML_TYPE_Q6_K: {
+                const rec_q6_k * r = (const rec_q6_k *) record;
+                for (int i = 0; i < 256; i++) {
+                    const int j = i / 16, t = i % 16 / 4, at = 4 * lane + i % 4;
+                    const int v = (r->q[j / 2][t][at] >> (j % 2 * 4) & 15) | (r->high[j / 4][t][at] >> (j % 4 * 2) & 3) << 4;
+                    out[i] = half(r->d[lane]) * r->scale[j][lane] * (float) (v - 32);
+                }
+                break;
+            }
+            case GGML_TYPE_F32:
+                for (int64_t i = 0; i < 32 && i < left; i++) {
+                    out[i] = ((const rec_f32 *) record)->w[i][lane];
+                }
+                break;
+            default:
+                for (int64_t i = 0; i < 32 && i < left; i++) {
+                    const uint16_t w = ((const rec_f16 *) record)->w[i][lane];
+                    out[i]           = type == GGML_TYPE_F16 ? half(w) : ggml_bf16_to_fp32((ggml_bf16_t) { w });
+                }
+        }
+    }
+}

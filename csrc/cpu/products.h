@@ -1,0 +1,243 @@
+// The products, once for all levels: the file of a level includes its vectors, then this.
+//
+// A block is summed in whole numbers, exactly; then come the same fused steps in the same order for every row, whatever rows stand beside it
+// and however they are cut into calls: that is why a row alone, in a block and in a prompt has the same bits.
+#pragma once
+
+#include "activations.h"
+#include "kernels.h"
+
+#define EACH_ROW  _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
+#define PARTS     (LANES / VL)
+#define EACH_PART _Pragma("GCC unroll 4") for (int p = 0; p < PARTS; p++)
+#define AHEAD     4096  // bytes that are asked for ahead of use
+
+INLINE void prefetch_record(const void * record, size_t n) {
+    for (size_t i = 0; i < n; i += 64) {
+        prefetch((const char *) record + AHEAD + i);
+    }
+}
+
+// ---- blocks of 32
+
+INLINE void q8_0_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R) {
+    const rec_q8_0 * w = (const rec_q8_0 *) records;
+    const act_32 *   x = (const act_32 *) tile;
+    vf               acc[PARTS][ROWS];
+    EACH_PART EACH_ROW acc[p][r] = vf_load(sums + LANES * r + VL * p);
+    for (int64_t b = 0; b < blocks; b++, w++, x++) {
+        prefetch_record(w, sizeof(*w));
+        EACH_PART {
+            vi s[ROWS];
+            EACH_ROW s[r] = bias_start(x->by_128 + row + r);
+            _Pragma("GCC unroll 8") for (int t = 0; t < 8; t++) {
+                const vbias q = bias_load(w->q[t] + 4 * VL * p);
+                EACH_ROW s[r] = bias_dot(s[r], q, x->q[row + r] + 4 * t);
+            }
+            const vf d = vf_half(w->d + VL * p);
+            EACH_ROW acc[p][r] = vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), acc[p][r]);
+        }
+    }
+    EACH_PART EACH_ROW vf_store(sums + LANES * r + VL * p, acc[p][r]);
+}
+
+INLINE void q4_0_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R) {
+    const rec_q4_0 * w = (const rec_q4_0 *) records;
+    const act_32 *   x = (const act_32 *) tile;
+    vf               acc[PARTS][ROWS];
+    EACH_PART EACH_ROW acc[p][r] = vf_load(sums + LANES * r + VL * p);
+    for (int64_t b = 0; b < blocks; b++, w++, x++) {
+        prefetch_record(w, sizeof(*w));
+        EACH_PART {
+            vi s[ROWS];
+            vb low[4], high[4];
+            EACH_ROW s[r] = vi_set(x->by_8[row + r]);
+            _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) {
+                const vb both = vb_load(w->q[t] + 4 * VL * p);
+                low[t]        = vb_low(both);
+                high[t]       = vb_high(both);
+            }
+            DOTS(s, low, 4, x->q[row], 32, R)
+            DOTS(s, high, 4, x->q[row] + 16, 32, R)
+            const vf d = vf_half(w->d + VL * p);
+            EACH_ROW acc[p][r] = vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), acc[p][r]);
+        }
+    }
+    EACH_PART EACH_ROW vf_store(sums + LANES * r + VL * p, acc[p][r]);
+}
+
+// ---- blocks of 256
+
+// Q4_K and Q5_K: d * scale * q - dmin * min
+INLINE void k_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R, const int five) {
+    const size_t    size = five ? sizeof(rec_q5_k) : sizeof(rec_q4_k);
+    const char *    w    = records;
+    const act_256 * x    = (const act_256 *) tile;
+    for (int64_t b = 0; b < blocks; b++, w += size, x++) {
+        const head_k * h = (const head_k *) w;
+        EACH_PART {
+            vf sum[ROWS];
+            EACH_ROW sum[r] = vf_zero();
+#pragma GCC unroll 1
+            for (int i = 0; i < 4; i++) {
+                if (p == 0) {
+                    for (size_t k = 0; k < size / 4; k += 64) {
+                        prefetch(w + AHEAD + i * (size / 4) + k);
+                    }
+                }
+                _Pragma("GCC unroll 2") for (int odd = 0; odd < 2; odd++) {
+                    const int j = 2 * i + odd;
+                    vb        q[8];
+                    vi        s[ROWS];
+                    _Pragma("GCC unroll 8") for (int t = 0; t < 8; t++) {
+                        if (five) {
+                            const rec_q5_k * rec = (const rec_q5_k *) w;
+                            const vb both = vb_load(rec->q[i][t] + 4 * VL * p), high = vb_load(rec->high[t] + 4 * VL * p);
+                            q[t] = vb_fifth(odd ? vb_high(both) : vb_low(both), high, j);
+                        } else {
+                            const vb both = vb_load(((const rec_q4_k *) w)->q[i][t] + 4 * VL * p);
+                            q[t] = odd ? vb_high(both) : vb_low(both);
+                        }
+                    }
+                    EACH_ROW s[r] = vi_set(0);
+                    DOTS(s, q, 8, x->q[row] + 32 * j, 256, R)
+                    const vf scale = vf_u8(h->scale[j] + VL * p);
+                    EACH_ROW sum[r] = vf_fma(vf_int(s[r]), scale, sum[r]);
+                }
+            }
+            const vf d = vf_half(h->d + VL * p), dmin = vf_half(h->dmin + VL * p);
+            EACH_ROW {
+                vi z = vi_set(0);
+                _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+                    z = vi_mins(z, h->min[i] + 2 * VL * p, x->sum[row + r] + 2 * i);
+                }
+                const vf dx  = vf_set(x->d[row + r]);
+                float *  out = sums + LANES * r + VL * p;
+                vf_store(out, vf_fnma(vf_int(z), vf_mul(dmin, dx), vf_fma(sum[r], vf_mul(d, dx), vf_load(out))));
+            }
+        }
+    }
+}
+
+// Q6_K: d * scale * (q - 32)
+INLINE void q6_k_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R) {
+    const size_t     size = sizeof(rec_q6_k);
+    const rec_q6_k * w    = (const rec_q6_k *) records;
+    const act_256 *  x    = (const act_256 *) tile;
+    for (int64_t b = 0; b < blocks; b++, w++, x++) {
+        EACH_PART {
+            vf sum[ROWS];
+            EACH_ROW sum[r] = vf_zero();
+#pragma GCC unroll 1
+            for (int i = 0; i < 4; i++) {
+                if (p == 0) {
+                    for (size_t k = 0; k < size / 4; k += 64) {
+                        prefetch((const char *) w + AHEAD + i * (size / 4) + k);
+                    }
+                }
+                _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) {
+                    const int j = 4 * i + v;
+                    vb        q[4];
+                    vi        s[ROWS];
+                    _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) {
+                        const vb both = vb_load(w->q[2 * i + v / 2][t] + 4 * VL * p);
+                        q[t]          = vb_join(v % 2 ? vb_high(both) : vb_low(both), vb_load(w->high[i][t] + 4 * VL * p), 2 * v, 2);
+                    }
+                    EACH_ROW s[r] = vi_set(x->by_32[row + r][j]);
+                    DOTS(s, q, 4, x->q[row] + 16 * j, 256, R)
+                    const vf scale = vf_i8(w->scale[j] + VL * p);
+                    EACH_ROW sum[r] = vf_fma(vf_int(s[r]), scale, sum[r]);
+                }
+            }
+            const vf d = vf_half(w->d + VL * p);
+            EACH_ROW {
+                float * out = sums + LANES * r + VL * p;
+                vf_store(out, vf_fma(sum[r], vf_mul(d, vf_set(x->d[row + r])), vf_load(out)));
+            }
+        }
+    }
+}
+
+// ---- weights that are not quantised, times activations that are not either
+
+enum { F16, BF16, F32 };
+
+INLINE vf float_weights(const char * w, int i, int p, const int type) {
+    return type == F32  ? vf_load(((const rec_f32 *) w)->w[i] + VL * p)
+           : type == F16 ? vf_half(((const rec_f16 *) w)->w[i] + VL * p)
+                         : vf_bf16(((const rec_f16 *) w)->w[i] + VL * p);
+}
+
+// Two sums per output and block, of even and odd inputs: one would wait for itself.
+INLINE void float_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R, const int type) {
+    const size_t    size = type == F32 ? sizeof(rec_f32) : sizeof(rec_f16);
+    const char *    w    = records;
+    const act_f32 * x    = (const act_f32 *) tile;
+    for (int64_t b = 0; b < blocks; b++, w += size, x++) {
+        prefetch_record(w, size);
+        EACH_PART {
+            vf even[ROWS], odd[ROWS];
+            EACH_ROW even[r] = odd[r] = vf_zero();
+#pragma GCC unroll 4
+            for (int i = 0; i < 32; i += 2) {
+                const vf a = float_weights(w, i, p, type), c = float_weights(w, i + 1, p, type);
+                EACH_ROW even[r] = vf_fma(a, vf_set(x->x[row + r][i]), even[r]);
+                EACH_ROW odd[r]  = vf_fma(c, vf_set(x->x[row + r][i + 1]), odd[r]);
+            }
+            EACH_ROW {
+                float * out = sums + LANES * r + VL * p;
+                vf_store(out, vf_add(vf_load(out), vf_add(even[r], odd[r])));
+            }
+        }
+    }
+}
+
+// ---- one function per number of rows; not inlined, because compilers keep the sums of one in registers and spill those of many
+
+#define ONE(name, R, call)                                                                                                        \
+    static __attribute__((noinline)) void name##_##R(const char * records, int64_t blocks, const char * tile, int row, float * sums) { \
+        call(records, blocks, tile, row, sums, R);                                                                                \
+    }
+#if ROWS == 8
+#define MORE(name, call) ONE(name, 5, call) ONE(name, 6, call) ONE(name, 7, call) ONE(name, 8, call)
+#define MORE_OF(name)    name##_5, name##_6, name##_7, name##_8
+#else
+#define MORE(name, call)
+#define MORE_OF(name)
+#endif
+
+#define PRODUCT(name, call)                                                                                                       \
+    ONE(name, 1, call) ONE(name, 2, call) ONE(name, 3, call) ONE(name, 4, call) MORE(name, call)                                  \
+    static void name(const char * records, int64_t blocks, const char * tile, int rows, float * sums) {                           \
+        typedef void (*one)(const char *, int64_t, const char *, int, float *);                                                   \
+        static const one of_rows[] = { name##_1, name##_2, name##_3, name##_4, MORE_OF(name) };                                   \
+        for (int row = 0; row < rows; row += ROWS) {                                                                              \
+            of_rows[(rows - row < ROWS ? rows - row : ROWS) - 1](records, blocks, tile, row, sums + LANES * row);                 \
+        }                                                                                                                         \
+    }
+
+#define Q4_K_ROWS(w, n, x, row, sums, R) k_rows(w, n, x, row, sums, R, 0)
+#define Q5_K_ROWS(w, n, x, row, sums, R) k_rows(w, n, x, row, sums, R, 1)
+#define F16_ROWS(w, n, x, row, sums, R)  float_rows(w, n, x, row, sums, R, F16)
+#define BF16_ROWS(w, n, x, row, sums, R) float_rows(w, n, x, row, sums, R, BF16)
+#define F32_ROWS(w, n, x, row, sums, R)  float_rows(w, n, x, row, sums, R, F32)
+
+PRODUCT(q8_0, q8_0_rows)
+PRODUCT(q4_0, q4_0_rows)
+PRODUCT(q4_k, Q4_K_ROWS)
+PRODUCT(q5_k, Q5_K_ROWS)
+PRODUCT(q6_k, q6_k_rows)
+PRODUCT(f16, F16_ROWS)
+PRODUCT(bf16, BF16_ROWS)
+PRODUCT(f32, F32_ROWS)
+
+static const pgs_kernel kernels[] = {
+    { GGML_TYPE_Q8_0, 32, sizeof(rec_q8_0), sizeof(act_32), activations_32, q8_0 },
+    { GGML_TYPE_Q4_0, 32, sizeof(rec_q4_0), sizeof(act_32), activations_32, q4_0 },
+    { GGML_TYPE_Q4_K, 256, sizeof(rec_q4_k), sizeof(act_256), activations_256, q4_k },
+    { GGML_TYPE_Q5_K, 256, sizeof(rec_q5_k), sizeof(act_256), activations_256, q5_k },
+    { GGML_TYPE_Q6_K, 256, sizeof(rec_q6_k), sizeof(act_256), activations_256, q6_k },
+    { GGML_TYPE_F16, 32, sizeof(rec_f16), sizeof(act_f32), activations_f32, f16 },
+    { GGML_TYPE_BF16, 32, sizeof(rec_f16), sizeof(act_f32), activations_f32, bf16 },
+    { GGML_TYPE_F32, 32, sizeof(rec_f32), sizeof(act_f32), activations_f32, f32 },
+};

@@ -1,0 +1,124 @@
+// Vectors of 8 outputs: AVX2, FMA and F16C; products of bytes by AVX-VNNI where DOT_BYTES says so.
+#pragma once
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define VL     8
+#define ROWS   4
+
+typedef __m256  vf;
+typedef __m256i vi;
+typedef __m256i vb;
+
+INLINE vf vf_zero(void) { return _mm256_setzero_ps(); }
+INLINE vf vf_set(float x) { return _mm256_set1_ps(x); }
+INLINE vf vf_load(const float * p) { return _mm256_loadu_ps(p); }
+INLINE void vf_store(float * p, vf x) { _mm256_storeu_ps(p, x); }
+INLINE vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vf vf_fnma(vf a, vf b, vf c) { return _mm256_fnmadd_ps(a, b, c); }
+INLINE vf vf_half(const uint16_t * p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)); }
+INLINE vf vf_bf16(const uint16_t * p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) p)), 16));
+}
+INLINE vf vf_u8(const uint8_t * p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) p))); }
+INLINE vf vf_i8(const int8_t * p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) p))); }
+INLINE vf vf_int(vi x) { return _mm256_cvtepi32_ps(x); }
+INLINE vi vi_set(int32_t x) { return _mm256_set1_epi32(x); }
+
+INLINE int32_t quad(const void * p) {
+    int32_t x;
+    memcpy(&x, p, sizeof(x));
+    return x;
+}
+
+INLINE vb   vb_load(const uint8_t * p) { return _mm256_loadu_si256((const __m256i *) p); }
+INLINE vb   vb_low(vb x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+INLINE vb   vb_high(vb x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+INLINE vb   vb_join(vb low, vb high, int from, int bits) {
+    const __m256i moved = from < 4 ? _mm256_slli_epi16(high, 4 - from) : _mm256_srli_epi16(high, from - 4);
+    return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8((char) (((1 << bits) - 1) << 4))));
+}
+// bit `j` of every byte of `high`, put at bit 4 of `low`
+INLINE vb vb_fifth(vb low, vb high, int j) {
+    const __m256i moved = _mm256_slli_epi16(_mm256_srl_epi16(high, _mm_cvtsi32_si128(j)), 4);
+    return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(16)));
+}
+
+#ifdef DOT_BYTES
+
+typedef __m256i vbias;
+
+#define DOTS(s, w, n, x, stride, R)                                                       \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                               \
+        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                           \
+            (s)[r] = DOT_BYTES((s)[r], (w)[t], _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t))); \
+        }                                                                                 \
+    }
+
+INLINE vbias bias_load(const uint8_t * p) { return _mm256_loadu_si256((const __m256i *) p); }
+INLINE vi    bias_start(const int32_t * by_128) { return _mm256_set1_epi32(*by_128); }
+INLINE vi    bias_dot(vi s, vbias w, const int8_t * x) { return DOT_BYTES(s, w, _mm256_set1_epi32(quad(x))); }
+
+#else
+
+// The products of two pairs are added in 16 bits, which saturate. Weights up to 63: 2 * 63 * 127 = 16,002 fit, twice; up to 31, four
+// times. Weights + 128 do not fit, so their absolute value is multiplied by the activation with the sign: 2 * 128 * 127 = 32,512.
+typedef struct vbias {
+    __m256i sign, abs;
+} vbias;
+
+#define DOTS(s, w, n, x, stride, R)                                                                                  \
+    _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                          \
+        _Pragma("GCC unroll 4") for (int t = 0; t < (n); t += 2) {                                                   \
+            const __m256i a = _mm256_maddubs_epi16((w)[t], _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t)));     \
+            const __m256i b = _mm256_maddubs_epi16((w)[t + 1], _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t + 4))); \
+            (s)[r] = _mm256_add_epi32((s)[r], _mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1)));      \
+        }                                                                                                            \
+    }
+
+INLINE vbias bias_load(const uint8_t * p) {
+    const __m256i w = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) p), _mm256_set1_epi8((char) 128));
+    return (vbias) { w, _mm256_abs_epi8(w) };
+}
+INLINE vi bias_start(const int32_t * by_128) {
+    (void) by_128;  // the weights are signed here
+    return _mm256_setzero_si256();
+}
+INLINE vi bias_dot(vi s, vbias w, const int8_t * x) {
+    const __m256i pairs = _mm256_maddubs_epi16(w.abs, _mm256_sign_epi8(_mm256_set1_epi32(quad(x)), w.sign));
+    return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+#endif
+
+INLINE vi vi_mins(vi z, const uint8_t * m, const int16_t * pair) {
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) m));
+    return _mm256_add_epi32(z, _mm256_madd_epi16(wide, _mm256_set1_epi32(quad(pair))));
+}
+
+INLINE void sum_four(const vf * a, const vf * b, const vf * c, const vf * d, float * out) {
+    const vf a8 = _mm256_add_ps(a[0], a[1]), b8 = _mm256_add_ps(b[0], b[1]), c8 = _mm256_add_ps(c[0], c[1]), d8 = _mm256_add_ps(d[0], d[1]);
+    vf       ab = _mm256_add_ps(_mm256_permute2f128_ps(a8, b8, 0x20), _mm256_permute2f128_ps(a8, b8, 0x31));
+    vf       cd = _mm256_add_ps(_mm256_permute2f128_ps(c8, d8, 0x20), _mm256_permute2f128_ps(c8, d8, 0x31));
+    ab          = _mm256_add_ps(ab, _mm256_permute_ps(ab, 0x4e));
+    cd          = _mm256_add_ps(cd, _mm256_permute_ps(cd, 0x4e));
+    ab          = _mm256_add_ps(ab, _mm256_permute_ps(ab, 0xb1));
+    cd          = _mm256_add_ps(cd, _mm256_permute_ps(cd, 0xb1));
+    const __m128 one = _mm_unpacklo_ps(_mm256_castps256_ps128(ab), _mm256_extractf128_ps(ab, 1));
+    const __m128 two = _mm_unpacklo_ps(_mm256_castps256_ps128(cd), _mm256_extractf128_ps(cd, 1));
+    _mm_storeu_ps(out, _mm_movelh_ps(one, two));
+}
+INLINE vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf vf_exponent(vi n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
+INLINE vi vi_nearest(vf x) { return _mm256_cvtps_epi32(x); }
+INLINE vf vf_below(vf x, float limit, vf then, vf otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_LT_OQ));
+}
+INLINE void prefetch(const void * p) { _mm_prefetch((const char *) p, _MM_HINT_T0); }

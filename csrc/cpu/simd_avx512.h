@@ -1,0 +1,89 @@
+// Vectors of 16 outputs: AVX-512 F, BW, DQ, VL and VNNI.
+#pragma once
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define VL     16
+#define ROWS   8  // rows whose sums fit the registers
+
+typedef __m512  vf;
+typedef __m512i vi;
+typedef __m512i vb;      // VL quads of bytes
+typedef __m512i vbias;   // the same, of weights + 128, ready for products
+
+INLINE vf vf_zero(void) { return _mm512_setzero_ps(); }
+INLINE vf vf_set(float x) { return _mm512_set1_ps(x); }
+INLINE vf vf_load(const float * p) { return _mm512_loadu_ps(p); }
+INLINE void vf_store(float * p, vf x) { _mm512_storeu_ps(p, x); }
+INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf vf_fnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }
+INLINE vf vf_half(const uint16_t * p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) p)); }
+INLINE vf vf_bf16(const uint16_t * p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *) p)), 16));
+}
+INLINE vf vf_u8(const uint8_t * p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) p))); }
+INLINE vf vf_i8(const int8_t * p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p))); }
+INLINE vf vf_int(vi x) { return _mm512_cvtepi32_ps(x); }
+INLINE vi vi_set(int32_t x) { return _mm512_set1_epi32(x); }
+
+INLINE int32_t quad(const void * p) {
+    int32_t x;
+    memcpy(&x, p, sizeof(x));
+    return x;
+}
+
+INLINE vb   vb_load(const uint8_t * p) { return _mm512_loadu_si512(p); }
+INLINE vb   vb_low(vb x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+INLINE vb   vb_high(vb x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+// `bits` of every byte of `high`, from bit `from` on, put at bit 4 of `low`
+INLINE vb vb_join(vb low, vb high, int from, int bits) {
+    const __m512i moved = from < 4 ? _mm512_slli_epi16(high, 4 - from) : _mm512_srli_epi16(high, from - 4);
+    return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8((char) (((1 << bits) - 1) << 4))));
+}
+// bit `j` of every byte of `high`, put at bit 4 of `low`
+INLINE vb vb_fifth(vb low, vb high, int j) {
+    const __m512i moved = _mm512_slli_epi16(_mm512_srl_epi16(high, _mm_cvtsi32_si128(j)), 4);
+    return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(16)));
+}
+
+// s[r] += sums of quads of w (0 .. 63) times those of row r, n quads
+#define DOTS(s, w, n, x, stride, R)                                                          \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                  \
+        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                              \
+            (s)[r] = _mm512_dpbusd_epi32((s)[r], (w)[t], _mm512_set1_epi32(quad((x) + r * (stride) + 4 * t))); \
+        }                                                                                    \
+    }
+
+INLINE vbias bias_load(const uint8_t * p) { return _mm512_loadu_si512(p); }
+INLINE vi    bias_start(const int32_t * by_128) { return _mm512_set1_epi32(*by_128); }
+INLINE vi    bias_dot(vi s, vbias w, const int8_t * x) { return _mm512_dpbusd_epi32(s, w, _mm512_set1_epi32(quad(x))); }
+
+// z + two mins of every output times the sums of two sub-blocks
+INLINE vi vi_mins(vi z, const uint8_t * m, const int16_t * pair) {
+    return _mm512_dpwssd_epi32(z, _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *) m)), _mm512_set1_epi32(quad(pair)));
+}
+
+// The sums of four vectors of LANES values, each added as i + (i + 8), then i + (i + 4), i + (i + 2), i + (i + 1).
+INLINE void sum_four(const vf * a, const vf * b, const vf * c, const vf * d, float * out) {
+    const vf ab = _mm512_add_ps(_mm512_shuffle_f32x4(*a, *b, 0x44), _mm512_shuffle_f32x4(*a, *b, 0xee));
+    const vf cd = _mm512_add_ps(_mm512_shuffle_f32x4(*c, *d, 0x44), _mm512_shuffle_f32x4(*c, *d, 0xee));
+    vf       s  = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    s           = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
+    s           = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
+}
+INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b if one is NaN
+INLINE vf vf_exponent(vi n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }  // 2^n
+INLINE vi vi_nearest(vf x) { return _mm512_cvtps_epi32(x); }
+INLINE vf vf_below(vf x, float limit, vf then, vf otherwise) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_LT_OQ), otherwise, then);
+}
+INLINE void prefetch(const void * p) { _mm_prefetch((const char *) p, _MM_HINT_T0); }

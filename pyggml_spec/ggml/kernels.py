@@ -1,0 +1,111 @@
+"""Our own kernels on CPUs: which level of instructions is used, and weights that are packed for them (csrc/cpu).
+
+A row of a product has the same bits alone and in a block of any width, with any number of threads, and at every level. ggml's kernels promise
+none of that; they are llama.cpp's bit for bit. ``kernels="ggml"`` uses them.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ..errors import DeviceError
+from .library import CData, Context, LevelHandle, Tensor, ffi, lib, text
+
+KERNELS = ("own", "ggml")
+FEATURES = "PYSPEC_CPU_FEATURES"
+ALL_LEVELS = ("avx512vnni", "avxvnni", "avx2", "none")
+LANES = 16  # outputs that are packed together
+PACK_ROWS = 256  # rows that a thread packs at a time, a multiple of LANES
+
+
+@dataclass(frozen=True)
+class Level:
+    """Instructions that our kernels were compiled for. ``name``: one of ALL_LEVELS; ``handle``: what csrc takes."""
+
+    name: str
+    handle: LevelHandle = field(repr=False, compare=False)
+
+
+def levels() -> list[Level]:
+    """The levels that this build has and this processor runs, best first; the same name never twice."""
+    found: dict[str, Level] = {}
+    index = 0
+    while (handle := lib.pgs_level_at(index)) != ffi.NULL:
+        name = text(lib.pgs_level_name(handle))
+        found.setdefault(name, Level(name, handle))
+        index += 1
+    return list(found.values())
+
+
+def pick_level(kernels: str | None, device_kind: str) -> Level | None:
+    """The level of our kernels that a device uses; None if it uses ggml's.
+
+    Args:
+        kernels: "own", "ggml", or None for our own wherever they run. ``PYSPEC_CPU_FEATURES`` names a lower level than the processor has.
+
+    Raises:
+        DeviceError: an unknown word, or our kernels were asked for where they do not run.
+    """
+    if kernels not in (None, *KERNELS):
+        raise DeviceError(f"kernels are {' or '.join(KERNELS)}, not {kernels!r}")
+    if kernels == "ggml" or (kernels is None and device_kind != "cpu"):
+        return None
+    if device_kind != "cpu":
+        raise DeviceError(f"our own kernels run on CPUs, and this device is a {device_kind.upper()}; leave the kernels to ggml there")
+    found = levels()
+    wanted = os.environ.get(FEATURES, "").strip().lower()
+    if wanted and wanted not in ALL_LEVELS:
+        raise DeviceError(f"{FEATURES} is {wanted!r}; it has to be one of {', '.join(ALL_LEVELS)}")
+    if wanted and wanted != "none" and wanted not in [level.name for level in found]:
+        has = ", ".join(level.name for level in found) or "none"
+        raise DeviceError(f"{FEATURES} is {wanted!r}, which this processor or this build does not have; it has {has}")
+    if wanted:
+        found = [level for level in found if level.name == wanted]
+    if kernels == "own" and not found:
+        raise DeviceError("our own kernels do not run on this processor (they need AVX2, or are switched off); leave the kernels to ggml")
+    return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [n_in, n_out] in the layout of our kernels: only products and rows are taken of it.
+
+    Attributes:
+        type: the ggml type that the file has it in.
+        ne: as of a ggml tensor, innermost first.
+        tensor: I8, what is stored.
+    """
+
+    type: int
+    ne: tuple[int, int, int, int]
+    tensor: Tensor = field(repr=False)
+
+
+def packed_shape(kind: int, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Dimensions of the I8 tensor that a matrix is packed into; None where there is no product with its type."""
+    ne = ffi.new("int64_t[3]")
+    fits = len(shape) == 2 and lib.pgs_pack_shape(kind, shape[0], shape[1], ne)
+    return tuple(ne) if fits else None
+
+
+def new_packed(ctx: Context, kind: int, shape: tuple[int, int]) -> Packed:
+    """A packed matrix without memory."""
+    return Packed(kind, (*shape, 1, 1), lib.ggml_new_tensor(ctx, lib.GGML_TYPE_I8, 3, packed_shape(kind, shape)))
+
+
+def pack(packed: Packed, data: CData, first: int, rows: int, threads: int) -> None:
+    """Fills the outputs [first, first + rows) from ``data``, rows as files store them, in host memory."""
+    n_in, size = packed.ne[0], lib.ggml_row_size(packed.type, packed.ne[0])
+    base = ffi.cast("char *", data)
+
+    def part(row: int) -> None:
+        n = min(PACK_ROWS - (first + row) % PACK_ROWS, rows - row)  # two threads never write to the same outputs
+        lib.pgs_pack_rows(packed.type, base + row * size, n_in, first + row, n, packed.tensor.data)
+
+    starts = [0, *range(PACK_ROWS - first % PACK_ROWS, rows, PACK_ROWS)]
+    if threads == 1 or len(starts) == 1:
+        for start in starts:
+            part(start)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(part, starts))

@@ -1,0 +1,96 @@
+"""Small graphs around single nodes, for the tests of our own kernels."""
+
+import itertools
+from contextlib import contextmanager
+
+import numpy as np
+
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.kernels import levels, new_packed, pack
+from pyggml_spec.ggml.library import check, ffi, lib, new_err
+from pyggml_spec.tools.quants import quantise
+
+LEVELS = levels()
+
+
+@contextmanager
+def bench(level=None, threads=1):
+    """A backend and a graph on it; ``level`` None: ggml's kernels."""
+    backend = Backend(pick_device("CPU"), threads, "ggml" if level is None else "own")
+    backend.level = level
+    role = Role(backend, "test")
+    graph = Graph(role)
+    memory = Memory(backend)
+    try:
+        yield graph, memory
+    finally:
+        graph.close()
+        role.close()
+        memory.close()
+        backend.close()
+
+
+class Memory:
+    """Tensors with memory, each filled from an array. Owns contexts and buffers."""
+
+    def __init__(self, backend):
+        self.backend, self._parts = backend, []
+
+    def _context(self):
+        return lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 4 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
+
+    def tensor(self, array, kind=lib.GGML_TYPE_F32, shape=None):
+        """A tensor of ``shape`` (innermost first; default: the array's) that holds the array's bytes."""
+        ctx, array = self._context(), np.ascontiguousarray(array)
+        shape = tuple(reversed(array.shape)) if shape is None else shape
+        tensor = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
+        self._keep(ctx)
+        lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(array), 0, array.nbytes)
+        return tensor
+
+    def packed(self, rows, kind, shape, pieces=1, threads=1):
+        """The rows of a file (U8 [n_out, row bytes]) as a packed matrix, filled in ``pieces`` calls into memory that was not clean."""
+        ctx = self._context()
+        packed = new_packed(ctx, kind, shape)
+        self._keep(ctx)
+        lib.ggml_backend_tensor_memset(packed.tensor, 0, 0, lib.ggml_nbytes(packed.tensor))
+        cuts = [len(rows) * i // pieces for i in range(pieces + 1)]
+        for first, end in itertools.pairwise(cuts):
+            if end > first:
+                pack(packed, ffi.from_buffer(np.ascontiguousarray(rows[first:end])), first, end - first, threads)
+        return packed
+
+    def _keep(self, ctx):
+        buffer = self.backend.allocate(ctx)
+        assert buffer != ffi.NULL
+        self._parts.append((ctx, buffer))
+
+    def close(self):
+        for ctx, buffer in self._parts:
+            lib.ggml_backend_buffer_free(buffer)
+            lib.ggml_free(ctx)
+
+
+def compute(graph, node):
+    """Plans and runs the graph for ``node``; its values, F32 [rows, n]."""
+    graph.keep(node)
+    graph.plan()
+    err = new_err()
+    check(lib.pgs_graph_compute(graph.handle, err), err)
+    lib.ggml_backend_synchronize(graph.role.backend.handle)
+    return graph.host_view(node).copy()
+
+
+def product(level, kind, rows, x, threads=1, pieces=1):
+    """x F32 [T, n_in] times the matrix of which ``rows`` are a file's rows, F32 [T, n_out]; by ggml with ``level`` None."""
+    shape = (x.shape[1], len(rows))
+    with bench(level, threads) as (graph, memory):
+        weight = memory.tensor(rows, kind, shape) if level is None else memory.packed(rows, kind, shape, pieces, threads)
+        return compute(graph, graph.matmul(weight, memory.tensor(x)))
+
+
+def matrix(kind, n_in, n_out, seed=0):
+    """Random rows as a file of this type has them."""
+    values = np.random.default_rng(seed).standard_normal((n_out, n_in), np.float32)
+    return quantise(values, kind)

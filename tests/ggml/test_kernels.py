@@ -1,0 +1,225 @@
+"""Our own products: what they compute, and that a row has the same bits wherever it stands."""
+
+import numpy as np
+import pytest
+from ggml.kernel_graphs import LEVELS, bench, compute, matrix, product
+
+from pyggml_spec.errors import DeviceError, EngineError
+from pyggml_spec.ggml.kernels import ALL_LEVELS, FEATURES, packed_shape, pick_level
+from pyggml_spec.ggml.library import lib
+from pyggml_spec.tools.quants import dequantise, type_id
+
+KINDS = ["q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32"]
+BLOCK = {name: max(32, lib.ggml_blck_size(type_id(name))) for name in KINDS}
+
+on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+of_every_type = pytest.mark.parametrize("name", KINDS)
+
+
+def activations(rows, n_in, seed=1):
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((rows, n_in)) * np.exp(rng.standard_normal((rows, 1)))).astype(np.float32)
+
+
+def exact(name, rows, x):
+    """The product of the weights as the type has them, in double precision."""
+    kind = type_id(name)
+    weights = np.stack([dequantise(row.tobytes(), kind, x.shape[1]) for row in rows]).astype(np.float64)
+    return x.astype(np.float64) @ weights.T
+
+
+def nmse(got, want):
+    return float(((got - want) ** 2).sum() / (want**2).sum())
+
+
+def test_this_machine_tests_a_level():
+    """On x86 with AVX2 there is one; elsewhere nothing below would be tested, and this says so."""
+    if not LEVELS:
+        pytest.skip("this processor has none of the levels that our kernels exist for: ggml's are used")
+    assert [level.name for level in LEVELS] == [name for name in ALL_LEVELS if name in {level.name for level in LEVELS}]
+
+
+@on_every_level
+@of_every_type
+@pytest.mark.parametrize("n_out", [1, 3, 16, 49, 1031])
+def test_products_are_right(level, name, n_out):
+    """Against double precision, and no further from it than ggml's own product of the same type, whose activations are rounded alike."""
+    n_in = 3 * BLOCK[name]
+    rows, x = matrix(type_id(name), n_in, n_out), activations(21, n_in)
+    got, want = product(level, type_id(name), rows, x), exact(name, rows, x)
+    theirs = product(None, type_id(name), rows, x)
+    assert got.shape == want.shape
+    assert nmse(got, want) <= 1.05 * nmse(theirs, want) + 1e-12
+    assert nmse(got, theirs) < (1e-10 if name[0] == "q" else 1e-3)  # ggml rounds activations to the type of floating-point weights
+
+
+@on_every_level
+@of_every_type
+@pytest.mark.parametrize("blocks", [1, 2, 11])
+def test_a_rows_bits_do_not_depend_on_its_neighbours_or_on_threads(level, name, blocks):
+    """Alone, in blocks of every width to 33 and in prompts, by one thread and by three; 37 outputs, the last group is not whole."""
+    n_in = blocks * BLOCK[name]
+    rows, x = matrix(type_id(name), n_in, 37), activations(300, n_in)
+    alone = [product(level, type_id(name), rows, x[i : i + 1])[0] for i in range(33)]
+    for width in [*range(2, 34), 128, 129, 300]:
+        block = product(level, type_id(name), rows, x[:width], threads=1 + 2 * (width % 2))
+        assert np.array_equal(block[: len(alone)], alone[: len(block)]), width
+        assert np.array_equal(block[-1], product(level, type_id(name), rows, x[width - 1 : width])[0]), width
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has only one level")
+@of_every_type
+def test_all_levels_have_the_same_bits(name):
+    n_in = 5 * BLOCK[name]
+    rows = matrix(type_id(name), n_in, 50)
+    for count in (1, 5, 40):
+        x = activations(count, n_in, seed=count)
+        first, *others = [product(level, type_id(name), rows, x) for level in LEVELS]
+        assert all(np.array_equal(first, other) for other in others)
+
+
+@on_every_level
+@pytest.mark.parametrize("name, n_in, n_out", [("q8_0", 32, 4099), ("q4_0", 64, 3), ("f16", 33, 5), ("f32", 7, 4099), ("q8_0", 96, 1)])
+def test_odd_shapes(level, name, n_in, n_out):
+    """Rows of floats need not be whole blocks."""
+    rows, x = matrix(type_id(name), n_in, n_out), activations(3, n_in)
+    assert nmse(product(level, type_id(name), rows, x), exact(name, rows, x)) < 1e-3
+
+
+@on_every_level
+@of_every_type
+def test_extreme_weights_and_activations(level, name):
+    """Every quant at its largest, every activation at 127: the whole-number sums are as large as they can be, with both signs."""
+    n_in = 2 * BLOCK[name]
+    sign = np.where(np.arange(n_in) % 3 == 0, -1, 1).astype(np.float32)
+    weights = np.stack([np.ones(n_in, np.float32), -np.ones(n_in, np.float32), sign, -sign])
+    from pyggml_spec.tools.quants import quantise
+
+    rows, x = quantise(weights, type_id(name)), np.stack([np.ones(n_in), -np.ones(n_in), sign]).astype(np.float32)
+    got, want = product(level, type_id(name), rows, x), exact(name, rows, x)
+    assert np.allclose(got, want, rtol=2e-2, atol=1e-2 * n_in)
+    if name == "q8_0":  # -128 is a weight that files may hold, though no quantiser writes it
+        rows = rows.copy()
+        rows.reshape(4, -1, 34)[:, :, 2:] = 0x80
+        assert np.allclose(product(level, type_id(name), rows, x), exact(name, rows, x), rtol=1e-3)
+
+
+@on_every_level
+@of_every_type
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(level, name, bad):
+    """NaN or Inf in one activation: no output of that row is finite, and the other rows keep their bits."""
+    n_in = 2 * BLOCK[name]
+    rows, x = matrix(type_id(name), n_in, 19), activations(12, n_in)
+    clean, place = product(level, type_id(name), rows, x), 5
+    x[place, n_in // 2 + 3] = bad
+    got = product(level, type_id(name), rows, x)
+    assert not np.isfinite(got[place]).any()
+    assert np.array_equal(np.delete(got, place, 0), np.delete(clean, place, 0))
+
+
+@on_every_level
+@of_every_type
+def test_zeros(level, name):
+    rows = matrix(type_id(name), BLOCK[name], 17)
+    assert not product(level, type_id(name), rows, np.zeros((2, BLOCK[name]), np.float32)).any()
+
+
+@on_every_level
+@of_every_type
+def test_matrices_are_packed_piece_by_piece(level, name):
+    """A fused matrix comes from several tensors that end anywhere, and threads share the packing."""
+    rows, x = matrix(type_id(name), BLOCK[name], 601), activations(2, BLOCK[name])
+    whole = product(level, type_id(name), rows, x)
+    assert np.array_equal(whole, product(level, type_id(name), rows, x, threads=2, pieces=7))
+
+
+@on_every_level
+@of_every_type
+def test_activations_that_are_views(level, name):
+    """A part of each row, from a place that no vector is aligned to, and rows in three dimensions."""
+    n_in = BLOCK[name]
+    rows, x = matrix(type_id(name), n_in, 20), activations(6, n_in + 5)
+    want = product(level, type_id(name), rows, np.ascontiguousarray(x[:, 3 : 3 + n_in]))
+    with bench(level) as (graph, memory):
+        weight, whole = memory.packed(rows, type_id(name), (n_in, 20)), memory.tensor(x)
+        assert np.array_equal(compute(graph, graph.matmul(weight, graph.columns(whole, n_in, 3))), want)
+    with bench(level) as (graph, memory):
+        weight, whole = memory.packed(rows, type_id(name), (n_in, 20)), memory.tensor(x)
+        part = graph.part_3d(graph.shaped(whole, n_in + 5, 2, 3), n_in, 3)
+        assert np.array_equal(compute(graph, graph.matmul(weight, part)), want)
+
+
+@on_every_level
+def test_products_of_one_input_share_its_activations(level):
+    rows, x = matrix(type_id("q8_0"), 64, 16), activations(4, 64)
+    with bench(level) as (graph, memory):
+        a, b = (memory.packed(rows, type_id("q8_0"), (64, 16)) for _ in range(2))
+        c, x = memory.packed(matrix(type_id("f32"), 64, 16), type_id("f32"), (64, 16)), memory.tensor(x)
+        total = graph.add(graph.add(graph.matmul(a, x), graph.matmul(b, x)), graph.matmul(c, x))
+        graph.expand(total)
+        assert graph.op_counts()["CUSTOM"] == 5  # three products, and the activations in two forms
+
+
+@of_every_type
+def test_rows_of_a_packed_table(name):
+    """What ggml looks up in the file's rows, to the rounding of one fused step; rows that do not exist are NaN."""
+    n = 2 * BLOCK[name]
+    rows, index = matrix(type_id(name), n, 37), np.array([36, 0, 17, 36, 5], np.int32)
+    want = np.stack([dequantise(rows[i].tobytes(), type_id(name), n) for i in index])
+    with bench() as (graph, memory):
+        table = memory.packed(rows, type_id(name), (n, 37))
+        got = compute(graph, graph.rows(table, memory.tensor(index, lib.GGML_TYPE_I32)))
+    assert np.allclose(got, want, rtol=1e-6, atol=1e-6)
+    with bench() as (graph, memory):
+        table = memory.packed(rows, type_id(name), (n, 37))
+        wrong = memory.tensor(np.array([48, -1], np.int32), lib.GGML_TYPE_I32)
+        assert np.isnan(compute(graph, graph.rows(table, wrong))).all()
+
+
+def test_what_cannot_be_packed_is_left_to_ggml():
+    assert packed_shape(type_id("q5_1"), (64, 64)) is None
+    assert packed_shape(type_id("q4_k"), (128, 64)) is None
+    assert packed_shape(type_id("q8_0"), (64, 64, 2)) is None
+
+
+@on_every_level
+def test_operands_that_do_not_fit_are_refused(level):
+    with bench(level) as (graph, memory):
+        weight = memory.packed(matrix(type_id("q8_0"), 64, 16), type_id("q8_0"), (64, 16))
+        with pytest.raises(EngineError, match="matmul"):
+            graph.matmul(weight, memory.tensor(np.zeros((2, 32), np.float32)))
+        with pytest.raises(EngineError, match="rows"):
+            graph.rows(weight, memory.tensor(np.zeros((2, 32), np.float32)))
+
+
+@pytest.mark.skipif(not LEVELS, reason="there is nothing to choose from")
+def test_the_level_is_chosen_by_name(monkeypatch):
+    monkeypatch.delenv(FEATURES, raising=False)
+    assert pick_level(None, "cpu") == pick_level("own", "cpu") == LEVELS[0]
+    assert pick_level("ggml", "cpu") is None and pick_level(None, "gpu") is None
+    for level in LEVELS:
+        monkeypatch.setenv(FEATURES, level.name)
+        assert pick_level(None, "cpu") == level
+    monkeypatch.setenv(FEATURES, "none")
+    assert pick_level(None, "cpu") is None
+    with pytest.raises(DeviceError, match="do not run on this processor"):
+        pick_level("own", "cpu")
+    monkeypatch.setenv(FEATURES, "sse9")
+    with pytest.raises(DeviceError, match="'sse9'; it has to be one of"):
+        pick_level(None, "cpu")
+
+
+def test_wrong_kernels_are_refused(monkeypatch):
+    monkeypatch.delenv(FEATURES, raising=False)
+    with pytest.raises(DeviceError, match="'fast'"):
+        pick_level("fast", "cpu")
+    with pytest.raises(DeviceError, match="run on CPUs"):
+        pick_level("own", "gpu")
+
+
+def test_a_level_that_the_processor_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr("pyggml_spec.ggml.kernels.levels", lambda: LEVELS[-1:])
+    monkeypatch.setenv(FEATURES, "avx512vnni" if not LEVELS or LEVELS[-1].name != "avx512vnni" else "avx2")
+    with pytest.raises(DeviceError, match="does not have"):
+        pick_level(None, "cpu")
