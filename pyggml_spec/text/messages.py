@@ -6,19 +6,20 @@ What a template takes is seen from what it makes of a few words that are easy to
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import TemplateError
 from ..gguf_io.reader import brief
 
 MAX_DEPTH = 100  # of lists and mappings in a message
 _MARK = "words to be found again"
-_CALL = {"name": "known", "arguments": {"arg": _MARK}}
 _TOOL = {
     "name": "known",
     "description": "x",
     "parameters": {"type": "object", "properties": {"arg": {"type": "string", "description": "x"}}},
 }
+_TOOLS = [{"type": "function", "function": _TOOL}]
+_USER, _RESULT = {"role": "user", "content": "x"}, {"role": "tool", "content": "x", "tool_call_id": "call00001", "name": "known"}
 
 Probe = Callable[[list[dict], list[dict]], tuple[str, bool]]
 """Renders messages with tools: the text, "" where the template failed, and whether it refused them."""
@@ -69,28 +70,31 @@ class Takes:
     @cached_property
     def system(self) -> bool:
         """A system message."""
-        return self._shown({"role": "system", "content": _MARK}, {"role": "user", "content": "x"}) is not False
+        return self._shown({"role": "system", "content": _MARK}, _USER) is not False
 
     @cached_property
     def objects(self) -> bool:
         """Arguments of a tool call that are an object, not its JSON."""
-        call = {"id": "call00001", "type": "function", "function": _CALL}
-        talk = (
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "x", "tool_call_id": "call00001", "name": "known"},
-            {"role": "assistant", "content": "x"},
-            {"role": "user", "content": "x"},
-        )
-        tools = [{"type": "function", "function": _TOOL}]
-        return bool(self._shown(*talk, tools=tools, unless=(str(_CALL["arguments"]),)))
+        talk = (_USER, _calling(_MARK), _RESULT, {"role": "assistant", "content": "x"}, _USER)
+        return bool(self._shown(*talk, tools=_TOOLS, unless=(str({"arg": _MARK}),)))
+
+    @cached_property
+    def tool_responses(self) -> bool:
+        """Results of tools in the message that called them, and not as turns: the template writes these as it writes any role."""
+        inside = _calling("x") | {"tool_responses": [{"name": "known", "response": {"found": _MARK}}]}
+        as_tool, as_other = (self._probe([_USER, _calling("x"), _RESULT | {"role": role}], _TOOLS)[0] for role in ("tool", "other"))
+        return as_tool == as_other.replace("other", "tool") and bool(self._shown(_USER, inside, tools=_TOOLS, unless=("found'",)))
 
     @cached_property
     def thinking_parts(self) -> bool:
         """Reasoning as a part of the content."""
         parts = [{"type": "thinking", "thinking": _MARK}, {"type": "text", "text": "x"}]
-        talk = ({"role": "user", "content": "x"}, {"role": "assistant", "content": parts}, {"role": "user", "content": "x"})
-        return bool(self._shown(*talk, unless=("thinking'", 'thinking"')))
+        return bool(self._shown(_USER, {"role": "assistant", "content": parts}, _USER, unless=("thinking'", 'thinking"')))
+
+
+def _calling(argument: str) -> dict:
+    call = {"name": "known", "arguments": {"arg": argument}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": call}]}
 
 
 def adapted(messages: Any, takes: Takes, developer: bool) -> Any:
@@ -101,16 +105,43 @@ def adapted(messages: Any, takes: Takes, developer: bool) -> Any:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return messages
     out = [_turn(dict(message), takes, developer) for message in messages]
+    if any(message.get("role") == "tool" for message in out) and takes.tool_responses:
+        out = _folded(out)
     if len(out) > 1 and out[0].get("role") == "system" and not takes.system:
         first, then, *others = out
         out = [then | {"content": _joined(first.get("content"), then.get("content"))}, *others]
     return out
 
 
+def _folded(messages: list[dict]) -> list[dict]:
+    """Results of tools, and the answer behind them, in the message that called the tools."""
+    out: list[dict] = []
+    for message in messages:
+        last = out[-1] if out else {}
+        results = found if isinstance(found := last.get("tool_responses"), list) else []
+        if message.get("role") == "tool" and _are_calls(calls := last.get("tool_calls")):
+            called = calls[len(results)].get("function", {}) if len(results) < len(calls) else {}
+            name = called.get("name") or message.get("name") or message.get("tool_call_id")
+            last["tool_responses"] = [*results, {"name": name, "response": _value(message.get("content"))}]
+        elif message.get("role") == "assistant" and results and not last.get("content") and not message.get("tool_calls"):
+            last["content"] = message.get("content")
+        else:
+            out.append(message)
+    return out
+
+
+def _value(text: Any) -> Any:
+    """What JSON says, the text itself where it is none."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return text
+
+
 def _turn(message: dict, takes: Takes, developer: bool) -> dict:
     if message.get("role") == "developer" and not developer:
         message["role"] = "system"
-    if isinstance(message.get("tool_calls"), list):
+    if _are_calls(message.get("tool_calls")):
         message["tool_calls"] = [_call(call, takes) for call in message["tool_calls"]]
         if message.get("content") is None:
             message["content"] = ""
@@ -126,15 +157,17 @@ def _turn(message: dict, takes: Takes, developer: bool) -> dict:
     return message
 
 
-def _call(call: Any, takes: Takes) -> Any:
-    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict) or "arguments" not in function:
+def _are_calls(value: Any) -> TypeGuard[list[dict]]:
+    return isinstance(value, list) and all(isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in value)
+
+
+def _call(call: dict, takes: Takes) -> dict:
+    function = call.get("function", {})
+    if "arguments" not in function:
         return call
     arguments = function["arguments"]
     if isinstance(arguments, str) and takes.objects:
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call
+        arguments = _value(arguments)
     elif not isinstance(arguments, str) and not takes.objects:
         arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
     return call | {"function": function | {"arguments": arguments}}

@@ -23,10 +23,6 @@ DIFFERENT = {
     ("Apertus-8B-Instruct", "tools"): NO_TAGS,
     ("fireworks-ai-llama-3-firefunction-v2", "tools"): "its name for the tools is functions, which llama-server leaves empty",
     (
-        "google-gemma-4-31B-it-interleaved",
-        "tools",
-    ): "llama-server moves tool results into the model's turn for the first templates of gemma 4",
-    (
         "unsloth-mistral-Devstral-Small-2507",
         "thinking",
     ): "llama-server makes parts of an answer that has reasoning, which this template drops",

@@ -56,6 +56,26 @@ def test_arguments_of_tool_calls_are_what_the_template_takes(given):
     assert render(text, USER, broken) == "Hif {"
 
 
+def test_results_of_tools_are_where_the_template_writes_them():
+    """In the message that called the tools, if the template knows them there only; else in messages of their own."""
+    results = "{% for r in m.tool_responses %}<{{ r.name }} {{ r.response.found }}>{% endfor %}"
+    inside = "{% for m in messages %}[{{ m.role }}]{{ m.content }}RESULTS{% endfor %}".replace("RESULTS", results)
+    calls = [{"id": str(i), "type": "function", "function": {"name": f"f{i}", "arguments": "{}"}} for i in (1, 2)]
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
+    talk += [{"role": "tool", "tool_call_id": str(i), "content": f'{{"found": {i}}}'} for i in (1, 2)]
+    assert render(inside, *talk, {"role": "assistant", "content": "Both."}, USER) == "[user]Hi[assistant]Both.<f1 1><f2 2>[user]Hi"
+    knows = inside + "{% if messages[-1].role == 'tool' %}!{% endif %}"
+    assert render(knows, *talk) == '[user]Hi[assistant][tool]{"found": 1}[tool]{"found": 2}!'
+    assert render(EACH, *talk) == '[user]Hi[assistant][tool]{"found": 1}[tool]{"found": 2}'
+
+
+@pytest.mark.parametrize("calls", [3, "f", {}, [], [1], [None], [{}], [{"function": 1}], [{"function": {"name": 1, "arguments": [[]]}}]])
+def test_tool_calls_that_are_none_are_the_templates_business(calls):
+    source = EACH + "{% if messages[0].tool_responses %}{% endif %}{{ messages[1].tool_calls | tojson }}"
+    message = {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": 3}
+    assert render(source, USER, message, {"role": "tool", "content": None}, {"role": "tool"}).startswith("[user]Hi[assistant]")
+
+
 def test_reasoning_of_earlier_turns_is_kept_unless_it_is_said():
     message = {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
     keeps = "{% if preserve_thinking and not clear_thinking %}{{ messages[1].reasoning_content }}{{ messages[1].thinking }}{% endif %}"
