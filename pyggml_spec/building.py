@@ -148,7 +148,12 @@ def cuda_options(arch: str | None) -> tuple[str, ...]:
 
 
 def compiler_identity() -> bytes:
-    """What compiler and processor a build is made by and for: ggml uses all instructions of the machine that it is built on."""
+    """What compiler and processor a build is made by and for: ggml uses all instructions of the machine that it is built on.
+
+    Raises:
+        BuildError: there is no compiler.
+    """
+    find_compilers()
     flags = [f"{name}={os.environ.get(name, '')}" for name in _FLAGS]
     macros = [*(os.environ.get("CXX") or "c++").split(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     return "\0".join(flags).encode() + subprocess.run(macros, check=False, capture_output=True).stdout
@@ -189,7 +194,6 @@ def build_wheel(
     Raises:
         BuildError: no compiler, or the build failed; ``log`` has its last lines.
     """
-    find_compilers()
     place = build_folder() / "wheels" / key
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=place.parent) as part:
@@ -291,7 +295,6 @@ class Plan:
 
 def plan(cuda: bool = False, arch: str | None = None, patched: bool = False) -> Plan:
     """What a build for this machine is; raises BuildError where a compiler is missing or the driver is too old for it."""
-    find_compilers()
     options = cuda_options(arch) if cuda else ()
     patches = [patch.path for patch in patching.series()] if patched else []
     key = build_key(options, [path.read_bytes() for path in patches])

@@ -353,7 +353,12 @@ def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, 
 
 
 def test_no_compiler_is_a_sentence(monkeypatch):
+    """The first minute on a machine without one: a traceback from set-up."""
     monkeypatch.setenv("CXX", "/nothing/c++")
+    set_up = Path(__file__).parents[1] / "scripts" / "set_up.py"
+    code = f"import runpy; s = runpy.run_path({str(set_up)!r}); s['llama_cpp_python']()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "BuildError: there is no C++ compiler /nothing/c++" in done.stderr.splitlines()[-1]
     with pytest.raises(BuildError, match=r"no C\+\+ compiler /nothing/c\+\+; install one"):
         building.plan()
 
