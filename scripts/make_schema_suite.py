@@ -8,6 +8,7 @@ that ended by themselves are judged, others count as cut. The slice that is writ
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -74,11 +75,14 @@ def generate(checkout: str, seeds: int) -> None:
                 validator, schema = jsonschema.Draft202012Validator(group["schema"]), json.dumps(group["schema"])
                 for seed in range(seeds):
                     try:
-                        text, stats = session.generate("x = ", 80, sampling=ps.Sampling(json_schema=schema, temperature=1.5, seed=seed))
+                        text, stats = session.generate("x = ", 60, sampling=ps.Sampling(json_schema=schema, temperature=1.5, seed=seed))
                     except SamplingError:
                         counts["schemas refused"] += 1
                         break
-                    ended = "cut" if stats.cut else "valid" if validator.is_valid(json.loads(text)) else "invalid"
+                    try:
+                        ended = "cut" if stats.cut else "valid" if validator.is_valid(json.loads(text)) else "invalid"
+                    except re.error:  # of Python's: it has no \p{...}
+                        ended = "not judged"
                     counts["schemas kept"] += not seed
                     counts[ended] += 1
                     if ended == "invalid":

@@ -7,7 +7,7 @@ A matcher moves by accepted tokens only, so that nothing is ever taken back.
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -57,7 +57,7 @@ class Vocabulary:
         # forced text is given in the tokens that the tokenizer makes of it, where they are exactly that text (some put a space before)
         self.canonical = b"".join(pieces[i] for i in tokenizer.encode(_PROBE, bos=False)) == _PROBE
         special = sorted({*self.ends, *tokenizer.control_tokens().values()})
-        self._ll = LLTokenizer(TokenizerWrapper(_Tokens(pieces, self.ends[0], special, self._encode)), eos_token=self.ends)
+        self._ll = LLTokenizer(TokenizerWrapper(_Tokens(pieces, self.ends[0], special, self)), eos_token=self.ends)
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._compiling = threading.Lock()
 
@@ -128,7 +128,7 @@ class Vocabulary:
             raise EngineError("the session is closed: load the model again")
         return tokenizer.encode(text, special, bos=False)
 
-    def _encode(self, text: bytes | str) -> list[int]:
+    def encode(self, text: bytes | str) -> list[int]:
         """Called from inside llguidance, which ends badly if this raises: an interruption waits until it is out again."""
         try:
             return self._encoded(text)
@@ -217,15 +217,16 @@ class Grammar:
 
 
 class _Tokens:
-    """A vocabulary in the form that llguidance asks for."""
+    """A vocabulary in the form that llguidance asks for, and keeps: a strong reference back would keep all of it for ever."""
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], end: int, special: list[int], encode: Callable[[bytes | str], list[int]]) -> None:
-        self.tokens, self.eos_token_id, self.special_token_ids, self._encode = tokens, end, special, encode
+    def __init__(self, tokens: list[bytes], end: int, special: list[int], vocabulary: Vocabulary) -> None:
+        self.tokens, self.eos_token_id, self.special_token_ids, self._vocabulary = tokens, end, special, weakref.ref(vocabulary)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._encode(text)
+        vocabulary = self._vocabulary()
+        return vocabulary.encode(text) if vocabulary is not None else []
 
 
 def _reason(message: str) -> str:

@@ -1,15 +1,19 @@
 """Forced tokens are drafts: fewer steps, the same text, with a drafter and without, alone and among others."""
 
+import gc
 import json
 import time
+import weakref
 
 import pytest
 
 import pyggml_spec as ps
+from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.spec.forced import ForcedDrafts
 from pyggml_spec.spec.grammar import Grammar, Vocabulary
 from pyggml_spec.spec.sampling import Sampling
+from pyggml_spec.text.tokenizer import Tokenizer
 
 KEYS = {
     "the_name_of_the_function": {"enum": ["list", "dict"]},
@@ -108,6 +112,16 @@ def test_a_constraint_is_compiled_once_per_text(session, monkeypatch):
     assert compiled == [schema]
     first.accept(first.forced(1)[0])
     assert second.forced(1) == Grammar("json_schema", schema, session.tokenizer).forced(1), "one position is not the other's"
+
+
+def test_a_vocabulary_goes_with_its_tokenizer():
+    """For 250,000 tokens it is more than 100 MB; llguidance holds what it was made of, and Python does not see that."""
+    tokenizer = Tokenizer(GGUFFile(DEMO_TARGET))
+    grammar = Grammar("regex", "abc+", tokenizer)
+    vocabulary = weakref.ref(Vocabulary.of(tokenizer))
+    del tokenizer, grammar
+    gc.collect()
+    assert vocabulary() is None
 
 
 @pytest.mark.parametrize(
