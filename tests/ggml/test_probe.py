@@ -41,7 +41,7 @@ def pyspec(fake: Path, cache: Path, *arguments: str, **env: str) -> subprocess.C
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
 
 
-RUN = ("run", "-p", "def quicksort(", "-n", "8", "--mode", "plain", "-t", "1")
+RUN = ("run", "-p", "def quicksort(", "-n", "8", "--mode", "plain", "-t", "1", "--kernels", "ggml")
 
 
 @linux

@@ -247,10 +247,10 @@ def test_matrices_of_one_block_of_inputs(tmp_path, monkeypatch):
     path = write_gemma4(tmp_path / "t.gguf", quant="Q8_0", n_per_layer=32)
 
     tokens = np.random.default_rng(2).integers(0, 256, 37).tolist()
-    with open_engine(path, 64, 256) as engine:
+    with open_engine(path, 64, 256, "ggml") as engine:
         packed = engine.logits(tokens)
     monkeypatch.setattr(Backend, "extra_buffer_types", lambda self: [])
-    with open_engine(path, 64, 256) as engine:
+    with open_engine(path, 64, 256, "ggml") as engine:
         assert nmse(packed, engine.logits(tokens)) < 1e-4
 
 
@@ -266,10 +266,10 @@ def test_gemma4_refuses_contradictions(tmp_path, key, value):
 
 
 @contextmanager
-def open_engine(path, chunk, n_ctx):
+def open_engine(path, chunk, n_ctx, kernels=None):
     """An engine of one thread for blocks of up to 16 rows, its K/V memory full of numbers that are not zero."""
     with ExitStack() as stack:
-        file, backend = stack.enter_context(GGUFFile(path)), stack.enter_context(closing(Backend(pick_device("CPU"), 1)))
+        file, backend = stack.enter_context(GGUFFile(path)), stack.enter_context(closing(Backend(pick_device("CPU"), 1, kernels)))
         target = open_target(file)
         target.weights = stack.enter_context(closing(Weights(backend, file, target.specs(), target.groups(), target.fused_alike())))
         engine = stack.enter_context(closing(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=16, chunk=chunk))))
