@@ -120,6 +120,14 @@ def error(got: np.ndarray, expected: np.ndarray, usual: float = 0.0) -> float:
     return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), usual * expected.size**0.5, 1e-30))
 
 
+def patched(name: str, n_in: int, rows: int) -> bool:
+    """Whether these products are the patch's: of the others ggml's own kernels are measured, which err by 1e-2."""
+    tma = os.environ.get("GGML_CUDA_SMALL_BATCH_TMA") != "0" and lib.ggml_row_size(type_id(name), n_in) % 4 == 0
+    if tma:
+        return rows >= (4 if name == "iq4_xs" else 1)
+    return (8 if name in ("q4_0", "q8_0", "iq4_xs") else 4) <= rows <= 16
+
+
 def nan_spreads(backend: Backend, x, a, values: np.ndarray, count: int = 16, bad: int = 3) -> bool:
     """Whether a NaN in one row of activations reaches another row, or gets lost."""
     role = Role(backend, "check")
@@ -162,9 +170,10 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                 continue
             with np.errstate(over="ignore"):
                 expected = case.expect(*exact, values.astype(np.float64), addend.astype(np.float64))
-            usual = np.linalg.norm(values, axis=1) / n_in**0.5 if case.name.startswith("product") else np.zeros(len(values))
+            usual = np.linalg.norm(values, axis=1) / n_in**0.5  # of a product; weights are normal, of size n_in ** -0.5
+            usual = usual if case.name.startswith("product") else 0.3 * np.minimum(usual, 1) * usual
             alone, changed = None, []
-            for count in rows:
+            for count in (count for count in rows if patched(name, n_in, count)):
                 role = Role(backend, "check")
                 g = Graph(role)
                 part = lib.ggml_view_2d(g.ctx, x, n_in, count, x.nb[1], 0)
@@ -178,7 +187,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                     again = get(out)
                 e = max(error(first[r], expected[r], usual[r]) for r in range(count))
                 worst = max(worst, e)
-                if not e < (WORST if n_out > 100 else 20 * WORST) or not np.array_equal(first, again):
+                if not e < WORST or not np.array_equal(first, again):
                     wrong += 1
                     print(
                         f"  WRONG {name} {n_in} -> {n_out}, {case.name}, {count} rows: error {e:.2e}, replay equal {np.array_equal(first, again)}"
@@ -188,7 +197,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                     changed.append(count)
                 g.close()
                 role.close()
-            if case.name == "product" and 16 in rows:
+            if case.name == "product" and 16 in rows and patched(name, n_in, 16):
                 wrong += nan_spreads(backend, x, a, values)
             if changed:
                 variant += 1

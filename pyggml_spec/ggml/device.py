@@ -75,6 +75,18 @@ def build_notes(device: Device) -> list[str]:
     return ["ggml's own kernels; `pyspec build --cuda` builds faster ones" if missing else "patched kernels"]
 
 
+SWITCHES = ("GGML_CUDA_SMALL_BATCH", "GGML_CUDA_SMALL_BATCH_TMA", "GGML_CUDA_PDL", "GGML_CUDA_FORCE_CUBLAS")
+
+
+def kernels_in_use() -> tuple:
+    """What decides which kernels compute, as far as files of the same version can differ: the note of the build, and ggml-cuda's switches."""
+    from ..building import build_note
+
+    libraries = installed_libraries()
+    note = build_note(libraries) if libraries is not None else {}
+    return sorted(note.items(), key=repr), [os.environ.get(name) for name in SWITCHES]
+
+
 def free_bytes(device: Device) -> int:
     """What the device has free. ggml calls all of the CPU's memory free; Linux knows how much a program can still have."""
     return min(device.memory_free, _meminfo("MemAvailable", device.memory_free)) if device.kind == "cpu" else device.memory_free

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ContextError
 from ..files import replacing
 from ..folders import cache_folder
-from ..ggml.device import graph_replay_enabled, waited_for_core
+from ..ggml.device import graph_replay_enabled, kernels_in_use, waited_for_core
 from ..ggml.library import versions
 from .engine import Engine
 from .stats import MUCH_WAITING
@@ -64,6 +64,7 @@ def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
     parts = [
         SEED,
         graph_replay_enabled(),
+        kernels_in_use(),
         placement,
         device.name,
         device.description,

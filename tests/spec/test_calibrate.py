@@ -55,6 +55,19 @@ def test_the_plain_speed_is_that_of_this_process(pair, tmp_path, monkeypatch, id
         assert session.calibrate_plain(steps=1) > 0
 
 
+def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle):
+    """A build with other kernels, or a switch of ggml-cuda, has costs of its own: widths were chosen by those that were measured first."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        engine, widths = session.engine, (2, 4, 8, 16)
+        assert cached_costs(engine, widths)[1]
+        with monkeypatch.context() as switched:
+            switched.setenv("GGML_CUDA_SMALL_BATCH", "0")
+            assert not cached_costs(engine, widths)[1]
+        monkeypatch.setattr("pyggml_spec.building.build_note", lambda libraries: {"patches": ["0020-small-batch"]})
+        assert not cached_costs(engine, widths)[1]
+
+
 def test_a_context_without_a_step_says_so(pair):
     with ps.load(*pair, device="CPU", threads=1, n_ctx=1) as session, pytest.raises(ContextError, match="context of 1"):
         session.calibrate_plain()
