@@ -98,7 +98,10 @@ def test_parts_of_fused_matrices(tmp_path, arch):
     ids, rows = prompts(1)[0], []
     for kind in (lambda backend: backend, OtherKind):
         with ExitStack() as stack:
-            file, backend = stack.enter_context(GGUFFile(path)), stack.enter_context(closing(Backend(pick_device("CPU"), 1)))
+            file, backend = (
+                stack.enter_context(GGUFFile(path)),
+                stack.enter_context(closing(Backend(pick_device("CPU"), 1, kernels="ggml"))),
+            )
             target = opened(file)
             parts = (kind(backend), file, target.specs(), target.groups(), target.fused_alike())
             target.weights = stack.enter_context(closing(Weights(*parts)))
