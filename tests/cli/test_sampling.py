@@ -1,6 +1,7 @@
 """The sampling options of `pyspec run`: llama.cpp's names, nothing ignored in silence, files whole or not at all."""
 
 import json
+import re
 
 import pytest
 from cli.conftest import PROMPT
@@ -44,8 +45,19 @@ def test_bias_grammar_and_schema(tmp_path):
     (tmp_path / "g").write_text('root ::= "[" [0-9]{3,3} "]"')
     assert pyspec("run", *demo, "--grammar-file", tmp_path / "g").stdout.decode().strip("[]").isdigit()
     assert json.loads(pyspec("run", *demo, "-j", '{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}').stdout)
+    assert re.fullmatch(r"[a-c]{2}-\d", pyspec("run", *demo, "--regex", r"[a-c]{2}-\d").stdout.decode())
+    (tmp_path / "l").write_text('start: "<" %json {"type": "integer", "minimum": 4, "maximum": 9} ">"')
+    assert pyspec("run", *demo, "--lark-file", tmp_path / "l").stdout.decode().strip("<>") in set("456789")
     plain, biased = (pyspec("run", *demo, "-n", 8, *more).stdout for more in ([], ["-l", "319-inf", "--logit-bias", "15+20.5"]))
     assert plain != biased
+
+
+def test_what_a_constraint_did_is_in_the_footer():
+    demo = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-c", 512, "-p", "x = ", "-j", '{"enum": [{"a_rather_long_name": 1}]}']
+    whole, cut = pyspec("run", *demo, "-n", 40), pyspec("run", *demo, "-n", 4)
+    assert json.loads(whole.stdout) == {"a_rather_long_name": 1}
+    assert "ended by: end\n" in whole.stderr and "forced by the constraint: " in whole.stderr
+    assert "ended by: length (cut: not complete)" in cut.stderr
 
 
 def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinned, tmp_path):
@@ -71,7 +83,7 @@ def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinne
         (["--top-p", 1.5], ["top_p is 1.5"]), (["--temp", "nan"], ["temperature is nan"]), (["--samplers", "top_k;dry"], ["dry"]),
         (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["-l", "999999+1"], ["token 999999"]),
         (["--grammar-file", "/nowhere"], ["/nowhere"]), (["--json-schema", "{}", "--grammar", "root ::= [a]"], ["one of them"]),
-        (["--grammar", "root ::= [a]", "--ignore-eos"], ["end token"]),
+        (["--grammar", "root ::= [a]", "--ignore-eos"], ["end token"]), (["-j", '{"not": {}}'], ["'not'"]), (["--regex", "("], ["regular expression"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sampled_is_one_sentence(pinned, options, words):
