@@ -57,11 +57,11 @@ def main() -> None:
         for arch, write in WRITERS.items():
             for weight, k, v in cases:
                 path = write(Path(folder) / "model.gguf", Shape(), weight)
-                results = [compare_logits(path, n, n, args.device, args.threads, k, v) for n in lengths]
+                results = [compare_logits(path, n, n, args.device, args.threads, "ggml", k, v) for n in lengths]
                 wraps = [arch in WINDOWED and n > RING for n in lengths]
                 if arch in WINDOWED:
                     with every_position():
-                        results.append(compare_logits(path, lengths[-1], lengths[-1], args.device, args.threads, k, v))
+                        results.append(compare_logits(path, lengths[-1], lengths[-1], args.device, args.threads, "ggml", k, v))
                     wraps.append(False)
                 cells = [f"{r.nmse:.2g}" for r in results] + ["-"] * (len(columns) - len(results))
                 print(f"| {arch} | {weight} | {k}, {v} | " + " | ".join(cells) + " |", flush=True)
