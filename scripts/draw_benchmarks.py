@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Draws docs/benchmarks/speed.svg and prints the README's table from the JSON files that bench_vs_llamacpp.py wrote.
+"""Draws docs/benchmarks/speed.svg and prints the README's table from the JSON files that bench_vs_llamacpp.py wrote; or draws where a step goes.
 
 draw_benchmarks.py docs/benchmarks/h200-4B-Q4_K.json docs/benchmarks/h200-27B-Q4_K.json --out docs/benchmarks/speed.svg
+draw_benchmarks.py --step docs/benchmarks/h200-step-27B-Q4_K.json --out docs/benchmarks/step.svg
 """
 
 import argparse
@@ -11,6 +12,7 @@ from pathlib import Path
 
 TESTS = {"tg128": "plain decoding", "spec": "DFlash, synthetic acceptance 6"}
 BAR, GAP, LEFT, WIDTH = 16, 14, 250, 420
+COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#dc2626", "#0891b2", "#65a30d", "#6b7280")
 
 
 def medians(path: Path) -> list[tuple[str, float, float]]:
@@ -39,11 +41,43 @@ def svg(rows: list[tuple[str, float, float]]) -> str:
     return "\n".join([*out, "</svg>", ""])
 
 
+def step_svg(step: dict) -> str:
+    """One bar per side, cut by class of kernel; ``step["bars"]``: side -> class -> milliseconds."""
+    bars, left = step["bars"], 150
+    classes = list(dict.fromkeys(name for parts in bars.values() for name in parts))
+    scale = (LEFT + WIDTH - left) / max(sum(parts.values()) for parts in bars.values())
+    top = 2 * GAP + BAR
+    legend = top + len(bars) * (2 * BAR + GAP)
+    height = legend + (len(classes) + 1) // 2 * (BAR + 4) + GAP
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 130}" height="{height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="100%" height="100%" fill="#ffffff"/><text x="{GAP}" y="{GAP + BAR - 4}">{step["title"]}</text>',
+    ]
+    for i, (side, parts) in enumerate(bars.items()):
+        x, y = float(left), top + i * (2 * BAR + GAP)
+        out.append(f'<text x="{left - 8}" y="{y + BAR + 4}" text-anchor="end">{side}</text>')
+        for name, ms in parts.items():
+            colour = COLOURS[classes.index(name) % len(COLOURS)]
+            out.append(f'<rect x="{x:.1f}" y="{y}" width="{ms * scale:.1f}" height="{2 * BAR}" fill="{colour}"/>')
+            x += ms * scale
+        out.append(f'<text x="{x + 6:.1f}" y="{y + BAR + 4}">{sum(parts.values()):.1f} ms</text>')
+    for i, name in enumerate(classes):
+        x, y = GAP + i % 2 * 380, legend + i // 2 * (BAR + 4)
+        out.append(f'<rect x="{x}" y="{y}" width="{BAR - 4}" height="{BAR - 4}" fill="{COLOURS[i % len(COLOURS)]}"/>')
+        values = ", ".join(f"{parts.get(name, 0):.2f}" for parts in bars.values())
+        out.append(f'<text x="{x + BAR + 4}" y="{y + BAR - 5}" font-size="12">{name}: {values}</text>')
+    return "\n".join([*out, "</svg>", ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("files", type=Path, nargs="*")
+    parser.add_argument("--step", type=Path, help="milliseconds by class of kernel")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if args.step:
+        args.out.write_text(step_svg(json.loads(args.step.read_text())))
+        return
     rows = [row for path in args.files for row in medians(path)]
     args.out.write_text(svg(rows))
     print("| tokens per second | llama.cpp | pyspec | ratio |\n|---|---|---|---|")
