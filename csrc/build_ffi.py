@@ -149,6 +149,7 @@ typedef void (*ggml_backend_set_n_threads_t)(ggml_backend_t, int);
 typedef bool (*ggml_abort_callback)(void * data);
 static ggml_backend_buffer_type_t * call_get_extra_bufts(void * fn, ggml_backend_dev_t dev);
 static void ask_extra_bufts(void);
+static const char * device_feature(ggml_backend_dev_t dev, const char * name);
 static void call_set_n_threads(void * fn, ggml_backend_t backend, int n);
 static void quiet_log(void);
 static void * error_keeper(void);
@@ -197,6 +198,17 @@ static void ask_extra_bufts(void) {
     }
 #endif
     ask_all_devices();
+}
+// What the device's backend says of itself by this name; NULL if it says nothing.
+static const char * device_feature(ggml_backend_dev_t dev, const char * name) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+    ggml_backend_get_features_t features = (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_get_features");
+    for (struct ggml_backend_feature * f = features != NULL ? features(reg) : NULL; f != NULL && f->name != NULL; f++) {
+        if (strcmp(f->name, name) == 0) {
+            return f->value;
+        }
+    }
+    return NULL;
 }
 static void call_set_n_threads(void * fn, ggml_backend_t backend, int n) {
     ((ggml_backend_set_n_threads_t) fn)(backend, n);

@@ -341,18 +341,6 @@ def build_note(libraries: Path) -> dict:
     return note if isinstance(note, dict) else {}
 
 
-KERNELS = "0020"  # patches of this number and higher are kernels of ggml-cuda
-
-
-def missing_kernels(libraries: Path | None, patches: Iterable[patching.Patch] | None = None) -> tuple[str, ...] | None:
-    """Kernels of the series that the installed libraries were not built with; None where the series has none."""
-    kernels = [patch.path.stem for patch in (patching.series() if patches is None else patches) if patch.path.stem >= KERNELS]
-    if not kernels:
-        return None
-    have = build_note(libraries).get("patches", ()) if libraries is not None else ()
-    return tuple(name for name in kernels if name not in have)
-
-
 def install(wheel: Path, libraries: Path, note: dict) -> None:
     """Puts the libraries of ``wheel`` in the place of those in ``libraries``, all of them in one step; ``note`` says what they are.
 

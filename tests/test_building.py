@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from pyggml_spec import building
 from pyggml_spec.cli.build import command
 from pyggml_spec.errors import BuildError
-from pyggml_spec.patching import Patch
 from pyggml_spec.pin import LLAMA_CPP_PYTHON, RECIPE
 
 PROJECT = f"""
@@ -327,18 +326,6 @@ def test_a_patched_build_is_named_by_its_patches(nvcc, monkeypatch):
     plan = building.plan(cuda=True, patched=True)
     assert plan.key != building.plan(cuda=True).key and "0011-amx-tile-config" in plan.note["patches"]
     assert f"{len(plan.patches)} patches" in plan.description
-
-
-def test_whose_kernels_run_is_known_by_the_note(site):
-    """Kernels are the patches from 0020 on; a library that pip built has no note."""
-    libraries = site / "llama_cpp" / "lib"
-    series = [Patch(Path(f"{name}.patch"), "", ()) for name in ("0001-counters", "0020-one", "0021-two")]
-    assert building.missing_kernels(libraries, series[:1]) is None
-    assert building.missing_kernels(libraries, series) == building.missing_kernels(None, series) == ("0020-one", "0021-two")
-    (libraries / building.NOTE).write_text('{"patches": ["0001-counters", "0020-one", "0021-two"]}')
-    assert building.missing_kernels(libraries, series) == ()
-    (libraries / building.NOTE).write_text("damaged")
-    assert building.missing_kernels(libraries, series) == ("0020-one", "0021-two")
 
 
 def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, monkeypatch):

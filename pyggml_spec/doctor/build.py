@@ -17,7 +17,7 @@ def build(device: Device) -> Check:
         return Check(
             "build",
             WARN,
-            "ggml's own kernels compute on this GPU",
+            "blocks go through ggml's own kernels on this GPU",
             "run `pyspec build --cuda`, which builds it with faster ones",
             data=data,
         )

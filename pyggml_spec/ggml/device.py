@@ -19,6 +19,9 @@ _KINDS = {
 }
 
 
+SMALL_BATCH = "SMALL_BATCH"  # how the products of patches/0020 load, where ggml-cuda was built with them and they are not switched off
+
+
 @dataclass(frozen=True)
 class Device:
     """One device: ``name`` is what ``--device`` takes; memory in bytes; ``kind`` is cpu, gpu, igpu or accel."""
@@ -61,18 +64,22 @@ def pick_device(name: str | None = None) -> Device:
     raise DeviceError(f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(d.name for d in found)}{remedy}")
 
 
+def device_feature(device: Device, name: str) -> str | None:
+    """What the device's backend says of itself by this name, None where it says nothing."""
+    value = lib.device_feature(lib.ggml_backend_dev_get(device.index), name.encode())
+    return text(value) if value != ffi.NULL else None
+
+
 def build_notes(device: Device) -> list[str]:
-    """What there is to say about the installed build on this device: buffer types that are not used, whose kernels run on a GPU."""
+    """What there is to say about the installed build on this device: buffer types that are not used, whose kernels run on an NVIDIA GPU."""
     if device.kind == "cpu":
         return FITNESS.notes
     if not device.name.startswith("CUDA"):
         return []
-    from ..building import missing_kernels
-
-    missing = missing_kernels(installed_libraries())
-    if missing is None:
-        return []
-    return ["ggml's own kernels; `pyspec build --cuda` builds faster ones" if missing else "patched kernels"]
+    loader = device_feature(device, SMALL_BATCH)
+    return [
+        f"blocks by the patched kernels ({loader})" if loader else "blocks by ggml's own kernels; `pyspec build --cuda` builds faster ones"
+    ]
 
 
 SWITCHES = ("GGML_CUDA_SMALL_BATCH", "GGML_CUDA_SMALL_BATCH_TMA", "GGML_CUDA_PDL", "GGML_CUDA_FORCE_CUBLAS")

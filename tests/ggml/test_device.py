@@ -1,5 +1,6 @@
 """What is known about the processor."""
 
+import dataclasses
 import os
 import sys
 import time
@@ -50,3 +51,14 @@ def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
         ps.load(*pair, device="CPU", threads=1, n_ctx=256)
     memory["SwapFree"] = 1 << 30  # slow, but nobody is killed
     ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4).close()
+
+
+def test_a_backend_is_asked_what_it_is(monkeypatch):
+    """Whose kernels run on a GPU: by what the library says, not by how it came here."""
+    cpu = next(d for d in device.devices() if d.kind == "cpu")
+    assert device.device_feature(cpu, "REPACK") == "1" and device.device_feature(cpu, "no such feature") is None
+    gpu = dataclasses.replace(cpu, name="CUDA0", kind="gpu")
+    assert "`pyspec build --cuda`" in device.build_notes(gpu)[0]
+    monkeypatch.setattr(device, "device_feature", lambda of, name: "tma" if name == "SMALL_BATCH" else None)
+    assert device.build_notes(gpu) == ["blocks by the patched kernels (tma)"]
+    assert device.build_notes(dataclasses.replace(gpu, name="Vulkan0")) == []
