@@ -7,6 +7,7 @@ from models.test_archs import TARGETS
 from spec.helpers import oracle, run
 
 import pyggml_spec as ps
+from pyggml_spec.ggml.kernels import FEATURES
 from pyggml_spec.spec.loop import PLAIN
 from pyggml_spec.tools.compare import compare_logits
 from pyggml_spec.tools.random_model import Shape, write_dflash
@@ -100,3 +101,18 @@ def test_a_tied_head_is_held_once(tmp_path):
         assert session.engaged().memory["weights"] < 1.05 * DEMO_TARGET.stat().st_size
         assert session.engaged().memory["draft_weights"] < 1.05 * DEMO_DRAFTER.stat().st_size
         assert session.engaged().kernels == f"own ({LEVELS[0].name})"
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has only one level")
+def test_a_lower_level_gives_the_same_bits_and_is_named(monkeypatch):
+    """The whole embedded target: what differs between levels is time."""
+    seen = []
+    for level in LEVELS:
+        monkeypatch.setenv(FEATURES, level.name)
+        with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:
+            assert session.engaged().kernels == f"own ({level.name})"
+            seen.append(session.engine.logits(prompt_of(40)))
+    assert all(np.array_equal(seen[0], other) for other in seen[1:])
+    monkeypatch.setenv(FEATURES, "none")
+    with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:
+        assert session.engaged().kernels == "ggml" and session.target.weights.own_bytes == 0
