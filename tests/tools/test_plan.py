@@ -267,7 +267,7 @@ def test_what_cannot_be_loaded_cannot_be_planned(pair, tmp_path):
         with pytest.raises(error):
             plan(*args, device="CPU")
     with pytest.raises(ContextError):
-        plan(device="CPU", n_ctx=0)
+        plan(device="CPU", n_ctx=-1)
     with pytest.raises(PairError, match="wider than the block"):
         plan(device="CPU", draft_width=17)
 
