@@ -24,7 +24,6 @@ from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target
 from .models.rope import ignored_yarn
 from .models.weights import Weights
-from .spec.batch import BatchEngine
 from .spec.calibrate import cached_costs, step_cost
 from .spec.engine import Engine
 from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
@@ -321,7 +320,7 @@ class Session:
     def _held(self, ids: list[int], drafting: bool) -> int:
         """How many leading tokens of ``ids`` the last generation left in the caches: all that are there, or 0."""
         epoch, history = self._last
-        n, alike = self.engine.cursor.committed, self.engine.graphs.drafting == (drafting and self.drafter is not None)
+        n, alike = self.engine.cursor.committed, self.engine.slots[0].drafting == (drafting and self.drafter is not None)
         return n if epoch == self.engine.epoch and alike and n < len(ids) and ids[:n] == history[:n] and n <= len(history) else 0
 
     def prompt_ids(self, prompt: str | bytes | Sequence[int], special: bool = False) -> list[int]:
@@ -420,7 +419,7 @@ class Session:
         self._check_open()
         options = replace(self.engine.options, slots=slots, n_ctx=self.engine.options.n_ctx if n_ctx is None else n_ctx)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
-        engine = BatchEngine(self.backend, self.target, self.drafter, options)
+        engine = Engine(self.backend, self.target, self.drafter, options)
         scheduler = Scheduler(engine, None if self.costs else options.width, memory)
         if self.costs and len(useful_widths(self.costs)) == 1:  # where W rows cost W plain steps, those of several sequences are no cheaper
             scheduler.pin_width(1, NEVER_PAYS)

@@ -5,17 +5,21 @@
                   [--rounds 9] [--tokens 96] [--widths 1,2,4,8,16] [--graphs]
 
 Each interpreter stays loaded for the whole run, so that rounds can alternate. Per width (1 is plain decoding): microseconds of a whole step and
-those that are the host's (upload, Python, read, without launch and wait), the best of all rounds; then the ratios. Graphs: how many there are
-per role, and their nodes.
+those that are the host's (upload, Python, read, without launch and wait), the best of all rounds; then the ratios. With --stub nothing is computed:
+processor time of the engine's own work per step, which other work on the machine hardly disturbs. Graphs: how many there are per role, and their
+nodes.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+import time
 from collections import defaultdict
+from unittest.mock import patch
 
 import pyggml_spec as ps
+from pyggml_spec.ggml.step_io import StepFields, StepTimes
 
 PROMPT = "def quicksort(items):\n    "
 
@@ -35,6 +39,9 @@ def serve(args) -> None:
                 nodes[step_key[0]].append(step.graph.n_nodes)
             print(json.dumps(nodes), flush=True)
             continue
+        if args.stub:
+            print(json.dumps(stubbed(session.engine, width, args.tokens)), flush=True)
+            continue
         stats = session.generate(PROMPT, args.tokens, mode="plain" if width == 1 else "speculative", ignore_end=True)[1]
         host = stats.host_us
         out = {
@@ -43,6 +50,22 @@ def serve(args) -> None:
             "steps": stats.steps,
         }
         print(json.dumps(out), flush=True)
+
+
+def stubbed(engine, width: int, steps: int) -> dict:
+    """Processor microseconds of a step that computes nothing."""
+    engine.reset()
+    engine.prefill([1, 2, 3])
+    step = engine.plain_step if width == 1 else lambda: engine.fused_step(width)
+    for _ in range(3):
+        engine.accept(1, int(step().ids[0]))
+    with patch.object(StepFields, "launch", lambda self: None), patch.object(StepFields, "wait", lambda self: StepTimes(0, 0, 0)):
+        began = time.thread_time()
+        for _ in range(steps):
+            engine.accept(1, int(step().ids[0]))
+        spent = 1e6 * (time.thread_time() - began) / steps
+    engine.reset()
+    return {"step": spent, "host": spent}
 
 
 class Child:
@@ -74,12 +97,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--widths", default="1,2,4,8,16")
     parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--stub", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve(args)
         return
     passed = ["--device", args.device, "-t", str(args.threads), "--tokens", str(args.tokens)]
+    passed += ["--stub"] if args.stub else []
     for name, value in (("-m", args.model), ("-md", args.model_draft)):
         passed += [name, value] if value else []
     children = [Child(python, passed) for python in args.python or [sys.executable]]

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 import pyggml_spec as ps
-from pyggml_spec.spec.batch import Prompt, Verify
 from pyggml_spec.spec.parts import candidate_widths
+from pyggml_spec.spec.slot import Prompt, Verify
 from pyggml_spec.tools import random_archs as archs
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
@@ -94,11 +94,11 @@ def slots(session, tokens: list[int]) -> np.ndarray:
         out = []
         for at in range(PROMPT, PROMPT + STEPS):
             for slot in both:
-                engine.choose(slot, tokens[at + slot])
+                engine.choose(tokens[at + slot], slot)
             engine.step({slot: Verify() for slot in both})
-            out.append(np.stack([engine.candidates(slot, 0)[1] for slot in both]))
+            out.append(np.stack([engine.candidates(0, slot)[1] for slot in both]))
             for slot in both:
-                engine.accept(slot, 1, 0)
+                engine.accept(1, 0, slot)
     return np.stack(out)
 
 

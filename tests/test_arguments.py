@@ -1,4 +1,4 @@
-"""What callers hand to Session, Engine, BatchEngine, Tokenizer and Sampling: nonsense ends in one of our sentences and changes nothing.
+"""What callers hand to Session, Engine, Tokenizer and Sampling: nonsense ends in one of our sentences and changes nothing.
 
 Behind each of these is C that ends the process, or reads what lies there, so a missing check ends this test run.
 """
@@ -11,7 +11,7 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ContextError, DeviceError, EngineError, PairError, PyspecError, SamplingError
-from pyggml_spec.spec.batch import Draft, Prompt, Verify
+from pyggml_spec.spec.slot import Draft, Prompt, Verify
 from pyggml_spec.tools.random_model import Shape
 
 HUGE, NAN, OUTSIDE = 2**70, math.nan, Shape().n_vocab
@@ -199,20 +199,20 @@ def test_slots(session, engine):
         refused(batch.step, work)
     batch.step({slot: Draft(4)})
     for value in (0, 5, *NUMBERS):
-        refused(batch.accept, slot, value, 1)
+        refused(batch.accept, value, 1, slot)
     for value in (OUTSIDE, 10**9, *NUMBERS):
-        refused(batch.accept, slot, 1, value)
-        refused(batch.candidates, slot, value)
+        refused(batch.accept, 1, value, slot)
+        refused(batch.candidates, value, slot)
     for value in (2, 99, *NUMBERS):
-        refused(batch.rollback, slot, value)
-    batch.accept(slot, 1, 1)
+        refused(batch.rollback, value, slot)
+    batch.accept(1, 1, slot)
     for value in (OUTSIDE, *NUMBERS):
-        refused(batch.choose, slot, value)
+        refused(batch.choose, value, slot)
     for value in (1025, *NUMBERS[:5], HUGE):
         refused(batch.admit, candidates=value)
     for n, pending in ((65, 1), (0, 1), (1.5, 1), (10, -1), (10, OUTSIDE), (10, NAN)):
-        refused(batch.resume, slot, n, pending)
+        refused(batch.resume, n, pending, slot)
     for nothing in (None, 3, engine.snapshot()):
-        refused(batch.restore, slot, nothing)
+        refused(batch.restore, nothing, slot)
     scheduler.close()
     refused(batch.admit), refused(batch.step, {slot: Verify()})

@@ -59,7 +59,7 @@ class SlotPrefixes:
             chunks[-1].used[STATE] = self._copies.clock
             with engine.sequence.state(depth * self.grain, slot) as pieces:
                 chunks[-1].copies[STATE].write_to(pieces, engine.backend)
-        engine.resume(slot, depth * self.grain)
+        engine.resume(depth * self.grain, slot=slot)
         return depth * self.grain
 
     def computed(self, slot: int, keys: list[bytes], wanted: bool) -> None:

@@ -1,7 +1,12 @@
-"""The recurrent state of the delta-net layers, and which part of the last block still has to be committed.
+"""The recurrent states of the delta-net layers of N slots, and which part of each slot's last block still has to be committed.
 
-The state itself is on the device (csrc/delta_net.c). Here is the host's side: the width for which the pool is laid out, how many rows of
-the last block were accepted, and whether they are still to be replayed. Changing the width needs one transition graph; the engine builds it.
+The states themselves are on the device (csrc/delta_net.c). Here is the host's side: the width for which the pools are laid out, and how many
+rows of each slot's last block were accepted. All slots share one block width at a time, because the pools are compact per width. A slot that
+has nothing to do in a step takes part with rows that are switched off: its state is then committed up to what was accepted, and otherwise left
+as it is, bit for bit.
+
+One slot has its history right before its block (``inline``), which several cannot have: their rows are gathered from a table, and a change of
+the width needs no graph but cleared pools. This is decided here and nowhere else.
 """
 
 from typing import Any
@@ -13,61 +18,109 @@ from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor, check, ffi, lib, new_err, text
 from ..models.base import DeltaShape
+from .slots import SlotRange
 
 
 class DeltaState:
-    """Owns the device pools, or with ``planned`` only their sizes. ``width`` is 0 after prefill, 1 after plain decoding, W after a verified block of W rows."""
+    """Owns the device pools, or with ``planned`` only their sizes.
 
-    slots = 0  # one sequence; see DeltaSlots
-    accepted: Any  # rows of the last block that count: an int, and one for each slot in DeltaSlots
+    Attributes:
+        width: rows of the blocks that the pools are laid out for; of one slot 0 after a prompt, and 1 after plain tokens.
+        accepted: I64 [slots] rows of each slot's last block that count. They are still to be replayed, or, where the step has written the state
+            itself (``pending`` False, one slot), only say where the history lies.
+    """
 
-    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, planned: bool = False) -> None:
-        self.shape, self.max_width = shape, max_width
+    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int = 1, planned: bool = False) -> None:
+        self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1
         self._history = np.arange(shape.conv - 1, dtype=np.int32)
         self._err = new_err()
-        sizes = [shape.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.conv, row, max_width, self.slots]
+        sizes = [shape.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.conv, row, max_width, 0 if self.inline else slots]
         spec = ffi.new("pgs_delta_shape *", [*sizes, planned])
         self.handle: Any = lib.pgs_delta_new(backend.handle, spec, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
-        self.reset_cursor()
+        hist = self.history_rows
+        self._table_rows = (hist + max_width + 1) * slots  # of one layer, see csrc/delta_net.c
+        self._tables = self._table_rows * np.arange(shape.layers).reshape(-1, 1, 1)
+        self._every = np.arange(slots).reshape(-1, 1)
+        self._taken: dict[tuple, np.ndarray] = {}  # what fill_take has been asked for
+        self.width, self.accepted, self.pending = 0, np.zeros(slots, np.int64), False
 
     # -- host side
 
-    def reset_cursor(self) -> None:
-        self.width, self.accepted, self.pending = 0, 0, False
+    def lay_out(self, width: int) -> None:
+        """Blocks of ``width`` rows from now on; nothing may be pending."""
+        if not self.inline and width != self.width:
+            lib.pgs_delta_clear_blocks(self.handle, width)
+        self.width, self.pending = width, False
+        if self.inline:
+            self.accepted[0] = 0
 
-    def clear(self) -> None:
-        """Back to the state before the first token."""
-        lib.pgs_delta_clear(self.handle)
-        self.reset_cursor()
+    def after_block(self, seats: SlotRange) -> None:
+        """A step has left blocks of these slots; none of their rows counts until somebody says so."""
+        self.accepted[seats.part] = 0
+        self.pending = True
 
-    def after_step(self, width: int, accepted: int, pending: bool) -> None:
-        """Records what a step left: a block of ``width`` rows of which ``accepted`` count, replayed by the next step if ``pending``."""
-        self.width, self.accepted, self.pending = width, accepted, pending
+    def after_rows(self, width: int) -> None:
+        """A step has written the states itself: chunks (``width`` 0), or a plain token of one slot."""
+        if self.inline:
+            self.width, self.accepted[0], self.pending = width, width, False
+
+    def fill_slot(self, slot: int, value: int) -> None:
+        """Sets every byte that belongs to one slot: 0 is the state before the first token, by a write and not by 0 * what was there."""
+        if self.inline:
+            lib.pgs_delta_fill(self.handle, value)
+            self.width, self.pending = 0, False
+        else:
+            lib.pgs_delta_fill_slot(self.handle, slot, self.width, value)
+        self.accepted[slot] = 0
 
     @property
     def history_rows(self) -> int:
         return self.shape.conv - 1
 
-    def fill_tail(self, tail: np.ndarray) -> None:
-        """Rows of [history ; block] that become the convolution history: the d_conv - 1 rows before the first row that is not accepted."""
-        tail.reshape(self.shape.layers, self.history_rows)[:] = self._history + self.accepted
+    def tail_shape(self, seats: SlotRange) -> tuple[int, ...]:
+        """Of the input that ``fill_tail`` fills, in ggml order: a row per layer, or rows of the whole table."""
+        hist, layers = self.history_rows, self.shape.layers
+        return (hist, layers) if self.inline else (hist * seats.count * layers,)
 
-    def fill_keep(self, keep: np.ndarray) -> None:
-        """1 for the rows of the pending block that count, 0 for the others."""
-        accepted = self.accepted if self.pending else 0
-        keep[:accepted] = 1
-        keep[accepted:] = 0
+    def fill_tail(self, tail: np.ndarray, seats: SlotRange) -> None:
+        """The rows that become the histories: the d_conv - 1 before the first that is not accepted, of [history ; block] or of the table."""
+        if self.inline:
+            tail.reshape(self.shape.layers, self.history_rows)[:] = self._history + self.accepted[0]
+            return
+        rows = self._table(self.accepted[seats.part, None] + self._history, self.width, seats)
+        np.add(self._tables, rows, out=tail.reshape(self.shape.layers, *rows.shape), casting="same_kind")
+
+    def fill_keep(self, keep: np.ndarray, seats: SlotRange) -> None:
+        """1 for the rows of the pending blocks that count, 0 for the others."""
+        if self.inline:
+            accepted = int(self.accepted[0]) if self.pending else 0
+            keep[:accepted] = 1
+            keep[accepted:] = 0
+            return
+        keep.reshape(seats.count, self.width)[:] = np.arange(self.width) < self.accepted[seats.part, None]
+
+    def fill_take(self, take: np.ndarray, width: int, seats: SlotRange, single: bool = False) -> None:
+        """Of one layer's table, the rows [history ; block of ``width`` rows] of every slot; ``single``: the block is one plain token."""
+        key = width, seats, single
+        if key not in self._taken:
+            start = self.max_width * self.slots if single else 0
+            self._taken[key] = self._table(np.arange(self.history_rows + width), width, seats, start).astype(np.int32)
+        take.reshape(seats.count, -1)[:] = self._taken[key]
+
+    def _table(self, numbers: np.ndarray, width: int, seats: SlotRange, start: int = 0) -> np.ndarray:
+        """Where the rows ``numbers`` of [history ; block] of each slot lie in a layer's table, whose blocks begin ``start`` rows late."""
+        hist, slots = self.history_rows, self._every[seats.part]
+        return np.where(numbers < hist, slots * hist + numbers, start + self.slots * hist + slots * width + numbers - hist)
 
     # -- device side
 
-    def begin(self, g: Graph, width_from: int, width_to: int, keep: Tensor | None, tail: Tensor | None) -> None:
-        """Adds the commit of the block before, and the convolution history of the next one."""
-        status = lib.pgs_delta_begin(
-            self.handle, g.ctx, g.gf, 0, 1, width_from, width_to, keep if keep is not None else ffi.NULL, tail if tail is not None else ffi.NULL,
-            self._err,
-        )  # fmt: skip
+    def begin(self, g: Graph, seats: SlotRange, width_from: int, width_to: int, keep: Tensor | None, tail: Tensor | None) -> None:
+        """Adds the commit of these slots' last blocks, and the convolution histories of the next; ``keep`` and ``tail`` None where there is
+        nothing to commit."""
+        keep, tail = (x if x is not None else ffi.NULL for x in (keep, tail))
+        status = lib.pgs_delta_begin(self.handle, g.ctx, g.gf, seats.first, seats.count, width_from, width_to, keep, tail, self._err)
         check(status, self._err)
 
     def read(self) -> np.ndarray:
@@ -90,7 +143,7 @@ class DeltaRows:
     """The recurrent state in one graph: what ``models.base.DeltaLayers`` asks for.
 
     ``width`` is 0 for prefill, where ``on`` F32 [1, T] switches padding rows off and ``last`` I32 [d_conv - 1] names the next history.
-    ``take`` is for slots, see DeltaSlots.fill_take.
+    ``take`` is for several slots, see DeltaState.fill_take.
     """
 
     def __init__(

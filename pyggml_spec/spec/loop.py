@@ -1,76 +1,21 @@
-"""The speculative loop of one sequence: which step comes next, until a limit is reached. What a step gives: accept.py; where it ends: limits.py."""
+"""The speculative loop of one sequence: which step comes next, until a limit is reached. The sequence: request.py."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from threading import get_ident
 from typing import Any
 
-from ..checks import whole
-from ..errors import EngineError
 from ..ggml.device import waited_for_core
-from .accept import choose_block, first_token
 from .engine import Engine
-from .forced import ForcedDrafts
-from .limits import Limits
 from .parts import StepResult, candidate_widths
-from .sampling import Sampler
+from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
 from .stats import Stats
-from .synthetic import SyntheticAcceptance
 from .width import WidthControl
 
-SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
+__all__ = ["PLAIN", "REFERENCE", "SPECULATIVE", "LoopOptions", "generate"]
+
 WARMUP_STEPS = 2
-
-Drafts = Callable[[Sequence[int], int], Sequence[int]]
-"""A scripted drafter: (all tokens so far, count) -> that many draft ids."""
-
-
-@dataclass(frozen=True)
-class LoopOptions:
-    """Attributes:
-    max_tokens: tokens to emit; None for as many as the context holds.
-    mode: SPECULATIVE, PLAIN, or REFERENCE (plain decoding on the W-wide graph, whose text equals the speculative text byte for byte).
-    width: rows per block.
-    is_end: whether a token ends the text.
-    ignore_end: go on after end tokens.
-    sampler: chooses the tokens, of this generation alone; None: the greedy ones.
-    completes: whether a stop text is complete with a token; asked once about each that comes out, in order. None: there are none.
-    drafts: drafts instead of the drafter.
-    forced: whether tokens that the sampler's constraint leaves no choice about are drafts, ahead of the drafter's and without one.
-    """
-
-    max_tokens: int | None = None
-    mode: str = SPECULATIVE
-    width: int = 16
-    is_end: Callable[[int], bool] = lambda token: False
-    ignore_end: bool = False
-    synthetic: SyntheticAcceptance | None = None
-    sampler: Sampler | None = None
-    completes: Callable[[int], bool] | None = None
-    drafts: Drafts | None = None
-    forced: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mode not in (SPECULATIVE, PLAIN, REFERENCE):
-            raise EngineError(f"the mode is {self.mode!r}; use {SPECULATIVE}, {PLAIN} or {REFERENCE}")
-        if self.max_tokens is not None:
-            whole(self.max_tokens, "the number of tokens", 0, 1 << 62)
-
-    def limits(self) -> Limits:
-        """Of one sequence with these options."""
-        return Limits(self.max_tokens, (lambda token: False) if self.ignore_end else self.is_end, self.completes)
-
-    def forced_drafts(self) -> ForcedDrafts | None:
-        """Of one sequence with these options; None where nothing is forced."""
-        if not self.forced or self.mode == REFERENCE or self.sampler is None or self.sampler.grammar is None:
-            return None
-        return ForcedDrafts(self.sampler, candidate_widths(self.width))
-
-    def check(self, drafter: object | None) -> None:
-        """Raises EngineError for a mode that needs a drafter where there is none."""
-        if self.mode == SPECULATIVE and drafter is None and self.drafts is None:
-            raise EngineError(f"there is no drafter: use {PLAIN} mode, or load one")
 
 
 def generate(
@@ -111,35 +56,32 @@ class _Run:
         engine: Engine,
         options: LoopOptions,
         stats: Stats,
-        history: list[int],
+        prompt: list[int],
         progress: Callable[[int, int], None] | None,
         interrupted: Callable[[], bool],
         control: WidthControl | None,
         known: int,
     ) -> None:
         self.progress, self.interrupted, self.known = progress, interrupted, known
-        self.engine, self.options, self.stats, self.history, self.drafts = engine, options, stats, history, options.drafts
-        self.limits = options.limits()
-        self.speculating = options.mode == SPECULATIVE and options.width > 1
-        self.control = control if self.speculating else None
-        self.forced = options.forced_drafts()
+        self.engine, self.options, self.stats, self.request = engine, options, stats, Request(prompt, options, stats)
+        self.control = control if self.request.speculating else None
         self._before = _counts(engine)
         self._warm: dict | None = None
         self._decode_started: float | None = None
 
     def tokens(self) -> Iterator[list[int]]:
-        engine, stats, limits = self.engine, self.stats, self.limits
+        engine, stats, request = self.engine, self.stats, self.request
+        limits = request.limits
         if not limits.reason:
-            sampler = self.options.sampler
-            engine.read_candidates(sampler.sampling.candidates() if sampler is not None else 0)
+            engine.read_candidates(self.options.candidates)
             started = time.perf_counter()
-            stats.prompt_tokens = len(self.history)
-            greedy = engine.prefill(self.history[self.known :], self.progress, self.interrupted)
+            stats.prompt_tokens = len(request.history)
+            greedy = engine.prefill(request.history[self.known :], self.progress, self.interrupted)
             stats.seconds["prefill"] += time.perf_counter() - started
             if greedy is None:
                 stats.stop_reason = "interrupt"
                 return
-            yield [self._first(greedy)]
+            yield [request.first(greedy, engine)]
             if not limits.reason:
                 self._prepare()
         self._decode_started = started = time.perf_counter()
@@ -153,82 +95,36 @@ class _Run:
             yield block
         stats.stop_reason = limits.reason
 
-    def _first(self, greedy: int) -> int:
-        engine, sampler = self.engine, self.options.sampler
-        self.limits.begin(engine.cursor.room)
-        token = first_token(greedy, self.history, self.limits, engine.candidates, sampler)
-        engine.cursor.advance(0, token)
-        self.stats.target_forwards += 1
-        self.stats.emitted = 1
-        self.history.append(token)
-        return token
-
     def _step(self) -> list[int]:
         began = time.perf_counter_ns()
-        forced = self.forced.next() if self.forced is not None else []
-        result, width, by_model = self._forward() if not forced else self._verify(forced)
-        drafts = forced or (result.tokens[1:].tolist() if self.options.mode != REFERENCE else [])
-        options, candidates = self.options, self.engine.candidates
-        block = choose_block(result.ids.tolist(), drafts, self.limits, candidates, options.sampler, options.synthetic)
-        matched = len(block) - 1
-        self.engine.accept(len(block), block[-1])
-        self.history += block
-        self.stats.add_block(width, matched, by_model, len(drafts))
+        engine, control = self.engine, self.control
+        request = self.request
+        item = request.forced_work() or request.work(control.next() if control is not None else self.options.width)
+        result = engine.step({0: item})[0]
+        block = request.take(item, result, engine)
         spent = time.perf_counter_ns() - began
-        if self.forced is not None and forced:
-            self.forced.observe(len(forced), matched)
-            self.stats.forced, self.stats.forced_matched = self.forced.drafted, self.forced.matched
-        elif self.forced is not None and width > 1:
-            self.forced.observe_drafter(matched)
-        if self.control is not None and not forced:
-            self.control.observe(width, matched, spent / 1e6)
+        if control is not None and not request.forced:
+            control.observe(item.rows, len(block) - 1, spent / 1e6)
+            if not request.speculating:  # the drafter has failed
+                self.control = None
         self._count_time(result, spent)
         if self._warm is None and self.stats.steps >= WARMUP_STEPS:
-            self._warm = _counts(self.engine)
+            self._warm = _counts(engine)
         return block
-
-    def _forward(self) -> tuple[StepResult, int, bool]:
-        engine = self.engine
-        width = self.control.next() if self.control is not None else self.options.width
-        if self.options.mode == REFERENCE:
-            return self._checked(engine.verify_step([self.history[-1]] * (width - 1))), width, False
-        if not self.speculating or width == 1:
-            return self._checked(engine.plain_step()), 1, False
-        if self.drafts is not None:
-            return self._checked(engine.verify_step(self.drafts(self.history, width - 1))), width, False
-        result = self._checked(engine.fused_step(width))
-        if not result.draft_finite:
-            self.stats.nan_drafts += 1
-            self.speculating, self.control = False, None
-        return result, width, True
-
-    def _verify(self, forced: list[int]) -> tuple[StepResult, int, bool]:
-        """A block of given drafts, filled up to a width that there are graphs for."""
-        width = self.forced.width(forced) if self.forced is not None else 1 + len(forced)
-        filler = [forced[-1]] * (width - 1 - len(forced))
-        return self._checked(self.engine.verify_step([*forced, *filler])), width, False
-
-    def _checked(self, result: StepResult) -> StepResult:
-        if not result.target_finite:
-            raise EngineError(
-                f"{self.engine.target.file.path.name} produced NaN or Inf after {self.engine.cursor.committed} tokens; "
-                "the weights are damaged or overflow on this device"
-            )
-        return result
 
     def _prepare(self) -> None:
         """Builds every graph that the coming tokens can need, so that no step waits for one."""
         role = "plain"
-        if self.options.mode == REFERENCE or (self.speculating and self.drafts is not None):
+        if self.options.mode == REFERENCE or (self.request.speculating and self.options.drafts is not None):
             role = "verify"
-        elif self.speculating:
+        elif self.request.speculating:
             role = "fused"
         widths = [1] if role == "plain" else self.control.widths if self.control is not None else [self.options.width]
         kinds = [(role if width > 1 else "plain", width) for width in widths]
-        if self.forced is not None:
+        if self.request.may_force:
             kinds += [("verify", width) for width in candidate_widths(self.options.width) if width > 1 and ("verify", width) not in kinds]
         self.engine.prepare_transitions(sorted({width for _, width in kinds}))
-        self.engine.prepare(kinds, self.limits.left)
+        self.engine.prepare(kinds, self.request.limits.left)
 
     def _count_time(self, result: StepResult, total_ns: int) -> None:
         times, host = result.times, self.stats.host_us
@@ -240,7 +136,7 @@ class _Run:
     def finish(self) -> None:
         """Fills in the counters, also when the generation was abandoned."""
         stats = self.stats
-        stats.cut = self.options.sampler is not None and self.options.sampler.incomplete
+        self.request.ended()
         if self.engine.graphs.closed:
             return
         self.engine.read_candidates(0)

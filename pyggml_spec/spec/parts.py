@@ -1,4 +1,4 @@
-"""What both engines are made of: options, results, and what they own: caches, the step buffer, graphs."""
+"""What an engine is made of: options, results, and what they own: caches, the step buffer, graphs."""
 
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -14,11 +14,13 @@ from ..checks import whole
 from ..errors import ContextError, EngineError, PairError
 from ..ggml.device import Backend
 from ..ggml.step_io import StepIO, StepTimes
-from ..models.base import DeltaShape, KVShape, Target
+from ..models.base import KVShape, Target
 from ..models.dflash import DFlash
-from .graphs import MOST_CANDIDATES, Step, StepGraphs
+from .graph_store import Step
+from .graphs import MOST_CANDIDATES, StepGraphs
 
 TRASH_ROWS = 16
+ROW_BYTES = 112  # of the step buffer
 WIDTHS = (2, 4, 8, 16)
 MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK = 1 << 24, 1024, 1 << 14
 CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
@@ -38,7 +40,7 @@ class EngineOptions:
     width: rows of a verified block (draft width), 1 for none; never more than the drafter's trained block.
     chunk: widest prefill chunk in tokens.
     kv, draft_kv: what the target's and the drafter's K and V rows are stored as.
-    slots: sequences at once, each with ``n_ctx`` tokens of context; more than one needs a ``BatchEngine``.
+    slots: sequences at once, each with ``n_ctx`` tokens of context.
     """
 
     n_ctx: int = 4096
@@ -90,14 +92,12 @@ class StepResult:
 class EngineParts:
     """Owns caches, graphs and the step buffer; borrows models (with their weights) and the backend.
 
-    A subclass makes ``graphs`` when it allocates, and says in ``_reserve`` which of them are planned at once.
+    The engine says in ``_reserve`` which graphs are planned at once.
     """
 
-    kv_class, planned = KVCache, False  # planning puts classes without memory here
+    kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
     ring: FeatureRing | None = None
     delta: DeltaState | None = None
-    row_bytes: int  # of the step buffer
-    graphs: StepGraphs
     draft_kv: KVCache | None
 
     def __init__(self, backend: Backend, target: Target, drafter: DFlash | None, options: EngineOptions) -> None:
@@ -116,9 +116,6 @@ class EngineParts:
     def _reserve(self) -> None:
         raise NotImplementedError
 
-    def _recurrent(self, shape: DeltaShape) -> DeltaState:
-        raise NotImplementedError
-
     def _own(self, part: P) -> P:
         self._parts.append(part)
         return part
@@ -130,11 +127,20 @@ class EngineParts:
         self.kv = self._cache(self.target.kv_shapes(), opt.kv, self.target.window, widest)
         self.draft_kv = self._cache(self.drafter.kv_shapes(), opt.draft_kv, draft=True) if self.drafter is not None else None
         if shape is not None:
-            self.delta = self._own(self._recurrent(shape))
+            self.delta = self._own(DeltaState(self.backend, shape, self.target.delta_row(), opt.width, opt.slots, self.planned))
         self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, self.target.kv_shapes(), self.target.window)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        of_slot = self.row_bytes * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
+        of_slot = ROW_BYTES * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
         self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192))
+        if self.drafter is not None and opt.slots == 1:
+            self.ring = self._own(FeatureRing(self.backend, self.target.n_embd * len(self.drafter.hp.target_layers)))
+        blocks = candidate_widths(opt.width)
+        widths = {"prefill": self.chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks, "fused": blocks}
+        self.graphs = self._own(
+            self.graphs_class(
+                self.backend, self.io, self.target, self.drafter, self.kv, self.draft_kv, self.delta, self.ring, widths, opt.slots
+            )
+        )
 
     def _cache(self, shapes: list[KVShape], types: KVTypes, window: int = 0, widest: int = 0, draft: bool = False) -> KVCache:
         check_types(types, shapes, self.backend, draft)

@@ -16,18 +16,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Self
 
 from ..cache.prefix_slots import SlotPrefixes
 from ..cache.slots import covering
 from ..checks import token_ids
 from ..errors import ContextError, EngineError
-from .accept import choose_block, first_token
-from .batch import BatchEngine, Draft, Prompt, Verify, Work
 from .batch_width import BatchWidths
-from .loop import REFERENCE, SPECULATIVE, LoopOptions
+from .engine import Engine
 from .parts import StepResult, candidate_widths
+from .request import REFERENCE, SPECULATIVE, LoopOptions, Request
+from .slot import Prompt, Work
 from .stats import Stats
 from .width import Acceptance
 
@@ -78,9 +77,10 @@ class Stream:
     """
 
     def __init__(self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int) -> None:
-        self._scheduler, self._prompt, self._options, self._limits = scheduler, prompt, options, options.limits()
+        self._scheduler, self._prompt = scheduler, prompt
         self.tokens: list[int] = []
         self.stats = Stats(mode=options.mode, width=options.width, prompt_tokens=len(prompt))
+        self._request = Request(prompt, options, self.stats)
         self.slot = -1  # from its admission on
         self.ended = False
         self.error: BaseException | None = None
@@ -90,9 +90,7 @@ class Stream:
         self._keys: list[bytes] = []  # of the prompt's chunks, for the prefix cache
         self._partings: set[int] = set()  # lengths at which another prompt goes on otherwise
         self._leaders: list[tuple[Stream, int]] = []  # older ones that compute what this prompt begins with, and how much of it
-        self._speculating = options.mode == SPECULATIVE and options.width > 1
-        self._acceptance = Acceptance(widest - 1) if self._speculating else None
-        self._forced, self._forced_now = options.forced_drafts(), list[int]()
+        self._acceptance = Acceptance(widest - 1) if self._request.speculating else None
         self._since = time.perf_counter()
         self._last_step = 0.0
 
@@ -145,16 +143,6 @@ class Stream:
         end = min([self._filled + rows, *(n for n in self._partings if n > self._filled)])
         return self._prompt[self._filled : end]
 
-    def _work(self, width: int) -> Work:
-        """What it does in a step whose blocks have ``width`` rows."""
-        self._forced_now = self._forced.next() if self._forced is not None else []
-        if self._forced_now:
-            return Verify(self._forced_now)
-        if not self._speculating or width == 1:
-            return Verify()
-        scripted = self._options.drafts
-        return Draft(width) if scripted is None else Verify(scripted([*self._prompt, *self.tokens], width - 1))
-
     def _phase(self, name: str) -> None:
         now = time.perf_counter()
         self.stats.seconds[name] = self.stats.seconds.get(name, 0.0) + now - self._since
@@ -167,7 +155,7 @@ class Scheduler:
     ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole.
     """
 
-    def __init__(self, engine: BatchEngine, width: int | None = None, prefix_memory: int = 0) -> None:
+    def __init__(self, engine: Engine, width: int | None = None, prefix_memory: int = 0) -> None:
         self.engine, self.stats = engine, BatchStats()
         self.prefixes = SlotPrefixes(engine, prefix_memory) if prefix_memory else None
         self.widths = BatchWidths(candidate_widths(engine.options.width)) if width is None and engine.drafter is not None else None
@@ -187,8 +175,8 @@ class Scheduler:
             EngineError: a mode that several sequences cannot have.
         """
         ids = token_ids(prompt, self.engine.target.n_vocab)
-        if options.mode == REFERENCE:
-            raise EngineError("reference mode is for one sequence: use one slot")
+        if options.mode == REFERENCE and (len(self.engine.slots) > 1 or self.widths is not None):
+            raise EngineError("reference mode is for one sequence at one width: use one slot, and pin the width")
         if ids.size > self.engine.options.n_ctx:
             raise ContextError(
                 f"a prompt of {ids.size} tokens does not fit the context of {self.engine.options.n_ctx} per slot; raise `n_ctx`"
@@ -197,7 +185,7 @@ class Scheduler:
         stream = Stream(self, ids.tolist(), options, self.engine.options.width)
         stream.stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""
         with self._queue:
-            if reason := stream._limits.reason:  # no tokens were asked for
+            if reason := stream._request.limits.reason:  # no tokens were asked for
                 stream.ended, stream.stats.stop_reason = True, reason
                 self.stats.finished[reason] += 1
             else:
@@ -300,12 +288,13 @@ class Scheduler:
         with self._queue:
             while self._waiting:
                 stream = self._waiting[0]
-                sampler, drafting = stream._options.sampler, stream._speculating and self.width > 1  # or else its rows are for nothing
-                slot = self.engine.admit(drafting, sampler.sampling.candidates() if sampler is not None else 0)
+                request = stream._request
+                drafting = request.speculating and self.width > 1  # or else its rows are for nothing
+                slot = self.engine.admit(drafting, request.options.candidates)
                 if slot is None:
                     return
                 self._waiting.popleft()
-                stream.slot, stream._speculating = slot, drafting
+                stream.slot, request.speculating = slot, drafting
                 stream._phase("queued")
                 self._enter(stream)
                 self._active.append(stream)
@@ -355,8 +344,8 @@ class Scheduler:
         width = self.width
         self._covered = covering([s.slot for s in decoding], len(self.engine.slots)).count
         if self.widths is not None:
-            width = self.widths.choose(self._covered, [s._acceptance if s._speculating else None for s in decoding])
-        work: dict[Stream, Work] = {s: s._work(width) for s in decoding}
+            width = self.widths.choose(self._covered, [s._acceptance if s._request.speculating else None for s in decoding])
+        work: dict[Stream, Work] = {s: s._request.forced_work() or s._request.work(width) for s in decoding}
         if any(item.rows > 1 for item in work.values()):
             for s in filling:  # twice the rows are still less than a step of its own
                 if s._left <= width and covering([other.slot for other in (*work, s)], len(self.engine.slots)).count <= 2 * self._covered:
@@ -365,60 +354,36 @@ class Scheduler:
 
     def _take(self, stream: Stream, item: Work, result: StepResult) -> None:
         """What a step brought one sequence."""
-        stats = stream.stats
-        stats.target_forwards += 1
-        if not result.target_finite:
-            at = self.engine.slots[stream.slot].cursor.committed
-            name = self.engine.target.file.path.name
-            raise EngineError(f"{name} produced NaN or Inf after {at} tokens; the weights are damaged or overflow on this device")
-        if isinstance(item, Prompt):
-            stream._filled += len(item.tokens)
-            self.stats.prompt_tokens += len(item.tokens)
-            if self.prefixes is not None:
-                last = stream._left <= len(item.tokens)
-                self.prefixes.computed(stream.slot, stream._keys, last or stream._filled in stream._partings)
-            if not stream._left:
-                stream._phase("prefill")
-                stats.emitted = 1
-                self._emit(stream, [self._first(stream, result)])
+        request = stream._request
+        if not isinstance(item, Prompt):
+            block = request.take(item, result, self.engine, stream.slot)
+            if item.rows > 1 and stream._acceptance is not None and not request.forced:
+                stream._acceptance.observe(item.rows, len(block) - 1)
+            self._emit(stream, block)
             return
-        stats.target_forwards -= 1  # add_block counts it
-        if not result.draft_finite:
-            stats.nan_drafts += 1
-            stream._speculating = False
-        options, candidates = stream._options, partial(self.engine.candidates, stream.slot)
-        block = choose_block(
-            result.ids.tolist(), result.tokens[1:].tolist(), stream._limits, candidates, options.sampler, options.synthetic
-        )
-        self.engine.accept(stream.slot, len(block), block[-1])
-        stats.add_block(item.rows, matched := len(block) - 1, isinstance(item, Draft))
-        if stream._forced is not None and stream._forced_now:
-            stream._forced.observe(len(stream._forced_now), matched)
-            stats.forced, stats.forced_matched = stream._forced.drafted, stream._forced.matched
-        elif item.rows > 1 and stream._acceptance is not None:
-            stream._acceptance.observe(item.rows, matched)
-            if stream._forced is not None:
-                stream._forced.observe_drafter(matched)
-        self._emit(stream, block)
-
-    def _first(self, stream: Stream, result: StepResult) -> int:
-        """The token behind the prompt."""
-        stream._limits.begin(self.engine.slots[stream.slot].cursor.room)
-        candidates = partial(self.engine.candidates, stream.slot)
-        token = first_token(int(result.ids[0]), stream._prompt, stream._limits, candidates, stream._options.sampler)
-        self.engine.choose(stream.slot, token)
-        return token
+        if not result.target_finite:
+            raise EngineError(self.engine.not_finite(stream.slot))
+        stream._filled += len(item.tokens)
+        self.stats.prompt_tokens += len(item.tokens)
+        if self.prefixes is not None:
+            last = stream._left <= len(item.tokens)
+            self.prefixes.computed(stream.slot, stream._keys, last or stream._filled in stream._partings)
+        if not stream._left:
+            stream._phase("prefill")
+            self._emit(stream, [request.first(int(result.ids[0]), self.engine, stream.slot)])
+        else:
+            stream.stats.target_forwards += 1
 
     def _emit(self, stream: Stream, block: list[int]) -> None:
         stream.tokens += block
         self.stats.emitted += len(block)
         stream._blocks.append(block)
-        if stream._limits.reason:
-            self._end(stream, stream._limits.reason)
+        if stream._request.limits.reason:
+            self._end(stream, stream._request.limits.reason)
 
     def _end(self, stream: Stream, reason: str) -> None:
         stream.stats.stop_reason = reason
-        stream.stats.cut = stream._options.sampler is not None and stream._options.sampler.incomplete
+        stream._request.ended()
         self.stats.finished[reason] += 1
         self._leave(stream)
         stream.ended = True
@@ -447,7 +412,7 @@ class Scheduler:
         rows = max(item.rows for item in work.values() if not isinstance(item, Prompt))
         width = next(w for w in (1, *candidate_widths(self.engine.options.width)) if rows <= w)
         stats.widths[width] += 1
-        if self.widths is not None and len(work) == len(decoding) and not any(s._forced_now for s in decoding):
+        if self.widths is not None and len(work) == len(decoding) and not any(s._request.forced for s in decoding):
             self.widths.observe(self._covered, width, 1000 * spent)
         for stream in decoding:
             if stream._last_step:

@@ -147,20 +147,13 @@ class WidthControl:
             if best != 1:
                 self._probe_after = FIRST_PROBE
         if self.current == 1:
-            self._after_probe(worked=self._probing and (matched + 1) * self.costs[1] > self.costs[width])
+            self._plain_steps = 0
+            if self._probing:
+                self._probe_after = min(2 * self._probe_after, LAST_PROBE)
 
     def _extra(self) -> float:
         """Milliseconds that a probe loses if nothing is accepted."""
         return self.costs[self._probe_width] - self.costs[1]
-
-    def _after_probe(self, worked: bool) -> None:
-        """A probe that worked is followed by another at once; one that did not makes the next one wait longer."""
-        if worked:
-            self._plain_steps = self._probe_after
-            return
-        self._plain_steps = 0
-        if self._probing:
-            self._probe_after = min(2 * self._probe_after, LAST_PROBE)
 
     @property
     def outdated(self) -> bool:

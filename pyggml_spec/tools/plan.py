@@ -21,12 +21,11 @@ from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_drafter, open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET, MOST_BYTES, Session, load
-from ..spec.batch import BatchEngine
-from ..spec.batch_graphs import BatchGraphs
 from ..spec.engine import Engine
-from ..spec.graphs import Step, StepGraphs
+from ..spec.graph_store import Step
+from ..spec.graphs import StepGraphs
 from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions
-from ..spec.parts import EngineOptions, EngineParts, P
+from ..spec.parts import EngineOptions, P
 
 _ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
 
@@ -93,7 +92,7 @@ class PlannedKV(KVCache):
         return self._planned
 
 
-class _Sized:
+class PlannedGraphs(StepGraphs):
     """Graphs that are built, and whose buffers are only sized: one per role, as large as the graph that asks for most."""
 
     def __init__(self, *args):
@@ -112,24 +111,10 @@ class _Sized:
         return sum(self.bytes_by_role.values())
 
 
-class PlannedGraphs(_Sized, StepGraphs):
-    """Those of an engine that cannot run."""
-
-
-class PlannedBatchGraphs(_Sized, BatchGraphs):
-    """Those of a batch engine that cannot run."""
-
-
 class PlannedEngine(Engine):
     """An engine that cannot run."""
 
     kv_class, graphs_class, planned = PlannedKV, PlannedGraphs, True
-
-
-class PlannedBatchEngine(BatchEngine):
-    """A batch engine that cannot run."""
-
-    kv_class, graphs_class, planned = PlannedKV, PlannedBatchGraphs, True
 
 
 @dataclass(frozen=True)
@@ -371,21 +356,22 @@ def _plan_on(
         if drafter is not None:
             drafter.weights = own(PlannedWeights(backend, drafter))
 
-        def memory_of(engine_class: type[EngineParts], context: int, slots: int) -> tuple[dict[str, int], dict[str, int]]:
-            engine: Any = engine_class(backend, target, drafter, replace(options, n_ctx=context, slots=slots))
+        def memory_of(context: int, slots: int) -> tuple[dict[str, int], dict[str, int]]:
+            engine = PlannedEngine(backend, target, drafter, replace(options, n_ctx=context, slots=slots))
             try:
+                assert isinstance(engine.graphs, PlannedGraphs)
                 return engine.memory(), dict(engine.graphs.bytes_by_role)
             finally:
                 engine.close()
 
         def of_slots(context: int) -> dict[str, int]:
-            memory = memory_of(PlannedBatchEngine, context, slots)[0] if slots != 1 else {}
+            memory = memory_of(context, slots)[0] if slots != 1 else {}
             return {name: nbytes for name, nbytes in memory.items() if name not in ("weights", "draft_weights")}  # which are shared
 
         def total(context: int) -> int:
-            return sum(memory_of(PlannedEngine, context, 1)[0].values()) + sum(of_slots(context).values())
+            return sum(memory_of(context, 1)[0].values()) + sum(of_slots(context).values())
 
-        (memory, roles), slots_memory = memory_of(PlannedEngine, n_ctx, 1), of_slots(n_ctx)
+        (memory, roles), slots_memory = memory_of(n_ctx, 1), of_slots(n_ctx)
         by_type: dict[str, int] = {}
         for model in (target, drafter):
             for name, nbytes in model.weights.bytes_by_type.items() if model is not None else ():

@@ -5,10 +5,10 @@ import pytest
 from spec.batch_helpers import Pair
 
 from pyggml_spec.errors import EngineError
-from pyggml_spec.spec.batch import BatchEngine, Draft, Prompt
-from pyggml_spec.spec.engine import EngineOptions
+from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.spec.scheduler import Scheduler
+from pyggml_spec.spec.slot import Draft, Prompt
 from pyggml_spec.tools.random_model import Shape
 
 CHUNK, N_CTX, MANY = 64, 768, 1 << 30
@@ -35,9 +35,7 @@ def scheduler(pair):
 
 def make(pair, slots=3, memory=MANY, width=8) -> Scheduler:
     s = pair.session
-    return Scheduler(
-        BatchEngine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8)), width, memory
-    )
+    return Scheduler(Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8)), width, memory)
 
 
 def check(pair, streams) -> None:
@@ -141,9 +139,9 @@ def test_a_snapshot_goes_into_any_slot(pair):
         batch.admit()
     batch.step({0: Prompt(prompt), 1: Prompt([5, 6, 7])})
     batch.step({0: Draft(8), 1: Draft(4)})
-    batch.accept(0, 8, 3), batch.accept(1, 1, 4)
+    batch.accept(8, 3, 0), batch.accept(1, 4, 1)
     batch.step({1: Draft(8)})  # slot 1 is in the middle of a block: that is its own business
-    batch.rollback(0, len(prompt) + 3)
+    batch.rollback(len(prompt) + 3, 0)
     snapshot = batch.snapshot(0)
     n = len(prompt) + 3
 
@@ -151,24 +149,24 @@ def test_a_snapshot_goes_into_any_slot(pair):
         out = []
         for _ in range(3):
             r = batch.step({slot: Draft(8)})[slot]
-            batch.accept(slot, 2, int(r.ids[1]))
+            batch.accept(2, int(r.ids[1]), slot)
             out.append((r.tokens.tolist(), r.ids.tolist()))
         return out
 
     assert snapshot.committed == n and batch.rollback_range(0) == (n, n)
-    batch.accept(1, 1, 9)
+    batch.accept(1, 9, 1)
     want = go_on(0)
     for slot in (2, 0, 2):
-        batch.restore(slot, snapshot)
+        batch.restore(snapshot, slot)
         assert batch.rollback_range(slot) == (n, n)
         with pytest.raises(EngineError, match="cannot be rolled back"):
-            batch.rollback(slot, n - 1)
+            batch.rollback(n - 1, slot)
         assert go_on(slot) == want
     snapshot.close()
     with pytest.raises(EngineError, match="no open snapshot"):
-        batch.restore(0, snapshot)
+        batch.restore(snapshot, 0)
     with pytest.raises(EngineError, match="length of the sequence is 1,"):
-        batch.resume(0, 1)
+        batch.resume(1, slot=0)
     batch.step({0: Draft(8)})
-    with pytest.raises(EngineError, match="a block is open"):
+    with pytest.raises(EngineError, match="neither accepted nor given up"):
         batch.snapshot(0)

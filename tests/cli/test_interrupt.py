@@ -38,11 +38,11 @@ def test_during_decoding(pinned, text, tmp_path):
 def test_during_prefill(pinned, tmp_path):
     patch = """if True:
         from pyggml_spec.spec.engine import Engine
-        chunk = Engine._prefill_chunk
-        def slow(self, part):
+        step = Engine.step
+        def slow(self, work, meanwhile=None):
             ctrl_c()
-            return chunk(self, part)
-        Engine._prefill_chunk = slow
+            return step(self, work, meanwhile)
+        Engine.step = slow
     """
     done = run_patched(patch, *pinned, "-p", "x" * 1200, "-n", 5, "--stats", tmp_path / "s.json")
     assert (done.returncode, done.stdout) == (130, "") and "ended by: interrupt" in done.stderr
@@ -101,15 +101,15 @@ def test_while_llama_cpp_reads_the_vocabulary(pinned):
 def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
     patch = """if True:
         from pyggml_spec.spec.engine import Engine
-        step, count = Engine.fused_step, 0
+        step, count = Engine.step, 0
         def slow(self, *args):
             global count
             count += 1
-            if count == 5:
+            if count == 6:  # one is the prompt's
                 ctrl_c()
                 ctrl_c()
             return step(self, *args)
-        Engine.fused_step = slow
+        Engine.step = slow
     """
     done = run_patched(patch, *pinned, "-p", PROMPT, "-n", 40, "-q", "--stats", tmp_path / "s.json")
     assert done.returncode == 130 and done.stdout and text.startswith(done.stdout)

@@ -334,7 +334,7 @@ def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(
         if slots == 1:
             graph = session.engine.step_graph("plain", 1)
         else:
-            graph = stack.enter_context(session.batch(slots)).engine.graphs.get("direct", 1, 256, SlotRange(0, slots)).graph
+            graph = stack.enter_context(session.batch(slots)).engine.graphs.get("plain", 1, 256, SlotRange(0, slots)).graph
         ops = [ffi.string(lib.ggml_op_desc(lib.ggml_graph_node(graph.gf, i))).decode() for i in range(graph.n_nodes)]
         kernels = [op for op in ops if op not in ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")]
         before = [kernels[i - 1] for i, op in enumerate(kernels) if op == "FLASH_ATTN_EXT"]

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 
 import pyggml_spec as ps
-from pyggml_spec.spec.batch import BatchEngine, Draft, Prompt, Verify
-from pyggml_spec.spec.engine import EngineOptions
+from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.spec.scheduler import Scheduler
+from pyggml_spec.spec.slot import Draft, Prompt, Verify
 from pyggml_spec.tools.random_archs import write_gemma4, write_qwen3, write_qwen3moe
 from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
@@ -27,12 +27,12 @@ class Pair:
         self.n_ctx, self.tie, self._batches, self._solo = n_ctx, tie, {}, {}
         self.ties = 0  # streams that left the solo stream at a tie
 
-    def batch(self, slots: int, **options) -> BatchEngine:
+    def batch(self, slots: int, **options) -> Engine:
         """An engine without sequences; the same one again for the same options, so that its slots have been used before."""
         key = (slots, *options.items())
         if key not in self._batches:
             s = self.session
-            self._batches[key] = BatchEngine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=self.n_ctx, slots=slots, **options))
+            self._batches[key] = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=self.n_ctx, slots=slots, **options))
         batch = self._batches[key]
         for slot, state in enumerate(batch.slots):
             if state.used:
@@ -78,18 +78,18 @@ def matched(result) -> int:
     return int(agree.size if agree.all() else np.argmin(agree))
 
 
-def accept(batch: BatchEngine, results: dict, out: dict) -> None:
+def accept(batch: Engine, results: dict, out: dict) -> None:
     """Accepts what the target agreed with; the tokens go to ``out``. A prompt's first token does too."""
     for slot, r in results.items():
         state = batch.slots[slot]
         m = matched(r) if state.open_rows else 0
         if state.open_rows:
-            batch.accept(slot, m + 1, int(r.ids[m]))
+            batch.accept(m + 1, int(r.ids[m]), slot)
             out[slot] += r.tokens[1 : m + 1].tolist()
         out[slot].append(int(r.ids[m]))
 
 
-def run(batch: BatchEngine, texts: list[list[int]], n: int, work=lambda slot, done: Draft(16)) -> list[list[int]]:
+def run(batch: Engine, texts: list[list[int]], n: int, work=lambda slot, done: Draft(16)) -> list[list[int]]:
     """``n`` tokens for every prompt, all slots in every step; ``work(slot, tokens so far)`` is what a slot does, None for nothing."""
     slots = [batch.admit() for _ in texts]
     out = {slot: [] for slot in slots}
@@ -113,7 +113,7 @@ def serve(pair: Pair, seed: int, requests: int = 10) -> list[int]:
     rng, s = np.random.default_rng(seed), pair.session
     slots, chunk, width = int(rng.integers(2, 6)), int(rng.choice([32, 64, 128])), rng.choice([None, 4, 16])
     own = [rng.integers(0, 256, 300).tolist() for _ in range(2)]
-    engine = BatchEngine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, chunk=chunk))
+    engine = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, chunk=chunk))
     streams = []
     with Scheduler(engine, width and int(width), int(rng.choice([0, 1 << 19, 1 << 30]))) as scheduler:
         while len(streams) < requests or not scheduler.idle:

@@ -15,7 +15,7 @@ from pyggml_spec.cache.kv import GPU_SPAN, SPAN
 from pyggml_spec.cache.slots import SlotRange, covering
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import ffi, lib, text
-from pyggml_spec.spec.batch import Draft, Prompt, Verify
+from pyggml_spec.spec.slot import Draft, Prompt, Verify
 from pyggml_spec.tools.random_model import Shape
 
 ARCHS = ("qwen35", "qwen3", "qwen3moe", "gemma4")
@@ -64,7 +64,7 @@ def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
     accept(batch, batch.step({slot: Prompt(text) for slot, text in zip(slots, texts)}), out)
     batch.step({slot: Draft(16) for slot in slots})
     for slot in slots:
-        batch.rollback(slot, batch.rollback_range(slot)[0] + 1) if slot != 1 else batch.release(slot)
+        batch.rollback(batch.rollback_range(slot)[0] + 1, slot) if slot != 1 else batch.release(slot)
     for slot in (0, 2, 3):  # one row of the block was kept: the pending token after it is a draft, not the target's choice
         assert batch.slots[slot].cursor.committed == len(texts[slot]) + 1
         batch.slots[slot].cursor.pending = want[slot][1]
@@ -169,7 +169,7 @@ def test_four_times_512_tokens_are_one_forward_pass(tmp_path):
     batch = pair.batch(4)
     slots = [batch.admit() for _ in texts]
     before, computes = batch.forwards, sum(c.computes for c in batch.graphs.counters().values())
-    got = batch.logits(dict(zip(slots, texts)))
+    got = batch.logits_together(dict(zip(slots, texts)))
     assert batch.forwards - before == 1
     assert sum(c.computes for c in batch.graphs.counters().values()) - computes == 1
     assert batch.rows_used == batch.rows_computed == 4 * 512
@@ -191,7 +191,7 @@ def test_real_text_four_times_512_tokens(tmp_path):
         texts = [ids[512 * i : 512 * (i + 1)] for i in range(4)]
         with session.batch(4) as scheduler:
             batch = scheduler.engine
-            got = batch.logits({batch.admit(): part for part in texts})
+            got = batch.logits_together({batch.admit(): part for part in texts})
             assert batch.forwards == 1
         for slot, part in enumerate(texts):
             session.engine.reset()
@@ -240,7 +240,7 @@ def _after_block(pair, text, drafts):
     assert (batch.admit(), batch.admit()) == (0, 1)
     batch.step({0: Prompt(text), 1: Prompt([9, 8, 7])})
     batch.step({0: Verify(drafts), 1: Draft(4)})
-    batch.accept(1, 1, 5)
+    batch.accept(1, 5, 1)
     return batch
 
 
@@ -249,7 +249,7 @@ def _continues(batch, text, pair, n=6, slot=0):
     out = []
     for _ in range(n):
         r = batch.step({slot: Verify()})[slot]
-        batch.accept(slot, 1, int(r.ids[0]))
+        batch.accept(1, int(r.ids[0]), slot)
         out.append(int(r.ids[0]))
     return out == pair.solo(text, n)
 
@@ -262,8 +262,8 @@ def test_rollback_to_every_length_of_a_block(hybrid, keep):
     text = prompts(3, seed=4)[2]
     first = hybrid.solo(text, 1)[0]
     batch = _after_block(hybrid, text, DRAFTS)
-    batch.accept(0, 16, 3)
-    batch.rollback(0, len(text) + keep)
+    batch.accept(16, 3, 0)
+    batch.rollback(len(text) + keep, 0)
     rows = [*text, first, *DRAFTS]
     assert batch.slots[0].cursor.committed == len(text) + keep
     if keep < 16:
@@ -276,7 +276,7 @@ def test_rollback_twice_and_forwards_again(hybrid):
     first = hybrid.solo(text, 1)[0]
     batch = _after_block(hybrid, text, DRAFTS)
     for keep in (12, 3, 9):
-        batch.rollback(0, len(text) + keep)
+        batch.rollback(len(text) + keep, 0)
     assert _continues(batch, [*text, first, *DRAFTS[:9]], hybrid)
 
 
@@ -284,10 +284,10 @@ def test_rollback_is_refused_outside_the_block_without_side_effects(hybrid):
     text = prompts(3, seed=4)[2]
     first = hybrid.solo(text, 1)[0]
     batch = _after_block(hybrid, text, DRAFTS)
-    batch.rollback(0, len(text) + 5)
+    batch.rollback(len(text) + 5, 0)
     for n in (0, len(text) - 1, len(text) + 17):
         with pytest.raises(EngineError, match=f"{n} tokens.*{len(text)} to {len(text) + 16}"):
-            batch.rollback(0, n)
+            batch.rollback(n, 0)
     assert _continues(batch, [*text, first, *DRAFTS[:5]], hybrid)
 
 
@@ -300,13 +300,13 @@ def test_after_plain_steps_only_the_current_length_is_left(hybrid):
     batch.step({0: Prompt(text)})
     for token in want[1:5]:
         batch.step({0: Verify()})
-        batch.accept(0, 1, token)
+        batch.accept(1, token, 0)
     n = len(text) + 4
     assert batch.rollback_range(0) == (n, n)
     for wrong in (n - 1, n - 4, n + 1):
         with pytest.raises(EngineError, match="cannot be rolled back"):
-            batch.rollback(0, wrong)
-    batch.rollback(0, n)
+            batch.rollback(wrong, 0)
+    batch.rollback(n, 0)
     assert _continues(batch, [*text, *want[:5]], hybrid)
 
 
@@ -315,12 +315,12 @@ def test_a_fold_makes_lengths_final(hybrid):
     text = prompts(3, seed=4)[2]
     first = hybrid.solo(text, 1)[0]
     batch = _after_block(hybrid, text, DRAFTS)
-    batch.accept(0, 7, 11)
-    batch.fold()
+    batch.accept(7, 11, 0)
+    batch.settle()
     n = len(text) + 7
     assert batch.rollback_range(0) == (n, n)
     with pytest.raises(EngineError):
-        batch.rollback(0, n - 1)
+        batch.rollback(n - 1, 0)
     assert _continues(batch, [*text, first, *DRAFTS[:6], 11], hybrid)
 
 
@@ -332,17 +332,17 @@ def test_an_open_block_outlives_certain_rows_of_its_neighbours(hybrid, work):
     assert [batch.admit() for _ in texts] == [0, 1, 2]
     batch.step({slot: Prompt(text) for slot, text in enumerate(texts)})
     r = batch.step({0: Draft(16), 1: Verify(want[1:8] + [3] * 8), 2: Draft(16)})
-    batch.accept(0, 3, 5), batch.accept(2, 2, 6)
+    batch.accept(3, 5, 0), batch.accept(2, 6, 2)
     n = len(texts[1])
     for _ in range(3):
         batch.step({0: work, 2: work})
         for slot in (0, 2):
             if batch.slots[slot].open_rows:
-                batch.accept(slot, 1, 9)
+                batch.accept(1, 9, slot)
     with pytest.raises(EngineError, match="slot 1 .*open block"):
         batch.step({0: Draft(16), 2: Draft(16)})
     assert batch.slots[1].cursor.committed == n
-    batch.accept(1, 8, int(r[1].ids[7]))
+    batch.accept(8, int(r[1].ids[7]), 1)
     assert int(r[1].ids[7]) == want[8] and _continues(batch, [*texts[1], *want[:9]], hybrid, slot=1)
 
 
@@ -370,11 +370,11 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
             batch.step(work)
     assert batch.forwards == before
     with pytest.raises(EngineError, match="1 rows cannot be accepted of a block of 0"):
-        batch.accept(0, 1, 5)
+        batch.accept(1, 5, 0)
     batch.step({0: Draft(16)})
     with pytest.raises(EngineError, match="nothing was accepted of"):
         batch.step({0: Verify()})
-    batch.rollback(0, len(text))
+    batch.rollback(len(text), 0)
     assert _continues(batch, [*text, batch.slots[0].cursor.pending], hybrid)
 
 
@@ -408,9 +408,9 @@ def test_candidates_of_requests_that_want_different_numbers(hybrid):
         for slot, count in enumerate(wanted):
             batch.slots[slot].candidates = count
         batch.step({0: Draft(8), 1: Verify([5, 6]), 2: Verify()})
-        rows = [(ids, logits.copy()) for ids, logits in (batch.candidates(slot, row) for slot, row in ((0, 3), (1, 2), (2, 0)))]
+        rows = [(ids, logits.copy()) for ids, logits in (batch.candidates(row, slot) for slot, row in ((0, 3), (1, 2), (2, 0)))]
         for slot in range(3):
-            batch.rollback(slot, batch.rollback_range(slot)[0])
+            batch.rollback(batch.rollback_range(slot)[0], slot)
         return rows
 
     batch.step({slot: Prompt(text) for slot, text in enumerate(texts)})
@@ -436,7 +436,7 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
     waited = 0
     while max(slot.cursor.committed for slot in batch.slots) < 900:
         for slot in slots:
-            batch.accept(slot, int(rng.integers(1, batch.slots[slot].open_rows + 1)), 7)
+            batch.accept(int(rng.integers(1, batch.slots[slot].open_rows + 1)), 7, slot)
         kept = list(batch.graphs.steps().values())
         batch.step({slot: Draft(16 if slot == 1 else int(rng.integers(9, 17))) for slot in slots})
         waited += not any(batch._last is step for step in kept)
@@ -470,7 +470,7 @@ def test_one_slot_moves_no_state_but_the_one_write_back(large_states):
     for role, width in (("prefill", 32), ("plain", 1), ("verify", 4), ("fused", 4), ("fused", 16)):
         counts[role, width] = _state_copies(engine.graphs.get(role, width, 256).graph, floats)
     assert counts == {("prefill", 32): 3, ("plain", 1): 3, ("verify", 4): 0, ("fused", 4): 0, ("fused", 16): 0}
-    assert _state_copies(engine.graphs.get("commit", 16, 0, 0, True).graph, floats) == 0
+    assert _state_copies(engine.graphs.get("commit", 16, 0, None, 0, True).graph, floats) == 0
 
 
 def test_several_slots_move_no_state_but_the_one_write_back(large_states):
@@ -478,6 +478,6 @@ def test_several_slots_move_no_state_but_the_one_write_back(large_states):
     batch, floats = large_states.batch(4), 128 * 128 * 4
     every, half = SlotRange(0, 4), SlotRange(2, 2)
     for role, width, seats, want in (
-        ("direct", 1, every, 3), ("direct", 32, SlotRange(1, 1), 3), ("fused", 4, every, 0), ("verify", 4, every, 0), ("fused", 4, half, 3),
+        ("plain", 1, every, 3), ("prefill", 32, SlotRange(1, 1), 3), ("fused", 4, every, 0), ("verify", 4, every, 0), ("fused", 4, half, 3),
     ):  # fmt: skip
         assert _state_copies(batch.graphs.get(role, width, 256, seats).graph, floats) == want, (role, width, seats)

@@ -7,7 +7,6 @@ from spec.helpers import oracle, run
 
 import pyggml_spec as ps
 from pyggml_spec.errors import EngineError
-from pyggml_spec.spec.batch import BatchEngine
 from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.spec.limits import Limits
 from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
@@ -41,7 +40,7 @@ class InASlot:
     """The same as the second of two sequences, behind one that has ended."""
 
     def __init__(self, session, n_ctx):
-        engine = BatchEngine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, width=WIDTH, slots=2))
+        engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, width=WIDTH, slots=2))
         self.scheduler = Scheduler(engine, WIDTH)
 
     def __call__(self, options):

@@ -98,16 +98,23 @@ class TableTarget:
         self.cursor.advance(len(tokens), 0)
         return int(self._rows[0].argmax())
 
-    def verify_step(self, drafts):
-        tokens = np.array([self.cursor.pending, *drafts])
+    @property
+    def slots(self):
+        return [self]
+
+    def step(self, work):
+        tokens = np.array([self.cursor.pending, *work[0].drafts])
         self._rows = self.table[tokens]
         times = SimpleNamespace(upload=0, compute=0, read=0)
-        return StepResult(tokens, self._rows.argmax(axis=1), True, True, times)
+        return {0: StepResult(tokens, self._rows.argmax(axis=1), True, True, times)}
 
-    def candidates(self, row):
+    def choose(self, pending, slot):
+        self.cursor.advance(0, pending)
+
+    def candidates(self, row, slot):
         return None, self._rows[row]
 
-    def accept(self, rows, pending):
+    def accept(self, rows, pending, slot):
         self.cursor.advance(rows, pending)
 
     def prepare(self, *more):
@@ -360,7 +367,7 @@ def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch)
     out = []
     for candidates in (sampling.candidates(), None):
         sampler = Sampler(sampling, None, demo.target.n_vocab)
-        monkeypatch.setattr(engine, "read_candidates", lambda count: setattr(engine.graphs, "candidates", candidates or 0))
+        monkeypatch.setattr(engine, "read_candidates", lambda count: setattr(engine.slots[0], "candidates", candidates or 0))
         engine.reset()
         stats = Stats()
         blocks = list(generate(engine, prompt, LoopOptions(50, width=4, sampler=sampler), stats))

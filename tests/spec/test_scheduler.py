@@ -10,7 +10,6 @@ from spec.batch_helpers import Pair, prompts, serve
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ContextError, EngineError
-from pyggml_spec.spec.batch import BatchEngine
 from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.spec.loop import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.spec.sampling import Sampler, Sampling
@@ -36,7 +35,7 @@ def scheduler(pair):
 
 def _scheduler(pair, slots, width=None, **options) -> Scheduler:
     s = pair.session
-    return Scheduler(BatchEngine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, **options)), width)
+    return Scheduler(Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, **options)), width)
 
 
 def test_more_sequences_than_slots_all_get_their_own_tokens(pair, scheduler):
@@ -187,7 +186,7 @@ def test_drafted_and_matched_are_the_same_integers_by_either_engine_and_any_pref
             text = [t for block in generate(engine, prompt, LoopOptions(40, SPECULATIVE, 8), stats) for t in block]
             engine.close()
             seen.append((text, stats.drafted, stats.matched, stats.steps, stats.matched_at))
-            with Scheduler(BatchEngine(*parts), 8) as scheduler:
+            with Scheduler(Engine(*parts), 8) as scheduler:
                 stream = scheduler.submit(prompt, LoopOptions(40, SPECULATIVE))
                 text, stats = stream.result(), stream.stats
             seen.append((text, stats.drafted, stats.matched, stats.steps, stats.matched_at))
@@ -243,6 +242,27 @@ def test_wrong_requests_are_refused_when_they_are_made(pair, scheduler):
         with pytest.raises(error, match=words):
             scheduler.submit(prompt, options)
     assert scheduler.idle
+
+
+def test_one_slot_gives_what_a_session_alone_gives(pair):
+    """The same graphs and the same steps: ids, counts and graphs are equal in every mode, reference included."""
+    text, session = prompts(3, seed=8)[2], pair.session
+    parts = session.backend, session.target, session.drafter, EngineOptions(n_ctx=pair.n_ctx, width=8)
+    engine = Engine(*parts)
+    with Scheduler(Engine(*parts), 8) as scheduler:
+        for mode in (SPECULATIVE, PLAIN, REFERENCE):
+            options, stats = LoopOptions(30, mode, 8), Stats()
+            engine.reset(drafting=mode == SPECULATIVE)
+            tokens = [t for block in generate(engine, text, options, stats) for t in block]
+            stream = scheduler.submit(text, options)
+            assert stream.result() == tokens and len(tokens) == 30
+            for name in ("emitted", "steps", "drafted", "matched", "matched_at", "widths", "stop_reason", "target_forwards"):
+                assert getattr(stream.stats, name) == getattr(stats, name), (mode, name)
+        kinds = [
+            {(*key[:2], *key[3:]) for key in e.graphs.steps() if key[0] in ("plain", "verify", "fused")} for e in (engine, scheduler.engine)
+        ]
+        assert kinds[0] == kinds[1]
+    engine.close()
 
 
 def test_a_sequence_that_fails_fails_alone(pair, scheduler):
@@ -332,7 +352,7 @@ def test_an_interrupt_between_the_sequences_of_a_step_ends_them_all(pair, schedu
     streams = [scheduler.submit(text, DRAFT) for text in prompts(2)]
     scheduler.step()
     with monkeypatch.context() as patched:
-        patched.setattr(scheduler, "_choose", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patched.setattr(scheduler, "_take", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             scheduler.step()
     assert scheduler.idle and all(isinstance(s.error, KeyboardInterrupt) for s in streams)

@@ -12,7 +12,6 @@ from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.ggml.device import Backend
 from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.library import lib
-from pyggml_spec.spec.batch import BatchEngine
 from pyggml_spec.spec.engine import Engine, EngineOptions
 
 
@@ -64,7 +63,7 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
     for _ in range(40):
         engine.accept(1, int(engine.fused_step().ids[0]))
     assert _total(engine, "graphs_built") - built <= 1
-    assert ("fused", 16, 512, True, 0) in engine.graphs.steps()
+    assert ("fused", 16, 512, SlotRange(0, 1), True, 0) in engine.graphs.steps()
 
 
 def test_generation_prepares_the_spans_ahead(session):
@@ -115,7 +114,7 @@ def test_a_closed_session_says_so(pair):
 def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, verb, call):
     """Without device memory for a role's largest graph: the graphs wrote drafter rows from then on, whatever the sequence had asked for."""
     parts, made = (session.backend, session.target, session.drafter, EngineOptions(n_ctx=600, slots=slots)), []
-    engine = (Engine if slots == 1 else BatchEngine)(*parts)
+    engine = Engine(*parts)
     graphs, make, real, calls = engine.graphs, engine.graphs._make, getattr(Graph, verb), []
     wanted = ("verify", 4, 256) if slots == 1 else ("verify", 4, 256, SlotRange(0, 2))
 
