@@ -15,6 +15,7 @@ class LoadOptions(TypedDict, total=False):
 
     device: str | None
     threads: int | None
+    kernels: str | None
     n_ctx: int | None
     draft_width: int | None
     graphs: bool
