@@ -1,6 +1,8 @@
 """pyspec run"""
 
 import json
+import os
+import re
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -176,11 +178,19 @@ def _write(what: str, path: str | None, text: str) -> PyspecError | None:
     return None
 
 
+_DESCRIPTOR = re.compile(r"/dev/(?P<name>stdout|stderr)|(?:/dev/fd|/proc/self/fd)/(?P<number>\d{1,9})")
+
+
 def write_atomically(path: Path, text: str, what: str = "statistics") -> None:
-    """Writes beside the file and renames: a reader never sees half of it."""
+    """Writes beside the file and renames: a reader never sees half of it. /dev/stderr and its like are what they stand for, never a file's place."""
     if "\0" in str(path):
         raise PyspecError(f"the {what} cannot be written to {str(path)!r}: a file name has no zero bytes")
     try:
+        if descriptor := _DESCRIPTOR.fullmatch(os.path.abspath(path)):
+            name = descriptor["name"]
+            with open(os.dup({"stdout": 1, "stderr": 2}[name] if name else int(descriptor["number"])), "w", encoding="utf-8") as file:
+                file.write(text)
+            return
         if path.exists() and not (path.is_file() or path.is_dir()):  # a device or a pipe must not be replaced by a file
             path.write_text(text, "utf-8")
             return

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 from cli.conftest import PROMPT
@@ -204,6 +205,16 @@ def test_a_statistics_file_is_written_through_no_link(tmp_path):
     path.symlink_to(victim)
     write_atomically(path, "{}")
     assert victim.read_text() == "mine" and path.read_text() == "{}" and not path.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["/dev/stderr", "/dev/fd/2", "/proc/self/fd/2"])
+def test_statistics_for_a_descriptor_go_to_it(tmp_path, name):
+    """Root's `--stats /dev/stderr 2> FILE` put a file into the place of /dev/stderr, which every other program of the machine needs."""
+    code = f"from pathlib import Path; from pyggml_spec.cli.run import write_atomically as w; w(Path({name!r}), 'two')"
+    with (tmp_path / "out").open("w") as out:
+        print("one,", end="", file=out, flush=True)
+        done = subprocess.run([sys.executable, "-c", code], stderr=out, check=False)
+    assert done.returncode == 0 and (tmp_path / "out").read_text() == "one,two" and os.path.islink("/dev/stderr")
 
 
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
