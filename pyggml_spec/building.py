@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -17,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,8 +157,20 @@ def compiler_identity() -> bytes:
     """
     find_compilers()
     flags = [f"{name}={os.environ.get(name, '')}" for name in _FLAGS]
-    macros = [*(os.environ.get("CXX") or "c++").split(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
-    return "\0".join(flags).encode() + subprocess.run(macros, check=False, capture_output=True).stdout
+    compiler = (os.environ.get("CXX") or "c++").split()
+    macros = subprocess.run([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull], check=False, capture_output=True)
+    said = macros.stdout
+    if macros.returncode:  # a compiler that cannot name this processor's instructions: itself, and what the kernel says of the processor
+        said = subprocess.run([*compiler, "--version"], check=False, capture_output=True).stdout + repr(_processor()).encode()
+    return "\0".join(flags).encode() + said
+
+
+def _processor() -> list[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return [platform.machine(), platform.processor()]
+    return sorted({line for line in lines if re.match(r"(flags|Features|model|vendor|CPU (implementer|part|variant))", line)})
 
 
 def build_key(options: Iterable[str] = (), sources: Iterable[bytes] = ()) -> str:
@@ -313,9 +327,16 @@ def check_wheel(wheel: Path, folder: Path) -> Path:
     Raises:
         BuildError: they do not load, or they end their process.
     """
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if re.fullmatch(r"llama_cpp/lib/[^/]+", name)]
-        archive.extractall(folder, names)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if re.fullmatch(r"llama_cpp/lib/[^/]+", name)]
+            archive.extractall(folder, names)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise BuildError(f"{wheel} is damaged ({error}); delete it and build again") from None
+    except OSError as error:
+        raise BuildError(
+            f"{wheel} cannot be unpacked into {folder}: {error.strerror}; the installed llama-cpp-python was left as it was"
+        ) from None
     libraries = folder / "llama_cpp" / "lib"
     main = next((path for path in libraries.glob("*llama.*") if path.suffix in (".so", ".dylib", ".dll")), None)
     if main is None:

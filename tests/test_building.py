@@ -112,6 +112,31 @@ def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
     assert len(set(keys)) == len(keys) and building.build_key() == keys[-1]
 
 
+def test_a_compiler_that_cannot_name_the_processor_decides_a_build_too(cache, monkeypatch, tmp_path):
+    """Without macros, all compilers and processors had one name for their wheels."""
+    keys = []
+    for version, flags in (("one 1.0", "avx"), ("one 2.0", "avx"), ("one 2.0", "avx avx512")):
+        compiler = tmp_path / "compiler"
+        compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nexit 1\n')
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        monkeypatch.setattr(building, "_processor", lambda flags=flags: [flags])
+        keys.append(building.build_key())
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_damaged_wheel_is_one_sentence(tmp_path):
+    """A kept wheel on a disk that lost a part of it ended every set-up with a traceback."""
+    wheel = tmp_path / "llama_cpp_python-x.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("llama_cpp/lib/libllama.so", os.urandom(1000))
+    whole = wheel.read_bytes()
+    for data in (whole[:500], whole[:200] + bytes(100) + whole[300:], b""):
+        wheel.write_bytes(data)
+        with pytest.raises(BuildError, match="is damaged .*delete it and build again"):
+            building.check_wheel(wheel, tmp_path / "out")
+
+
 def test_the_users_own_cmake_options_stay(monkeypatch):
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_BLAS=ON")
     assert building.cmake_args("-DX=a b") == f"-DGGML_BLAS=ON -DCMAKE_PROJECT_INCLUDE={RECIPE} '-DX=a b'"
