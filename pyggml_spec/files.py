@@ -44,6 +44,15 @@ def replacing(path: Path, mode: int = 0o600, sync: bool = False) -> Iterator[Bin
         part.unlink(missing_ok=True)
 
 
+def make_private(folder: Path) -> None:
+    """Makes a folder that only its user can read, whatever the umask; one that is there stays as it is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+
+
 def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ..ggml.device import kernels_in_use
 from .copies import ROWS, STATE, Chunk, Copies, chunk_keys
 from .prefix_files import PrefixFiles, Refused
 from .snapshot import Pieces
@@ -281,6 +282,9 @@ def layout_of(engine: Any, versions: dict[str, str], progress: Callable[[str, in
         "chunk": engine.options.chunk,
         "cache": engine.sequence.describe(),
         "device": f"{device.kind} {device.description}, {engine.backend.threads} threads, {engine.backend.kernels} kernels",  # attention on the CPU sums by thread
+        "build": hashlib.sha256(repr(kernels_in_use()).encode()).hexdigest()[
+            :32
+        ],  # with a patch, kernels of the same version round in another way
         **{what: versions[what] for what in ("pyggml_spec", "llama_cpp_python", "ggml_commit")},
     }
     return "\n".join(f"{what}: {value}" for what, value in lines.items())

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import PyspecError
-from ..files import PART, replacing, why_not_private
+from ..files import PART, make_private, replacing, why_not_private
 
 MAGIC, VERSION, HEADER = b"pyspecPC", 1, 4096
 _FIELDS = struct.Struct("<8sI8s32s32sQ32sI")  # magic, version, kind, key, layout, payload bytes, its SHA-256, bytes of the layout's words
@@ -57,7 +57,7 @@ class PrefixFiles:
         self.notes: list[str] = []
         self._refused: set[Path] = set()
         try:
-            self.folder.mkdir(0o700, parents=True, exist_ok=True)
+            make_private(self.folder)
             self._check_folder()
             entries = self._entries()
             for path, what in entries:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..errors import LibraryError
-from ..files import replacing
+from ..files import make_private, replacing
 from ..folders import cache_folder
 from ..pin import pip_command
 
@@ -147,7 +147,7 @@ def _remembered(path: Path) -> Fitness | None:
 
 def _remember(path: Path, fitness: Fitness) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         with replacing(path) as file:
             file.write(json.dumps(asdict(fitness)).encode())
     except OSError:
@@ -169,11 +169,18 @@ def _examine(folder: Path) -> tuple[Fitness, bool]:
         if done.returncode >= 0:  # an exception is no crash: whatever it is, this process will meet it and say it
             return Fitness(features, refused), lasting and lines[-1:] == ["done"]
         at = next((line.split(maxsplit=1)[1] for line in reversed(lines) if line.startswith("at ")), START)
-        died = signal.Signals(-done.returncode)
-        how, lasting = f"ended with the signal {died.name}", lasting and died in _OWN_FAULT
+        own, how = -done.returncode in _OWN_FAULT, f"ended with the signal {_name(-done.returncode)}"
+        lasting = lasting and own
         if at in (START, PLAIN) or at in refused:
-            return Fitness(features, refused, how), lasting
+            return Fitness(features, refused, how if own else ""), lasting  # something outside ended it, or it was slow: nothing is known
         refused[at] = how
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time ones have none
+        return str(number)
 
 
 def _child(folder: Path, refused: dict[str, str]) -> subprocess.CompletedProcess:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from mmap import mmap
@@ -11,11 +12,12 @@ from pathlib import Path
 from blake3 import blake3
 
 from ..errors import GGUFError
-from ..files import replacing, why_not_private
+from ..files import make_private, replacing, why_not_private
 from ..folders import cache_folder
 
 PIECE = 64 << 20  # bytes hashed between two reports of progress
 DIGITS = 64
+SETTLED_NS = 3_000_000_000  # a younger change may be followed by one with the same time: file systems count in ticks of 4 ms to 2 s
 
 Progress = Callable[[int, int], None]
 
@@ -24,7 +26,8 @@ def content_hash(path: Path, data: mmap, opened: os.stat_result, progress: Progr
     """BLAKE3 of ``data``, the map of the file ``path``, in hex.
 
     It is remembered in the cache folder by path, size, device, inode and the times of the last change in nanoseconds: of the contents
-    (mtime), and of anything (ctime), which programs that set mtime back cannot. ``opened``: what fstat said when the map was made.
+    (mtime), and of anything (ctime), which programs that set mtime back cannot; not of a file that was changed a moment ago. ``opened``: what
+    fstat said when the map was made.
 
     Raises:
         GGUFError: the file was written to or replaced since, so what was read of it may not be what was hashed.
@@ -35,7 +38,8 @@ def content_hash(path: Path, data: mmap, opened: os.stat_result, progress: Progr
     if found is None:
         found = _hashed(data, progress)
         _check_unchanged(path, opened)
-        _remember(entry, facts, found)
+        if abs(time.time_ns() - opened.st_ctime_ns) > SETTLED_NS:
+            _remember(entry, facts, found)
     else:
         _check_unchanged(path, opened)
     return found
@@ -75,6 +79,6 @@ def _remembered(entry: Path, facts: list) -> str | None:
 
 def _remember(entry: Path, facts: list, found: str) -> None:
     with suppress(OSError):  # a read-only home or a full disk only means hashing again next time
-        entry.parent.mkdir(0o700, parents=True, exist_ok=True)
+        make_private(entry.parent)
         with replacing(entry) as file:
             file.write(json.dumps({"file": facts, "blake3": found}).encode())

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from ..errors import ContextError
-from ..files import replacing
+from ..files import make_private, replacing
 from ..folders import cache_folder
 from ..ggml.device import graph_replay_enabled, kernels_in_use, waited_for_core
 from ..ggml.library import versions
@@ -104,7 +104,7 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -
 
 def _keep(path: Path, costs: dict[int, float]) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         with replacing(path) as file:
             file.write(json.dumps(costs).encode())
     except OSError:

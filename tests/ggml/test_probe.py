@@ -118,6 +118,16 @@ def test_later_starts_remember(children, folder):
     assert probe.check(folder, WITH) == first and len(asked) == 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, 40])
+@pytest.mark.parametrize("said", ["at start\n", FEATURES + "at plain\n"])
+def test_a_child_that_was_ended_before_the_first_buffer_type_does_not_condemn_the_build(children, folder, number, said):
+    """A machine too busy for the limit of time, or short of memory, was told to build again, and nothing ran."""
+    answers, asked = children
+    answers += 2 * [(-number, said)]
+    assert probe.check(folder, WITH).broken == "" == probe.check(folder, WITH).broken
+    assert len(asked) == 2 and not list((folder.parent / "cache").glob("*"))
+
+
 def test_another_build_or_processor_is_examined_again(children, folder):
     answers, asked = children
     answers += 3 * [(0, "at start\nfeatures avx2\nat plain\ndone\n")]

@@ -6,9 +6,12 @@ import os
 import pytest
 
 import pyggml_spec as ps
+from pyggml_spec import building
 from pyggml_spec.errors import GGUFError
+from pyggml_spec.ggml import probe
 from pyggml_spec.gguf_io import GGUFFile, identity
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.spec import calibrate
 from pyggml_spec.tools.random_archs import write_qwen3
 
 WINDOW = 4096
@@ -17,7 +20,9 @@ PROMPT = list(range(40, 80))
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
+    """An empty cache folder; files count as settled at once."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "SETTLED_NS", 0)
     return tmp_path / "cache"
 
 
@@ -58,6 +63,14 @@ def test_rows_of_a_model_that_is_alike_in_three_windows_of_each_tensor_are_not_r
             assert ("BLAKE3" in "".join(session.notes)) == (path != DEMO_TARGET)
 
 
+def test_rows_that_another_build_computed_are_not_reused(tmp_path, cache, monkeypatch):
+    """Builds of one version with and without the kernels of patches/ round in two ways: text and drafts were not those of this run."""
+    for patches, reused in (([], 0), ([], 32), (["0020-small-batch"], 0)):
+        monkeypatch.setattr(building, "build_note", lambda libraries, patches=patches: {"patches": patches})
+        with ps.load(device="CPU", threads=1, n_ctx=64, draft_width=4, chunk=16, prefix_cache=tmp_path / "p") as session:
+            assert session.generate(PROMPT, 2)[1].reused_tokens == reused
+
+
 @pytest.mark.parametrize("at", [-1, 1 << 17, 5000])
 def test_every_byte_counts(model, cache, at):
     before = named(model)
@@ -82,6 +95,28 @@ def test_it_is_computed_once_and_after_every_write(model, cache, monkeypatch):
     assert model.stat().st_mtime_ns == was.st_mtime_ns and named(model) != before
     os.rename(model, model.with_name("v.gguf"))
     assert hashes_again(monkeypatch, model.with_name("v.gguf"))
+
+
+def test_a_file_that_was_written_a_moment_ago_is_not_remembered(model, cache, monkeypatch):
+    """Where file systems count in ticks, a second write within one leaves size and times as they were, with other contents."""
+    monkeypatch.setattr(identity, "SETTLED_NS", 3_600_000_000_000)
+    named(model)
+    assert hashes_again(monkeypatch, model)
+    monkeypatch.setattr(identity, "SETTLED_NS", 0)
+    named(model)
+    assert not hashes_again(monkeypatch, model)
+
+
+@pytest.mark.parametrize("first", ["probe", "costs"])
+def test_it_is_remembered_whoever_made_the_cache_folder(model, cache, monkeypatch, first):
+    """With a umask of 002, usual where users have groups of their own, the folder that others of us made was open to the group, and never believed."""
+    old = os.umask(0o002)
+    try:
+        probe._remember(cache / "probe-x.json", probe.Fitness()) if first == "probe" else calibrate._keep(cache / "costs-x.json", {1: 1.0})
+    finally:
+        os.umask(old)
+    named(model)
+    assert not hashes_again(monkeypatch, model)
 
 
 def test_an_entry_that_others_could_have_written_or_that_is_damaged_is_not_believed(model, cache, monkeypatch):
