@@ -330,7 +330,7 @@ def test_logits_behind_a_ring(tmp_path, arch):
 def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(tmp_path, slots):
     """A replayed graph of ggml-cuda read the query before it was there: with a copy in between it does not. Two slots have a row each."""
     with ExitStack() as stack:
-        session = stack.enter_context(ps.load(write_gemma4(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=256))
+        session = stack.enter_context(ps.load(write_gemma4(tmp_path / "t.gguf"), device="CPU", threads=1, kernels="ggml", n_ctx=256))
         if slots == 1:
             graph = session.engine.step_graph("plain", 1)
         else:
