@@ -42,7 +42,7 @@ class Engine(EngineParts):
 
     def __init__(self, backend: Backend, target: Target, drafter: DFlash | None, options: EngineOptions) -> None:
         whole(options.slots, "the number of slots", 1, MAX_SLOTS)
-        self.slots = [Slot(Cursor(options.n_ctx)) for _ in range(options.slots)]
+        self.slots = [Slot(Cursor(options.n_ctx), drafting=drafter is not None) for _ in range(options.slots)]
         self.alone = options.slots == 1
         super().__init__(backend, target, drafter, options)
         self.forwards = self.rows_computed = self.rows_used = 0
