@@ -26,7 +26,10 @@ from jinja2.sandbox import SandboxedEnvironment, SecurityError
 
 KEPT = 8  # compiled templates
 SPARE = 32 << 20  # bytes that the process may have grown by; above, the next rendering gets a fresh one
-WARM = r"{% for x in [{'a': '\n\u00e4'}] %}{{ x | tojson(indent=1) }}{{ '{:>3} %d'.format(1) % 1 }}{{ strftime_now('%d %b %Y') }}{{ no.no }}{% endfor %}"
+WARM = (  # everything that Jinja imports when it is first used
+    r"{% for x in [{'a': '\n\u00e4'}] %}{{ x | tojson(indent=1) }}{{ '{:>3} %d'.format(1) % 1 }}{{ strftime_now('%d %b %Y') }}{{ no.no }}{% endfor %}",
+    "{{ 'a' | wordwrap(1) | striptags | pprint }}{{ lipsum(1) }}",
+)
 
 
 class Refusal(Exception):
@@ -161,7 +164,8 @@ class Memory:
 def serve() -> None:
     """Answers requests until the other end of descriptor 0 is closed."""
     compiled: dict[str, Compiled] = {}
-    answer({"source": WARM, "values": {"messages": []}, "now": "2000-01-01"}, 1 << 20, {})  # imports what is imported late
+    for source in WARM:
+        answer({"source": source, "values": {"messages": []}, "now": "2000-01-01"}, 1 << 20, {})
     memory = Memory()
     asked, told = os.fdopen(0, "rb", 1 << 16), os.fdopen(os.dup(0), "wb")
     for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):  # writes and opens no file, leaves none behind

@@ -189,6 +189,15 @@ def test_the_limits_are_those_of_the_page():
     assert f"at {OWN_CHARACTERS:,} characters of text and four times" in text
 
 
+@pytest.mark.parametrize(
+    "call, text", [("'a bc'|wordwrap(2)", "a\nbc"), ("'<b>a</b>'|striptags", "a"), ("[1]|pprint", "[1]"), ("lipsum(1)|length > 9", "True")]
+)
+def test_what_jinja_imports_late_is_there(call, text):
+    """The process opens no file while it renders: these filters failed on every conversation."""
+    RENDERER.start()
+    assert ChatTemplate("{{ " + call + " }}").render([]) == text
+
+
 def test_the_process_can_open_and_write_nothing():
     ChatTemplate("ok").render(TALK)
     if sys.platform == "linux":
