@@ -54,6 +54,17 @@ def test_commands_have_the_options_that_pages_give_them(page, line):
     command.make_context(name, words)
 
 
+def test_the_map_names_the_parts_and_no_other():
+    """A file that is new or has moved; architectures, commands, tools and the doctor's checks have a folder for a line."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    named = set(re.findall(r"\w+\.(?:py|c|h)\b", text[text.index("## The map") : text.index("Arrows point down")]))
+    package = ROOT / "pyggml_spec"
+    parts = {path.name for folder in ("", "cache", "ggml", "gguf_io", "spec", "text") for path in (package / folder).glob("[!_]*.py")}
+    parts |= {path.name for path in (ROOT / "csrc").glob("*.c")}
+    assert parts - named == set()
+    assert named - {path.name for folder in (package, ROOT / "csrc") for path in folder.rglob("*.*")} == set()
+
+
 def test_there_are_commands_to_check():
     assert len(commands(GUIDE)) > 20 and commands(ROOT / "README.md") and len(blocks(GUIDE, "python")) == 3
 
