@@ -50,7 +50,6 @@ def choose_block(
         limits: of the sequence, which goes on; asked about every token.
         synthetic: accepts drafts at random instead.
     """
-    drafts = drafts[: limits.left - 1]
     if synthetic is not None:
         drafts = drafts[: synthetic.draw(len(greedy) - 1)]
     block: list[int] = []
