@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import shlex
 from pathlib import Path
 
 LLAMA_CPP_PYTHON = "0.3.36"
@@ -12,7 +13,7 @@ COMPILER_FIX = _CMAKE / "amx_tile_config.h"
 
 def pip_command(*options: str) -> str:
     """The command that builds llama-cpp-python by hand. pip may have kept a wheel of another compiler or machine: it is told not to look."""
-    arguments = " ".join([f"-DCMAKE_PROJECT_INCLUDE={RECIPE}", *options])
+    arguments = " ".join([shlex.quote(f"-DCMAKE_PROJECT_INCLUDE={RECIPE}"), *options])
     return f'CMAKE_ARGS="{arguments}" pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={LLAMA_CPP_PYTHON}'
 
 

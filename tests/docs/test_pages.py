@@ -123,6 +123,20 @@ def test_files_and_tests_that_pages_name_exist(page):
         assert f"def {name}(" in tests, name
 
 
+def test_an_installation_by_hand_builds_llama_cpp_python_once():
+    """In isolation pip builds what pyproject.toml requires anew: without the recipe, in minutes, and kept where `pip install` finds it later."""
+    lines = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines() if re.search(r"pip install\b.* -e ", line)]
+    assert lines and all("--no-build-isolation" in line for line in lines)
+
+
+def test_the_commands_of_remedies_hold_where_a_folder_has_a_space(monkeypatch):
+    from pyggml_spec import pin
+
+    monkeypatch.setattr(pin, "RECIPE", Path("/a folder/recipe.cmake"))
+    (setting,) = [word for word in shlex.split(pin.pip_command("-DX=1")) if word.startswith("CMAKE_ARGS=")]
+    assert shlex.split(setting.removeprefix("CMAKE_ARGS=")) == ["-DCMAKE_PROJECT_INCLUDE=/a folder/recipe.cmake", "-DX=1"]
+
+
 NAMED = re.compile(r"pip install[^\n]*?\bpyggml[-_.]?spec\b", re.IGNORECASE)
 
 
