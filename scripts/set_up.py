@@ -54,8 +54,8 @@ def llama_cpp_python() -> None:
     libraries = installed_libraries()
     note = building.build_note(libraries) if libraries is not None else {}
     key = building.build_key()
-    if note.get("cuda") or note.get("key") == key:
-        return  # `make cuda` was here, or nothing has changed
+    if note.get("cuda") or note.get("patches") or note.get("key") == key:
+        return  # `make cuda` or `pyspec build --patches` was here, or nothing has changed
     wheel = building.kept_wheel(key)
     if wheel is None:
         line = Line(f"building llama-cpp-python {LLAMA_CPP_PYTHON} (minutes, once)")

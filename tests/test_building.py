@@ -1,6 +1,7 @@
 """Building llama-cpp-python and putting it into place: from a tiny source with its shape, by the real pip, CMake and compiler."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -373,6 +374,16 @@ def test_no_compiler_is_a_sentence(monkeypatch):
     assert "BuildError: there is no C++ compiler /nothing/c++" in done.stderr.splitlines()[-1]
     with pytest.raises(BuildError, match=r"no C\+\+ compiler /nothing/c\+\+; install one"):
         building.plan()
+
+
+@pytest.mark.parametrize("note", [{"cuda": True}, {"cuda": False, "patches": ["0011-amx-tile-config"]}])
+def test_set_up_leaves_a_build_that_somebody_asked_for(monkeypatch, note):
+    """A patched build for the CPU was taken away by the first `make` after a change of csrc."""
+    set_up = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "set_up.py"))
+    monkeypatch.setattr(building, "build_note", lambda libraries: {"key": "another", **note})
+    monkeypatch.setattr(building, "kept_wheel", lambda key: Path("a wheel"))
+    monkeypatch.setattr(building, "install", lambda *_: pytest.fail("installed"))
+    set_up["llama_cpp_python"]()
 
 
 def test_a_build_that_is_killed_says_by_what():
