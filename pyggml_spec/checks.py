@@ -15,6 +15,8 @@ from .errors import ContextError, EngineError, PyspecError
 
 def whole(value: Any, what: str, low: int, high: int, error: type[PyspecError] = EngineError) -> int:
     """``value`` as int, if it is a whole number from ``low`` to ``high``: Python's or NumPy's, but no bool. Raises ``error``."""
+    if type(value) is int and low <= value <= high:  # several per step: 0.1 us instead of 0.6
+        return value
     try:
         number = operator.index(value)
     except TypeError:

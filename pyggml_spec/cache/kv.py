@@ -7,6 +7,7 @@ A row is live for positions below the cursor. Rows of rejected tokens are not cl
 see, and the next block writes over them.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ def padded(n: int) -> int:
     return (n + SPAN - 1) // SPAN * SPAN
 
 
+@lru_cache(maxsize=1 << 12)  # a step asks three times, mostly about lengths that it has just asked about: 0.1 us instead of 0.9
 def span_for(n: int, least: int = SPAN) -> int:
     """Rows that attention reads for ``n`` tokens: a multiple of ``least``, and beyond 8 times that of an eighth of the next power of two.
 
