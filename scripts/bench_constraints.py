@@ -54,7 +54,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for name, (mode, sampling) in modes.items():
                 accept = (
-                    SyntheticAcceptance(args.synthetic_acceptance)
+                    SyntheticAcceptance(args.synthetic_acceptance, session.engine.options.width - 1)
                     if args.synthetic_acceptance and mode is None and session.drafter
                     else None
                 )
