@@ -234,7 +234,7 @@ class _Desk:
         elif stats.stop_reason == "context":
             self.note(f"(the context of {self.chat.session.engine.options.n_ctx} tokens is full: /reset begins anew, -c makes it larger)")
         self.note(answer_line(stats))
-        return stats.stop_reason == "interrupt"
+        return stopped.asked  # also where the answer ended before anybody looked
 
     # -- commands
 
