@@ -146,6 +146,6 @@ def test_an_answer_that_is_stopped_counts_as_far_as_it_came(demo):
 
 def test_a_model_without_a_template_goes_on_with_one_running_text(demo):
     template, origin = chat_template(demo)
-    assert template.source == CONTINUE and "no chat template" in origin and "--chat-template-file" in origin
+    assert template.source == CONTINUE and "no chat template" in origin and "`chat_template`" in origin
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     assert template.render(turns) == "a\nb\nc\n"
