@@ -145,6 +145,7 @@ def test_ctrl_c_is_the_parents_alone():
     """It ends the rendering, prints nothing of the child's, and leaves nothing that the next rendering could take for its answer."""
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     parent = script(
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a test run in the background inherits that it is ignored
         f"ChatTemplate('ok').render(TALK)\n"
         f"try:\n    print('go', flush=True)\n    ChatTemplate({loop!r}, seconds=30).render(TALK)\n"  # wherever the signal finds a slow machine
         f"except KeyboardInterrupt:\n    print(ChatTemplate('next').render(TALK))"
