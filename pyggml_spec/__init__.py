@@ -31,13 +31,13 @@ from .errors import (
 if TYPE_CHECKING:
     from .chat import Chat
     from .concurrent import ConcurrentSession, Handle
+    from .decode.stats import Stats
     from .events import StepEvent
     from .ggml.device import Device, devices
     from .hub import fetch
     from .models.placement import ExpertOptions
+    from .sampling.sampler import Sampling
     from .session import Session, load
-    from .spec.sampling import Sampling
-    from .spec.stats import Stats
 
 # what needs ggml is imported when it is first used: a wrong llama-cpp-python is then a LibraryError at that point, and --help loads nothing
 _LAZY = {
@@ -48,9 +48,9 @@ _LAZY = {
     "Handle": "concurrent",
     "devices": "ggml.device",
     "fetch": "hub",
-    "Sampling": "spec.sampling",
+    "Sampling": "sampling.sampler",
     "Session": "session",
-    "Stats": "spec.stats",
+    "Stats": "decode.stats",
     "StepEvent": "events",
     "load": "session",
 }

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from .decode.stats import Stats
+from .decode.synthetic import SyntheticAcceptance
 from .models.placement import ExpertOptions
-from .spec.sampling import Sampling
-from .spec.stats import Stats
-from .spec.synthetic import SyntheticAcceptance
+from .sampling.sampler import Sampling
 
 
 class LoadOptions(TypedDict, total=False):

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Self, Unpack
 
 from .arguments import LoadOptions
+from .decode.stats import Stats
 from .errors import PyspecError, TemplateError
 from .events import StepEvent
+from .sampling.sampler import Sampling
 from .session import Session, load
-from .spec.sampling import Sampling
-from .spec.stats import Stats
 from .text.template import KEY, ChatTemplate
 
 CONTINUE = "{% for m in messages %}{{ m.content }}{% if not loop.last or m.role != 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"

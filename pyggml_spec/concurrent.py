@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Self
 
+from .decode.loop import PLAIN, SPECULATIVE, LoopOptions
+from .decode.scheduler import BatchStats, Scheduler, Stream
+from .decode.stats import Stats
 from .errors import EngineError, PyspecError
 from .events import StepEvent
 from .ggml.library import versions
-from .spec.loop import PLAIN, SPECULATIVE, LoopOptions
-from .spec.sampling import Sampler, Sampling
-from .spec.scheduler import BatchStats, Scheduler, Stream
-from .spec.stats import Stats
+from .sampling.sampler import Sampler, Sampling
 from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer
 

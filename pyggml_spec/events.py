@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from .spec.sampling import TokenLogprob
-from .spec.stats import Stats
+from .decode.stats import Stats
+from .sampling.sampler import TokenLogprob
 
 
 @dataclass(frozen=True)

@@ -8,33 +8,33 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from .arguments import GenerateOptions, RequestOptions
-from .cache.kv_types import KVTypes
-from .cache.prefix import PrefixCache, Reuse, layout_of
-from .cache.prefix_files import PrefixFiles
 from .checks import token_ids, whole
 from .concurrent import ConcurrentSession
+from .decode.calibrate import cached_costs, step_cost
+from .decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from .decode.scheduler import Scheduler
+from .decode.stats import Stats
+from .decode.synthetic import SyntheticAcceptance
+from .decode.turns import ENDED, Turns
+from .decode.width import NEVER_PAYS, WidthControl, useful_widths
+from .engine.engine import Engine
+from .engine.parts import MOST_CONTEXT, MOST_WIDTH, Closable, EngineOptions, P, candidate_widths, check_options
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, pick_device
 from .ggml.library import versions
 from .gguf_io import GGUFFile
+from .memory.kv_types import KVTypes
+from .memory.prefix import PrefixCache, Reuse, layout_of
+from .memory.prefix_files import PrefixFiles
 from .models.base import Target
 from .models.dflash import DFlash
 from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target
 from .models.rope import ignored_yarn
 from .models.weights import Weights
-from .spec.calibrate import cached_costs, step_cost
-from .spec.engine import Engine
-from .spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
-from .spec.parts import MOST_CONTEXT, MOST_WIDTH, Closable, EngineOptions, P, candidate_widths, check_options
-from .spec.recommended import chosen
-from .spec.sampling import Sampler, Sampling
-from .spec.scheduler import Scheduler
-from .spec.stats import Stats
-from .spec.synthetic import SyntheticAcceptance
-from .spec.turns import ENDED, Turns
-from .spec.width import NEVER_PAYS, WidthControl, useful_widths
+from .sampling.recommended import chosen
+from .sampling.sampler import Sampler, Sampling
 from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer, first_difference
 

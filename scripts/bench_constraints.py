@@ -13,7 +13,7 @@ import json
 import time
 
 import pyggml_spec as ps
-from pyggml_spec.spec.synthetic import SyntheticAcceptance
+from pyggml_spec.decode.synthetic import SyntheticAcceptance
 
 PROMPT = "def quicksort(items):\n    "
 KEYS = ["the_name_of_the_function", "number_of_positional_arguments", "is_it_a_method_of_a_class", "the_type_that_it_returns"]

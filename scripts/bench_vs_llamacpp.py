@@ -20,9 +20,9 @@ from pathlib import Path
 from llama_server import LlamaServer, ServerEnded, environment
 
 import pyggml_spec as ps
+from pyggml_spec.decode.loop import PLAIN, LoopOptions, generate
+from pyggml_spec.decode.stats import Stats
 from pyggml_spec.ggml.library import versions
-from pyggml_spec.spec.loop import PLAIN, LoopOptions, generate
-from pyggml_spec.spec.stats import Stats
 from pyggml_spec.tools.bench import BenchOptions, bench
 
 PROMPT = [100 + 7 * i % 200 for i in range(64)]

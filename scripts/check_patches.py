@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Self
 
 from llama_server import LlamaServer, ServerEnded
+from random_gguf.archs import write_gemma4
+from random_gguf.model import Shape, write_dflash
 
 from pyggml_spec.session import DEMO
-from pyggml_spec.tools.random_archs import write_gemma4
-from pyggml_spec.tools.random_model import Shape, write_dflash
 
 PROMPTS = [json.loads(line)["prompt"] for line in (DEMO / "prompts.jsonl").read_text().splitlines()][:8]
 TOKENS = 72

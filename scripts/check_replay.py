@@ -17,12 +17,12 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from random_gguf import archs
+from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.spec.parts import candidate_widths
-from pyggml_spec.spec.slot import Prompt, Verify
-from pyggml_spec.tools import random_archs as archs
-from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
+from pyggml_spec.engine.parts import candidate_widths
+from pyggml_spec.engine.slot import Prompt, Verify
 
 SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
 WAYS = {"replayed, overlapping": {}, "replayed": {"GGML_CUDA_PDL": "0"}, "overlapping": {"GGML_CUDA_DISABLE_GRAPHS": "1"}}

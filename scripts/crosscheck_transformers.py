@@ -95,8 +95,7 @@ def convert(tree: Path, folder: Path, out: Path) -> None:
     sys.path[:0] = [str(tree / "gguf-py"), str(tree)]
     import convert_hf_to_gguf
     from conversion import get_model_class
-
-    from pyggml_spec.tools.random_model import Writer
+    from random_gguf.model import Writer
 
     model = get_model_class(json.loads((folder / "config.json").read_text())["architectures"][0])
     model.set_vocab = lambda self: Writer.tokenizer(SimpleNamespace(out=self.gguf_writer), VOCAB)

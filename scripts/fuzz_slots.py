@@ -3,7 +3,7 @@
     python scripts/fuzz_slots.py [--seeds 200] [--first 0] [--archs qwen35,qwen3,gemma4] [--tokens 24] [--requests] [--device CUDA0 --tie 0.02]
 
 Without --requests the engine: 3 to 7 slots, ragged widths, random acceptance. With it the scheduler: requests that come, go and are cancelled at
-random, prompts that begin alike, memory for them of every size. The harness is that of tests/spec. A stream may leave the solo stream where the
+random, prompts that begin alike, memory for them of every size. The harness is that of tests/engine. A stream may leave the solo stream where the
 two largest logits are closer than --tie, about the rounding of K/V rows; such ties are counted. Exit code 1 if a stream differs otherwise.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np
-from spec.batch_helpers import TIE, Pair, prompts, random_work, run, serve
+from engine.batch_helpers import TIE, Pair, prompts, random_work, run, serve
 
 
 def steps(pair: Pair, seed: int, tokens: int) -> tuple[list[int], int]:

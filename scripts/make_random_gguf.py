@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
-from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
+from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.model import Shape, write_dflash, write_qwen35
 
 
 @dataclass(frozen=True)

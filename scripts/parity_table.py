@@ -14,11 +14,12 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from pyggml_spec.cache.kv import KVCache
-from pyggml_spec.spec.engine import Engine
+from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.model import Shape, write_qwen35
+
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.memory.kv import KVCache
 from pyggml_spec.tools.compare import compare_logits
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
-from pyggml_spec.tools.random_model import Shape, write_qwen35
 
 WRITERS = {
     "qwen35": write_qwen35, "qwen35moe": write_qwen35moe, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe, "llama": write_llama,

@@ -15,10 +15,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pyggml_spec as ps
-from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
-from pyggml_spec.spec.stats import Stats
-from pyggml_spec.spec.synthetic import SyntheticAcceptance
-from pyggml_spec.spec.width import WidthControl
+from pyggml_spec.decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from pyggml_spec.decode.stats import Stats
+from pyggml_spec.decode.synthetic import SyntheticAcceptance
+from pyggml_spec.decode.width import WidthControl
 
 NEAR = 8  # steps behind a boundary that are looked at
 

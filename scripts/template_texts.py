@@ -21,10 +21,9 @@ from llama_server import LlamaServer, ServerEnded
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from chat_model import with_control_tokens
+from random_gguf.archs import write_qwen3
+from random_gguf.model import Shape
 from text.conversations import CONVERSATIONS
-
-from pyggml_spec.tools.random_archs import write_qwen3
-from pyggml_spec.tools.random_model import Shape
 
 OUT = Path(__file__).resolve().parents[1] / "tests" / "text" / "llama_cpp_texts.json"
 

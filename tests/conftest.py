@@ -1,8 +1,7 @@
 """Models that many tests share."""
 
 import pytest
-
-from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
+from random_gguf.model import Shape, write_dflash, write_qwen35
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import llama_cpp as L
 import numpy as np
 from llama_cpp.llama_cpp import _lib
 
-from pyggml_spec.cache.kv_types import KVTypes
+from pyggml_spec.memory.kv_types import KVTypes
 
 F16 = KVTypes()
 

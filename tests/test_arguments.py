@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 import pytest
+from random_gguf.model import Shape
 
 import pyggml_spec as ps
+from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import ContextError, DeviceError, EngineError, PairError, PyspecError, SamplingError
-from pyggml_spec.spec.slot import Draft, Prompt, Verify
-from pyggml_spec.tools.random_model import Shape
 
 HUGE, NAN, OUTSIDE = 2**70, math.nan, Shape().n_vocab
 NUMBERS = [-1, 1.5, NAN, math.inf, "x", None, HUGE, True]  # none of them counts anything

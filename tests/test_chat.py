@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from chat_model import CHATML, CONTROL, with_control_tokens
+from random_gguf.archs import write_gemma4, write_laguna, write_qwen35moe
+from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.chat import CONTINUE, Chat, chat_template
 from pyggml_spec.errors import ContextError, TemplateError
-from pyggml_spec.spec.sampling import Sampling
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_qwen35moe
-from pyggml_spec.tools.random_model import Shape, write_dflash
+from pyggml_spec.sampling.sampler import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pyggml_spec.cli.report import footer
 from pyggml_spec.concurrent import ConcurrentSession, _End
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.events import StepEvent
-from pyggml_spec.spec.sampling import Sampling
+from pyggml_spec.sampling.sampler import Sampling
 
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range(", "# sort\n", "return "]
 WAIT = 120

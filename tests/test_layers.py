@@ -11,7 +11,14 @@ import pyggml_spec
 
 ROOT = Path(pyggml_spec.__file__).parent
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in ROOT.rglob("*.py")}
-LAYERS = ({"cli"}, {"tools", "doctor", "chat", "concurrent", "session"}, {"spec", "text"}, {"models", "cache"}, {"ggml", "gguf_io"})
+LAYERS = (
+    {"cli"},
+    {"tools", "doctor", "chat", "concurrent", "session"},
+    {"decode", "text"},
+    {"engine", "sampling"},
+    {"models", "memory"},
+    {"ggml", "gguf_io"},
+)
 
 
 def _imports(name: str) -> Iterator[str]:

@@ -10,8 +10,8 @@ import click
 from click.core import ParameterSource
 
 from ..ggml.library import versions
+from ..sampling.sampler import Sampling
 from ..session import load
-from ..spec.sampling import Sampling
 from ..tools.anatomy import anatomy
 from ..tools.bench import BenchOptions, Repeated, bench
 from ..tools.bench_prompts import PromptsOptions

@@ -10,10 +10,10 @@ from pathlib import Path
 import click
 
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
+from ..decode.stats import Stats
 from ..errors import ContextError, PyspecError
 from ..gguf_io.reader import brief
 from ..session import load
-from ..spec.stats import Stats
 from ..text.renderer import RENDERER
 from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from ..cache.kv_types import TYPES
 from ..errors import PyspecError
+from ..memory.kv_types import TYPES
 from .hub import hub_options
 
 kernels_option = click.option(

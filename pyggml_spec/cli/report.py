@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from ..decode.loop import SPECULATIVE
+from ..decode.stats import MUCH_WAITING, Stats
 from ..ggml.device import graph_replay_enabled
 from ..session import Engaged
-from ..spec.loop import SPECULATIVE
-from ..spec.stats import MUCH_WAITING, Stats
 from .names import in_options
 from .terminal import size
 

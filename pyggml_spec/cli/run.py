@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
+from ..decode.calibrate import Waiting
 from ..errors import ContextError, PyspecError
 from ..files import replacing
 from ..session import load
-from ..spec.calibrate import Waiting
 from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT

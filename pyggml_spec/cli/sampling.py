@@ -67,7 +67,7 @@ class Asked:
         Returns:
             It, and notes for people.
         """
-        from ..spec.recommended import chosen
+        from ..sampling.recommended import chosen
 
         return chosen(self.values, file)
 
@@ -78,8 +78,8 @@ def take_sampling(options: dict, **more) -> Asked:
     Raises:
         SamplingError: a value out of range.
     """
-    from ..spec.grammar import KINDS
-    from ..spec.sampling import Sampling
+    from ..sampling.grammar import KINDS
+    from ..sampling.sampler import Sampling
 
     texts = {name: text_of(name, options.pop(name, None), options.pop(name + "_file", None)) for name in KINDS}
     values = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..decode.loop import PLAIN, LoopOptions, generate
+from ..engine.engine import Engine
 from ..session import DEMO
-from ..spec.engine import Engine
-from ..spec.loop import PLAIN, LoopOptions, generate
 
 PROMPTS = DEMO / "prompts.jsonl"
 

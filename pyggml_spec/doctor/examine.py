@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..engine.engine import Engine
+from ..engine.parts import EngineOptions
 from ..errors import EngineError, PyspecError
 from ..ggml.device import Backend, pick_device
 from ..ggml.library import versions
@@ -15,8 +17,6 @@ from ..gguf_io import GGUFFile
 from ..models.registry import open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET
-from ..spec.engine import Engine
-from ..spec.parts import EngineOptions
 from ..text.tokenizer import Tokenizer
 from . import files, precision, readings, running, templates
 from .build import build

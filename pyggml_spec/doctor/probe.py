@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.kv import KVCache, padded
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role
 from ..ggml.step_io import StepFields, StepIO
+from ..memory.kv import KVCache, padded
 from ..models.dflash import BlockRows, Hparams
 from .evidence import Passage
 

@@ -7,12 +7,12 @@ from contextlib import closing
 
 import numpy as np
 
-from ..spec.calibrate import WARMUP, step_costs
-from ..spec.engine import Engine
-from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
-from ..spec.parts import candidate_widths
-from ..spec.stats import Stats
-from ..spec.width import WidthControl
+from ..decode.calibrate import WARMUP, step_costs
+from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from ..decode.stats import Stats
+from ..decode.width import WidthControl
+from ..engine.engine import Engine
+from ..engine.parts import candidate_widths
 from .probe import Measured
 from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ..engine.engine import Engine
 from ..errors import TemplateError
-from ..spec.engine import Engine
 from ..text.template import KEY, ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .evidence import write_passages

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from ..decode.stats import Stats
+from ..decode.synthetic import SyntheticAcceptance
+from ..decode.width import WidthControl
 from ..errors import ContextError
 from ..session import Session
-from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
-from ..spec.stats import Stats
-from ..spec.synthetic import SyntheticAcceptance
-from ..spec.width import WidthControl
 
 
 @dataclass(frozen=True)

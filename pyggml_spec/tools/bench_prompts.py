@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from ..decode.loop import PLAIN, SPECULATIVE
+from ..decode.stats import Stats
 from ..errors import ContextError, PairError, TemplateError
+from ..sampling.sampler import RANDOM_SEED, Sampling
 from ..session import GREEDY, Session
-from ..spec.loop import PLAIN, SPECULATIVE
-from ..spec.sampling import RANDOM_SEED, Sampling
-from ..spec.stats import Stats
 from ..text.template import ChatTemplate
 from .prompts import Prompt
 

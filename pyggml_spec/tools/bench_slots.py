@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions
+from ..decode.scheduler import Scheduler
+from ..decode.synthetic import SyntheticAcceptance
 from ..errors import ContextError
 from ..session import Session
-from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions
-from ..spec.scheduler import Scheduler
-from ..spec.synthetic import SyntheticAcceptance
 from .bench import BenchOptions, Repeated, _Decode, _fill
 
 ENDLESS = 1 << 30

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cache.kv_types import KVTypes
+from ..engine.engine import Engine
+from ..engine.parts import EngineOptions
 from ..errors import ContextError
 from ..ggml.device import Backend, pick_device
 from ..gguf_io import GGUFFile
+from ..memory.kv_types import KVTypes
 from ..models.registry import open_target
 from ..models.weights import Weights
-from ..spec.engine import Engine
-from ..spec.parts import EngineOptions
 from .reference import LlamaReference
 
 GREEDY_TOKENS = 64

@@ -10,22 +10,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..cache.kv import SPAN, KVCache
-from ..cache.kv_types import KVTypes
 from ..checks import whole
+from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions
+from ..engine.engine import Engine
+from ..engine.graph_store import Step
+from ..engine.graphs import StepGraphs
+from ..engine.parts import EngineOptions, P
 from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, free_bytes, pick_device
 from ..ggml.library import ffi, lib
 from ..gguf_io import GGUFFile
+from ..memory.kv import SPAN, KVCache
+from ..memory.kv_types import KVTypes
 from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_drafter, open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET, MOST_BYTES, Session, load
-from ..spec.engine import Engine
-from ..spec.graph_store import Step
-from ..spec.graphs import StepGraphs
-from ..spec.loop import PLAIN, SPECULATIVE, LoopOptions
-from ..spec.parts import EngineOptions, P
 
 _ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from ..cache.kv_types import KVTypes
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Device, devices
 from ..ggml.library import FITNESS
+from ..memory.kv_types import KVTypes
 from ..text import tokenizer as _quiet  # noqa: F401  (silences llama.cpp's log)
 
 

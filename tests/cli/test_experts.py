@@ -4,8 +4,7 @@ import json
 
 import pytest
 from cli.process import one_sentence, pyspec
-
-from pyggml_spec.tools.random_archs import write_qwen35moe
+from random_gguf.archs import write_qwen35moe
 
 CPU = ("--device", "CPU", "-t", 1)
 

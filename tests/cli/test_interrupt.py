@@ -37,7 +37,7 @@ def test_during_decoding(pinned, text, tmp_path):
 
 def test_during_prefill(pinned, tmp_path):
     patch = """if True:
-        from pyggml_spec.spec.engine import Engine
+        from pyggml_spec.engine.engine import Engine
         step = Engine.step
         def slow(self, work, meanwhile=None):
             ctrl_c()
@@ -100,7 +100,7 @@ def test_while_llama_cpp_reads_the_vocabulary(pinned):
 
 def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
     patch = """if True:
-        from pyggml_spec.spec.engine import Engine
+        from pyggml_spec.engine.engine import Engine
         step, count = Engine.step, 0
         def slow(self, *args):
             global count

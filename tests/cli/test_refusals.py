@@ -2,8 +2,7 @@
 
 import pytest
 from cli.process import one_sentence, pyspec
-
-from pyggml_spec.tools.random_model import Shape, write_dflash
+from random_gguf.model import Shape, write_dflash
 
 
 def run(target, draft=None, *more):

@@ -1,8 +1,8 @@
 """What the footer says of unusual runs."""
 
 from pyggml_spec.cli.report import engaged_line, footer
+from pyggml_spec.decode.stats import Stats
 from pyggml_spec.session import Engaged
-from pyggml_spec.spec.stats import Stats
 
 
 def _stats(**more) -> Stats:

@@ -59,7 +59,11 @@ def test_the_map_names_the_parts_and_no_other():
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     named = set(re.findall(r"\w+\.(?:py|c|h)\b", text[text.index("## The map") : text.index("Arrows point down")]))
     package = ROOT / "pyggml_spec"
-    parts = {path.name for folder in ("", "cache", "ggml", "gguf_io", "spec", "text") for path in (package / folder).glob("[!_]*.py")}
+    parts = {
+        path.name
+        for folder in ("", "decode", "engine", "ggml", "gguf_io", "memory", "sampling", "text")
+        for path in (package / folder).glob("[!_]*.py")
+    }
     parts |= {path.name for path in (ROOT / "csrc").glob("*.c")}
     assert parts - named == set()
     assert named - {path.name for folder in (package, ROOT / "csrc") for path in folder.rglob("*.*")} == set()

@@ -24,24 +24,24 @@ from gguf_io.small import SMALL
 from gguf_io.test_hostile import BROKEN
 from gguf_io.test_mutations import EVERY_VALUE
 from models.test_arch_lies import TINY, WRITERS
+from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
+from random_gguf.model import write_dflash, write_qwen35
 from text.test_template import CHATML, GEMMA, LLAMA, TALK
 from tools.checkpoint import config_of, export
 
 import pyggml_spec as ps
-from pyggml_spec.cache.prefix_files import HEADER, PrefixFiles, Refused
 from pyggml_spec.errors import ConvertError, TemplateError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.gguf_io.safetensors import SafetensorsFile, parse_json
+from pyggml_spec.memory.prefix_files import HEADER, PrefixFiles, Refused
 from pyggml_spec.models.placement import Routing
 from pyggml_spec.models.registry import open_drafter, open_target
 from pyggml_spec.models.weights import _find
-from pyggml_spec.spec.grammar import Grammar
+from pyggml_spec.sampling.grammar import Grammar
 from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary
 from pyggml_spec.tools.inspect import inspect_file
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
-from pyggml_spec.tools.random_model import write_dflash, write_qwen35
 from pyggml_spec.tools.zlab import read_layout
 
 MIB = 1 << 20

@@ -91,7 +91,7 @@ def test_versions_name_everything_that_a_benchmark_depends_on():
 
 
 @pytest.mark.parametrize(
-    "module", ["session", "tools.compare", "tools.reference", "tools.bench", "models.weights", "spec.engine", "gguf_io"]
+    "module", ["session", "tools.compare", "tools.reference", "tools.bench", "models.weights", "engine.engine", "gguf_io"]
 )
 def test_ggml_is_mapped_before_numpy(module):
     """A CUDA build with a C++ runtime of its own crashed llama.cpp when numpy had come first."""

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 from pyggml_spec.cli.report import footer
+from pyggml_spec.decode.stats import Stats
 from pyggml_spec.ggml.replay import ReplayCounters
-from pyggml_spec.spec.stats import Stats
 
 NODES = 1800  # a 4B step
 

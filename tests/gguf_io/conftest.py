@@ -2,8 +2,7 @@
 
 import pytest
 from gguf_io.small import SMALL
-
-from pyggml_spec.tools.random_model import write_dflash, write_qwen35
+from random_gguf.model import write_dflash, write_qwen35
 
 
 @pytest.fixture(scope="session")

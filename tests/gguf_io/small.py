@@ -1,6 +1,6 @@
 """The smallest pair that runs."""
 
-from pyggml_spec.tools.random_model import Shape
+from random_gguf.model import Shape
 
 SMALL = Shape(
     n_layer=2, every=2, n_embd=32, n_ff=32, n_head=2, n_head_kv=1, head_size=16, n_rot=16, delta_head=16, delta_k=1, delta_v=2, n_vocab=260,

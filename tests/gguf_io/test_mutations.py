@@ -7,11 +7,11 @@ from fuzz.mutate import header_places, mutated
 from gguf_io.batch import load_all
 from gguf_io.build import ARR, BOOL, F32, F64, I32, STR, U8, U16, U32, U64, Model, aligned, gguf, info, key
 from gguf_io.small import SMALL
+from random_gguf.model import write_qwen35
 
 import pyggml_spec as ps
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.tools.inspect import inspect_file
-from pyggml_spec.tools.random_model import write_qwen35
 
 EVERY_VALUE = gguf(
     [key(f"v{kind}", kind, (kind == STR and "text") or 1) for kind in (U8, U16, U32, I32, F32, BOOL, STR, U64, F64)]

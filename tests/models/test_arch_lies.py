@@ -7,8 +7,7 @@ from gguf_io.batch import load_all
 from gguf_io.build import ARR, BOOL, F32, I32, U32, Model
 from gguf_io.small import SMALL
 from models.dress import dressed
-
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 
 TINY = replace(SMALL, n_expert=4, n_used=2, n_ff_expert=32, n_ff_shared=32, target_window=8)
 WRITERS = {

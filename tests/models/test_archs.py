@@ -4,24 +4,24 @@ from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
+from decode.helpers import oracle, reference, run
+from decode.test_draft_parity import assert_blocks_equal
 from gguf_io.build import F32, U32, Model
 from llama_oracle import LlamaDFlash
-from spec.helpers import oracle, reference, run
-from spec.test_draft_parity import assert_blocks_equal
+from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.cache.kv import KVCache
-from pyggml_spec.cache.slots import SlotRange
+from pyggml_spec.engine.engine import Engine, EngineOptions
 from pyggml_spec.errors import ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.memory.kv import KVCache
+from pyggml_spec.memory.slots import SlotRange
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
-from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.tools.compare import compare_logits, nmse
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
-from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 WRITERS = {
     "qwen3": write_qwen3,
@@ -306,7 +306,7 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
                 engine.verify_step(tokens[n + 1 : n + rows] + [7] * (16 - rows))
                 engine.accept(rows, tokens[n + rows])
             logits.append(engine.logits(tokens[engine.cursor.committed :][:40]))
-        monkeypatch.setattr("pyggml_spec.spec.engine.Engine.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
+        monkeypatch.setattr("pyggml_spec.engine.engine.Engine.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
     errors = ((logits[0] - logits[1]) ** 2).sum(axis=1) / (logits[1] ** 2).sum(axis=1)
     assert np.median(errors) < 1e-6 and errors.max() < 1e-4
 
@@ -314,7 +314,7 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
 @pytest.mark.parametrize("arch", ["laguna", "gemma4"])
 def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path, arch, monkeypatch):
     """The reference without rings once had F16 rows whatever was asked for: the table of docs/parity.md showed 1e-6 and more."""
-    monkeypatch.setattr("pyggml_spec.spec.engine.Engine.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
+    monkeypatch.setattr("pyggml_spec.engine.engine.Engine.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape()), 800, cache_type_k="bf16", cache_type_v="q8_0")
 
 

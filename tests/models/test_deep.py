@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from models.test_arch_lies import TINY
 from models.test_archs import TARGETS, assert_equal
+from random_gguf.archs import write_qwen3
+from random_gguf.model import write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.errors import EngineError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import SPARE, Graph, Role
 from pyggml_spec.ggml.library import lib
-from pyggml_spec.tools.random_archs import write_qwen3
-from pyggml_spec.tools.random_model import write_dflash
 
 
 @pytest.mark.parametrize("arch, n_layer", [*((arch, 420) for arch in TARGETS), ("qwen3", 1024), ("gemma4", 1024)])

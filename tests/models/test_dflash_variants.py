@@ -4,8 +4,10 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from decode.test_draft_parity import assert_blocks_equal
 from gguf_io.build import F32, STR, U32, Model
-from spec.test_draft_parity import assert_blocks_equal
+from random_gguf.archs import write_gemma4, write_qwen3
+from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ModelError
@@ -13,8 +15,6 @@ from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import open_drafter, open_target
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
-from pyggml_spec.tools.random_archs import write_gemma4, write_qwen3
-from pyggml_spec.tools.random_model import Shape, write_dflash
 
 SHAPE = Shape(n_layer=4)
 PROMPT = np.random.default_rng(3).integers(0, 256, 128).tolist()  # a whole chunk: both engines compute the same shapes

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from spec.helpers import reference as plain
-from spec.helpers import run
+from decode.helpers import reference as plain
+from decode.helpers import run
+from random_gguf.archs import write_laguna, write_qwen3
+from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.tools.random_archs import write_laguna, write_qwen3
-from pyggml_spec.tools.random_model import Shape, write_dflash
 
 PROMPT = np.random.default_rng(8).integers(0, 256, 128).tolist()
 LIKE_PUBLISHED = {"feature_norms": True, "gate": "head", "causal": True}

@@ -1,10 +1,10 @@
 """Target logits equal llama.cpp's bit for bit on the same file at the same batch shape."""
 
 import pytest
+from random_gguf.model import Shape, write_qwen35
 
 from pyggml_spec.session import DEMO_TARGET
 from pyggml_spec.tools.compare import compare_logits
-from pyggml_spec.tools.random_model import Shape, write_qwen35
 
 QUANTS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"]
 

@@ -7,8 +7,11 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
+from random_gguf.archs import write_gemma4, write_laguna, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine, EngineOptions
 from pyggml_spec.errors import EngineError, ModelError
 from pyggml_spec.ggml import host_experts
 from pyggml_spec.ggml.device import Backend, pick_device
@@ -17,10 +20,7 @@ from pyggml_spec.models import weights as weights_module
 from pyggml_spec.models.placement import ExpertOptions, Placement, Routing, hot_count, routed_layers
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
-from pyggml_spec.spec.engine import Engine, EngineOptions
 from pyggml_spec.tools.experts import profile
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_qwen3, write_qwen3moe, write_qwen35moe
-from pyggml_spec.tools.random_model import Shape, write_dflash
 
 WRITERS = {
     "qwen35moe": write_qwen35moe,

@@ -5,23 +5,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from decode.helpers import reference, run
+from decode.test_draft_parity import assert_blocks_equal
+from engine.batch_helpers import prompts
 from gguf_io.build import Model as Parts
 from models.dress import dressed, opened, with_tensor
 from models.test_archs import TARGETS, assert_equal
 from models.test_placement import logits, placed
-from spec.batch_helpers import prompts
-from spec.helpers import reference, run
-from spec.test_draft_parity import assert_blocks_equal
+from random_gguf.archs import write_llama
+from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.parts import EngineOptions
 from pyggml_spec.errors import ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.weights import Weights
-from pyggml_spec.spec.engine import Engine
-from pyggml_spec.spec.parts import EngineOptions
-from pyggml_spec.tools.random_archs import write_llama
-from pyggml_spec.tools.random_model import Shape, write_dflash
 
 QUANTS = ["F32", "Q4_K", "MXFP4", "NVFP4"]
 

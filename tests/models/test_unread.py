@@ -6,6 +6,7 @@ from click.testing import CliRunner
 from gguf_io.build import Model as Parts
 from models.dress import opened, with_tensor
 from models.test_archs import TARGETS
+from random_gguf.model import Shape, write_dflash
 
 from pyggml_spec.cli.inspect import command
 from pyggml_spec.errors import ModelError
@@ -15,7 +16,6 @@ from pyggml_spec.models.qwen35 import Qwen35
 from pyggml_spec.models.registry import TARGETS as CLASSES
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.inspect import inspect_file
-from pyggml_spec.tools.random_model import Shape, write_dflash
 
 LAYERS = Shape().n_layer
 ALL = {**TARGETS, "dflash": write_dflash}

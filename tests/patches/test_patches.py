@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gguf_io.build import U32, Model
+from random_gguf.archs import write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.model import Shape, write_qwen35
 
 from pyggml_spec import patching as patches
 from pyggml_spec.cli.patches import command
 from pyggml_spec.errors import PatchError
 from pyggml_spec.tools.compare import Comparison
-from pyggml_spec.tools.random_archs import write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
-from pyggml_spec.tools.random_model import Shape, write_qwen35
 
 SERIES = patches.series()
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from decode.helpers import count_matched
 from gguf_io.build import F32, Model
 from llama_oracle import LlamaDFlash
-from spec.helpers import count_matched
 from tools.checkpoint import export, floats
 
 import pyggml_spec as ps
@@ -180,7 +180,7 @@ def test_rope_sections_only_for_multi_axis_targets(tmp_path):
 
 def test_rows_that_no_block_divides_take_another_type(tmp_path, pair):
     """Feed-forward rows of 512 are whole q4_K blocks, heads of 4 x 64 too; a drafter with 3 heads of 32 is not."""
-    from pyggml_spec.tools.random_model import Shape, write_dflash
+    from random_gguf.model import Shape, write_dflash
 
     small = write_dflash(tmp_path / "d.gguf", Shape(draft_heads=3, draft_heads_kv=1, draft_head_size=32))
     done = convert_drafter(export(small, tmp_path / "c"), pair[0], tmp_path / "o.gguf", "q4_K")

@@ -6,6 +6,8 @@ import sys
 
 import numpy as np
 import pytest
+from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
@@ -13,8 +15,6 @@ from pyggml_spec.ggml.device import devices
 from pyggml_spec.models.placement import ExpertOptions, Routing
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
-from pyggml_spec.tools.random_archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
-from pyggml_spec.tools.random_model import Shape, write_dflash, write_qwen35
 
 
 def _assert_exact(target, draft, **options):

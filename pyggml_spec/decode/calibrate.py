@@ -1,0 +1,126 @@
+"""What a step costs at each width, measured on the real graphs of this engine, and kept per model, device and version."""
+
+import hashlib
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from ..engine.engine import Engine
+from ..errors import ContextError
+from ..files import make_private, replacing
+from ..folders import cache_folder
+from ..ggml.device import graph_replay_enabled, kernels_in_use, waited_for_core
+from ..ggml.library import versions
+from .stats import MUCH_WAITING
+
+WARMUP = 3  # ggml-cuda captures on the second identical call and replays from the third on
+MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
+START = [0] * 8  # tokens that the measured steps follow
+SEED = 1
+
+
+def step_costs(engine: Engine, widths: tuple[int, ...]) -> dict[int, float]:
+    """``step_cost`` by width, 1 being plain decoding. Forgets the sequence. Widths that the context is too short for are left out.
+
+    Blocks are varied: behind START a drafter repeats one token, whose rows all choose the same few experts, and a block of a routed model
+    costs by the experts that it chooses.
+    """
+    random = np.random.default_rng(SEED)
+    fitting = [width for width in (1, *widths) if engine.options.n_ctx > len(START) + width]
+    return {width: step_cost(engine, width, random) for width in fitting}
+
+
+def step_cost(engine: Engine, width: int, random: np.random.Generator | None = None, most: int = MOST) -> float:
+    """Milliseconds of one step of ``width`` rows: the median of at most ``most`` of them, host work included. Forgets the sequence.
+
+    ``random`` chooses the tokens of blocks. The fastest step instead of the median was tried: on a shared two-core machine it flattered wide
+    blocks by a quarter.
+    """
+    engine.reset(drafting=width > 1)
+    engine.prefill(START[: max(1, engine.options.n_ctx - width)])
+    runs: list[float] = []
+    random, started = random or np.random.default_rng(SEED), time.perf_counter()
+    while len(runs) < WARMUP + most and engine.cursor.room >= width:
+        began = time.perf_counter()
+        result = engine.plain_step() if width == 1 else engine.fused_step(width, random.integers(0, engine.target.n_vocab, width - 1))
+        engine.accept(1, int(result.ids[0]))
+        runs.append(time.perf_counter() - began)
+        spent = time.perf_counter() - started
+        if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= WARMUP + 3):
+            break
+    if not runs:
+        raise ContextError(f"a context of {engine.options.n_ctx} holds no step of {width} rows that could be measured; raise it")
+    engine.reset()
+    return 1000 * statistics.median(runs[WARMUP:] or runs)
+
+
+def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
+    """Names what the costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
+    device, placement = engine.backend.device, engine.target.weights.placement
+    parts = [
+        SEED,
+        graph_replay_enabled(),
+        kernels_in_use(),
+        placement,
+        device.name,
+        device.description,
+        engine.backend.threads,
+        engine.backend.kernels,
+        widths,
+        engine.options,
+        versions(),
+    ]
+    paths = [engine.target.file.path, *([engine.drafter.file.path] if engine.drafter is not None else [])]
+    for path in paths:
+        with open(path, "rb") as file:
+            parts += [path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -> tuple[dict[int, float], bool]:
+    """``step_costs``, from the cache if they were measured before; the flag says whether they were. A damaged entry is measured again.
+
+    ``fresh``: measure whatever the cache says. Costs that were measured while other work had the processor are not kept.
+    """
+    path = cache_folder() / f"costs-{cost_key(engine, widths)}.json"
+    try:
+        stored = {int(k): float(v) for k, v in json.loads(path.read_text()).items()}
+        if not fresh and 1 in stored and set(stored) <= {1, *widths} and all(0 < v < 1e6 for v in stored.values()):
+            return stored, True
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        pass
+    with Waiting() as waiting:
+        costs = step_costs(engine, widths)
+    if 1 not in costs:
+        return {}, False
+    if not waiting.much:
+        _keep(path, costs)
+    return costs, False
+
+
+def _keep(path: Path, costs: dict[int, float]) -> None:
+    try:
+        make_private(path.parent)
+        with replacing(path) as file:
+            file.write(json.dumps(costs).encode())
+    except OSError:
+        pass  # a read-only home or a full disk only means measuring again next time
+
+
+class Waiting:
+    """A ``with`` block in which it is watched whether other work has this thread's core; ``much`` says so afterwards."""
+
+    much = False
+
+    def __enter__(self) -> Self:
+        self._began, self._waited = time.perf_counter(), waited_for_core()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        waited = waited_for_core()
+        if waited is not None and self._waited is not None:
+            self.much = waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)

@@ -1,0 +1,151 @@
+"""One sequence: what is asked of it, what it does in its next step, and what a step brings it. Alone or among others, this is its life."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ..checks import whole
+from ..engine.engine import Engine
+from ..engine.parts import StepResult, candidate_widths
+from ..engine.slot import Draft, Verify, Work
+from ..errors import EngineError
+from ..sampling.sampler import Sampler
+from .accept import choose_block, first_token
+from .forced import ForcedDrafts
+from .limits import Limits
+from .stats import Stats
+from .synthetic import SyntheticAcceptance
+
+SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
+
+Drafts = Callable[[Sequence[int], int], Sequence[int]]
+"""A scripted drafter: (all tokens so far, count) -> that many draft ids."""
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """Attributes:
+    max_tokens: tokens to emit; None for as many as the context holds.
+    mode: SPECULATIVE, PLAIN, or REFERENCE (plain decoding on the W-wide graph, whose text equals the speculative text byte for byte).
+    width: rows per block.
+    is_end: whether a token ends the text.
+    ignore_end: go on after end tokens.
+    sampler: chooses the tokens, of this generation alone; None: the greedy ones.
+    completes: whether a stop text is complete with a token; asked once about each that comes out, in order. None: there are none.
+    drafts: drafts instead of the drafter.
+    forced: whether tokens that the sampler's constraint leaves no choice about are drafts, ahead of the drafter's and without one.
+    """
+
+    max_tokens: int | None = None
+    mode: str = SPECULATIVE
+    width: int = 16
+    is_end: Callable[[int], bool] = lambda token: False
+    ignore_end: bool = False
+    synthetic: SyntheticAcceptance | None = None
+    sampler: Sampler | None = None
+    completes: Callable[[int], bool] | None = None
+    drafts: Drafts | None = None
+    forced: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in (SPECULATIVE, PLAIN, REFERENCE):
+            raise EngineError(f"the mode is {self.mode!r}; use {SPECULATIVE}, {PLAIN} or {REFERENCE}")
+        if self.max_tokens is not None:
+            whole(self.max_tokens, "the number of tokens", 0, 1 << 62)
+
+    def limits(self) -> Limits:
+        """Of one sequence with these options."""
+        return Limits(self.max_tokens, (lambda token: False) if self.ignore_end else self.is_end, self.completes)
+
+    def forced_drafts(self) -> ForcedDrafts | None:
+        """Of one sequence with these options; None where nothing is forced."""
+        if not self.forced or self.mode == REFERENCE or self.sampler is None or self.sampler.grammar is None:
+            return None
+        return ForcedDrafts(self.sampler, candidate_widths(self.width))
+
+    def check(self, drafter: object | None) -> None:
+        """Raises EngineError for a mode that needs a drafter where there is none."""
+        if self.mode == SPECULATIVE and drafter is None and self.drafts is None:
+            raise EngineError(f"there is no drafter: use {PLAIN} mode, or load one")
+
+    @property
+    def candidates(self) -> int | None:
+        """What ``Engine.read_candidates`` is to be told."""
+        return self.sampler.sampling.candidates() if self.sampler is not None else 0
+
+
+class Request:
+    """A sequence in a slot of an engine.
+
+    Attributes:
+        history: the tokens of the prompt, and what came out.
+        speculating: whether its next step drafts.
+        forced: the drafts of its last step, if a constraint left no choice about them.
+    """
+
+    def __init__(self, prompt: Sequence[int], options: LoopOptions, stats: Stats) -> None:
+        self.options, self.stats, self.limits = options, stats, options.limits()
+        self.history = list(prompt)
+        self.speculating = options.mode == SPECULATIVE and options.width > 1
+        self.forced: list[int] = []
+        self._forced = options.forced_drafts()
+
+    @property
+    def may_force(self) -> bool:
+        """Whether a constraint may leave no choice about tokens."""
+        return self._forced is not None
+
+    def forced_work(self) -> Work | None:
+        """Its next step, if that verifies what a constraint leaves no choice about, filled up to a width that there are graphs for."""
+        self.forced = self._forced.next() if self._forced is not None else []
+        if self._forced is None or not self.forced:
+            return None
+        return Verify([*self.forced, *[self.forced[-1]] * (self._forced.width(self.forced) - 1 - len(self.forced))])
+
+    def work(self, width: int) -> Work:
+        """What it does in a step whose blocks have ``width`` rows."""
+        if self.options.mode == REFERENCE:
+            return Verify([self.history[-1]] * (width - 1))
+        if not self.speculating or width == 1:
+            return Verify()
+        scripted = self.options.drafts
+        return Draft(width) if scripted is None else Verify(scripted(self.history, width - 1))
+
+    def first(self, greedy: int, engine: Engine, slot: int = 0) -> int:
+        """The token behind the prompt, which has been computed; ``greedy`` is the largest logit's."""
+        self.limits.begin(engine.slots[slot].cursor.room)
+        token = first_token(greedy, self.history, self.limits, partial(engine.candidates, slot=slot), self.options.sampler)
+        engine.choose(token, slot)
+        self.stats.target_forwards += 1
+        self.stats.emitted = 1
+        self.history.append(token)
+        return token
+
+    def take(self, item: Work, result: StepResult, engine: Engine, slot: int = 0) -> list[int]:
+        """The tokens that a step brought, which the engine has accepted then.
+
+        Raises:
+            EngineError: the target produced NaN or Inf.
+        """
+        if not result.target_finite:
+            raise EngineError(engine.not_finite(slot))
+        if not result.draft_finite:
+            self.stats.nan_drafts += 1
+            self.speculating = False
+        options, reference = self.options, self.options.mode == REFERENCE
+        drafts = self.forced or ([] if reference else result.tokens[1:].tolist())
+        candidates = partial(engine.candidates, slot=slot)
+        block = choose_block(result.ids.tolist(), drafts, self.limits, candidates, options.sampler, options.synthetic)
+        engine.accept(len(block), block[-1], slot)
+        self.history += block
+        self.stats.add_block(item.rows, matched := len(block) - 1, isinstance(item, Draft), len(drafts))
+        if self._forced is not None and self.forced:
+            self._forced.observe(len(self.forced), matched)
+            self.stats.forced, self.stats.forced_matched = self._forced.drafted, self._forced.matched
+        elif self._forced is not None and item.rows > 1:
+            self._forced.observe_drafter(matched)
+        return block
+
+    def ended(self) -> None:
+        """Says in the statistics whether the text is whole."""
+        self.stats.cut = self.options.sampler is not None and self.options.sampler.incomplete

@@ -1,0 +1,219 @@
+"""The graphs that an engine keeps: one per (role, width, span, slots) and what else its steps differ in; built once, planned once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ..checks import whole
+from ..errors import EngineError
+from ..ggml.device import Backend
+from ..ggml.graph import Graph, Role, RoleCounters
+from ..ggml.library import ffi, lib
+from ..ggml.step_io import StepFields, StepIO
+from ..memory.slots import SlotRange
+
+MEASURED_SPANS = 16
+KEEP_SPANS, KEEP_GRAPHS = 12, 32  # kept per (role, width) besides the widest span: of one slot, of several; about 2 MB of host memory each
+
+
+@dataclass
+class Step:
+    """One graph with its input and output fields. ``host`` are numpy views; ``extra`` holds tensors that a caller reads itself."""
+
+    graph: Graph
+    fields: StepFields
+    extra: dict
+    _logits: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        self.host: dict[str, np.ndarray] = self.fields.host
+
+    def finite(self, part: slice | None = None, drafts: bool = False) -> bool:
+        """Whether the target, with ``drafts`` the drafter too, produced neither NaN nor Inf in these rows (None: in all)."""
+        for name in ("ids_sum", "logits_sum", "draft_sum") if drafts else ("ids_sum", "logits_sum"):
+            sums = self.host.get(name)
+            if sums is not None and not np.isfinite(sums if part is None else sums[part]).all():
+                return False
+        return True
+
+    def ids(self) -> np.ndarray:
+        """I32 [rows] greedy choice after each row that has logits, once the step has run."""
+        if "ids" in self.host:
+            return self.host["ids"].copy()
+        return self._host_logits().argmax(axis=1).astype(np.int32)
+
+    def _host_logits(self) -> np.ndarray:
+        if self._logits is None:
+            self._logits = self.graph.host_view(self.extra["logits"])
+        return self._logits
+
+    def candidates(self, row: int) -> tuple[np.ndarray | None, np.ndarray]:
+        """I32 token ids (None: all of the vocabulary) and F32 logits after ``row``, until the next step runs.
+
+        Rows in device memory are read one by one: most of a block's rows are never asked for.
+        """
+        rows = self.host["ids"].size if "ids" in self.host else len(self._host_logits())
+        row = whole(row, "the row whose candidates are asked for", 0, rows - 1)
+        if "best_ids" in self.host:
+            return self.host["best_ids"].reshape(rows, -1)[row], self.host["best_logits"].reshape(rows, -1)[row]
+        if "ids" not in self.host:
+            return None, self._host_logits()[row]
+        logits = self.extra["logits"]
+        out = np.empty(logits.ne[0], np.float32)
+        lib.ggml_backend_tensor_get(logits, ffi.from_buffer(out), row * logits.nb[1], out.nbytes)
+        self.fields.io.reads += 1
+        self.fields.io.read_bytes += out.nbytes
+        return None, out
+
+
+class GraphStore:
+    """Owns the roles and their graphs; a subclass knows how each is built."""
+
+    def __init__(
+        self, backend: Backend, io: StepIO, widths: dict[str, tuple[int, ...]], spans: list[int], slots: int, widest: int, nodes: int
+    ) -> None:
+        """
+        Args:
+            widths: of each role whose largest graph is planned first.
+            spans: all that the caches have, ascending.
+            widest: the most rows per slot that any graph has.
+            nodes: that no graph exceeds.
+        """
+        self.backend, self.io, self._widths, self.spans, self.slots = backend, io, widths, spans, slots
+        self._widest, self._nodes = widest, nodes
+        self.every = SlotRange(0, slots)
+        self.roles: dict[str, Role] = {}
+        self.closed = False
+        self.drafting = False  # whether target graphs also write drafter rows
+        self.candidates: int | None = 0  # how many of a row's largest logits are read with the ids; None: whole rows, on demand
+        self._steps: dict[tuple, Step] = {}
+        self._reserved: set[tuple] = set()
+        self._builders: dict[str, Callable[..., dict | None]] = {}
+
+    def get(self, role: str, width: int, span: int, seats: SlotRange | None = None, *more: Any) -> Step:
+        """The graph of this role, width, span and range of slots (None: all of them), as ``drafting`` and ``candidates`` ask; built if it
+        is not there or its memory has moved."""
+        if self.closed:
+            raise EngineError("the session is closed: load the model again")
+        shape = (width, span, seats or self.every, *more)
+        key = (role, *shape, self.drafting, self.candidates)
+        step = self._steps.pop(key, None)
+        if step is not None and not self._stale(step):
+            self._steps[key] = step  # used last, dropped last: never while it runs
+            return step
+        if step is not None:
+            step.graph.close()
+        if role in self._widths and (role, self.candidates) not in self._reserved:
+            self._reserve(role)
+            step = self._steps.get(key)
+            if step is not None:
+                return step
+        self._make_room(role, width)
+        return self._keep(self._make(role, *shape), role, *shape)
+
+    def has(self, role: str, width: int, span: int, seats: SlotRange | None = None) -> bool:
+        """Whether ``get`` would not have to build."""
+        step = self._steps.get((role, width, span, seats or self.every, self.drafting, self.candidates))
+        return step is not None and not self._stale(step)
+
+    def reserves(self, role: str, width: int, seats: SlotRange) -> bool:
+        """Whether graphs like this one were planned for: prompts go slot by slot, a chunk of several at once is planned when it is asked for."""
+        return role != "prefill" or seats.count == 1
+
+    def _reserve(self, role: str) -> None:
+        """Plans the role's graph with the largest buffer first, so that no later one makes it grow.
+
+        Which graph needs most is not a matter of its size alone: the allocator packs 16 rows over 256 worse than over 2,048, and over 1,280
+        worst. So every width is measured at up to MEASURED_SPANS spans. The largest of all is planned, and for one slot each width's widest,
+        which are kept. All slots take more than some of them, but not by much at one row. When requests of several slots want other candidates
+        later, everybody waits for this: two spans have to do.
+        """
+        again = self.slots > 1 and any(reserved == role for reserved, _ in self._reserved)
+        few, live = len(self.spans) if again else max(1, len(self.spans) // MEASURED_SPANS), self.spans[-1]
+        ranges = {"prefill": [SlotRange(0, 1)], "plain": list(dict.fromkeys((self.every, SlotRange(0, 1))))}.get(role, [self.every])
+        shapes = list(product(self._widths[role], dict.fromkeys((*self.spans[::few], live)), ranges))
+        kept: dict[tuple, Step] = {}
+        sizes: dict[tuple, int] = {}
+        drafting, self.drafting = self.drafting, self.can_draft
+        try:
+            for shape in shapes:
+                step = kept[shape] = self._make(role, *shape)
+                sizes[shape] = step.graph.measure()
+                if self.slots > 1 or shape[1] != live:
+                    kept.pop(shape).graph.close()
+            largest = max(sizes, key=sizes.__getitem__)
+            self._keep(kept.pop(largest) if largest in kept else self._make(role, *largest), role, *largest)
+            for shape in list(kept):
+                self._keep(kept.pop(shape), role, *shape)
+            self._reserved.add((role, self.candidates))
+        finally:
+            self.drafting = drafting
+            for step in kept.values():
+                step.graph.close()
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether graphs can write drafter rows at all."""
+        return False
+
+    def _make(self, role: str, width: int, span: int, seats: SlotRange, *more: Any) -> Step:
+        if role not in self._builders:
+            raise EngineError(f"there is no step called {role!r}: use one of {', '.join(self._builders)}")
+        width = whole(width, f"the width of a {role} step", 0 if role == "commit" else 1, self._widest)
+        if role not in self.roles:
+            self.roles[role] = Role(self.backend, role, self._nodes)
+        graph = Graph(self.roles[role])
+        try:
+            fields = StepFields(self.io, graph)
+            extra = self._builders[role](graph, fields, width, span, seats, *more) or {}
+        except BaseException:
+            graph.close()
+            raise
+        return Step(graph, fields, extra)
+
+    def _keep(self, step: Step, role: str, *shape: Any) -> Step:
+        """Plans the step's graph and keeps it; it is closed if it cannot be planned."""
+        try:
+            self._plan(step)
+        except BaseException:
+            step.graph.close()
+            raise
+        key = (role, *shape, self.drafting, self.candidates)
+        if key in self._steps:  # of a reservation that failed half-way
+            self._steps[key].graph.close()
+        self._steps[key] = step
+        return step
+
+    def _plan(self, step: Step) -> None:
+        step.graph.plan()
+
+    def _stale(self, step: Step) -> bool:
+        return step.graph.stale
+
+    def _make_room(self, role: str, width: int) -> None:
+        family = [key for key in self._steps if key[:2] == (role, width)]
+        widest = max((key[2] for key in family), default=0)
+        most = KEEP_SPANS if self.slots == 1 else KEEP_GRAPHS - 1
+        for key in [key for key in family if key[2] != widest or self.slots > 1][: max(0, len(family) - most)]:
+            self._steps.pop(key).graph.close()
+
+    def counters(self) -> dict[str, RoleCounters]:
+        return {name: role.counters for name, role in self.roles.items()}
+
+    def steps(self) -> dict[tuple, Step]:
+        """The kept graphs by key (tests and inspection)."""
+        return dict(self._steps)
+
+    @property
+    def compute_bytes(self) -> int:
+        return sum(role.buffer_bytes for role in self.roles.values())
+
+    def close(self) -> None:
+        for step in self._steps.values():
+            step.graph.close()
+        for role in self.roles.values():
+            role.close()
+        self._steps, self.roles, self.closed = {}, {}, True

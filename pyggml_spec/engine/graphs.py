@@ -1,0 +1,270 @@
+"""Which graph each kind of step is.
+
+Every graph has ``width`` rows for each slot of its range, one slot after the other; rows that a slot does not need are switched off.
+
+role      rows                        recurrent state               drafter
+prefill   a padded chunk              written directly              K/V rows of the chunk
+plain     1                           written directly              features into the ring (one slot), K/V rows (several)
+verify    W, ids from the host        replay, then left pending     K/V rows of the block
+fused     W, given or drafted         replay, then left pending     drafts the blocks first, then their K/V rows
+commit    -                           replay (one slot: into another width)
+catchup   RING, of one slot           -                             K/V rows of the tokens whose features are in the ring
+logits    an exact chunk              written directly              -        (all logits readable; parity checks)
+capture   an exact chunk              written directly              -        (inputs of named target layers readable; doctor)
+
+What one slot alone has for speed, and several cannot have: [history ; block] lies as it is read, drafts are the verifier's token ids in place,
+drafter and target write the same rows, and the drafter's rows of plain tokens wait in a ring until they are due.
+"""
+
+from ..errors import EngineError
+from ..ggml.device import Backend
+from ..ggml.graph import Graph
+from ..ggml.library import Tensor
+from ..ggml.step_io import StepFields, StepIO
+from ..memory.delta import DeltaRows, DeltaState
+from ..memory.features import RING, FeatureRing
+from ..memory.kv import KVCache, spans_up_to
+from ..memory.slots import SlotRange
+from ..models.base import Rows, Seen, Target
+from ..models.dflash import BlockRows, DFlash
+from .graph_store import GraphStore
+
+MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
+
+
+def most_nodes(target: Target, drafter: DFlash | None) -> int:
+    """Nodes that no step of this pair exceeds: layers take 28 to 66, and three for each expert that a token uses; slots, scales, biases and
+    the rotation of quantised rows take at most 40 more.
+    """
+    experts = getattr(target, "experts", None)
+    per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
+    return 4096 + (target.n_layer + (drafter.hp.n_layer if drafter is not None else 0)) * per_layer
+
+
+class StepGraphs(GraphStore):
+    """Builds and keeps the graphs of one engine."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        io: StepIO,
+        target: Target,
+        drafter: DFlash | None,
+        kv: KVCache,
+        draft_kv: KVCache | None,
+        delta: DeltaState | None,
+        ring: FeatureRing | None,
+        widths: dict[str, tuple[int, ...]],
+        slots: int,
+    ) -> None:
+        widest = max(RING, *(width for of_role in widths.values() for width in of_role))
+        super().__init__(backend, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter))
+        self.target, self.drafter = target, drafter
+        self.kv, self.draft_kv, self.delta, self.ring = kv, draft_kv, delta, ring
+        self.drafting = self.can_draft
+        self._builders = {
+            "prefill": self._prefill,
+            "logits": self._logits,
+            "capture": self._capture,
+            "plain": self._plain,
+            "verify": self._verify,
+            "fused": self._fused,
+            "commit": self._commit,
+            "catchup": self._catchup,
+        }
+
+    @property
+    def can_draft(self) -> bool:
+        return self.drafter is not None
+
+    # -- parts
+
+    def _rows(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> dict:
+        total = width * seats.count
+        positions, kv_rows = f.input("positions", "i32", total), f.input("kv_rows", "i64", total)
+        q_last = f.input("q_last", "f32", 1, total)
+        mask = g.span_mask(self.kv.near, q_last, None, span, seats.count)
+        sliding = self._sliding(g, f, kv_rows, q_last, span, seats.count) if self.target.window else None
+        kv = self._caches(g, self.kv, seats)
+        return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "span": span, "sliding": sliding, "kv": kv}
+
+    def _caches(self, g: Graph, kv: KVCache, seats: SlotRange) -> tuple:
+        """The K/V tensors of these slots; rows are counted from the first one."""
+        if self.slots == 1:
+            return kv.layers
+        views = []
+        for layer in kv.layers:
+            k, v = (g.slots(tensor, seats.first, seats.count) for tensor in (layer.k, layer.v))
+            g.expand(k)  # now: between rope and row write it would keep ggml-cuda from fusing them
+            g.expand(v)
+            views.append(layer._replace(k=k, v=v))
+        return tuple(views)
+
+    def _sliding(self, g: Graph, f: StepFields, kv_rows: Tensor, q_last: Tensor, span: int, slots: int) -> Seen:
+        """What sliding layers write and see: a ring of rows, or all rows where the context is no longer than one.
+
+        Rows of a ring beyond the span hold nothing yet. All of gemma4's would be 1.3 GB per step at 31B, 7 % of what its weights are.
+        """
+        rows, near = kv_rows, self.kv.near
+        q_first = f.input("q_first", "f32", 1, kv_rows.ne[0])
+        if self.kv.ring:
+            span = min(span, self.kv.ring)
+            rows, near = f.input("sliding_rows", "i64", kv_rows.ne[0]), f.input("sliding_near", "f32", span, slots)
+        return Seen(rows, g.span_mask(near, q_last, q_first, span, slots), span)
+
+    def _replay(self, g: Graph, f: StepFields, seats: SlotRange, width: int, width_to: int, replay: bool) -> None:
+        """Commits what these slots' blocks of ``width`` rows left."""
+        assert self.delta is not None
+        keep = f.input("keep", "f32", 1, width * seats.count) if replay else None
+        tail = f.input("tail", "i32", *self.delta.tail_shape(seats))
+        self.delta.begin(g, seats, width, width_to, keep, tail)
+
+    def _block_states(self, g: Graph, f: StepFields, width: int, seats: SlotRange) -> DeltaRows | None:
+        """The states under blocks that are left pending."""
+        if self.delta is None:
+            return None
+        self._replay(g, f, seats, width, width, True)
+        return DeltaRows(self.delta, width, True, take=self._take(f, width, seats))
+
+    def _direct_states(self, g: Graph, f: StepFields, width: int, seats: SlotRange) -> DeltaRows | None:
+        """The states under rows that are certain. One slot's plain token lies behind its history, as a block of one row does."""
+        if self.delta is None:
+            return None
+        if width == 1 and self.delta.inline:
+            self._replay(g, f, seats, 1, 1, False)
+            return DeltaRows(self.delta, 1, False)
+        return self._chunk_states(g, f, width, seats, self._take(f, 1, seats) if width == 1 else None)
+
+    def _chunk_states(self, g: Graph, f: StepFields, width: int, seats: SlotRange, take: Tensor | None = None) -> DeltaRows | None:
+        if self.delta is None:
+            return None
+        on = f.input("on", "f32", 1, width * seats.count)
+        last = f.input("last", "i32", self.delta.history_rows, seats.count)
+        self.delta.begin(g, seats, 0, 0, None, None)
+        return DeltaRows(self.delta, 0, False, on, last, take)
+
+    def _take(self, f: StepFields, width: int, seats: SlotRange) -> Tensor | None:
+        """Where [history ; block] of each of several slots is gathered from."""
+        assert self.delta is not None
+        return None if self.delta.inline else f.input("take", "i32", (self.delta.history_rows + width) * seats.count)
+
+    def _forward(self, g: Graph, tokens: Tensor, rows: dict, delta: DeltaRows | None) -> tuple[Tensor, list[Tensor]]:
+        capture = self.drafter.hp.target_layers if self.drafter is not None and self.drafting else ()
+        return self.target.forward(g, Rows(tokens=tokens, delta=delta, **rows), capture)
+
+    def _context(self, g: Graph, features: list[Tensor], rows: dict, seats: SlotRange, draft_kv: tuple | None = None) -> None:
+        if self.drafting:
+            assert self.drafter is not None and self.draft_kv is not None
+            self.drafter.context_rows(g, features, rows["positions"], rows["kv_rows"], draft_kv or self._caches(g, self.draft_kv, seats))
+
+    def _emit(self, g: Graph, f: StepFields, hidden: Tensor) -> dict:
+        """Greedy ids of all rows, and the sum of each hidden row: not finite if anything in it is NaN or Inf.
+
+        On the CPU the host takes the argmax of the logits where they lie: ggml's own is one scalar loop on one thread, 0.4 ms for each row
+        of a 248k vocabulary against 0.04.
+        """
+        f.output("ids_sum", "f32", g.sum_rows(hidden))
+        logits = self.target.logits(g, hidden)
+        in_host = self.backend.device.kind == "cpu" and not self.candidates
+        if in_host or self.candidates is None:
+            g.keep(logits)
+        if not in_host:
+            f.output("ids", "i32", g.argmax(logits))
+        if self.candidates:
+            f.output("logits_sum", "f32", g.sum_rows(logits))
+            best, values = g.largest(logits, min(self.candidates, logits.ne[0]))
+            f.output("best_ids", "i32", best)
+            f.output("best_logits", "f32", values)
+        return {"logits": logits}
+
+    # -- the graphs
+
+    def _prefill(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> dict:
+        rows = self._rows(g, f, width, span, seats)
+        delta = self._chunk_states(g, f, width, seats)
+        out_row = f.input("out_row", "i32", seats.count)
+        hidden, features = self._forward(g, f.tokens(width * seats.count), rows, delta)
+        out = self._emit(g, f, g.rows(hidden, out_row))
+        self._context(g, features, rows, seats)
+        return out
+
+    def _plain(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> dict:
+        rows = self._rows(g, f, 1, span, seats)
+        delta = self._direct_states(g, f, 1, seats)
+        hidden, features = self._forward(g, f.tokens(seats.count), rows, delta)
+        out = self._emit(g, f, hidden)
+        if self.drafting and self.ring is not None:
+            g.kv_write_rows(self.ring.rows, g.concat(features), f.input("ring_row", "i64", 1))
+        else:
+            self._context(g, features, rows, seats)
+        return out
+
+    def _verify(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> dict:
+        rows = self._rows(g, f, width, span, seats)
+        delta = self._block_states(g, f, width, seats)
+        hidden, features = self._forward(g, f.tokens(width * seats.count), rows, delta)
+        out = self._emit(g, f, hidden)
+        self._context(g, features, rows, seats)
+        return out
+
+    def _fused(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> dict:
+        assert self.drafter is not None and self.draft_kv is not None
+        total, alone = width * seats.count, self.slots == 1
+        rows = self._rows(g, f, width, span, seats)
+        block = f.input("block", "i32", total)
+        draft_rows = rows["kv_rows"] if alone else f.input("draft_rows", "i64", total)
+        masks = self._draft_masks(g, f, total, span, seats)
+        draft_kv = self._caches(g, self.draft_kv, seats)
+        delta = self._block_states(g, f, width, seats)
+        hidden = self.drafter.denoise(g, BlockRows(block, rows["positions"], draft_rows, masks, span, draft_kv), self.target)
+        # row 0 of a block is the pending token itself: its logits are never needed
+        logits = self.drafter.logits(g, g.tail_rows(hidden, 1) if alone else g.tails(hidden, width, 1), self.target)
+        drafts = g.argmax(logits)
+        if alone:
+            tokens = f.drafted_tokens(width, drafts)
+            g.expand(drafts)
+        else:
+            tokens = f.picked_tokens(total, drafts)
+        f.output("draft_sum", "f32", g.sum_rows(hidden))
+        hidden, features = self._forward(g, tokens, rows, delta)
+        out = self._emit(g, f, hidden)
+        self._context(g, features, rows, seats, draft_kv)
+        return {**out, "draft_logits": logits}
+
+    def _draft_masks(self, g: Graph, f: StepFields, total: int, span: int, seats: SlotRange) -> tuple:
+        """One mask per drafter layer; layers with the same window share theirs."""
+        assert self.drafter is not None and self.draft_kv is not None
+        last = f.input("draft_last", "f32", 1, total)
+        by_window: dict[int, Tensor] = {}
+        for window in self.drafter.hp.window:
+            if window not in by_window:
+                first = f.input(f"draft_first_{window}", "f32", 1, total) if window else None
+                by_window[window] = g.span_mask(self.draft_kv.near, last, first, span, seats.count)
+        return tuple(by_window[window] for window in self.drafter.hp.window)
+
+    def _commit(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange, width_to: int, replay: bool) -> None:
+        """``width`` is the one that is left; ``span`` plays no part."""
+        if self.delta is None:
+            raise EngineError("a model without recurrent state has nothing to commit")
+        self._replay(g, f, seats, width, width_to, replay)
+
+    def _catchup(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> None:
+        assert self.ring is not None
+        rows = {"positions": f.input("positions", "i32", width), "kv_rows": f.input("kv_rows", "i64", width)}
+        self._context(g, [self.ring.rows], rows, seats)
+
+    def _logits(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange) -> dict:
+        rows = self._rows(g, f, width, span, seats)
+        delta = self._chunk_states(g, f, width, seats)
+        hidden, _ = self._forward(g, f.tokens(width * seats.count), rows, delta)
+        logits = self.target.logits(g, hidden)
+        g.expand(logits)
+        return {"logits": logits}
+
+    def _capture(self, g: Graph, f: StepFields, width: int, span: int, seats: SlotRange, layers: tuple[int, ...]) -> dict:
+        rows = self._rows(g, f, width, span, seats)
+        delta = self._chunk_states(g, f, width, seats)
+        hidden, features = self.target.forward(g, Rows(tokens=f.tokens(width * seats.count), delta=delta, **rows), layers)
+        for feature in features:
+            g.keep(feature)
+        return {**self._emit(g, f, hidden), "features": features}

@@ -1,0 +1,86 @@
+"""A slot of an engine, and what it can be asked to do in a step.
+
+A slot is one sequence for its whole life and never moves:
+
+    free -- admit --> certain -- Prompt, Verify() --> certain          its rows are in the caches and in the recurrent state
+                      certain -- Verify(drafts), Draft --> open        a block of W rows, none of which counts yet
+                      open    -- accept(n) --> pending                 n rows count; the state is that before the block
+                      pending -- rollback(m) --> pending               m others do
+                      pending -- the next step over the slot, settle --> certain     by replaying the rows that count
+    any -- release --> free
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..memory.cursor import Cursor
+
+Ids = Sequence[int] | np.ndarray
+"""Token ids, I64 [n] if they are an array."""
+
+NOTHING = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens that certainly come next: they are committed by the step, and the choice after the last one becomes pending."""
+
+    tokens: Ids
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """The pending token and given drafts behind it; without drafts a plain token, which is committed by the step. Follow with ``accept``."""
+
+    drafts: Ids = ()
+
+    @property
+    def rows(self) -> int:
+        return 1 + len(self.drafts)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The pending token and ``width`` - 1 drafts of the drafter's. Follow with ``accept``.
+
+    ``masks``: I32 [width - 1] ids to draft from instead of mask tokens; the drafts are then worth nothing, but varied.
+    """
+
+    width: int
+    masks: np.ndarray | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.width
+
+
+Work = Prompt | Verify | Draft
+
+
+@dataclass
+class Slot:
+    """One sequence. ``tokens`` are the rows of its last block, from position ``base`` on; ``ids`` the choices after them.
+
+    The recurrent state holds the tokens before ``base``; the block's accepted rows are folded in by the next step over this slot.
+    """
+
+    cursor: Cursor
+    used: bool = False
+    clean: bool = True  # nothing is left in its rows that a later sequence must not see
+    drafting: bool = True
+    candidates: int | None = 0  # see Engine.read_candidates
+    base: int = 0
+    tokens: np.ndarray = field(default_factory=lambda: NOTHING)
+    ids: np.ndarray = field(default_factory=lambda: NOTHING)
+    open_rows: int = 0  # of the last block, until accept says how many count
+    row: int = 0  # of the last step's choices: the slot's first one
+
+    def certain(self) -> None:
+        """What is committed is in the recurrent state; nothing is left to roll back."""
+        self.base, self.tokens, self.ids, self.open_rows = self.cursor.committed, NOTHING, NOTHING, 0

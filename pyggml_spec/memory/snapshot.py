@@ -1,0 +1,189 @@
+"""Which memory a sequence lies in, and copies of it.
+
+rows    K/V rows of the layers that keep every position, target and drafter: row = position, written once, the same whatever follows
+state   what only the last token leaves: recurrent states, convolution histories, and the window's rows of layers that keep a ring
+
+Copies stay on the device, where they cost a fraction of a millisecond; through the host they go only on their way to and from files.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from ..ggml.device import Backend
+from ..ggml.library import Tensor, ffi, lib
+from ..models.base import KVShape
+from .delta import DeltaState
+from .kv import KVCache
+
+
+class Pieces:
+    """Contiguous tensors in a fixed order: views of where a part of a sequence lies, or a copy of it with memory of its own."""
+
+    def __init__(self, most: int) -> None:
+        params = ffi.new("struct ggml_init_params *", {"mem_size": (most + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
+        self._ctx: Any = lib.ggml_init(params[0])
+        self._buffer: Any = None
+        self.tensors: list[Tensor] = []
+
+    def add_view(self, view: Tensor) -> None:
+        lib.ggml_backend_view_init(view)
+        self.tensors.append(view)
+
+    def add_rows(self, tensor: Tensor, slot: int, first: int, count: int) -> None:
+        """Rows first .. first + count - 1 of one slot of ``tensor``."""
+        if count:
+            self.add_view(
+                lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], slot * tensor.nb[2] + first * tensor.nb[1])
+            )
+
+    def add_delta(self, delta: DeltaState, slot: int, layer: int) -> None:
+        """The state and the convolution history of one delta-net layer."""
+        out = ffi.new("struct ggml_tensor *[2]")
+        lib.pgs_delta_kept(delta.handle, self._ctx, slot, layer, out, out + 1)
+        self.add_view(out[0])
+        self.add_view(out[1])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(lib.ggml_nbytes(t) for t in self.tensors)
+
+    def copy(self, backend: Backend) -> "Pieces | None":
+        """The same contents in memory of its own; None if the device has none left."""
+        out = Pieces(len(self.tensors))
+        out.tensors = [lib.ggml_new_tensor(out._ctx, t.type, 2, (t.ne[0], t.ne[1])) for t in self.tensors]
+        if out.tensors:
+            buffer = backend.allocate(out._ctx)
+            if buffer == ffi.NULL:
+                out.close()
+                return None
+            out._buffer = buffer
+        self.write_to(out, backend)
+        return out
+
+    def write_to(self, other: "Pieces", backend: Backend) -> None:
+        """Copies into ``other``, which has the same shapes, on the device."""
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            lib.ggml_backend_tensor_copy_async(backend.handle, backend.handle, mine, theirs)
+        backend.synchronize()
+
+    def read(self) -> np.ndarray:
+        """The contents as bytes, U8 [nbytes], one tensor behind the other."""
+        out, at = np.empty(self.nbytes, np.uint8), 0
+        for t in self.tensors:
+            size = lib.ggml_nbytes(t)
+            lib.ggml_backend_tensor_get(t, ffi.from_buffer(out[at : at + size]), 0, size)
+            at += size
+        return out
+
+    def write(self, contents: np.ndarray) -> None:
+        """Overwrites the contents with what ``read`` gave for the same shapes."""
+        if contents.nbytes != self.nbytes:
+            raise ValueError(f"{contents.nbytes} bytes for tensors of {self.nbytes}")
+        at = 0
+        for t in self.tensors:
+            size = lib.ggml_nbytes(t)
+            lib.ggml_backend_tensor_set(t, ffi.from_buffer(contents[at : at + size]), 0, size)
+            at += size
+
+    @property
+    def closed(self) -> bool:
+        return self._ctx is None
+
+    def close(self) -> None:
+        if self._ctx is not None:
+            if self._buffer is not None:
+                lib.ggml_backend_buffer_free(self._buffer)
+            lib.ggml_free(self._ctx)
+            self._ctx = self._buffer = None
+            self.tensors = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class SequenceMemory:
+    """Where the caches of an engine keep the sequence of a slot. Borrows the caches.
+
+    ``shapes``: of the target's attention layers, in the order of ``kv.layers``; ``window``: positions that its sliding layers see.
+    """
+
+    def __init__(self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int) -> None:
+        self._kv, self._draft_kv, self._delta, self._window = kv, draft_kv, delta, window
+        in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
+        self._full = [t for layer, ring in zip(kv.layers, in_ring) if not ring for t in (layer.k, layer.v)]
+        self._ringed = [t for layer, ring in zip(kv.layers, in_ring) if ring for t in (layer.k, layer.v)]
+        self._drafter = [t for layer in draft_kv.layers for t in (layer.k, layer.v)] if draft_kv is not None else []
+
+    @property
+    def stateful(self) -> bool:
+        """Whether rows alone are not enough to go on from a position."""
+        return self._delta is not None or bool(self._ringed)
+
+    def rows(self, first: int, count: int, drafting: bool, slot: int = 0) -> Pieces:
+        """Rows of positions first .. first + count - 1; those of the drafter only if ``drafting``."""
+        return self._pieces(slot, first, count, drafting, None)
+
+    def state(self, n: int, slot: int = 0) -> Pieces:
+        """What ``n`` committed tokens left besides rows, with nothing pending. Of a ring, the rows that position n can still see."""
+        return self._pieces(slot, 0, 0, False, n)
+
+    def whole(self, n: int, drafting: bool, slot: int = 0) -> Pieces:
+        """All that ``n`` committed tokens left, with nothing pending."""
+        return self._pieces(slot, 0, n, drafting, n)
+
+    def _pieces(self, slot: int, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
+        tensors = self._full + (self._drafter if drafting else [])
+        delta = self._delta if state_of is not None else None
+        layers = delta.shape.layers if delta is not None else 0
+        pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed))
+        for tensor in tensors:
+            pieces.add_rows(tensor, slot, first, count)
+        if delta is not None:
+            for layer in range(layers):
+                pieces.add_delta(delta, slot, layer)
+        if state_of is not None:
+            self._add_window(pieces, slot, state_of)
+        return pieces
+
+    def _add_window(self, pieces: Pieces, slot: int, n: int) -> None:
+        count = min(n, self._window)
+        for tensor in self._ringed:
+            first = (n - count) % self._kv.ring
+            before_wrap = min(count, self._kv.ring - first)
+            pieces.add_rows(tensor, slot, first, before_wrap)
+            pieces.add_rows(tensor, slot, 0, count - before_wrap)
+
+    def describe(self) -> str:
+        """The layout in words: types, widths and the ring."""
+
+        def kinds(tensors: Sequence[Tensor]) -> str:
+            names = [f"{ffi.string(lib.ggml_type_name(t.type)).decode()}[{t.ne[0]}]" for t in tensors]
+            runs = [i for i in range(len(names)) if i == 0 or names[i] != names[i - 1]]
+            return " ".join(f"{end - start}x{names[start]}" for start, end in zip(runs, [*runs[1:], len(names)])) or "none"
+
+        ring = f", ring of {self._kv.ring} rows {kinds(self._ringed)}" if self._ringed else ""
+        return f"{kinds(self._full)}{ring}, drafter {kinds(self._drafter)}"
+
+
+@dataclass
+class Snapshot:
+    """A whole sequence of ``engine`` at one moment: a copy of what its ``committed`` tokens left, and the ``pending`` token behind them."""
+
+    pieces: Pieces
+    committed: int
+    pending: int | None
+    drafting: bool
+    engine: object
+
+    @property
+    def nbytes(self) -> int:
+        return self.pieces.nbytes
+
+    def close(self) -> None:
+        self.pieces.close()

@@ -1,0 +1,71 @@
+"""Sampling that a model file recommends: the `general.sampling.*` keys, which llama.cpp takes for what its user does not say."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import SamplingError
+from ..gguf_io import GGUFFile
+from ..gguf_io.reader import brief
+from .sampler import SAMPLERS, Sampling
+
+_FIELDS = {
+    "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
+    "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float),
+}  # fmt: skip
+_ELSEWHERE = ("xtc_probability", "mirostat")  # samplers that are on if these are not 0
+_OFF = ("dry", "top_n_sigma", "xtc")  # may be in an order without doing anything
+_ALIASES = {"temp": "temperature", "nucleus": "top_p", "typ": "typ_p"}
+
+
+RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed")
+"""Fields of ``Sampling`` that ask for random numbers. Without any of them decoding is greedy, also where a file recommends something."""
+
+
+def chosen(asked: Mapping[str, Any], file: GGUFFile | None = None) -> tuple[Sampling, list[str]]:
+    """The Sampling of the fields that were ``asked`` for, and notes for people about what the file recommends.
+
+    What the file recommends counts where nothing was asked for, unless decoding is greedy.
+
+    Raises:
+        SamplingError: a value out of range.
+    """
+    if unknown := [name for name in asked if name not in Sampling.__dataclass_fields__]:
+        raise SamplingError(f"a sampling has no field {unknown[0]!r}; it has {', '.join(Sampling.__dataclass_fields__)}")
+    values, refused = recommended(file.metadata) if file is not None else ({}, [])
+    if any(name in asked for name in RANDOM):
+        notes = [f"{file.path.name} recommends {what}, which is not supported here" for what in refused] if file is not None else []
+        return Sampling(**{**values, **asked}), notes
+    notes = []
+    if file is not None and values:
+        notes.append(f"{file.path.name} recommends {Sampling(**values).describe()}; this is greedy decoding: any sampling option, such as "
+                     "`seed` 1, brings the rest of it")  # fmt: skip
+    return Sampling(**{**asked, "temperature": 0.0}), notes
+
+
+def recommended(metadata: Mapping) -> tuple[dict, list[str]]:
+    """Fields of ``Sampling`` that a file's metadata sets, and what of it cannot be had here, in words."""
+    values, refused = {}, []
+    for key, (name, kind) in _FIELDS.items():
+        if (given := metadata.get(f"general.sampling.{key}")) is None:
+            continue
+        try:
+            value = round(kind(given), 6)  # llama.cpp reads it from six decimals
+            Sampling(**{name: value})
+            values[name] = value
+        except (SamplingError, TypeError, ValueError, OverflowError):
+            refused.append(f"{key} {brief(given)}")
+    refused += [f"{key} {brief(value)}" for key in _ELSEWHERE if (value := metadata.get(f"general.sampling.{key}"))]
+    if (order := metadata.get("general.sampling.sequence")) is not None:
+        names = [_canonical(name) for name in (order.split(";") if isinstance(order, str) else [""])]
+        samplers = tuple(name for name in names if name not in _OFF)
+        try:
+            Sampling(samplers=samplers)
+            values["samplers"] = samplers
+        except SamplingError:
+            refused.append(f"the order {brief(order)}")
+    return values, refused
+
+
+def _canonical(name: str) -> str:
+    plain = name.strip().lower().replace("-", "_")
+    return _ALIASES.get(plain) or next((s for s in (*SAMPLERS, *_OFF) if plain == s.replace("_", "")), plain)

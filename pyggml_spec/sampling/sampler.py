@@ -1,0 +1,329 @@
+"""Sampling: llama.cpp's own sampler chain over the target's logits, lossless under speculation.
+
+Drafts are the drafter's most likely tokens, that is, a distribution with all its mass on one token. Lossless acceptance is then: draw from
+the target's fully processed distribution after row j, and go on to row j + 1 while the draw equals the draft. The draw is the token either
+way, so the drafter cannot change the distribution; and a row is drawn from exactly when its token is emitted, so penalties, grammar and
+random numbers (one per token) advance as in plain decoding and nothing is ever taken back.
+
+The chain is libllama's, put together as llama.cpp's common_sampler does it: the same logits and seed give the token that llama.cpp gives.
+"""
+
+import ctypes
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from ..engine.graphs import MOST_CANDIDATES
+from ..errors import EngineError, SamplingError
+from ..text.tokenizer import Tokenizer
+from .grammar import KINDS, Grammar
+
+TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
+RANDOM_SEED = llama_cpp.LLAMA_DEFAULT_SEED
+_ROUND = 32  # candidates come in multiples of this, so that few graphs are needed
+_RANGES = {
+    "temperature": (0, 1e4),
+    "top_k": (0, 1 << 30),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "typical_p": (0, 1),
+    "repeat_penalty": (1e-3, 1e3),
+    "repeat_last_n": (0, 1 << 24),
+    "presence_penalty": (-1e3, 1e3),
+    "frequency_penalty": (-1e3, 1e3),
+    "min_keep": (0, 1 << 30),
+    "seed": (0, RANDOM_SEED - 1),
+    "logprobs": (0, MOST_CANDIDATES),
+}
+_WHOLE = ("top_k", "repeat_last_n", "min_keep", "seed", "logprobs")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Defaults are llama.cpp's.
+
+    Attributes:
+        temperature: 0 takes the most likely token.
+        top_k: only the k most likely tokens; 0 for all.
+        top_p: only the most likely tokens that together have this probability; 1 for all.
+        min_p: only tokens at least this likely relative to the most likely one; 0 for all.
+        typical_p: only tokens of typical information, together of this probability; 1 for all.
+        repeat_penalty: positive logits of tokens among the last ``repeat_last_n`` (prompt included) are divided by it, others multiplied;
+            1 for none.
+        presence_penalty, frequency_penalty: taken off the logits of those tokens, once and once per occurrence.
+        logit_bias: added to the logits of these token ids; -inf forbids one.
+        seed: 0 .. 2**32 - 2; None draws one (``Stats.seed`` tells which).
+        min_keep: top_p, min_p and typical_p leave at least this many tokens.
+        samplers: the order in which they are applied; one that is left out is off. The bias comes before all, the draw after all.
+        grammar: GBNF text that the output has to match.
+        json_schema, regex, lark: the same, given as the text of a JSON schema, a regular expression for the whole output, or a grammar in
+            llguidance's variant of Lark. One of the four at most.
+        logprobs: report the log probability of every token and of this many most likely ones, under the model itself, before any sampler.
+
+    Raises:
+        SamplingError: a value out of range, an unknown sampler, or several constraints.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    min_keep: int = 0
+    samplers: tuple[str, ...] = SAMPLERS
+    grammar: str | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    lark: str | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value, kind = getattr(self, name), "whole number" if name in _WHOLE else "number"
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            right = isinstance(value, int if name in _WHOLE else (int, float)) and not isinstance(value, bool)
+            if not right or not low <= value <= high:
+                raise SamplingError(f"{name} is {value!r}, but it has to be a {kind} from {low:.10g} to {high:.10g}")
+        for name, words in KINDS.items():
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise SamplingError(f"the {words} is of the type {type(getattr(self, name)).__name__}; give its text")
+        if not isinstance(self.logit_bias, Mapping):
+            raise SamplingError(f"the logit bias is {self.logit_bias!r}; give a number by token id, like {{42: -1.5}}")
+        wrong = next((name for name in self.samplers if name not in SAMPLERS or self.samplers.count(name) > 1), None)
+        if wrong is not None:
+            raise SamplingError(f"the samplers {'; '.join(self.samplers)} are no order: each of {', '.join(SAMPLERS)} may appear once")
+        if self.temperature == 0 and "temperature" not in self.samplers:
+            raise SamplingError("a temperature of 0 does nothing where the order of samplers has no temperature; add it to the order")
+        if len(given := [words for name, words in KINDS.items() if getattr(self, name) is not None]) > 1:
+            raise SamplingError(f"there are a {' and a '.join(given)}; give one of them")
+        for token, bias in self.logit_bias.items():
+            if type(token) is not int or token < 0 or type(bias) not in (int, float) or not (math.isfinite(bias) or bias == -math.inf):
+                raise SamplingError(f"the logit bias {bias!r} for token {token!r} has to be a finite number or -inf, for a token id")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a penalty changes any logit."""
+        neutral = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
+        return "penalties" in self.samplers and self.repeat_last_n > 0 and not neutral
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """What the output has to match, as (one of ``grammar.KINDS``, its text)."""
+        return next(((name, getattr(self, name)) for name in KINDS if getattr(self, name) is not None), None)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the output has to match something."""
+        return self.constraint is not None
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the token is the one with the largest logit after bias and penalties: typical_p alone can drop that one."""
+        return self.temperature == 0 and (self.typical_p == 1 or "typ_p" not in self.samplers)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the argmax of the logits is the token, and nothing else about them is asked for."""
+        return self.takes_largest and not (self.penalises or self.logit_bias or self.constrained or self.logprobs is not None)
+
+    def candidates(self) -> int | None:
+        """How many of a row's largest logits are enough for the chain to choose as it would from all of them; None: it needs all.
+
+        The k largest after bias and penalties are among the k + n largest before, if those only lower, and at most n tokens.
+        """
+        raising = min(self.presence_penalty, self.frequency_penalty) < 0 or self.repeat_penalty < 1
+        if self.constrained or self.logprobs is not None or max(self.logit_bias.values(), default=0) > 0 or (self.penalises and raising):
+            return None
+        first = self.samplers[: self.samplers.index("top_k")] if "top_k" in self.samplers else self.samplers
+        sums = (self.top_p < 1 and "top_p" in first) or (self.typical_p < 1 and "typ_p" in first)  # over all tokens
+        k = 1 if self.takes_largest else self.top_k if "top_k" in self.samplers and not sums else 0
+        lowered = len(self.logit_bias) + (self.repeat_last_n if self.penalises else 0)
+        count = -(-(k + lowered) // _ROUND) * _ROUND
+        return count if k and count <= MOST_CANDIDATES else None
+
+    def describe(self) -> str:
+        """One phrase with what is in effect."""
+        if self.takes_largest:
+            parts = ["greedy"]
+        else:
+            on = {
+                "temperature": f"temperature {self.temperature:g}",
+                "top_k": f"top-k {self.top_k}" if self.top_k else "",
+                "typ_p": f"typical {self.typical_p:g}" if self.typical_p < 1 else "",
+                "top_p": f"top-p {self.top_p:g}" if self.top_p < 1 else "",
+                "min_p": f"min-p {self.min_p:g}" if self.min_p else "",
+            }
+            parts = [on[name] for name in self.samplers if on.get(name)] or ["temperature 1"]
+        if self.penalises:
+            values = f"{self.repeat_penalty:g}/{self.presence_penalty:g}/{self.frequency_penalty:g}"
+            parts.append(f"penalties {values} (repeat/presence/frequency) over {self.repeat_last_n} tokens")
+        if self.logit_bias:
+            parts.append(f"{len(self.logit_bias)} biased tokens")
+        parts += [KINDS[self.constraint[0]]] if self.constraint is not None else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The natural logarithm of a token's probability under the model, and the most likely (token, logprob) at its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampler:
+    """One generation's chain: chooses tokens and remembers them. Owns libllama samplers.
+
+    Attributes:
+        seed: of the random numbers, drawn here if the sampling names none; None if there are no random numbers.
+        logprobs: of the tokens chosen since ``take_logprobs``.
+    """
+
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer | None, n_vocab: int) -> None:
+        """
+        Args:
+            tokenizer: for constraints; None where there is none.
+
+        Raises:
+            SamplingError: a bias for a token that does not exist, or a wrong grammar.
+        """
+        self.sampling, self.n_vocab = sampling, n_vocab
+        self.seed = None if sampling.takes_largest else sampling.seed if sampling.seed is not None else secrets.randbelow(RANDOM_SEED)
+        self.logprobs: list[TokenLogprob] = []
+        if (outside := max(sampling.logit_bias, default=0)) >= n_vocab:
+            raise SamplingError(f"there is a logit bias for token {outside}, but the vocabulary has {n_vocab} tokens")
+        self._all_ids = np.arange(n_vocab, dtype=np.int32)
+        self._tokens = np.zeros(n_vocab, TOKEN_DATA)
+        self._array = llama_cpp.llama_token_data_array()
+        self.grammar = None
+        if sampling.constraint is not None:
+            if tokenizer is None:
+                raise SamplingError("a constraint needs the vocabulary that it is for")
+            self.grammar = Grammar(*sampling.constraint, tokenizer)
+        self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        for part in self._parts():
+            llama_cpp.llama_sampler_chain_add(self._chain, part)
+
+    def _parts(self) -> Iterator[Any]:
+        s, bias, lc = self.sampling, self.sampling.logit_bias, llama_cpp
+        make = {
+            "penalties": lambda: lc.llama_sampler_init_penalties(
+                self.n_vocab, s.repeat_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+            ),
+            "top_k": lambda: lc.llama_sampler_init_top_k(s.top_k),
+            "typ_p": lambda: lc.llama_sampler_init_typical(s.typical_p, s.min_keep),
+            "top_p": lambda: lc.llama_sampler_init_top_p(s.top_p, s.min_keep),
+            "min_p": lambda: lc.llama_sampler_init_min_p(s.min_p, s.min_keep),
+            "temperature": lambda: lc.llama_sampler_init_temp(s.temperature),
+        }
+        if bias:
+            entries = (lc.llama_logit_bias * len(bias))(*(lc.llama_logit_bias(token, value) for token, value in bias.items()))
+            yield lc.llama_sampler_init_logit_bias(self.n_vocab, len(bias), entries)
+        for name in s.samplers:
+            yield make[name]()
+        yield lc.llama_sampler_init_dist(self.seed or 0)
+
+    def accept_prompt(self, tokens: Sequence[int]) -> None:
+        """Penalties see the prompt, the grammar does not."""
+        for token in tokens[-max(1, self.sampling.repeat_last_n) :]:
+            llama_cpp.llama_sampler_accept(self._chain, int(token))
+
+    def choose(self, ids: np.ndarray | None, logits: np.ndarray, whole: Callable[[], np.ndarray] | None = None) -> int:
+        """The next token, which every later choice takes as given.
+
+        Args:
+            ids: I32 [n] the tokens that ``logits`` belong to; None for all of the vocabulary.
+            logits: F32 [n].
+            whole: gives the logits of all of the vocabulary; needed with ``ids`` under a constraint, which may forbid all of them.
+
+        Raises:
+            EngineError: a logit is NaN or Inf, or nothing is left to choose from.
+        """
+        self._check_finite(logits)
+        token = self._draw(ids, logits)
+        if self.grammar is not None:
+            if not self.grammar.allows(token):  # llama.cpp's order too: most tokens are allowed, and a mask is not for nothing
+                allowed = self.grammar.mask()
+                if ids is not None and not (self._first_allowed and allowed[ids].any()):
+                    if whole is None:
+                        raise EngineError("a constrained choice among some of the tokens needs the logits of all of them at hand")
+                    ids, logits = None, whole()
+                    self._check_finite(logits)
+                token = self._draw(ids, logits, allowed if ids is None else allowed[ids])
+            self.grammar.accept(token)
+        llama_cpp.llama_sampler_accept(self._chain, token)
+        if self.sampling.logprobs is not None:
+            self.logprobs.append(_logprob(token, logits, self.sampling.logprobs))
+        return token
+
+    def takes(self, greedy: int) -> bool:
+        """Whether the token with the largest logit is the choice for certain, so that no logits have to be read; it is taken then."""
+        if not self._first_allowed or self.sampling.logprobs is not None or self.grammar is None or not self.grammar.allows(greedy):
+            return False
+        self.grammar.accept(greedy)
+        return True
+
+    @property
+    def _first_allowed(self) -> bool:
+        """Whether the choice is the largest logit that is allowed, so that the best tokens are enough if one of them is."""
+        return self.sampling.takes_largest and not (self.sampling.penalises or self.sampling.logit_bias)
+
+    def _check_finite(self, logits: np.ndarray) -> None:
+        if not math.isfinite(float(logits.sum())):
+            raise EngineError("the target's logits hold NaN or Inf: the weights are damaged or overflow on this device")
+
+    def _draw(self, ids: np.ndarray | None, logits: np.ndarray, allowed: np.ndarray | None = None) -> int:
+        tokens = self._tokens[: logits.size]
+        tokens["id"] = self._all_ids if ids is None else ids
+        tokens["logit"] = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
+        array: Any = self._array
+        array.data = ctypes.cast(tokens.ctypes.data, llama_cpp.llama_token_data_p)
+        array.size, array.selected, array.sorted = logits.size, -1, False
+        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        chosen = tokens[array.selected]
+        if array.selected < 0 or chosen["logit"] == -math.inf or math.isnan(chosen["p"]):
+            raise EngineError(
+                f"the sampling ({self.sampling.describe()}) leaves no token to choose from; relax the bias, the temperature or the constraint"
+            )
+        return int(chosen["id"])
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens that a constraint leaves no choice about now, ``most`` at most."""
+        return self.grammar.forced(most) if self.grammar is not None else []
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether there is a constraint, and the text so far is not a whole one."""
+        return self.grammar is not None and not self.grammar.complete
+
+    def take_logprobs(self) -> tuple[TokenLogprob, ...]:
+        taken, self.logprobs = tuple(self.logprobs), []
+        return taken
+
+    def close(self) -> None:
+        if self._chain is not None:
+            llama_cpp.llama_sampler_free(self._chain)
+            self._chain = None
+
+
+def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    wide -= math.log(np.exp(wide).sum())
+    best = np.argpartition(-wide, min(count, wide.size - 1))[:count].tolist() if count else []
+    top = sorted(((int(i), float(wide[i])) for i in best), key=lambda pair: (-pair[1], pair[0]))
+    return TokenLogprob(token, float(wide[token]), tuple(top))

@@ -1,0 +1,147 @@
+"""Measured costs: kept, measured again when the entry is damaged, and noticed when they were taken in a busy moment."""
+
+import itertools
+import json
+
+import pytest
+from random_gguf.archs import write_qwen35moe
+from random_gguf.model import Shape, write_dflash
+
+import pyggml_spec as ps
+from pyggml_spec.decode.calibrate import cached_costs, step_costs
+from pyggml_spec.decode.width import WidthControl
+from pyggml_spec.errors import ContextError
+from pyggml_spec.folders import cache_folder
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """Nobody else has the processor, whatever else runs here."""
+    monkeypatch.setattr("pyggml_spec.decode.calibrate.waited_for_core", lambda: 0.0)
+
+
+def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp_path, monkeypatch, idle):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert set(session.costs) == {1, 2, 4, 8, 16} and not session.costs_cached
+        assert all(ms > 0 for ms in session.costs.values())
+        engine, widths = session.engine, (2, 4, 8, 16)
+        stored, cached = cached_costs(engine, widths)
+        assert cached and stored == session.costs
+        entry = next(cache_folder().glob("costs-*.json"))
+        for damage in ("", "{", '{"1": "x"}', '{"1": null}', "[" * 100000, '{"1": -1, "2": 1, "4": 1, "8": 1, "16": 1}', "[]"):
+            entry.write_text(damage)
+            assert not cached_costs(engine, widths)[1]
+        assert [p.name for p in tmp_path.iterdir()] == [entry.name]
+
+
+def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatch):
+    """They stayed in the cache folder, and every later run on the idle machine chose its widths by them."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr("pyggml_spec.decode.calibrate.waited_for_core", itertools.count(0.0, 60.0).__next__)
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert session.costs and not list(tmp_path.iterdir())
+
+
+def test_the_plain_speed_is_that_of_this_process(pair, tmp_path, monkeypatch, idle):
+    """It came from the cache file: with the number in it doubled, the speed-up that the footer claims was, too."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256):
+        entry = next(tmp_path.glob("costs-*.json"))
+    entry.write_text(json.dumps(dict.fromkeys((1, 2, 4, 8, 16), 100000.0)))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert session.costs_cached and session.costs[1] == 1e5
+        assert session.calibrate_plain() < 1e4  # of a step that takes about one millisecond
+        assert session.calibrate_plain(steps=1) > 0
+
+
+def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle):
+    """A build with other kernels, or a switch of ggml-cuda, has costs of its own: widths were chosen by those that were measured first."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        engine, widths = session.engine, (2, 4, 8, 16)
+        assert cached_costs(engine, widths)[1]
+        with monkeypatch.context() as switched:
+            switched.setenv("GGML_CUDA_SMALL_BATCH", "0")
+            assert not cached_costs(engine, widths)[1]
+        monkeypatch.setattr("pyggml_spec.building.build_note", lambda libraries: {"patches": ["0020-small-batch"]})
+        assert not cached_costs(engine, widths)[1]
+
+
+def test_a_context_without_a_step_says_so(pair):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1) as session, pytest.raises(ContextError, match="context of 1"):
+        session.calibrate_plain()
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(pair, tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("PYSPEC_CACHE", str(blocked / "below"))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert session.costs
+
+
+def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
+    """An empty file stayed behind, one more with every load."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pyggml_spec.files.os.replace", full)
+        with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+            assert session.costs and not list(tmp_path.iterdir())
+
+
+def test_costs_that_real_steps_undercut_are_outdated():
+    control = WidthControl({1: 10.0, 2: 12.0, 4: 14.0})
+    for _ in range(40):
+        control.observe(control.next(), 1, 3.0)
+    assert control.outdated
+    honest = WidthControl({1: 10.0, 2: 12.0, 4: 14.0})
+    for _ in range(40):
+        width = honest.next()
+        honest.observe(width, 1, honest.costs[width] * 1.5)
+    assert not honest.outdated
+
+
+@pytest.mark.parametrize("n_ctx", [1, 5, 9, 10, 12, 20, 26])
+def test_a_context_shorter_than_a_block_loads_and_generates(pair, n_ctx):
+    """Measuring had nothing to measure there and ended in a traceback."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=n_ctx) as session:
+        stats = session.generate([65], None)[1]
+        assert stats.emitted == n_ctx and stats.stop_reason in ("context", "end")
+
+
+def test_blocks_of_routed_models_are_measured_with_varied_rows(tmp_path):
+    """Behind the tokens that measuring starts with, a drafter drafts one token sixteen times, and all rows choose the same few experts."""
+    model, draft = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
+    with ps.load(model, draft, device="CPU", threads=1, n_ctx=128, draft_width=16) as session:
+        engine, seen = session.engine, []
+        step = engine.fused_step
+        engine.fused_step = lambda *args: seen.append(step(*args)) or seen[-1]
+        step_costs(engine, (16,))
+        assert min(len(set(result.tokens.tolist())) for result in seen) > 8
+        engine.prefill([0] * 8)
+        assert len(set(step(16).tokens.tolist())) < 4
+
+
+def test_a_wrong_cost_is_measured_again_once(pair, tmp_path, monkeypatch):
+    """The cost of a routed block depends on the text: measuring it again before every prompt would never end."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        measured = []
+        monkeypatch.setattr(session, "_measure_costs", lambda fresh=False: measured.append(fresh))
+        monkeypatch.setattr(WidthControl, "outdated", True)
+        for _ in range(4):
+            session.generate("ab", 2)
+        assert measured == [True]
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch):
+    """A container's user that no passwd names: pathlib raises a RuntimeError."""
+    for name in ("PYSPEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert cache_folder().name.startswith("pyspec-")

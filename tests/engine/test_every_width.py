@@ -1,0 +1,118 @@
+"""With our own kernels a row has the same bits in every step, so speculative text is plain text at every width, on any graph."""
+
+import numpy as np
+import pytest
+from decode.helpers import oracle, run
+from ggml.kernel_graphs import LEVELS
+from models.test_archs import TARGETS
+from random_gguf.model import Shape, write_dflash
+
+import pyggml_spec as ps
+from pyggml_spec.decode.loop import PLAIN
+from pyggml_spec.ggml.kernels import FEATURES
+from pyggml_spec.tools.compare import compare_logits
+
+pytestmark = pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+
+DENSE = ["qwen35", "qwen3", "llama", "gemma4"]
+CASES = [(arch, "Q8_0") for arch in DENSE] + [("qwen35", quant) for quant in ("F32", "F16", "BF16", "Q4_0", "Q4_K", "Q5_K", "Q6_K")]
+
+
+def prompt_of(n, seed=5):
+    return np.random.default_rng(seed).integers(0, 256, n).tolist()
+
+
+@pytest.mark.parametrize("arch, quant", CASES)
+def test_logits_do_not_depend_on_the_shape_of_a_step(tmp_path, arch, quant):
+    """600 tokens in steps of 1, 5, 16 and 512 rows, with one thread and with two: every bit of every row. (ggml's kernels: hundreds of rows
+    differ, see test_ggmls_kernels_do_depend_on_it.)"""
+    path, ids, seen = TARGETS[arch](tmp_path / "t.gguf", Shape(), quant), prompt_of(600), []
+    for threads in (1, 2):
+        with ps.load(path, device="CPU", threads=threads, n_ctx=640, kernels="own") as session:
+            engine = session.engine
+            for rows in (512, 16, 5, 1) if threads == 1 else (512, 16, 1):
+                engine.reset()
+                seen.append(np.concatenate([engine.logits(ids[i : i + rows]) for i in range(0, len(ids), rows)]))
+    assert all(np.array_equal(seen[0], other) for other in seen[1:])
+
+
+def test_ggmls_kernels_do_depend_on_it(tmp_path):
+    """Whether the test above could fail."""
+    path, ids, seen = TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), "Q8_0"), prompt_of(600), []
+    with ps.load(path, device="CPU", threads=1, n_ctx=640, kernels="ggml") as session:
+        for rows in (512, 1):
+            session.engine.reset()
+            seen.append(np.concatenate([session.engine.logits(ids[i : i + rows]) for i in range(0, len(ids), rows)]))
+    assert (seen[0] != seen[1]).any(axis=1).sum() > 300
+
+
+@pytest.mark.parametrize("arch", DENSE)
+def test_speculative_text_is_plain_text_at_every_width(tmp_path, arch):
+    """No reference shape: plain decoding is plain decoding. Every accepted length occurs, behind a prompt of several spans."""
+    target, draft = TARGETS[arch](tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
+    prompt = prompt_of(530)
+    with ps.load(target, draft, device="CPU", threads=2, n_ctx=768, draft_width=16) as session:
+        assert session.engaged().kernels.startswith("own")
+        engine = session.engine
+        text = run(engine, prompt, 80, mode=PLAIN)[0]
+        for width in (2, 3, 5, 8, 13, 16):
+            wrong = oracle(prompt, text, wrong_at=lambda step, width=width: step % width)
+            tokens, stats = run(engine, prompt, 80, width=width, drafts=wrong)
+            assert tokens == text and len(stats.block_sizes) > 1, width
+            assert run(engine, prompt, 40, width=width)[0] == text[:40], width
+
+
+def test_the_embedded_pairs_text_with_width_control():
+    """The width changes while running, with real drafts; the text is that of plain decoding, and of another number of threads."""
+    texts = set()
+    for threads in (1, 2):
+        with ps.load(device="CPU", threads=threads, n_ctx=1024) as session:
+            for mode in ("plain", "speculative"):
+                text, _ = session.generate("def merge(left, right):\n", 200, mode=mode, ignore_end=True)
+                texts.add(text)
+    assert len(texts) == 1
+
+
+def test_an_answer_that_goes_on_behind_generated_tokens(tmp_path):
+    """``append``: rows that steps wrote are those that a prefill would write, so going on and starting afresh give the same text."""
+    target, draft = TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=512, draft_width=8, prefix_memory=0) as session:
+        first = prompt_of(50)
+        answer = [t for event in session.steps(first, 30, ignore_end=True) for t in event.tokens]
+        whole = [*first, *answer, *prompt_of(20, seed=6)]
+        went_on = [t for event in session.steps(whole, 40, ignore_end=True, append=True) for t in event.tokens]
+        reused = session.engine.epoch
+        assert [t for event in session.steps(whole, 40, ignore_end=True) for t in event.tokens] == went_on and session.engine.epoch > reused
+
+
+@pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_own_kernels_are_llama_cpps_to_rounding(tmp_path, quant):
+    result = compare_logits(TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), quant), 65, device="CPU", threads=1, kernels="own")
+    assert result.nmse < 1e-3 and result.argmax_agree > 0.95
+
+
+def test_a_tied_head_is_held_once(tmp_path):
+    """The table that rows are looked up in is the packed head itself; all weights together take what the file takes, and 5 % at most."""
+    from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+
+    with ps.load(device="CPU", threads=1, n_ctx=64) as session:
+        weights = session.target.weights
+        assert weights["token_embd.weight"] is weights["output.weight"]
+        assert session.engaged().memory["weights"] < 1.05 * DEMO_TARGET.stat().st_size
+        assert session.engaged().memory["draft_weights"] < 1.05 * DEMO_DRAFTER.stat().st_size
+        assert session.engaged().kernels == f"own ({LEVELS[0].name})"
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has only one level")
+def test_a_lower_level_gives_the_same_bits_and_is_named(monkeypatch):
+    """The whole embedded target: what differs between levels is time."""
+    seen = []
+    for level in LEVELS:
+        monkeypatch.setenv(FEATURES, level.name)
+        with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:
+            assert session.engaged().kernels == f"own ({level.name})"
+            seen.append(session.engine.logits(prompt_of(40)))
+    assert all(np.array_equal(seen[0], other) for other in seen[1:])
+    monkeypatch.setenv(FEATURES, "none")
+    with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:
+        assert session.engaged().kernels == "ggml" and session.target.weights.own_bytes == 0

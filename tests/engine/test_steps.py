@@ -1,0 +1,180 @@
+"""No work that repeats: what is built once stays built, and roles do not share memory."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from decode.helpers import run
+
+import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine, EngineOptions
+from pyggml_spec.errors import DeviceError, EngineError
+from pyggml_spec.ggml.device import Backend
+from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.library import lib
+from pyggml_spec.memory.slots import SlotRange
+
+
+@pytest.fixture(scope="module")
+def session(pair):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=4096) as loaded:
+        yield loaded
+
+
+def _total(engine, name):
+    return sum(getattr(c, name) for c in engine.graphs.counters().values())
+
+
+def test_1000_steps_inside_a_span_build_and_allocate_nothing(session):
+    engine, steps = session.engine, 0
+    engine.reset()
+    engine.prefill([1, 2, 3])
+    for _ in range(3):
+        engine.accept(1, int(engine.fused_step().ids[0]))
+    hashes = {key: step.graph.properties_hash() for key, step in engine.graphs.steps().items()}
+    built, growths = _total(engine, "graphs_built"), _total(engine, "buffer_growths")
+    while steps < 1000:
+        if engine.cursor.committed > 200:
+            engine.reset()
+            engine.prefill([1, 2, 3])
+        engine.accept(1, int(engine.fused_step().ids[0]))
+        steps += 1
+    assert _total(engine, "graphs_built") - built == 0
+    assert _total(engine, "buffer_growths") - growths == 0
+    assert {key: step.graph.properties_hash() for key, step in engine.graphs.steps().items()} == hashes
+
+
+def test_with_a_context_of_4096_every_role_allocates_once(session):
+    """Crossing span boundaries re-plans inside the same buffer and never frees device memory."""
+    engine = session.engine
+    run(engine, [5] * 3000, 300)
+    run(engine, [5] * 700, 300, mode="plain")
+    run(engine, [5] * 1200, 20, mode="reference")
+    counters = engine.graphs.counters()
+    assert {name: c.buffer_growths for name, c in counters.items()} == dict.fromkeys(counters, 1)
+
+
+def test_a_span_boundary_adds_exactly_one_graph(session):
+    engine = session.engine
+    engine.reset()
+    engine.prefill([7] * 230)
+    engine.accept(1, int(engine.fused_step().ids[0]))
+    built = _total(engine, "graphs_built")
+    for _ in range(40):
+        engine.accept(1, int(engine.fused_step().ids[0]))
+    assert _total(engine, "graphs_built") - built <= 1
+    assert ("fused", 16, 512, SlotRange(0, 1), True, 0) in engine.graphs.steps()
+
+
+def test_generation_prepares_the_spans_ahead(session):
+    """A run that crosses three span boundaries builds nothing after warm-up."""
+    _, stats = run(session.engine, [9] * 100, 700)
+    assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
+
+
+def test_roles_never_share_live_memory(session):
+    ranges = {}
+    for key, step in session.engine.graphs.steps().items():
+        begin, end = step.graph.memory()
+        low, high = ranges.get(key[0], (begin, end))
+        ranges[key[0]] = (min(low, begin), max(high, end))
+    assert len(ranges) >= 4
+    ordered = sorted(ranges.values())
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))
+
+
+def test_a_step_is_one_upload_and_one_read(session):
+    engine = session.engine
+    engine.reset()
+    engine.prefill([1, 2, 3])
+    before = (engine.io.uploads, engine.io.reads)
+    for _ in range(10):
+        engine.accept(1, int(engine.fused_step().ids[0]))
+    assert (engine.io.uploads - before[0], engine.io.reads - before[1]) == (11, 10)  # one upload more: the way into the first block
+
+
+def test_closing_twice_is_fine(pair):
+    session = ps.load(*pair, device="CPU", n_ctx=300)
+    session.close()
+    session.close()
+
+
+def test_a_closed_session_says_so(pair):
+    """A generator that outlives its session gets a sentence, not a crash in freed memory."""
+    session = ps.load(*pair, device="CPU", threads=1, n_ctx=300)
+    steps = session.steps([1, 2, 3], 20)
+    next(steps)
+    session.close()
+    with pytest.raises(ps.EngineError, match="closed"):
+        for _ in steps:
+            pass
+
+
+@pytest.mark.parametrize("slots, verb, call", [(1, "measure", 3), (1, "plan", 1), (1, "plan", 2), (2, "measure", 2), (2, "plan", 1)])
+def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, verb, call):
+    """Without device memory for a role's largest graph: the graphs wrote drafter rows from then on, whatever the sequence had asked for."""
+    parts, made = (session.backend, session.target, session.drafter, EngineOptions(n_ctx=600, slots=slots)), []
+    engine = Engine(*parts)
+    graphs, make, real, calls = engine.graphs, engine.graphs._make, getattr(Graph, verb), []
+    wanted = ("verify", 4, 256) if slots == 1 else ("verify", 4, 256, SlotRange(0, 2))
+
+    def fails(graph):
+        calls.append(graph)
+        if len(calls) == call:
+            raise DeviceError("no memory")
+        return real(graph)
+
+    graphs.drafting = False
+    with monkeypatch.context() as patched:
+        patched.setattr(graphs, "_make", lambda *shape: made.append(make(*shape)) or made[-1])
+        patched.setattr(Graph, verb, fails)
+        with pytest.raises(DeviceError, match="no memory"):
+            graphs.get(*wanted)
+    kept = {id(step) for step in graphs.steps().values()}
+    assert not graphs.drafting and made and all(step.graph.handle is None for step in made if id(step) not in kept)
+    step = graphs.get(*wanted)
+    assert step is graphs.get(*wanted) and not step.graph.stale
+    assert any(key[0] == "verify" and key[2] == graphs.kv.live for key in graphs.steps())  # reserved now
+    engine.close()
+
+
+def test_graphs_of_a_role_whose_buffer_could_not_grow_are_not_computed(session):
+    """ggml frees the buffer before it asks for a larger one: when there is none, the role's other graphs would compute in freed memory."""
+
+    def planned(role, n):
+        graph = Graph(role)
+        shape = lib.ggml_new_tensor(graph.ctx, lib.GGML_TYPE_F32, 1, [n])
+        graph.expand(graph.scale(shape, 2.0))
+        graph.plan()
+        return graph
+
+    role = Role(session.backend, "any")
+    small = planned(role, 64)
+    assert not small.stale
+    with pytest.raises(EngineError, match="no memory for a compute buffer"):
+        planned(role, 1 << 50)
+    assert small.stale
+    again = planned(role, 64)
+    assert not again.stale
+    role.close()
+
+
+@pytest.mark.parametrize("mode", ["plain", "speculative"])
+def test_a_gpu_builds_the_graphs_of_its_next_span_while_it_computes(pair, monkeypatch, mode):
+    """The CPU, called a GPU: spans of 1,024 rows, and the text of the CPU's."""
+    prompt, texts = [i % 200 for i in range(900)], []
+    for kind in ("cpu", "gpu"):
+        with monkeypatch.context() as patched:
+            real = Backend.__init__
+
+            def called(self, device, threads=None, kernels=None):
+                real(self, device, threads, "ggml")
+                self.device = replace(device, kind=kind)
+
+            patched.setattr(Backend, "__init__", called)
+            with ps.load(*pair, device="CPU", threads=1, n_ctx=2300, draft_width=4) as session:
+                text, stats = session.generate(prompt, 160, mode=mode, ignore_end=True)
+                texts.append(text)
+                spans = {key[2] for key in session.engine.graphs.steps() if key[0] == ("plain" if mode == "plain" else "fused")}
+    assert texts[0] == texts[1] and {1024, 2048} <= spans
+    assert stats.graphs_built_ahead == 1 and not stats.graphs_built_after_warmup and not stats.buffer_growths_after_warmup

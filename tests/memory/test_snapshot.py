@@ -1,0 +1,78 @@
+"""Snapshots of a whole sequence: going on behind a restored one gives the same bits, whatever happened in between."""
+
+import numpy as np
+import pytest
+from decode.helpers import run
+from random_gguf.archs import write_gemma4, write_laguna, write_qwen3
+from random_gguf.model import Shape, write_dflash, write_qwen35
+
+import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine, EngineOptions
+from pyggml_spec.errors import EngineError
+
+WRITERS = {"qwen35": write_qwen35, "gemma4": write_gemma4, "laguna": write_laguna, "qwen3": write_qwen3}
+PROMPT = np.random.default_rng(1).integers(0, 256, 330).tolist()
+OTHER = np.random.default_rng(2).integers(0, 256, 400).tolist()
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def engine(request, tmp_path_factory):
+    """Chunks of 64 in a context that is longer than the sliding layers' ring of 256 rows."""
+    folder = tmp_path_factory.mktemp(request.param)
+    shape = Shape(window=12)
+    target, draft = WRITERS[request.param](folder / "t.gguf", shape), write_dflash(folder / "d.gguf", shape)
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_width=8) as session:
+        engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=1280, width=8, chunk=64))
+        yield engine
+        engine.close()
+
+
+def go_on(engine, steps=6):
+    """Plain and fused steps of changing width; every id, and the bytes that the sequence left."""
+    out = []
+    for step in range(steps):
+        width = (8, 1, 4, 1, 1, 2)[step % 6]
+        result = engine.plain_step() if width == 1 else engine.fused_step(width)
+        rows = 1 + step % width
+        engine.accept(rows, int(result.ids[rows - 1]))
+        out.append((result.tokens.tolist(), result.ids.tolist()))
+    engine.settle()
+    with engine.sequence.whole(engine.cursor.committed, True) as pieces:
+        return out, pieces.read()
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_going_on_behind_a_snapshot(engine, before):
+    """Taken after the prompt, with a block pending, and with plain tokens that the drafter has not seen; in between another sequence runs."""
+    engine.reset()
+    engine.prefill(PROMPT)
+    go_on(engine, before)
+    snapshot = engine.snapshot()
+    want, left = go_on(engine)
+    run(engine, OTHER, 30, width=8)
+    for _ in range(2):
+        engine.restore(snapshot)
+        got, bytes_left = go_on(engine)
+        assert got == want
+        assert np.array_equal(bytes_left, left)
+    snapshot.close()
+
+
+def test_a_snapshot_in_the_middle_of_a_block_is_refused(engine):
+    engine.reset()
+    engine.prefill(PROMPT[:40])
+    engine.fused_step(4)
+    with pytest.raises(EngineError, match="neither accepted"):
+        engine.snapshot()
+    engine.reset()
+    assert engine.snapshot().committed == 0
+
+
+def test_resuming_with_fewer_tokens_than_there_are_is_refused(engine):
+    engine.reset()
+    engine.prefill(PROMPT[:40])
+    with pytest.raises(EngineError, match="40"):
+        engine.resume(39)
+    engine.reset()
+    with pytest.raises(EngineError, match="9999"):
+        engine.resume(9999)

@@ -1,0 +1,464 @@
+"""Sampling: llama.cpp's results for the same logits, the target's distribution under speculation, the same text for the same seed.
+
+The distribution tests are seeded, so they give the same result every time. With another seed each would fail with probability ALPHA.
+"""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import llama_cpp as L
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+import pyggml_spec as ps
+from pyggml_spec.decode import loop
+from pyggml_spec.decode.loop import LoopOptions, generate
+from pyggml_spec.decode.stats import Stats
+from pyggml_spec.engine.engine import StepResult
+from pyggml_spec.engine.graphs import MOST_CANDIDATES
+from pyggml_spec.errors import EngineError, SamplingError
+from pyggml_spec.memory.cursor import Cursor
+from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling
+from pyggml_spec.tools.reference import LlamaReference
+
+ALPHA = 1e-6
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+CHAINS = {
+    "default": {},
+    "temperature": {**OFF, "temperature": 0.7},
+    "hot": {**OFF, "temperature": 1.8},
+    "top_k": {**OFF, "top_k": 3},
+    "top_p": {**OFF, "top_p": 0.8},
+    "min_p": {**OFF, "min_p": 0.15},
+    "typical": {**OFF, "typical_p": 0.7},
+    "bias": {**OFF, "logit_bias": {0: 1.5, 1: -math.inf, 2: -0.7}},
+    "repeat": {**OFF, "repeat_penalty": 1.6, "repeat_last_n": 2},
+    "presence and frequency": {**OFF, "presence_penalty": 0.8, "frequency_penalty": 0.5, "repeat_last_n": 2},
+    "temperature first": {"temperature": 1.4, "top_p": 0.85, "samplers": ("temperature", "top_p", "top_k"), "top_k": 4},
+    "everything": {
+        "typical_p": 0.9,
+        "repeat_penalty": 1.3,
+        "presence_penalty": 0.2,
+        "repeat_last_n": 2,
+        "logit_bias": {3: 0.5},
+        "min_keep": 2,
+    },
+}
+
+
+def probabilities(s: Sampling, logits, recent) -> np.ndarray:
+    """The distribution that a chain stands for, from its definition, in double precision."""
+    x = np.array(logits, np.float64)
+    alive = np.ones(x.size, bool)
+
+    def p():
+        weights = np.where(alive, np.exp(x - x[alive].max()), 0)
+        return weights / weights.sum()
+
+    def keep(order, count):
+        alive[:] &= np.isin(np.arange(x.size), order[: max(count, s.min_keep, 1)])
+
+    for token, bias in s.logit_bias.items():
+        x[token] += bias
+    for name in s.samplers:
+        ranked = [i for i in np.argsort(-x) if alive[i]]
+        if name == "penalties":
+            for token in set(recent[-s.repeat_last_n :]):
+                x[token] = x[token] / s.repeat_penalty if x[token] > 0 else x[token] * s.repeat_penalty
+                x[token] -= s.presence_penalty + s.frequency_penalty * recent[-s.repeat_last_n :].count(token)
+        elif name == "top_k" and s.top_k:
+            alive[:] &= np.isin(np.arange(x.size), ranked[: s.top_k])
+        elif name == "top_p" and s.top_p < 1:
+            keep(ranked, int(np.searchsorted(np.cumsum(p()[ranked]), s.top_p)) + 1)
+        elif name == "min_p" and s.min_p:
+            keep(ranked, int((p()[ranked] >= s.min_p * p().max()).sum()))
+        elif name == "typ_p" and s.typical_p < 1:
+            information = -np.log(np.where(alive, p(), 1))
+            typical = sorted(ranked, key=lambda i: abs(information[i] - (p() * information).sum()))
+            keep(typical, int(np.searchsorted(np.cumsum(p()[typical]), s.typical_p, "right")) + 1)
+        elif name == "temperature":
+            x /= s.temperature
+    return p()
+
+
+class TableTarget:
+    """An engine whose logits after a token are that token's row of a table: the loop cannot tell it from a model."""
+
+    def __init__(self, table):
+        self.table, self.cursor, self._rows = table, Cursor(1 << 30), None
+        self.graphs = SimpleNamespace(closed=False)
+        self.drafter = None
+
+    def prefill(self, tokens, *more):
+        self._rows = self.table[tokens[-1:]]
+        self.cursor.advance(len(tokens), 0)
+        return int(self._rows[0].argmax())
+
+    @property
+    def slots(self):
+        return [self]
+
+    def step(self, work):
+        tokens = np.array([self.cursor.pending, *work[0].drafts])
+        self._rows = self.table[tokens]
+        times = SimpleNamespace(upload=0, compute=0, read=0)
+        return {0: StepResult(tokens, self._rows.argmax(axis=1), True, True, times)}
+
+    def choose(self, pending, slot):
+        self.cursor.advance(0, pending)
+
+    def candidates(self, row, slot):
+        return None, self._rows[row]
+
+    def accept(self, rows, pending, slot):
+        self.cursor.advance(rows, pending)
+
+    def prepare(self, *more):
+        pass
+
+    prepare_transitions = read_candidates = prepare
+
+    def memory(self):
+        return {}
+
+
+class AsksAgain(Sampler):
+    """A wrong acceptance rule: what is not the draft is drawn once more. Accepting with probability p / q after a greedy draft is as wrong."""
+
+    def choose(self, ids, logits):
+        first = super().choose(ids, logits)
+        return first if first == int(logits.argmax()) else super().choose(ids, logits)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return np.random.default_rng(5).normal(0, 1.3, (7, 7)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with ps.load(device="CPU", threads=1, kernels="ggml", n_ctx=512, draft_width=4) as session:
+        yield session
+
+
+def p_value(table, sampling, make=Sampler, count=9000) -> tuple[float, Stats]:
+    """Probability of counts at least this far from the chain's distribution, given the two tokens before; and what the run did."""
+    sampler = make(sampling, None, len(table))
+
+    def most_likely(history, n):
+        out = [history[-1]]
+        for _ in range(n):
+            out.append(int(table[out[-1]].argmax()))
+        return out[1:]
+
+    stats = Stats()
+    options = LoopOptions(count, width=4, sampler=sampler, drafts=most_likely)
+    with patch.object(loop, "_counts", lambda engine: defaultdict(int)):
+        tokens = [3, 4] + [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
+    sampler.close()
+    seen = {}
+    for a, b, c in zip(tokens, tokens[1:], tokens[2:]):
+        seen.setdefault((a, b), np.zeros(len(table)))[c] += 1
+    distance = freedom = 0
+    for context, counts in seen.items():
+        if counts.sum() < 10:
+            continue
+        expected = counts.sum() * probabilities(sampling, table[context[1]], list(context))
+        assert not counts[expected == 0].any(), f"a token that {sampling.describe()} excludes came out"
+        order = np.argsort(expected)
+        rare = order[np.cumsum(expected[order]) < 5]  # together one cell, with the next larger one: chi-square needs 5 expected in each
+        cells = order[rare.size :]
+        o, e = counts[cells], expected[cells]
+        o[0], e[0] = o[0] + counts[rare].sum(), e[0] + expected[rare].sum()
+        distance, freedom = distance + ((o - e) ** 2 / e).sum(), freedom + len(cells) - 1
+    return float(chi2.sf(distance, freedom)), stats
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_speculation_keeps_the_chains_distribution(table, chain):
+    """Guards against soft acceptance of greedy drafts, and against penalties that see tokens which were rejected or not yet emitted."""
+    p, stats = p_value(table, Sampling(**CHAINS[chain], seed=11))
+    assert p > ALPHA and 0 < stats.matched < stats.drafted
+
+
+def test_the_distribution_test_notices_a_wrong_acceptance_rule(table):
+    assert p_value(table, Sampling(**OFF, seed=11), AsksAgain)[0] < ALPHA
+
+
+class Letters:
+    """A tokenizer whose tokens are the letters a to f and an end token."""
+
+    n_vocab, path = 7, Path("letters")
+
+    def pieces(self):
+        return [*(bytes([c]) for c in b"abcdef"), b"<end>"]
+
+    def is_end(self, token):
+        return token == 6
+
+    def control_tokens(self):
+        return {"<end>": 6}
+
+    def encode(self, text, special=False, bos=True):
+        return [c - ord("a") for c in (text if isinstance(text, bytes) else text.encode()) if ord("a") <= c <= ord("f")]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_speculation_keeps_the_distribution_under_a_grammar(table, temperature):
+    """Guards against a grammar that moves by rejected drafts, and against masks of another row."""
+    sampling = Sampling(**{**OFF, "temperature": temperature}, seed=17, grammar='root ::= ([a-c] [b-f])* "!"')
+    sampler, allowed = Sampler(sampling, Letters(), 7), [{0, 1, 2}, {1, 2, 3, 4, 5}]
+
+    def most_likely(history, n):  # what the grammar leaves, or a token that it forbids: both kinds of drafts occur
+        out = [history[-1]]
+        for _ in range(n):
+            out.append(int(table[out[-1]].argmax()))
+        return out[1:]
+
+    stats, options = Stats(), LoopOptions(9000, width=4, sampler=sampler, drafts=most_likely)
+    with patch.object(loop, "_counts", lambda engine: defaultdict(int)):
+        tokens = [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
+    sampler.close()
+    assert 0 < stats.matched < stats.drafted and len(tokens) == 9000
+    distance = freedom = 0
+    for parity in (0, 1):
+        choices = sorted(allowed[parity])
+        for before in range(7):
+            counts = np.bincount([t for i, t in enumerate(tokens) if i and i % 2 == parity and tokens[i - 1] == before], minlength=7)
+            assert set(counts.nonzero()[0]) <= allowed[parity]
+            if counts.sum() < 50:
+                continue
+            weights = np.exp(table[before].astype(float) / temperature)[choices]
+            expected = counts.sum() * weights / weights.sum()
+            distance, freedom = distance + ((counts[choices] - expected) ** 2 / expected).sum(), freedom + len(choices) - 1
+    assert freedom > 10 and chi2.sf(distance, freedom) > ALPHA
+
+
+# -- against libllama
+
+
+def llama_chain(s: Sampling, n_vocab):
+    """The chain that common_sampler_init makes."""
+    chain = L.llama_sampler_chain_init(L.llama_sampler_chain_default_params())
+    entries = (L.llama_logit_bias * max(1, len(s.logit_bias)))(*s.logit_bias.items())
+    makers = {
+        "penalties": lambda: L.llama_sampler_init_penalties(
+            n_vocab, s.repeat_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+        ),
+        "top_k": lambda: L.llama_sampler_init_top_k(s.top_k),
+        "typ_p": lambda: L.llama_sampler_init_typical(s.typical_p, s.min_keep),
+        "top_p": lambda: L.llama_sampler_init_top_p(s.top_p, s.min_keep),
+        "min_p": lambda: L.llama_sampler_init_min_p(s.min_p, s.min_keep),
+        "temperature": lambda: L.llama_sampler_init_temp_ext(s.temperature, 0.0, 1.0),
+    }
+    parts = [L.llama_sampler_init_logit_bias(n_vocab, len(s.logit_bias), entries)] if s.logit_bias else []
+    for part in [*parts, *(makers[name]() for name in s.samplers), L.llama_sampler_init_dist(s.seed)]:
+        L.llama_sampler_chain_add(chain, part)
+    return chain
+
+
+def llama_choice(chain, logits):
+    data = (L.llama_token_data * logits.size)(*((i, float(x), 0.0) for i, x in enumerate(logits)))
+    array = L.llama_token_data_array(data, logits.size, -1, False)
+    L.llama_sampler_apply(chain, array)
+    token = data[array.selected].id
+    L.llama_sampler_accept(chain, token)
+    return token
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_same_tokens_as_llama_cpps_chain(chain):
+    """Order, parameters, history and random numbers, over a vocabulary that takes libllama's large-array paths."""
+    n, rng = 3000, np.random.default_rng(1)
+    values = {**CHAINS[chain], "repeat_last_n": 16}
+    sampling = Sampling(**values, seed=42)
+    sampler, oracle = Sampler(sampling, None, n), llama_chain(sampling, n)
+    prompt = rng.integers(0, n, 30).tolist()
+    sampler.accept_prompt(prompt)
+    for token in prompt:
+        L.llama_sampler_accept(oracle, token)
+    for _ in range(25):
+        logits = rng.normal(0, 3, n).astype(np.float32)
+        assert sampler.choose(None, logits) == llama_choice(oracle, logits)
+    sampler.close()
+    L.llama_sampler_free(oracle)
+
+
+@pytest.mark.parametrize(
+    "order", [SAMPLERS, ("temperature", "top_k", "top_p"), ("min_p", "top_k", "penalties", "temperature"), ("top_k", "typ_p")]
+)
+def test_the_largest_logits_are_enough(order):
+    """What the device sends instead of whole rows must lead to the same tokens, penalties and forbidden tokens included."""
+    n, rng = 2000, np.random.default_rng(2)
+    sampling = Sampling(samplers=order, typical_p=0.9, repeat_penalty=1.5, repeat_last_n=40, logit_bias={7: -math.inf, 9: -2.0}, seed=5)
+    count = sampling.candidates()
+    assert 40 <= count < n and count % 32 == 0
+    few, all_of_them = Sampler(sampling, None, n), Sampler(sampling, None, n)
+    for _ in range(200):
+        logits = rng.normal(0, 1, n).astype(np.float32) + 4 * (np.arange(n) < 60)  # the same few are always the largest, and penalised
+        best = rng.permutation(np.argpartition(-logits, count)[:count]).astype(np.int32)
+        assert few.choose(best, logits[best]) == all_of_them.choose(None, logits)
+    few.close()
+    all_of_them.close()
+
+
+def test_what_needs_whole_rows_asks_for_them():
+    for values in (
+        {"top_k": 0}, {"logprobs": 0}, {"grammar": "root ::= [a-z]+"}, {"logit_bias": {1: 0.1}}, {"repeat_penalty": 0.9},
+        {"samplers": ("top_p", "top_k")}, {"top_k": MOST_CANDIDATES + 1}, {"temperature": 0, "typical_p": 0.5, "top_k": 0},
+    ):  # fmt: skip
+        assert Sampling(**values).candidates() is None, values
+    assert Sampling(temperature=0, top_k=0, repeat_penalty=1.1).candidates() == 96
+
+
+def test_the_same_text_as_llama_cpp_for_the_same_seed(demo):
+    """Logits, chain and random numbers all together: plain decoding here, llama_decode and libllama's chain there."""
+    sampling = Sampling(seed=7, repeat_penalty=1.1)
+    ids = demo.tokenizer.encode("class Stack:\n    def ")
+    ours = [t for event in demo.steps(ids, 40, mode="plain", sampling=sampling) for t in event.tokens]
+    oracle, theirs = LlamaReference(demo.target.file.path, demo.backend.device, 512, 512, 1), []
+    chain = llama_chain(sampling, demo.target.n_vocab)
+    for token in ids:
+        L.llama_sampler_accept(chain, token)
+    feed = ids
+    while len(theirs) < 40:
+        theirs.append(llama_choice(chain, oracle.logits(feed)[-1]))
+        feed = theirs[-1:]
+    L.llama_sampler_free(chain)
+    oracle.close()
+    assert ours == theirs
+
+
+# -- on a real engine
+
+
+@pytest.mark.parametrize("chain", ["default", "hot", "typical", "presence and frequency", "everything"])
+def test_speculative_text_equals_reference_text_for_the_same_seed(demo, chain):
+    sampling = Sampling(**CHAINS[chain], seed=3)
+    text, stats = demo.generate("import os\n\n\ndef walk(path):\n", 60, sampling=sampling)
+    again, _ = demo.generate("import os\n\n\ndef walk(path):\n", 60, sampling=sampling)
+    plain, plain_stats = demo.generate("import os\n\n\ndef walk(path):\n", 60, sampling=sampling, mode="reference")
+    assert text == again == plain and stats.drafted > stats.matched
+    assert stats.seed == plain_stats.seed == 3
+    other, _ = demo.generate("import os\n\n\ndef walk(path):\n", 60, sampling=Sampling(**CHAINS[chain], seed=4))
+    assert other != text
+
+
+def test_temperature_0_is_greedy(demo):
+    greedy, _ = demo.generate("def f(", 60)
+    for sampling in (Sampling(temperature=0), Sampling(temperature=0, logprobs=0), Sampling(temperature=0, logit_bias={1: 0.0}, top_k=0)):
+        text, stats = demo.generate("def f(", 60, sampling=sampling)
+        assert text == greedy and stats.matched > 0 and stats.seed is None
+
+
+def test_a_drawn_seed_is_told_and_repeats_the_text(demo):
+    text, stats = demo.generate("def f(", 40, sampling=Sampling(temperature=1.5))
+    assert demo.generate("def f(", 40, sampling=Sampling(temperature=1.5, seed=stats.seed))[0] == text
+
+
+def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch):
+    """The graph that a GPU runs, on the CPU: so many largest logits per row in the step's one read."""
+    engine, sampling = demo.engine, Sampling(seed=9, repeat_penalty=1.2, repeat_last_n=20)
+    prompt = demo.tokenizer.encode("def quicksort(items):\n")
+    out = []
+    for candidates in (sampling.candidates(), None):
+        sampler = Sampler(sampling, None, demo.target.n_vocab)
+        monkeypatch.setattr(engine, "read_candidates", lambda count: setattr(engine.slots[0], "candidates", candidates or 0))
+        engine.reset()
+        stats = Stats()
+        blocks = list(generate(engine, prompt, LoopOptions(50, width=4, sampler=sampler), stats))
+        out.append([t for block in blocks for t in block])
+        sampler.close()
+        ids, logits = engine.candidates(0)
+        assert logits.size == (candidates or demo.target.n_vocab) and (ids is None) == (candidates is None)
+        assert stats.reads == stats.computes - len({"commit"}) and stats.graphs_built_after_warmup == 0
+    assert out[0] == out[1] and stats.matched > 0
+    monkeypatch.undo()
+    assert demo.generate("def quicksort(items):\n", 20)[1].sampling == "greedy"  # and the way back
+
+
+def test_log_probabilities_are_the_models_own(demo):
+    ids = demo.tokenizer.encode("def f(a, b):\n")
+    sampling = Sampling(seed=1, temperature=1.3, top_k=5, logprobs=3)
+    events = list(demo.steps(ids, 24, sampling=sampling))
+    tokens = [t for event in events for t in event.tokens]
+    told = [p for event in events for p in event.logprobs]
+    assert [p.token for p in told] == tokens
+    demo.engine.reset(drafting=False)
+    logits = demo.engine.logits([*ids, *tokens]).astype(np.float64)[len(ids) - 1 : -1]
+    want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for p, row in zip(told, want):
+        assert p.logprob == pytest.approx(row[p.token], abs=2e-3)  # other batch shapes
+        assert [t for t, _ in p.top] == np.argsort(-row)[:3].tolist() and p.top[0][1] >= p.logprob
+
+
+def test_the_greedy_path_never_sees_a_sampler(demo):
+    """Greedy decoding reads argmax ids as before: no logits leave the device for it."""
+    list(demo.steps("def f(", 20))
+    assert demo.engine.graphs.candidates == 0 and demo._sampler(None, False) is None
+
+
+@pytest.mark.parametrize("mode", ["speculative", "plain", "reference"])
+def test_limits_and_ends_with_a_sampler(demo, mode):
+    sampling = Sampling(seed=2, temperature=1.2)
+    ids = demo.tokenizer.encode("def f(")
+    whole = [t for event in demo.steps(ids, 30, mode=mode, sampling=sampling) for t in event.tokens]
+    for n in (1, 2, 7):
+        events = list(demo.steps(ids, n, mode=mode, sampling=sampling))
+        assert [t for event in events for t in event.tokens] == whole[:n] and events[-1].stats.stop_reason == "length"
+
+
+# -- what cannot be sampled
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_are_said(bad):
+    logits = np.zeros(50, np.float32)
+    logits[7] = bad
+    sampler = Sampler(Sampling(seed=1), None, 50)
+    with pytest.raises(EngineError, match="NaN or Inf"):
+        sampler.choose(None, logits)
+    sampler.close()
+
+
+def test_a_nan_in_the_head_is_said_while_candidates_come_from_the_device(pair):
+    from pyggml_spec.ggml.library import ffi, lib
+
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=512, draft_width=4) as poisoned:
+        lib.ggml_backend_tensor_set(poisoned.target.weights["output_norm.weight"], ffi.new("float[]", [math.inf]), 0, 4)
+        poisoned.engine.graphs.candidates = 32
+        with pytest.raises(EngineError, match="NaN or Inf"):
+            poisoned.engine.prefill([1, 2, 3])
+
+
+def test_nothing_left_to_choose_from_is_said():
+    sampler = Sampler(Sampling(seed=1, logit_bias=dict.fromkeys(range(9), -math.inf)), None, 9)
+    with pytest.raises(EngineError, match="leaves no token"):
+        sampler.choose(None, np.zeros(9, np.float32))
+    sampler.close()
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"temperature": -1}, "temperature is -1"), ({"temperature": math.nan}, "temperature is nan"), ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": 2.5}, "top_k is 2.5.*whole"), ({"top_k": True}, "top_k is True"), ({"min_p": -0.1}, "min_p"),
+        ({"repeat_penalty": 0}, "repeat_penalty is 0"), ({"seed": 1 << 32}, "seed"), ({"logit_bias": {-1: 1.0}}, "token -1"),
+        ({"logit_bias": {1: math.nan}}, "nan"), ({"samplers": ("top_k", "mirostat")}, "mirostat"), ({"samplers": ("top_k", "top_k")}, "once"),
+        ({"samplers": ("top_k",), "temperature": 0}, "temperature of 0"), ({"grammar": "root ::= [a]", "json_schema": "{}"}, "one of them"),
+        ({"logprobs": -1}, "logprobs is -1"),
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range_are_refused(values, words):
+    with pytest.raises(SamplingError, match=words):
+        Sampling(**values)
+
+
+def test_a_bias_for_a_token_that_does_not_exist_is_refused(demo):
+    with pytest.raises(SamplingError, match="4096"):
+        demo.generate("a", 4, sampling=Sampling(logit_bias={4096: 1.0}))
+    assert demo.generate("a", 4)[1].emitted == 4
