@@ -14,8 +14,9 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 LAYERS = (
     {"cli"},
     {"tools", "doctor", "chat", "concurrent", "session"},
-    {"decode", "text"},
-    {"engine", "sampling"},
+    {"decode"},
+    {"sampling"},
+    {"engine", "text"},
     {"models", "memory"},
     {"ggml", "gguf_io"},
 )
