@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from .decode.stats import Stats
 from .decode.synthetic import SyntheticAcceptance
+from .events import End, StepEvent
 from .models.placement import ExpertOptions
 from .sampling.sampler import Sampling
 
@@ -39,6 +40,14 @@ class RequestOptions(TypedDict, total=False):
     stop: Sequence[str]
     ignore_end: bool
     special: bool
+
+
+class SubmitOptions(RequestOptions, total=False):
+    """Of a request among others."""
+
+    reuse: bool
+    progress: bool
+    sink: Callable[[StepEvent | End], object] | None
 
 
 class GenerateOptions(RequestOptions, total=False):

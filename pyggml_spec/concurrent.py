@@ -23,7 +23,7 @@ from .decode.loop import PLAIN, SPECULATIVE, LoopOptions
 from .decode.scheduler import BatchStats, Scheduler, Stream
 from .decode.stats import Stats
 from .errors import EngineError, PyspecError
-from .events import StepEvent
+from .events import End, StepEvent
 from .ggml.library import versions
 from .sampling.sampler import Sampler, Sampling
 from .text.stream import BlockText, stop_texts
@@ -34,11 +34,11 @@ class _Mailbox:
     """Items from the stepping thread to one reader, who waits in a thread or in an event loop."""
 
     def __init__(self) -> None:
-        self._items: deque[StepEvent | _End] = deque()
+        self._items: deque[StepEvent | End] = deque()
         self._filled = threading.Condition()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
 
-    def put(self, item: "StepEvent | _End") -> None:
+    def put(self, item: StepEvent | End) -> None:
         with self._filled:
             self._items.append(item)
             waiter, self._waiter = self._waiter, None
@@ -50,14 +50,14 @@ class _Mailbox:
             except RuntimeError:  # the loop is closed: its reader is gone
                 pass
 
-    def take(self, timeout: float | None = None) -> "StepEvent | _End":
+    def take(self, timeout: float | None = None) -> StepEvent | End:
         """The oldest item; the end stays, for whoever asks again. Raises TimeoutError."""
         with self._filled:
             if not self._filled.wait_for(lambda: self._items, timeout):
                 raise TimeoutError
             return self._take()
 
-    async def take_async(self) -> "StepEvent | _End":
+    async def take_async(self) -> StepEvent | End:
         while True:
             with self._filled:
                 if self._items:
@@ -67,20 +67,13 @@ class _Mailbox:
                 self._waiter = loop, future
             await future
 
-    def _take(self) -> "StepEvent | _End":
-        return self._items[0] if isinstance(self._items[0], _End) else self._items.popleft()
+    def _take(self) -> StepEvent | End:
+        return self._items[0] if isinstance(self._items[0], End) else self._items.popleft()
 
 
 def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-class _End:
-    """The last item: ``error`` is what ended the request, None if it ended by itself."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
 
 
 class Handle:
@@ -90,11 +83,31 @@ class Handle:
         stats: statistics so far; ``stop_reason`` is "end", "length", "context", "stop" or "cancelled" when it has ended.
     """
 
-    def __init__(self, server: "ConcurrentSession", stream: Stream, text: BlockText, sampler: Sampler | None) -> None:
+    def __init__(
+        self,
+        server: "ConcurrentSession",
+        stream: Stream,
+        text: BlockText,
+        sampler: Sampler | None,
+        progress: bool = False,
+        sink: Callable[[StepEvent | End], object] | None = None,
+    ) -> None:
         self._server, self._text, self._sampler, self._stream = server, text, sampler, stream
         self._mail = _Mailbox()
+        self._sink = sink
+        self._told = -1 if progress else 1 << 62  # tokens of the prompt that the last event about it told of
         self._unread: list[str] = []  # what result has taken so far
         self.stats: Stats = self._stream.stats
+
+    @property
+    def slot(self) -> int:
+        """Which slot it has or had; -1 while it waits for one."""
+        return self._stream.slot
+
+    @property
+    def prompt_read(self) -> int:
+        """Tokens of the prompt that are in the caches, reused ones among them."""
+        return self._stream.filled
 
     def cancel(self) -> None:
         """Ends the request before the next step, from any thread, at any time."""
@@ -107,22 +120,22 @@ class Handle:
         Raises:
             TimeoutError: no event within ``timeout`` seconds; the request goes on, and the next ``result`` has all of the text.
         """
-        while not isinstance(item := self._mail.take(timeout), _End):
+        while not isinstance(item := self._mail.take(timeout), End):
             self._unread.append(item.text)
         return self._whole(item)
 
     async def result_async(self) -> tuple[str, Stats]:
         """``result`` for event loops. A task that is cancelled while it waits here cancels the request: ``asyncio.wait`` waits for a time and
         cancels nothing, ``asyncio.wait_for`` cancels."""
-        while not isinstance(item := await self._read_async(), _End):
+        while not isinstance(item := await self._read_async(), End):
             self._unread.append(item.text)
         return self._whole(item)
 
-    def _whole(self, end: _End) -> tuple[str, Stats]:
+    def _whole(self, end: End) -> tuple[str, Stats]:
         self._check(end)
         return "".join(self._unread), self.stats
 
-    async def _read_async(self) -> "StepEvent | _End":
+    async def _read_async(self) -> StepEvent | End:
         try:
             return await self._mail.take_async()
         except asyncio.CancelledError:  # nobody is left to read what would still come
@@ -141,13 +154,13 @@ class Handle:
     async def __anext__(self) -> StepEvent:
         return self._next(await self._read_async(), StopAsyncIteration)
 
-    def _next(self, item: StepEvent | _End, stop: type[Exception]) -> StepEvent:
-        if isinstance(item, _End):
+    def _next(self, item: StepEvent | End, stop: type[Exception]) -> StepEvent:
+        if isinstance(item, End):
             self._check(item)
             raise stop
         return item
 
-    def _check(self, end: _End) -> None:
+    def _check(self, end: End) -> None:
         if end.error is not None:
             raise end.error
 
@@ -162,25 +175,31 @@ class Handle:
     def _collect(self) -> bool:
         """Turns what the stream has brought into events; False when it has ended."""
         try:
+            if self._told < self._stream.filled and self._stream.slot >= 0:
+                self._told = self._stream.filled
+                self._give(StepEvent("", (), self.stats.snapshot(), prompt_read=self._told))
             while self._stream.has_news:
                 self._put(next(self._stream))
             return True
         except StopIteration:
-            self._mail.put(StepEvent(self._text.finish(), (), self.stats))
+            self._give(StepEvent(self._text.finish(), (), self.stats))
             self._close(None)
         except BaseException as error:  # whatever it is, the reader has to hear of it
             self._stream.cancel()
             self._close(error)
         return False
 
+    def _give(self, item: StepEvent | End) -> None:
+        (self._sink or self._mail.put)(item)
+
     def _put(self, block: list[int]) -> None:
         logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
-        self._mail.put(StepEvent(self._text.take(block), tuple(block), self.stats.snapshot(), logprobs))
+        self._give(StepEvent(self._text.take(block), tuple(block), self.stats.snapshot(), logprobs, tuple(self._stream.drafts)))
 
     def _close(self, error: BaseException | None) -> None:
         if self._sampler is not None:
             self._sampler.close()
-        self._mail.put(_End(error))
+        self._give(End(error))
 
 
 class ConcurrentSession:
@@ -220,8 +239,18 @@ class ConcurrentSession:
         stop: Sequence[str] = (),
         ignore_end: bool = False,
         special: bool = False,
+        reuse: bool = True,
+        progress: bool = False,
+        sink: Callable[[StepEvent | End], object] | None = None,
     ) -> Handle:
-        """Queues a request, from any thread; it starts when a slot is free. Arguments as of ``Session.steps``.
+        """Queues a request, from any thread; it starts when a slot is free. Arguments as of ``Session.steps``, and:
+
+        Args:
+            max_tokens: 0 computes the prompt alone, so that later ones that begin like it start sooner.
+            reuse: False computes all of the prompt, whatever others have left.
+            progress: also events without text while the prompt is read, whose ``prompt_read`` says how far it is.
+            sink: gets the events and then an ``End``, in the place of a reader of the handle. It is called in the thread of the steps, so it has
+                to return at once.
 
         Raises:
             ContextError: the prompt is empty or does not fit the context of a slot.
@@ -233,7 +262,7 @@ class ConcurrentSession:
         forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if engine.drafter is not None else PLAIN)
         text = BlockText(self._tokenizer.piece, stop)
         options = LoopOptions(
-            max_tokens, mode, engine.options.width, self._tokenizer.is_end, ignore_end, completes=text.completes, forced=forced
+            max_tokens, mode, engine.options.width, self._tokenizer.is_end, ignore_end, completes=text.completes, forced=forced, reuse=reuse
         )
         sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)
@@ -242,7 +271,7 @@ class ConcurrentSession:
                 if self._closing:
                     why = "is closed" if self._failure is None else f"was ended by {type(self._failure).__name__}: {self._failure}"
                     raise EngineError(f"this concurrent session {why}; it takes no more requests, make another one") from self._failure
-                handle = Handle(self, self._scheduler.submit(ids, options), text, sampler)
+                handle = Handle(self, self._scheduler.submit(ids, options), text, sampler, progress, sink)
                 self._handles.append(handle)
                 self._changed.notify()
         except BaseException:

@@ -27,7 +27,7 @@ def demo():
     "call, options",
     [
         (Session.steps, arguments.GenerateOptions),
-        (ConcurrentSession.submit, arguments.RequestOptions),
+        (ConcurrentSession.submit, arguments.SubmitOptions),
         (load, arguments.LoadOptions),
     ],
 )

@@ -7,9 +7,9 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.cli.report import footer
-from pyggml_spec.concurrent import ConcurrentSession, _End
+from pyggml_spec.concurrent import ConcurrentSession
 from pyggml_spec.errors import ContextError, EngineError
-from pyggml_spec.events import StepEvent
+from pyggml_spec.events import End, StepEvent
 from pyggml_spec.sampling.sampler import Sampling
 
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range(", "# sort\n", "return "]
@@ -243,7 +243,7 @@ def test_a_result_that_takes_too_long_loses_no_text(server):
         task.cancel()  # as the loop's end would
 
     asyncio.run(impatient())
-    put(StepEvent("the end", (), handle.stats)), put(_End())
+    put(StepEvent("the end", (), handle.stats)), put(End())
     assert handle.result(WAIT)[0] == "the beginning, the middle, the end"
 
 
@@ -287,3 +287,42 @@ def test_the_statistics_of_an_event_are_those_of_its_moment(server):
     for event in server.submit(PROMPTS[0], 20):
         done += len(event.tokens)
         assert event.stats.emitted == done == 1 + event.stats.steps + event.stats.matched
+
+
+def test_the_drafts_of_a_step_are_told(server):
+    """The accepted ones are the tokens that came out, and the figures of the statistics are those of the events."""
+    events = list(server.submit(PROMPTS[0], 20, ignore_end=True))
+    blocks = [event for event in events if event.tokens]
+    assert blocks[0].drafts == ()
+    for event in blocks[1:]:
+        assert event.tokens[:-1] == event.drafts[: len(event.tokens) - 1]
+        assert event.drafts[len(event.tokens) - 1 : len(event.tokens)] != event.tokens[-1:]  # rejected, or the target's own behind the last
+    assert sum(len(event.drafts) for event in blocks) == events[-1].stats.drafted > 0
+    assert all(not event.drafts for event in server.submit(PROMPTS[0], 20, mode="plain"))
+
+
+def test_a_prompt_without_tokens_is_computed(session):
+    """With max_tokens of 0: whoever begins alike goes on behind it."""
+    prompt = [5 + i % 90 for i in range(128)]
+    with session.concurrent(slots=2, prefix_memory=64 << 20) as server:
+        text, stats = server.submit(prompt, 0).result(WAIT)
+        assert (text, stats.emitted, stats.stop_reason) == ("", 0, "length")
+        longer = [*prompt, 7, 8]
+        assert server.submit(longer, 4, reuse=False).result(WAIT)[1].reused_tokens == 0
+        handle = server.submit(longer, 4, progress=True)
+        told = [event.prompt_read for event in handle if event.prompt_read is not None]
+        assert handle.stats.reused_tokens == 128
+        assert told == sorted(told) and handle.prompt_read == len(longer)
+
+
+def test_a_sink_gets_what_a_reader_would(server):
+    got, over = [], threading.Event()
+
+    def sink(item):
+        got.append(item)
+        if isinstance(item, End):
+            over.set()
+
+    server.submit(PROMPTS[1], 20, sink=sink)
+    assert over.wait(WAIT) and got[-1] == End(None)
+    assert "".join(event.text for event in got[:-1]) == server.submit(PROMPTS[1], 20).result(WAIT)[0]

@@ -34,6 +34,7 @@ class LoopOptions:
     completes: whether a stop text is complete with a token; asked once about each that comes out, in order. None: there are none.
     drafts: drafts instead of the drafter.
     forced: whether tokens that the sampler's constraint leaves no choice about are drafts, ahead of the drafter's and without one.
+    reuse: whether a prompt may go on behind what another one has computed; of sequences that share an engine.
     """
 
     max_tokens: int | None = None
@@ -46,6 +47,7 @@ class LoopOptions:
     completes: Callable[[int], bool] | None = None
     drafts: Drafts | None = None
     forced: bool = False
+    reuse: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in (SPECULATIVE, PLAIN, REFERENCE):
@@ -81,6 +83,7 @@ class Request:
         history: the tokens of the prompt, and what came out.
         speculating: whether its next step drafts.
         forced: the drafts of its last step, if a constraint left no choice about them.
+        drafts: the drafts that its last step verified, whoever made them.
     """
 
     def __init__(self, prompt: Sequence[int], options: LoopOptions, stats: Stats) -> None:
@@ -88,6 +91,7 @@ class Request:
         self.history = list(prompt)
         self.speculating = options.mode == SPECULATIVE and options.width > 1
         self.forced: list[int] = []
+        self.drafts: list[int] = []
         self._forced = options.forced_drafts()
 
     @property
@@ -134,7 +138,7 @@ class Request:
             self.speculating = False
         options, reference = self.options, self.options.mode == REFERENCE
         drafts = self.forced or ([] if reference else result.tokens[1:].tolist())
-        candidates = partial(engine.candidates, slot=slot)
+        self.drafts, candidates = drafts, partial(engine.candidates, slot=slot)
         block = choose_block(result.ids.tolist(), drafts, self.limits, candidates, options.sampler, options.synthetic)
         engine.accept(len(block), block[-1], slot)
         self.history += block

@@ -73,6 +73,7 @@ class Stream:
 
     Attributes:
         tokens: everything that came out so far.
+        drafts: what the step verified that gave the tokens which the iteration returned last: the accepted drafts, then the rejected ones.
         stats: statistics of this sequence; ``stats.stop_reason`` says why it ended: "end", "length", "context", "stop" or "cancelled".
     """
 
@@ -84,7 +85,8 @@ class Stream:
         self.slot = -1  # from its admission on
         self.ended = False
         self.error: BaseException | None = None
-        self._blocks: deque = deque()
+        self.drafts: list[int] = []
+        self._blocks: deque[tuple[list[int], list[int]]] = deque()
         self._cancelled = False
         self._filled = 0  # tokens of the prompt that are committed
         self._keys: list[bytes] = []  # of the prompt's chunks, for the prefix cache
@@ -105,7 +107,8 @@ class Stream:
         while True:
             over = self.ended or self.error is not None  # read first: the thread that drives appends the last block before it says so
             if self._blocks:
-                return self._blocks.popleft()
+                block, self.drafts = self._blocks.popleft()
+                return block
             if self.error is not None:
                 raise self.error
             if over:
@@ -117,6 +120,11 @@ class Stream:
         for _ in self:
             pass
         return self.tokens
+
+    @property
+    def filled(self) -> int:
+        """Tokens of the prompt that are in the caches."""
+        return self._filled
 
     @property
     def has_news(self) -> bool:
@@ -185,11 +193,7 @@ class Scheduler:
         stream = Stream(self, ids.tolist(), options, self.engine.options.width)
         stream.stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""
         with self._queue:
-            if reason := stream._request.limits.reason:  # no tokens were asked for
-                stream.ended, stream.stats.stop_reason = True, reason
-                self.stats.finished[reason] += 1
-            else:
-                self._waiting.append(stream)
+            self._waiting.append(stream)
         return stream
 
     def drive(self, stream: Stream) -> None:
@@ -301,7 +305,7 @@ class Scheduler:
 
     def _enter(self, stream: Stream) -> None:
         """Finds out what the prompt shares with others, and whom it waits for."""
-        if self.prefixes is None:
+        if self.prefixes is None or not stream._request.options.reuse:
             return
         grain = self.prefixes.grain
         usable = (len(stream._prompt) - 1) // grain  # a token has to be left to compute
@@ -370,6 +374,9 @@ class Scheduler:
             self.prefixes.computed(stream.slot, stream._keys, last or stream._filled in stream._partings)
         if not stream._left:
             stream._phase("prefill")
+            if stream._request.limits.reason:  # no tokens were asked for: others may begin with this prompt
+                self._end(stream, stream._request.limits.reason)
+                return
             self._emit(stream, [request.first(int(result.ids[0]), self.engine, stream.slot)])
         else:
             stream.stats.target_forwards += 1
@@ -377,7 +384,7 @@ class Scheduler:
     def _emit(self, stream: Stream, block: list[int]) -> None:
         stream.tokens += block
         self.stats.emitted += len(block)
-        stream._blocks.append(block)
+        stream._blocks.append((block, stream._request.drafts))
         if stream._request.limits.reason:
             self._end(stream, stream._request.limits.reason)
 

@@ -300,12 +300,14 @@ def test_the_last_stream_can_be_cancelled_while_it_is_read(scheduler):
 def test_a_block_that_comes_with_the_end_is_not_lost(scheduler):
     """Another thread, which drives, ends the stream between this one's two looks at it."""
     stream = scheduler.submit(prompts(1)[0], LoopOptions(0))
+    stream.cancel()
+    assert list(stream) == []
     stream.ended = False
 
     class Late(deque):
         def __bool__(self):
             if not stream.ended:  # it was empty when it was looked at, and the last block comes right after
-                self.append([1, 2])
+                self.append(([1, 2], [1]))
                 stream.ended = True
                 return False
             return len(self) > 0
