@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ Progress = Callable[[str, int, int], None]
 
 
 def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress: Progress = lambda what, done, total: None) -> Path:
-    """Where a GGUF of the hub lies on this machine; it is downloaded if it is not there yet, or has changed.
+    """Where a GGUF of the hub lies on this machine; it is downloaded if it is not there yet, or has changed. Of a model in several files, all
+    are downloaded, and it is the first one.
 
     Environment variables and settings are those of huggingface_hub: ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``. Without
     a connection, what was downloaded before is used.
@@ -28,7 +30,7 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
         repo: "USER/MODEL" or "USER/MODEL:QUANT", in any case. Without QUANT: Q4_K_M, else Q8_0, else the first file.
         file: this file of the repository, whatever QUANT says.
         drafter: files whose name begins with "dflash-" come before others.
-        progress: called with ("download", done, total) in bytes.
+        progress: called with ("download", done, total) in bytes; for a model in several files ("download 2 of 5", done, total), file by file.
 
     Raises:
         HubError: huggingface_hub is not installed, there is no such repository or file, or it cannot be had now.
@@ -41,11 +43,14 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
     chosen = _chosen(names, quant, drafter) if file is None else file if file in names else None
     if chosen is None:
         raise HubError(f"{name} has no {_wanted(quant, file)}{_there(names)}")
-    if (part := _PART.search(chosen)) is not None:
-        raise HubError(
-            f"{chosen} of {name} is one of {int(part[2])} parts, and models in parts cannot be read; name a file in one part{_there(names)}"
-        )
-    return cached[chosen] if cached is not None else _download(hub, name, chosen, progress)
+    parts = _parts(chosen)
+    if missing := [part for part in parts if part not in names]:
+        raise HubError(f"{chosen} of {name} is one of {len(parts)} parts, and {missing[0]} is not there{_there(names)}")
+    if cached is not None:
+        return cached[parts[0]]
+    labels = ["download"] if len(parts) == 1 else [f"download {i} of {len(parts)}" for i in range(1, len(parts) + 1)]
+    paths = [_download(hub, name, part, partial(progress, label)) for part, label in zip(parts, labels)]
+    return paths[0]
 
 
 def _package() -> Any:
@@ -102,7 +107,14 @@ def _chosen(names: Sequence[str], quant: str | None, drafter: bool) -> str | Non
     return usable[0] if usable and quant is None else None
 
 
-def _download(hub: Any, repo: str, name: str, progress: Progress) -> Path:
+def _parts(name: str) -> list[str]:
+    """The names of all files of the model of which ``name`` is one."""
+    if (part := _PART.search(name)) is None:
+        return [name]
+    return [f"{name[: part.start()]}-{i:05}-of-{part[2]}.gguf" for i in range(1, int(part[2]) + 1)]
+
+
+def _download(hub: Any, repo: str, name: str, progress: Callable[[int, int], None]) -> Path:
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
@@ -114,7 +126,7 @@ def _download(hub: Any, repo: str, name: str, progress: Progress) -> Path:
 
         def update(self, n: float | None = 1) -> None:
             self._done += int(n or 0)
-            progress("download", self._done, max(self._size, self._done))
+            progress(self._done, max(self._size, self._done))
 
     try:
         return Path(hub.hf_hub_download(repo, name, tqdm_class=Bar))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli.process import COMMAND, one_sentence
+from gguf_io.build import split_gguf
 from hub_server import Hub
 
 from pyggml_spec.hub import _chosen
@@ -18,10 +19,13 @@ FILES = ["README.md", "m-Q8_0.gguf", "m-q4_k_m.gguf", "sub/m-BF16.gguf", "mmproj
 
 
 @pytest.fixture
-def hub(pair):
+def hub(pair, tmp_path_factory):
     target, drafter = (Path(path).read_bytes() for path in pair)
+    split = {path.name: path.read_bytes() for path in split_gguf(pair[0], tmp_path_factory.mktemp("split"), 3)}
     models = {"t-F16.gguf": b"not chosen", "t-Q8_0.gguf": target, "mmproj-t-Q8_0.gguf": b"x", "dflash-t.gguf": drafter, "notes.txt": b"x"}
-    with closing(Hub({"Some/Target-GGUF": models, "some/parts": dict.fromkeys(FILES[-2:], b"x"), "some/none": {"a.txt": b""}})) as server:
+    with closing(
+        Hub({"Some/Target-GGUF": models, "some/parts": {FILES[-2]: b"x"}, "some/split": split, "some/none": {"a.txt": b""}})
+    ) as server:
         yield server
 
 
@@ -84,6 +88,13 @@ def test_a_pair_of_the_hub_runs_and_is_fetched_once(hub, asked, pair, tmp_path):
     assert asked("run", *named, *CPU, "-q").stdout == first.stdout
 
 
+def test_a_model_in_several_files_is_fetched_whole(hub, asked, pair):
+    done, file = asked("run", "-hf", "some/split", *CPU[:-2]), asked("run", "-m", str(pair[0]), *CPU[:-2])
+    assert done.returncode == 0 and done.stdout == file.stdout, done.stderr
+    assert len({line for line in hub.asked if line.startswith("GET") and "/resolve/" in line}) == 3
+    assert asked("run", "-hf", "some/split", *CPU[:-2], "-q", HF_HUB_OFFLINE="1").stdout == done.stdout
+
+
 def test_the_python_api_fetches_too(asked, hub, tmp_path):
     script = (
         "import pyggml_spec as ps; seen = []\n"
@@ -102,7 +113,7 @@ def test_the_python_api_fetches_too(asked, hub, tmp_path):
         (["-hf", "nobody/nothing"], ["nobody/nothing", "does not exist on the hub"]),
         (["-hf", "Some/Target-GGUF:Q2_K"], ["no GGUF of the quantisation Q2_K", "it has t-F16.gguf, t-Q8_0.gguf"]),
         (["-hf", "Some/Target-GGUF", "-hff", "x.gguf"], ["no file 'x.gguf'", "t-Q8_0.gguf"]),
-        (["-hf", "some/parts:Q6_K"], ["one of 2 parts"]),
+        (["-hf", "some/parts:Q6_K"], ["one of 2 parts", "m-Q6_K-00002-of-00002.gguf is not there"]),
         (["-hf", "some/none"], ["no GGUF of a model"]),
         (["-hf", "a/b/c"], ["'a/b/c' names no repository", "USER/MODEL"]),
         (["-hf", "Some/Target-GGUF:F16"], ["t-F16.gguf", "not a GGUF"]),

@@ -7,6 +7,7 @@ again as was lost before (embedded drafter in q2_K: 0.50 nats lost against q8_0,
 from collections.abc import Callable
 from contextlib import closing
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -53,7 +54,7 @@ class NoisyFile:
     def _stored(self, info):
         kind = type_id("q8_0" if info.shape[0] % 32 == 0 else "f16")
         rows = int(np.prod(info.shape[1:]))
-        return type(info)(info.name, kind, info.shape, info.offset, lib.ggml_row_size(kind, info.shape[0]) * rows)
+        return replace(info, type=kind, nbytes=lib.ggml_row_size(kind, info.shape[0]) * rows)
 
     def read(self, name: str) -> memoryview:
         old, new = self._file.tensors[name], self.tensors[name]

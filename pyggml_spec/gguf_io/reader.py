@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
+from blake3 import blake3
 
 from ..errors import GGUFError
 from ..ggml.library import lib, text
+from . import split
 from .identity import Progress, content_hash
 
 T = TypeVar("T")
@@ -38,13 +40,15 @@ MAX_TEXT = 12 << 20  # bytes of all keys, names and shorter values; as Python st
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of the file: ``shape`` in ggml order (innermost first), ``offset`` and ``nbytes`` absolute in the file."""
+    """A tensor of the file: ``shape`` in ggml order (innermost first), ``offset`` and ``nbytes`` absolute in the file, which is part ``part``
+    (from 0) of a model in several."""
 
     name: str
     type: int
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0
 
     @property
     def type_name(self) -> str:
@@ -119,11 +123,45 @@ class _Cursor:
 class GGUFFile:
     """An open GGUF: ``metadata`` (str keys), ``tensors`` (name to TensorInfo). Close it, or use it in a ``with`` block.
 
+    A model in several files is opened by any of them, and is one: ``path`` is then that of the first part.
+
     Raises:
-        GGUFError: the file is missing, is not a GGUF, or contradicts itself; one sentence with the value that is wrong.
+        GGUFError: the file is missing, is not a GGUF, or contradicts itself; a part of the model is missing or of another one. One sentence
+            with the value that is wrong.
     """
 
     def __init__(self, path: str | Path) -> None:
+        self._parts: list[GGUFFile] = []  # of a model in several files
+        self._open(path)
+        if split.COUNT in self.metadata:
+            try:
+                if self.get(split.COUNT, int) > 1:
+                    self._join()
+            except BaseException:
+                self.close()
+                raise
+
+    def _join(self) -> None:
+        paths = split.part_paths(self.path, self.metadata)
+        own = copy.copy(self)
+        own._parts = []
+        for number, path in enumerate(paths):
+            self._parts.append(own if path == own.path else GGUFFile._alone(path))
+            split.check_part(path, self._parts[-1].metadata, number, self._parts[0].metadata)
+        first = self._parts[0]
+        self.path, self.version, self.metadata = first.path, first.version, first.metadata
+        of_parts = [(p.path, {n: replace(t, part=i) for n, t in p.tensors.items()}) for i, p in enumerate(self._parts)]
+        self.tensors = split.merged(of_parts, first.metadata.get(split.TENSORS))
+
+    @classmethod
+    def _alone(cls, path: Path) -> "GGUFFile":
+        """A file by itself, part of something or not."""
+        file = cls.__new__(cls)
+        file._open(path)
+        file._parts = []
+        return file
+
+    def _open(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metadata: dict = {}
         self.tensors: dict[str, TensorInfo] = {}
@@ -261,7 +299,8 @@ class GGUFFile:
     def read(self, name: str) -> memoryview:
         """The tensor's bytes as they lie in the file. Valid until ``close``."""
         info = self.tensors[name]
-        return memoryview(self._map)[info.offset : info.offset + info.nbytes]
+        data = self._parts[info.part]._map if self._parts else self._map
+        return memoryview(data)[info.offset : info.offset + info.nbytes]
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The metadata value of ``key`` if it has the type ``kind``; ``default`` if the key is absent.
@@ -294,21 +333,31 @@ class GGUFFile:
         return value
 
     def identity(self, progress: Progress = lambda done, total: None) -> str:
-        """Names the contents: BLAKE3 of the whole file, in hex, computed once and then remembered in the cache folder.
+        """Names the contents: BLAKE3 of the whole file, in hex, computed once and then remembered in the cache folder; of
+        a model in several files, of those of its parts.
 
         ``progress`` (bytes done, bytes of the file) is called while it is computed.
 
         Raises:
             GGUFError: the file has been written to or replaced since it was opened.
         """
-        return content_hash(self.path, self._map, self._opened, progress)
+        if not self._parts:
+            return content_hash(self.path, self._map, self._opened, progress)
+        done, names = 0, []
+        for part in self._parts:
+            names.append(part.identity(lambda n, _, before=done: progress(before + n, self.nbytes)))
+            done += part.nbytes
+        return blake3("".join(names).encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:
-        return len(self._map)
+        """Of the file, or of all parts."""
+        return sum(len(part._map) for part in self._parts or [self])
 
     def close(self) -> None:
         # numpy copies are taken above and StringArray reads on demand, so only memoryviews handed out by read() can still hold the map
+        for part in getattr(self, "_parts", ()):
+            part.close()
         with contextlib.suppress(AttributeError, BufferError):
             self._map.close()
 

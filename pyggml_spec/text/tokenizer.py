@@ -35,8 +35,6 @@ def check_vocabulary(file: GGUFFile) -> int:
     model = file.get("tokenizer.ggml.model", str)
     if model not in _MODELS:
         raise GGUFError(f"{file.path} has a tokenizer of the type {brief(model)}; {', '.join(_MODELS)} are supported")
-    if file.get("split.count", int, 0) > 1:
-        raise GGUFError(f"{file.path} is one of {meta['split.count']} parts of a model; join them first with llama-gguf-split --merge")
     tokens = meta.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray) or len(tokens) == 0:
         raise GGUFError(f"{file.path} has no token list; use a complete model file")

@@ -78,7 +78,7 @@ def compare_logits(
         target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_alike()))
         n_ctx = tokens + GREEDY_TOKENS
         engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv)))
-        reference = own(LlamaReference(path, backend.device, n_ctx, CHUNK, backend.threads, kv))
+        reference = own(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv))
         ids = np.random.default_rng(seed).integers(0, target.n_vocab, tokens).tolist()
         ours, theirs = engine.logits(ids), reference.logits(ids)
         greedy = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()))

@@ -1,5 +1,6 @@
 """GGUF files from bytes, so that a test can say exactly which of them are wrong."""
 
+import copy
 import struct
 from pathlib import Path
 
@@ -96,3 +97,20 @@ class Model:
     def write(self, path: str | Path) -> Path:
         Path(path).write_bytes(self.bytes())
         return Path(path)
+
+
+def split_gguf(path: str | Path, folder: Path, count: int, name: str = "model") -> list[Path]:
+    """``path`` in ``count`` files as llama-gguf-split lays them out: the model's keys in the first, tensors in turn."""
+    whole, parts = Model(path), []
+    tensors = list(whole.tensors.items())
+    for i in range(count):
+        part = copy.copy(whole)
+        part.keys = {
+            **(whole.keys if i == 0 else {}),
+            "split.no": (U16, i),
+            "split.count": (U16, count),
+            "split.tensors.count": (I32, len(tensors)),
+        }
+        part.tensors = dict(tensors[i * len(tensors) // count : (i + 1) * len(tensors) // count])
+        parts.append(part.write(folder / f"{name}-{i + 1:05}-of-{count:05}.gguf"))
+    return parts

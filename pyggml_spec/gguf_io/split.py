@@ -1,0 +1,86 @@
+"""Models in several files, as ``llama-gguf-split`` writes them: NAME-00001-of-00005.gguf and so on.
+
+Every part is a GGUF with the keys split.no (from 0), split.count and split.tensors.count (of all parts together); the first one has the
+model's own keys, and each tensor lies in one part.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import GGUFError
+
+NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
+MOST_PARTS = 512  # 671B in BF16 has 30; each one holds a file open
+_OWN = {NUMBER, COUNT, TENSORS, "general.alignment"}  # keys of a part, not of the model
+_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+
+def part_paths(path: Path, metadata: dict) -> list[Path]:
+    """Where all parts of the model lie of which ``path`` is one.
+
+    Raises:
+        GGUFError: its name or its keys do not say which part it is, or others are not there.
+    """
+    number, count = metadata.get(NUMBER), metadata[COUNT]
+    if type(number) is not int or not 0 <= number < count:
+        raise GGUFError(f"{path} is one of {count} parts of a model, but its key {NUMBER!r} is {number!r}; split the model again")
+    if count > MOST_PARTS:
+        raise GGUFError(
+            f"{path} is one of {count} parts of a model, and {MOST_PARTS} are the most that can be read; split it into larger ones"
+        )
+    name = _NAME.fullmatch(path.name)
+    if name is None or (int(name[2]), int(name[3])) != (number + 1, count):
+        raise GGUFError(
+            f"{path} is part {number + 1} of {count} of a model, and the others are found by its name; "
+            f"rename it to end in -{number + 1:05}-of-{count:05}.gguf"
+        )
+    paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    missing = [other.name for other in paths if not other.exists()]
+    if missing:
+        shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        verb = "is" if len(missing) == 1 else "are"
+        raise GGUFError(
+            f"{path} is part {number + 1} of {count} of a model, and {shown} {verb} not beside it; put all parts into one folder"
+        )
+    return paths
+
+
+def check_part(path: Path, metadata: dict, number: int, first: dict) -> None:
+    """Raises GGUFError if this is not part ``number`` (from 0) of the model whose first part has the keys ``first``."""
+    for key, wanted in ((NUMBER, number), (COUNT, first[COUNT]), (TENSORS, first.get(TENSORS))):
+        if metadata.get(key) != wanted:
+            raise GGUFError(
+                f"{path} is of another model than the parts beside it: its key {key!r} is {metadata.get(key)!r} instead of {wanted!r}"
+            )
+    for key in metadata.keys() - _OWN:
+        if key not in first or not _same(metadata[key], first[key]):
+            raise GGUFError(f"{path} is of another model than the parts beside it: its key {key!r} differs from the first part's")
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
+    if hasattr(a, "raw") and hasattr(b, "raw"):
+        return len(a) == len(b) and all(a.raw(i) == b.raw(i) for i in range(len(a)))
+    return type(a) is type(b) and a == b
+
+
+def merged(parts: list[tuple[Path, dict]], total: Any) -> dict:
+    """The tensors of all ``parts`` (path, tensors). ``total``: how many the first part says that there are.
+
+    Raises:
+        GGUFError: a tensor lies in two parts, or their number is another one.
+    """
+    out: dict = {}
+    for path, tensors in parts:
+        if twice := next((name for name in tensors if name in out), None):
+            raise GGUFError(f"the tensor {twice!r} is in {path} and in a part before it; the parts are not of one model, fetch them again")
+        out.update(tensors)
+    if total is not None and len(out) != total:
+        raise GGUFError(
+            f"{parts[0][0]} says that its {len(parts)} parts hold {total} tensors, but they hold {len(out)}; fetch them again, all of one model"
+        )
+    return out
