@@ -2,12 +2,13 @@
 """What a step of one sequence costs beside the device's work: one installation, or two against each other, a round of one, a round of the other.
 
     bench_host.py [--python OLD/.venv/bin/python --python NEW/.venv/bin/python] [-m target.gguf -md drafter.gguf] [--device CPU] [-t 1]
-                  [--rounds 9] [--tokens 96] [--widths 1,2,4,8,16] [--graphs]
+                  [--rounds 9] [--tokens 96] [--widths 1,2,4,8,16] [--slots 1,4,8,16] [--graphs]
 
 Each interpreter stays loaded for the whole run, so that rounds can alternate. Per width (1 is plain decoding): microseconds of a whole step and
 those that are the host's (upload, Python, read, without launch and wait), the best of all rounds; then the ratios. With --stub nothing is computed:
 processor time of the engine's own work per step, which other work on the machine hardly disturbs. Graphs: how many there are per role, and their
-nodes.
+nodes. Slots: tokens per second of so many requests at once, plainly and with drafts (of the embedded pair, or whatever the drafter is worth), the
+best of all rounds, and the bytes on the device that a slot adds.
 """
 
 import argparse
@@ -25,31 +26,54 @@ PROMPT = "def quicksort(items):\n    "
 
 
 def serve(args) -> None:
-    """Answers rounds: a width per line comes in, its microseconds go out."""
-    sessions = {}
+    """Answers rounds: what to measure and how wide comes in as a line, its figures go out."""
+    sessions: dict = {}
+    servers: dict = {}
     for line in sys.stdin:
-        width = int(line)
-        load = max(width, 2)
+        what, number = line.split()
+        n = int(number)
+        load = max(n, 2) if what == "width" else 16
         if load not in sessions:
             sessions[load] = ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=1024, draft_width=load)
         session = sessions[load]
-        if width == 0:
+        if what == "graphs":
             nodes = defaultdict(list)
             for step_key, step in session.engine.graphs.steps().items():
                 nodes[step_key[0]].append(step.graph.n_nodes)
-            print(json.dumps(nodes), flush=True)
-            continue
-        if args.stub:
-            print(json.dumps(stubbed(session.engine, width, args.tokens)), flush=True)
-            continue
-        stats = session.generate(PROMPT, args.tokens, mode="plain" if width == 1 else "speculative", ignore_end=True)[1]
-        host = stats.host_us
-        out = {
-            "step": 1e6 * stats.seconds["decode"] / stats.steps,
-            "host": (host["upload"] + host["host"]) / stats.steps,
-            "steps": stats.steps,
-        }
+            out: dict = nodes
+        elif what == "memory":
+            if servers:
+                servers.pop("server").close()
+                servers.clear()
+            with session.batch(n) as batch:
+                memory = batch.engine.memory()
+            out = {"bytes": sum(size for name, size in memory.items() if not name.endswith("weights"))}
+        elif what == "slots":
+            out = {mode: together(session, servers, n, mode, args.tokens) for mode in ("plain", "speculative")}
+        elif args.stub:
+            out = stubbed(session.engine, n, args.tokens)
+        else:
+            stats = session.generate(PROMPT, args.tokens, mode="plain" if n == 1 else "speculative", ignore_end=True)[1]
+            host = stats.host_us
+            out = {
+                "step": 1e6 * stats.seconds["decode"] / stats.steps,
+                "host": (host["upload"] + host["host"]) / stats.steps,
+                "rate": -stats.tokens_per_second,
+            }
         print(json.dumps(out), flush=True)
+
+
+def together(session, servers: dict, slots: int, mode: str, tokens: int) -> float:
+    """Seconds per token of so many requests at once, from the first submission to the last end."""
+    if servers.get("slots") != slots:
+        if "server" in servers:
+            servers["server"].close()
+        servers.update(slots=slots, server=session.concurrent(slots))
+    began = time.perf_counter()
+    handles = [servers["server"].submit(PROMPT + "x" * i, tokens, mode=mode, ignore_end=True) for i in range(slots)]
+    for handle in handles:
+        handle.result()
+    return (time.perf_counter() - began) / (slots * tokens)
 
 
 def stubbed(engine, width: int, steps: int) -> dict:
@@ -77,13 +101,28 @@ class Child:
             [python, __file__, "--serve", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 
-    def ask(self, width: int) -> dict:
-        self.process.stdin.write(f"{width}\n")
+    def ask(self, what: str, number: int) -> dict:
+        self.process.stdin.write(f"{what} {number}\n")
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
+
+
+def measured(children: list[Child], kinds: list[tuple[str, int]], rounds: int) -> dict[tuple, dict]:
+    """The least of every figure over the rounds, by interpreter and kind. A kind's rounds follow each other, so that slots are made once."""
+    best: dict = defaultdict(dict)
+    for kind in kinds:
+        for child in children:
+            child.ask(*kind)  # loads, and builds graphs
+    for kind in kinds:
+        for _ in range(rounds):
+            for child in children:
+                figures = best[child.name, *kind]
+                for name, value in child.ask(*kind).items():
+                    figures[name] = min(figures.get(name, value), value)
+    return best
 
 
 def main() -> None:
@@ -96,6 +135,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--widths", default="1,2,4,8,16")
+    parser.add_argument("--slots", default="")
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--stub", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -109,26 +149,32 @@ def main() -> None:
         passed += [name, value] if value else []
     children = [Child(python, passed) for python in args.python or [sys.executable]]
     try:
-        widths = [int(width) for width in args.widths.split(",")]
-        for child in children:
-            for width in widths:
-                child.ask(width)  # loads, and builds graphs
-        best: dict = {}
-        for _ in range(args.rounds):
-            for width in widths:
-                for child in children:
-                    for what, value in child.ask(width).items():
-                        key = child.name, width, what
-                        best[key] = min(best.get(key, value), value)
-        print("| width | " + " | ".join(f"step us, host us ({child.name})" for child in children) + " | ratios |")
-        print("|---|" + "---|" * len(children) + "---|")
+        widths = [int(width) for width in args.widths.split(",") if width]
+        slots = [int(n) for n in args.slots.split(",") if n]
+        best = measured(children, [("width", width) for width in widths], args.rounds)
+        if widths:
+            print("| width | " + " | ".join(f"step us, host us, tok/s ({child.name})" for child in children) + " | ratios |")
+            print("|---|" + "---|" * len(children) + "---|")
         for width in widths:
-            figures = [[best[child.name, width, what] for what in ("step", "host")] for child in children]
-            ratios = [f"{new / old:.3f}" for old, new in zip(figures[0], figures[-1])] if len(children) > 1 else []
-            print(f"| {width} | " + " | ".join(f"{step:.0f}, {host:.0f}" for step, host in figures) + f" | {', '.join(ratios)} |")
+            rows = [best[child.name, "width", width] for child in children]
+            ratios = [f"{rows[-1][key] / rows[0][key]:.3f}" for key in ("step", "host")] if len(children) > 1 else []
+            shown = [f"{r['step']:.0f}, {r['host']:.0f}" + (f", {-r['rate']:.0f}" if "rate" in r else "") for r in rows]
+            print(f"| {width} | " + " | ".join(shown) + f" | {', '.join(ratios)} |", flush=True)
+        if slots:
+            best = measured(children, [("slots", n) for n in slots], args.rounds)
+            print(
+                "\n| slots | " + " | ".join(f"plain, speculative tok/s, MiB per slot ({child.name})" for child in children) + " | ratios |"
+            )
+            print("|---|" + "---|" * len(children) + "---|")
+        for n in slots:
+            rows = [best[child.name, "slots", n] for child in children]
+            memory = [child.ask("memory", n)["bytes"] / n / 2**20 for child in children]
+            ratios = [f"{rows[0][key] / rows[-1][key]:.3f}" for key in ("plain", "speculative")] if len(children) > 1 else []
+            shown = [f"{1 / r['plain']:.0f}, {1 / r['speculative']:.0f}, {m:.2f}" for r, m in zip(rows, memory)]
+            print(f"| {n} | " + " | ".join(shown) + f" | {', '.join(ratios)} |", flush=True)
         for child in children if args.graphs else ():
             print(child.name, "graphs per role (nodes, least to most):")
-            for role, nodes in sorted(child.ask(0).items()):
+            for role, nodes in sorted(child.ask("graphs", 0).items()):
                 print(f"  {role}: {len(nodes)} ({min(nodes)} to {max(nodes)})")
     finally:
         for child in children:
