@@ -68,6 +68,7 @@ struct ggml_tensor * ggml_cpy(struct ggml_context *, struct ggml_tensor *, struc
 struct ggml_tensor * ggml_permute(struct ggml_context *, struct ggml_tensor *, int axis0, int axis1, int axis2, int axis3);
 struct ggml_tensor * ggml_cont_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_add(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_add_id(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor * by_id, struct ggml_tensor * ids);
 struct ggml_tensor * ggml_mul(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_div(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_mul_mat(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
@@ -86,6 +87,7 @@ struct ggml_tensor * ggml_sigmoid(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_silu(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_swiglu(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_swiglu_split(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_swiglu_oai(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, float alpha, float limit);
 struct ggml_tensor * ggml_geglu(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_geglu_split(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_gelu(struct ggml_context *, struct ggml_tensor *);

@@ -25,11 +25,11 @@ struct ggml_tensor * pgs_span_mask(struct ggml_context * ctx, struct ggml_tensor
 }
 
 // q: F32 [head_size, n_head, T]; cache_k, cache_v: [head_size * n_head_kv, n_rows (, slots)]; returns F32 [head_size * n_head, T].
-// The mask says how many slots the T rows belong to: each attends to its own rows of the caches. By our own kernels at `level`, where it is not
-// NULL and they take the shape.
+// The mask says how many slots the T rows belong to: each attends to its own rows of the caches. `sinks`: F32 [n_head] or NULL, a score of each head
+// that takes its share of the softmax and has no value. By our own kernels at `level`, where it is not NULL and they take the shape; they know no sinks.
 struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
                                  struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale,
-                                 const pgs_level * level) {
+                                 struct ggml_tensor * sinks, const pgs_level * level) {
     const int64_t size_k = cache_k->ne[0] / n_head_kv, size_v = cache_v->ne[0] / n_head_kv, slots = mask->ne[3];
     const size_t  head_k = ggml_row_size(cache_k->type, size_k), head_v = ggml_row_size(cache_v->type, size_v);
     struct ggml_tensor * k, * v;
@@ -42,10 +42,11 @@ struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor *
         v = ggml_view_3d(ctx, cache_v, size_v, span, n_head_kv, cache_v->nb[1], head_v, 0);
     }
     q = ggml_permute(ctx, q, 0, 2, 1, 3);
-    struct ggml_tensor * out = level != NULL ? pgs_attention_node(ctx, level, q, k, v, mask, scale) : NULL;
+    struct ggml_tensor * out = level != NULL && sinks == NULL ? pgs_attention_node(ctx, level, q, k, v, mask, scale) : NULL;
     if (out == NULL) {
         out = ggml_flash_attn_ext(ctx, q, k, v, mask, scale, 0.0f, 0.0f);
         ggml_prec_set_acc(out, GGML_PREC_F32);
+        ggml_flash_attn_ext_add_sinks(out, sinks);
     }
     return ggml_reshape_2d(ctx, out, out->ne[0] * out->ne[1], out->ne[2] * out->ne[3]);
 }

@@ -19,12 +19,15 @@
 #include <string.h>
 
 #define HOST_NODES 16
+#define OAI_ALPHA  1.702f  // of the sigmoid, and where gate and up are clamped: llama.cpp's build_moe_ffn
+#define OAI_LIMIT  7.0f
 #define NARROW     8  // rows up to which GPUs multiply pair by pair: one slot, whose weights stay in the cache, costs least
 
 typedef struct host_layer {
     struct ggml_tensor *gate_up, *gate, *up, *down;  // of all experts, in host memory; gate_up, or gate and up
     float *             scale[2];                    // of the products of gate and up, by expert; NULL for 1
     struct ggml_tensor * pair_scale[2];              // F32 [1, 1, pairs], the same by pair
+    struct ggml_tensor * bias[2];                    // F32 [n_ff, n_expert] added to the products of gate and up, in host memory; NULL for none
     int32_t *           slot;                        // place of each expert among the hot ones, -1 for the cold
     int64_t *           count;                       // how often each expert was chosen
     int64_t               n_hot;
@@ -157,6 +160,21 @@ static struct ggml_tensor * scaled(pgs_experts * e, host_layer * layer, struct g
     return node;
 }
 
+// The products of gate (`which` 0) or up (1), in `home`: scaled, then biased, in place.
+static struct ggml_tensor * products(pgs_experts * e, host_layer * layer, struct ggml_context * ctx, struct ggml_tensor * experts,
+                                     struct ggml_tensor * home, int which, char * err) {
+    struct ggml_tensor * x = scaled(e, layer, ctx, placed(home, ggml_mul_mat_id(ctx, experts, layer->x, layer->id), err), which, err);
+    return layer->bias[which] != NULL ? placed(home, ggml_add_id(ctx, x, layer->bias[which], layer->id), err) : x;
+}
+
+static struct ggml_tensor * gated(pgs_glu glu, struct ggml_context * ctx, struct ggml_tensor * gate, struct ggml_tensor * up) {
+    switch (glu) {
+        case PGS_GEGLU:      return ggml_geglu_split(ctx, gate, up);
+        case PGS_SWIGLU_OAI: return ggml_swiglu_oai(ctx, gate, up, OAI_ALPHA, OAI_LIMIT);
+        default:             return ggml_swiglu_split(ctx, gate, up);
+    }
+}
+
 static int build(pgs_experts * e, host_layer * layer, char * err) {
     const struct ggml_init_params params = {
         .mem_size   = ggml_tensor_overhead() * HOST_NODES + ggml_graph_overhead_custom(HOST_NODES, false),
@@ -177,11 +195,11 @@ static int build(pgs_experts * e, host_layer * layer, char * err) {
         gate                      = half(ctx, both, n_ff, 0);
         up                        = half(ctx, both, n_ff, n_ff);
     } else {
-        up   = scaled(e, layer, ctx, placed(e->on_host.up, ggml_mul_mat_id(ctx, layer->up, layer->x, layer->id), err), 1, err);
-        gate = scaled(e, layer, ctx, placed(e->on_host.gate, ggml_mul_mat_id(ctx, layer->gate, layer->x, layer->id), err), 0, err);
+        up   = products(e, layer, ctx, layer->up, e->on_host.up, 1, err);
+        gate = products(e, layer, ctx, layer->gate, e->on_host.gate, 0, err);
     }
-    struct ggml_tensor * glu    = e->shape.gelu ? ggml_geglu_split(ctx, gate, up) : ggml_swiglu_split(ctx, gate, up);
-    struct ggml_tensor * result = ggml_mul_mat_id(ctx, layer->down, placed(e->on_host.hidden, glu, err), layer->id);
+    struct ggml_tensor * hidden = placed(e->on_host.hidden, gated(e->shape.glu, ctx, gate, up), err);
+    struct ggml_tensor * result = ggml_mul_mat_id(ctx, layer->down, hidden, layer->id);
     placed(e->on_host.out, result, err);
     layer->gf = ggml_new_graph_custom(ctx, HOST_NODES, false);
     ggml_build_forward_expand(layer->gf, result);
@@ -216,13 +234,16 @@ static void set_pairs(host_layer * layer, int64_t pairs) {
 }
 
 int pgs_experts_set_layer(pgs_experts * e, int64_t index, struct ggml_tensor * gate_up, struct ggml_tensor * gate, struct ggml_tensor * up,
-                          struct ggml_tensor * down, const float * gate_scale, const float * up_scale, const int32_t * slot, char * err) {
+                          struct ggml_tensor * down, const float * gate_scale, const float * up_scale, struct ggml_tensor * gate_bias,
+                          struct ggml_tensor * up_bias, const int32_t * slot, char * err) {
     const size_t n     = (size_t) e->shape.n_expert;
     host_layer * layer = &e->layers[index];
     layer->gate_up     = gate_up;
     layer->gate        = gate;
     layer->up          = up;
     layer->down        = down;
+    layer->bias[0]     = gate_bias;
+    layer->bias[1]     = up_bias;
     layer->slot        = malloc(n * sizeof(*layer->slot));
     layer->count       = calloc(n, sizeof(*layer->count));
     if (layer->slot == NULL || layer->count == NULL) {

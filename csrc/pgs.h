@@ -90,7 +90,7 @@ struct ggml_tensor * pgs_span_mask(struct ggml_context * ctx, struct ggml_tensor
                                    struct ggml_tensor * q_first, int64_t span, int64_t slots);
 struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
                                  struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale,
-                                 const pgs_level * level);
+                                 struct ggml_tensor * sinks, const pgs_level * level);
 
 // ---- delta_net.c
 
@@ -143,6 +143,8 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
 
 // ---- host_experts.c
 
+typedef enum { PGS_SWIGLU, PGS_GEGLU, PGS_SWIGLU_OAI } pgs_glu;  // how gate and up become one
+
 typedef struct pgs_experts_shape {
     int64_t n_layer;   // layers of the model; those without experts in host memory are never asked for
     int64_t n_embd;
@@ -150,7 +152,7 @@ typedef struct pgs_experts_shape {
     int64_t n_expert;
     int64_t n_used;    // experts per token
     int64_t max_rows;  // widest step
-    bool    gelu;      // GEGLU instead of SwiGLU
+    pgs_glu glu;
     bool    distinct;  // wide products of the device need different experts for each token
 } pgs_experts_shape;
 
@@ -164,7 +166,7 @@ pgs_experts * pgs_experts_new(ggml_backend_t device, ggml_backend_t host, const 
 void          pgs_experts_free(pgs_experts * e);
 int           pgs_experts_set_layer(pgs_experts * e, int64_t index, struct ggml_tensor * gate_up, struct ggml_tensor * gate,
                                     struct ggml_tensor * up, struct ggml_tensor * down, const float * gate_scale, const float * up_scale,
-                                    const int32_t * slot, char * err);
+                                    struct ggml_tensor * gate_bias, struct ggml_tensor * up_bias, const int32_t * slot, char * err);
 
 // Around the hot experts of a layer: `begin` returns the slots I32 [n_used, T] they are called with, `end` takes their result
 // F32 [n_embd, n_used, T] (NULL where none is hot) and returns that of all experts.

@@ -469,7 +469,8 @@ class Session:
         loaded = [self.target.weights, *([self.drafter.weights] if self.drafter is not None else [])]
         own, rest = sum(w.own_bytes for w in loaded), sum(w.other_matrix_bytes for w in loaded)
         share = "" if not rest else f" for {100 * own / (own + rest):.0f} % of the weights"
-        return f"own ({level.name}){share}"
+        apart = self.target.ggml_attention
+        return f"own ({level.name}){share}" + (f", attention by ggml's because {apart}" if apart else "")
 
     def engaged(self) -> Engaged:
         """What is in use: read it before trusting a speed."""

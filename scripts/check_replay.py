@@ -34,6 +34,7 @@ TARGETS = {
     "qwen3moe": archs.write_qwen3moe,
     "llama": archs.write_llama,
     "laguna": archs.write_laguna,
+    "gpt-oss": archs.write_gpt_oss,
     "gemma4, shared K/V": archs.write_gemma4,
     "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False),
     "gemma4, routed": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=0, routed=True),
@@ -47,7 +48,7 @@ def pairs(args, folder: Path):
         return
     drafter = write_dflash(folder / "drafter.gguf", Shape())
     for name, write in TARGETS.items():
-        for quant in ("F32", "Q8_0", "Q4_K"):
+        for quant in ("F32", "Q8_0", "Q4_K", *(("MXFP4",) if name == "gpt-oss" else ())):
             yield f"{name}, {quant}", write(folder / "target.gguf", Shape(), quant), drafter
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 
@@ -41,6 +41,8 @@ def drafter(layers: int, heads: int, heads_kv: int, n_ff: int, *target_layers: i
 
 HYBRID = {"head_size": 256, "n_rot": 64, "delta_head": 128, "n_vocab": 248320, "n_ctx": 262144, "rope_base": 1e7}
 QWEN3 = {"head_size": 128, "n_head_kv": 8, "n_vocab": 151936, "n_ctx": 40960, "rope_base": 1e6}
+GPT_OSS = {"n_embd": 2880, "n_ff": 2880, "n_head": 64, "n_head_kv": 8, "head_size": 64, "n_vocab": 201088, "n_ctx": 131072, "rope_base": 1.5e5,
+           "target_window": 128, "n_used": 4, "n_ff_expert": 2880}  # fmt: skip
 GEMMA4 = {"head_size": 256, "n_vocab": 262144, "n_ctx": 262144, "rope_base": 1e6, "target_window": 1024, "full_every": 6, "tied": True}
 MODELS = {
     "tiny": Model(write_qwen35, Shape()),
@@ -77,6 +79,8 @@ MODELS = {
                                           **drafter(5, 32, 8, 25600, 2, 17, 32, 47, 62), **QWEN3)),
     "qwen3-30B-A3B": Model(write_qwen3moe, Shape(n_layer=48, n_embd=2048, n_head=32, n_expert=128, n_used=8, n_ff_expert=768,
                                                  **drafter(5, 32, 4, 6144, 2, 13, 24, 35, 46), **(QWEN3 | {"n_head_kv": 4}))),
+    "gpt-oss-20b": Model(write_gpt_oss, Shape(n_layer=24, n_expert=32, **drafter(5, 32, 8, 8640, 2, 7, 12, 17, 22), **GPT_OSS), {"yarn": 32.0}),
+    "gpt-oss-120b": Model(write_gpt_oss, Shape(n_layer=36, n_expert=128, **drafter(5, 32, 8, 8640, 2, 10, 18, 26, 34), **GPT_OSS), {"yarn": 32.0}),
     "llama-8B": Model(write_llama, Shape(n_layer=32, n_embd=4096, n_ff=14336, n_head=32, n_head_kv=8, head_size=128, n_vocab=128256,
                                          n_ctx=131072, rope_base=5e5, **drafter(5, 32, 8, 14336, 2, 9, 16, 23, 30))),
 }  # fmt: skip
@@ -100,7 +104,7 @@ def write_pair(name: str, quant: str, out: Path, layers: int | None = None) -> t
             if kind == "target":
                 model.write(part, shape, quant, **model.options)
             else:
-                write_dflash(part, shape, quant, **model.draft_options)
+                write_dflash(part, shape, "Q8_0" if quant == "MXFP4" else quant, **model.draft_options)  # a type of experts
             part.rename(path)
         paths.append(path)
     return paths[0], paths[1]

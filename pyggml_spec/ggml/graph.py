@@ -97,6 +97,12 @@ class Graph:
         require(repeats(b, a.ne), "add", a=a, b=b)
         return lib.ggml_add(self.ctx, a, b)
 
+    def add_rows(self, x: Tensor, table: Tensor, index: Tensor) -> Tensor:
+        """x F32 [n, m, T] plus the row of the table F32 [n, rows] that index I32 [m, T] names for each of its m parts."""
+        fits = x.type == table.type == F32 and index.type == I32 and list(index.ne)[:3] == [x.ne[1], x.ne[2], 1]
+        require(fits and x.ne[0] == table.ne[0] and x.ne[3] == table.ne[2] == 1, "add_rows", x=x, table=table, index=index)
+        return lib.ggml_add_id(self.ctx, x, table, index)
+
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         require(repeats(b, a.ne), "mul", a=a, b=b)
         return lib.ggml_mul(self.ctx, a, b)
@@ -149,6 +155,11 @@ class Graph:
         """silu(gate) * up, elementwise."""
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu", gate=gate, up=up)
         return lib.ggml_swiglu_split(self.ctx, gate, up)
+
+    def swiglu_oai(self, gate: Tensor, up: Tensor) -> Tensor:
+        """g sigmoid(1.702 g) * (u + 1), elementwise, with g = min(gate, 7) and u = up within -7 to 7: the gate of gpt-oss."""
+        require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu_oai", gate=gate, up=up)
+        return lib.ggml_swiglu_oai(self.ctx, gate, up, 1.702, 7.0)
 
     def swiglu_halves(self, x: Tensor) -> Tensor:
         """x F32 [2 n, T] = [gate | up] -> silu(gate) * up, F32 [n, T]."""
@@ -339,13 +350,24 @@ class Graph:
         require(fits and q_last.ne[0] == 1, "span_mask", kv_near=kv_near, q_last=q_last, span=span, slots=slots)
         return lib.pgs_span_mask(self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span, slots)
 
-    def fa_span(self, q: Tensor, cache_k: Tensor, cache_v: Tensor, mask: Tensor, n_head_kv: int, span: int, scale: float) -> Tensor:
+    def fa_span(
+        self,
+        q: Tensor,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        mask: Tensor,
+        n_head_kv: int,
+        span: int,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         fits = n_head_kv > 0 and cache_k.ne[0] == q.ne[0] * n_head_kv and cache_v.ne[0] % n_head_kv == 0 and q.ne[1] % n_head_kv == 0
         fits = fits and part(cache_k, 1, 0, span) and part(cache_v, 1, 0, span) and mask.ne[0] == span and q.ne[2] % mask.ne[3] == 0
         fits = fits and mask.ne[1] * mask.ne[3] >= q.ne[2] and mask.ne[3] <= cache_k.ne[2] == cache_v.ne[2]
-        require(fits, "fa_span", q=q, cache_k=cache_k, cache_v=cache_v, mask=mask, n_head_kv=n_head_kv, span=span)
+        fits = fits and (sinks is None or (sinks.type == F32 and list(sinks.ne) == [q.ne[1], 1, 1, 1]))
+        require(fits, "fa_span", q=q, cache_k=cache_k, cache_v=cache_v, mask=mask, n_head_kv=n_head_kv, span=span, sinks=sinks)
         level = self.role.backend.level_handle
-        return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale, level)
+        return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale, sinks if sinks is not None else ffi.NULL, level)
 
     def host_view(self, node: Tensor) -> np.ndarray:
         """The F32 values of a planned node in host memory, [rows, n], without a copy. CPU backends only; see ``keep``."""

@@ -15,6 +15,8 @@ from .device import Backend
 from .graph import Graph
 from .library import Tensor, check, ffi, lib, new_err, text
 
+GLU = {"swiglu": lib.PGS_SWIGLU, "geglu": lib.PGS_GEGLU, "swiglu_oai": lib.PGS_SWIGLU_OAI}
+
 
 @dataclass(frozen=True)
 class ExpertCounts:
@@ -40,24 +42,27 @@ class HostExperts:
 
     Args:
         sizes: n_layer, n_embd, n_ff, n_expert, n_used, and max_rows, the rows of the widest step.
-        gelu: whether the experts gate with GELU.
+        glu: how gate and up become one: the name of a method of ``Graph``.
     """
 
-    def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], gelu: bool) -> None:
+    def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], glu: str) -> None:
         self.n_layer, self.n_expert, self._err = sizes["n_layer"], sizes["n_expert"], new_err()
-        shape = ffi.new("pgs_experts_shape *", {**sizes, "gelu": gelu, "distinct": _needs_distinct(device)})
+        shape = ffi.new("pgs_experts_shape *", {**sizes, "glu": GLU[glu], "distinct": _needs_distinct(device)})
         self.handle: Any = lib.pgs_experts_new(device.handle, host.handle, shape, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
         self._layers: dict[int, int] = {}  # layer -> hot experts
 
-    def set_layer(self, index: int, weights: dict[str, Tensor], hot: Sequence[int], scales: dict[str, np.ndarray]) -> None:
+    def set_layer(
+        self, index: int, weights: dict[str, Tensor], hot: Sequence[int], scales: dict[str, np.ndarray], biases: dict[str, Tensor]
+    ) -> None:
         """A layer's experts.
 
         Args:
             weights: gate_up, or gate and up, and down, of all experts in host memory.
             hot: the device's experts in their order there.
             scales: what products of gate and up are multiplied with, F32 [n_expert] each, where there is something.
+            biases: what is added to them, F32 [n_ff, n_expert] in host memory, where there is something.
         """
         slots = np.full(self.n_expert, -1, np.int32)
         slots[list(hot)] = np.arange(len(hot))
@@ -66,7 +71,8 @@ class HostExperts:
         gate_scale, up_scale = (
             ffi.cast("float *", ffi.from_buffer(scales[name])) if name in scales else ffi.NULL for name in ("gate", "up")
         )
-        check(lib.pgs_experts_set_layer(self.handle, index, gate_up, gate, up, down, gate_scale, up_scale, pointer, self._err), self._err)
+        more = gate_scale, up_scale, biases.get("gate", ffi.NULL), biases.get("up", ffi.NULL)
+        check(lib.pgs_experts_set_layer(self.handle, index, gate_up, gate, up, down, *more, pointer, self._err), self._err)
         self._layers[index] = len(hot)
 
     def __contains__(self, index: int) -> bool:

@@ -95,7 +95,7 @@ def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:
         caches = [new(kind, s.size * s.n_head_kv, 256) for kind in types.ids]
         q, mask = new(lib.GGML_TYPE_F32, s.size, 2 * s.n_head_kv, 1), new(lib.GGML_TYPE_F16, 256, 1)
         nodes = [lib.ggml_set_rows(ctx, cache, rows, index) for cache in caches]
-        attention = lib.pgs_fa_span(ctx, q, caches[0], caches[1], mask, s.n_head_kv, 256, 1.0, backend.level_handle)
+        attention = lib.pgs_fa_span(ctx, q, caches[0], caches[1], mask, s.n_head_kv, 256, 1.0, ffi.NULL, backend.level_handle)
         return all(backend.supports(node) for node in (*nodes, attention.view_src))
     finally:
         lib.ggml_free(ctx)

@@ -108,6 +108,7 @@ class Target(Protocol):
     context_length: int
     window: int  # positions that the sliding layers see, 0 for none
     softcap: float  # of the logits, applied by ``logits``; 0 for none
+    ggml_attention: str  # why ggml attends where our own kernels run, empty where they do
     embedding_scale: float  # what the target multiplies ``embed`` with; a drafter that borrows the embedding does too
 
     def specs(self) -> list[Spec]: ...

@@ -85,8 +85,11 @@ def attend(
     span: int,
     n_head_kv: int,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] over the span. Returns F32 [D * H, T].
+
+    ``sinks`` F32 [H]: a score of each head that takes its share of the softmax and brings no value.
 
     k and v None: the layer owns no K/V, ``kv`` holds the rows that an earlier layer wrote.
     """
@@ -98,4 +101,4 @@ def attend(
     g.expand(q)
     if k is not None and v is not None:
         write_kv(g, k, v, kv, kv_rows)
-    return g.rotated(g.fa_span(q, kv.k, kv.v, mask, n_head_kv, span, scale), kv.rotation_v)
+    return g.rotated(g.fa_span(q, kv.k, kv.v, mask, n_head_kv, span, scale, sinks), kv.rotation_v)

@@ -87,7 +87,7 @@ class Hparams:
             sliding,
             n_own,
             n_per,
-            Experts.from_gguf(file, arch, n_layer, gelu=True) if routed else None,
+            Experts.from_gguf(file, arch, n_layer, glu="geglu") if routed else None,
             softcap,
             positive(file, f"{arch}.context_length", limit=1 << 31),
         )

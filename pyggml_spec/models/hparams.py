@@ -50,8 +50,10 @@ def layer_heads(file: GGUFFile, arch: str, n_layer: int) -> tuple[tuple[int, ...
     return heads, heads_kv
 
 
-def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4) -> tuple[int, tuple[bool, ...]]:
+def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4, full_last: bool = False) -> tuple[int, tuple[bool, ...]]:
     """The sliding window, 0 for none, and which layers have it: a list, or the first of every ``period`` layers sees everything.
+
+    ``full_last``: the last of every ``period`` layers does.
 
     Raises:
         ModelError: a window out of range, or a pattern that is too short.
@@ -63,7 +65,7 @@ def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4) -> 
         return 0, (False,) * n_layer
     if not isinstance(file.metadata.get(key), np.ndarray):
         period = positive(file, key, period)
-        return window, tuple(i % period != 0 for i in range(n_layer))
+        return window, tuple(i % period != (period - 1 if full_last else 0) for i in range(n_layer))
     flags = file.array(key)
     assert flags is not None
     pattern = tuple(bool(v) for v in flags[:n_layer])

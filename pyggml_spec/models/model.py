@@ -24,6 +24,7 @@ class Model:
             reads these of every architecture.
         unscaled: those of them whose scale llama.cpp reads and then does not apply.
         biased: matrices that may have a `.bias`.
+        ggml_attention: why ggml attends where our own kernels run; empty where they do.
     """
 
     arch: str
@@ -31,6 +32,7 @@ class Model:
     scaled: tuple[str, ...] = SCALED
     unscaled: frozenset[str] = frozenset()
     biased: tuple[str, ...] = ()
+    ggml_attention = ""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

@@ -1,7 +1,8 @@
 """Routed experts: every token goes through the few of many small FFNs that a router picks.
 
     p = softmax(W_r x) or sigmoid(W_r x);  chosen = the n_used largest of p (+ bias);  w = p[chosen], divided by its sum, times a scale
-    result = sum over chosen of w * FFN_e(x)
+    or p = W_r x + b_r;  chosen = the n_used largest of p;  w = softmax(p[chosen])
+    result = sum over chosen of w * FFN_e(x), whose three products may each have a bias of their own
 The order of the nodes is that of llama.cpp's build_moe_ffn: ggml-cuda fuses the router by pattern, and bit-equality depends on the order of
 the additions. Expert matrices are 3-D: [n_in, n_out, n_expert].
 """
@@ -16,7 +17,7 @@ from ..gguf_io import GGUFFile
 from .hparams import per_layer, positive
 from .weights import EXPERTS, MATMUL, VECTOR, Spec, Weights
 
-SOFTMAX, SIGMOID = 1, 2  # values of `expert_gating_func`
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # values of `expert_gating_func`
 SMALLEST_SUM = 6.103515625e-5  # smallest normal F16 number, what llama.cpp clamps the sum of the weights to
 
 
@@ -24,8 +25,9 @@ SMALLEST_SUM = 6.103515625e-5  # smallest normal F16 number, what llama.cpp clam
 class Experts:
     """``n_used`` of ``n_expert`` FFNs with ``n_ff`` hidden values per token.
 
-    ``gating`` SOFTMAX or SIGMOID; ``normalise`` divides the weights by their sum; ``scale`` multiplies them; ``gelu`` gates with GELU
-    (tanh) instead of SiLU; ``biased`` adds `exp_probs_b` to what the choice is made by, not to the weights.
+    ``gating`` SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN; ``normalise`` divides the weights by their sum; ``scale`` multiplies them; ``glu`` is the
+    method of ``Graph`` that makes one of gate and up; ``biased`` adds `exp_probs_b` to what the choice is made by, not to the weights;
+    ``biases``: the router and the three products of every expert have a bias.
     """
 
     n_expert: int
@@ -34,8 +36,9 @@ class Experts:
     gating: int = SOFTMAX
     normalise: bool = True
     scale: float = 1.0
-    gelu: bool = False
+    glu: str = "swiglu"
     biased: bool = False
+    biases: bool = False
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str, n_layer: int, n_ff: int | None = None, **more: Any) -> "Experts":
@@ -61,35 +64,43 @@ class Experts:
             Spec(f"{prefix}ffn_gate_inp.weight", (n_embd, self.n_expert), MATMUL),
             Spec(f"{prefix}ffn_down_exps.weight", (self.n_ff, n_embd, self.n_expert), EXPERTS),
         ]
-        if f"{prefix}ffn_gate_up_exps.weight" in file.tensors:
+        if f"{prefix}ffn_gate_up_exps.weight" in file.tensors and not self.biases:
             out.append(Spec(f"{prefix}ffn_gate_up_exps.weight", (n_embd, 2 * self.n_ff, self.n_expert), EXPERTS))
         else:
             out += [Spec(f"{prefix}ffn_{name}_exps.weight", (n_embd, self.n_ff, self.n_expert), EXPERTS) for name in ("gate", "up")]
         if self.biased:
             out.append(Spec(f"{prefix}exp_probs_b.bias", (self.n_expert,), VECTOR))
+        for spec in out if self.biases else ():
+            out = [*out, Spec(spec.name.removesuffix("weight") + "bias", spec.shape[1:], VECTOR, of=spec.name)]
         return out
 
     def __call__(self, g: Graph, w: Weights, prefix: str, x: Tensor, logits: Tensor | None = None) -> Tensor:
         """x F32 [n_embd, T] -> F32 [n_embd, T]; ``logits`` F32 [n_expert, T] replace those of the router on x."""
         layer = int(prefix.split(".")[1])
-        weights, chosen = self._route(g, w, prefix, g.matmul(w[f"{prefix}ffn_gate_inp.weight"], x) if logits is None else logits)
+        weights, chosen = self._route(g, w, prefix, self._router(g, w, prefix, x) if logits is None else logits)
         # early, so that ggml-cuda finds the whole router in one piece
         g.expand(weights)
         if w.host_experts is not None and layer in w.host_experts:
             out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots, chosen))
         else:
             out = self._results(g, w, prefix, x, chosen, chosen)
-        out = self._scaled(g, w.scale(f"{prefix}ffn_down_exps.weight"), out, chosen)
-        out = g.mul(out, weights)
+        out = g.mul(self._beside(g, w, f"{prefix}ffn_down_exps.weight", out, chosen), weights)
         g.expand(out)
         return self._sum(g, out)
+
+    def _router(self, g: Graph, w: Weights, prefix: str, x: Tensor) -> Tensor:
+        """F32 [n_expert, T]."""
+        logits, bias = g.matmul(w[f"{prefix}ffn_gate_inp.weight"], x), w.bias(f"{prefix}ffn_gate_inp.weight")
+        return logits if bias is None else g.add(logits, bias)
 
     def _route(self, g: Graph, w: Weights, prefix: str, logits: Tensor) -> tuple[Tensor, Tensor]:
         """F32 [1, n_used, T] weights and I32 [n_used, T] chosen experts."""
         rows = logits.ne[1]
-        p = g.softmax(logits) if self.gating == SOFTMAX else g.sigmoid(logits)
+        p = g.softmax(logits) if self.gating == SOFTMAX else g.sigmoid(logits) if self.gating == SIGMOID else logits
         chosen = g.top_k(g.add(p, w[f"{prefix}exp_probs_b.bias"]) if self.biased else p, self.n_used)
         weights = g.rows(g.shaped(p, 1, self.n_expert, rows), chosen)
+        if self.gating == SOFTMAX_OF_CHOSEN:
+            weights = g.shaped(g.softmax(g.shaped(weights, self.n_used, rows)), 1, self.n_used, rows)
         if self.normalise:
             flat = g.shaped(weights, self.n_used, rows)
             flat = g.div(flat, g.clamp(g.sum_rows(flat), SMALLEST_SUM, float("inf")))
@@ -97,16 +108,17 @@ class Experts:
         return (g.scale(weights, self.scale) if self.scale not in (0.0, 1.0) else weights), chosen
 
     def _results(self, g: Graph, w: Weights, prefix: str, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
-        """FFN_e(x) of the chosen experts, which are at ``slots`` of the device's tensors, not scaled yet, F32 [n_embd, n_used, T]."""
+        """FFN_e(x) of the chosen experts, which are at ``slots`` of the device's tensors, neither scaled nor biased yet, F32 [n_embd, n_used, T]."""
         hidden = self._hidden(g, w, prefix, g.shaped(x, x.ne[0], 1, x.ne[1]), slots, chosen)
         return g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, slots)
 
-    def _scaled(self, g: Graph, scale: Tensor | None, out: Tensor, chosen: Tensor) -> Tensor:
-        """out F32 [n, n_used, T], each part times the ``scale`` F32 [n_expert] of its expert, or as it is without."""
-        if scale is None:
-            return out
-        scales = g.repeat(g.shaped(scale, 1, self.n_expert, 1), 1, self.n_expert, chosen.ne[1])
-        return g.mul(out, g.rows(scales, chosen))
+    def _beside(self, g: Graph, w: Weights, name: str, out: Tensor, chosen: Tensor) -> Tensor:
+        """Products out F32 [n, n_used, T] of the experts ``name``, scaled and biased by expert as far as the file has such."""
+        scale, bias = w.scale(name), w.bias(name)
+        if scale is not None:
+            scales = g.repeat(g.shaped(scale, 1, self.n_expert, 1), 1, self.n_expert, chosen.ne[1])
+            out = g.mul(out, g.rows(scales, chosen))
+        return out if bias is None else g.add_rows(out, bias, chosen)
 
     def _hidden(self, g: Graph, w: Weights, prefix: str, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
         """act(W_gate x) * W_up x of the chosen experts, F32 [n_ff, n_used, T]."""
@@ -115,8 +127,8 @@ class Experts:
             gate, up = g.part_3d(both, self.n_ff, 0), g.part_3d(both, self.n_ff, self.n_ff)
         else:
             names = [f"{prefix}ffn_{name}_exps.weight" for name in ("up", "gate")]
-            up, gate = [self._scaled(g, w.scale(name), g.matmul_experts(w[name], x, slots), chosen) for name in names]
-        return g.geglu(gate, up) if self.gelu else g.swiglu(gate, up)
+            up, gate = [self._beside(g, w, name, g.matmul_experts(w[name], x, slots), chosen) for name in names]
+        return getattr(g, self.glu)(gate, up)
 
     def _sum(self, g: Graph, out: Tensor) -> Tensor:
         """F32 [n_embd, n_used, T] -> F32 [n_embd, T], added in order; the views come before the additions."""

@@ -18,13 +18,13 @@ FORMAT = "pyggml_spec experts 1"
 class Placement:
     """``hot``: by layer, the experts that the device has, in their order there; a layer that is not named has all of them as always.
 
-    ``n_layer``, ``n_used``, ``gelu``: layers of the model, experts per token, and how they gate; ``rows``: rows of the widest step.
+    ``n_layer``, ``n_used``, ``glu``: layers of the model, experts per token, and how they gate; ``rows``: rows of the widest step.
     """
 
     hot: dict[int, tuple[int, ...]]
     n_layer: int
     n_used: int
-    gelu: bool
+    glu: str
     rows: int = 512
 
     def description(self, target: Any) -> str:
@@ -132,7 +132,7 @@ class ExpertOptions:
             hot |= {layer: routing.hottest(layer, count) for layer in others}
         elif self.count:
             hot |= dict.fromkeys(others, tuple(range(experts.n_expert)))
-        return Placement(hot, target.n_layer, experts.n_used, experts.gelu, rows)
+        return Placement(hot, target.n_layer, experts.n_used, experts.glu, rows)
 
 
 def hot_count(fraction: float, n_expert: int) -> int:

@@ -65,6 +65,7 @@ class Qwen3(Model):
     biased: tuple[str, ...] = ATTENTION
     neox = True  # rope pairs (i, i + n_rot / 2)
     head_norms: tuple[str, ...] = ("attn_q_norm", "attn_k_norm")
+    ffn_norm = "ffn_norm"  # the norm in front of the FFN
     routed = False  # experts in place of the dense FFN
     window = 0
     embedding_scale, softcap = 1.0, 0.0
@@ -85,7 +86,7 @@ class Qwen3(Model):
             "attn_v": (n, width_kv),
             "attn_output": (width, n),
         }
-        vectors = {"attn_norm": n, "ffn_norm": n, **dict.fromkeys(self.head_norms, hp.head_size)}
+        vectors = {"attn_norm": n, self.ffn_norm: n, **dict.fromkeys(self.head_norms, hp.head_size)}
         out = ends(self.file, n, self.n_vocab)
         for i in range(hp.n_layer):
             out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
@@ -140,7 +141,7 @@ class Qwen3(Model):
             captured[i] = x
             h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
             x = g.add(self._attention(g, rows, h, i), x)
-            n = g.rms_norm(x, w[f"blk.{i}.ffn_norm.weight"], hp.eps)
+            n = g.rms_norm(x, w[f"blk.{i}.{self.ffn_norm}.weight"], hp.eps)
             x = g.add(self._ffn(g, n, i), x)
         captured[hp.n_layer] = x
         return g.rms_norm(x, w["output_norm.weight"], hp.eps), [captured[v] for v in capture]

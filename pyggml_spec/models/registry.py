@@ -7,6 +7,7 @@ from .dflash import DFlash
 from .dialects import ARCHS as DRAFTERS
 from .dialects import SUPPORTED, as_dflash, refuse_other_methods
 from .gemma4 import Gemma4
+from .gpt_oss import GptOss
 from .laguna import Laguna
 from .llama import Llama
 from .qwen3 import Qwen3
@@ -14,7 +15,7 @@ from .qwen3moe import Qwen3MoE
 from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
 
-TARGETS = {cls.arch: cls for cls in (Gemma4, Laguna, Llama, Qwen3, Qwen3MoE, Qwen35, Qwen35MoE)}
+TARGETS = {cls.arch: cls for cls in (Gemma4, GptOss, Laguna, Llama, Qwen3, Qwen3MoE, Qwen35, Qwen35MoE)}
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 
 

@@ -375,24 +375,29 @@ class Weights:
     def _load_host(self, specs: list[Spec], placement: Placement, host: Backend) -> None:
         layers: dict[int, dict[str, Tensor]] = {}
         found = [(spec, _find(self.file, spec), hot) for spec in specs if (hot := self._hot(spec)) is not None]
-        ctx = self._context(len(found))
+        ctx = self._context(2 * len(found))
         for spec, info, hot in found:
             name = spec.name.split(".")[2].removeprefix("ffn_").removesuffix("_exps")
-            layers.setdefault(_layer(spec.name), {})[name] = self._host_tensor(ctx, spec, info)
+            layers.setdefault(_layer(spec.name), {})[name] = self._host_tensor(ctx, info, spec.shape)
             if len(hot) < spec.shape[2]:
                 self.host_bytes += info.nbytes
         down = next(iter(layers.values()))["down"]
         sizes = {"n_ff": down.ne[0], "n_embd": down.ne[1], "n_expert": down.ne[2]}
         sizes |= {"n_layer": placement.n_layer, "n_used": placement.n_used, "max_rows": placement.rows}
-        self.host_experts = HostExperts(self.backend, host, sizes, placement.gelu)
+        self.host_experts = HostExperts(self.backend, host, sizes, placement.glu)
         for layer, weights in layers.items():
-            inside = {name: self._beside.get(f"blk.{layer}.ffn_{name}_exps.weight", {}).get("scale") for name in ("gate", "up")}
-            scales = {name: self._values(own) for name, own in inside.items() if own is not None}
-            self.host_experts.set_layer(layer, weights, placement.hot[layer], scales)
+            inside = {name: self._beside.get(f"blk.{layer}.ffn_{name}_exps.weight", {}) for name in ("gate", "up")}
+            scales = {name: self._values(own["scale"]) for name, own in inside.items() if "scale" in own}
+            biases = {
+                name: self._host_tensor(ctx, self.file.tensors[own["bias"]], (sizes["n_ff"], sizes["n_expert"]))
+                for name, own in inside.items()
+                if "bias" in own
+            }
+            self.host_experts.set_layer(layer, weights, placement.hot[layer], scales, biases)
 
-    def _host_tensor(self, ctx: Context, spec: Spec, info: TensorInfo) -> Tensor:
+    def _host_tensor(self, ctx: Context, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
         """All experts of the tensor, as a tensor over the file's own pages; a copy where the file does not align them."""
-        tensor = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape)
+        tensor = lib.ggml_new_tensor(ctx, info.type, len(shape), shape)
         view = self.file.read(info.name)
         data = ffi.from_buffer(view)
         address = int(ffi.cast("uintptr_t", data))
@@ -427,7 +432,7 @@ class Weights:
             self._groups[name] = Group(rows, whole, tuple(self.matrix(m) for m in members[count:]), parts)
 
     def _matrix(self, name: str, weight: Tensor) -> Matrix:
-        return Matrix(weight, self.scale(name), self._own(name, "bias"), _bias_first(name))
+        return Matrix(weight, self.scale(name), self.bias(name), _bias_first(name))
 
     def _own(self, name: str, kind: str) -> Tensor | None:
         own = self._beside.get(name, {}).get(kind)
@@ -467,6 +472,10 @@ class Weights:
     def scale(self, name: str) -> Tensor | None:
         """What products of ``name`` are scaled with, F32 [1], or F32 [n_expert] for a matrix of experts; None where there is nothing."""
         return self._own(name, "scale")
+
+    def bias(self, name: str) -> Tensor | None:
+        """What is added to products of ``name``, F32 [n_out], or F32 [n_out, n_expert] for a matrix of experts; None where there is nothing."""
+        return self._own(name, "bias")
 
     def group(self, name: str) -> Group:
         return self._groups[name]

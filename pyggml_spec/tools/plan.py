@@ -60,8 +60,8 @@ class PlannedWeights(Weights):
 
     _upload_experts = _upload_values = _pack = _upload
 
-    def _host_tensor(self, ctx, spec, info):
-        tensor = lib.ggml_new_tensor(ctx, info.type, 3, spec.shape)
+    def _host_tensor(self, ctx, info, shape: tuple[int, ...]):
+        tensor = lib.ggml_new_tensor(ctx, info.type, len(shape), shape)
         self._buffers.append(_Pretence(ctx, [tensor], lib.ggml_backend_cpu_buffer_type()).buffer)
         return tensor
 

@@ -80,14 +80,52 @@ def write_llama(
     return Path(path)
 
 
-def write_experts(w: Writer, prefix: str, s: Shape, other: int | None = None, joined: bool = False) -> None:
-    """Router and expert matrices of one layer; ``joined`` stores gate and up as one tensor, ``other`` is the type of down."""
+def write_gpt_oss(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False,
+    yarn: float = 4.0, pattern: bool = False
+) -> Path:  # fmt: skip
+    """Writes a random gpt-oss target. MXFP4 is the type of the experts alone, as in published files; the others are Q8_0 then.
+
+    ``pattern`` says in a list which layers slide, the last two, and gives them a rope base of their own.
+    """
+    s, w = shape, Writer(Path(path), "gpt-oss", "Q8_0" if quant == "MXFP4" else quant, seed)
+    w.sizes(s)
+    w.out.add_rope_dimension_count(s.head_size)
+    w.out.add_rope_freq_base(s.rope_base)
+    w.out.add_sliding_window(s.target_window)
+    if pattern:
+        w.out.add_array("gpt-oss.attention.sliding_window_pattern", [i + 2 >= s.n_layer for i in range(s.n_layer)])
+        w.out.add_float32("gpt-oss.rope.freq_base_swa", 1e4)
+    if yarn:
+        write_yarn(w, yarn, 64)
+    expert_keys(w, s)
+    w.ends(s)
+    kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
+    for i in range(s.n_layer):
+        b, shapes = f"blk.{i}.", attention_shapes(s)
+        w.matrices(b, shapes, kinds)
+        w.norms(b, {"attn_norm": s.n_embd, "post_attention_norm": s.n_embd})
+        for name, (_, n_out) in shapes.items():
+            w.vector(f"{b}{name}.bias", n_out, -0.5, 0.5)
+        w.vector(b + "attn_sinks.weight", s.n_head, -1.0, 3.0)
+        write_experts(w, b, s, kinds.get("ffn_down"), kind=type_id(quant))
+        w.vector(b + "ffn_gate_inp.bias", s.n_expert, -1.0, 1.0)
+        for name, n in (("gate", s.n_ff_expert), ("up", s.n_ff_expert), ("down", s.n_embd)):
+            # up to where the gate clamps
+            w.rows(f"{b}ffn_{name}_exps.bias", n, s.n_expert, 4.0 if name != "down" else 0.5)
+    w.close()
+    return Path(path)
+
+
+def write_experts(w: Writer, prefix: str, s: Shape, other: int | None = None, joined: bool = False, kind: int | None = None) -> None:
+    """Router and expert matrices of one layer; ``joined`` stores gate and up as one tensor, ``kind`` is their type, ``other`` that of down."""
+    other = kind if other is None else other
     w.matrix(prefix + "ffn_gate_inp.weight", s.n_embd, s.n_expert, kind=type_id("f32"), gain=2.0)
     if joined:
-        w.experts(prefix + "ffn_gate_up_exps.weight", s.n_embd, 2 * s.n_ff_expert, s.n_expert)
+        w.experts(prefix + "ffn_gate_up_exps.weight", s.n_embd, 2 * s.n_ff_expert, s.n_expert, kind=kind)
     else:
-        w.experts(prefix + "ffn_gate_exps.weight", s.n_embd, s.n_ff_expert, s.n_expert)
-        w.experts(prefix + "ffn_up_exps.weight", s.n_embd, s.n_ff_expert, s.n_expert)
+        w.experts(prefix + "ffn_gate_exps.weight", s.n_embd, s.n_ff_expert, s.n_expert, kind=kind)
+        w.experts(prefix + "ffn_up_exps.weight", s.n_embd, s.n_ff_expert, s.n_expert, kind=kind)
     w.experts(prefix + "ffn_down_exps.weight", s.n_ff_expert, s.n_embd, s.n_expert, kind=other)
 
 

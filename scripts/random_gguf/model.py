@@ -116,6 +116,10 @@ class Writer:
     def vector(self, name: str, n: int, low: float, high: float) -> None:
         self.out.add_tensor(name, self.rng.uniform(low, high, n).astype(np.float32))
 
+    def rows(self, name: str, n: int, count: int, most: float) -> None:
+        """``count`` rows of n F32 numbers within -most to most."""
+        self.out.add_tensor(name, self.rng.uniform(-most, most, (count, n)).astype(np.float32))
+
     def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None) -> None:
         """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ."""
         out = self.out

@@ -8,7 +8,7 @@ from decode.helpers import oracle, reference, run
 from decode.test_draft_parity import assert_blocks_equal
 from gguf_io.build import F32, U32, Model
 from llama_oracle import LlamaDFlash
-from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
@@ -30,13 +30,16 @@ WRITERS = {
     "qwen35moe": write_qwen35moe,
     "laguna": write_laguna,
     "gemma4": write_gemma4,
+    "gpt-oss": write_gpt_oss,
 }
+WINDOWED = ["laguna", "gemma4", "gpt-oss"]
 DRAFTED_BY_LLAMA_CPP = (
     "qwen3",
     "qwen3moe",
     "llama",
     "qwen35moe",
     "gemma4",
+    "gpt-oss",
 )  # architectures whose layer inputs the pinned llama.cpp exposes
 TARGETS = {"qwen35": write_qwen35, **WRITERS}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
@@ -277,7 +280,46 @@ def open_engine(path, chunk, n_ctx, kernels=None):
         yield engine
 
 
-@pytest.mark.parametrize("arch", ["laguna", "gemma4"])
+@pytest.mark.parametrize("more", [{"pattern": True}, {"yarn": 0.0}], ids=["layers in a list", "plain rope"])
+def test_gpt_oss_variants(tmp_path, more):
+    assert_equal(write_gpt_oss(tmp_path / "t.gguf", Shape(), "F32", **more), 70)
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 300])
+def test_gpt_oss_with_experts_of_its_own_type(tmp_path, tokens):
+    """MXFP4, as every published file has them."""
+    assert_equal(write_gpt_oss(tmp_path / "t.gguf", Shape(), "MXFP4"), tokens)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("attention.sliding_window", 0), ("rope.dimension_count", 32), ("rope.freq_base_swa", -1.0), ("attention.key_length_swa", 32)],
+)
+def test_gpt_oss_refuses_what_it_does_not_build(tmp_path, key, value):
+    with GGUFFile(write_gpt_oss(tmp_path / "t.gguf")) as file:
+        file.metadata[f"gpt-oss.{key}"] = value
+        with pytest.raises(ModelError, match=key.split(".")[1]):
+            open_target(file)
+
+
+@pytest.mark.parametrize("name", ["ffn_gate_inp.bias", "ffn_up_exps.bias", "attn_output.bias", "attn_sinks.weight"])
+def test_gpt_oss_without_one_of_its_tensors_is_refused(tmp_path, name):
+    """llama.cpp asks for all of them; without one the text would only look right."""
+    model = Model(write_gpt_oss(tmp_path / "t.gguf"))
+    del model.tensors[f"blk.1.{name}"]
+    with pytest.raises(ModelError, match=f"no tensor 'blk.1.{name}'"):
+        ps.load(model.write(tmp_path / "o.gguf"), device="CPU", threads=1, n_ctx=64)
+
+
+def test_attention_with_sinks_is_ggmls_and_said(tmp_path):
+    """Our own attention knows no sinks: the products are still ours, and `engaged` says which is which."""
+    with ps.load(write_gpt_oss(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="own") as session:
+        assert session.engaged().kernels.endswith(", attention by ggml's because it has sinks")
+        ops = session.engine.step_graph("plain", 1).op_counts()
+        assert ops["FLASH_ATTN_EXT"] == 4 and ops["CUSTOM"] > 0
+
+
+@pytest.mark.parametrize("arch", WINDOWED)
 def test_a_ring_that_wraps_three_times(tmp_path, arch):
     """Ring of 256 rows (window 24, chunk 64), prompt of 900, then 200 tokens with every accepted length: equal to plain decoding. A second
     sequence in the same rows sees nothing of the first."""
@@ -290,7 +332,7 @@ def test_a_ring_that_wraps_three_times(tmp_path, arch):
         assert reference(engine, prompt[:40], 20) == short
 
 
-@pytest.mark.parametrize("arch", ["laguna", "gemma4"])
+@pytest.mark.parametrize("arch", WINDOWED)
 def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
     """The same blocks with the same acceptance 1 .. 16 past a wrap, by an engine with a ring and by one that keeps every position. The order
     of summation differs, and ggml's CPU attention sums V in F16: measured 1e-8 (laguna) and 2e-11 (gemma4); a ring whose positions are off
@@ -311,14 +353,14 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
     assert np.median(errors) < 1e-6 and errors.max() < 1e-4
 
 
-@pytest.mark.parametrize("arch", ["laguna", "gemma4"])
+@pytest.mark.parametrize("arch", WINDOWED)
 def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path, arch, monkeypatch):
     """The reference without rings once had F16 rows whatever was asked for: the table of docs/parity.md showed 1e-6 and more."""
     monkeypatch.setattr("pyggml_spec.engine.engine.Engine.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape()), 800, cache_type_k="bf16", cache_type_v="q8_0")
 
 
-@pytest.mark.parametrize("arch", ["laguna", "gemma4"])
+@pytest.mark.parametrize("arch", WINDOWED)
 def test_logits_behind_a_ring(tmp_path, arch):
     """llama.cpp keeps all positions, so the same rows are summed in another order: equal to rounding, not bit for bit."""
     path = WRITERS[arch](tmp_path / "t.gguf", Shape())
