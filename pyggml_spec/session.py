@@ -18,7 +18,8 @@ from .decode.synthetic import SyntheticAcceptance
 from .decode.turns import ENDED, Turns
 from .decode.width import NEVER_PAYS, WidthControl, useful_widths
 from .engine.engine import Engine
-from .engine.parts import MOST_CONTEXT, MOST_WIDTH, Closable, EngineOptions, P, candidate_widths, check_options
+from .engine.options import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_widths, check_options
+from .engine.parts import Closable, P
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, pick_device

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import pyggml_spec as ps
-from pyggml_spec.engine.parts import candidate_widths
+from pyggml_spec.engine.options import candidate_widths
 from pyggml_spec.ggml.library import versions
 from pyggml_spec.models.placement import ExpertOptions
 from pyggml_spec.tools.bench import BenchOptions, bench

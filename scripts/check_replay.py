@@ -21,7 +21,7 @@ from random_gguf import archs
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.engine.parts import candidate_widths
+from pyggml_spec.engine.options import candidate_widths
 from pyggml_spec.engine.slot import Prompt, Verify
 
 SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}

@@ -18,7 +18,7 @@ from pathlib import Path
 from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
 from random_gguf.model import Shape, write_qwen35
 
-from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.parts import Parts
 from pyggml_spec.memory.kv import KVCache
 from pyggml_spec.tools.compare import compare_logits
 
@@ -37,12 +37,12 @@ TOLERANCE, RING_TOLERANCE = 1e-10, 1e-6
 @contextmanager
 def every_position():
     """No rings: windowed layers keep all rows, in the order of llama.cpp's."""
-    before = Engine.kv_class
-    Engine.kv_class = staticmethod(lambda *args, **types: KVCache(*args[:4], **types))
+    before = Parts.kv_class
+    Parts.kv_class = staticmethod(lambda *args, **types: KVCache(*args[:4], **types))
     try:
         yield
     finally:
-        Engine.kv_class = before
+        Parts.kv_class = before
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ from threading import get_ident
 from typing import Any
 
 from ..engine.engine import Engine
-from ..engine.parts import StepResult, candidate_widths
+from ..engine.options import candidate_widths
+from ..engine.slot import StepResult
 from ..ggml.device import waited_for_core
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
 from .stats import Stats

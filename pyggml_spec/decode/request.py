@@ -6,8 +6,8 @@ from functools import partial
 
 from ..checks import whole
 from ..engine.engine import Engine
-from ..engine.parts import StepResult, candidate_widths
-from ..engine.slot import Draft, Verify, Work
+from ..engine.options import candidate_widths
+from ..engine.slot import Draft, StepResult, Verify, Work
 from ..errors import EngineError
 from ..sampling.sampler import Sampler
 from .accept import choose_block, first_token

@@ -20,8 +20,8 @@ from typing import Self
 
 from ..checks import token_ids
 from ..engine.engine import Engine
-from ..engine.parts import StepResult, candidate_widths
-from ..engine.slot import Prompt, Work
+from ..engine.options import candidate_widths
+from ..engine.slot import Prompt, StepResult, Work
 from ..errors import ContextError, EngineError
 from ..memory.prefix_slots import SlotPrefixes
 from ..memory.slots import covering

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..engine.engine import Engine
-from ..engine.parts import EngineOptions
+from ..engine.options import EngineOptions
 from ..errors import EngineError, PyspecError
 from ..ggml.device import Backend, pick_device
 from ..ggml.library import versions

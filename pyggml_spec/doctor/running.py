@@ -12,7 +12,7 @@ from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from ..decode.stats import Stats
 from ..decode.width import WidthControl
 from ..engine.engine import Engine
-from ..engine.parts import candidate_widths
+from ..engine.options import candidate_widths
 from .probe import Measured
 from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
 

@@ -93,12 +93,12 @@ class GraphStore:
         self._reserved: set[tuple] = set()
         self._builders: dict[str, Callable[..., dict | None]] = {}
 
-    def get(self, role: str, width: int, span: int, seats: SlotRange | None = None, *more: Any) -> Step:
+    def get(self, role: str, width: int, span: int, covered: SlotRange | None = None, *more: Any) -> Step:
         """The graph of this role, width, span and range of slots (None: all of them), as ``drafting`` and ``candidates`` ask; built if it
         is not there or its memory has moved."""
         if self.closed:
             raise EngineError("the session is closed: load the model again")
-        shape = (width, span, seats or self.every, *more)
+        shape = (width, span, covered or self.every, *more)
         key = (role, *shape, self.drafting, self.candidates)
         step = self._steps.pop(key, None)
         if step is not None and not self._stale(step):
@@ -114,14 +114,14 @@ class GraphStore:
         self._make_room(role, width)
         return self._keep(self._make(role, *shape), role, *shape)
 
-    def has(self, role: str, width: int, span: int, seats: SlotRange | None = None) -> bool:
+    def has(self, role: str, width: int, span: int, covered: SlotRange | None = None) -> bool:
         """Whether ``get`` would not have to build."""
-        step = self._steps.get((role, width, span, seats or self.every, self.drafting, self.candidates))
+        step = self._steps.get((role, width, span, covered or self.every, self.drafting, self.candidates))
         return step is not None and not self._stale(step)
 
-    def reserves(self, role: str, width: int, seats: SlotRange) -> bool:
+    def reserves(self, role: str, width: int, covered: SlotRange) -> bool:
         """Whether graphs like this one were planned for: prompts go slot by slot, a chunk of several at once is planned when it is asked for."""
-        return role != "prefill" or seats.count == 1
+        return role != "prefill" or covered.count == 1
 
     def _reserve(self, role: str) -> None:
         """Plans the role's graph with the largest buffer first, so that no later one makes it grow.
@@ -159,7 +159,7 @@ class GraphStore:
         """Whether graphs can write drafter rows at all."""
         return False
 
-    def _make(self, role: str, width: int, span: int, seats: SlotRange, *more: Any) -> Step:
+    def _make(self, role: str, width: int, span: int, covered: SlotRange, *more: Any) -> Step:
         if role not in self._builders:
             raise EngineError(f"there is no step called {role!r}: use one of {', '.join(self._builders)}")
         width = whole(width, f"the width of a {role} step", 0 if role == "commit" else 1, self._widest)
@@ -168,7 +168,7 @@ class GraphStore:
         graph = Graph(self.roles[role])
         try:
             fields = StepFields(self.io, graph)
-            extra = self._builders[role](graph, fields, width, span, seats, *more) or {}
+            extra = self._builders[role](graph, fields, width, span, covered, *more) or {}
         except BaseException:
             graph.close()
             raise

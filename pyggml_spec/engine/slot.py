@@ -1,12 +1,12 @@
-"""A slot of an engine, and what it can be asked to do in a step.
+"""A slot of an engine, what it can be asked to do in a step, and what comes back.
 
 A slot is one sequence for its whole life and never moves:
 
-    free -- admit --> certain -- Prompt, Verify() --> certain          its rows are in the caches and in the recurrent state
-                      certain -- Verify(drafts), Draft --> open        a block of W rows, none of which counts yet
-                      open    -- accept(n) --> pending                 n rows count; the state is that before the block
-                      pending -- rollback(m) --> pending               m others do
-                      pending -- the next step over the slot, settle --> certain     by replaying the rows that count
+    free -- admit --> folded -- Prompt, Verify() --> folded            its rows are in the caches and in the recurrent state
+                      folded -- Verify(drafts), Draft --> open         a block of W rows, none of which counts yet
+                      open     -- accept(n) --> unfolded               n rows count; the state is that before the block
+                      unfolded -- rollback(m) --> unfolded             m others do
+                      unfolded -- the next step over the slot, settle --> folded       by replaying the rows that count
     any -- release --> free
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..ggml.step_io import StepTimes
 from ..memory.cursor import Cursor
 
 Ids = Sequence[int] | np.ndarray
@@ -63,6 +64,25 @@ class Draft:
 Work = Prompt | Verify | Draft
 
 
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought one slot.
+
+    Attributes:
+        tokens: I32 [W] the ids of its rows: [pending, draft 1, ...], or those of a prompt.
+        ids: I32 [W] greedy choice after each row; of a prompt I32 [1], after its last one.
+        draft_finite: False if the drafter produced NaN or Inf.
+        target_finite: False if the target did.
+        times: host microseconds of the whole step.
+    """
+
+    tokens: np.ndarray
+    ids: np.ndarray
+    draft_finite: bool
+    target_finite: bool
+    times: StepTimes
+
+
 @dataclass
 class Slot:
     """One sequence. ``tokens`` are the rows of its last block, from position ``base`` on; ``ids`` the choices after them.
@@ -81,6 +101,6 @@ class Slot:
     open_rows: int = 0  # of the last block, until accept says how many count
     row: int = 0  # of the last step's choices: the slot's first one
 
-    def certain(self) -> None:
+    def folded(self) -> None:
         """What is committed is in the recurrent state; nothing is left to roll back."""
         self.base, self.tokens, self.ids, self.open_rows = self.cursor.committed, NOTHING, NOTHING, 0

@@ -27,7 +27,8 @@ class DeltaState:
     Attributes:
         width: rows of the blocks that the pools are laid out for; of one slot 0 after a prompt, and 1 after plain tokens.
         accepted: I64 [slots] rows of each slot's last block that count. They are still to be replayed, or, where the step has written the state
-            itself (``pending`` False, one slot), only say where the history lies.
+            itself (``unfolded`` False, one slot), only say where the history lies.
+        unfolded: whether the last step has left blocks that are not in the states.
     """
 
     def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int = 1, planned: bool = False) -> None:
@@ -44,33 +45,37 @@ class DeltaState:
         self._tables = self._table_rows * np.arange(shape.layers).reshape(-1, 1, 1)
         self._every = np.arange(slots).reshape(-1, 1)
         self._taken: dict[tuple, np.ndarray] = {}  # what fill_take has been asked for
-        self.width, self.accepted, self.pending = 0, np.zeros(slots, np.int64), False
+        self.width, self.accepted, self.unfolded = 0, np.zeros(slots, np.int64), False
 
     # -- host side
 
     def lay_out(self, width: int) -> None:
-        """Blocks of ``width`` rows from now on; nothing may be pending."""
+        """Blocks of ``width`` rows from now on; nothing may be left to fold."""
         if not self.inline and width != self.width:
             lib.pgs_delta_clear_blocks(self.handle, width)
-        self.width, self.pending = width, False
+        self.width, self.unfolded = width, False
         if self.inline:
             self.accepted[0] = 0
 
-    def after_block(self, seats: SlotRange) -> None:
+    def after_block(self, covered: SlotRange) -> None:
         """A step has left blocks of these slots; none of their rows counts until somebody says so."""
-        self.accepted[seats.part] = 0
-        self.pending = True
+        self.accepted[covered.part] = 0
+        self.unfolded = True
 
     def after_rows(self, width: int) -> None:
         """A step has written the states itself: chunks (``width`` 0), or a plain token of one slot."""
         if self.inline:
-            self.width, self.accepted[0], self.pending = width, width, False
+            self.width, self.accepted[0], self.unfolded = width, width, False
+
+    def is_behind(self, covered: SlotRange) -> bool:
+        """Whether these slots' states, or where they lie, are not yet those of everything that was accepted."""
+        return self.width != 0 if self.inline else bool(self.accepted[covered.part].any())
 
     def fill_slot(self, slot: int, value: int) -> None:
         """Sets every byte that belongs to one slot: 0 is the state before the first token, by a write and not by 0 * what was there."""
         if self.inline:
             lib.pgs_delta_fill(self.handle, value)
-            self.width, self.pending = 0, False
+            self.width, self.unfolded = 0, False
         else:
             lib.pgs_delta_fill_slot(self.handle, slot, self.width, value)
         self.accepted[slot] = 0
@@ -79,48 +84,48 @@ class DeltaState:
     def history_rows(self) -> int:
         return self.shape.conv - 1
 
-    def tail_shape(self, seats: SlotRange) -> tuple[int, ...]:
+    def tail_shape(self, covered: SlotRange) -> tuple[int, ...]:
         """Of the input that ``fill_tail`` fills, in ggml order: a row per layer, or rows of the whole table."""
         hist, layers = self.history_rows, self.shape.layers
-        return (hist, layers) if self.inline else (hist * seats.count * layers,)
+        return (hist, layers) if self.inline else (hist * covered.count * layers,)
 
-    def fill_tail(self, tail: np.ndarray, seats: SlotRange) -> None:
+    def fill_tail(self, tail: np.ndarray, covered: SlotRange) -> None:
         """The rows that become the histories: the d_conv - 1 before the first that is not accepted, of [history ; block] or of the table."""
         if self.inline:
             tail.reshape(self.shape.layers, self.history_rows)[:] = self._history + self.accepted[0]
             return
-        rows = self._table(self.accepted[seats.part, None] + self._history, self.width, seats)
+        rows = self._table(self.accepted[covered.part, None] + self._history, self.width, covered)
         np.add(self._tables, rows, out=tail.reshape(self.shape.layers, *rows.shape), casting="same_kind")
 
-    def fill_keep(self, keep: np.ndarray, seats: SlotRange) -> None:
-        """1 for the rows of the pending blocks that count, 0 for the others."""
+    def fill_keep(self, keep: np.ndarray, covered: SlotRange) -> None:
+        """1 for the rows of the unfolded blocks that count, 0 for the others."""
         if self.inline:
-            accepted = int(self.accepted[0]) if self.pending else 0
+            accepted = int(self.accepted[0]) if self.unfolded else 0
             keep[:accepted] = 1
             keep[accepted:] = 0
             return
-        keep.reshape(seats.count, self.width)[:] = np.arange(self.width) < self.accepted[seats.part, None]
+        keep.reshape(covered.count, self.width)[:] = np.arange(self.width) < self.accepted[covered.part, None]
 
-    def fill_take(self, take: np.ndarray, width: int, seats: SlotRange, single: bool = False) -> None:
+    def fill_take(self, take: np.ndarray, width: int, covered: SlotRange, single: bool = False) -> None:
         """Of one layer's table, the rows [history ; block of ``width`` rows] of every slot; ``single``: the block is one plain token."""
-        key = width, seats, single
+        key = width, covered, single
         if key not in self._taken:
             start = self.max_width * self.slots if single else 0
-            self._taken[key] = self._table(np.arange(self.history_rows + width), width, seats, start).astype(np.int32)
-        take.reshape(seats.count, -1)[:] = self._taken[key]
+            self._taken[key] = self._table(np.arange(self.history_rows + width), width, covered, start).astype(np.int32)
+        take.reshape(covered.count, -1)[:] = self._taken[key]
 
-    def _table(self, numbers: np.ndarray, width: int, seats: SlotRange, start: int = 0) -> np.ndarray:
+    def _table(self, numbers: np.ndarray, width: int, covered: SlotRange, start: int = 0) -> np.ndarray:
         """Where the rows ``numbers`` of [history ; block] of each slot lie in a layer's table, whose blocks begin ``start`` rows late."""
-        hist, slots = self.history_rows, self._every[seats.part]
+        hist, slots = self.history_rows, self._every[covered.part]
         return np.where(numbers < hist, slots * hist + numbers, start + self.slots * hist + slots * width + numbers - hist)
 
     # -- device side
 
-    def begin(self, g: Graph, seats: SlotRange, width_from: int, width_to: int, keep: Tensor | None, tail: Tensor | None) -> None:
+    def begin(self, g: Graph, covered: SlotRange, width_from: int, width_to: int, keep: Tensor | None, tail: Tensor | None) -> None:
         """Adds the commit of these slots' last blocks, and the convolution histories of the next; ``keep`` and ``tail`` None where there is
         nothing to commit."""
         keep, tail = (x if x is not None else ffi.NULL for x in (keep, tail))
-        status = lib.pgs_delta_begin(self.handle, g.ctx, g.gf, seats.first, seats.count, width_from, width_to, keep, tail, self._err)
+        status = lib.pgs_delta_begin(self.handle, g.ctx, g.gf, covered.first, covered.count, width_from, width_to, keep, tail, self._err)
         check(status, self._err)
 
     def read(self) -> np.ndarray:
@@ -147,10 +152,16 @@ class DeltaRows:
     """
 
     def __init__(
-        self, state: DeltaState, width: int, pending: bool, on: Tensor | None = None, last: Tensor | None = None, take: Tensor | None = None
+        self,
+        state: DeltaState,
+        width: int,
+        unfolded: bool,
+        on: Tensor | None = None,
+        last: Tensor | None = None,
+        take: Tensor | None = None,
     ) -> None:
         self.state, self.width = state, width
-        self.mode = lib.PGS_DELTA_PENDING if pending else lib.PGS_DELTA_DIRECT
+        self.mode = lib.PGS_DELTA_PENDING if unfolded else lib.PGS_DELTA_DIRECT
         self.on, self.last, self.take = (x or ffi.NULL for x in (on, last, take))
 
     def layer(

@@ -21,7 +21,7 @@ class Anatomy:
     Attributes:
         width: rows; 1 is plain decoding.
         step_ms: the whole step, host work included.
-        commit_ms: replay of the pending block by a graph of its own. It is part of ``verify_ms`` too.
+        commit_ms: replay of the unfolded block by a graph of its own. It is part of ``verify_ms`` too.
         draft_ms: the fused step minus verification of given drafts.
         verify_ms: verification of given drafts, commit and drafter context rows included.
         host_ms: the part of the step that is neither launch nor waiting.

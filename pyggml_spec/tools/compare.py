@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ..engine.engine import Engine
-from ..engine.parts import EngineOptions
+from ..engine.options import EngineOptions
 from ..errors import ContextError
 from ..ggml.device import Backend, pick_device
 from ..gguf_io import GGUFFile

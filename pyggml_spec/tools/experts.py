@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.parts import CHUNKS
+from ..engine.options import CHUNKS
 from ..errors import ContextError, ModelError
 from ..models.placement import Routing, hot_count
 from ..session import Session

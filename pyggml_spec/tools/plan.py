@@ -15,7 +15,8 @@ from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.engine import Engine
 from ..engine.graph_store import Step
 from ..engine.graphs import StepGraphs
-from ..engine.parts import EngineOptions, P
+from ..engine.options import EngineOptions
+from ..engine.parts import P, Parts
 from ..errors import PyspecError
 from ..ggml.device import Backend, Device, devices, free_bytes, pick_device
 from ..ggml.library import ffi, lib
@@ -111,10 +112,16 @@ class PlannedGraphs(StepGraphs):
         return sum(self.bytes_by_role.values())
 
 
+class PlannedParts(Parts):
+    """Parts of an engine that cannot run."""
+
+    kv_class, graphs_class, planned = PlannedKV, PlannedGraphs, True
+
+
 class PlannedEngine(Engine):
     """An engine that cannot run."""
 
-    kv_class, graphs_class, planned = PlannedKV, PlannedGraphs, True
+    parts_class = PlannedParts
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from pyggml_spec.decode.limits import Limits
 from pyggml_spec.decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.decode.scheduler import Scheduler
 from pyggml_spec.decode.stats import Stats
-from pyggml_spec.engine.engine import Engine, EngineOptions
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 

@@ -13,7 +13,8 @@ from pyggml_spec.decode.loop import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, 
 from pyggml_spec.decode.scheduler import BESIDE, Scheduler
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.decode.synthetic import SyntheticAcceptance
-from pyggml_spec.engine.engine import Engine, EngineOptions
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 

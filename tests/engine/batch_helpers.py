@@ -9,7 +9,8 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 import pyggml_spec as ps
 from pyggml_spec.decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 from pyggml_spec.decode.scheduler import Scheduler
-from pyggml_spec.engine.engine import Engine, EngineOptions
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
 
 WRITERS = {"qwen35": write_qwen35, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe, "gemma4": write_gemma4, "gpt-oss": write_gpt_oss}

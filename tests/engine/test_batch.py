@@ -311,7 +311,7 @@ def test_after_plain_steps_only_the_current_length_is_left(hybrid):
 
 
 def test_a_fold_makes_lengths_final(hybrid):
-    """What a snapshot does first: the pending block goes into the state, and rollback starts from there."""
+    """What a snapshot does first: the unfolded block goes into the state, and rollback starts from there."""
     text = prompts(3, seed=4)[2]
     first = hybrid.solo(text, 1)[0]
     batch = _after_block(hybrid, text, DRAFTS)
@@ -326,7 +326,7 @@ def test_a_fold_makes_lengths_final(hybrid):
 
 @pytest.mark.parametrize("work", [Verify(), Prompt([7, 8, 9])], ids=["plain token", "prompt"])
 def test_an_open_block_outlives_certain_rows_of_its_neighbours(hybrid, work):
-    """Slot 1 waits with its block while slots 0 and 2, one with a block pending, go on in steps that cover it."""
+    """Slot 1 waits with its block while slots 0 and 2, one with an unfolded block, go on in steps that cover it."""
     texts = prompts(3, seed=4)
     batch, want = hybrid.batch(3), hybrid.solo(texts[1], 24)
     assert [batch.admit() for _ in texts] == [0, 1, 2]
@@ -386,9 +386,9 @@ def test_a_step_covers_few_rows_too_many_in_few_different_ways(slots):
     rng, seen = np.random.default_rng(slots), set()
     for _ in range(500):
         used = rng.choice(slots, int(rng.integers(1, slots + 1)), replace=False).tolist()
-        seats = covering(used, slots)
-        assert set(used) <= set(seats.slots) and seats.slots.stop <= slots
-        seen.add(seats)
+        covered = covering(used, slots)
+        assert set(used) <= set(covered.slots) and covered.slots.stop <= slots
+        seen.add(covered)
     lowest = {n: covering(range(n), slots).count for n in range(1, slots + 1)}
     assert all(count < 1.5 * n for n, count in lowest.items()) and len(seen) < 3 * slots
     if slots == 8:
@@ -428,7 +428,7 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
     """Whatever their lengths and widths, and it is there before it is needed: no step waits for a graph, no buffer grows."""
     pair = Pair(tmp_path, "qwen35", n_ctx=1024)
     batch, rng = pair.batch(8), np.random.default_rng(0)
-    batch.builds_ahead = True  # as on a GPU
+    batch.ahead.overlaps = True  # as on a GPU
     slots, out = [batch.admit() for _ in range(8)], {i: [] for i in range(8)}
     for slot, length in zip(slots, (3, 250, 17, 90, 128, 1, 60, 200)):
         accept(batch, batch.step({slot: Prompt([slot + 1] * length)}), out)
@@ -439,7 +439,7 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
             batch.accept(int(rng.integers(1, batch.slots[slot].open_rows + 1)), 7, slot)
         kept = list(batch.graphs.steps().values())
         batch.step({slot: Draft(16 if slot == 1 else int(rng.integers(9, 17))) for slot in slots})
-        waited += not any(batch._last is step for step in kept)
+        waited += not any(batch.parts.last is step for step in kept)
     spans = [key[2] for key in batch.graphs.steps() if key[0] == "fused"]
     assert waited == 0 and sorted(spans) == [512, 768, 1024]
     assert batch.graphs.counters()["fused"].buffer_growths == 1
@@ -477,7 +477,7 @@ def test_several_slots_move_no_state_but_the_one_write_back(large_states):
     """Of all slots in place; some of many are replayed layer by layer, with one write-back each."""
     batch, floats = large_states.batch(4), 128 * 128 * 4
     every, half = SlotRange(0, 4), SlotRange(2, 2)
-    for role, width, seats, want in (
+    for role, width, covered, want in (
         ("plain", 1, every, 3), ("prefill", 32, SlotRange(1, 1), 3), ("fused", 4, every, 0), ("verify", 4, every, 0), ("fused", 4, half, 3),
     ):  # fmt: skip
-        assert _state_copies(batch.graphs.get(role, width, 256, seats).graph, floats) == want, (role, width, seats)
+        assert _state_copies(batch.graphs.get(role, width, 256, covered).graph, floats) == want, (role, width, covered)

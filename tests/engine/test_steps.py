@@ -7,7 +7,8 @@ import pytest
 from decode.helpers import run
 
 import pyggml_spec as ps
-from pyggml_spec.engine.engine import Engine, EngineOptions
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.ggml.device import Backend
 from pyggml_spec.ggml.graph import Graph, Role

@@ -7,7 +7,8 @@ from random_gguf.model import Shape
 
 from pyggml_spec.decode.loop import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.decode.scheduler import Scheduler
-from pyggml_spec.engine.engine import Engine, EngineOptions
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.slot import Draft, Prompt
 from pyggml_spec.errors import EngineError
 
@@ -133,7 +134,7 @@ def test_a_slot_that_was_poisoned(pair, scheduler):
 
 
 def test_a_snapshot_goes_into_any_slot(pair):
-    """Taken with a block pending; rollback is possible before it, and not across it."""
+    """Taken with an unfolded block; rollback is possible before it, and not across it."""
     batch, prompt = pair.batch(3), tokens(16, 90)
     for _ in range(3):
         batch.admit()

@@ -7,7 +7,8 @@ from random_gguf.archs import write_gemma4, write_laguna, write_qwen3
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.engine.engine import Engine, EngineOptions
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import EngineError
 
 WRITERS = {"qwen35": write_qwen35, "gemma4": write_gemma4, "laguna": write_laguna, "qwen3": write_qwen3}
@@ -43,7 +44,7 @@ def go_on(engine, steps=6):
 
 @pytest.mark.parametrize("before", [0, 1, 3])
 def test_going_on_behind_a_snapshot(engine, before):
-    """Taken after the prompt, with a block pending, and with plain tokens that the drafter has not seen; in between another sequence runs."""
+    """Taken after the prompt, with an unfolded block, and with plain tokens that the drafter has not seen; in between another sequence runs."""
     engine.reset()
     engine.prefill(PROMPT)
     go_on(engine, before)

@@ -11,7 +11,8 @@ from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_q
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.engine.engine import Engine, EngineOptions
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import EngineError, ModelError
 from pyggml_spec.ggml import host_experts
 from pyggml_spec.ggml.device import Backend, pick_device

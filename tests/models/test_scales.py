@@ -17,7 +17,7 @@ from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine
-from pyggml_spec.engine.parts import EngineOptions
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile

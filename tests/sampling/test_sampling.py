@@ -18,8 +18,8 @@ import pyggml_spec as ps
 from pyggml_spec.decode import loop
 from pyggml_spec.decode.loop import LoopOptions, generate
 from pyggml_spec.decode.stats import Stats
-from pyggml_spec.engine.engine import StepResult
 from pyggml_spec.engine.graphs import MOST_CANDIDATES
+from pyggml_spec.engine.slot import StepResult
 from pyggml_spec.errors import EngineError, SamplingError
 from pyggml_spec.memory.cursor import Cursor
 from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling

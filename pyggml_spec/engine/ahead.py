@@ -1,0 +1,80 @@
+"""Graphs that are built before their steps: on a GPU while it computes, on the CPU before the text or between two steps."""
+
+from collections.abc import Sequence
+
+from ..memory.kv import SPAN
+from ..memory.slots import SlotRange
+from .parts import Parts
+
+AHEAD = 64  # tokens, or a whole step, before a span ends the graph of the next one is built
+PREPARE_TOKENS = 2048
+
+
+class Ahead:
+    """Attributes:
+    overlaps: whether the host is free while the device computes; the CPU has no time to spare then.
+    built: graphs built while the device computed, or between steps.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._graphs = parts, parts.graphs
+        self.overlaps, self.built = parts.backend.device.kind != "cpu", 0
+        self._kinds: tuple[tuple[str, int], ...] = ()  # steps that are expected, see prepare
+        self._epoch = self._last_span = 0
+
+    @property
+    def _committed(self) -> int:
+        return self._parts.slots[0].cursor.committed
+
+    def _span(self, width: int) -> int:
+        return self._parts.kv.span(self._committed + width)
+
+    def prepare(self, kinds: Sequence[tuple[str, int]], tokens: int) -> None:
+        """Announces the (role, width) of the steps that the next ``tokens`` tokens of the first slot will take."""
+        kv, graphs = self._parts.kv, self._graphs
+        self._kinds, self._epoch, self._last_span = tuple(kinds), self._parts.epoch, kv.span(self._committed + tokens)
+        graphs.aim(self._parts.slots[:1])
+        ahead = min(tokens, SPAN // 4 if self.overlaps else PREPARE_TOKENS)
+        for role, width in self._kinds:
+            span, last = 0, kv.span(self._committed + ahead + width)
+            while span < last:
+                span = max(self._span(width), kv.span(span + 1))
+                graphs.get(role, width, span)
+
+    def prepare_transitions(self, widths: Sequence[int]) -> None:
+        """Builds the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
+        if self._parts.delta is None or not self._parts.delta.inline:
+            return
+        self._graphs.aim(self._parts.slots[:1])
+        for left in (0, *widths):
+            for entered in widths:
+                if left != entered:
+                    self._graphs.get("commit", left, 0, None, entered, left > 1)
+
+    def while_computing(self, role: str, width: int, covered: SlotRange, longest: int) -> None:
+        """The device computes a step of this kind, whose sequences are at most ``longest`` tokens long."""
+        if not self.overlaps or role in ("logits", "capture"):
+            return
+        if self._expected:
+            self._build_expected()
+        elif self._graphs.candidates is not None and self._graphs.reserves(role, width, covered):
+            # only where the buffer will do, which is being computed in, and holds the logits that somebody is still to read
+            self._graphs.get(role, width, self._parts.kv.span(longest + width + max(width, AHEAD)), covered)
+
+    def between_steps(self) -> None:
+        """On the CPU: computing keeps the host busy, and building may move the logits that were read until now."""
+        if self._kinds and not self.overlaps and self._expected:
+            self._build_expected()
+
+    @property
+    def _expected(self) -> bool:
+        return bool(self._kinds) and self._epoch == self._parts.epoch
+
+    def _build_expected(self) -> None:
+        """Builds one graph of the next span, of the steps that were announced, if one is missing."""
+        for role, width in self._kinds:
+            span = self._parts.kv.span(self._span(width) + 1)
+            if span <= self._last_span and not self._graphs.has(role, width, span):
+                self._graphs.get(role, width, span)
+                self.built += 1
+                return

@@ -1,0 +1,63 @@
+"""Steps whose graphs have exactly the rows that they are given, as llama.cpp's batches have: what parity checks and the doctor look at."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ..ggml.library import Tensor, ffi, lib
+from ..memory.slots import SlotRange
+from .graph_store import Step
+from .parts import Parts
+from .slot import Prompt, Work
+from .steps import Steps
+
+
+def logits(parts: Parts, steps: Steps, ids: np.ndarray, slot: int) -> np.ndarray:
+    """Logits after each of ``ids``, F32 [T, n_vocab]."""
+    out = np.empty((ids.size, parts.target.n_vocab), np.float32)
+    for first, n, step in _chunks(parts, steps, "logits", ids, slot):
+        block = out[first : first + n]
+        _read(step.extra["logits"], block)
+        parts.slots[slot].cursor.pending = int(block[-1].argmax())
+    return out
+
+
+def logits_together(
+    parts: Parts, steps: Steps, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange
+) -> dict[int, np.ndarray]:
+    """Logits of all rows of several slots, F32 [T, n_vocab] each, in one pass as wide as the longest."""
+    parts.graphs.candidates = 0
+    width, out = max(rows.values()), {}
+    step = steps.rows("logits", work, rows, covered, width)[0]
+    tensor = step.extra["logits"]
+    for slot, n in rows.items():
+        parts.slots[slot].cursor.advance(n, None)
+        out[slot] = np.empty((n, parts.target.n_vocab), np.float32)
+        _read(tensor, out[slot], (slot - covered.first) * width * tensor.nb[1])
+    return out
+
+
+def capture(parts: Parts, steps: Steps, ids: np.ndarray, layers: Sequence[int], slot: int) -> tuple[np.ndarray, np.ndarray]:
+    """Greedy ids after each of ``ids``, I32 [T], and the inputs of the target's ``layers``, F32 [len(layers), T, n_embd]."""
+    chosen = np.empty(ids.size, np.int32)
+    out = np.empty((len(layers), ids.size, parts.target.n_embd), np.float32)
+    for first, n, step in _chunks(parts, steps, "capture", ids, slot, tuple(layers)):
+        chosen[first : first + n] = step.ids()
+        for block, feature in zip(out[:, first : first + n], step.extra["features"], strict=True):
+            _read(feature, block)
+        parts.slots[slot].cursor.pending = int(chosen[first + n - 1])
+    return chosen, out
+
+
+def _chunks(parts: Parts, steps: Steps, role: str, ids: np.ndarray, slot: int, *more: object) -> Iterator[tuple[int, int, Step]]:
+    """Computes ``ids`` in chunks of their own number of rows; gives each one's first row, number of rows and step."""
+    for first in range(0, ids.size, parts.options.chunk):
+        part, s = ids[first : first + parts.options.chunk], parts.slots[slot]
+        parts.graphs.aim([s])
+        step = steps.rows(role, {slot: Prompt(part)}, {slot: part.size}, SlotRange(slot, 1), part.size, None, *more)[0]
+        s.cursor.advance(part.size, None)
+        yield first, part.size, step
+
+
+def _read(tensor: Tensor, out: np.ndarray, at: int = 0) -> None:
+    lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), at, out.nbytes)

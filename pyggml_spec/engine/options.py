@@ -1,0 +1,56 @@
+"""What an engine is asked for: options, and the widths that follow from them."""
+
+from dataclasses import dataclass
+
+from ..checks import whole
+from ..errors import ContextError, PairError
+from ..memory.kv_types import KVTypes
+from ..models.base import Target
+from ..models.dflash import DFlash
+
+WIDTHS = (2, 4, 8, 16)
+MOST_SLOTS, MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK = 64, 1 << 24, 1024, 1 << 14
+CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Attributes:
+    n_ctx: tokens that the context holds.
+    width: rows of a verified block (draft width), 1 for none; never more than the drafter's trained block.
+    chunk: widest prefill chunk in tokens.
+    kv, draft_kv: what the target's and the drafter's K and V rows are stored as.
+    slots: sequences at once, each with ``n_ctx`` tokens of context.
+    """
+
+    n_ctx: int = 4096
+    width: int = 16
+    chunk: int = 512
+    kv: KVTypes = KVTypes()
+    draft_kv: KVTypes = KVTypes()
+    slots: int = 1
+
+
+def candidate_widths(block_size: int) -> tuple[int, ...]:
+    """The block widths that are planned for at load, and that width control chooses from."""
+    return tuple(sorted({*(w for w in WIDTHS if w < block_size), block_size}))
+
+
+def prefill_widths(chunk: int) -> tuple[int, ...]:
+    """Rows of the graphs that prompts are computed by, the widest of ``chunk``."""
+    return tuple(sorted({*(c for c in CHUNKS if c < chunk), chunk}))
+
+
+def check_options(options: EngineOptions, target: Target, drafter: DFlash | None) -> None:
+    """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
+    whole(options.slots, "the number of slots", 1, MOST_SLOTS)
+    whole(options.n_ctx, "the context (`n_ctx`)", 1, MOST_CONTEXT, ContextError)
+    whole(options.width, "the block width", 1, MOST_WIDTH)
+    whole(options.chunk, "the prefill chunk", 1, WIDEST_CHUNK)
+    if drafter is not None:
+        drafter.check_pair(target)
+        if options.width > drafter.hp.block_size:
+            raise PairError(
+                f"a draft width of {options.width} is wider than the block of {drafter.hp.block_size} that {drafter.file.path.name} "
+                f"was trained for; use `draft_width` {drafter.hp.block_size} or less"
+            )

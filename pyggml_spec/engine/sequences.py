@@ -1,0 +1,166 @@
+"""The life of a slot's sequence beside its steps: admitted and released, moved within its last block, copied and brought back."""
+
+from ..checks import whole
+from ..errors import DeviceError, EngineError
+from ..memory.snapshot import Snapshot
+from .commits import Commits
+from .options import MOST_SLOTS
+from .parts import Parts
+from .slot import Slot
+
+
+class Sequences:
+    """The slots of an engine. What callers hand in is checked here."""
+
+    def __init__(self, parts: Parts, commits: Commits) -> None:
+        self._parts, self._commits = parts, commits
+        self._slots, self._delta = parts.slots, parts.delta
+        self._only = (
+            len(parts.slots) == 1
+        )  # which need not be admitted, and whose rows may stay: only what is below its cursor is ever read
+
+    def of(self, slot: int) -> Slot:
+        """The admitted slot of this number.
+
+        Raises:
+            EngineError: there is none.
+        """
+        slots = self._slots
+        if type(slot) is not int or not 0 <= slot < len(slots):
+            slot = whole(slot, "the slot", 0, MOST_SLOTS)
+            if slot >= len(slots):
+                raise EngineError(f"slot {slot} has no sequence: there are {len(slots)} slots")
+        s = slots[slot]
+        if not s.used:
+            if not self._only:
+                raise EngineError(f"slot {slot} has no sequence: admit one first")
+            self._parts.check_open()
+            self._begin(slot, True)
+        return s
+
+    def token(self, token: int) -> int:
+        return whole(token, "the pending token", 0, self._parts.target.n_vocab - 1)
+
+    # -- from the first step to the last
+
+    def free(self) -> int | None:
+        """The lowest slot that can be admitted."""
+        return next((index for index, slot in enumerate(self._slots) if not slot.used), None)
+
+    def begin(self, slot: int, drafting: bool) -> None:
+        """Forgets the slot's sequence, if it has one, and begins another."""
+        if self._slots[slot].used:
+            self.release(slot)
+        self._begin(slot, drafting)
+
+    def _begin(self, index: int, drafting: bool) -> None:
+        s, p = self._slots[index], self._parts
+        self.clean(index)
+        if self._delta is not None and self._delta.inline:  # whatever stays of the rows
+            self._delta.fill_slot(index, 0)
+        if p.ring is not None:
+            p.ring.waiting = 0
+        s.cursor.reset()
+        s.folded()
+        s.used, s.drafting = True, drafting and p.drafter is not None
+        p.epoch += 1
+
+    def release(self, slot: int) -> None:
+        """Ends the sequence. Its memory is cleared before any step of another slot looks at it."""
+        s = self.of(slot)
+        s.used, s.clean = False, s.clean and self._only
+        s.cursor.reset()
+        s.folded()
+        if self._delta is not None:
+            self._delta.accepted[slot] = 0
+
+    def clean(self, index: int) -> None:
+        """Writes zeros over what the sequence before left: it may be NaN, which neither masks nor switched-off rows stop."""
+        s, p = self._slots[index], self._parts
+        if s.clean:
+            return
+        p.kv.fill_slot(index, 0)
+        if p.draft_kv is not None:
+            p.draft_kv.fill_slot(index, 0)
+        if self._delta is not None and not self._delta.inline:
+            self._delta.fill_slot(index, 0)
+        s.clean = True
+
+    # -- within the last block
+
+    def accept(self, rows: int, pending: int, slot: int) -> None:
+        s = self.of(slot)
+        pending = self.token(pending)
+        if not 1 <= whole(rows, "the number of accepted rows", 0, self._parts.options.width) <= s.open_rows:
+            raise EngineError(f"{rows} rows cannot be accepted of a block of {s.open_rows} in slot {slot}: run a step first")
+        if s.tokens.size:
+            self.move(slot, s.base + rows, pending)
+        else:  # a plain token is in the recurrent state already
+            s.cursor.advance(0, pending)
+            s.open_rows = 0
+
+    def choose(self, pending: int, slot: int) -> None:
+        s = self.of(slot)
+        if s.open_rows:
+            raise EngineError(f"slot {slot} has an open block: accept says which token comes after it")
+        s.cursor.advance(0, self.token(pending))
+
+    def rollback_range(self, slot: int) -> tuple[int, int]:
+        s = self.of(slot)
+        return s.base, s.base + s.tokens.size
+
+    def rollback(self, n: int, slot: int) -> None:
+        s = self.of(slot)
+        low, high = self.rollback_range(slot)
+        if not low <= whole(n, "the length of the sequence", 0, self._parts.options.n_ctx) <= high:
+            raise EngineError(f"slot {slot} cannot be rolled back to {n} tokens: its last block holds the lengths {low} to {high}")
+        if s.tokens.size:
+            self.move(slot, n, int(s.tokens[n - low] if n < high else s.ids[-1]))
+
+    def move(self, slot: int, committed: int, pending: int) -> None:
+        """Rows of the last block count up to ``committed``."""
+        s = self._slots[slot]
+        s.cursor.place(committed, pending)
+        s.open_rows = 0
+        if self._delta is not None:
+            self._delta.accepted[slot] = committed - s.base
+
+    def give_up(self, slot: int) -> None:
+        """Nothing of an open block counts."""
+        s = self.of(slot)
+        if s.open_rows:
+            s.folded()
+
+    # -- copies
+
+    def snapshot(self, slot: int, engine: object) -> Snapshot:
+        """A copy of the slot's sequence, for ``engine``."""
+        p, s = self._parts, self.of(slot)
+        self._commits.settle(slot)
+        n = s.cursor.committed
+        with p.sequence.whole(n, s.drafting, slot) as pieces:
+            copy = pieces.copy(p.backend)
+        if copy is None:
+            name = p.backend.device.name
+            raise DeviceError(f"no memory on {name} for a snapshot of {n} tokens; close another one or use a smaller `n_ctx`")
+        return Snapshot(copy, n, s.cursor.pending, s.drafting, engine)
+
+    def restore(self, snapshot: Snapshot, slot: int, engine: object) -> None:
+        p, s = self._parts, self.of(slot)
+        if not isinstance(snapshot, Snapshot) or snapshot.engine is not engine or snapshot.pieces.closed:
+            raise EngineError("this is no open snapshot of this engine: take one with snapshot()")
+        if self._only:
+            self.begin(slot, snapshot.drafting)
+        with p.sequence.whole(snapshot.committed, snapshot.drafting, slot) as pieces:
+            snapshot.pieces.write_to(pieces, p.backend)
+        s.cursor.reset()
+        s.drafting = snapshot.drafting
+        self.resume(snapshot.committed, snapshot.pending, slot)
+
+    def resume(self, committed: int, pending: int | None, slot: int) -> None:
+        s, pending = self.of(slot), None if pending is None else self.token(pending)
+        n = whole(committed, "the length of the sequence", s.cursor.committed, self._parts.options.n_ctx)
+        s.cursor.advance(n - s.cursor.committed, pending)
+        s.folded()
+        if self._delta is not None:
+            self._delta.accepted[slot] = 0

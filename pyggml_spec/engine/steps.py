@@ -1,0 +1,142 @@
+"""One forward pass: which graph, its inputs, the run, and what it brought each slot. What it is asked for has been checked."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import EngineError
+from ..ggml.step_io import StepTimes
+from ..memory.slots import SlotRange
+from .ahead import Ahead
+from .commits import Commits
+from .fill import Fill
+from .graph_store import Step
+from .parts import Parts
+from .sequences import Sequences
+from .slot import Draft, Prompt, StepResult, Work
+
+Meanwhile = Callable[[], object] | None
+
+
+class Steps:
+    """Attributes:
+    forwards: passes so far; ``rows_computed`` and ``rows_used``: rows of their graphs, and those that a slot had work for.
+    """
+
+    def __init__(self, parts: Parts, commits: Commits, sequences: Sequences, ahead: Ahead) -> None:
+        self._parts, self._commits, self._sequences, self._ahead = parts, commits, sequences, ahead
+        self._slots, self._delta, self._graphs, self._fill = parts.slots, parts.delta, parts.graphs, Fill(parts)
+        self.forwards = self.rows_computed = self.rows_used = 0
+
+    def certain(
+        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
+    ) -> dict[int, StepResult]:
+        """All rows are certain: the recurrent states are written by the step itself."""
+        need = max(rows.values())
+        # of the only slot one token of a prompt is a chunk, as it is in a longer prompt; among several it may share a step of plain tokens
+        chunk = need > 1 or (len(self._slots) == 1 and isinstance(work[0], Prompt))
+        role, width = ("prefill", self._graphs.chunk_width(need)) if chunk else ("plain", 1)
+        step, times = self.rows(role, work, rows, covered, width, meanwhile)
+        ids, sound, out = step.ids(), step.finite(), {}
+        for slot, n in rows.items():
+            s, at = self._slots[slot], slot - covered.first
+            s.cursor.advance(n, int(ids[at]))
+            s.folded()
+            s.open_rows, s.row = 0 if isinstance(work[slot], Prompt) else 1, at
+            tokens = step.host["tokens"][at * width : at * width + n].copy()
+            finite = sound or step.finite(slice(at, at + 1))
+            out[slot] = StepResult(tokens, ids[at : at + 1], True, self._sound(slot, finite), times)
+        return out
+
+    def rows(
+        self,
+        role: str,
+        work: Mapping[int, Work],
+        rows: Mapping[int, int],
+        covered: SlotRange,
+        width: int,
+        meanwhile: Meanwhile = None,
+        *more: Any,
+    ) -> tuple[Step, StepTimes]:
+        """Computes rows that are certain, ``width`` of each slot. Cursors stay where they are."""
+        plain, longest = role == "plain", self._longest(covered)
+        self._commits.before_rows(covered, plain)
+        step = self._graphs.get(role, width, self._graphs.certain_span(role, longest + width), covered, *more)
+        self._fill.certain(step, width, work, rows, covered)
+        times = self._run(step, role, width, covered, longest, meanwhile)
+        self._count(width * covered.count, rows)
+        if self._delta is not None:
+            self._delta.after_rows(int(plain))
+        if "ring_row" in step.host:
+            assert self._parts.ring is not None
+            self._parts.ring.waiting += 1
+        return step, times
+
+    def blocks(
+        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
+    ) -> dict[int, StepResult]:
+        """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left unfolded."""
+        need = max(rows.values())
+        width = self._graphs.block_width(need)
+        if not width:
+            raise EngineError(f"a step with drafts has at most {self._parts.options.width} rows per slot, but a prompt has {need}")
+        for slot in covered.slots if len(work) < covered.count else ():
+            if self._slots[slot].open_rows and slot not in work:
+                raise EngineError(f"this step covers slot {slot} and would take its open block away: call accept or rollback there first")
+        self._commits.before_block(width)
+        role = "fused" if any(isinstance(item, Draft) for item in work.values()) else "verify"
+        longest = self._longest(covered)
+        step = self._graphs.get(role, width, self._parts.kv.span(longest + width), covered)
+        self._fill.block(step, width, work, rows, covered)
+        times = self._run(step, role, width, covered, longest, meanwhile)
+        self._count(width * covered.count, rows)
+        for slot in covered.slots:  # whatever was unfolded there is in the state now
+            self._slots[slot].folded()
+        if self._delta is not None:
+            self._delta.after_block(covered)
+        ids, sound = step.ids(), step.finite(drafts=True)
+        return {slot: self._of_block(step, ids, sound, width, slot, item, rows[slot], covered, times) for slot, item in work.items()}
+
+    def _of_block(
+        self, step: Step, ids: np.ndarray, sound: bool, width: int, slot: int, item: Work, n: int, covered: SlotRange, times: StepTimes
+    ) -> StepResult:
+        """``sound``: everything that the step computed is finite, whatever the slot."""
+        s = self._slots[slot]
+        part = slice((slot - covered.first) * width, (slot - covered.first) * width + n)
+        s.tokens, s.ids, s.open_rows, s.row = step.host["tokens"][part].copy(), ids[part], n, part.start
+        draft_finite = sound or not isinstance(item, Draft) or bool(np.isfinite(step.host["draft_sum"][part]).all())
+        target_finite = sound or step.finite(part)
+        self._sound(slot, draft_finite and target_finite)
+        if isinstance(item, Prompt):
+            self._sequences.move(slot, s.base + n, int(s.ids[-1]))
+            s.row += n - 1
+        return StepResult(s.tokens, s.ids[-1:] if isinstance(item, Prompt) else s.ids, draft_finite, target_finite, times)
+
+    def _run(self, step: Step, role: str, width: int, covered: SlotRange, longest: int, meanwhile: Meanwhile) -> StepTimes:
+        self._parts.last = step
+        step.fields.launch()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            self._ahead.while_computing(role, width, covered, longest)
+        finally:
+            times = step.fields.wait()
+        return times
+
+    def _longest(self, covered: SlotRange) -> int:
+        if covered.count == 1:
+            return self._slots[covered.first].cursor.committed
+        return max(s.cursor.committed for s in self._slots[covered.part])
+
+    def _sound(self, slot: int, finite: bool) -> bool:
+        """``finite``; if it is not, nothing of the slot is to be reused, and it is cleared before its next sequence: masks do not stop NaN."""
+        if not finite:
+            self._slots[slot].clean = False
+            self._parts.epoch += 1
+        return finite
+
+    def _count(self, computed: int, rows: Mapping[int, int]) -> None:
+        self.forwards += 1
+        self.rows_computed += computed
+        self.rows_used += sum(rows.values())
