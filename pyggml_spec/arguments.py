@@ -56,5 +56,5 @@ class GenerateOptions(RequestOptions, total=False):
     append: bool
     synthetic: SyntheticAcceptance | None
     prefill_progress: Callable[[int, int], None] | None
-    interrupted: Callable[[], bool]
+    interrupted: Callable[[], bool] | None
     stats: Stats | None

@@ -85,7 +85,7 @@ class Chat:
         text: str,
         max_tokens: int | None = None,
         *,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] | None = None,
         prefill_progress: Callable[[int, int], None] | None = None,
     ) -> Generator[StepEvent, None, None]:
         """Yields the answer to ``text`` as it comes; the last event has the final statistics.

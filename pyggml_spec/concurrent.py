@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Self
 
-from .decode.loop import PLAIN, SPECULATIVE, LoopOptions
-from .decode.scheduler import BatchStats, Scheduler, Stream
-from .decode.stats import Stats
+from .decode.request import PLAIN, SPECULATIVE, LoopOptions
+from .decode.scheduler import Scheduler
+from .decode.stats import BatchStats, Stats
+from .decode.stream import Stream
 from .errors import EngineError, PyspecError
 from .events import End, StepEvent
 from .ggml.library import versions
@@ -255,7 +256,7 @@ class ConcurrentSession:
         Raises:
             ContextError: the prompt is empty or does not fit the context of a slot.
             SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
-            EngineError: closed, ended by an error in a step, or a mode that several sequences cannot have.
+            EngineError: closed, ended by an error in a step, or speculative mode without a drafter.
         """
         engine = self._scheduler.engine
         ids, stop = self._prompt_ids(prompt, special), stop_texts(stop)

@@ -11,7 +11,7 @@ from .arguments import GenerateOptions, RequestOptions
 from .checks import token_ids, whole
 from .concurrent import ConcurrentSession
 from .decode.calibrate import cached_costs, step_cost
-from .decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from .decode.request import PLAIN, SPECULATIVE, LoopOptions
 from .decode.scheduler import Scheduler
 from .decode.stats import Stats
 from .decode.synthetic import SyntheticAcceptance
@@ -80,6 +80,7 @@ class Session:
     target: Target
     tokenizer: Tokenizer
     engine: Engine
+    scheduler: Scheduler  # of the engine's only slot
     prefix: PrefixCache
 
     def __init__(self) -> None:
@@ -137,6 +138,7 @@ class Session:
         if self.drafter is not None:
             self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
+        self.scheduler = Scheduler(self.engine, options.width)
         if self.drafter is not None and width is None:
             self._measure_costs()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
@@ -220,7 +222,7 @@ class Session:
         append: bool = False,
         synthetic: SyntheticAcceptance | None = None,
         prefill_progress: Callable[[int, int], None] | None = None,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] | None = None,
         stats: Stats | None = None,
     ) -> Generator[StepEvent, None, None]:
         """Generates from ``prompt`` and yields one event per step; the last event flushes the text.
@@ -278,10 +280,18 @@ class Session:
                 if prefill_progress is not None:
                     prefill_progress(reuse.tokens + done, reuse.tokens + total)
 
-            options = replace(options, sampler=sampler)
-            run = generate(self.engine, ids, options, stats, prefilled, interrupted, self.control, known=reuse.tokens)
-            turn.close = run.close
-            for block in run:
+            stream = self.scheduler.submit(
+                ids,
+                replace(options, sampler=sampler),
+                stats,
+                slot=0,
+                known=reuse.tokens,
+                progress=prefilled,
+                interrupted=interrupted,
+                control=self.control,
+            )
+            turn.close = stream.close
+            for block in stream:
                 history += block
                 logprobs = sampler.take_logprobs() if sampler is not None else ()
                 event = StepEvent(text.take(block), tuple(block), stats.snapshot(), logprobs)

@@ -6,8 +6,8 @@
 
 Each interpreter stays loaded for the whole run, so that rounds can alternate. Per width (1 is plain decoding): microseconds of a whole step and
 those that are the host's (upload, Python, read, without launch and wait), the best of all rounds; then the ratios. With --stub nothing is computed:
-processor time of the engine's own work per step, which other work on the machine hardly disturbs. Graphs: how many there are per role, and their
-nodes. Slots: tokens per second of so many requests at once, plainly and with drafts (of the embedded pair, or whatever the drafter is worth), the
+processor time per step, which other work on the machine hardly disturbs: of a step with all that chooses it and takes its tokens (a block of a
+sequence to its reader, without text), and of the engine's own work alone. Graphs: how many there are per role, and their nodes. Slots: tokens per second of so many requests at once, plainly and with drafts (of the embedded pair, or whatever the drafter is worth), the
 best of all rounds, and the bytes on the device that a slot adds.
 """
 
@@ -20,7 +20,13 @@ from collections import defaultdict
 from unittest.mock import patch
 
 import pyggml_spec as ps
+from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.ggml.step_io import StepFields, StepTimes
+
+try:
+    from pyggml_spec.decode.scheduler import generate
+except ImportError:  # of older versions
+    from pyggml_spec.decode.loop import generate
 
 PROMPT = "def quicksort(items):\n    "
 
@@ -77,7 +83,19 @@ def together(session, servers: dict, slots: int, mode: str, tokens: int) -> floa
 
 
 def stubbed(engine, width: int, steps: int) -> dict:
-    """Processor microseconds of a step that computes nothing."""
+    """Processor microseconds of a step that computes nothing: as a reader sees it, and the engine's part."""
+    engine.reset(drafting=width > 1)
+    options = LoopOptions(2 * steps, PLAIN if width == 1 else SPECULATIVE, width, ignore_end=True)
+    blocks, done = generate(engine, [1, 2, 3], options, interrupted=lambda: False), 0
+    for _ in range(4):
+        next(blocks)
+    with patch.object(StepFields, "launch", lambda self: None), patch.object(StepFields, "wait", lambda self: StepTimes(0, 0, 0)):
+        began = time.thread_time()
+        for done, _ in enumerate(blocks, 1):
+            if done == steps:
+                break
+        whole = 1e6 * (time.thread_time() - began) / done
+    blocks.close()
     engine.reset()
     engine.prefill([1, 2, 3])
     step = engine.plain_step if width == 1 else lambda: engine.fused_step(width)
@@ -89,7 +107,7 @@ def stubbed(engine, width: int, steps: int) -> dict:
             engine.accept(1, int(step().ids[0]))
         spent = 1e6 * (time.thread_time() - began) / steps
     engine.reset()
-    return {"step": spent, "host": spent}
+    return {"step": whole, "host": spent}
 
 
 class Child:
@@ -153,7 +171,8 @@ def main() -> None:
         slots = [int(n) for n in args.slots.split(",") if n]
         best = measured(children, [("width", width) for width in widths], args.rounds)
         if widths:
-            print("| width | " + " | ".join(f"step us, host us, tok/s ({child.name})" for child in children) + " | ratios |")
+            columns = "step us, engine us" if args.stub else "step us, host us, tok/s"
+            print("| width | " + " | ".join(f"{columns} ({child.name})" for child in children) + " | ratios |")
             print("|---|" + "---|" * len(children) + "---|")
         for width in widths:
             rows = [best[child.name, "width", width] for child in children]

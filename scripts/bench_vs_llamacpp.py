@@ -20,7 +20,8 @@ from pathlib import Path
 from llama_server import LlamaServer, ServerEnded, environment
 
 import pyggml_spec as ps
-from pyggml_spec.decode.loop import PLAIN, LoopOptions, generate
+from pyggml_spec.decode.request import PLAIN, LoopOptions
+from pyggml_spec.decode.scheduler import generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.ggml.library import versions
 from pyggml_spec.tools.bench import BenchOptions, bench

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..decode.loop import SPECULATIVE
+from ..decode.request import SPECULATIVE
 from ..decode.stats import MUCH_WAITING, Stats
 from ..ggml.device import graph_replay_enabled
 from ..session import Engaged

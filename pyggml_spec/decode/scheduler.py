@@ -1,6 +1,11 @@
-"""Who does what in the next step: admission, prompts in chunks, decoding, limits, cancellation.
+"""Who does what in the next step: admission, prompts in chunks, decoding, limits, cancellation. For one sequence or for 64.
 
-    submit -> waiting -> (lowest free slot) -> prompt, chunk by chunk -> decoding -> ended
+    submit --> waiting --> (lowest free slot) --> prompt, chunk by chunk --> decoding --> ended
+                  |                                     |                       |
+                  +----------- cancel, close, interrupted, an error ------------+--> ended
+
+One step, ``_step``: who is there (``_arrange``, only when that has changed), what each of them does (``_decode_work``, ``_prompt_work``), one
+forward pass (``engine.step``), what it brought each of them (``_take``), and what is counted (``_count``).
 
 Sequences that decode share every step. While some decode and others still read their prompts, steps of both kinds take turns, and a chunk is
 then at most BESIDE tokens: no decoding sequence waits longer than that chunk. Prompts take turns among each other, chunk by chunk; short ones
@@ -8,14 +13,13 @@ that fit into one step together share it, and a prompt's end that is no longer t
 With a prefix cache, a prompt that begins like another one waits until that one has computed what they share, and goes on behind it.
 
 Whoever waits for tokens drives: iterating a stream runs steps, for all sequences, until it has something. From several threads one drives
-and the others wait for it.
+and the others wait for it. A single generation is a stream of a scheduler with one slot, driven by its reader.
 """
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from typing import Self
 
 from ..checks import token_ids
@@ -26,135 +30,38 @@ from ..errors import ContextError, EngineError
 from ..memory.prefix_slots import SlotPrefixes
 from ..memory.slots import covering
 from .batch_width import BatchWidths
-from .request import REFERENCE, SPECULATIVE, LoopOptions, Request
-from .stats import Stats
-from .width import Acceptance
+from .counters import WARMUP_STEPS, Counters
+from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
+from .stats import BatchStats, Stats
+from .stream import Stream
+from .width import Acceptance, WidthControl
 
 BESIDE = 128  # prompt tokens per step while others decode
 
 
-@dataclass
-class BatchStats:
-    """Counts of an engine with several slots, over all sequences.
+def generate(
+    engine: Engine,
+    prompt: Sequence[int],
+    options: LoopOptions,
+    stats: Stats | None = None,
+    prefill_progress: Callable[[int, int], None] | None = None,
+    interrupted: Callable[[], bool] | None = None,
+    control: WidthControl | None = None,
+    known: int = 0,
+) -> Generator[list[int], None, None]:
+    """One generation in the sequence that the only slot of ``engine`` holds: a block per step, first the token that the prompt leads to.
 
-    Attributes:
-        steps: forward passes; ``prompt_steps`` of them computed prompts only.
-        prompt_tokens, reused_tokens: tokens of prompts that were computed, and those that were not because another prompt began alike.
-        emitted: tokens that came out.
-        finished: sequences by why they ended.
-        rows_computed, rows_used: rows of the target's graphs, and those that a sequence had work for.
-        decoding: how many steps ran with n sequences decoding.
-        widths: how many steps with drafts ran at each width.
-        longest_wait: most seconds that a decoding sequence had between two of its steps.
-        seconds: spent in steps.
+    The other arguments are those of ``Scheduler.submit``; ``options.width`` pins the width where there is no ``control``. Close the generator
+    to stop earlier.
     """
-
-    steps: int = 0
-    prompt_steps: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    emitted: int = 0
-    finished: Counter = field(default_factory=Counter)
-    rows_computed: int = 0
-    rows_used: int = 0
-    decoding: Counter = field(default_factory=Counter)
-    widths: Counter = field(default_factory=Counter)
-    longest_wait: float = 0.0
-    seconds: float = 0.0
-
-    def as_dict(self) -> dict:
-        """Plain values, JSON-ready."""
-        counters = {k: {str(n): c for n, c in sorted(v.items())} for k, v in self.__dict__.items() if isinstance(v, Counter)}
-        return {**self.__dict__, **counters}
-
-
-class Stream:
-    """One sequence as its owner sees it. Iterating gives the tokens of each step, the first one alone; ``cancel`` ends it at any time.
-
-    Attributes:
-        tokens: everything that came out so far.
-        drafts: what the step verified that gave the tokens which the iteration returned last: the accepted drafts, then the rejected ones.
-        stats: statistics of this sequence; ``stats.stop_reason`` says why it ended: "end", "length", "context", "stop" or "cancelled".
-    """
-
-    def __init__(self, scheduler: "Scheduler", prompt: list[int], options: LoopOptions, widest: int) -> None:
-        self._scheduler, self._prompt = scheduler, prompt
-        self.tokens: list[int] = []
-        self.stats = Stats(mode=options.mode, width=options.width, prompt_tokens=len(prompt))
-        self._request = Request(prompt, options, self.stats)
-        self.slot = -1  # from its admission on
-        self.ended = False
-        self.error: BaseException | None = None
-        self.drafts: list[int] = []
-        self._blocks: deque[tuple[list[int], list[int]]] = deque()
-        self._cancelled = False
-        self._filled = 0  # tokens of the prompt that are committed
-        self._keys: list[bytes] = []  # of the prompt's chunks, for the prefix cache
-        self._partings: set[int] = set()  # lengths at which another prompt goes on otherwise
-        self._leaders: list[tuple[Stream, int]] = []  # older ones that compute what this prompt begins with, and how much of it
-        self._acceptance = Acceptance(widest - 1) if self._request.speculating else None
-        self._since = time.perf_counter()
-        self._last_step = 0.0
-
-    def cancel(self) -> None:
-        """Ends the sequence before the next step. May be called from any thread, and when it has ended."""
-        self._cancelled = True
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self
-
-    def __next__(self) -> list[int]:
-        while True:
-            over = self.ended or self.error is not None  # read first: the thread that drives appends the last block before it says so
-            if self._blocks:
-                block, self.drafts = self._blocks.popleft()
-                return block
-            if self.error is not None:
-                raise self.error
-            if over:
-                raise StopIteration
-            self._scheduler.drive(self)
-
-    def result(self) -> list[int]:
-        """Waits for the end and returns all tokens."""
-        for _ in self:
-            pass
-        return self.tokens
-
-    @property
-    def filled(self) -> int:
-        """Tokens of the prompt that are in the caches."""
-        return self._filled
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the next iteration returns, or ends, without a step."""
-        return bool(self._blocks) or self.ended or self.error is not None
-
-    # -- for the scheduler
-
-    @property
-    def _left(self) -> int:
-        return len(self._prompt) - self._filled
-
-    @property
-    def _waits(self) -> bool:
-        """Whether somebody else is about to compute what this prompt begins with."""
-        self._leaders = [(other, n) for other, n in self._leaders if n > self._filled and other._goes_on_to(n)]
-        return bool(self._leaders)
-
-    def _goes_on_to(self, n: int) -> bool:
-        return not self.ended and self.error is None and self._filled < n
-
-    def _part(self, rows: int) -> list[int]:
-        """What a pass computes of the prompt: ``rows`` tokens at most, and never beyond a parting."""
-        end = min([self._filled + rows, *(n for n in self._partings if n > self._filled)])
-        return self._prompt[self._filled : end]
-
-    def _phase(self, name: str) -> None:
-        now = time.perf_counter()
-        self.stats.seconds[name] = self.stats.seconds.get(name, 0.0) + now - self._since
-        self._since = now
+    scheduler = Scheduler(engine, options.width)
+    stream = scheduler.submit(
+        prompt, options, stats, slot=0, known=known, progress=prefill_progress, interrupted=interrupted, control=control
+    )
+    try:
+        yield from stream
+    finally:
+        stream.close()
 
 
 class Scheduler:
@@ -164,43 +71,89 @@ class Scheduler:
     """
 
     def __init__(self, engine: Engine, width: int | None = None, prefix_memory: int = 0) -> None:
-        self.engine, self.stats = engine, BatchStats()
+        self.engine, self._stats = engine, BatchStats()
         self.prefixes = SlotPrefixes(engine, prefix_memory) if prefix_memory else None
         self.widths = BatchWidths(candidate_widths(engine.options.width)) if width is None and engine.drafter is not None else None
         self.width, self._width_reason = width or engine.options.width, ""
         self._waiting: deque[Stream] = deque()
-        self._active: list[Stream] = []
-        self._prompts_turn, self._covered = True, 1  # slots that the last decoding step covered
+        self._active: list[Stream] = []  # these have slots; they are the ones that read their prompts, and those that decode
+        self._seated: dict[int, Stream] = {}  # the same by slot
+        self._reading: list[Stream] = []
+        self._decoding: list[Stream] = []
+        self._asking: list[Stream] = []  # whose owners may interrupt them
+        self._changed = False  # somebody came, goes, or has read its prompt
+        self._longest_wait = 0  # nanoseconds
+        self._prompts_turn, self._covered = True, 1  # slots that the decoding step covers
+        self._padded = [
+            next((w for w in (1, *candidate_widths(engine.options.width)) if n <= w), n) for n in range(engine.options.width + 1)
+        ]
         self._driving, self._queue = threading.Lock(), threading.Lock()
 
     # -- for everybody
 
-    def submit(self, prompt: Sequence[int], options: LoopOptions = LoopOptions()) -> Stream:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        options: LoopOptions = LoopOptions(),
+        stats: Stats | None = None,
+        *,
+        slot: int | None = None,
+        known: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+        interrupted: Callable[[], bool] | None = None,
+        control: WidthControl | None = None,
+    ) -> Stream:
         """Queues a sequence; it starts as soon as a slot is free. ``options.width`` is not used: widths are the scheduler's.
+
+        Args:
+            stats: filled in as it goes, also if it is closed early or fails.
+            slot: goes on in the sequence that this slot holds, which stays there in the end: exactly the tokens that were committed.
+            known: leading tokens of ``prompt`` that this sequence has already.
+            progress: called with (done, total) tokens of the others after each chunk.
+            interrupted: asked before each chunk and each step; True ends the sequence with the stop reason "interrupt".
+            control: chooses its widths.
 
         Raises:
             ContextError: the prompt is empty, does not fit the context, or has ids outside the vocabulary.
-            EngineError: a mode that several sequences cannot have.
+            EngineError: speculative mode without a drafter.
         """
-        ids = token_ids(prompt, self.engine.target.n_vocab)
-        if options.mode == REFERENCE and (len(self.engine.slots) > 1 or self.widths is not None):
-            raise EngineError("reference mode is for one sequence at one width: use one slot, and pin the width")
-        if ids.size > self.engine.options.n_ctx:
-            raise ContextError(
-                f"a prompt of {ids.size} tokens does not fit the context of {self.engine.options.n_ctx} per slot; raise `n_ctx`"
-            )
-        options.check(self.engine.drafter)
-        stream = Stream(self, ids.tolist(), options, self.engine.options.width)
-        stream.stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""
+        engine = self.engine
+        ids = token_ids(prompt, engine.target.n_vocab).tolist()
+        if len(ids) > engine.options.n_ctx:
+            raise ContextError(f"a prompt of {len(ids)} tokens does not fit the context of {engine.options.n_ctx} per slot; raise `n_ctx`")
+        options.check(engine.drafter)
+        stats = stats if stats is not None else Stats()
+        width = engine.options.width if options.mode == REFERENCE and self.width == 1 else self.width
+        stats.mode, stats.width, stats.prompt_tokens = options.mode, 1 if options.mode == PLAIN else width, len(ids)
+        stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""
+        stream = Stream(self, Request(ids, options, stats, width), stats)
+        stream._known = stream._filled = known
+        stream._progress, stream._interrupted = progress, interrupted
+        if stream._request.speculating:
+            stream._control = control
+            stream._acceptance = Acceptance(engine.options.width - 1) if self.widths is not None else None
+        if slot is not None:
+            stream.slot, stream._stays = slot, True
         with self._queue:
             self._waiting.append(stream)
+        self._changed = True
         return stream
+
+    def look(self) -> None:
+        """Something has changed: the next step looks at every sequence."""
+        self._changed = True
 
     def drive(self, stream: Stream) -> None:
         """Runs one step, unless another thread's step has brought ``stream`` news meanwhile."""
         with self._driving:
-            if not (stream.has_news or self._step() or stream.has_news):  # a cancelled one may be the last one
+            if not (stream._blocks or stream.ended or self._step() or stream.has_news):  # a cancelled one may be the last one
                 raise EngineError("this stream's scheduler has forgotten it")
+
+    def end(self, stream: Stream) -> None:
+        """Ends one sequence now."""
+        with self._driving:
+            stream._cancelled = True
+            self._drop_cancelled()
 
     def step(self, meanwhile: Callable[[], object] | None = None) -> bool:
         """One forward pass for whoever needs it; False if nobody does. ``meanwhile`` is called while it is under way."""
@@ -238,6 +191,13 @@ class Scheduler:
         self.close()
 
     @property
+    def stats(self) -> BatchStats:
+        """Counts over all sequences."""
+        stats, engine = self._stats, self.engine
+        stats.rows_computed, stats.rows_used, stats.longest_wait = engine.rows_computed, engine.rows_used, 1e-9 * self._longest_wait
+        return stats
+
+    @property
     def idle(self) -> bool:
         return not self._waiting and not self._active
 
@@ -249,30 +209,73 @@ class Scheduler:
     # -- one step
 
     def _step(self, meanwhile: Callable[[], object] | None = None) -> bool:
-        self._drop_cancelled()
-        self._admit()
+        if self._changed or self._reading:
+            self._arrange()
+        if self._asking and self._interrupts():
+            self._arrange()
         if not self._active:
             return False
-        filling, decoding = self._filling(), [s for s in self._active if not s._left]
-        work = self._decode_work(decoding, filling) if decoding else {}
-        prompts = not decoding or (self._prompts_turn and not all(s in work for s in filling))
-        if prompts:
-            work = self._prompt_work(filling, bool(decoding))
-        self._prompts_turn = not prompts
-        began = time.perf_counter()
+        decoding, filling = self._decoding, self._filling() if self._reading else []
+        began = time.perf_counter_ns()
         try:
-            results = self.engine.step({stream.slot: item for stream, item in work.items()}, meanwhile)
-            for stream, item in work.items():
+            work = self._decode_work(decoding, filling) if decoding else {}
+            prompts = not decoding or bool(filling and self._prompts_turn and not all(s.slot in work for s in filling))
+            if prompts:
+                work = self._prompt_work(filling, bool(decoding))
+            self._prompts_turn = not prompts
+            results = self.engine.step(work, meanwhile)
+            for slot, item in work.items():
+                stream = self._seated[slot]
                 try:
-                    self._take(stream, item, results[stream.slot])
+                    self._take(stream, item, results[slot])
                 except Exception as error:  # one sequence's own: its grammar, its logits, what its caller asks of tokens
-                    self._fail([stream], error)
+                    self._fail(stream, error)
         except BaseException as error:
-            self._fail(list(self._active), error)
+            for stream in list(self._active):
+                self._fail(stream, error)
             raise
-        spent = time.perf_counter() - began
-        self._count(work, decoding, prompts, spent)
+        self._count(work, results, () if prompts else decoding, began)
         return True
+
+    def _arrange(self) -> None:
+        """Who leaves, who comes, who reads its prompt and who decodes."""
+        self._changed = False  # first: what changes from now on is looked at by the next step
+        self._drop_cancelled()
+        self._admit()
+        self._seated = {s.slot: s for s in self._active}
+        self._asking = [s for s in self._active if s._interrupted is not None]
+        self._reading = [s for s in self._active if s._left]
+        self._decoding = [s for s in self._active if not s._left]
+        self._covered = len(self._decoding) and covering([s.slot for s in self._decoding], len(self.engine.slots)).count
+        for stream in self._decoding:
+            if not stream._decoding:
+                self._begin_decoding(stream)
+
+    def _interrupts(self) -> bool:
+        """Whether an owner has interrupted a sequence, which has ended then."""
+        interrupted = False
+        for stream in self._asking:
+            if stream._interrupted is not None and stream._interrupted():
+                self._end(stream, "interrupt")
+                interrupted = True
+        return interrupted
+
+    def _begin_decoding(self, stream: Stream) -> None:
+        """Builds every graph that the coming tokens of a sequence alone can need, so that no step waits for one."""
+        if len(self.engine.slots) == 1:
+            request, control = stream._request, stream._control
+            widths = [1]
+            if request.options.mode == REFERENCE:
+                widths = [request.width]
+            elif request.speculating:
+                widths = list(control.widths if control is not None else self.widths.widths if self.widths is not None else [self.width])
+            block = "fused" if request.speculating and request.options.drafts is None else "verify"
+            kinds = [(block if width > 1 else "plain", width) for width in widths]
+            if request.may_force:
+                kinds += [("verify", w) for w in candidate_widths(request.options.width) if w > 1 and ("verify", w) not in kinds]
+            self.engine.prepare_transitions(sorted({width for _, width in kinds}))
+            self.engine.prepare(kinds, request.limits.left)
+        stream._begin_decoding()
 
     def _cancel_all(self) -> None:
         with self._queue:
@@ -289,17 +292,25 @@ class Scheduler:
             self._end(stream, "cancelled")
 
     def _admit(self) -> None:
+        engine = self.engine
         with self._queue:
             while self._waiting:
                 stream = self._waiting[0]
                 request = stream._request
-                drafting = request.speculating and self.width > 1  # or else its rows are for nothing
-                slot = self.engine.admit(drafting, request.options.candidates)
-                if slot is None:
-                    return
+                if stream._stays:
+                    if any(other.slot == stream.slot for other in self._active):
+                        return
+                    engine.read_candidates(request.options.candidates, stream.slot)
+                else:
+                    drafting = request.speculating and self.width > 1  # or else its rows are for nothing
+                    slot = engine.admit(drafting, request.options.candidates)
+                    if slot is None:
+                        return
+                    stream.slot, request.speculating = slot, drafting
+                    stream._phase("queued")
                 self._waiting.popleft()
-                stream.slot, request.speculating = slot, drafting
-                stream._phase("queued")
+                if len(engine.slots) == 1:
+                    stream._counters = Counters(engine)
                 self._enter(stream)
                 self._active.append(stream)
 
@@ -319,112 +330,142 @@ class Scheduler:
 
     def _filling(self) -> list[Stream]:
         """Those with a prompt to compute, each as far as the prefix cache brings it."""
-        filling = [s for s in self._active if s._left and not s._waits]
+        filling = [s for s in self._reading if not s._waits]
         for s in filling:
             if self.prefixes is None:
                 break
             had, s._filled = s._filled, self.prefixes.bring_back(s.slot, s._keys, len(s._prompt))
             if s._filled > had:
                 s.stats.reused_tokens += s._filled - had
-                self.stats.reused_tokens += s._filled - had
+                self._stats.reused_tokens += s._filled - had
                 s.stats.reused_from = {"in place": 0, "memory": s.stats.reused_tokens // self.prefixes.grain, "disk": 0}
         return filling
 
-    def _prompt_work(self, filling: list[Stream], others_decode: bool) -> dict[Stream, Work]:
+    def _prompt_work(self, filling: list[Stream], others_decode: bool) -> dict[int, Work]:
         """A chunk of the prompt whose turn it is, and of those that fit into the same step as a whole."""
         rows = min(self.engine.options.chunk, BESIDE) if others_decode else self.engine.options.chunk
         chosen: list[Stream] = []
         for stream in filling:
-            widest = max(len(s._part(rows)) for s in (*chosen, stream))
-            width = self.engine.chunk_width(widest)
-            if not chosen or width * covering([s.slot for s in (*chosen, stream)], len(self.engine.slots)).count <= rows:
-                chosen.append(stream)
+            together = (*chosen, stream)
+            if chosen:
+                width = self.engine.chunk_width(max(len(s._part(rows)) for s in together))
+                if width * covering([s.slot for s in together], len(self.engine.slots)).count > rows:
+                    continue
+            chosen.append(stream)
         for stream in chosen:  # the others come first in the next step
             self._active.remove(stream)
             self._active.append(stream)
-        return {s: Prompt(s._part(rows)) for s in chosen}
+        return {s.slot: Prompt(s._part(rows)) for s in chosen}
 
-    def _decode_work(self, decoding: list[Stream], filling: list[Stream]) -> dict[Stream, Work]:
+    def _decode_work(self, decoding: list[Stream], filling: list[Stream]) -> dict[int, Work]:
         width = self.width
-        self._covered = covering([s.slot for s in decoding], len(self.engine.slots)).count
         if self.widths is not None:
             width = self.widths.choose(self._covered, [s._acceptance if s._request.speculating else None for s in decoding])
-        work: dict[Stream, Work] = {s: s._request.forced_work() or s._request.work(width) for s in decoding}
-        if any(item.rows > 1 for item in work.values()):
+        work: dict[int, Work] = {}
+        for s in decoding:
+            request, control = s._request, s._control
+            forced = request.forced_work() if request.may_force else None
+            work[s.slot] = forced or request.work(width if control is None else control.next())
+        if filling and any(item.rows > 1 for item in work.values()):
             for s in filling:  # twice the rows are still less than a step of its own
-                if s._left <= width and covering([other.slot for other in (*work, s)], len(self.engine.slots)).count <= 2 * self._covered:
-                    work[s] = Prompt(s._prompt[s._filled :])
+                if s._left <= width and covering((*work, s.slot), len(self.engine.slots)).count <= 2 * self._covered:
+                    work[s.slot] = Prompt(s._prompt[s._filled :])
         return work
 
     def _take(self, stream: Stream, item: Work, result: StepResult) -> None:
         """What a step brought one sequence."""
         request = stream._request
-        if not isinstance(item, Prompt):
+        if isinstance(item, Prompt):
+            block = self._take_prompt(stream, item, result)
+        else:
             block = request.take(item, result, self.engine, stream.slot)
-            if item.rows > 1 and stream._acceptance is not None and not request.forced:
-                stream._acceptance.observe(item.rows, len(block) - 1)
-            self._emit(stream, block)
-            return
+            stream._rows, stream._matched = len(result.tokens), len(block) - 1
+        if block:
+            stream.tokens += block
+            self._stats.emitted += len(block)
+            stream._blocks.append((block, request.drafts))
+        if request.limits.reason and not stream._left:
+            self._end(stream, request.limits.reason)
+
+    def _take_prompt(self, stream: Stream, item: Prompt, result: StepResult) -> list[int]:
+        """A part of its prompt has been computed; the token behind it, if that was the last part."""
         if not result.target_finite:
             raise EngineError(self.engine.not_finite(stream.slot))
         stream._filled += len(item.tokens)
-        self.stats.prompt_tokens += len(item.tokens)
+        self._stats.prompt_tokens += len(item.tokens)
         if self.prefixes is not None:
             last = stream._left <= len(item.tokens)
             self.prefixes.computed(stream.slot, stream._keys, last or stream._filled in stream._partings)
-        if not stream._left:
-            stream._phase("prefill")
-            if stream._request.limits.reason:  # no tokens were asked for: others may begin with this prompt
-                self._end(stream, stream._request.limits.reason)
-                return
-            self._emit(stream, [request.first(int(result.ids[0]), self.engine, stream.slot)])
-        else:
+        if stream._progress is not None:
+            stream._progress(stream._filled - stream._known, len(stream._prompt) - stream._known)
+        if stream._left:
             stream.stats.target_forwards += 1
-
-    def _emit(self, stream: Stream, block: list[int]) -> None:
-        stream.tokens += block
-        self.stats.emitted += len(block)
-        stream._blocks.append((block, stream._request.drafts))
-        if stream._request.limits.reason:
-            self._end(stream, stream._request.limits.reason)
+            return []
+        stream._phase("prefill")
+        self._changed = True
+        if stream._request.limits.reason:  # no tokens were asked for: others may begin with this prompt
+            return []
+        return [stream._request.first(int(result.ids[0]), self.engine, stream.slot)]
 
     def _end(self, stream: Stream, reason: str) -> None:
         stream.stats.stop_reason = reason
-        stream._request.ended()
-        self.stats.finished[reason] += 1
+        self._stats.finished[reason] += 1
         self._leave(stream)
         stream.ended = True
 
-    def _fail(self, streams: list[Stream], error: BaseException) -> None:
-        for stream in streams:
-            stream.error = error
-            self.stats.finished["error"] += 1
-            self._leave(stream)
+    def _fail(self, stream: Stream, error: BaseException) -> None:
+        self._stats.finished["error"] += 1
+        self._leave(stream)
+        stream.error = error
 
     def _leave(self, stream: Stream) -> None:
-        stream._leaders = []
-        stream._phase("queued" if stream.slot < 0 else "decode" if not stream._left else "prefill")
+        self._changed = True
         if stream in self._active:
             self._active.remove(stream)
-            self.engine.release(stream.slot)
+            if not self.engine.graphs.closed:
+                stream._finish()
+                self.engine.read_candidates(0, stream.slot) if stream._stays else self.engine.release(stream.slot)
+        else:
+            stream._finish()
 
-    def _count(self, work: dict[Stream, Work], decoding: list[Stream], prompts: bool, spent: float) -> None:
-        stats, now = self.stats, time.perf_counter()
+    def _count(self, work: dict[int, Work], results: dict[int, StepResult], decoding: Sequence[Stream], began: int) -> None:
+        """``decoding``: whom the step brought a block; ``began``: by the clock of nanoseconds."""
+        now = time.perf_counter_ns()
+        spent, stats = now - began, self._stats
         stats.steps += 1
-        stats.prompt_steps += prompts
-        stats.decoding[0 if prompts else len(decoding)] += 1
-        stats.rows_computed, stats.rows_used, stats.seconds = self.engine.rows_computed, self.engine.rows_used, stats.seconds + spent
-        if prompts:
+        stats.seconds += spent * 1e-9
+        stats.decoding[len(decoding)] += 1
+        if not decoding:
+            stats.prompt_steps += 1
             return
-        rows = max(item.rows for item in work.values() if not isinstance(item, Prompt))
-        width = next(w for w in (1, *candidate_widths(self.engine.options.width)) if rows <= w)
-        stats.widths[width] += 1
-        if self.widths is not None and len(work) == len(decoding) and not any(s._request.forced for s in decoding):
-            self.widths.observe(self._covered, width, 1000 * spent)
+        times, rows, forced = results[decoding[0].slot].times, 1, False
+        upload, compute, read = times.upload, times.compute, times.read
+        rest = spent // 1000 - upload - compute - read
         for stream in decoding:
-            if stream._last_step:
-                stats.longest_wait = max(stats.longest_wait, now - stream._last_step)
+            own, width, since = stream.stats, stream._rows, stream._last_step
+            host = own.host_us
+            host["upload"] += upload
+            host["compute"] += compute
+            host["read"] += read
+            host["host"] += max(0, rest)
+            own.seconds["decode"] = 1e-9 * (now - stream._since)
             stream._last_step = now
+            self._longest_wait = max(self._longest_wait, now - since)
+            if own.steps == WARMUP_STEPS and stream._counters is not None:
+                stream._counters.warm()
+            rows = max(rows, width)
+            if stream._request.forced:
+                forced = True
+            elif stream._control is not None:
+                stream._control.observe(width, stream._matched, spent / 1e6)
+                if not stream._request.speculating:  # the drafter has failed
+                    stream._control = None
+            elif width > 1 and stream._acceptance is not None:
+                stream._acceptance.observe(width, stream._matched)
+        width = self._padded[rows]
+        stats.widths[width] += 1
+        if self.widths is not None and len(work) == len(decoding) and not forced:
+            self.widths.observe(self._covered, width, spent / 1e6)
 
 
 def _alike(a: list[bytes], b: list[bytes]) -> int:

@@ -170,3 +170,38 @@ class Stats:
         out["matched_per_position"] = self.matched_per_position
         out["tokens_per_second"] = self.tokens_per_second
         return out
+
+
+@dataclass
+class BatchStats:
+    """Counts of an engine with several slots, over all sequences.
+
+    Attributes:
+        steps: forward passes; ``prompt_steps`` of them computed prompts only.
+        prompt_tokens, reused_tokens: tokens of prompts that were computed, and those that were not because another prompt began alike.
+        emitted: tokens that came out.
+        finished: sequences by why they ended.
+        rows_computed, rows_used: rows of the target's graphs, and those that a sequence had work for.
+        decoding: how many steps ran with n sequences decoding.
+        widths: how many steps with drafts ran at each width.
+        longest_wait: most seconds that a decoding sequence had between two of its steps.
+        seconds: spent in steps.
+    """
+
+    steps: int = 0
+    prompt_steps: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    emitted: int = 0
+    finished: Counter = field(default_factory=Counter)
+    rows_computed: int = 0
+    rows_used: int = 0
+    decoding: Counter = field(default_factory=Counter)
+    widths: Counter = field(default_factory=Counter)
+    longest_wait: float = 0.0
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict:
+        """Plain values, JSON-ready."""
+        counters = {k: {str(n): c for n, c in sorted(v.items())} for k, v in self.__dict__.items() if isinstance(v, Counter)}
+        return {**self.__dict__, **counters}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..decode.loop import PLAIN, LoopOptions, generate
+from ..decode.request import PLAIN, LoopOptions
+from ..decode.scheduler import generate
 from ..engine.engine import Engine
 from ..session import DEMO
 

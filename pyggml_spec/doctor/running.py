@@ -8,7 +8,8 @@ from contextlib import closing
 import numpy as np
 
 from ..decode.calibrate import WARMUP, step_costs
-from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
+from ..decode.scheduler import generate
 from ..decode.stats import Stats
 from ..decode.width import WidthControl
 from ..engine.engine import Engine

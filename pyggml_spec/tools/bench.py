@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
+from ..decode.scheduler import generate
 from ..decode.stats import Stats
 from ..decode.synthetic import SyntheticAcceptance
 from ..decode.width import WidthControl

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from ..decode.loop import PLAIN, SPECULATIVE
+from ..decode.request import PLAIN, SPECULATIVE
 from ..decode.stats import Stats
 from ..errors import ContextError, PairError, TemplateError
 from ..sampling.sampler import RANDOM_SEED, Sampling

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions
+from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
 from ..decode.scheduler import Scheduler
 from ..decode.synthetic import SyntheticAcceptance
 from ..errors import ContextError

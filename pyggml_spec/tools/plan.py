@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import whole
-from ..decode.loop import PLAIN, SPECULATIVE, LoopOptions
+from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.engine import Engine
 from ..engine.graph_store import Step
 from ..engine.graphs import StepGraphs

@@ -1,6 +1,7 @@
 """Scripted drafters and a reference text for the loop's tests."""
 
-from pyggml_spec.decode.loop import REFERENCE, SPECULATIVE, LoopOptions, generate
+from pyggml_spec.decode.request import REFERENCE, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.scheduler import generate
 from pyggml_spec.decode.stats import Stats
 
 

@@ -7,8 +7,8 @@ from decode.helpers import oracle, run
 
 import pyggml_spec as ps
 from pyggml_spec.decode.limits import Limits
-from pyggml_spec.decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
-from pyggml_spec.decode.scheduler import Scheduler
+from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.scheduler import Scheduler, generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions

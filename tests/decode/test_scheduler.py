@@ -9,8 +9,8 @@ import pytest
 from engine.batch_helpers import Pair, prompts, serve
 
 import pyggml_spec as ps
-from pyggml_spec.decode.loop import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, generate
-from pyggml_spec.decode.scheduler import BESIDE, Scheduler
+from pyggml_spec.decode.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.scheduler import BESIDE, Scheduler, generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.decode.synthetic import SyntheticAcceptance
 from pyggml_spec.engine.engine import Engine
@@ -238,11 +238,23 @@ def test_wrong_requests_are_refused_when_they_are_made(pair, scheduler):
         ([], DRAFT, ContextError, "empty"),
         ([1] * 800, DRAFT, ContextError, "800 tokens does not fit"),
         ([9999], DRAFT, ContextError, "9999"),
-        ([1], LoopOptions(3, REFERENCE), EngineError, "one slot"),
     ):
         with pytest.raises(error, match=words):
             scheduler.submit(prompt, options)
     assert scheduler.idle
+
+
+@pytest.mark.parametrize("width", [None, 4])
+def test_reference_mode_in_several_slots(pair, width):
+    """It was refused: plain decoding on blocks of full width, beside sequences that draft."""
+    with _scheduler(pair, 3, width) as scheduler:
+        texts = prompts(3, seed=9)
+        modes = (REFERENCE, SPECULATIVE, REFERENCE)
+        streams = [scheduler.submit(text, LoopOptions(20, mode)) for text, mode in zip(texts, modes)]
+        scheduler.run()
+        assert all(pair.agrees(text, stream.tokens) and len(stream.tokens) == 20 for text, stream in zip(texts, streams))
+        for stream in (streams[0], streams[2]):
+            assert (stream.stats.drafted, stream.stats.steps, stream.stats.widths) == (0, 19, {width or 16: 19})
 
 
 def test_one_slot_gives_what_a_session_alone_gives(pair):

@@ -7,8 +7,8 @@ from random_gguf.archs import write_gemma4, write_gpt_oss, write_qwen3, write_qw
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
-from pyggml_spec.decode.scheduler import Scheduler
+from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.scheduler import Scheduler, generate
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.slot import Draft, Prompt, Verify

@@ -8,7 +8,7 @@ from models.test_archs import TARGETS
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.decode.loop import PLAIN
+from pyggml_spec.decode.request import PLAIN
 from pyggml_spec.ggml.kernels import FEATURES
 from pyggml_spec.tools.compare import compare_logits
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache.test_kv import TRASH, backend, content  # noqa: F401
+from memory.test_kv import TRASH, backend, content  # noqa: F401
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps

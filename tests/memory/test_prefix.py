@@ -9,7 +9,8 @@ from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_q
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.decode.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.scheduler import generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.memory.prefix import PrefixCache
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cache.test_prefix import CHUNK, answer, assert_same, tokens
+from memory.test_prefix import CHUNK, answer, assert_same, tokens
 
 import pyggml_spec as ps
 from pyggml_spec.errors import PyspecError

@@ -5,7 +5,7 @@ import pytest
 from engine.batch_helpers import Pair
 from random_gguf.model import Shape
 
-from pyggml_spec.decode.loop import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.decode.scheduler import Scheduler
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions

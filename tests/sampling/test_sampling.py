@@ -15,11 +15,12 @@ import pytest
 from scipy.stats import chi2
 
 import pyggml_spec as ps
-from pyggml_spec.decode import loop
-from pyggml_spec.decode.loop import LoopOptions, generate
+from pyggml_spec.decode import counters
+from pyggml_spec.decode.request import LoopOptions
+from pyggml_spec.decode.scheduler import generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.engine.graphs import MOST_CANDIDATES
-from pyggml_spec.engine.slot import StepResult
+from pyggml_spec.engine.slot import Prompt, StepResult
 from pyggml_spec.errors import EngineError, SamplingError
 from pyggml_spec.memory.cursor import Cursor
 from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling
@@ -90,21 +91,20 @@ class TableTarget:
 
     def __init__(self, table):
         self.table, self.cursor, self._rows = table, Cursor(1 << 30), None
-        self.graphs = SimpleNamespace(closed=False)
-        self.drafter = None
-
-    def prefill(self, tokens, *more):
-        self._rows = self.table[tokens[-1:]]
-        self.cursor.advance(len(tokens), 0)
-        return int(self._rows[0].argmax())
+        self.graphs, self.options = SimpleNamespace(closed=False), SimpleNamespace(n_ctx=1 << 30, width=4, chunk=512)
+        self.target, self.drafter = SimpleNamespace(n_vocab=len(table)), None
+        self.rows_computed = self.rows_used = 0
 
     @property
     def slots(self):
         return [self]
 
-    def step(self, work):
-        tokens = np.array([self.cursor.pending, *work[0].drafts])
+    def step(self, work, meanwhile):
+        prompt = isinstance(work[0], Prompt)
+        tokens = np.array(work[0].tokens[-1:] if prompt else [self.cursor.pending, *work[0].drafts])
         self._rows = self.table[tokens]
+        if prompt:
+            self.cursor.advance(len(work[0].tokens), 0)
         times = SimpleNamespace(upload=0, compute=0, read=0)
         return {0: StepResult(tokens, self._rows.argmax(axis=1), True, True, times)}
 
@@ -157,7 +157,7 @@ def p_value(table, sampling, make=Sampler, count=9000) -> tuple[float, Stats]:
 
     stats = Stats()
     options = LoopOptions(count, width=4, sampler=sampler, drafts=most_likely)
-    with patch.object(loop, "_counts", lambda engine: defaultdict(int)):
+    with patch.object(counters, "counts", lambda engine: defaultdict(int)):
         tokens = [3, 4] + [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
     sampler.close()
     seen = {}
@@ -220,7 +220,7 @@ def test_speculation_keeps_the_distribution_under_a_grammar(table, temperature):
         return out[1:]
 
     stats, options = Stats(), LoopOptions(9000, width=4, sampler=sampler, drafts=most_likely)
-    with patch.object(loop, "_counts", lambda engine: defaultdict(int)):
+    with patch.object(counters, "counts", lambda engine: defaultdict(int)):
         tokens = [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
     sampler.close()
     assert 0 < stats.matched < stats.drafted and len(tokens) == 9000
@@ -367,7 +367,7 @@ def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch)
     out = []
     for candidates in (sampling.candidates(), None):
         sampler = Sampler(sampling, None, demo.target.n_vocab)
-        monkeypatch.setattr(engine, "read_candidates", lambda count: setattr(engine.slots[0], "candidates", candidates or 0))
+        monkeypatch.setattr(engine, "read_candidates", lambda count, slot=0: setattr(engine.slots[0], "candidates", candidates or 0))
         engine.reset()
         stats = Stats()
         blocks = list(generate(engine, prompt, LoopOptions(50, width=4, sampler=sampler), stats))
