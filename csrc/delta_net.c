@@ -12,7 +12,7 @@
 //   states  [S, S, H_v, L]                      behind a scratch area for the replay's unused attention output
 //   conv    [row, (d_conv - 1) + w, L]          per layer: history rows, then the block's projected rows
 //   convd   [channels, w, L]                    the block after convolution and SiLU; v is read from here
-//   qk      [S, 2 H_k, w, L]                    the block's normalised q and k
+//   qk      [S, 2 H_k r, w, L]                  the block's normalised q and k, each head `repeat` times, r
 //   gates   [H_v, w, L, 2]                      g of all layers, then beta of all layers
 //
 // With N slots (many sequences) every L above is N * L, slots inside layers: layer l of the slots [first, first + count) is one contiguous
@@ -57,6 +57,10 @@ static int64_t table_rows(const pgs_delta * d) {  // of one layer's table in con
     return (d->s.conv - 1 + d->s.max_width + 1) * d->n_slots;
 }
 
+static int64_t heads_qk(const pgs_delta * d) {  // heads of q, and of k, as the recurrence reads them: v-head h goes with h modulo this
+    return d->s.n_head_k * d->s.repeat;
+}
+
 static int64_t state_floats(const pgs_delta * d) {  // one layer
     return d->s.head_size * d->s.head_size * d->s.n_head_v;
 }
@@ -82,7 +86,7 @@ static ggml_backend_buffer_t pretended(struct ggml_context * ctx, ggml_backend_b
 
 pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape, char * err) {
     const pgs_delta_shape s = *shape;
-    if (s.n_layer < 1 || s.head_size < 1 || s.n_head_k < 1 || s.n_head_v % s.n_head_k != 0 || s.conv < 2 || s.max_width < 1 ||
+    if (s.n_layer < 1 || s.head_size < 1 || s.n_head_k < 1 || s.repeat < 1 || s.n_head_v % (s.n_head_k * s.repeat) != 0 || s.conv < 2 || s.max_width < 1 ||
         s.n_slots < 0) {
         snprintf(err, PGS_ERR, "delta-net shape out of range: %lld layers, head size %lld, %lld/%lld heads, %lld taps, width %lld, "
                  "%lld slots", (long long) s.n_layer, (long long) s.head_size, (long long) s.n_head_k, (long long) s.n_head_v,
@@ -111,7 +115,7 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
     d->states = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, replay_scratch(d, w) + state_floats(d) * L);
     d->conv   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.row * (s.n_slots > 0 ? table_rows(d) : s.conv - 1 + w) * s.n_layer);
     d->convd  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, d->channels * w * L);
-    d->qk     = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size * 2 * s.n_head_k * w * L);
+    d->qk     = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size * 2 * heads_qk(d) * w * L);
     d->gates  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.n_head_v * w * L * 2);
     d->norm   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size);
     const ggml_backend_buffer_type_t buft = ggml_backend_get_default_buffer_type(backend);
@@ -162,7 +166,7 @@ void pgs_delta_read_state(const pgs_delta * d, void * out) {
 void pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint8_t value) {
     const size_t  f = sizeof(float);
     const int64_t N = d->n_slots, row = d->s.row, hist = d->s.conv - 1, scratch = replay_scratch(d, d->s.max_width), table = row * table_rows(d);
-    const int64_t state = state_floats(d), gates = d->s.n_head_v * width, qk = d->s.head_size * 2 * d->s.n_head_k * width;
+    const int64_t state = state_floats(d), gates = d->s.n_head_v * width, qk = d->s.head_size * 2 * heads_qk(d) * width;
     const struct { struct ggml_tensor * pool; int64_t start, size, layer; } parts[] = {
         { d->states, scratch, state, state * N },
         { d->conv, 0, row * hist, table },
@@ -185,7 +189,7 @@ void pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint8_t val
 void pgs_delta_clear_blocks(pgs_delta * d, int64_t width) {
     const size_t rows = (size_t) (width * d->n_slots * d->s.n_layer) * sizeof(float);
     ggml_backend_tensor_memset(d->convd, 0, 0, (size_t) d->channels * rows);
-    ggml_backend_tensor_memset(d->qk, 0, 0, (size_t) (d->s.head_size * 2 * d->s.n_head_k) * rows);
+    ggml_backend_tensor_memset(d->qk, 0, 0, (size_t) (d->s.head_size * 2 * heads_qk(d)) * rows);
     ggml_backend_tensor_memset(d->gates, 0, 0, (size_t) (d->s.n_head_v * 2) * rows);
 }
 
@@ -261,11 +265,11 @@ static void next_histories(pgs_delta * d, struct ggml_context * ctx, struct ggml
 static struct ggml_tensor * replay_block(const pgs_delta * d, struct ggml_context * ctx, int64_t width, int64_t at, int64_t n,
                                          struct ggml_tensor * gates, int64_t gate, int64_t n_gates, struct ggml_tensor * state) {
     const pgs_delta_shape s = d->s;
-    const int64_t S = s.head_size, w = width;
-    const size_t  f = sizeof(float), gn = s.n_head_v * f, kn = 2 * s.n_head_k * S * f, vn = d->channels * f;
+    const int64_t S = s.head_size, w = width, H = heads_qk(d);
+    const size_t  f = sizeof(float), gn = s.n_head_v * f, kn = 2 * H * S * f, vn = d->channels * f;
     struct ggml_tensor * g    = ggml_view_4d(ctx, gates, 1, s.n_head_v, w, n, f, gn, gn * w, gn * w * gate);
     struct ggml_tensor * beta = ggml_view_4d(ctx, gates, 1, s.n_head_v, w, n, f, gn, gn * w, gn * w * (n_gates + gate));
-    struct ggml_tensor * k = ggml_view_4d(ctx, d->qk, S, s.n_head_k, w, n, S * f, kn, kn * w, kn * w * at + s.n_head_k * S * f);
+    struct ggml_tensor * k = ggml_view_4d(ctx, d->qk, S, H, w, n, S * f, kn, kn * w, kn * w * at + H * S * f);
     struct ggml_tensor * v = ggml_view_4d(ctx, d->convd, S, s.n_head_v, w, n, S * f, vn, vn * w, vn * w * at + 2 * s.n_head_k * S * f);
     // k stands in for q: the attention output is not read
     return ggml_gated_delta_net(ctx, k, k, v, g, beta, state, 1);
@@ -380,13 +384,13 @@ static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context 
 struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width,
                                      pgs_delta_mode mode, const pgs_delta_inputs * in, char * err) {
     const pgs_delta_shape s = d->s;
-    const int64_t L = s.n_layer, S = s.head_size, rows = in->proj->ne[1], B = d->count, T = rows / B, at = layer * d->n_slots + d->first;
+    const int64_t L = s.n_layer, S = s.head_size, rows = in->proj->ne[1], B = d->count, T = rows / B, at = layer * d->n_slots + d->first, H = heads_qk(d);
     const size_t  f = sizeof(float);
     const bool    pending = mode == PGS_DELTA_PENDING;
-    if (layer < 0 || layer >= L || T * B != rows || (width != 0 && width != T) || width > s.max_width || (pending && width == 0) ||
+    if (layer < 0 || layer >= L || T * B != rows || in->proj->ne[0] != s.row || (width != 0 && width != T) || width > s.max_width || (pending && width == 0) ||
         (in->take != NULL && width == 0 && T != 1) || (in->take == NULL && width != 0 && s.n_slots > 0)) {
-        snprintf(err, PGS_ERR, "delta-net layer %lld of %lld over %lld rows of %lld slots at width %lld", (long long) layer, (long long) L,
-                 (long long) rows, (long long) B, (long long) width);
+        snprintf(err, PGS_ERR, "delta-net layer %lld of %lld over %lld rows of %lld values and %lld slots at width %lld", (long long) layer,
+                 (long long) L, (long long) rows, (long long) in->proj->ne[0], (long long) B, (long long) width);
         return NULL;
     }
     struct ggml_tensor * sx = s.n_slots > 0 ? conv_input_slots(d, ctx, gf, layer, width, in, err)
@@ -403,11 +407,15 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     struct ggml_tensor * qk = ggml_view_3d(ctx, mixed, S, 2 * s.n_head_k, rows, S * f, row, 0);
     // x / sqrt(sum x^2 + eps) as rms_norm(x, eps / S) / sqrt(S): ggml_l2_norm has another epsilon (3.6 % relative error in the logits)
     qk = ggml_mul(ctx, ggml_rms_norm(ctx, qk, in->eps / (float) S), d->norm);
-    if (pending && pgs_place(d->qk, 2 * s.n_head_k * S * T * at * f, qk, err) != 0) {
+    if (s.repeat > 1) {
+        qk = ggml_repeat_4d(ctx, ggml_reshape_3d(ctx, qk, S, 1, 2 * s.n_head_k * rows), S, s.repeat, 2 * s.n_head_k * rows, 1);
+    }
+    if (pending && pgs_place(d->qk, 2 * H * S * T * at * f, qk, err) != 0) {
         return NULL;
     }
-    struct ggml_tensor * q = ggml_view_4d(ctx, qk, S, s.n_head_k, T, B, S * f, qk->nb[2], qk->nb[2] * T, 0);
-    struct ggml_tensor * k = ggml_view_4d(ctx, qk, S, s.n_head_k, T, B, S * f, qk->nb[2], qk->nb[2] * T, s.n_head_k * S * f);
+    const size_t each_row  = 2 * H * S * f;
+    struct ggml_tensor * q = ggml_view_4d(ctx, qk, S, H, T, B, S * f, each_row, each_row * T, 0);
+    struct ggml_tensor * k = ggml_view_4d(ctx, qk, S, H, T, B, S * f, each_row, each_row * T, H * S * f);
 
     // part of a fused product, beta has gaps between its rows, which the sigmoid of several backends does not take
     struct ggml_tensor * beta = ggml_sigmoid(ctx, ggml_is_contiguous(in->beta) ? in->beta : ggml_cont(ctx, in->beta));

@@ -98,7 +98,8 @@ typedef struct pgs_delta_shape {
     int64_t n_layer;    // delta-net layers
     int64_t head_size;  // S: rows and columns of one head's state
     int64_t n_head_k;   // H_k
-    int64_t n_head_v;   // H_v, a multiple of H_k
+    int64_t n_head_v;   // H_v, a multiple of H_k * repeat
+    int64_t repeat;     // copies of each head of q and k: v-head h goes with head h % H_k of them for 1, with h / (H_v / H_k) for H_v / H_k
     int64_t conv;       // d_conv: taps of the causal convolution
     int64_t row;        // floats per projected row that the engine keeps: conv channels, or more when the projection is fused
     int64_t max_width;  // widest block that is verified

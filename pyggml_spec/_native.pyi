@@ -86,6 +86,7 @@ class pgs_delta_shape(CData):
     head_size: int
     n_head_k: int
     n_head_v: int
+    repeat: int
     conv: int
     row: int
     max_width: int

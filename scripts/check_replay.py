@@ -30,6 +30,7 @@ STEPS, PROMPT = 12, 40
 TARGETS = {
     "qwen35": write_qwen35,
     "qwen35moe": archs.write_qwen35moe,
+    "qwen3next": archs.write_qwen3next,
     "qwen3": archs.write_qwen3,
     "qwen3moe": archs.write_qwen3moe,
     "llama": archs.write_llama,

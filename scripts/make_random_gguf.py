@@ -13,7 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.archs import (
+    write_gemma4,
+    write_gpt_oss,
+    write_laguna,
+    write_llama,
+    write_qwen3,
+    write_qwen3moe,
+    write_qwen3next,
+    write_qwen35moe,
+)
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 
@@ -57,6 +66,9 @@ MODELS = {
     "35B-A3B": Model(write_qwen35moe, Shape(n_layer=40, n_embd=2048, n_head=16, n_head_kv=2, delta_k=16, delta_v=32,
                                             n_expert=256, n_used=8, n_ff_expert=512, n_ff_shared=512,
                                             **drafter(8, 32, 4, 6144, 2, 11, 20, 29, 38), **HYBRID)),
+    "coder-next": Model(write_qwen3next, Shape(n_layer=48, n_embd=2048, n_head=16, n_head_kv=2, delta_k=16, delta_v=32,
+                                               n_expert=512, n_used=10, n_ff_expert=512, n_ff_shared=512,
+                                               **drafter(5, 32, 4, 6144, 2, 13, 24, 35, 46), **(HYBRID | {"n_vocab": 151936, "rope_base": 5e6}))),
     "gemma4-31B": Model(write_gemma4, Shape(n_layer=60, n_embd=5376, n_ff=21504, n_head=32, n_head_kv=16, n_head_kv_full=4,
                                             embedding_scale=5376**0.5, **drafter(5, 32, 8, 21504, 2, 13, 24, 36, 47, 58), **GEMMA4),
                         {"n_per_layer": 0, "shared": False}),

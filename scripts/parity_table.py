@@ -15,7 +15,16 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.archs import (
+    write_gemma4,
+    write_gpt_oss,
+    write_laguna,
+    write_llama,
+    write_qwen3,
+    write_qwen3moe,
+    write_qwen3next,
+    write_qwen35moe,
+)
 from random_gguf.model import Shape, write_qwen35
 
 from pyggml_spec.engine.parts import Parts
@@ -24,7 +33,7 @@ from pyggml_spec.tools.compare import compare_logits
 
 WRITERS = {
     "qwen35": write_qwen35, "qwen35moe": write_qwen35moe, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe, "llama": write_llama,
-    "gpt-oss": write_gpt_oss,
+    "qwen3next": write_qwen3next, "gpt-oss": write_gpt_oss,
     "gemma4": write_gemma4, "gemma4 routed": lambda *args: write_gemma4(*args, n_per_layer=0, shared=False, routed=True), "laguna": write_laguna,
 }  # fmt: skip
 WEIGHTS = ("F32", "Q8_0", "Q4_K")

@@ -38,6 +38,7 @@ ROUNDING = 1e-6  # NMSE of the kernels that are the default here, which add in a
 REFUSED = {
     "laguna-moe": "reads and does not apply to laguna models",
     "gpt-oss-moe": "reads and does not apply to gpt-oss models",
+    "qwen3next-moe": "reads and does not apply to qwen3next models",
     "llama-moe": "has routed experts, which llama models here do not",
 }
 

@@ -117,17 +117,29 @@ class LlamaDFlash:
         return logits[1:]
 
     def verify(self, drafts):
-        """Target ids of all rows; keeps the accepted prefix in both contexts. Returns (ids, matched)."""
+        """Target ids of all rows; keeps the accepted prefix in both contexts. Returns (ids, matched).
+
+        Where llama.cpp cannot roll recurrent states back (qwen3next) the state from before the block is put back, and the accepted rows decoded again.
+        """
+        rows, first = [self.pending, *drafts], self.n
+        before = self._state() if L.llama_model_is_hybrid(self.models[0]) else None
         ids = self._decode(self.tgt, [self.pending, *drafts], self.n).argmax(axis=1)
         self._capture(len(drafts) + 1, self.n)
         matched = 0
         while matched < len(drafts) and ids[matched] == drafts[matched]:
             matched += 1
         self.n += matched + 1
-        for ctx in (self.tgt, self.dft):
-            assert L.llama_memory_seq_rm(L.llama_get_memory(ctx), 0, self.n, -1)
+        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
+            assert before is not None and L.llama_state_seq_set_data(self.tgt, before, len(before), 0) == len(before)
+            self._decode(self.tgt, rows[: matched + 1], first)
         self.pending = int(ids[matched])
         return ids, matched
+
+    def _state(self):
+        data = (ctypes.c_uint8 * L.llama_state_seq_get_size(self.tgt, 0))()
+        assert L.llama_state_seq_get_data(self.tgt, data, len(data), 0) == len(data)
+        return data
 
     def close(self):
         L.llama_batch_free(self.batch)

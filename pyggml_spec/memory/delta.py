@@ -35,7 +35,17 @@ class DeltaState:
         self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1
         self._history = np.arange(shape.conv - 1, dtype=np.int32)
         self._err = new_err()
-        sizes = [shape.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.conv, row, max_width, 0 if self.inline else slots]
+        sizes = [
+            shape.layers,
+            shape.head_size,
+            shape.n_head_k,
+            shape.n_head_v,
+            shape.repeat,
+            shape.conv,
+            row,
+            max_width,
+            0 if self.inline else slots,
+        ]
         spec = ffi.new("pgs_delta_shape *", [*sizes, planned])
         self.handle: Any = lib.pgs_delta_new(backend.handle, spec, self._err)
         if self.handle == ffi.NULL:

@@ -16,13 +16,22 @@ from .weights import Spec, Weights
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Delta-net geometry: ``layers`` of ``n_head_v`` states [head_size, head_size]; ``conv`` taps; k and q have ``n_head_k`` heads."""
+    """Delta-net geometry: ``layers`` of ``n_head_v`` states [head_size, head_size]; ``conv`` taps; k and q have ``n_head_k`` heads.
+
+    A v-head h goes with head h % n_head_k of q and k, or with h // (n_head_v / n_head_k) where ``grouped``.
+    """
 
     layers: int
     head_size: int
     n_head_k: int
     n_head_v: int
     conv: int
+    grouped: bool = False
+
+    @property
+    def repeat(self) -> int:
+        """How often each head of q and k is there for the recurrence, which takes them in turn."""
+        return self.n_head_v // self.n_head_k if self.grouped else 1
 
     @property
     def channels(self) -> int:

@@ -36,7 +36,8 @@ class Hparams:
     context_length: int
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
+    def from_gguf(cls, file: GGUFFile, arch: str, grouped: bool = False) -> "Hparams":
+        """``grouped``: neighbouring v-heads share a head of q and k (``DeltaShape``), and the rope has no axes."""
         n_block = positive(file, f"{arch}.block_count", limit=1024)
         n_layer = n_block - file.get(f"{arch}.nextn_predict_layers", int, 0)
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
@@ -56,7 +57,8 @@ class Hparams:
         if n_layer < 1 or len(recurrent) != n_layer or not any(recurrent):
             raise ModelError(f"{file.path}: {n_layer} layers with {sum(recurrent)} recurrent ones is not a {arch} model")
         rope = Rope.from_gguf(file, arch, head_size)
-        rope.check_sections(file, arch, interleaved=True)
+        if not grouped:
+            rope.check_sections(file, arch, interleaved=True)
         return cls(
             n_block,
             n_layer,
@@ -66,7 +68,7 @@ class Hparams:
             head_size,
             epsilon(file, arch),
             rope,
-            DeltaShape(sum(recurrent), state, heads_k, heads_v, positive(file, f"{arch}.ssm.conv_kernel", limit=16)),
+            DeltaShape(sum(recurrent), state, heads_k, heads_v, positive(file, f"{arch}.ssm.conv_kernel", limit=16), grouped),
             recurrent,
             positive(file, f"{arch}.context_length", limit=1 << 31),
         )
@@ -78,11 +80,12 @@ class Qwen35(Model):
     arch = "qwen35"
     weights: Weights
     biased = ATTENTION
+    grouped = False  # neighbouring v-heads share a head of q and k
     window = 0
     embedding_scale, softcap = 1.0, 0.0
 
     def __init__(self, file: GGUFFile) -> None:
-        self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
+        self.file, self.hp = file, Hparams.from_gguf(file, self.arch, self.grouped)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
         self.n_vocab = vocabulary(file)
         self._read_ffn(file)
@@ -139,13 +142,16 @@ class Qwen35(Model):
         shapes = {"ffn_gate": (n, n_ff), "ffn_up": (n, n_ff), "ffn_down": (n_ff, n)}
         return [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
 
+    def _recurrent_members(self) -> tuple[str, ...]:
+        return ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
+
     def _ffn_members(self) -> tuple[str, ...]:
         return ("ffn_gate", "ffn_up")
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         out = {}
         for i in range(self.n_layer):
-            mixer = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha") if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
+            mixer = self._recurrent_members() if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
             out[f"blk.{i}.mixer"] = tuple(f"blk.{i}.{name}.weight" for name in mixer)
             out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in self._ffn_members())
         return out
@@ -209,13 +215,18 @@ class Qwen35(Model):
 
     def _delta_net(self, g: Graph, rows: Rows, h: Tensor, i: int, n: int) -> Tensor:
         hp, w = self.hp, self.weights
-        proj, z, beta, alpha = project(g, w.group(f"blk.{i}.mixer"), h)
+        proj, z, beta, alpha = self._projections(g, h, i)
         names = ("ssm_conv1d.weight", "ssm_dt.bias", "ssm_a")
         conv_w, dt, a = (w[f"blk.{i}.{name}"] for name in names)
         assert rows.delta is not None
-        o = rows.delta.layer(g, n, g.whole(proj), beta, alpha, conv_w, dt, a, hp.eps)
+        o = rows.delta.layer(g, n, proj, beta, alpha, conv_w, dt, a, hp.eps)
         o = g.flat(g.rms_norm(o, w[f"blk.{i}.ssm_norm.weight"], hp.eps))
         return product(g, w.matrix(f"blk.{i}.ssm_out.weight"), g.swiglu(z, o))
+
+    def _projections(self, g: Graph, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """F32 rows that begin with q | k | v, ``delta_row`` long; z [S * H_v, T]; beta and alpha [H_v, T]."""
+        proj, z, beta, alpha = project(g, self.weights.group(f"blk.{i}.mixer"), h)
+        return g.whole(proj), z, beta, alpha
 
     def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
         return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights.matrix(f"blk.{i}.ffn_down.weight"), n)

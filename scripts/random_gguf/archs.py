@@ -1,5 +1,6 @@
 """Random-weight GGUFs of the architectures besides qwen35; ``random_model`` has the writer, the shapes and the drafter."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,7 +141,11 @@ def write_qwen35moe(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, joined: bool = False
 ) -> Path:
     """Writes a random qwen35moe target."""
-    s = shape
+    return write_hybrid(path, "qwen35moe", shape, quant, seed, mixed, shared_and_routed(shape, joined))
+
+
+def shared_and_routed(s: Shape, joined: bool) -> Callable:
+    """What writes routed experts and a shared one behind a gate."""
 
     def ffn(w: Writer, prefix: str, other: int | None) -> None:
         if prefix == "blk.0.":
@@ -150,7 +155,14 @@ def write_qwen35moe(
         w.out.add_tensor(prefix + "ffn_gate_inp_shexp.weight", w.rng.standard_normal(s.n_embd).astype(np.float32) / s.n_embd**0.5)
         w.matrices(prefix, ffn_shapes(s.n_embd, s.n_ff_shared, "_shexp"))
 
-    return write_hybrid(path, "qwen35moe", s, quant, seed, mixed, ffn)
+    return ffn
+
+
+def write_qwen3next(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, joined: bool = False
+) -> Path:
+    """Writes a random qwen3next target; ``joined`` has q, k, v and z in one matrix, as its first files do."""
+    return write_hybrid(path, "qwen3next", shape, quant, seed, mixed, shared_and_routed(shape, False), joined)
 
 
 def write_laguna(

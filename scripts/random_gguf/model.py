@@ -197,15 +197,19 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
     return write_hybrid(path, "qwen35", shape, quant, seed, mixed, ffn)
 
 
-def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixed: bool, ffn: Callable) -> Path:
-    """Writes a random target with delta-net layers; ``ffn(writer, prefix, other type)`` writes the FFN tensors of a layer."""
+def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixed: bool, ffn: Callable, joined: bool = False) -> Path:
+    """Writes a random target with delta-net layers; ``ffn(writer, prefix, other type)`` writes the FFN tensors of a layer.
+
+    qwen3next has beta and alpha in one matrix, and with ``joined`` q, k, v and z in one too, both with the parts of each k-head side by side.
+    """
     path = Path(path)
     w = Writer(path, a, quant, seed)
     out = w.out
     w.sizes(s)
     out.add_rope_dimension_count(s.n_rot)
     out.add_rope_freq_base(s.rope_base)
-    out.add_rope_dimension_sections([(s.n_rot // 2 + 2 - axis) // 3 for axis in range(3)] + [0])
+    if a != "qwen3next":
+        out.add_rope_dimension_sections([(s.n_rot // 2 + 2 - axis) // 3 for axis in range(3)] + [0])
     out.add_uint32(f"{a}.ssm.conv_kernel", 4)
     out.add_uint32(f"{a}.ssm.inner_size", s.delta_head * s.delta_v)
     out.add_uint32(f"{a}.ssm.state_size", s.delta_head)
@@ -220,10 +224,9 @@ def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixe
         w.vector(b + "attn_norm.weight", s.n_embd, 0.5, 1.5)
         w.vector(b + "post_attention_norm.weight", s.n_embd, 0.5, 1.5)
         if (i + 1) % s.every:
-            w.matrix(b + "attn_qkv.weight", s.n_embd, channels)
-            w.matrix(b + "attn_gate.weight", s.n_embd, inner)
-            w.matrix(b + "ssm_beta.weight", s.n_embd, s.delta_v)
-            w.matrix(b + "ssm_alpha.weight", s.n_embd, s.delta_v)
+            projections = {"ssm_in": channels + inner} if joined else {"attn_qkv": channels, "attn_gate": inner}
+            projections |= {"ssm_ba": 2 * s.delta_v} if a == "qwen3next" else dict.fromkeys(("ssm_beta", "ssm_alpha"), s.delta_v)
+            w.matrices(b, {name: (s.n_embd, n_out) for name, n_out in projections.items()})
             out.add_tensor(b + "ssm_conv1d.weight", (w.rng.standard_normal((channels, 4)) * 0.5).astype(np.float32))
             w.vector(b + "ssm_dt.bias", s.delta_v, -4.0, 1.0)
             out.add_tensor(b + "ssm_a", -w.rng.uniform(0.1, 4.0, s.delta_v).astype(np.float32))

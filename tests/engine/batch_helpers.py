@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_qwen3, write_qwen3moe
+from random_gguf.archs import write_gemma4, write_gpt_oss, write_qwen3, write_qwen3moe, write_qwen3next
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
@@ -13,7 +13,14 @@ from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
 
-WRITERS = {"qwen35": write_qwen35, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe, "gemma4": write_gemma4, "gpt-oss": write_gpt_oss}
+WRITERS = {
+    "qwen35": write_qwen35,
+    "qwen3": write_qwen3,
+    "qwen3moe": write_qwen3moe,
+    "gemma4": write_gemma4,
+    "gpt-oss": write_gpt_oss,
+    "qwen3next": write_qwen3next,
+}
 TIE = 2e-3
 LENGTHS = (1, 5, 17, 33, 40, 2, 61)
 

@@ -18,7 +18,7 @@ from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.memory.kv import GPU_SPAN, SPAN
 from pyggml_spec.memory.slots import SlotRange, covering
 
-ARCHS = ("qwen35", "qwen3", "qwen3moe", "gemma4", "gpt-oss")
+ARCHS = ("qwen35", "qwen3", "qwen3moe", "gemma4", "gpt-oss", "qwen3next")
 
 
 @pytest.fixture(scope="module", params=ARCHS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen3moe
+from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen3moe, write_qwen3next
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
@@ -16,7 +16,7 @@ from pyggml_spec.memory.prefix import PrefixCache
 
 WRITERS = {
     "qwen35": write_qwen35, "gemma4": write_gemma4, "laguna": write_laguna, "gpt-oss": write_gpt_oss, "qwen3": write_qwen3,
-    "qwen3moe": write_qwen3moe,
+    "qwen3moe": write_qwen3moe, "qwen3next": write_qwen3next,
 }  # fmt: skip
 CHUNK, N_CTX, WIDTH = 32, 1024, 8
 MANY = 1 << 30

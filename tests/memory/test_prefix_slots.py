@@ -20,7 +20,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-@pytest.fixture(scope="module", params=["qwen35", "qwen3", "qwen3moe", "gemma4", "gpt-oss"])
+@pytest.fixture(scope="module", params=["qwen35", "qwen3", "qwen3moe", "gemma4", "gpt-oss", "qwen3next"])
 def pair(request, tmp_path_factory):
     """gemma4's rings of 128 rows are shorter than the prompts."""
     made = Pair(tmp_path_factory.mktemp(request.param), request.param, N_CTX, Shape(window=12))

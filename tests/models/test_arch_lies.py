@@ -7,7 +7,16 @@ from gguf_io.batch import load_all
 from gguf_io.build import ARR, BOOL, F32, I32, U32, Model
 from gguf_io.small import SMALL
 from models.dress import dressed
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.archs import (
+    write_gemma4,
+    write_gpt_oss,
+    write_laguna,
+    write_llama,
+    write_qwen3,
+    write_qwen3moe,
+    write_qwen3next,
+    write_qwen35moe,
+)
 
 TINY = replace(SMALL, n_expert=4, n_used=2, n_ff_expert=32, n_ff_shared=32, target_window=8)
 WRITERS = {
@@ -15,6 +24,7 @@ WRITERS = {
     "qwen3moe": lambda path: write_qwen3moe(path, TINY),
     "llama": lambda path: dressed(write_llama(path, TINY))[0],
     "qwen35moe": lambda path: dressed(write_qwen35moe(path, TINY))[0],
+    "qwen3next": lambda path: dressed(write_qwen3next(path, TINY))[0],
     "laguna": lambda path: write_laguna(path, TINY),
     "gpt-oss": lambda path: write_gpt_oss(path, TINY),
     "gemma4": lambda path: write_gemma4(path, replace(TINY, n_layer=4), routed=True),

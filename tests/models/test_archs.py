@@ -8,7 +8,16 @@ from decode.helpers import oracle, reference, run
 from decode.test_draft_parity import assert_blocks_equal
 from gguf_io.build import F32, U32, Model
 from llama_oracle import LlamaDFlash
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.archs import (
+    write_gemma4,
+    write_gpt_oss,
+    write_laguna,
+    write_llama,
+    write_qwen3,
+    write_qwen3moe,
+    write_qwen3next,
+    write_qwen35moe,
+)
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
@@ -32,6 +41,7 @@ WRITERS = {
     "laguna": write_laguna,
     "gemma4": write_gemma4,
     "gpt-oss": write_gpt_oss,
+    "qwen3next": write_qwen3next,
 }
 WINDOWED = ["laguna", "gemma4", "gpt-oss"]
 DRAFTED_BY_LLAMA_CPP = (
@@ -41,8 +51,10 @@ DRAFTED_BY_LLAMA_CPP = (
     "qwen35moe",
     "gemma4",
     "gpt-oss",
+    "qwen3next",
 )  # architectures whose layer inputs the pinned llama.cpp exposes
 TARGETS = {"qwen35": write_qwen35, **WRITERS}
+JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
 
 
@@ -119,10 +131,10 @@ def test_speculative_text_equals_plain(tmp_path, arch):
         assert tokens == text and set(stats.block_sizes) == set(range(1, 17))
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", [*TARGETS, "qwen3next joined"])
 def test_rollback_after_every_accepted_length(tmp_path, arch):
     """What follows a block of which 0 .. 15 drafts were accepted, garbage behind them, is what follows the same tokens committed singly."""
-    path, tokens = TARGETS[arch](tmp_path / "t.gguf", Shape()), np.random.default_rng(4).integers(0, 256, 60).tolist()
+    path, tokens = {**TARGETS, **JOINED}[arch](tmp_path / "t.gguf", Shape()), np.random.default_rng(4).integers(0, 256, 60).tolist()
     with open_engine(path, 64, 256) as engine:
         for accepted in range(16):
             engine.reset()
@@ -203,6 +215,35 @@ def test_yarn_keys_that_are_not_followed_are_said(tmp_path):
 
 def test_qwen35moe_with_gate_and_up_in_one_tensor(tmp_path):
     assert_equal(write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q4_K", joined=True), 37)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_qwen3next_with_q_k_v_and_z_in_one_matrix(tmp_path, quant):
+    """The layout of the first converter, in a model whose k-heads have three v-heads each."""
+    path = write_qwen3next(tmp_path / "t.gguf", Shape(delta_k=2, delta_v=6), quant, joined=True)
+    for tokens in (1, 37, 300):
+        assert_equal(path, tokens)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (1, 3), (3, 6)], ids=str)
+def test_qwen3next_heads(tmp_path, heads):
+    """As many v-heads as k-heads, all of one, and heads that are no power of two."""
+    assert_equal(write_qwen3next(tmp_path / "t.gguf", Shape(delta_k=heads[0], delta_v=heads[1]), "F32"), 70)
+
+
+def test_qwen3next_needs_one_layout_in_all_layers(tmp_path):
+    """One width of rows serves the recurrent states of all layers."""
+    model, other = (Model(write_qwen3next(tmp_path / "t.gguf", joined=joined)) for joined in (False, True))
+    model.tensors["blk.1.ssm_in.weight"] = other.tensors["blk.1.ssm_in.weight"]
+    with pytest.raises(ModelError, match="in one matrix in some layers and not in layer 0"):
+        ps.load(model.write(tmp_path / "o.gguf"), device="CPU", threads=1, n_ctx=64)
+
+
+def test_qwen3next_without_the_sizes_of_its_experts(tmp_path):
+    model = Model(write_qwen3next(tmp_path / "t.gguf", Shape(n_ff=384, n_ff_expert=128, n_ff_shared=384, n_used=3)))
+    for name in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        del model.keys[f"qwen3next.{name}"]
+    assert_equal(model.write(tmp_path / "o.gguf"), 37)
 
 
 @pytest.mark.parametrize("n_expert, n_used", [(8, 1), (5, 5), (64, 8)])

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen3moe, write_qwen3next, write_qwen35moe
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
@@ -29,6 +29,7 @@ WRITERS = {
     "qwen3moe": write_qwen3moe,
     "laguna": write_laguna,
     "gpt-oss": write_gpt_oss,
+    "qwen3next": write_qwen3next,
     "gemma4": lambda path, *more: write_gemma4(path, *more, routed=True),
 }
 IDS = np.random.default_rng(1).integers(0, 256, 57).tolist()
@@ -98,7 +99,7 @@ def test_a_file_whose_tensors_are_not_aligned_is_copied(tmp_path, monkeypatch):
     np.testing.assert_array_equal(mapped, logits(path, lambda target: placed(target, lambda i: (1, 4))))
 
 
-@pytest.mark.parametrize("arch", ["qwen35moe", "qwen3moe", "laguna", "gpt-oss", "gemma4"])
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen3moe", "laguna", "gpt-oss", "qwen3next", "gemma4"])
 def test_speculative_text_is_the_same_at_any_residency(tmp_path, arch):
     """Prefill, plain and fused steps of several widths, rollback; the hit rate is counted, and nothing is built late."""
     shape = Shape()

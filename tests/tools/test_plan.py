@@ -6,7 +6,16 @@ import sys
 
 import numpy as np
 import pytest
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen35moe
+from random_gguf.archs import (
+    write_gemma4,
+    write_gpt_oss,
+    write_laguna,
+    write_llama,
+    write_qwen3,
+    write_qwen3moe,
+    write_qwen3next,
+    write_qwen35moe,
+)
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
@@ -100,9 +109,15 @@ def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
 
 ARCHITECTURES = {
     "qwen35": write_qwen35, "qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "qwen3moe": write_qwen3moe, "laguna": write_laguna, "gemma4": write_gemma4,
-    "gpt-oss": write_gpt_oss,
+    "gpt-oss": write_gpt_oss, "qwen3next": write_qwen3next,
 }  # fmt: skip
-EXPERTS = {"qwen35moe": ExpertOptions(1, 0.5), "qwen3moe": ExpertOptions(2), "laguna": ExpertOptions(-1), "gpt-oss": ExpertOptions(1, 0.5)}
+EXPERTS = {
+    "qwen35moe": ExpertOptions(1, 0.5),
+    "qwen3moe": ExpertOptions(2),
+    "laguna": ExpertOptions(-1),
+    "gpt-oss": ExpertOptions(1, 0.5),
+    "qwen3next": ExpertOptions(1, 0.5),
+}
 QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k": "q8_0"}
 
 
