@@ -1,4 +1,5 @@
 # make run   sets everything up and runs the main job on the embedded pair
+# make serve  sets everything up and serves the embedded pair at http://127.0.0.1:8080; ARGS="-m target.gguf -md drafter.gguf" serves others
 # make test  sets everything up and runs the tests
 # make cuda  then builds for NVIDIA GPUs, with the patches; ARCH=90 names others than that of this machine (half an hour)
 # make lint  ruff (layout and rules) and mypy
@@ -11,7 +12,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test cuda lint test-patches clean
+.PHONY: run serve test cuda lint test-patches clean
 .DEFAULT_GOAL := run
 
 $(READY): pyproject.toml CMakeLists.txt scripts/set_up.py $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/cpu/* cmake/*)
@@ -21,6 +22,9 @@ $(READY): pyproject.toml CMakeLists.txt scripts/set_up.py $(wildcard csrc/*.c cs
 
 run: $(READY)
 	$(BIN)/pyspec run
+
+serve: $(READY)
+	$(BIN)/pyspec serve $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

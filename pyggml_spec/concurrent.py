@@ -226,6 +226,21 @@ class ConcurrentSession:
         return self._scheduler.stats
 
     @property
+    def n_ctx(self) -> int:
+        """Tokens of context of each slot."""
+        return self._scheduler.engine.options.n_ctx
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes on the device that the beginnings of prompts take."""
+        return self._scheduler.prefixes.used_bytes if self._scheduler.prefixes is not None else 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no more requests: it is closed, or an error has ended it."""
+        return self._closing
+
+    @property
     def closed(self) -> bool:
         """Whether it has been closed and its thread has ended."""
         return self._closing and not self._thread.is_alive()

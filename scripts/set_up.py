@@ -72,7 +72,7 @@ def llama_cpp_python() -> None:
 def main() -> None:
     pip_install("installing build tools", *TOOLS)
     llama_cpp_python()
-    pip_install("installing pyggml_spec and what its tests need", "--no-build-isolation", "--editable", f"{ROOT}[test,lint]")
+    pip_install("installing pyggml_spec and what its tests need", "--no-build-isolation", "--editable", f"{ROOT}[test,lint,serve]")
 
 
 if __name__ == "__main__":

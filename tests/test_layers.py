@@ -13,6 +13,7 @@ ROOT = Path(pyggml_spec.__file__).parent
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in ROOT.rglob("*.py")}
 LAYERS = (
     {"cli"},
+    {"serve"},
     {"tools", "doctor", "chat", "concurrent", "session"},
     {"decode"},
     {"sampling"},

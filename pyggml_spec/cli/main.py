@@ -20,6 +20,7 @@ class Commands(click.Group):
     names: ClassVar = {  # and what `pyspec --help` says about them
         "run": "Generates text.",
         "chat": "Talks with a model: a line is a turn.",
+        "serve": "Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do.",
         "bench": "Measures speed, or acceptance on real prompts.",
         "doctor": "Says why acceptance is low or speed is missing.",
         "plan": "Says how many bytes a pair will take, before it is loaded.",

@@ -1,0 +1,135 @@
+"""pyspec serve"""
+
+import json
+import sys
+
+import click
+
+from ..errors import PyspecError
+from .help import GroupedCommand
+from .llama_cpp import llama_cpp_options
+from .options import (
+    TokenLimit,
+    cache_type_options,
+    chunk_option,
+    draft_cache_type_options,
+    expert_options,
+    graphs_option,
+    prefix_memory_option,
+    target_options,
+    text_of,
+)
+from .report import engaged_line
+from .sampling import sampler_options, take_sampling
+from .terminal import progress_line, say
+
+_KEY = "Key that requests have to bring; several with commas between them."
+
+
+@click.command("serve", cls=GroupedCommand, words="prompts come over HTTP")
+@target_options
+@llama_cpp_options
+@graphs_option
+@expert_options
+@cache_type_options
+@draft_cache_type_options
+@click.option(
+    "-np", "--parallel", "--slots", "slots", type=click.IntRange(1, 64), default=8, show_default=True, help="Requests that run at once."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; several with commas between them.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
+@click.option("--api-key", multiple=True, help=_KEY)
+@click.option("--api-key-file", type=click.Path(), help="File with keys, one per line; SIGHUP reads it anew.")
+@click.option(
+    "--queue", "queue_requests", type=click.IntRange(0), help="Requests that may wait; further ones get 429. Default: 4 per slot."
+)
+@click.option("--queue-tokens", type=click.IntRange(1), help="Tokens of prompts that may wait. Default: no limit.")
+@click.option("--queue-timeout", "queue_seconds", type=click.FloatRange(0.01), help="Seconds that a request may wait. Default: no limit.")
+@click.option(
+    "--drain", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds for running requests when the server is ended."
+)
+@click.option("--max-body", type=click.IntRange(1), default=32, show_default=True, metavar="MIB", help="Largest request body.")
+@click.option("-a", "--alias", help="Name of the model; several with commas between them. Default: the file's.")
+@click.option("--tags", help="Tags of the model in the list of models, with commas between them.")
+@click.option(
+    "-n", "--predict", "--n-predict", "max_tokens", type=TokenLimit(0), help="Most tokens per answer. Default: no limit but the context."
+)
+@click.option("--chat-template", "template", help="Chat template instead of the model file's: Jinja text, or chatml or llama3.")
+@click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
+@click.option("--chat-template-kwargs", "variables", metavar="JSON", help="Further names that the template knows, as a JSON object.")
+@click.option("--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto", help="Thinking mode, where the template has one.")
+@click.option(
+    "--reasoning-format", type=click.Choice(["auto", "deepseek", "none"]), default="auto", help="none leaves reasoning in the content."
+)
+@click.option(
+    "--cors-origins", default="localhost", show_default=True, help="Pages whose scripts may ask: *, localhost, or a list of origins."
+)
+@click.option("--ssl-cert-file", "certificate", type=click.Path(), help="Certificate for HTTPS.")
+@click.option("--ssl-key-file", "certificate_key", type=click.Path(), help="Its key.")
+@click.option("--no-slots", "show_slots", is_flag=True, flag_value=False, default=True, help="No /slots.")
+@click.option("--metrics/--no-metrics", default=True, show_default=True, help="Whether there is /metrics.")
+@click.option("--ui/--no-ui", "page", default=True, help="Whether there is a page at /.")
+@click.option("--prefill-assistant/--no-prefill-assistant", default=True, help="Whether an assistant's message at the end is gone on with.")
+@sampler_options
+@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
+@prefix_memory_option("1024, or an eighth of what is free if that is less")
+@chunk_option
+@click.option("-v", "--verbose", is_flag=True, help="A line per error on stderr, and __verbose in responses.")
+@click.option("--jinja/--no-jinja", hidden=True, default=True)
+def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, api_key, api_key_file, queue_requests, queue_tokens, queue_seconds, drain,
+            max_body, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format, cors_origins, certificate,
+            certificate_key, show_slots, metrics, page, prefill_assistant, draft_width, prefix_memory, verbose, jinja, **more):  # fmt: skip
+    """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
+
+    -c is the context of each slot. Sampling options are what counts where a request says nothing.
+    """
+    from ..serve import start
+
+    if (why := start.missing()) is not None:
+        raise PyspecError(why)
+    from ..sampling.recommended import recommended
+    from ..sampling.sampler import Sampling
+    from ..serve.fields import Limits
+    from ..serve.served import NAMED, ServeOptions
+    from ..session import load
+
+    asked = take_sampling(more)
+    source = text_of("chat_template", template, template_file)
+    start.log_to_stderr(verbose)
+    with progress_line() as progress:
+        session = load(
+            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, prefix_memory=0, progress=progress,
+            **more,
+        )  # fmt: skip
+    with session:
+        values, refused = recommended(session.target.file.metadata)
+        sampling = Sampling(**{**values, **asked.values})
+        notes = [f"{session.target.file.path.name} recommends {what}, which is not supported here" for what in refused]
+        say(engaged_line(session.engaged(), None, sampling.describe(), notes))
+        options = ServeOptions(
+            _names(alias), _names(tags), slots, {"on": True, "off": False}.get(reasoning), reasoning_format, _variables(variables), verbose,
+            metrics, show_slots, page, prefill_assistant,
+        )  # fmt: skip
+        settings = start.Settings(
+            tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",), port, slots, None, prefix_memory << 20 if prefix_memory is not None else None,
+            4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, api_key, api_key_file, cors_origins,
+            max_body << 20, certificate, certificate_key, say,
+        )  # fmt: skip
+        limits = Limits(sampling, max_tokens, session.engine.options.n_ctx)
+        sys.exit(start.serve(session, settings, limits, options, NAMED.get(source or "", source)))
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(sorted({part.strip() for part in (text or "").split(",") if part.strip()}))
+
+
+def _variables(text: str | None) -> dict:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise click.UsageError(f"--chat-template-kwargs {text!r} is no JSON object")
+    return value

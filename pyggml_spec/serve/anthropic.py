@@ -1,0 +1,239 @@
+"""Anthropic's dialect: /v1/messages and /v1/messages/count_tokens. Its requests are put into OpenAI's words first."""
+
+import json
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from . import fields
+from .answer import Answer
+from .conversation import read_chat
+from .errors import ApiError, api_error
+from .http import PING, Request, Response, event, json_response, stream_response
+from .parse import Call
+from .reading import Context, Reader
+
+_PASSED = (
+    "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "seed", "min_p", "speculative", "speculation", "cache_prompt", "priority",
+    "grammar", "json_schema",
+)  # fmt: skip
+MAX_TOKENS, TEMPERATURE = 4096, 1.0
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*?cch=[0-9a-f]+;\s*")
+
+
+async def messages(context: Context, request: Request) -> Response:
+    body = to_openai(request.json())
+    plan = await context.in_pool(read_chat, context.served, body, request.key)
+    reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
+    identifier = "msg_cmpl_" + secrets.token_hex(12)
+    if fields.flag(body, "stream"):
+        await reader.begin()
+        return stream_response(_events(context, reader, identifier))
+    (answer,) = await reader.whole()
+    content = _content(answer)
+    head = _head(context, answer, identifier)
+    return json_response(
+        {**head, "content": content, "stop_reason": _reason(answer), "stop_sequence": answer.stopping_word or None, "usage": _usage(answer)}
+    )
+
+
+async def count_tokens(context: Context, request: Request) -> Response:
+    plan = await context.in_pool(read_chat, context.served, to_openai(request.json()), request.key)
+    return json_response({"input_tokens": len(plan.prompt.ids)})
+
+
+# -- requests
+
+
+def to_openai(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ApiError: no messages."""
+    given = body.get("messages")
+    if not isinstance(given, list):
+        raise ApiError(400, 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]', param="messages")
+    out: dict[str, Any] = {name: body[name] for name in _PASSED if name in body}
+    system = _system(body.get("system"))
+    out["messages"] = ([{"role": "system", "content": system}] if system is not None else []) + [
+        m for message in given for m in _message(message)
+    ]
+    out.setdefault("temperature", TEMPERATURE)
+    out["max_tokens"] = body.get("max_tokens", MAX_TOKENS)
+    if "stop_sequences" in body:
+        out["stop"] = list(fields.stop_texts(body, "stop_sequences"))
+    if "tools" in body:
+        out["tools"] = _tools(body["tools"])
+    choice = fields.mapping(body, "tool_choice")
+    kind = choice.get("type")
+    if kind == "tool":
+        out["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind is not None:
+        out["tool_choice"] = {"any": "required"}.get(kind, kind)
+    if fields.mapping(body, "thinking").get("type") == "disabled":
+        out["reasoning_effort"] = "none"
+    return out
+
+
+def _system(system: Any) -> str | None:
+    """The system prompt, without the line that Claude Code changes with every request: nothing behind it could be reused."""
+    if system is None:
+        return None
+    if isinstance(system, str):
+        return _BILLING.sub("", system)
+    if not isinstance(system, list) or not all(isinstance(b, dict) and isinstance(b.get("text"), str) for b in system):
+        raise fields.wrong("system", system, "a text or a list of texts")
+    return "".join(_BILLING.sub("", block["text"]) for block in system)
+
+
+def _message(message: Any) -> list[dict[str, Any]]:
+    """One message as those that it comes to: results of tools are messages of their own."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return [message]
+    content: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    thought = ""
+    for block in message["content"]:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "thinking":
+            thought += str(block.get("thinking", ""))
+        elif kind == "redacted_thinking":
+            continue
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            result = block.get("content", "")
+            if isinstance(result, list) and all(isinstance(c, dict) and c.get("type") == "text" for c in result):
+                result = "".join(str(c.get("text", "")) for c in result)
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+        elif isinstance(block, dict):
+            content.append({name: value for name, value in block.items() if name in ("type", "text")})
+        else:
+            raise ApiError(400, "a block of a message's content is no object", param="messages")
+    out = []
+    if content or calls or thought:
+        turn: dict[str, Any] = {"role": message.get("role"), "content": content or ""}
+        out.append({**turn, **({"tool_calls": calls} if calls else {}), **({"reasoning_content": thought} if thought else {})})
+    return out + results
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list) or not all(isinstance(t, dict) and isinstance(t.get("name"), str) for t in tools):
+        raise fields.wrong("tools", tools, "a list of tools with names")
+    return [
+        {
+            "type": "function",
+            "function": {"name": t["name"], "description": t.get("description") or "", "parameters": t.get("input_schema") or {}},
+        }
+        for t in tools
+    ]
+
+
+# -- responses
+
+
+def _head(context: Context, answer: Answer, identifier: str) -> dict[str, Any]:
+    return {"id": identifier, "type": "message", "role": "assistant", "model": context.served.name}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    reused = answer.stats.reused_tokens
+    return {
+        "cache_read_input_tokens": reused, "cache_creation_input_tokens": 0, "input_tokens": len(answer.job.ask.ids) - reused,
+        "output_tokens": answer.stats.emitted,
+    }  # fmt: skip
+
+
+def _reason(answer: Answer) -> str:
+    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]
+    return "stop_sequence" if reason == "end_turn" and answer.stopping_word else reason
+
+
+def _content(answer: Answer) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    if answer.reasoning:
+        out.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.content or not (answer.calls or answer.reasoning):
+        out.append({"type": "text", "text": answer.content})
+    return out + [{**_called(call, answer, i), "input": json.loads(call.arguments)} for i, call in enumerate(answer.calls)]
+
+
+def _called(call: Call, answer: Answer, i: int) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{answer.job.number:x}_{i}", "name": call.name}
+
+
+class _Blocks:
+    """The content blocks of a stream: one is open at a time, and they are numbered in the order in which they begin."""
+
+    def __init__(self) -> None:
+        self.index, self.kind = -1, ""
+
+    def delta(self, kind: str, start: dict[str, Any], delta: dict[str, Any]) -> list[bytes]:
+        out = []
+        if kind != self.kind or kind == "tool_use":
+            out += self.close()
+            self.index, self.kind = self.index + 1, kind
+            out.append(_event("content_block_start", index=self.index, content_block=start))
+        return [*out, _event("content_block_delta", index=self.index, delta=delta)]
+
+    def close(self) -> list[bytes]:
+        if not self.kind:
+            return []
+        signed = (
+            [_event("content_block_delta", index=self.index, delta={"type": "signature_delta", "signature": ""})]
+            if self.kind == "thinking"
+            else []
+        )
+        self.kind = ""
+        return [*signed, _event("content_block_stop", index=self.index)]
+
+
+def _event(name: str, **data: Any) -> bytes:
+    return event({"type": name, **data}, name)
+
+
+async def _events(context: Context, reader: Reader, identifier: str) -> AsyncIterator[bytes]:
+    blocks, begun, called = _Blocks(), False, 0
+    try:
+        async for item in reader.deltas():
+            if item is None:
+                yield PING if not begun else _event("ping")
+                continue
+            answer, delta, last = item
+            if not begun:
+                begun = True
+                usage = {**_usage(answer), "output_tokens": 0}
+                yield _event(
+                    "message_start",
+                    message={
+                        **_head(context, answer, identifier),
+                        "content": [],
+                        "stop_reason": None,
+                        "stop_sequence": None,
+                        "usage": usage,
+                    },
+                )
+            for piece in delta.pieces:
+                parts: list[bytes] = []
+                if piece.reasoning:
+                    parts = blocks.delta(
+                        "thinking",
+                        {"type": "thinking", "thinking": "", "signature": ""},
+                        {"type": "thinking_delta", "thinking": piece.reasoning},
+                    )
+                if piece.content:
+                    parts += blocks.delta("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": piece.content})
+                if piece.call is not None:
+                    start = {**_called(piece.call, answer, called), "input": {}}
+                    called += 1
+                    parts += blocks.delta("tool_use", start, {"type": "input_json_delta", "partial_json": piece.call.arguments})
+                for part in parts:
+                    yield part
+            if last:
+                for part in blocks.close():
+                    yield part
+                ended = {"stop_reason": _reason(answer), "stop_sequence": answer.stopping_word or None}
+                yield _event("message_delta", delta=ended, usage=_usage(answer))
+                yield _event("message_stop")
+    except Exception as error:
+        yield event(api_error(error).anthropic(), "error")

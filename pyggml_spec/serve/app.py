@@ -1,0 +1,156 @@
+"""The application that an ASGI server runs: which path is whose, and what every request has in common."""
+
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+
+from . import anthropic, live, native, openai, responses
+from .access import Keys, Origins
+from .errors import ApiError, api_error
+from .http import Receive, Request, Response, Scope, Send, json_response, read_body, send_response, unless_gone
+from .metrics import Metrics
+from .page import page
+from .reading import Context
+
+log = logging.getLogger("pyspec.serve")
+
+Handler = Callable[[Context, Request], Awaitable[Response]]
+
+
+def _both(path: str, handler: Handler) -> dict[str, Handler]:
+    return {path: handler, f"/v1{path}": handler}
+
+
+GET: dict[str, Handler] = {
+    **_both("/models", openai.models),
+    **_both("/health", native.health),
+    "/ready": native.ready,
+    "/props": native.props,
+    "/slots": native.slots,
+    "/lora-adapters": native.lora_adapters,
+    "/pyspec/live": live.live,
+}
+POST: dict[str, Handler] = {
+    **_both("/chat/completions", openai.chat),
+    "/v1/completions": openai.completions,
+    "/completion": native.completion,
+    "/completions": native.completion,
+    **_both("/responses", responses.create),
+    **_both("/responses/input_tokens", responses.input_tokens),
+    **_both("/messages", anthropic.messages),
+    **_both("/messages/count_tokens", anthropic.count_tokens),
+    **_both("/chat/completions/input_tokens", openai.input_tokens),
+    "/tokenize": native.tokenize,
+    "/detokenize": native.detokenize,
+    "/apply-template": native.apply_template,
+    "/lora-adapters": native.lora_adapters,
+}
+ELSEWHERE = {  # what llama.cpp's server and OpenAI have and this server has not
+    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), "embeddings"),
+    **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "reranking"),
+    "/infill": "infilling",
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/audio/translations"), "audio"),
+    **dict.fromkeys(("/v1/images/generations", "/v1/images/edits"), "images"),
+    "/v1/moderations": "moderation",
+}
+OPEN = ("/health", "/v1/health", "/ready", "/", "/index.html", "/page.js", "/page.css", "/models", "/v1/models")  # without a key
+ANTHROPIC = ("/v1/messages", "/messages")
+
+
+class App:
+    """One per server. ``most_body``: bytes."""
+
+    def __init__(self, context: Context, metrics: Metrics, keys: Keys, origins: Origins, most_body: int) -> None:
+        self.context, self.metrics, self.keys, self.origins, self.most_body = context, metrics, keys, origins, most_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1003})
+            return
+        request = Request(scope)
+        identifier = request.headers.get("x-request-id", "")[:200] or f"req_{secrets.token_hex(12)}"
+        more = [("x-request-id", identifier), ("server", "pyspec"), *self.origins.headers(request.headers.get("origin"))]
+        if session := request.headers.get("x-session-id"):
+            more.append(("x-session-id", session[:200]))
+
+        async def answer() -> None:
+            response = await self._answer(request)
+            self.metrics.requests[self._known(request.path), response.status] += 1
+            await send_response(send, response, more)
+
+        try:
+            try:
+                request.body = await read_body(request, receive, self.most_body)
+            except ApiError as error:
+                await send_response(send, self._refusal(request, error), [*more, ("connection", "close")])
+                return
+            if not await unless_gone(receive, answer()):
+                self.context.queue.counts.disconnected += 1
+        except OSError:
+            self.context.queue.counts.disconnected += 1
+        finally:
+            for end in request.ended:
+                end()
+
+    def _known(self, path: str) -> str:
+        return path if path in GET or path in POST or path in ELSEWHERE or path in ("/", "/metrics") else "other"
+
+    async def _answer(self, request: Request) -> Response:
+        try:
+            return await self._handle(request)
+        except ApiError as error:
+            return self._refusal(request, error)
+        except Exception as error:
+            told = api_error(error)
+            if told.status >= 500:
+                log.exception("%s %s", request.method, request.path)
+            return self._refusal(request, told)
+
+    def _refusal(self, request: Request, error: ApiError) -> Response:
+        spoken = error.anthropic() if request.path.startswith(ANTHROPIC) else error.openai()
+        return json_response(spoken, error.status, error.headers)
+
+    async def _handle(self, request: Request) -> Response:
+        path, method = request.path, request.method
+        if method == "OPTIONS":
+            return Response(headers=self.origins.preflight(request.headers.get("origin")))
+        if path not in OPEN or method not in ("GET", "HEAD"):
+            request.key = self.keys.check(request.headers)
+        if path in ELSEWHERE:
+            raise ApiError(501, f"{ELSEWHERE[path]} are not supported: this server generates text")
+        if path == "/metrics" and method == "GET":
+            return self._metrics()
+        if method in ("GET", "HEAD"):
+            return await self._get(request)
+        if method == "POST" and path in POST:
+            kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+            if request.body and kind not in ("application/json", "text/plain", "application/x-www-form-urlencoded", ""):
+                raise ApiError(415, f"the body is {kind}; send application/json")
+            return await POST[path](self.context, request)
+        raise self._no_route(request)
+
+    async def _get(self, request: Request) -> Response:
+        path = request.path
+        if path.startswith(("/v1/models/", "/models/")):
+            return await openai.model(self.context, request)
+        if path in GET:
+            return await GET[path](self.context, request)
+        if self.context.served.options.page and (found := page(path)) is not None:
+            return found
+        raise self._no_route(request)
+
+    def _no_route(self, request: Request) -> ApiError:
+        tables: tuple[tuple[str, Mapping[str, Handler]], ...] = (("GET", GET), ("POST", POST))
+        allowed = [name for name, table in tables if request.path in table]
+        if allowed:
+            return ApiError(
+                405, f"{request.path} takes {' and '.join(allowed)}, not {request.method}", headers={"allow": ", ".join(allowed)}
+            )
+        return ApiError(404, f"there is nothing at {request.path[:200]}; docs/server.md lists what there is")
+
+    def _metrics(self) -> Response:
+        if not self.context.served.options.metrics:
+            raise ApiError(501, "this server was started without metrics")
+        headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8", "process-start-time-unix": str(int(self.metrics.started))}
+        return Response(self.metrics.text(self.context.queue).encode(), headers=headers)

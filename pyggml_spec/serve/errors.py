@@ -1,0 +1,68 @@
+"""What goes wrong in a request, as the two shapes of JSON that clients know."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ContextError, PyspecError, SamplingError, TemplateError
+
+KINDS = {  # llama-server's names, and those that it has no case for
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+_ANTHROPIC = {413: "request_too_large", 500: "api_error", 501: "invalid_request_error", 503: "overloaded_error", 408: "timeout_error"}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error. ``message`` is a sentence with the remedy.
+
+    Attributes:
+        status: of HTTP.
+        param: the field that is wrong, if one is.
+        headers: of the response.
+        more: further members of the error object.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, kind: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.more = status, message, param, more
+        self.kind = kind or KINDS[status]
+        self.headers = dict(headers or {})
+        if status in (500, 501):  # the clients of OpenAI repeat every 5xx, and these would end alike
+            self.headers.setdefault("x-should-retry", "false")
+
+    def openai(self) -> dict:
+        return {"error": {"code": self.status, "message": self.message, "type": self.kind, "param": self.param, **self.more}}
+
+    def anthropic(self) -> dict:
+        known = self.kind if self.status in (400, 401, 403, 404, 429) else "invalid_request_error"
+        return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, known), "message": self.message}}
+
+
+def api_error(error: BaseException) -> ApiError:
+    """Any exception as one: what callers hand in wrongly is theirs, the rest is ours."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, (ContextError, SamplingError, TemplateError)):
+        return ApiError(400, _sentence(error))
+    if isinstance(error, PyspecError):
+        return ApiError(500, _sentence(error))
+    if isinstance(error, MemoryError):
+        return ApiError(500, "there is not enough memory for this request; make it smaller")
+    return ApiError(500, f"the server failed with {type(error).__name__}; its log has the details")
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error).replace("`", "")

@@ -1,0 +1,234 @@
+"""The fields of a request that choose tokens and limits: names, ranges and meanings of llama.cpp's server, where it has them.
+
+A value out of range is refused by name; nothing is clamped in silence.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import SamplingError
+from ..sampling.sampler import SAMPLERS, Sampling
+from ..text.tokenizer import Tokenizer
+from .errors import ApiError
+
+MOST_N = 64
+NUMBERS = {  # field: (of Sampling, whole number)
+    "temperature": ("temperature", False),
+    "top_k": ("top_k", True),
+    "top_p": ("top_p", False),
+    "min_p": ("min_p", False),
+    "typical_p": ("typical_p", False),
+    "typ_p": ("typical_p", False),
+    "repeat_penalty": ("repeat_penalty", False),
+    "repetition_penalty": ("repeat_penalty", False),
+    "repeat_last_n": ("repeat_last_n", True),
+    "presence_penalty": ("presence_penalty", False),
+    "frequency_penalty": ("frequency_penalty", False),
+    "min_keep": ("min_keep", True),
+    "seed": ("seed", True),
+}
+OFF = {  # samplers that are not there, and the values that ask for nothing
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1, 0),
+    "dry_multiplier": (0,),
+    "mirostat": (0,),
+    "adaptive_target": (-1,),
+    "post_sampling_probs": (False,),
+    "n_indent": (0,),
+    "t_max_predict_ms": (0, -1),
+    "t_max_prompt_ms": (0, -1),
+}
+_SAMPLER_NAMES = {"typical_p": "typ_p", "typ-p": "typ_p", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "temp": "temperature"}
+_SAMPLERS_OFF = ("dry", "top_n_sigma", "xtc", "adaptive_p")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server's own options say where a request does not."""
+
+    sampling: Sampling
+    max_tokens: int | None
+    n_ctx: int
+
+
+def wrong(name: str, value: Any, right: str) -> ApiError:
+    shown = json.dumps(value, default=str)
+    return ApiError(400, f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}, but it has to be {right}", param=name)
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = body.get(name, default)
+    if not isinstance(value, bool):
+        raise wrong(name, value, "true or false")
+    return value
+
+
+def text(body: Mapping[str, Any], name: str, default: str = "") -> str:
+    value = body.get(name, default)
+    if not isinstance(value, str):
+        raise wrong(name, value, "a text")
+    return value
+
+
+def whole(body: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
+    value = body.get(name, default)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise wrong(name, value, f"a whole number from {low} to {high}")
+    return value
+
+
+def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = body.get(name, {})
+    if not isinstance(value, dict):
+        raise wrong(name, value, "an object")
+    return value
+
+
+def max_tokens(body: Mapping[str, Any], limits: Limits) -> int | None:
+    """The first of the three names that is given; -1: as many as the context holds."""
+    for name in ("n_predict", "max_completion_tokens", "max_tokens"):
+        if name in body:
+            given = whole(body, name, 0, -1, 1 << 31)
+            if given >= 0 and limits.max_tokens is not None:
+                return min(given, limits.max_tokens)
+            return given if given >= 0 else limits.max_tokens
+    return limits.max_tokens
+
+
+def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
+    """One text or a list of them; empty ones are left out."""
+    value = body.get(name, [])
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(t, str) for t in value) or len(value) > 256:
+        raise wrong(name, value, "a text or a list of at most 256 texts")
+    return tuple(t for t in value if t)
+
+
+def sampling(
+    body: Mapping[str, Any], limits: Limits, tokenizer: Tokenizer, n_probs: int | None, constraint: tuple[str, str] | None
+) -> Sampling:
+    """How this request's tokens are chosen.
+
+    Args:
+        n_probs: how many log probabilities are told of each token; None: none.
+        constraint: a kind and its text.
+
+    Raises:
+        ApiError: a value out of range, or a sampler that is not there.
+    """
+    values: dict[str, Any] = {}
+    for name, (field, is_whole) in NUMBERS.items():
+        if name in body:
+            values[field] = _number(name, body[name], is_whole)
+    if "seed" in values and values["seed"] in (-1, (1 << 32) - 1):
+        values["seed"] = None
+    if values.get("repeat_last_n") == -1:
+        values["repeat_last_n"] = limits.n_ctx
+    if values.get("top_k", 0) < 0:
+        values["top_k"] = 0
+    for name, nothing in OFF.items():
+        if name in body and body[name] not in nothing:
+            raise ApiError(501, f"{name} is not supported here; leave it out", param=name)
+    if "samplers" in body:
+        values["samplers"] = _samplers(body["samplers"])
+    if "logit_bias" in body:
+        values["logit_bias"] = logit_bias(body["logit_bias"], tokenizer)
+    if n_probs is not None:
+        values["logprobs"] = n_probs
+    if constraint is not None:
+        values |= dict.fromkeys(("grammar", "json_schema", "regex", "lark")) | {constraint[0]: constraint[1]}
+    try:
+        return replace(limits.sampling, **values)
+    except SamplingError as error:
+        raise ApiError(
+            400, str(error), param=next((n for n in NUMBERS if n in body and str(error).startswith(f"{NUMBERS[n][0]} is ")), None)
+        ) from None
+
+
+def _number(name: str, value: Any, is_whole: bool) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise wrong(name, value, "a whole number" if is_whole else "a number")
+    if is_whole and isinstance(value, float):
+        if not value.is_integer():
+            raise wrong(name, value, "a whole number")
+        return int(value)
+    return value
+
+
+def _samplers(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(";") if part.strip()]
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise wrong("samplers", value, "a list of names")
+    names = [_SAMPLER_NAMES.get(name.strip(), name.strip()) for name in value]
+    unknown = [name for name in names if name not in (*SAMPLERS, *_SAMPLERS_OFF)]
+    if unknown:
+        raise wrong("samplers", unknown[0], f"among {', '.join(SAMPLERS)}")
+    return tuple(name for name in names if name in SAMPLERS)
+
+
+def logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:
+    """``{"id or text": number}`` or ``[[id or text, number or false], ...]``; a text means each of its tokens, ids out of range are dropped."""
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs) or len(pairs) > 4096:
+        raise wrong("logit_bias", value, 'an object like {"42": -1.5}, or a list of at most 4096 pairs')
+    out: dict[int, float] = {}
+    for token, bias in pairs:
+        if bias is False:
+            bias = -math.inf
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
+            raise wrong("logit_bias", bias, "a number or false for each token")
+        if isinstance(token, bool) or not isinstance(token, (int, str)):
+            raise wrong("logit_bias", token, "token ids or texts with a number each")
+        if isinstance(token, str) and isinstance(value, dict) and token.isdecimal() and len(token) < 10:
+            token = int(token)
+        ids = [token] if isinstance(token, int) else tokenizer.encode(token, special=True, bos=False)
+        out |= {i: float(bias) for i in ids if 0 <= i < tokenizer.n_vocab}
+    return out
+
+
+def constraint(body: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What the output has to match, from ``response_format``, ``json_schema``, ``grammar``, ``regex`` or ``lark``; one of them at most."""
+    given: list[tuple[str, str, str]] = []
+    for name in ("grammar", "regex", "lark"):
+        if body.get(name, "") != "":
+            given.append((name, name, text(body, name)))
+    if "json_schema" in body:
+        given.append(("json_schema", "json_schema", _schema(body["json_schema"], "json_schema")))
+    form = mapping(body, "response_format")
+    kind = form.get("type", "text")
+    if kind == "json_object":
+        if form.get("schema") is not None or "json_schema" not in body:
+            given.append(("response_format", "json_schema", _schema(form.get("schema", {}), "response_format.schema")))
+    elif kind == "json_schema":
+        inside = form.get("json_schema", {})
+        if not isinstance(inside, dict):
+            raise wrong("response_format.json_schema", inside, "an object")
+        given.append(("response_format", "json_schema", _schema(inside.get("schema", {}), "response_format.json_schema.schema")))
+    elif kind not in ("text", ""):
+        raise wrong("response_format.type", kind, 'one of "text", "json_object" and "json_schema"')
+    if len(given) > 1:
+        raise ApiError(400, f"there are {' and '.join(name for name, *_ in given)}; give one of them", param=given[1][0])
+    return given[0][1:] if given else None
+
+
+def _schema(value: Any, name: str) -> str:
+    if isinstance(value, str):  # a schema in its text
+        return value
+    if not isinstance(value, (dict, bool)):
+        raise wrong(name, value, 'a JSON schema, like {"type": "object"}')
+    return json.dumps(value if value != {} else {"type": "object"})
+
+
+def mode(body: Mapping[str, Any], drafter: bool) -> str | None:
+    """``speculative: false`` decodes plainly; true asks for what is there."""
+    if flag(body, "speculative", True):
+        return None
+    return "plain" if drafter else None

@@ -1,0 +1,142 @@
+"""Requests and responses over ASGI: bodies within a limit, JSON, event streams, and clients that go away."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote_plus
+
+import msgspec
+
+from .errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+encode = msgspec.json.Encoder().encode
+PING = b":\n\n"  # a comment, which keeps connections of silent streams open
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Request:
+    """One request.
+
+    Attributes:
+        headers: by lower-case name; of several alike the last one counts.
+        key: which API key it came with, "" without one.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        self.query = _query(scope.get("query_string", b""))
+        self.body = b""
+        self.key = ""
+        self.ended: list[Callable[[], None]] = []  # called when the response is out, or nobody waits for it any more
+
+    def json(self) -> dict[str, Any]:
+        """The body, an object; absent and null are the same everywhere, so that nulls are left out.
+
+        Raises:
+            ApiError: it is none.
+        """
+        try:
+            body = msgspec.json.decode(self.body) if self.body else {}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON: {error}; send a JSON object") from None
+        if not isinstance(body, dict):
+            raise ApiError(400, 'the body is no JSON object; send one, like {"prompt": "text"}')
+        return {name: value for name, value in body.items() if value is not None}
+
+
+def _query(text: bytes) -> dict[str, str]:
+    parts = (part.partition("=") for part in text.decode("latin-1").split("&") if part)
+    return {unquote_plus(name): unquote_plus(value) for name, _, value in parts}
+
+
+@dataclass
+class Response:
+    """``body`` is sent whole; or ``chunks`` as they come."""
+
+    body: bytes = b""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    chunks: AsyncIterator[bytes] | None = None
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode(value), status, {"content-type": "application/json; charset=utf-8", **(headers or {})})
+
+
+def stream_response(chunks: AsyncIterator[bytes]) -> Response:
+    return Response(headers=dict(STREAM_HEADERS), chunks=chunks)
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """One server-sent event."""
+    return b"%bdata: %b\n\n" % (f"event: {name}\n".encode() if name else b"", encode(value))
+
+
+async def read_body(request: Request, receive: Receive, most: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: longer than ``most`` bytes.
+        ConnectionResetError: the client has gone.
+    """
+    too_long = ApiError(413, f"the body is longer than the {most} bytes that this server takes; send less")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise too_long
+    parts: list[bytes] = []
+    taken = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionResetError
+        parts.append(message.get("body", b""))
+        taken += len(parts[-1])
+        if taken > most:
+            raise too_long
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def send_response(send: Send, response: Response, more_headers: Iterable[tuple[str, str]] = ()) -> None:
+    """Sends it; a client that reads slowly is waited for."""
+    headers = {**response.headers, **dict(more_headers)}
+    if response.chunks is None:
+        headers["content-length"] = str(len(response.body))
+    listed = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": response.status, "headers": listed})
+    if response.chunks is None:
+        await send({"type": "http.response.body", "body": response.body})
+        return
+    async for chunk in response.chunks:
+        if chunk:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def unless_gone(receive: Receive, work: Awaitable[None]) -> bool:
+    """Runs ``work``, which is cancelled when the client goes away; whether it came to its end."""
+    doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not doing.done():
+            doing.cancel()
+    try:
+        await doing
+    except asyncio.CancelledError:
+        return False
+    return True
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

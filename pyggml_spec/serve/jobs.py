@@ -1,0 +1,393 @@
+"""The queue: what waits, what runs, who is next, and how a request ends before its time.
+
+    enter -> waiting (order: round robin over keys, then priority, then age) -> given to the engine -> events -> End
+
+The engine gets what starts soon, ``AHEAD`` more than it has slots, so that order, limits and cancellation stay here. Everything in this file
+but ``_Wakeup.put`` runs in the event loop's thread.
+"""
+
+import asyncio
+import itertools
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..concurrent import ConcurrentSession, Handle
+from ..decode.stats import Stats
+from ..errors import EngineError
+from ..events import End, StepEvent
+from ..sampling.sampler import Sampling
+from .errors import ApiError
+
+AHEAD = 2
+UNREAD = 64  # events of one request that are kept apart; further ones of a reader that is slow are joined to the last
+STUCK_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one sequence is asked for, whatever dialect it came in. ``every_step``: events are kept apart, however slowly they are read."""
+
+    ids: list[int]
+    max_tokens: int | None = None
+    sampling: Sampling | None = None
+    stop: tuple[str, ...] = ()
+    ignore_end: bool = False
+    mode: str | None = None
+    reuse: bool = True
+    progress: bool = False
+    every_step: bool = False
+    priority: int = 0
+    key: str = ""
+
+
+class Job:
+    """One sequence on its way. ``stats`` is empty until the engine has it."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, ask: Ask, index: int, answers: "Answers") -> None:
+        self.ask, self.index, self.answers = ask, index, answers
+        self.number = next(Job._numbers)
+        self.entered = time.perf_counter()
+        self.started: float | None = None  # when the engine was given it
+        self.progress_from: float | None = None  # when its prompt was begun, where its progress is told
+        self.first: float | None = None  # when its first token came
+        self.latest: float | None = None
+        self.handle: Handle | None = None
+        self.over = self.cancelled = False
+        self.early: list[StepEvent | End] = []  # what came before the handle that it belongs to
+        self.timer: asyncio.TimerHandle | None = None
+        self._empty = Stats(prompt_tokens=len(ask.ids))
+
+    @property
+    def stats(self) -> Stats:
+        return self.handle.stats if self.handle is not None else self._empty
+
+    @property
+    def queued_ms(self) -> float:
+        """From its arrival to a slot; still running where it has none."""
+        in_engine = self.stats.seconds.get("queued", 0.0)
+        return 1000 * ((self.started or time.perf_counter()) - self.entered + in_engine)
+
+
+class Answers:
+    """What the sequences of one request bring, in the order in which it comes; one reader."""
+
+    def __init__(self, asks: Sequence[Ask], queue: "Queue") -> None:
+        self.jobs = [Job(ask, i, self) for i, ask in enumerate(asks)]
+        self._queue = queue
+        self._items: deque[tuple[Job, StepEvent | End]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def read(self, patience: float | None = None) -> tuple[Job, StepEvent | End] | None:
+        """The next item; None after ``patience`` seconds without one."""
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await asyncio.wait((self._waiter,), timeout=patience)
+            finally:
+                self._waiter = None
+            if not self._items:
+                return None
+        return self._items.popleft()
+
+    def put(self, job: Job, item: StepEvent | End) -> None:
+        joins = len(self._items) >= UNREAD and not job.ask.every_step and self._items[-1][0] is job
+        if joins and isinstance(item, StepEvent) and item.tokens:
+            before = self._items[-1][1]
+            if isinstance(before, StepEvent) and before.tokens:
+                self._items[-1] = job, _joined(before, item)
+                return
+        self._items.append((job, item))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancel(self) -> None:
+        """Nobody reads any more: what waits leaves at once, what runs ends before the next step."""
+        for job in self.jobs:
+            self._queue.cancel(job)
+
+
+def _joined(a: StepEvent, b: StepEvent) -> StepEvent:
+    return replace(b, text=a.text + b.text, tokens=a.tokens + b.tokens, logprobs=a.logprobs + b.logprobs, drafts=())
+
+
+class _Wakeup:
+    """Brings what the stepping thread gives to the event loop: one call per step, whatever the number of slots."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[Job, StepEvent | End], None]) -> None:
+        self._loop, self._take, self._lock = loop, take, threading.Lock()
+        self._items: list[tuple[Job, StepEvent | End]] = []
+
+    def put(self, job: Job, item: StepEvent | End) -> None:
+        with self._lock:
+            self._items.append((job, item))
+            if len(self._items) > 1:
+                return
+        try:
+            self._loop.call_soon_threadsafe(self._drain)
+        except RuntimeError:  # the loop is closed: the server has ended
+            pass
+
+    def _drain(self) -> None:
+        with self._lock:
+            items, self._items = self._items, []
+        for job, item in items:
+            self._take(job, item)
+
+
+@dataclass
+class QueueLimits:
+    """``requests``, ``tokens``: at most so many sequences, and tokens of their prompts, wait; None: no limit. ``seconds``: so long at most."""
+
+    requests: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class Counts:
+    """What the queue has seen, for /metrics."""
+
+    rejected: dict[str, int] = field(default_factory=lambda: {"requests": 0, "tokens": 0, "time": 0, "draining": 0})
+    disconnected: int = 0
+
+
+class Queue:
+    """Made in the event loop. ``ended`` is called with every job that is over, for the statistics."""
+
+    def __init__(
+        self, concurrent: ConcurrentSession, slots: int, limits: QueueLimits, pool: Executor, ended: Callable[[Job], None],
+        broken: Callable[[BaseException], ConcurrentSession | None],
+    ) -> None:  # fmt: skip
+        """``broken``: makes another concurrent session after an error that has ended this one; None gives up. Called in the pool."""
+        self._concurrent, self.slots, self.limits, self._pool, self._ended, self._broken = concurrent, slots, limits, pool, ended, broken
+        self._loop = asyncio.get_running_loop()
+        self._wakeup = _Wakeup(self._loop, self._take)
+        self._waiting: OrderedDict[str, list[Job]] = OrderedDict()  # by key, in the order of their turns
+        self.running: set[Job] = set()
+        self.counts = Counts()
+        self.draining = False
+        self._seconds = 1.0  # a sequence's time in the engine: a mean that forgets
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._repairing: asyncio.Task[None] | None = None
+        self._moved = (-1, time.monotonic())  # the engine's steps when it was last looked at, and since when
+
+    # -- what is there
+
+    @property
+    def engine(self) -> ConcurrentSession:
+        return self._concurrent
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a slot."""
+        return sum(map(len, self._waiting.values())) + sum(job.handle is None or job.handle.slot < 0 for job in self.running)
+
+    @property
+    def processing(self) -> list[Job]:
+        """Sequences that have a slot."""
+        return [job for job in self.running if job.handle is not None and job.handle.slot >= 0]
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(len(job.ask.ids) for jobs in self._waiting.values() for job in jobs)
+
+    def step_age(self) -> float:
+        """Seconds since a step ended, while there is work; 0 where there is none."""
+        steps, since = self._moved
+        now = time.monotonic()
+        if self._concurrent.stats.steps != steps or not self.running:
+            self._moved, since = (self._concurrent.stats.steps, now), now
+        return now - since
+
+    @property
+    def stuck(self) -> bool:
+        return self.step_age() > STUCK_SECONDS
+
+    async def watch(self) -> None:
+        """Looks at the engine once a second, for ``step_age``."""
+        while True:
+            self.step_age()
+            await asyncio.sleep(1)
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds until a place is likely free, from what sequences took of late."""
+        ahead = sum(map(len, self._waiting.values())) + len(self.running)
+        return min(60, max(1, math.ceil(self._seconds * ahead / self.slots)))
+
+    # -- entering and leaving
+
+    def enter(self, asks: Sequence[Ask]) -> Answers:
+        """Queues the sequences of one request.
+
+        Raises:
+            ApiError: they do not fit the queue, or the server ends.
+        """
+        if self.draining:
+            self.counts.rejected["draining"] += 1
+            raise ApiError(503, "the server is ending and takes no more requests; ask another one", headers={"retry-after": "5"})
+        free = max(0, self.slots + AHEAD - len(self.running))
+        waiting, beyond = sum(map(len, self._waiting.values())), max(0, len(asks) - free)
+        if self.limits.requests is not None and beyond and waiting + beyond > self.limits.requests:
+            self._reject("requests", f"{waiting} requests wait already, and this server's queue holds {self.limits.requests}")
+        tokens = sum(len(ask.ids) for ask in asks)
+        if self.limits.tokens is not None and waiting and self.waiting_tokens + tokens > self.limits.tokens:
+            self._reject("tokens", f"the prompts that wait have {self.waiting_tokens} tokens, and the queue holds {self.limits.tokens}")
+        answers = Answers(asks, self)
+        for job in answers.jobs:
+            jobs = self._waiting.setdefault(job.ask.key, [])
+            jobs.append(job)
+            jobs.sort(key=lambda j: (-j.ask.priority, j.number))
+            if self.limits.seconds is not None:
+                job.timer = self._loop.call_later(self.limits.seconds, self._too_late, job)
+        self._idle.clear()
+        self._pump()
+        return answers
+
+    def _reject(self, why: str, sentence: str) -> None:
+        self.counts.rejected[why] += 1
+        raise self._full(sentence)
+
+    def _full(self, sentence: str) -> ApiError:
+        wait = self.retry_after
+        return ApiError(429, f"{sentence}; try again in about {wait} s", headers={"retry-after": str(wait)})
+
+    def _too_late(self, job: Job) -> None:
+        waits = job in self.running and job.handle is not None and job.handle.slot < 0
+        if waits and job.handle is not None:
+            job.handle.cancel()
+        if self._forget_waiting(job) or waits:
+            self.counts.rejected["time"] += 1
+            self._finish(job, End(self._full(f"the request waited for {self.limits.seconds:g} s and no slot became free")))
+
+    def cancel(self, job: Job) -> None:
+        if job.over or job.cancelled:
+            return
+        job.cancelled = True
+        if self._forget_waiting(job):
+            self._finish(job, End(None))
+        elif job.handle is not None:
+            job.handle.cancel()
+
+    def _forget_waiting(self, job: Job) -> bool:
+        jobs = self._waiting.get(job.ask.key, [])
+        if job not in jobs:
+            return False
+        jobs.remove(job)
+        if not jobs:
+            del self._waiting[job.ask.key]
+        return True
+
+    async def drain(self, seconds: float) -> bool:
+        """Takes nothing more and waits until all have ended; those that have not after ``seconds`` are cancelled. Whether none was."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            self.cancel_all("the server ends")
+            try:
+                await asyncio.wait_for(self._idle.wait(), 10)
+            except TimeoutError:
+                pass
+            return False
+        return True
+
+    def cancel_all(self, why: str) -> None:
+        """Ends everything; readers get an error that says ``why``."""
+        for job in [*self.running, *(job for jobs in self._waiting.values() for job in jobs)]:
+            if not job.over and not job.cancelled:
+                job.answers.put(job, End(ApiError(503, f"{why}: this answer was cut off", headers={"retry-after": "5"})))
+                self.cancel(job)
+
+    # -- running
+
+    def _pump(self) -> None:
+        while self._waiting and len(self.running) < self.slots + AHEAD and self._repairing is None:
+            key, jobs = next(iter(self._waiting.items()))
+            job = jobs.pop(0)
+            del self._waiting[key]
+            if jobs:
+                self._waiting[key] = jobs  # its next turn is behind the other keys'
+            self.running.add(job)
+            job.started = time.perf_counter()
+            self._loop.run_in_executor(self._pool, self._submit, job)
+
+    def _submit(self, job: Job) -> None:
+        """In a thread of the pool: a sampler may take milliseconds to make."""
+        ask, concurrent = job.ask, self._concurrent
+        try:
+            handle = concurrent.submit(
+                ask.ids, ask.max_tokens, mode=ask.mode, sampling=ask.sampling, stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
+                progress=ask.progress, sink=lambda item: self._wakeup.put(job, item),
+            )  # fmt: skip
+        except BaseException as error:
+            self._call(self._finish, job, End(error))
+            return
+        self._call(self._submitted, job, handle)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed: the server has ended
+            pass
+
+    def _submitted(self, job: Job, handle: Handle) -> None:
+        job.handle = handle
+        if job.cancelled:
+            handle.cancel()
+        early, job.early = job.early, []
+        for item in early:
+            self._take(job, item)
+
+    def _take(self, job: Job, item: StepEvent | End) -> None:
+        if job.handle is None:
+            job.early.append(item)
+            return
+        if isinstance(item, End):
+            self._finish(job, item)
+            return
+        job.latest = time.perf_counter()
+        if item.prompt_read is not None and job.progress_from is None:
+            job.progress_from = job.latest
+        if item.tokens and job.first is None:
+            job.first = job.latest
+        if job.timer is not None:
+            job.timer.cancel()
+            job.timer = None
+        job.answers.put(job, item)
+
+    def _finish(self, job: Job, end: End) -> None:
+        if job.over:
+            return
+        job.over = True
+        if job.timer is not None:
+            job.timer.cancel()
+        if job in self.running:
+            self.running.remove(job)
+            self._seconds += 0.2 * (time.perf_counter() - (job.started or job.entered) - self._seconds)
+        if isinstance(end.error, EngineError) and self._concurrent.ended and self._repairing is None:
+            self._repairing = self._loop.create_task(self._repair(end.error))
+        job.answers.put(job, end)
+        self._ended(job)
+        self._pump()
+        if not self.running and not self._waiting:
+            self._idle.set()
+
+    async def _repair(self, error: BaseException) -> None:
+        made = await self._loop.run_in_executor(self._pool, self._broken, error)
+        self._repairing = None
+        if made is None:
+            self.draining = True
+            self.cancel_all("the engine has failed")
+            return
+        self._concurrent = made
+        self._pump()

@@ -1,0 +1,77 @@
+"""From a request's sequences to its response: reading them to the end, or as they come."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
+from typing import ParamSpec, TypeVar
+
+from ..events import End
+from .answer import Answer, Delta
+from .errors import api_error
+from .http import Request
+from .jobs import Ask, Job, Queue
+from .served import Served
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SILENCE = 30.0  # seconds after which a silent stream gets a comment
+
+
+class Context:
+    """What handlers have."""
+
+    def __init__(self, served: Served, queue: Queue, pool: Executor) -> None:
+        self.served, self.queue, self._pool = served, queue, pool
+
+    async def in_pool(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """``function`` in a thread: the event loop goes on with everybody's streams."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+
+class Reader:
+    """The answers of one request. Entering the queue is its beginning; the request's ``ended`` cancels what is left."""
+
+    def __init__(self, context: Context, request: Request, asks: Sequence[Ask], make: Callable[[Job], Answer]) -> None:
+        """Raises ApiError: the queue is full."""
+        self._answers = context.queue.enter(asks)
+        request.ended.append(self._answers.cancel)
+        self.answers = [make(job) for job in self._answers.jobs]
+        self._left = len(self.answers)
+        self._first: list[tuple[Answer, Delta, bool] | None] = []
+
+    async def whole(self) -> list[Answer]:
+        """All of them, ended. Raises ApiError."""
+        async for _ in self.deltas():
+            pass
+        return self.answers
+
+    async def begin(self) -> None:
+        """Waits for the first sign of life, so that a request that fails at once is answered with an ordinary error. Raises ApiError."""
+        self._first = await self._next()
+
+    async def deltas(self) -> AsyncIterator[tuple[Answer, Delta, bool] | None]:
+        """Each answer with what is new of it and whether that was the last; None after SILENCE seconds without any. Raises ApiError."""
+        while True:
+            items, self._first = self._first or await self._next(), []
+            for item in items:
+                yield item
+            if not self._left:
+                return
+
+    async def _next(self) -> list[tuple[Answer, Delta, bool] | None]:
+        item = await self._answers.read(SILENCE)
+        if item is None:
+            return [None]
+        job, event = item
+        answer = self.answers[job.index]
+        if isinstance(event, End):
+            self._left -= 1
+            if event.error is not None:
+                raise api_error(event.error)
+            return []
+        if event.prompt_read is not None:
+            answer.stats = event.stats
+            return [(answer, Delta(prompt_read=event.prompt_read), False)]
+        if not event.tokens:
+            return [(answer, answer.finish(event), True)]
+        return [(answer, delta, False) for delta in answer.take(event)]

@@ -1,0 +1,202 @@
+"""Starting and ending: the session, the sockets, the event loop, signals."""
+
+import asyncio
+import importlib.util
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import PyspecError
+from ..session import Session
+
+log = logging.getLogger("pyspec.serve")
+LIBRARIES = ("uvicorn", "httptools", "msgspec")
+SWITCH_SECONDS = 0.0005  # how long the event loop may keep the interpreter from the thread of the steps
+THREADS = 2  # that render, encode and compile
+STARTING_SOCKETS = 2048  # connections that wait to be taken
+
+
+def missing() -> str | None:
+    """The sentence about libraries of the extra that are not installed; None if all are."""
+    absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    if not absent:
+        return None
+    return f"the server needs {' and '.join(absent)}: run: pip install {' '.join(LIBRARIES)}"
+
+
+@dataclass
+class Settings:
+    """Where and how to serve."""
+
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    port: int = 8080
+    slots: int = 8
+    n_ctx: int | None = None
+    prefix_memory: int | None = None
+    queue_requests: int | None = None
+    queue_tokens: int | None = None
+    queue_seconds: float | None = None
+    drain: float = 30.0
+    keys: Sequence[str] = ()
+    key_file: str | None = None
+    origins: str = "localhost"
+    most_body: int = 32 << 20
+    certificate: str | None = None
+    certificate_key: str | None = None
+    told: Callable[[str], None] = field(default=lambda line: None)
+
+
+def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """A listening socket per address.
+
+    Raises:
+        PyspecError: an address cannot be had.
+    """
+    made: list[socket.socket] = []
+    try:
+        for host in hosts:
+            try:
+                family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+                sock = socket.socket(family, kind, protocol)
+                made.append(sock)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind(address)
+                sock.listen(STARTING_SOCKETS)
+                sock.setblocking(False)
+                port = port or sock.getsockname()[1]
+            except (OSError, UnicodeError) as error:
+                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                raise PyspecError(f"{host}:{port} cannot be listened at: {why}; choose another `port` or `host`") from None
+    except BaseException:
+        for sock in made:
+            sock.close()
+        raise
+    return made
+
+
+def serve(session: Session, settings: Settings, limits: Any, options: Any, template: str | None) -> int:
+    """Serves until a signal ends it; the exit status.
+
+    Args:
+        limits: ``fields.Limits``, what counts where a request says nothing.
+        options: ``served.ServeOptions``.
+        template: Jinja text of the chat template; None takes the model's.
+
+    Raises:
+        PyspecError: an address, a key file, or caches that do not fit.
+    """
+    sockets = listen(settings.hosts, settings.port)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        return asyncio.run(_serve(session, settings, limits, options, template, sockets))
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+async def _serve(
+    session: Session, settings: Settings, limits: Any, options: Any, template: str | None, sockets: list[socket.socket]
+) -> int:
+    import uvicorn
+
+    from .access import Keys, Origins
+    from .app import App
+    from .jobs import Queue, QueueLimits
+    from .metrics import Metrics
+    from .protocol import JsonProtocol, Server
+    from .reading import Context
+    from .served import Served
+
+    keys, origins, metrics = Keys(settings.keys, settings.key_file), Origins(settings.origins), Metrics()
+    failures: list[BaseException] = []
+
+    def make() -> Any:
+        return session.concurrent(settings.slots, settings.n_ctx, settings.prefix_memory)
+
+    def broken(error: BaseException) -> Any:
+        """One more try; the second failure ends the server, so that its supervisor starts it anew."""
+        log.error("the engine has failed: %s", error)
+        failures.append(error)
+        if len(failures) > 1:
+            loop.call_soon_threadsafe(end, 1)
+            return None
+        try:
+            return make()
+        except BaseException:
+            log.exception("it cannot be made anew")
+            loop.call_soon_threadsafe(end, 1)
+            return None
+
+    loop, exit_status = asyncio.get_running_loop(), [0]
+    with ThreadPoolExecutor(THREADS, "pyspec prepares") as pool:
+        concurrent = make()
+        served = Served(session, concurrent, limits, options, template)
+        queue_limits = QueueLimits(settings.queue_requests, settings.queue_tokens, settings.queue_seconds)
+        queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken)
+        app = App(Context(served, queue, pool), metrics, keys, origins, settings.most_body)
+        config = uvicorn.Config(
+            app, http=JsonProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
+            loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, ssl_certfile=settings.certificate, ssl_keyfile=settings.certificate_key,
+        )  # fmt: skip
+        server = Server(config)
+        ending: list[asyncio.Task[None]] = []
+
+        async def drain() -> None:
+            if not await queue.drain(settings.drain):
+                settings.told(f"cut off what had not ended within {settings.drain:g} s")
+            server.should_exit = True
+
+        def end(status: int = 0) -> None:
+            exit_status[0] = max(exit_status[0], status)
+            if ending:  # the second signal
+                queue.cancel_all("the server ends")
+                server.should_exit = server.force_exit = True
+                return
+            running = len(queue.running)
+            settings.told(f"ending: {running} running" if running else "ending")
+            ending.append(loop.create_task(drain()))
+
+        def reread() -> None:
+            try:
+                keys.read()
+                settings.told("read the API keys anew")
+            except PyspecError as error:
+                settings.told(str(error))
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, end)
+        if hasattr(signal, "SIGHUP"):
+            loop.add_signal_handler(signal.SIGHUP, reread)
+        watching = loop.create_task(queue.watch())
+        try:
+            scheme = "https" if settings.certificate else "http"
+            for host, sock in zip(settings.hosts, sockets):
+                shown = f"[{host}]" if ":" in host else host
+                settings.told(
+                    f"serving {served.name} at {scheme}://{shown}:{sock.getsockname()[1]}/ with {settings.slots} slots of {served.n_ctx} tokens"
+                )
+            await server.serve(sockets=sockets)
+        finally:
+            watching.cancel()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            queue.cancel_all("the server ends")
+            await loop.run_in_executor(None, queue.engine.close)
+    return exit_status[0]
+
+
+def log_to_stderr(verbose: bool) -> None:
+    """Lines of the server's own log, with the time."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in ("pyspec.serve", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if verbose and name == "pyspec.serve" else logging.WARNING)

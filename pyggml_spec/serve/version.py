@@ -1,0 +1,6 @@
+"""What the server says of its own version."""
+
+from importlib.metadata import version
+
+VERSION = version("pyggml_spec")
+FINGERPRINT = f"b0-pyspec-{VERSION}"

@@ -1,0 +1,72 @@
+"""`pyspec serve` as a process on the embedded pair."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+from cli.process import environment
+
+START_SECONDS = 120
+
+
+class Running:
+    """One server. ``lines``: what it has said on stderr so far."""
+
+    def __init__(self, *options: object, model: bool = False) -> None:
+        command = [sys.executable, "-m", "pyggml_spec", "serve", "--device", "CPU", "-t", "1", "--port", "0", *map(str, options)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment())
+        self.lines: list[str] = []
+        self._address = ""
+        self._found = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        if not self._found.wait(START_SECONDS) or not self._address:
+            self.process.kill()
+            raise AssertionError(f"the server did not start: {self.lines}")
+        self.url = self._address
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            if found := re.match(r"serving .* at (https?://\S+)/ with", line):
+                self._address = found[1]
+                self._found.set()
+        self._found.set()
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def ok(self, path: str, **body: object) -> dict:
+        response = self.post(path, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def slots_are_free(self, seconds: float = 30) -> bool:
+        """Whether every slot is idle, and nothing waits, before that time is over."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            metrics = self.http.get("/metrics").text
+            idle = not any(slot["is_processing"] for slot in self.http.get("/slots").json())
+            if idle and "requests_deferred 0\n" in metrics:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def end(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.http.close()
+            if self.process.poll() is None:
+                self.process.kill()
+
+
+def events(response: httpx.Response) -> list[bytes]:
+    """The data of a stream's events."""
+    return [line[6:] for line in response.read().split(b"\n") if line.startswith(b"data: ")]

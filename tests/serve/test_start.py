@@ -1,0 +1,100 @@
+"""Starting and ending: what is missing is said in one sentence, and nothing that was running is lost without a word."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from cli.process import environment, one_sentence, pyspec
+from serve.running import Running
+
+
+def test_without_the_extra_one_sentence_names_the_command(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['uvicorn'] = sys.modules['msgspec'] = None\n")
+    done = pyspec("serve", env={"PYTHONPATH": str(tmp_path)})
+    one_sentence(done, "uvicorn and msgspec", "run: pip install uvicorn httptools msgspec")
+
+
+def test_an_address_that_is_taken_is_one_sentence(server):
+    port = server.url.rpartition(":")[2]
+    done = pyspec("serve", "--device", "CPU", "-t", 1, "--port", port)
+    assert done.returncode == 1 and f"127.0.0.1:{port} cannot be listened at" in done.stderr and "--port" in done.stderr
+
+
+def test_two_addresses_and_a_key_file(tmp_path):
+    (tmp_path / "keys").write_text("# ours\nfirst\n")
+    running = Running("--host", "127.0.0.1,127.0.0.2", "--api-key-file", tmp_path / "keys", "--slots", 1)
+    try:
+        ask = {"prompt": "a", "max_tokens": 1}
+        assert running.http.get("/health").status_code == 200 and running.http.get("/v1/models").status_code == 200
+        refused = running.post("/v1/completions", **ask)
+        assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+        assert running.http.get("/slots").status_code == 401 and running.http.get("/metrics").status_code == 401
+        for headers in ({"authorization": "Bearer first"}, {"x-api-key": "first"}):
+            assert running.http.post("/v1/completions", json=ask, headers=headers).status_code == 200
+        assert running.http.post("/v1/messages", json={}, headers={"x-api-key": "no"}).json()["type"] == "error"
+        (tmp_path / "keys").write_text("second\n")
+        running.process.send_signal(signal.SIGHUP)
+        until = time.monotonic() + 20
+        while running.http.post("/v1/completions", json=ask, headers={"x-api-key": "second"}).status_code != 200:
+            assert time.monotonic() < until
+        assert running.http.post("/v1/completions", json=ask, headers={"x-api-key": "first"}).status_code == 401
+    finally:
+        assert running.end() == 0
+
+
+def _stream(running, got, tokens):
+    with running.http.stream(
+        "POST", "/completion", json={"prompt": "import os\n", "n_predict": tokens, "ignore_eos": True, "stream": True}
+    ) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                got.append(json.loads(line[6:]))
+
+
+def test_what_runs_when_the_server_is_ended_comes_to_its_end():
+    running, got = Running("--slots", 2), []
+    reader = threading.Thread(target=_stream, args=(running, got, 300))
+    reader.start()
+    while not got:
+        time.sleep(0.01)
+    running.process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + 20
+    while not any(line.startswith("ending") for line in running.lines):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert running.http.get("/ready").status_code == 503
+    refused = running.post("/completion", prompt="x", n_predict=1)
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    reader.join(60)
+    assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 300
+    assert running.end() == 0
+
+
+@pytest.mark.parametrize("options, second", [(["--drain", "0.2"], False), ([], True)])
+def test_what_does_not_end_in_time_is_told_so(options, second):
+    running, got = Running("--slots", 1, *options), []
+    reader = threading.Thread(target=_stream, args=(running, got, 2000))
+    reader.start()
+    while not got:
+        time.sleep(0.01)
+    running.process.send_signal(signal.SIGINT)
+    if second:
+        time.sleep(0.3)
+        running.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert running.end() == 0 and time.monotonic() - began < 15
+    reader.join(20)
+    assert got[-1]["error"]["code"] == 503 and "cut off" in got[-1]["error"]["message"]
+
+
+def test_help_names_no_library():
+    """`pyspec --help` and `pyspec serve --help` work without the extra."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['uvicorn'] = sys.modules['msgspec'] = None\nfrom pyggml_spec.cli import main; main(['serve', '--help'])"],
+        capture_output=True, text=True, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0 and "--queue" in done.stdout, done.stderr
