@@ -102,6 +102,7 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
     d->n_slots  = s.n_slots > 0 ? s.n_slots : 1;
     d->count    = 1;
     d->channels = s.head_size * (2 * s.n_head_k + s.n_head_v);
+    d->s.level  = pgs_delta_own(s.level, s.head_size, s.max_width, s.conv) ? s.level : NULL;
     if (s.row < d->channels) {
         snprintf(err, PGS_ERR, "delta-net rows of %lld floats are narrower than %lld convolution channels", (long long) s.row,
                  (long long) d->channels);
@@ -275,12 +276,31 @@ static struct ggml_tensor * replay_block(const pgs_delta * d, struct ggml_contex
     return ggml_gated_delta_net(ctx, k, k, v, g, beta, state, 1);
 }
 
+// By our own kernels the states are written in place, and rows that do not count are not computed.
+static void own_replay(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t w, struct ggml_tensor * keep) {
+    const pgs_delta_shape s = d->s;
+    const int64_t S = s.head_size, N = d->n_slots, H = heads_qk(d), together = d->count == N ? N * s.n_layer : d->count;
+    const int64_t state = replay_scratch(d, s.max_width);
+    const size_t  f = sizeof(float), kn = 2 * H * S * f, vn = d->channels * f;
+    for (int64_t at = d->first; at < N * s.n_layer; at += together == d->count ? N : together) {
+        struct ggml_tensor * k = ggml_view_4d(ctx, d->qk, S, H, w, together, S * f, kn, kn * w, kn * w * at + H * S * f);
+        struct ggml_tensor * v = ggml_view_4d(ctx, d->convd, S, s.n_head_v, w, together, S * f, vn, vn * w, vn * w * at + 2 * s.n_head_k * S * f);
+        struct ggml_tensor * gates = ggml_view_1d(ctx, d->gates, s.n_head_v * w * together, s.n_head_v * w * at * f);
+        ggml_build_forward_expand(gf, pgs_delta_replay(ctx, s.level, k, v, gates, s.n_head_v * w * N * s.n_layer,
+                                                       states_view(d, ctx, d->states, state + state_floats(d) * at, together), keep, d->count));
+    }
+}
+
 static int replay_all(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width, struct ggml_tensor * keep,
                       char * err) {
     const pgs_delta_shape s = d->s;
     const int64_t L = s.n_layer, N = d->n_slots, w = width, scratch = replay_scratch(d, s.max_width);
     const size_t  f = sizeof(float), gn = s.n_head_v * f;
     struct ggml_tensor * gates;
+    if (s.level != NULL) {
+        own_replay(d, ctx, gf, width, keep);
+        return 0;
+    }
     if (s.n_slots == 0) {
         gates = ggml_mul(ctx, ggml_view_3d(ctx, d->gates, s.n_head_v, w, 2 * L, gn, gn * w, 0), keep);
     } else {
@@ -334,7 +354,7 @@ int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph
     return keep != NULL ? replay_all(d, ctx, gf, width_from, keep, err) : 0;
 }
 
-// [history ; block] of one layer, time-major for ggml_ssm_conv: F32 [d_conv - 1 + T, channels]. Also makes the history of the next step.
+// [history ; block] of one layer, F32 [channels, d_conv - 1 + T]. Also makes the history of the next step.
 static struct ggml_tensor * conv_input(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width,
                                        const pgs_delta_inputs * in, char * err) {
     const int64_t hist = d->s.conv - 1;
@@ -352,10 +372,10 @@ static struct ggml_tensor * conv_input(pgs_delta * d, struct ggml_context * ctx,
         struct ggml_tensor * next = ggml_get_rows(ctx, rows, in->last);
         ggml_build_forward_expand(gf, ggml_cpy(ctx, next, conv_view(d, ctx, 0, d->channels, 0, hist, layer, 1)));
     }
-    return ggml_cont(ctx, ggml_transpose(ctx, rows));
+    return rows;
 }
 
-// The same for the slots of this graph: F32 [d_conv - 1 + T, channels, count], T rows of each. `width` 0: the histories are made now.
+// The same for the slots of this graph: F32 [channels, d_conv - 1 + T, count], T rows of each. `width` 0: the histories are made now.
 static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer,
                                              int64_t width, const pgs_delta_inputs * in, char * err) {
     const int64_t hist = d->s.conv - 1, N = d->n_slots, T = in->proj->ne[1] / d->count, table = table_rows(d) * layer;
@@ -375,7 +395,31 @@ static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context 
     if (width == 0) {
         ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_get_rows(ctx, rows, in->last), histories(d, ctx, layer, 1)));
     }
-    return ggml_cont(ctx, ggml_transpose(ctx, rows));
+    return rows;
+}
+
+// By our own kernels, from [history ; block] on.
+static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t at, bool pending,
+                                      const pgs_delta_inputs * in, struct ggml_tensor * sx, char * err) {
+    const pgs_delta_shape s = d->s;
+    const int64_t S = s.head_size, rows = in->proj->ne[1], B = d->count, pairs = s.n_layer * d->n_slots, H = heads_qk(d);
+    const size_t  f = sizeof(float);
+    struct ggml_tensor * mixed = pgs_convolution(ctx, s.level, sx, in->conv_w), * qk = NULL, * gates = NULL;
+    struct ggml_tensor * state = states_view(d, ctx, d->states, replay_scratch(d, s.max_width) + state_floats(d) * at, B);
+    if (pending) {
+        if (pgs_place(d->convd, (size_t) (d->channels * (rows / B) * at) * f, mixed, err) != 0) {
+            return NULL;
+        }
+        const int64_t each = s.n_head_v * (rows / B);
+        qk    = ggml_view_3d(ctx, d->qk, S, 2 * H, rows, S * f, 2 * H * S * f, (size_t) (2 * H * S * (rows / B) * at) * f);
+        gates = ggml_view_1d(ctx, d->gates, each * B, (size_t) (each * at) * f);
+        struct ggml_tensor * out = pgs_delta_rule(ctx, s.level, mixed, in, s.repeat, state, qk, gates, each * pairs);
+        ggml_build_forward_expand(gf, out);
+        return out;
+    }
+    struct ggml_tensor * out = pgs_delta_rule(ctx, s.level, mixed, in, s.repeat, state, NULL, NULL, 0);
+    ggml_build_forward_expand(gf, out);
+    return out;
 }
 
 // One delta-net layer over T rows, up to but without the output norm. Returns F32 [S, H_v, T]. With slots, T rows are `count` slots of
@@ -398,6 +442,10 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     if (sx == NULL) {
         return NULL;
     }
+    if (s.level != NULL) {
+        return own_layer(d, ctx, gf, at, pending, in, sx, err);
+    }
+    sx = ggml_cont(ctx, ggml_transpose(ctx, sx));
     struct ggml_tensor * mixed = ggml_silu(ctx, ggml_ssm_conv(ctx, sx, in->conv_w));  // [channels, T, B]
     if (pending && pgs_place(d->convd, d->channels * T * at * f, mixed, err) != 0) {
         return NULL;

@@ -48,6 +48,7 @@ struct ggml_context * pgs_graph_context(pgs_graph * graph);
 struct ggml_cgraph *  pgs_graph_cgraph(pgs_graph * graph);
 int                   pgs_graph_plan(pgs_graph * graph, char * err);
 int                   pgs_graph_compute(pgs_graph * graph, char * err);
+int                   pgs_graph_times(pgs_graph * graph, double * out, char * err);
 bool                  pgs_graph_stale(const pgs_graph * graph);
 uint64_t              pgs_graph_hash(const pgs_graph * graph);
 size_t                pgs_graph_traffic(const pgs_graph * graph);
@@ -62,6 +63,9 @@ int pgs_place(struct ggml_tensor * home, size_t offset, struct ggml_tensor * nod
 
 // Gives `tensor` the memory at byte `offset` of a buffer that is large enough.
 void pgs_attach(ggml_backend_buffer_t buffer, size_t offset, struct ggml_tensor * tensor);
+
+// Asks for large pages for a buffer in host memory.
+void pgs_large_pages(ggml_backend_buffer_t buffer);
 
 // ---- step_io.c
 
@@ -105,6 +109,7 @@ typedef struct pgs_delta_shape {
     int64_t max_width;  // widest block that is verified
     int64_t n_slots;    // sequences that share steps; 0: one sequence, in the layout that needs no copy
     bool    planned;    // sizes instead of memory, for plans: graphs can be built and measured, not run
+    const pgs_level * level;  // of our own kernels; NULL for ggml's
 } pgs_delta_shape;
 
 typedef enum pgs_delta_mode {
@@ -206,6 +211,19 @@ struct ggml_tensor * pgs_product(struct ggml_context * ctx, const pgs_level * le
                                  int64_t n_out, struct ggml_tensor * activations, struct ggml_tensor * x);
 struct ggml_tensor * pgs_packed_rows(struct ggml_context * ctx, enum ggml_type type, struct ggml_tensor * packed, int64_t n_in,
                                      struct ggml_tensor * index);
+// x F32 [n, ...] / sqrt(mean(x^2) + eps) over the innermost dimension, times weight F32 [n] and silu(gate) where they are not NULL; contiguous.
+struct ggml_tensor * pgs_norm(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x, struct ggml_tensor * weight,
+                              struct ggml_tensor * gate, float eps);
 // Attention as ggml_flash_attn_ext; NULL for shapes that our kernels do not take.
 struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * q, struct ggml_tensor * k,
                                         struct ggml_tensor * v, struct ggml_tensor * mask, float scale);
+
+// ---- cpu/delta_nodes.c
+
+bool pgs_delta_own(const pgs_level * level, int64_t head_size, int64_t max_width, int64_t taps);
+struct ggml_tensor * pgs_convolution(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * rows, struct ggml_tensor * taps);
+struct ggml_tensor * pgs_delta_rule(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * mixed, const pgs_delta_inputs * in,
+                                    int64_t repeat, struct ggml_tensor * states, struct ggml_tensor * qk, struct ggml_tensor * gates, int64_t beta_at);
+struct ggml_tensor * pgs_delta_replay(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * k, struct ggml_tensor * v,
+                                      struct ggml_tensor * gates, int64_t beta_at, struct ggml_tensor * states, struct ggml_tensor * keep,
+                                      int64_t slots);

@@ -2,6 +2,7 @@
 // decided when a backend is opened.
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -39,11 +40,29 @@ typedef struct pgs_attention {  // query rows of one head of K and V
     float *          out[MOST_ROWS];
 } pgs_attention;
 
+#define MOST_TAPS  16  // of a convolution
+#define DELTA_ROWS 64  // rows of a block that the delta rule takes without writing the state
+
+typedef struct pgs_head {  // one head of a delta-net layer and some rows of a sequence
+    int64_t       size, rows;
+    const float * q, * k, * v;
+    size_t        step_k, step_v;  // floats between rows, of q and k, and of v
+    const float * decay, * beta;   // [rows]
+    float         scale;           // of what comes out
+    float *       state;           // [size][size], column after column
+    bool          keeps;           // whether the state is written
+    float *       out;             // NULL: only the state is wanted
+    size_t        step_out;
+} pgs_head;
+
 struct pgs_level {
     const char *       name;
     const pgs_kernel * kernels;
     int                count;
     void (*attend)(const pgs_attention * a);
+    void (*norm)(const float * x, const float * weight, const float * gate, float eps, int64_t n, float * out);
+    void (*convolve)(const float * x, size_t step, const float * taps, int n_taps, int64_t rows, int64_t channels, float * out, size_t to);
+    void (*delta)(const pgs_head * h, int64_t first, int64_t end);  // columns; a multiple of 4
 };
 
 extern const struct pgs_level pgs_level_avx512vnni, pgs_level_avxvnni, pgs_level_avxvnni_evex, pgs_level_avx2;

@@ -3,5 +3,7 @@
 
 #include "products.h"
 #include "attention.h"
+#include "rows.h"
+#include "delta.h"
 
-const struct pgs_level pgs_level_avx2 = { "avx2", kernels, sizeof(kernels) / sizeof(kernels[0]), attend };
+const struct pgs_level pgs_level_avx2 = { "avx2", kernels, sizeof(kernels) / sizeof(kernels[0]), attend, norm, convolve, delta };

@@ -10,5 +10,7 @@
 
 #include "products.h"
 #include "attention.h"
+#include "rows.h"
+#include "delta.h"
 
-const struct pgs_level LEVEL = { "avxvnni", kernels, sizeof(kernels) / sizeof(kernels[0]), attend };
+const struct pgs_level LEVEL = { "avxvnni", kernels, sizeof(kernels) / sizeof(kernels[0]), attend, norm, convolve, delta };

@@ -9,6 +9,14 @@
 #define TILES_BYTES (384 << 10)    // of their activations: they stay in the second-level cache
 #define CHUNK_BYTES (12 << 10)     // of weights that stay in the first-level cache while tiles use them
 
+// ggml keeps a node's function in the first 24 bytes of its parameters; the scale of scores, or what is added to a mean, comes behind them.
+#define SCALE_AT 32
+
+// What scripts/profile_cpu.py knows a node by.
+static struct ggml_tensor * named(struct ggml_tensor * node, const char * name) {
+    return ggml_set_name(node, name);
+}
+
 static int64_t rows_of(const struct ggml_tensor * t) {
     return t->ne[1] * t->ne[2] * t->ne[3];
 }
@@ -39,7 +47,7 @@ struct ggml_tensor * pgs_activations(struct ggml_context * ctx, const pgs_level 
     const pgs_kernel *   k     = pgs_kernel_of(level, type);
     const int64_t        tiles = (rows_of(x) + TILE - 1) / TILE, size = tiles * blocks_of(k, x->ne[0]) * (int64_t) k->act;
     struct ggml_tensor * src[] = { x };
-    return ggml_custom_4d(ctx, GGML_TYPE_I8, size, 1, 1, 1, src, 1, run_activations, GGML_N_TASKS_MAX, (void *) k);
+    return named(ggml_custom_4d(ctx, GGML_TYPE_I8, size, 1, 1, 1, src, 1, run_activations, GGML_N_TASKS_MAX, (void *) k), "own rounding");
 }
 
 typedef struct job {  // the products of one thread: weights, and as many tiles as stay in its cache
@@ -85,8 +93,8 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
 struct ggml_tensor * pgs_product(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * packed,
                                  int64_t n_out, struct ggml_tensor * activations, struct ggml_tensor * x) {
     struct ggml_tensor * src[] = { packed, activations };
-    return ggml_custom_4d(ctx, GGML_TYPE_F32, n_out, x->ne[1], x->ne[2], x->ne[3], src, 2, run_product, GGML_N_TASKS_MAX,
-                          (void *) pgs_kernel_of(level, type));
+    return named(ggml_custom_4d(ctx, GGML_TYPE_F32, n_out, x->ne[1], x->ne[2], x->ne[3], src, 2, run_product, GGML_N_TASKS_MAX,
+                                (void *) pgs_kernel_of(level, type)), "own product");
 }
 
 static void run_look_up(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -106,13 +114,34 @@ static void run_look_up(struct ggml_tensor * dst, int ith, int nth, void * userd
 struct ggml_tensor * pgs_packed_rows(struct ggml_context * ctx, enum ggml_type type, struct ggml_tensor * packed, int64_t n_in,
                                      struct ggml_tensor * index) {
     struct ggml_tensor * src[] = { packed, index };
-    return ggml_custom_4d(ctx, GGML_TYPE_F32, n_in, index->ne[0], 1, 1, src, 2, run_look_up, GGML_N_TASKS_MAX, (void *) (uintptr_t) type);
+    return named(ggml_custom_4d(ctx, GGML_TYPE_F32, n_in, index->ne[0], 1, 1, src, 2, run_look_up, GGML_N_TASKS_MAX, (void *) (uintptr_t) type),
+                 "own rows");
+}
+
+// ---- norms
+
+static void run_norm(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const pgs_level *          level = userdata;
+    const struct ggml_tensor * x = dst->src[0], * weight = dst->src[1], * gate = dst->src[2];
+    const int64_t rows = rows_of(dst);
+    float         eps;
+    memcpy(&eps, (const char *) dst->op_params + SCALE_AT, sizeof(eps));
+    for (int64_t row = rows * ith / nth; row < rows * (ith + 1) / nth; row++) {
+        level->norm(row_of(x, row), weight != NULL ? weight->data : NULL, gate != NULL ? row_of(gate, row) : NULL, eps, dst->ne[0],
+                    (float *) dst->data + row * dst->ne[0]);
+    }
+}
+
+struct ggml_tensor * pgs_norm(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x, struct ggml_tensor * weight,
+                              struct ggml_tensor * gate, float eps) {
+    struct ggml_tensor * src[] = { x, weight, gate };
+    struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], src, 3, run_norm, GGML_N_TASKS_MAX,
+                                                (void *) level);
+    memcpy((char *) out->op_params + SCALE_AT, &eps, sizeof(eps));
+    return named(out, "own norm");
 }
 
 // ---- attention
-
-// ggml keeps a node's function in the first 24 bytes of its parameters; the scale of the scores comes behind them.
-#define SCALE_AT 32
 
 static pgs_cache cache_of(const struct ggml_tensor * t, int64_t head, int64_t slot) {
     const bool direct = t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16 || t->type == GGML_TYPE_BF16;
@@ -159,5 +188,5 @@ struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_lev
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, v->ne[0], q->ne[2], q->ne[1], q->ne[3], src, 4, run_attention,
                                                 GGML_N_TASKS_MAX, (void *) level);
     memcpy((char *) out->op_params + SCALE_AT, &scale, sizeof(scale));
-    return out;
+    return named(out, "own attention");
 }

@@ -115,6 +115,8 @@ INLINE void sum_four(const vf * a, const vf * b, const vf * c, const vf * d, flo
     _mm_storeu_ps(out, _mm_movelh_ps(one, two));
 }
 INLINE vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INLINE vf vf_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 INLINE vf vf_exponent(vi n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
 INLINE vi vi_nearest(vf x) { return _mm256_cvtps_epi32(x); }

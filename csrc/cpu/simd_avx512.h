@@ -80,6 +80,8 @@ INLINE void sum_four(const vf * a, const vf * b, const vf * c, const vf * d, flo
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
 }
 INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf vf_abs(vf x) { return _mm512_abs_ps(x); }
 INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b if one is NaN
 INLINE vf vf_exponent(vi n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }  // 2^n
 INLINE vi vi_nearest(vf x) { return _mm512_cvtps_epi32(x); }

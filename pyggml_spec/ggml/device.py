@@ -183,7 +183,10 @@ class Backend:
         need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buffer_type)
         if self.device.kind == "cpu" and need > free_bytes(self.device) + _meminfo("SwapFree", 0):
             return ffi.NULL
-        return lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buffer_type)
+        buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buffer_type)
+        if self.device.kind == "cpu" and buffer != ffi.NULL:
+            lib.pgs_large_pages(buffer)
+        return buffer
 
     def extra_buffer_types(self) -> list[BufferType]:
         """Buffer types that store matmul weights in a layout of their own (the CPU's repacked one, AMX), best first; none that the probe refused."""

@@ -168,11 +168,26 @@ class Graph:
 
     def norm(self, x: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the innermost dimension."""
+        level = self.role.backend.level_handle
+        if level != ffi.NULL and x.type == F32 and x.nb[0] == 4:
+            return lib.pgs_norm(self.ctx, level, x, ffi.NULL, ffi.NULL, eps)
         return lib.ggml_rms_norm(self.ctx, x, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the innermost dimension."""
+        level = self.role.backend.level_handle
+        if level != ffi.NULL and x.type == weight.type == F32 and x.nb[0] == 4 and list(weight.ne) == [x.ne[0], 1, 1, 1]:
+            return lib.pgs_norm(self.ctx, level, x, weight, ffi.NULL, eps)
         return self.mul(lib.ggml_rms_norm(self.ctx, x, eps), weight)
+
+    def gated_norm(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+        """x F32 [D, H, T] as in ``rms_norm``, times silu(gate), F32 [D * H, T] -> F32 [D * H, T]."""
+        size, heads, rows = x.ne[0], x.ne[1], x.ne[2]
+        require(gate.ne[0] == size * heads and gate.ne[1] == rows and gate.type == F32, "gated_norm", x=x, gate=gate)
+        level = self.role.backend.level_handle
+        if level != ffi.NULL and x.nb[0] == gate.nb[0] == 4 and list(weight.ne) == [size, 1, 1, 1]:
+            return self.flat(lib.pgs_norm(self.ctx, level, x, weight, self.heads(gate, size, heads), eps))
+        return self.swiglu(gate, self.flat(self.rms_norm(x, weight, eps)))
 
     def rows(self, table: Tensor, index: Tensor) -> Tensor:
         """table [n, rows], index I32 [T] -> F32 [n, T] (I32 of an I32 table)."""
@@ -403,10 +418,12 @@ class Graph:
         return lib.ggml_graph_n_nodes(self.gf)
 
     def op_counts(self) -> dict[str, int]:
-        """How often each operation appears."""
+        """How often each operation appears, our own nodes by what they are called."""
         counts: dict[str, int] = {}
         for i in range(self.n_nodes):
-            name = text(lib.ggml_op_desc(lib.ggml_graph_node(self.gf, i)))
+            node = lib.ggml_graph_node(self.gf, i)
+            op = text(lib.ggml_op_desc(node))
+            name = text(lib.ggml_get_name(node)) if op == "CUSTOM" else op
             counts[name] = counts.get(name, 0) + 1
         return counts
 

@@ -46,7 +46,7 @@ class DeltaState:
             max_width,
             0 if self.inline else slots,
         ]
-        spec = ffi.new("pgs_delta_shape *", [*sizes, planned])
+        spec = ffi.new("pgs_delta_shape *", [*sizes, planned, backend.level_handle])
         self.handle: Any = lib.pgs_delta_new(backend.handle, spec, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))

@@ -220,8 +220,7 @@ class Qwen35(Model):
         conv_w, dt, a = (w[f"blk.{i}.{name}"] for name in names)
         assert rows.delta is not None
         o = rows.delta.layer(g, n, proj, beta, alpha, conv_w, dt, a, hp.eps)
-        o = g.flat(g.rms_norm(o, w[f"blk.{i}.ssm_norm.weight"], hp.eps))
-        return product(g, w.matrix(f"blk.{i}.ssm_out.weight"), g.swiglu(z, o))
+        return product(g, w.matrix(f"blk.{i}.ssm_out.weight"), g.gated_norm(o, w[f"blk.{i}.ssm_norm.weight"], hp.eps, z))
 
     def _projections(self, g: Graph, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """F32 rows that begin with q | k | v, ``delta_row`` long; z [S * H_v, T]; beta and alpha [H_v, T]."""

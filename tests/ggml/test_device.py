@@ -33,6 +33,25 @@ def test_waiting_for_a_core_is_seen():
         os.sched_setaffinity(0, mine)
 
 
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not THP.exists() or "[never]" in THP.read_text(), reason="this system has no large pages on request")
+def test_weights_lie_in_large_pages():
+    """The kernel was asked for them (VmFlags: hg) for most of the embedded target's 27 MB, and before the weights were written."""
+
+    def large() -> int:
+        asked = size = 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            size = int(line.split()[1]) if line.startswith("Size:") else size
+            asked += size if line.startswith("VmFlags:") and " hg" in line else 0
+        return asked * 1024
+
+    before = large()
+    with ps.load(device="CPU", threads=1, n_ctx=64) as session:
+        assert large() - before > 0.7 * session.engaged().memory["weights"]
+
+
 def test_a_system_that_does_not_say(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(FileNotFoundError))
     assert waited_for_core() is None

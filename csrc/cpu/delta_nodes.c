@@ -1,0 +1,180 @@
+// Delta-net layers by our own kernels, as nodes of ggml's graphs: the convolution, the delta rule with everything between the two, and the replay of
+// pending blocks. They write into the pools of csrc/delta_net.c past what a node returns: a pool is read by nodes that come later in the order of
+// the graph, or by the next graph.
+#include "kernels.h"
+#include "layout.h"
+#include "pgs.h"
+
+#include <math.h>
+#include <string.h>
+
+// Parameters of a node, behind the function and its data, which take the first 24 bytes.
+typedef struct delta_params {
+    float   eps;
+    int32_t pending;
+    int64_t beta_at;  // floats from a pool's g to its beta
+    int64_t slots;    // pairs of layer and slot follow each other, slots first
+    int64_t repeat;   // of each head of q and k, as in pgs_delta_shape
+} delta_params;
+
+#define PARAMS_AT 24
+_Static_assert(PARAMS_AT + sizeof(delta_params) <= GGML_MAX_OP_PARAMS, "parameters of a node");
+
+static struct ggml_tensor * with_params(struct ggml_tensor * node, const delta_params * params, const char * name) {
+    memcpy((char *) node->op_params + PARAMS_AT, params, sizeof(*params));
+    return ggml_set_name(node, name);
+}
+
+static delta_params params_of(const struct ggml_tensor * node) {
+    delta_params params;
+    memcpy(&params, (const char *) node->op_params + PARAMS_AT, sizeof(params));
+    return params;
+}
+
+static float at(const struct ggml_tensor * t, int64_t i, int64_t row) {
+    return *(const float *) ((const char *) t->data + (size_t) i * t->nb[0] + (size_t) row * t->nb[1]);
+}
+
+static float * floats(const struct ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
+    return (float *) ((char *) t->data + (size_t) i1 * t->nb[1] + (size_t) i2 * t->nb[2] + (size_t) i3 * t->nb[3]);
+}
+
+bool pgs_delta_own(const pgs_level * level, int64_t head_size, int64_t max_width, int64_t taps) {
+    const bool sizes = head_size == 16 || head_size == 32 || head_size == 64 || head_size == 128 || head_size == 256;
+    return level != NULL && sizes && max_width <= DELTA_ROWS && taps <= MOST_TAPS;
+}
+
+// ---- the convolution
+
+static void run_convolution(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const pgs_level *          level = userdata;
+    const struct ggml_tensor * x = dst->src[0], * taps = dst->src[1];
+    const int64_t groups = dst->ne[0] / LANES, first = groups * ith / nth * LANES, end = groups * (ith + 1) / nth * LANES;
+    for (int64_t b = 0; b < dst->ne[2] && first < end; b++) {
+        level->convolve(floats(x, 0, b, 0) + first, x->nb[1] / sizeof(float), (const float *) taps->data + first * taps->ne[0], (int) taps->ne[0],
+                        dst->ne[1], end - first, floats(dst, 0, b, 0) + first, dst->nb[1] / sizeof(float));
+    }
+}
+
+// rows F32 [channels, d_conv - 1 + T, B], whose rows may lie apart, taps F32 [d_conv, channels] -> silu of the convolution, F32 [channels, T, B].
+struct ggml_tensor * pgs_convolution(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * rows, struct ggml_tensor * taps) {
+    struct ggml_tensor * src[] = { rows, taps };
+    return ggml_set_name(ggml_custom_4d(ctx, GGML_TYPE_F32, rows->ne[0], rows->ne[1] - taps->ne[0] + 1, rows->ne[2], 1, src, 2, run_convolution,
+                                        GGML_N_TASKS_MAX, (void *) level), "own convolution");
+}
+
+// ---- the delta rule
+
+// Pieces of the columns of every head, so that all threads have something to do.
+typedef struct share {
+    int64_t units, parts;
+} share;
+
+static share shared(int64_t heads, int64_t size, int nth) {
+    int64_t parts = (nth + heads - 1) / heads;
+    parts         = parts < 1 ? 1 : parts > size / LANES ? size / LANES : parts;
+    return (share) { heads * parts, parts };
+}
+
+static void columns(const pgs_level * level, const pgs_head * h, int64_t part, int64_t parts) {
+    level->delta(h, h->size / LANES * part / parts * LANES, h->size / LANES * (part + 1) / parts * LANES);
+}
+
+// One head of one sequence, `part` of its columns.
+static void run_head(const struct ggml_tensor * dst, const pgs_level * level, int64_t head, int64_t seq, int64_t part, int64_t parts) {
+    const struct ggml_tensor * mixed = dst->src[0], * beta = dst->src[1], * alpha = dst->src[2], * dt = dst->src[3], * a = dst->src[4];
+    const struct ggml_tensor * on = dst->src[6], * qk_pool = dst->src[7], * gates_pool = dst->src[8];
+    const delta_params p = params_of(dst);
+    const int64_t size = dst->ne[0], heads = dst->ne[1], T = mixed->ne[1], heads_k = (mixed->ne[0] / size - heads) / 2, copy = head % (heads_k * p.repeat), k_head = copy / p.repeat;
+    const int64_t step = p.pending ? T : LANES;  // rows at once: a pending block is not written between two pieces, so it is one
+    _Alignas(64) float q[DELTA_ROWS * 256], k[DELTA_ROWS * 256];
+    float norm[256], decay[DELTA_ROWS], strength[DELTA_ROWS];
+    for (int64_t i = 0; i < size; i++) {
+        norm[i] = 1.0f / sqrtf((float) size);  // x / sqrt(sum x^2 + eps) as a norm with eps / size, times this
+    }
+    for (int64_t first = 0; first < T; first += step) {
+        const int64_t rows = T - first < step ? T - first : step;
+        for (int64_t t = 0; t < rows; t++) {
+            const int64_t row = seq * T + first + t;
+            const float * x   = floats(mixed, first + t, seq, 0) + k_head * size;
+            const float   s   = at(alpha, head, row) + at(dt, head, 0), switched = on != NULL ? at(on, 0, row) : 1.0f;
+            const float   g   = (s > 20.0f ? s : logf(1.0f + expf(s))) * at(a, head, 0) * switched;
+            decay[t]    = expf(g);
+            strength[t] = 1.0f / (1.0f + expf(-at(beta, head, row))) * switched;
+            level->norm(x, norm, NULL, p.eps / (float) size, size, q + t * size);
+            level->norm(x + heads_k * size, norm, NULL, p.eps / (float) size, size, k + t * size);
+            if (p.pending && part == 0) {
+                float * gates = (float *) gates_pool->data + heads * row + head;
+                gates[0]         = g;
+                gates[p.beta_at] = strength[t];
+                if (head == copy) {
+                    memcpy(floats(qk_pool, heads_k * p.repeat + head, row, 0), k + t * size, (size_t) size * sizeof(float));
+                }
+            }
+        }
+        const pgs_head h = {
+            .size = size, .rows = rows, .q = q, .k = k, .v = floats(mixed, first, seq, 0) + (2 * heads_k + head) * size,
+            .step_k = (size_t) size, .step_v = mixed->nb[1] / sizeof(float), .decay = decay, .beta = strength, .scale = 1.0f / sqrtf((float) size),
+            .state = floats(dst->src[5], 0, head, seq), .keeps = !p.pending, .out = floats(dst, head, seq * T + first, 0),
+            .step_out = (size_t) (size * heads),
+        };
+        columns(level, &h, part, parts);
+    }
+}
+
+static void run_delta(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const int64_t heads = dst->ne[1], B = dst->src[5]->ne[3];
+    const share   s     = shared(heads * B, dst->ne[0], nth);
+    for (int64_t unit = s.units * ith / nth; unit < s.units * (ith + 1) / nth; unit++) {
+        const int64_t pair = unit / s.parts;
+        run_head(dst, userdata, pair % heads, pair / heads, unit % s.parts, s.parts);
+    }
+}
+
+// mixed F32 [channels, T, B] -> F32 [size, heads, T * B]. The states F32 [size, size, heads, B] are written in place, or, where `qk` and `gates` are
+// given, stay as they are while normalised k, g and beta go there: qk F32 [size, 2 heads_k repeat, T * B], gates F32 with g [heads, T * B] first, and beta
+// `beta_at` floats behind.
+struct ggml_tensor * pgs_delta_rule(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * mixed, const pgs_delta_inputs * in,
+                                    int64_t repeat, struct ggml_tensor * states, struct ggml_tensor * qk, struct ggml_tensor * gates, int64_t beta_at) {
+    struct ggml_tensor * src[] = { mixed, in->beta, in->alpha, in->dt, in->a, states, qk == NULL ? in->on : NULL, qk, gates };
+    const delta_params   p     = { in->eps, qk != NULL, beta_at, 0, repeat };
+    return with_params(ggml_custom_4d(ctx, GGML_TYPE_F32, states->ne[0], states->ne[2], mixed->ne[1] * mixed->ne[2], 1, src, 9, run_delta,
+                                      GGML_N_TASKS_MAX, (void *) level), &p, "own delta-net");
+}
+
+// ---- replay
+
+static void run_replay(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const pgs_level *          level = userdata;
+    const struct ggml_tensor * k = dst->src[0], * v = dst->src[1], * gates = dst->src[2], * states = dst->src[3], * keep = dst->src[4];
+    const delta_params p    = params_of(dst);
+    const int64_t      size = states->ne[0], heads = states->ne[2], w = k->ne[2];
+    const share        s    = shared(heads * states->ne[3], size, nth);
+    for (int64_t unit = s.units * ith / nth; unit < s.units * (ith + 1) / nth; unit++) {
+        const int64_t head = unit / s.parts % heads, n = unit / s.parts / heads;
+        const float * kept = (const float *) keep->data + n % p.slots * w, * g = (const float *) gates->data + heads * w * n + head;
+        float         decay[DELTA_ROWS], strength[DELTA_ROWS];
+        int64_t       rows = 0;
+        for (; rows < w && kept[rows] != 0.0f; rows++) {  // accepted rows come first; the others would leave the state as it is
+            decay[rows]    = expf(g[rows * heads]);
+            strength[rows] = g[rows * heads + p.beta_at];
+        }
+        const pgs_head h = {
+            .size = size, .rows = rows, .k = floats(k, head % k->ne[1], 0, n), .v = floats(v, head, 0, n), .step_k = k->nb[2] / sizeof(float),
+            .step_v = v->nb[2] / sizeof(float), .decay = decay, .beta = strength, .state = floats(states, 0, head, n), .keeps = true,
+        };
+        if (rows > 0) {
+            columns(level, &h, unit % s.parts, s.parts);
+        }
+    }
+}
+
+// The accepted rows of the blocks of n pairs of layer and slot, folded into the states in place. k F32 [size, heads_k repeat, w, n], v F32 [size, heads, w, n],
+// gates F32 with g [heads, w, n] first and beta `beta_at` floats behind, states F32 [size, size, heads, n], keep F32 [w * slots] with 1 for accepted rows.
+struct ggml_tensor * pgs_delta_replay(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * k, struct ggml_tensor * v,
+                                      struct ggml_tensor * gates, int64_t beta_at, struct ggml_tensor * states, struct ggml_tensor * keep,
+                                      int64_t slots) {
+    struct ggml_tensor * src[] = { k, v, gates, states, keep };
+    const delta_params   p     = { 0.0f, 0, beta_at, slots, 0 };
+    return with_params(ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, src, 5, run_replay, GGML_N_TASKS_MAX, (void *) level), &p, "own replay");
+}

@@ -1,0 +1,87 @@
+// What is done to rows of values between products, once for all levels: norms, the causal convolution, gates. A row's bits depend on nothing but
+// the row: sums are of LANES values side by side, in the order of their places.
+#pragma once
+
+#include "attention.h"
+#include "kernels.h"
+#include "layout.h"
+
+// x / (1 + e^-x)
+INLINE vf silu(vf x) {
+    const vf e = exponential(vf_sub(vf_zero(), vf_abs(x)));  // of a magnitude, so it cannot overflow
+    return vf_mul(x, vf_div(vf_below(x, 0.0f, e, vf_set(1.0f)), vf_add(vf_set(1.0f), e)));
+}
+
+// LANES values from x[i] on, zeros from x[n] on
+INLINE const float * whole_lanes(const float * x, int64_t i, int64_t n, float * copy) {
+    if (i + LANES <= n) {
+        return x + i;
+    }
+    for (int64_t j = 0; j < LANES; j++) {
+        copy[j] = i + j < n ? x[i + j] : 0.0f;
+    }
+    return copy;
+}
+
+// out = x / sqrt(mean(x^2) + eps), times `weight` and times silu(gate) where they are not NULL. `out` may be x.
+static void norm(const float * x, const float * weight, const float * gate, float eps, int64_t n, float * out) {
+    vf    acc[4][PARTS];
+    float part[LANES], more[LANES], last[LANES];
+    for (int k = 0; k < 4; k++) {
+        EACH_PART acc[k][p] = vf_zero();
+    }
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) {
+            EACH_PART {
+                const vf v = vf_load(x + i + k * LANES + VL * p);
+                acc[k][p]  = vf_fma(v, v, acc[k][p]);
+            }
+        }
+    }
+    for (int k = 0; i < n; i += LANES, k++) {
+        const float * from = whole_lanes(x, i, n, part);
+        EACH_PART {
+            const vf v = vf_load(from + VL * p);
+            acc[k][p]  = vf_fma(v, v, acc[k][p]);
+        }
+    }
+    EACH_PART vf_store(part + VL * p, vf_add(vf_add(acc[0][p], acc[2][p]), vf_add(acc[1][p], acc[3][p])));
+    const vf scale = vf_set(1.0f / sqrtf(sum_of(part) / (float) n + eps));
+    for (i = 0; i < n; i += LANES) {
+        const float * from = whole_lanes(x, i, n, part);
+        const float * w = weight != NULL ? whole_lanes(weight, i, n, more) : NULL;
+        const float * z = gate != NULL ? whole_lanes(gate, i, n, last) : NULL;
+        float *       to = i + LANES <= n ? out + i : part;
+        EACH_PART {
+            vf y = vf_mul(vf_load(from + VL * p), scale);
+            y    = w != NULL ? vf_mul(y, vf_load(w + VL * p)) : y;
+            vf_store(to + VL * p, z != NULL ? vf_mul(silu(vf_load(z + VL * p)), y) : y);
+        }
+        if (to == part) {
+            memcpy(out + i, part, (size_t) (n - i) * sizeof(float));
+        }
+    }
+}
+
+// out[t] = silu(sum of taps[k] * x[t + k], k in order) for `rows` rows of `channels` (a multiple of LANES); rows of x lie `step` floats apart, those of
+// out `to` floats. taps: F32 [n_taps] of one channel after the other, as files have them.
+static void convolve(const float * x, size_t step, const float * taps, int n_taps, int64_t rows, int64_t channels, float * out, size_t to) {
+    float turned[MOST_TAPS][LANES];
+    for (int64_t c = 0; c < channels; c += LANES) {
+        for (int k = 0; k < n_taps; k++) {
+            for (int j = 0; j < LANES; j++) {
+                turned[k][j] = taps[(c + j) * n_taps + k];
+            }
+        }
+        for (int64_t t = 0; t < rows; t++) {
+            EACH_PART {
+                vf sum = vf_zero();
+                for (int k = 0; k < n_taps; k++) {
+                    sum = vf_fma(vf_load(x + (size_t) (t + k) * step + c + VL * p), vf_load(turned[k] + VL * p), sum);
+                }
+                vf_store(out + (size_t) t * to + c + VL * p, silu(sum));
+            }
+        }
+    }
+}

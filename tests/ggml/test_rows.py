@@ -1,0 +1,187 @@
+"""Our own norms, convolutions and delta rule: right, and the same bits in every cut of the rows, with any number of threads, at every level."""
+
+import itertools
+
+import numpy as np
+import pytest
+from ggml.kernel_graphs import LEVELS, bench, compute
+
+from pyggml_spec.ggml.library import ffi, lib
+
+pytestmark = pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor")
+on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+RNG = np.random.default_rng
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+# -- norms
+
+
+def norm(level, x, weight=None, gate=None, threads=1, eps=1e-6):
+    with bench(level, threads) as (graph, memory):
+        tensor = memory.tensor(x)
+        if gate is not None:
+            heads = graph.heads(tensor, len(weight), x.shape[1] // len(weight))
+            return compute(graph, graph.gated_norm(heads, memory.tensor(weight), eps, memory.tensor(gate)))
+        return compute(graph, graph.norm(tensor, eps) if weight is None else graph.rms_norm(tensor, memory.tensor(weight), eps))
+
+
+@on_every_level
+@pytest.mark.parametrize("n", [1, 3, 16, 17, 63, 64, 65, 112, 512, 5125])
+def test_norms(level, n):
+    """Values, a row alone against the row among others, threads, and the lowest level."""
+    x, weight = 3 * RNG(n).standard_normal((5, n), np.float32), RNG(1).standard_normal(n, np.float32)
+    want = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-6)
+    got = norm(level, x, weight)
+    np.testing.assert_allclose(got, want * weight, rtol=2e-6, atol=1e-7)
+    np.testing.assert_allclose(norm(level, x), want, rtol=2e-6, atol=1e-7)
+    assert np.array_equal(got, np.concatenate([norm(level, row[None], weight) for row in x]))
+    assert np.array_equal(got, norm(level, x, weight, threads=3))
+    assert np.array_equal(got, norm(LEVELS[-1], x, weight))
+
+
+@on_every_level
+def test_gated_norms(level):
+    """Each head is normed alone; gates may be of any size."""
+    x, weight = RNG(2).standard_normal((4, 3 * 48), np.float32), RNG(3).standard_normal(48, np.float32)
+    gate = np.float32(30) * RNG(4).standard_normal((4, 3 * 48), np.float32)
+    heads = x.reshape(4, 3, 48).astype(np.float64)
+    want = heads / np.sqrt((heads**2).mean(axis=2, keepdims=True) + 1e-6) * weight
+    got = norm(level, x, weight, gate)
+    np.testing.assert_allclose(got, want.reshape(4, -1) * silu(gate.astype(np.float64)), rtol=3e-6, atol=1e-7)
+    assert np.array_equal(got, norm(LEVELS[-1], x, weight, gate, threads=2))
+
+
+@on_every_level
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_norm_of_what_is_not_finite(level, bad):
+    x = np.ones((3, 100), np.float32)
+    x[1, 97] = bad
+    got = norm(level, x, np.ones(100, np.float32))
+    assert np.isnan(got[1, 97]) and np.allclose(got[[0, 2]], 1)
+
+
+# -- delta-net layers
+
+TAPS = 4
+
+
+class Layer:
+    """One delta-net layer of random weights: ``heads_k`` heads of q and k, ``heads`` of v, of ``size`` values."""
+
+    def __init__(self, size, heads_k, heads, rows, repeat=1, seed=0):
+        rng = RNG(seed)
+        self.size, self.heads_k, self.heads, self.rows, self.repeat = size, heads_k, heads, rows, repeat
+        self.channels = size * (2 * heads_k + heads)
+        self.x = rng.standard_normal((TAPS - 1 + rows, self.channels), np.float32)
+        self.taps = rng.standard_normal((self.channels, TAPS), np.float32)
+        self.beta, self.alpha = rng.standard_normal((2, rows, heads), np.float32)
+        self.dt, self.a = rng.standard_normal(heads, np.float32), -np.exp(rng.standard_normal(heads, np.float32))
+        self.state = rng.standard_normal((heads, size, size), np.float32)
+
+    def exact(self):
+        """Outputs [rows, heads, size] and the state behind the last row, in F64."""
+        x = self.x.astype(np.float64)
+        mixed = silu(sum(x[k : k + self.rows] * self.taps[:, k] for k in range(TAPS)))
+        q, k = mixed[:, : 2 * self.heads_k * self.size].reshape(self.rows, 2, self.heads_k, self.size).transpose(1, 0, 2, 3)
+        q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+        v = mixed[:, 2 * self.heads_k * self.size :].reshape(self.rows, self.heads, self.size)
+        q, k = (np.repeat(y, self.repeat, axis=1) for y in (q, k))  # the heads that v-heads go with in turn
+        n = self.heads_k * self.repeat
+        decay = np.exp(np.log1p(np.exp(self.alpha.astype(np.float64) + self.dt)) * self.a)
+        beta = 1 / (1 + np.exp(-self.beta.astype(np.float64)))
+        state, out = self.state.astype(np.float64), np.empty((self.rows, self.heads, self.size))
+        for t, h in itertools.product(range(self.rows), range(self.heads)):
+            s, key = state[h], k[t, h % n]
+            s *= decay[t, h]
+            s += np.outer((v[t, h] - s @ key) * beta[t, h], key)
+            out[t, h] = s @ q[t, h % n] / np.sqrt(self.size)
+        return out, state
+
+    def run(self, level, first=0, rows=None, state=None, threads=1, pending=None, on=None):
+        """Computes some of the rows: outputs, the state behind them, and with ``pending`` that which a replay of ``pending`` rows leaves."""
+        rows = self.rows if rows is None else rows
+        with bench(level, threads) as (graph, memory):
+            part = slice(first, first + rows)
+            mixed = lib.pgs_convolution(
+                graph.ctx, level.handle, memory.tensor(self.x[first : first + rows + TAPS - 1]), memory.tensor(self.taps)
+            )
+            states = memory.tensor((self.state if state is None else state)[None])
+            flag = memory.tensor(np.ascontiguousarray(on[part, None])) if on is not None else ffi.NULL
+            given = [memory.tensor(x) for x in (self.beta[part], self.alpha[part])]
+            given = [ffi.NULL, *given, ffi.NULL, memory.tensor(self.dt), memory.tensor(self.a), flag, ffi.NULL, ffi.NULL, 1e-6]
+            inputs = ffi.new("pgs_delta_inputs *", given)
+            if pending is None:
+                node = lib.pgs_delta_rule(graph.ctx, level.handle, mixed, inputs, self.repeat, states, ffi.NULL, ffi.NULL, 0)
+                out = compute(graph, node)
+                return out.reshape(rows, self.heads, self.size), read(states, self.state)
+            each, n = self.heads * rows, self.heads_k * self.repeat
+            qk = memory.tensor(np.full((rows, 2 * self.heads_k * self.repeat, self.size), np.nan, np.float32))
+            gates = memory.tensor(np.full(2 * each, np.nan, np.float32))
+            graph.keep(mixed)
+            out = lib.pgs_delta_rule(graph.ctx, level.handle, mixed, inputs, self.repeat, states, qk, gates, each)
+            graph.expand(out)
+            keep = memory.tensor((np.arange(rows) < pending).astype(np.float32))
+            kv = [
+                lib.ggml_view_3d(graph.ctx, qk, self.size, n, rows, qk.nb[1], qk.nb[2], n * qk.nb[1]),
+                lib.ggml_view_3d(graph.ctx, mixed, self.size, self.heads, rows, 4 * self.size, mixed.nb[1], 8 * self.heads_k * self.size),
+            ]
+            graph.keep(out)
+            compute(graph, lib.pgs_delta_replay(graph.ctx, level.handle, *kv, gates, each, states, keep, 1))
+            return graph.host_view(out).reshape(rows, self.heads, self.size).copy(), read(states, self.state)
+
+
+def read(tensor, like):
+    out = np.empty_like(like)
+    lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), 0, out.nbytes)
+    return out
+
+
+SIZES = [(16, 1, 3, 1), (32, 2, 4, 2), (64, 4, 8, 1), (64, 2, 12, 3), (128, 2, 6, 1), (256, 1, 1, 1)]
+
+
+@on_every_level
+@pytest.mark.parametrize("size, heads_k, heads, repeat", SIZES)
+def test_delta_layers(level, size, heads_k, heads, repeat):
+    """Values; one row after the other, in pieces of other sizes, with threads, and at the lowest level: the same bits, outputs and states."""
+    layer = Layer(size, heads_k, heads, 37, repeat)
+    want, state = layer.exact()
+    got, left = layer.run(level)
+    assert np.abs(got - want).max() < 2e-5 * np.abs(want).max() and np.abs(left - state).max() < 2e-5 * np.abs(state).max()
+    for cuts in ([1] * 37, [5, 16, 16]):
+        s, outs, first = layer.state, [], 0
+        for n in cuts:
+            out, s = layer.run(level, first, n, s)
+            outs.append(out)
+            first += n
+        assert np.array_equal(np.concatenate(outs), got) and np.array_equal(s, left)
+    for other, threads in ((level, 2), (level, 7), (LEVELS[-1], 3)):
+        out, s = layer.run(other, threads=threads)
+        assert np.array_equal(out, got) and np.array_equal(s, left)
+
+
+@on_every_level
+@pytest.mark.parametrize("accepted, repeat", [(0, 1), (1, 1), (6, 2), (20, 1), (20, 2)])
+def test_a_pending_block_and_its_replay(level, accepted, repeat):
+    """A block gives the rows that single steps give and leaves the state alone; the replay of its first rows is the state behind them."""
+    layer = Layer(64, 2, 4, 20, repeat)
+    want, state = layer.run(level)[0], layer.run(level, rows=accepted)[1] if accepted else layer.state
+    for threads in (1, 3):
+        out, left = layer.run(level, pending=accepted, threads=threads)
+        assert np.array_equal(out, want) and np.array_equal(left, state)
+
+
+@on_every_level
+def test_rows_that_are_switched_off_leave_the_state_alone(level):
+    layer = Layer(32, 2, 4, 9)
+    on = (np.arange(9) < 5).astype(np.float32)
+    assert np.array_equal(layer.run(level, on=on)[1], layer.run(level, rows=5)[1])
+
+
+def test_shapes_that_are_left_to_ggml():
+    level = LEVELS[0].handle
+    assert lib.pgs_delta_own(level, 64, 64, 4) and not lib.pgs_delta_own(ffi.NULL, 64, 16, 4)
+    assert not any(lib.pgs_delta_own(level, *shape) for shape in ((48, 16, 4), (64, 65, 4), (64, 16, 17)))
