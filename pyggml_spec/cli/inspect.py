@@ -28,6 +28,9 @@ def command(file: str, tensors: bool, as_json: bool):
     click.echo(in_options(seen.verdict))
     for why, count in Counter(seen.unused.values()).items():
         click.echo(f"not used: {count} tensor{'s' * (count > 1)}, {why}")
+    for pair in seen.drafters:
+        why = f"; {pair.refused}" if pair.refused else "" if pair.gguf else ", to be converted (pyspec convert)"
+        click.echo(f"a public {pair.method} drafter for {pair.target}, which has this shape: {pair.drafter}{why}")
     click.echo()
     metadata = {printable(key): value for key, value in seen.metadata.items()}
     width = min(WIDEST, max(map(len, metadata), default=0))

@@ -33,6 +33,11 @@ _OTHERS = {
 _DRAFTS = re.compile("draft|dflash|dspark|domino|eagle|mtp|assistant")  # architectures of drafters
 
 
+def refused_methods() -> tuple[str, ...]:
+    """Methods whose drafters are recognised and do not run."""
+    return tuple(_OTHERS)
+
+
 def method(file: GGUFFile) -> tuple[str, str] | None:
     """The method of a drafter that is not DFlash, or a DFlash that is not supported, and the name that gives it away; None for others.
 

@@ -9,6 +9,7 @@ from ..errors import PyspecError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
 from ..models.dialects import method
+from ..models.pairs import Published, published
 from ..models.registry import DRAFTERS, TARGETS, open_drafter, open_target
 
 
@@ -22,6 +23,7 @@ class Inspection:
     parameters: elements of all tensors.
     verdict: one sentence: how this package would use the file, or why it cannot.
     unused: tensors that it would leave aside, by name, with the reason.
+    drafters: public drafters for targets of this architecture and shape.
     """
 
     path: str
@@ -34,10 +36,12 @@ class Inspection:
     verdict: str
     usable: bool
     unused: dict[str, str]
+    drafters: list[Published]
 
     def as_dict(self) -> dict:
         out = dict(self.__dict__)
         out["tensors"] = [{"name": n, "type": t, "shape": list(s), "bytes": b} for n, t, s, b in self.tensors]
+        out["drafters"] = [{"for": p.target, "drafter": p.drafter, "method": p.method, "refused": p.refused} for p in self.drafters]
         return out
 
 
@@ -64,6 +68,7 @@ def inspect_file(path: str | Path) -> Inspection:
             verdict,
             unused is not None,
             unused or {},
+            published(file),
         )
 
 
