@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """What a constraint costs, and what its forced tokens save: decoding with a JSON schema against decoding without, in alternation.
 
-    bench_constraints.py [-m target.gguf [-md drafter.gguf]] [--device CPU] [-t 1] [--tokens 200] [--rounds 5] [--slots 8] [--synthetic-acceptance 6]
+    bench_constraints.py [-m target.gguf [-md drafter.gguf]] [--device CPU] [-t 1] [--tokens 200] [--rounds 5] [--slots 8]
+                         [--synthetic-acceptance 6] [--schema keys|strings] [--draft-width W] [--forced] [--processor-time]
 
-Tokens per second, the best of all rounds, and ratios: plain decoding with the schema with and without forced tokens; with a drafter, speculative
-decoding with the schema and without (at a synthetic acceptance if asked for, as random weights accept nothing), and with --slots, that many
-sequences of different schemas against as many without.
+Tokens per second, the best of all rounds, and ratios. Plainly: without a constraint, with the schema, with the schema and its forced tokens (no
+drafter used). With a drafter: speculative decoding without and with the schema, at a synthetic acceptance if asked for, as random weights accept
+nothing; once without forced tokens, which make it faster. With --slots: that many sequences of different schemas against as many without.
+
+Schemas: "keys" has long names and one digit behind each, most of it forced; "strings" has free text, most of it allowed. --processor-time counts the
+process's processor time instead of the clock's, for busy machines.
 """
 
 import argparse
@@ -13,22 +17,82 @@ import json
 import time
 
 import pyggml_spec as ps
+from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.scheduler import Scheduler, generate
+from pyggml_spec.decode.stats import Stats
 from pyggml_spec.decode.synthetic import SyntheticAcceptance
 
 PROMPT = "def quicksort(items):\n    "
 KEYS = ["the_name_of_the_function", "number_of_positional_arguments", "is_it_a_method_of_a_class", "the_type_that_it_returns"]
 
 
-def schema(n: int) -> str:
-    """An array without an end, of objects with long keys; another one for each ``n``."""
-    one = {f"{key}_{n}" if n else key: {"type": "integer", "minimum": 0, "maximum": 9} for key in KEYS}
-    return json.dumps(
-        {
-            "type": "array",
-            "minItems": 10000,
-            "items": {"type": "object", "properties": one, "required": list(one), "additionalProperties": False},
-        }
+def schema(n: int, kind: str) -> str:
+    """An array without an end, of objects; another one for each ``n``."""
+    value: dict = (
+        {"type": "integer", "minimum": 0, "maximum": 9} if kind == "keys" else {"type": "string", "minLength": 40, "maxLength": 400}
     )
+    one = {f"{key}_{n}" if n else key: value for key in (KEYS if kind == "keys" else KEYS[:1])}
+    item = {"type": "object", "properties": one, "required": list(one), "additionalProperties": False}
+    return json.dumps({"type": "array", "minItems": 10000, "items": item})
+
+
+class Bench:
+    """One loaded pair."""
+
+    def __init__(self, session: ps.Session, args: argparse.Namespace) -> None:
+        self.session, self.args = session, args
+        self.clock = time.process_time if args.processor_time else time.perf_counter
+        self.width = session.engine.options.width
+        self.prompt = session.tokenizer.encode(PROMPT)
+
+    def alone(self, mode: str, constrained: bool, forced: bool) -> tuple[float, Stats]:
+        """Tokens per second behind the first token, and the statistics."""
+        args, session, stats = self.args, self.session, Stats()
+        sampling = ps.Sampling(temperature=0, json_schema=schema(0, args.schema)) if constrained else None
+        sampler = session._sampler(sampling, False) if sampling is not None else None
+        synthetic = (
+            SyntheticAcceptance(args.synthetic_acceptance, self.width - 1) if args.synthetic_acceptance and mode == SPECULATIVE else None
+        )
+        options = LoopOptions(
+            args.tokens, mode, self.width, ignore_end=not constrained, synthetic=synthetic, sampler=sampler, forced=forced
+        )
+        session.engine.reset(drafting=mode == SPECULATIVE)
+        blocks = generate(session.engine, self.prompt, options, stats)
+        next(blocks)
+        began = self.clock()
+        tokens = sum(len(block) for block in blocks)
+        spent = self.clock() - began
+        if sampler is not None:
+            sampler.close()
+        return tokens / spent, stats
+
+    def slots(self, scheduler: Scheduler, constrained: bool, repetition: int) -> float:
+        """Tokens per second of as many sequences as slots, each with a schema of its own, once all of them decode."""
+        args, session, streams, samplers = self.args, self.session, [], []
+        mode = SPECULATIVE if session.drafter is not None else PLAIN
+        for i in range(args.slots):
+            sampling = ps.Sampling(temperature=0, json_schema=schema(i + 1, args.schema)) if constrained else None
+            samplers.append(session._sampler(sampling, False))
+            synthetic = (
+                SyntheticAcceptance(args.synthetic_acceptance, self.width - 1, repetition * args.slots + i)
+                if args.synthetic_acceptance
+                else None
+            )
+            options = LoopOptions(1000, mode, ignore_end=not constrained, synthetic=synthetic, sampler=samplers[-1], forced=args.forced)
+            streams.append(scheduler.submit(self.prompt, options))
+        while not all(stream.tokens for stream in streams):
+            scheduler.step()
+        if not repetition:
+            scheduler.learn_widths()
+        before, began = scheduler.stats.emitted, self.clock()
+        while scheduler.stats.emitted - before < args.slots * args.tokens and not any(stream.ended for stream in streams):
+            scheduler.step()
+        speed = (scheduler.stats.emitted - before) / (self.clock() - began)
+        scheduler.cancel_all()
+        for sampler in samplers:
+            if sampler is not None:
+                sampler.close()
+        return speed
 
 
 def main() -> None:
@@ -41,52 +105,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=0)
     parser.add_argument("--synthetic-acceptance", type=float)
+    parser.add_argument("--schema", choices=("keys", "strings"), default="keys")
+    parser.add_argument("--draft-width", type=int)
+    parser.add_argument("--forced", action="store_true", help="with slots, use forced tokens")
+    parser.add_argument("--processor-time", action="store_true")
     args = parser.parse_args()
-    with ps.load(args.model, draft=args.model_draft, device=args.device, threads=args.threads, n_ctx=1024) as session:
-        constrained, free = ps.Sampling(temperature=0, json_schema=schema(0)), ps.Sampling(temperature=0)
-        modes = {"plain": ("plain", free), "plain, schema, nothing forced": ("plain", constrained)}
-        if session.drafter is None:
-            modes["no drafter, schema, forced tokens"] = (None, constrained)
-        else:
-            modes |= {"speculative": (None, free), "speculative, schema": (None, constrained)}
-        best = dict.fromkeys(modes, 0.0)
-        last: dict = {}
+    options = {"n_ctx": 2048} | ({"draft_width": args.draft_width} if args.draft_width else {})
+    with ps.load(args.model, draft=args.model_draft, device=args.device, threads=args.threads, **options) as session:
+        bench = Bench(session, args)
+        runs = {"plain": (PLAIN, False, False), "plain, schema": (PLAIN, True, False), "plain, schema, forced tokens": (PLAIN, True, True)}
+        if session.drafter is not None:
+            runs |= {
+                "speculative": (SPECULATIVE, False, False),
+                "speculative, schema": (SPECULATIVE, True, False),
+                "speculative, schema, forced tokens": (SPECULATIVE, True, True),
+            }
+        best, last = dict.fromkeys(runs, 0.0), {}
         for _ in range(args.rounds):
-            for name, (mode, sampling) in modes.items():
-                accept = (
-                    SyntheticAcceptance(args.synthetic_acceptance, session.engine.options.width - 1)
-                    if args.synthetic_acceptance and mode is None and session.drafter
-                    else None
-                )
-                _, stats = session.generate(
-                    PROMPT, args.tokens, mode=mode, sampling=sampling, ignore_end=sampling is free, synthetic=accept
-                )
-                best[name], last[name] = max(best[name], stats.tokens_per_second), stats
+            for name, what in runs.items():
+                speed, stats = bench.alone(*what)
+                best[name], last[name] = max(best[name], speed), stats
         for name, speed in best.items():
-            s = last[name]
-            print(f"{name:36s} {speed:8.1f} tok/s, {s.tokens_per_step:.2f} per step, forced {s.forced_matched} of {s.forced}")
-        names = list(modes)
-        print(f"{names[-1]} / {names[-2]}: {best[names[-1]] / best[names[-2]]:.2f}")
-        print(f"{names[-1]} / plain: {best[names[-1]] / best['plain']:.2f}")
+            s, without = last[name], "speculative" if name.startswith("spec") else "plain"
+            print(f"{name:36s} {speed:8.1f} tok/s, {speed / best[without]:.2f} of {without}, {s.tokens_per_step:.2f} per step, "
+                  f"forced {s.forced_matched} of {s.forced}, reads {s.read_bytes / max(1, s.steps) / 1024:.0f} KiB a step")  # fmt: skip
         if args.slots:
-            print(f"{args.slots} slots, schemas / none: {slots(session, args):.2f}")
-
-
-def slots(session: ps.Session, args: argparse.Namespace) -> float:
-    """Tokens per second of as many requests as slots, each with a schema of its own, over those without; the best of all rounds."""
-    best = {True: 0.0, False: 0.0}
-    with session.concurrent(slots=args.slots) as server:
-        for _ in range(args.rounds):
-            for constrained in (True, False):
-                began = time.perf_counter()
-                handles = [
-                    server.submit(PROMPT, args.tokens, ignore_end=not constrained,
-                                  sampling=ps.Sampling(temperature=0, json_schema=schema(n + 1) if constrained else None))
-                    for n in range(args.slots)
-                ]  # fmt: skip
-                tokens = sum(handle.result()[1].emitted for handle in handles)
-                best[constrained] = max(best[constrained], tokens / (time.perf_counter() - began))
-    return best[True] / best[False]
+            with session.batch(args.slots) as scheduler:
+                if args.draft_width:
+                    scheduler.pin_width(args.draft_width)
+                pairs = [(bench.slots(scheduler, False, i), bench.slots(scheduler, True, i)) for i in range(args.rounds + 1)][1:]
+            none, schemas = (max(speeds) for speeds in zip(*pairs))
+            print(f"{args.slots} slots: with schemas {schemas:.1f} tok/s, without {none:.1f}: {schemas / none:.2f}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 from ..checks import whole
 from ..engine.engine import Engine
@@ -10,8 +10,9 @@ from ..engine.options import candidate_widths
 from ..engine.slot import Draft, StepResult, Verify, Work
 from ..errors import EngineError
 from ..sampling.sampler import Sampler
-from .accept import choose_block, first_token
+from .accept import Choices, choose_block, first_token
 from .forced import ForcedDrafts
+from .guided import Guide
 from .limits import Limits
 from .stats import Stats
 from .synthetic import SyntheticAcceptance
@@ -77,6 +78,11 @@ class LoopOptions:
         """What ``Engine.read_candidates`` is to be told."""
         return self.sampler.sampling.candidates() if self.sampler is not None else 0
 
+    @property
+    def masked(self) -> bool:
+        """Whether choices are to be asked for among some of the tokens."""
+        return self.sampler is not None and self.sampler.grammar is not None
+
 
 class Request:
     """A sequence in a slot of an engine.
@@ -88,6 +94,7 @@ class Request:
         may_force: whether a constraint may leave no choice about tokens.
         forced: the drafts of its last step, if a constraint left no choice about them.
         drafts: the drafts that its last step verified, whoever made them.
+        guide: its constraint, step by step; None if it has none.
     """
 
     def __init__(self, prompt: Sequence[int], options: LoopOptions, stats: Stats, width: int) -> None:
@@ -98,6 +105,7 @@ class Request:
         self.drafts: list[int] = []
         self._forced = options.forced_drafts()
         self.may_force = self._forced is not None
+        self.guide = Guide(options.sampler, options.synthetic) if options.masked and options.sampler is not None else None
 
     def forced_work(self) -> Work | None:
         """Its next step, if that verifies what a constraint leaves no choice about, filled up to a width that there are graphs for."""
@@ -106,21 +114,30 @@ class Request:
         self.forced = self._forced.next()
         if not self.forced:
             return None
+        self._begin(self.forced)
         return Verify([*self.forced, *[self.forced[-1]] * (self._forced.width(self.forced) - 1 - len(self.forced))])
 
     def work(self, width: int) -> Work:
         """What it does in a step whose blocks have ``width`` rows."""
+        self._begin()
         if self.speculating:
             if width == 1:
                 return ALONE
-            scripted = self.options.drafts
-            return drafted(width) if scripted is None else Verify(scripted(self.history, width - 1))
+            if self.options.drafts is None:
+                return drafted(width) if self.guide is None else Draft(width, check=self.guide.check)
+            drafts = self.options.drafts(self.history, width - 1)
+            self._begin(drafts)
+            return Verify(drafts)
         return ALONE if self.options.mode != REFERENCE else Verify([self.history[-1]] * (self.width - 1))
+
+    def _begin(self, drafts: Sequence[int] = ()) -> None:
+        if self.guide is not None:
+            self.guide.begin(drafts)
 
     def first(self, greedy: int, engine: Engine, slot: int = 0) -> int:
         """The token behind the prompt, which has been computed; ``greedy`` is the largest logit's."""
         self.limits.begin(engine.slots[slot].cursor.room)
-        token = first_token(greedy, self.history, self.limits, partial(engine.candidates, slot=slot), self.options.sampler)
+        token = first_token(Choices([greedy], engine, slot), self.history, self.limits, self.options.sampler)
         engine.choose(token, slot)
         self.stats.target_forwards += 1
         self.stats.emitted = 1
@@ -138,19 +155,27 @@ class Request:
         if not result.draft_finite:
             self.stats.nan_drafts += 1
             self.speculating = False
-        options, reference = self.options, self.options.mode == REFERENCE
-        drafts = self.forced or ([] if reference else result.tokens[1:].tolist())
-        self.drafts, candidates = drafts, partial(engine.candidates, slot=slot)
-        block = choose_block(result.ids.tolist(), drafts, self.limits, candidates, options.sampler, options.synthetic)
+        options, accepted, imposed = self.options, self._offered(result), False
+        self.drafts = accepted
+        if options.synthetic is not None and not self.forced:
+            most = options.synthetic.draw
+            accepted, imposed = self.guide.imposed(accepted) if self.guide is not None else accepted[: most(len(accepted))], True
+        choices = Choices(result.ids.tolist(), engine, slot, self.guide.allowed if self.guide is not None else None)
+        block = choose_block(choices, accepted, self.limits, options.sampler, imposed)
         engine.accept(len(block), block[-1], slot)
         self.history += block
-        self.stats.add_block(item.rows, matched := len(block) - 1, isinstance(item, Draft), len(drafts))
+        rows = result.tokens.size  # fewer than asked for where a constraint forbids a draft
+        self.stats.add_block(rows, matched := len(block) - 1, isinstance(item, Draft), len(self.drafts))
         if self._forced is not None and self.forced:
             self._forced.observe(len(self.forced), matched)
             self.stats.forced, self.stats.forced_matched = self._forced.drafted, self._forced.matched
         elif self._forced is not None and item.rows > 1:
             self._forced.observe_drafter(matched)
         return block
+
+    def _offered(self, result: StepResult) -> list[int]:
+        """The drafts of a step, without what only fills it up."""
+        return self.forced or ([] if self.options.mode == REFERENCE else result.tokens[1:].tolist())
 
     def ended(self) -> None:
         """Says in the statistics whether the text is whole."""

@@ -31,6 +31,7 @@ from ..memory.prefix_slots import SlotPrefixes
 from ..memory.slots import covering
 from .batch_width import BatchWidths
 from .counters import WARMUP_STEPS, Counters
+from .guided import Guide, run_step
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
 from .stats import BatchStats, Stats
 from .stream import Stream
@@ -80,6 +81,7 @@ class Scheduler:
         self._seated: dict[int, Stream] = {}  # the same by slot
         self._reading: list[Stream] = []
         self._decoding: list[Stream] = []
+        self._guides: dict[int, Guide] = {}  # of those that decode under constraints, by slot
         self._asking: list[Stream] = []  # whose owners may interrupt them
         self._changed = False  # somebody came, goes, or has read its prompt
         self._longest_wait = 0  # nanoseconds
@@ -223,7 +225,7 @@ class Scheduler:
             if prompts:
                 work = self._prompt_work(filling, bool(decoding))
             self._prompts_turn = not prompts
-            results = self.engine.step(work, meanwhile)
+            results = run_step(self.engine, self._guides, work, meanwhile) if self._guides else self.engine.step(work, meanwhile)
             for slot, item in work.items():
                 stream = self._seated[slot]
                 try:
@@ -246,6 +248,7 @@ class Scheduler:
         self._asking = [s for s in self._active if s._interrupted is not None]
         self._reading = [s for s in self._active if s._left]
         self._decoding = [s for s in self._active if not s._left]
+        self._guides = {s.slot: s._request.guide for s in self._decoding if s._request.guide is not None}
         self._covered = len(self._decoding) and covering([s.slot for s in self._decoding], len(self.engine.slots)).count
         for stream in self._decoding:
             if not stream._decoding:
@@ -271,8 +274,11 @@ class Scheduler:
                 widths = list(control.widths if control is not None else self.widths.widths if self.widths is not None else [self.width])
             block = "fused" if request.speculating and request.options.drafts is None else "verify"
             kinds = [(block if width > 1 else "plain", width) for width in widths]
+            every = [("verify", w) for w in candidate_widths(request.options.width) if w > 1]
+            if block == "fused" and request.guide is not None:  # drafts are looked at before they are verified
+                kinds = [("plain", 1), *(("draft", w) for w in widths if w > 1), *(kind for kind in every if kind[1] <= max(widths))]
             if request.may_force:
-                kinds += [("verify", w) for w in candidate_widths(request.options.width) if w > 1 and ("verify", w) not in kinds]
+                kinds += [kind for kind in every if kind not in kinds]
             self.engine.prepare_transitions(sorted({width for _, width in kinds}))
             self.engine.prepare(kinds, request.limits.left)
         stream._begin_decoding()
@@ -300,10 +306,10 @@ class Scheduler:
                 if stream._stays:
                     if any(other.slot == stream.slot for other in self._active):
                         return
-                    engine.read_candidates(request.options.candidates, stream.slot)
+                    engine.read_candidates(request.options.candidates, stream.slot, request.options.masked)
                 else:
                     drafting = request.speculating and self.width > 1  # or else its rows are for nothing
-                    slot = engine.admit(drafting, request.options.candidates)
+                    slot = engine.admit(drafting, request.options.candidates, request.options.masked)
                     if slot is None:
                         return
                     stream.slot, request.speculating = slot, drafting
@@ -379,7 +385,7 @@ class Scheduler:
             block = self._take_prompt(stream, item, result)
         else:
             block = request.take(item, result, self.engine, stream.slot)
-            stream._rows, stream._matched = len(result.tokens), len(block) - 1
+            stream._rows, stream._matched = item.rows, len(block) - 1  # forbidden drafts are rejected ones, of blocks that cost less
         if block:
             stream.tokens += block
             self._stats.emitted += len(block)

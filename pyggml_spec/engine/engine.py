@@ -8,7 +8,7 @@ loop's.
 The only slot of an engine need not be admitted; ``reset``, ``prefill``, ``plain_step``, ``fused_step`` and ``verify_step`` are its steps by name.
 
 Here is what can be asked, and what callers hand in is checked, once. What it takes is done by sequences.py (slots), steps.py (forward passes),
-commits.py (what they leave for later), ahead.py (graphs) and exact.py (logits of llama.cpp's batches), over the parts that parts.py owns.
+candidates.py (what they leave to choose from), commits.py (what they leave for later), ahead.py (graphs) and exact.py (logits of llama.cpp's batches), over the parts that parts.py owns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +27,8 @@ from ..models.base import Target
 from ..models.dflash import DFlash
 from . import exact
 from .ahead import Ahead
+from .candidates import Ask, Candidates
 from .commits import Commits
-from .graphs import MOST_CANDIDATES
 from .options import MOST_WIDTH, EngineOptions
 from .parts import Parts
 from .sequences import Sequences
@@ -50,18 +50,19 @@ class Engine:
         self._commits = Commits(p)
         self._sequences = Sequences(p, self._commits)
         self._steps = Steps(p, self._commits, self._sequences, self.ahead)
+        self._candidates = Candidates(p, self._sequences)
 
     # -- sequences
 
-    def admit(self, drafting: bool = True, candidates: int | None = 0) -> int | None:
+    def admit(self, drafting: bool = True, candidates: int | None = 0, masked: bool = False) -> int | None:
         """Takes the lowest free slot for a new sequence; None if there is none.
 
-        ``drafting`` False: it will not be drafted for. ``candidates``: as in ``read_candidates``.
+        ``drafting`` False: it will not be drafted for. ``candidates``, ``masked``: as in ``read_candidates``.
         """
         self.parts.check_open()
         slot = self._sequences.free()
         if slot is not None:
-            self.read_candidates(candidates, slot)
+            self.read_candidates(candidates, slot, masked)
             self._sequences.begin(slot, drafting)
         return slot
 
@@ -86,21 +87,30 @@ class Engine:
         """Puts ``pending`` in the place of the greedy choice after a prompt."""
         self._sequences.choose(pending, slot)
 
-    def read_candidates(self, count: int | None, slot: int = 0) -> None:
+    def read_candidates(self, count: int | None, slot: int = 0, masked: bool = False) -> None:
         """What ``candidates`` gives from the next step on: so many of a row's largest logits, None for all; 0 if nobody will ask.
 
-        On the CPU all logits lie in host memory, and nothing has to be read.
+        ``masked``: ``likeliest`` and ``largest`` will be asked, too, if the slot's ``masked`` says so afterwards. If not, because the device
+        lacks an operation or memory for it, ``candidates`` gives all. On the CPU all logits lie in host memory, and nothing has to be read.
         """
-        count = count if count is None else whole(count, "the number of candidates", 0, MOST_CANDIDATES)
-        self.slots[slot].candidates = 0 if self.backend.device.kind == "cpu" else count
+        self._candidates.announce(count, slot, masked)
 
     def candidates(self, row: int, slot: int = 0) -> tuple[np.ndarray | None, np.ndarray]:
         """What may come after ``row`` of the slot's last work (of a prompt, after its last row): I32 token ids (None: all of the vocabulary)
         and F32 logits. Valid until ``accept`` or the next step."""
-        s = self._sequences.of(slot)
-        if self.parts.last is None or self.graphs.closed:
-            raise EngineError("no step has been computed whose candidates could be read")
-        return self.parts.last.candidates(s.row + whole(row, f"the row of slot {slot}", 0, max(0, s.ids.size - 1)))
+        return self._candidates.after(row, slot)
+
+    def likeliest(self, asks: Sequence[Ask]) -> list[int]:
+        """The likeliest tokens among some, for rows as ``candidates`` takes them; any token where no bit is set. Valid until the next step.
+
+        Raises:
+            EngineError: a slot that ``read_candidates`` made no room for.
+        """
+        return self._candidates.likeliest(asks)
+
+    def largest(self, row: int, bits: np.ndarray, slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Like ``candidates``, but of the tokens whose bits are set (an ``Ask`` has such); -inf where there are not as many."""
+        return self._candidates.largest(row, bits, slot)
 
     def rollback_range(self, slot: int = 0) -> tuple[int, int]:
         """The lengths, lowest and highest, that ``rollback`` takes now."""
@@ -171,8 +181,9 @@ class Engine:
         if not (type(work) is dict or isinstance(work, Mapping)) or not work:
             raise EngineError("a step needs work for at least one slot, as {slot: Prompt(...), Verify(...) or Draft(...)}")
         rows, covered = self._checked(work)
-        certain = all(n == 1 or isinstance(work[slot], Prompt) for slot, n in rows.items())
-        return (self._steps.certain if certain else self._steps.blocks)(work, rows, covered, meanwhile)
+        if any(isinstance(item, Draft) and item.check is not None for item in work.values()):
+            return self._steps.looked_at(work, rows, covered, meanwhile)
+        return self._steps.run(work, rows, covered, meanwhile)
 
     def _checked(self, work: Mapping[int, Work]) -> tuple[dict[int, int], SlotRange]:
         """The rows of each slot, and the slots that the step covers."""

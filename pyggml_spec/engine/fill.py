@@ -112,30 +112,49 @@ class Fill:
             near[:] = NOWHERE
             near[0] = 0.5
 
+    def drafts(self, step: Step, width: int, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
+        """The inputs of blocks that are drafted alone."""
+        host = step.host
+        host["positions"][:] = 0
+        for slot in drafting:
+            at = (slot - covered.first) * width
+            np.add(self._iota[:width], self._slots[slot].cursor.committed, out=host["positions"][at : at + width])
+        self._blocks(host, width, drafting, covered)
+        self._draft_rows(host, width, drafting, covered)
+
     def _drafts(self, host: dict[str, np.ndarray], width: int, work: Given, covered: SlotRange) -> None:
         """What the drafter reads. Where its rows are the target's (one slot), and its drafts the target's ids in place, there is less to say."""
-        assert self._drafter is not None and self._draft_kv is not None
-        total, picked = width * covered.count, "source" in host
+        drafting = {slot: item for slot, item in work.items() if isinstance(item, Draft)}
+        self._blocks(host, width, drafting, covered)
+        if "source" not in host:
+            return
+        self._draft_rows(host, width, drafting, covered)
+        total = width * covered.count
+        host["source"][:] = np.arange(total)
+        for slot, item in drafting.items():
+            at, real = slot - covered.first, item.width
+            host["source"][at * width + 1 : at * width + real] = total + at * (width - 1) + self._iota[: real - 1]
+
+    def _blocks(self, host: dict[str, np.ndarray], width: int, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
+        """What blocks are made of, and which rows they see."""
+        assert self._drafter is not None
         host["block"][:] = self._drafter.hp.mask_token
         for window in set(self._drafter.hp.window) - {0}:
             host[f"draft_first_{window}"][:] = host["positions"] - window + 1
-        if picked:
-            host["source"][:] = np.arange(total)
+        if len(drafting) < covered.count:
             host["draft_last"][:] = 0
+        for slot, item in drafting.items():
+            first, n, real, last = (slot - covered.first) * width, self._slots[slot].cursor.committed, item.width, host["draft_last"]
+            host["block"][first] = self._slots[slot].cursor.pending
+            if item.masks is not None:
+                host["block"][first + 1 : first + real] = item.masks
+            last[first : first + real] = self._drafter.last_seen(n, real)
+            last[first + real : first + width] = n + real - 1
+
+    def _draft_rows(self, host: dict[str, np.ndarray], width: int, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
+        """Where the drafter writes."""
+        assert self._draft_kv is not None
         for at, slot in enumerate(covered.slots):
-            item, n, first = work.get(slot), self._slots[slot].cursor.committed, at * width
-            real = 0
-            if isinstance(item, Draft):
-                real, block, last = item.width, host["block"], host["draft_last"]
-                block[first] = self._slots[slot].cursor.pending
-                if item.masks is not None:
-                    block[first + 1 : first + real] = item.masks
-                last[first : first + real] = self._drafter.last_seen(n, real)
-                last[first + real : first + width] = n + real - 1
-            if not picked:
-                return
-            rows = host["draft_rows"][first : first + width]
-            self._draft_kv.rows_for(n, width, real, rows)
+            rows, real = host["draft_rows"][at * width : (at + 1) * width], drafting[slot].width if slot in drafting else 0
+            self._draft_kv.rows_for(self._slots[slot].cursor.committed, width, real, rows)
             rows += at * (self._draft_kv.live + self._draft_kv.trash)
-            if real:
-                host["source"][first + 1 : first + real] = total + at * (width - 1) + self._iota[: real - 1]

@@ -89,6 +89,7 @@ class GraphStore:
         self.closed = False
         self.drafting = False  # whether target graphs also write drafter rows
         self.candidates: int | None = 0  # how many of a row's largest logits are read with the ids; None: whole rows, on demand
+        self.kept = False  # whether logits stay on the device until the next step, for choices among some of the tokens
         self._steps: dict[tuple, Step] = {}
         self._reserved: set[tuple] = set()
         self._builders: dict[str, Callable[..., dict | None]] = {}
@@ -99,14 +100,14 @@ class GraphStore:
         if self.closed:
             raise EngineError("the session is closed: load the model again")
         shape = (width, span, covered or self.every, *more)
-        key = (role, *shape, self.drafting, self.candidates)
+        key = (role, *shape, self.drafting, self.candidates, self.kept)
         step = self._steps.pop(key, None)
         if step is not None and not self._stale(step):
             self._steps[key] = step  # used last, dropped last: never while it runs
             return step
         if step is not None:
             step.graph.close()
-        if role in self._widths and (role, self.candidates) not in self._reserved:
+        if role in self._widths and (role, self.candidates, self.kept) not in self._reserved:
             self._reserve(role)
             step = self._steps.get(key)
             if step is not None:
@@ -116,7 +117,7 @@ class GraphStore:
 
     def has(self, role: str, width: int, span: int, covered: SlotRange | None = None) -> bool:
         """Whether ``get`` would not have to build."""
-        step = self._steps.get((role, width, span, covered or self.every, self.drafting, self.candidates))
+        step = self._steps.get((role, width, span, covered or self.every, self.drafting, self.candidates, self.kept))
         return step is not None and not self._stale(step)
 
     def reserves(self, role: str, width: int, covered: SlotRange) -> bool:
@@ -131,7 +132,7 @@ class GraphStore:
         which are kept. All slots take more than some of them, but not by much at one row. When requests of several slots want other candidates
         later, everybody waits for this: two spans have to do.
         """
-        again = self.slots > 1 and any(reserved == role for reserved, _ in self._reserved)
+        again = self.slots > 1 and any(reserved == role for reserved, *_ in self._reserved)
         few, live = len(self.spans) if again else max(1, len(self.spans) // MEASURED_SPANS), self.spans[-1]
         ranges = {"prefill": [SlotRange(0, 1)], "plain": list(dict.fromkeys((self.every, SlotRange(0, 1))))}.get(role, [self.every])
         shapes = list(product(self._widths[role], dict.fromkeys((*self.spans[::few], live)), ranges))
@@ -148,7 +149,7 @@ class GraphStore:
             self._keep(kept.pop(largest) if largest in kept else self._make(role, *largest), role, *largest)
             for shape in list(kept):
                 self._keep(kept.pop(shape), role, *shape)
-            self._reserved.add((role, self.candidates))
+            self._reserved.add((role, self.candidates, self.kept))
         finally:
             self.drafting = drafting
             for step in kept.values():
@@ -181,7 +182,7 @@ class GraphStore:
         except BaseException:
             step.graph.close()
             raise
-        key = (role, *shape, self.drafting, self.candidates)
+        key = (role, *shape, self.drafting, self.candidates, self.kept)
         if key in self._steps:  # of a reservation that failed half-way
             self._steps[key].graph.close()
         self._steps[key] = step

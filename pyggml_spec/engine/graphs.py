@@ -6,6 +6,7 @@ role      rows                        recurrent state               drafter
 prefill   a padded chunk              written directly              K/V rows of the chunk
 plain     1                           written directly              features into the ring (one slot), K/V rows (several)
 verify    W, ids from the host        replay, then left unfolded    K/V rows of the block
+draft     -                           -                             drafts the blocks alone, to be looked at before they are verified
 fused     W, given or drafted         replay, then left unfolded    drafts the blocks first, then their K/V rows
 commit    -                           replay (one slot: into another width)
 catchup   RING, of one slot           -                             K/V rows of the tokens whose features are in the ring
@@ -30,6 +31,7 @@ from ..memory.slots import SlotRange
 from ..models.base import Rows, Seen, Target
 from ..models.dflash import BlockRows, DFlash
 from .graph_store import GraphStore
+from .masked import MaskedRows
 from .slot import Slot
 
 MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
@@ -65,6 +67,7 @@ class StepGraphs(GraphStore):
         super().__init__(backend, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter))
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta, self.ring = kv, draft_kv, delta, ring
+        self.masked: MaskedRows | None = None
         self.drafting = self.can_draft
         self._blocks = widths["verify"]
         self._builders = {
@@ -74,6 +77,7 @@ class StepGraphs(GraphStore):
             "plain": self._plain,
             "verify": self._verify,
             "fused": self._fused,
+            "draft": self._draft,
             "commit": self._commit,
             "catchup": self._catchup,
         }
@@ -87,8 +91,9 @@ class StepGraphs(GraphStore):
     def aim(self, slots: Sequence[Slot]) -> None:
         """Says for whom the next graphs are: which of their variants do for all of these slots."""
         if self.slots == 1:
-            self.drafting, self.candidates = slots[0].drafting, slots[0].candidates
+            self.drafting, self.candidates, self.kept = slots[0].drafting, slots[0].candidates, slots[0].masked
             return
+        self.kept = any(slot.masked for slot in slots)
         self.drafting = any(slot.drafting for slot in slots)
         wanted = [slot.candidates for slot in slots]
         self.candidates = None if None in wanted else next(n for n in CANDIDATES if max(w or 0 for w in wanted) <= n)
@@ -96,6 +101,10 @@ class StepGraphs(GraphStore):
     def block_width(self, rows: int) -> int:
         """Rows per slot of the graph that computes blocks of at most ``rows``: one slot has as many graphs as widths; 0 if there is none."""
         return rows if self.slots == 1 else next((w for w in self._blocks if rows <= w), 0)
+
+    def width_for(self, rows: int) -> int:
+        """The narrowest block that is planned for and holds ``rows``; 1 for a plain token."""
+        return next(w for w in (1, *self._blocks) if rows <= w)
 
     def chunk_width(self, rows: int) -> int:
         """Rows per slot of the graph that computes ``rows`` rows of a prompt."""
@@ -209,8 +218,10 @@ class StepGraphs(GraphStore):
         """
         f.output("ids_sum", "f32", g.sum_rows(hidden))
         logits = self.target.logits(g, hidden)
-        in_host = self.backend.device.kind == "cpu" and not self.candidates
-        if in_host or self.candidates is None:
+        in_host = self.backend.device.kind == "cpu" and not self.candidates and not self.kept
+        if self.kept and self.masked is not None and self.masked.fits(logits):
+            self.masked.keep(g, logits)
+        elif in_host or self.candidates is None:
             g.keep(logits)
         if not in_host:
             f.output("ids", "i32", g.argmax(logits))
@@ -274,6 +285,19 @@ class StepGraphs(GraphStore):
         out = self._emit(g, f, hidden)
         self._context(g, features, rows, covered, draft_kv)
         return {**out, "draft_logits": logits}
+
+    def _draft(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
+        """Its K/V rows are written again by the verification, from what the target makes of the tokens."""
+        assert self.drafter is not None and self.draft_kv is not None
+        total = width * covered.count
+        block, positions, rows = f.input("block", "i32", total), f.input("positions", "i32", total), f.input("draft_rows", "i64", total)
+        masks = self._draft_masks(g, f, total, span, covered)
+        hidden = self.drafter.denoise(
+            g, BlockRows(block, positions, rows, masks, span, self._caches(g, self.draft_kv, covered)), self.target
+        )
+        f.output("drafts", "i32", g.argmax(self.drafter.logits(g, g.tails(hidden, width, 1), self.target)))
+        f.output("draft_sum", "f32", g.sum_rows(hidden))
+        return {}
 
     def _draft_masks(self, g: Graph, f: StepFields, total: int, span: int, covered: SlotRange) -> tuple:
         """One mask per drafter layer; layers with the same window share theirs."""

@@ -15,6 +15,7 @@ from ..models.base import KVShape, Target
 from ..models.dflash import DFlash
 from .graph_store import Step
 from .graphs import MOST_CANDIDATES, StepGraphs
+from .masked import MaskedRows
 from .options import EngineOptions, candidate_widths, check_options, prefill_widths
 from .slot import Slot
 
@@ -79,9 +80,13 @@ class Parts:
         self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192))
         if self.drafter is not None and opt.slots == 1:
             self.ring = self._own(FeatureRing(self.backend, self.target.n_embd * len(self.drafter.hp.target_layers)))
-        widths = {"prefill": self.chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks, "fused": blocks}
+        widths = {"prefill": self.chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks, "fused": blocks, "draft": blocks}
         caches = self.kv, self.draft_kv, self.delta, self.ring
         self.graphs = self._own(self.graphs_class(self.backend, self.io, self.target, self.drafter, *caches, widths, opt.slots))
+
+    def keep_masked(self, rows: MaskedRows | None) -> None:
+        """Owns these from now on, and has graphs leave their logits there where somebody asks."""
+        self.graphs.masked = self._own(rows) if rows is not None else None
 
     def _cache(self, shapes: list[KVShape], types: KVTypes, window: int = 0, widest: int = 0, draft: bool = False) -> KVCache:
         check_types(types, shapes, self.backend, draft)
@@ -102,6 +107,8 @@ class Parts:
             out["draft_kv"] = self.draft_kv.nbytes + (self.ring.nbytes if self.ring is not None else 0)
         if self.delta is not None:
             out["recurrent"] = self.delta.nbytes
+        if self.graphs.masked is not None:
+            out["compute"] += self.graphs.masked.nbytes
         return out
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ A slot is one sequence for its whole life and never moves:
     any -- release --> free
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,11 +50,13 @@ class Verify:
 class Draft:
     """The pending token and ``width`` - 1 drafts of the drafter's. Follow with ``accept``.
 
-    ``masks``: I32 [width - 1] ids to draft from instead of mask tokens; the drafts are then worth nothing, but varied.
+    ``masks``: I32 [width - 1] ids to draft from instead of mask tokens; the drafts are then worth nothing, but varied. ``check``: asked, once the
+    drafts (I32 [width - 1]) are made, how many of them are worth verifying; fewer rows are computed then, the first one always.
     """
 
     width: int
     masks: np.ndarray | None = None
+    check: Callable[[np.ndarray], int] | None = None
 
     @property
     def rows(self) -> int:
@@ -95,6 +97,7 @@ class Slot:
     clean: bool = True  # nothing is left in its rows that a later sequence must not see
     drafting: bool = True
     candidates: int | None = 0  # see Engine.read_candidates
+    masked: bool = False
     base: int = 0
     tokens: np.ndarray = field(default_factory=lambda: NOTHING)
     ids: np.ndarray = field(default_factory=lambda: NOTHING)

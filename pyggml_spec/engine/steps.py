@@ -1,6 +1,7 @@
 """One forward pass: which graph, its inputs, the run, and what it brought each slot. What it is asked for has been checked."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from .fill import Fill
 from .graph_store import Step
 from .parts import Parts
 from .sequences import Sequences
-from .slot import Draft, Prompt, StepResult, Work
+from .slot import Draft, Prompt, StepResult, Verify, Work
 
 Meanwhile = Callable[[], object] | None
 
@@ -28,6 +29,41 @@ class Steps:
         self._parts, self._commits, self._sequences, self._ahead = parts, commits, sequences, ahead
         self._slots, self._delta, self._graphs, self._fill = parts.slots, parts.delta, parts.graphs, Fill(parts)
         self.forwards = self.rows_computed = self.rows_used = 0
+
+    def run(
+        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
+    ) -> dict[int, StepResult]:
+        """One pass, of whichever kind does for all of the work."""
+        certain = all(n == 1 or isinstance(work[slot], Prompt) for slot, n in rows.items())
+        return (self.certain if certain else self.blocks)(work, rows, covered, meanwhile)
+
+    def looked_at(
+        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
+    ) -> dict[int, StepResult]:
+        """Drafts first, and verifies what passes: one row more than that, filled up to a width that there are graphs for."""
+        drafting = {slot: item for slot, item in work.items() if isinstance(item, Draft)}
+        ids, sums = self._drafts(drafting, covered)
+        given: dict[int, Work] = dict(work)
+        for slot, item in drafting.items():
+            drafts = ids[slot - covered.first, : item.width - 1]
+            passed = len(drafts) if item.check is None else item.check(drafts)
+            rows_of = min(self._graphs.width_for(passed + 1), item.width)
+            given[slot], rows = Verify(drafts[: rows_of - 1]), {**rows, slot: rows_of}
+        results = self.run(given, rows, covered, meanwhile)
+        for slot, item in drafting.items():
+            if not np.isfinite(sums[slot - covered.first, : item.width]).all():
+                self._sound(slot, False)
+                results[slot] = replace(results[slot], draft_finite=False)
+        return results
+
+    def _drafts(self, drafting: Mapping[int, Draft], covered: SlotRange) -> tuple[np.ndarray, np.ndarray]:
+        """I32 [slots, width - 1] drafts of the blocks, and F32 [slots, width] sums that are finite if the drafter is sound."""
+        width = self._graphs.width_for(max(item.width for item in drafting.values()))
+        self._commits.catch_up()
+        step = self._graphs.get("draft", width, self._parts.kv.span(self._longest(covered) + width), covered)
+        self._fill.drafts(step, width, drafting, covered)
+        step.fields.run()
+        return step.host["drafts"].reshape(covered.count, -1).copy(), step.host["draft_sum"].reshape(covered.count, -1).copy()
 
     def certain(
         self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None

@@ -22,7 +22,10 @@ _TYPES = {
     "i64": (lib.GGML_TYPE_I64, np.int64),
     "f16": (lib.GGML_TYPE_F16, np.float16),
     "f32": (lib.GGML_TYPE_F32, np.float32),
+    "u8": (lib.GGML_TYPE_I8, np.uint8),
 }
+_SIGNS = next((i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_type_name(i) != ffi.NULL and text(lib.ggml_type_name(i)) == "q1_0"), -1)
+_BITS, _ONE = 128, np.frombuffer(np.float16(1).tobytes(), np.uint8)  # of a block of that type, and the factor before them
 _ALIGN = 64  # CUDA kernels read inputs as vectors
 
 
@@ -96,6 +99,26 @@ class StepFields:
         offset, ggml_type = self._take(name, kind, ne0 * ne1)
         self._upload_end = self._end
         return self._tensor(ggml_type, ne0, ne1, offset)
+
+    def signs(self, name: str, count: int, rows: int) -> Tensor:
+        """An input of ``rows`` x ``count`` bits, [count rounded up to 128, rows]: what reads it as numbers reads 1 and -1. ``put_bits`` writes it.
+
+        The type is ggml's for weights of one bit, in blocks of a factor and 128 bits, the lowest of each byte first.
+        """
+        require(_SIGNS >= 0, "a type of one bit in this ggml", type=_SIGNS)
+        blocks = -(-count // _BITS)
+        offset, _ = self._take(name, "u8", rows * blocks * (2 + _BITS // 8))
+        self.host[name] = self.host[name].reshape(rows, blocks, 2 + _BITS // 8)
+        self._upload_end = self._end
+        return self._tensor(_SIGNS, blocks * _BITS, rows, offset)
+
+    def put_bits(self, name: str, row: int, bits: np.ndarray) -> None:
+        """Writes a row of ``signs``: U8 [n], the lowest bit of each byte first; 0 behind them. Other graphs may have used its memory meanwhile."""
+        blocks = self.host[name][row]
+        blocks[:, :2] = _ONE
+        if bits.size != blocks.shape[0] * (blocks.shape[1] - 2):
+            bits = np.concatenate([bits, np.zeros(blocks.shape[0] * (blocks.shape[1] - 2) - bits.size, np.uint8)])
+        blocks[:, 2:] = bits.reshape(blocks.shape[0], -1)
 
     def tokens(self, count: int) -> Tensor:
         """The token ids [count] of the target's rows, all written by the host."""

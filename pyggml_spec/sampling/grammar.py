@@ -7,7 +7,7 @@ A matcher moves by accepted tokens only, so that nothing is ever taken back.
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -47,7 +47,7 @@ class Vocabulary:
     _making = threading.Lock()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.n_vocab = tokenizer.n_vocab
+        self.n_vocab, self.n_bytes = tokenizer.n_vocab, 4 * -(-tokenizer.n_vocab // 32)
         self._tokenizer = weakref.ref(tokenizer)
         self._raised: BaseException | None = None
         pieces = tokenizer.pieces()
@@ -181,12 +181,43 @@ class Grammar:
         """Whether ``token`` may come next."""
         return self.fits([token]) == 1
 
+    def bits(self) -> np.ndarray:
+        """U8 [4 ceil(n_vocab / 32)]: the tokens that may come next, a bit each, the lowest one of each byte first."""
+        bits = np.frombuffer(self._checked(self._matcher.compute_bitmask()), np.uint8)[: self._vocabulary.n_bytes].copy()
+        for end in self._vocabulary.ends:
+            bits[end >> 3] = bits[end >> 3] & (255 ^ 1 << (end & 7)) | self.complete << (end & 7)
+        return bits
+
     def mask(self) -> np.ndarray:
         """Bool [n_vocab]: the tokens that may come next."""
-        bits = self._checked(self._matcher.compute_bitmask())
-        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocabulary.n_vocab, bitorder="little").view(bool)
-        allowed[self._vocabulary.ends] = self.complete
-        return allowed
+        return np.unpackbits(self.bits(), count=self._vocabulary.n_vocab, bitorder="little").view(bool)
+
+    def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
+        """``bits`` as they are here and as they would be behind each of ``tokens``, up to one that may not come or that ends the text."""
+        left = iter(tokens)
+        return self._walk(lambda bits: next(left, None))[1]
+
+    def some(self, most: int) -> tuple[list[int], list[np.ndarray]]:
+        """``most`` tokens that may come, one after the other, always the same ones and no end token; and what ``ahead`` gives for them."""
+        ends = self._vocabulary.ends
+        return self._walk(lambda bits: next((token for token in _first_set(bits) if token not in ends), None), most)
+
+    def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
+        """Moves along the tokens that ``follow`` names while they may come, and back again."""
+        path: list[int] = []
+        out = [self.bits()]
+        try:
+            while len(path) != most and (token := follow(out[-1])) is not None:
+                if token in self._vocabulary.ends or not allows(out[-1], token):
+                    break
+                self._checked(self._matcher.consume_token(int(token)))
+                path.append(int(token))
+                out.append(self.bits())
+        finally:
+            if path:
+                self._matcher.rollback(len(path))
+        self._checked(None)
+        return path, out
 
     def forced(self, most: int) -> list[int]:
         """The tokens that certainly come next, if they come as the tokenizer writes them; ``most`` at most, and no end token."""
@@ -214,6 +245,26 @@ class Grammar:
             self._vocabulary.forget(self.kind, self._text)
             raise
         return result
+
+
+def allows(bits: np.ndarray, token: int) -> bool:
+    """Whether ``token`` is among those that ``bits`` stand for."""
+    return 0 <= token < 8 * bits.size and bool(bits[token >> 3] >> (token & 7) & 1)
+
+
+def only(bits: np.ndarray) -> int | None:
+    """The token that ``bits`` stand for if it is only one."""
+    filled = bits.view(np.uint32).nonzero()[0]
+    if filled.size != 1:
+        return None
+    word = int(bits.view(np.uint32)[filled[0]])
+    return None if word & (word - 1) else 32 * int(filled[0]) + word.bit_length() - 1
+
+
+def _first_set(bits: np.ndarray, most: int = 64) -> list[int]:
+    """The first tokens that ``bits`` stand for, at least ``most`` if there are so many."""
+    filled = bits.nonzero()[0][:most]
+    return [8 * int(byte) + bit for byte in filled for bit in range(8) if bits[byte] >> bit & 1]
 
 
 class _Tokens:

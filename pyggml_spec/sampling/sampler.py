@@ -23,6 +23,10 @@ from ..errors import EngineError, SamplingError
 from ..text.tokenizer import Tokenizer
 from .grammar import KINDS, Grammar
 
+Allowed = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""(what ``Grammar.bits`` gives) -> I32 ids and F32 logits of the likeliest tokens that it allows, as many as ``Sampling.candidates``; -inf for
+others that fill up the number."""
+
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
 RANDOM_SEED = llama_cpp.LLAMA_DEFAULT_SEED
@@ -137,15 +141,23 @@ class Sampling:
     @property
     def is_greedy(self) -> bool:
         """Whether the argmax of the logits is the token, and nothing else about them is asked for."""
-        return self.takes_largest and not (self.penalises or self.logit_bias or self.constrained or self.logprobs is not None)
+        return self.likeliest and not self.constrained
+
+    @property
+    def likeliest(self) -> bool:
+        """Whether the token is the one with the largest logit of those that a constraint allows, and nothing else about them is asked for."""
+        return self.takes_largest and not (self.penalises or self.logit_bias or self.logprobs is not None)
 
     def candidates(self) -> int | None:
         """How many of a row's largest logits are enough for the chain to choose as it would from all of them; None: it needs all.
 
-        The k largest after bias and penalties are among the k + n largest before, if those only lower, and at most n tokens.
+        The k largest after bias and penalties are among the k + n largest before, if those only lower, and at most n tokens. Under a constraint
+        that holds of all tokens, and of those that are allowed.
         """
+        if self.constrained and self.likeliest:
+            return 0
         raising = min(self.presence_penalty, self.frequency_penalty) < 0 or self.repeat_penalty < 1
-        if self.constrained or self.logprobs is not None or max(self.logit_bias.values(), default=0) > 0 or (self.penalises and raising):
+        if self.logprobs is not None or max(self.logit_bias.values(), default=0) > 0 or (self.penalises and raising):
             return None
         first = self.samplers[: self.samplers.index("top_k")] if "top_k" in self.samplers else self.samplers
         sums = (self.top_p < 1 and "top_p" in first) or (self.typical_p < 1 and "typ_p" in first)  # over all tokens
@@ -242,45 +254,67 @@ class Sampler:
         for token in tokens[-max(1, self.sampling.repeat_last_n) :]:
             llama_cpp.llama_sampler_accept(self._chain, int(token))
 
-    def choose(self, ids: np.ndarray | None, logits: np.ndarray, whole: Callable[[], np.ndarray] | None = None) -> int:
+    def choose(self, ids: np.ndarray | None, logits: np.ndarray, allowed: Allowed | None = None) -> int:
         """The next token, which every later choice takes as given.
 
         Args:
             ids: I32 [n] the tokens that ``logits`` belong to; None for all of the vocabulary.
             logits: F32 [n].
-            whole: gives the logits of all of the vocabulary; needed with ``ids`` under a constraint, which may forbid all of them.
+            allowed: gives the largest logits of those tokens that a constraint allows; needed with ``ids`` under one, which may forbid all of
+                them.
 
         Raises:
             EngineError: a logit is NaN or Inf, or nothing is left to choose from.
         """
         self._check_finite(logits)
-        token = self._draw(ids, logits)
-        if self.grammar is not None:
-            if not self.grammar.allows(token):  # llama.cpp's order too: most tokens are allowed, and a mask is not for nothing
-                allowed = self.grammar.mask()
-                if ids is not None and not (self._first_allowed and allowed[ids].any()):
-                    if whole is None:
-                        raise EngineError("a constrained choice among some of the tokens needs the logits of all of them at hand")
-                    ids, logits = None, whole()
-                    self._check_finite(logits)
-                token = self._draw(ids, logits, allowed if ids is None else allowed[ids])
-            self.grammar.accept(token)
-        llama_cpp.llama_sampler_accept(self._chain, token)
+        if self.grammar is not None and self.sampling.likeliest and ids is None:
+            token = self._largest(logits, self.grammar.mask())
+        else:
+            token = self._draw(ids, logits)
+            if self.grammar is not None and not self.grammar.allows(token):  # llama.cpp's order too: most tokens are allowed
+                token = self._draw_allowed(self.grammar, ids, logits, allowed)
+        self.take(token)
         if self.sampling.logprobs is not None:
             self.logprobs.append(_logprob(token, logits, self.sampling.logprobs))
         return token
 
-    def takes(self, greedy: int) -> bool:
-        """Whether the token with the largest logit is the choice for certain, so that no logits have to be read; it is taken then."""
-        if not self._first_allowed or self.sampling.logprobs is not None or self.grammar is None or not self.grammar.allows(greedy):
+    def _largest(self, logits: np.ndarray, allowed: np.ndarray) -> int:
+        token = int(np.where(allowed, logits, np.float32(-np.inf)).argmax())
+        if not allowed[token]:
+            raise self._nothing_left()
+        return token
+
+    def _draw_allowed(self, grammar: Grammar, ids: np.ndarray | None, logits: np.ndarray, allowed: Allowed | None) -> int:
+        if ids is None:
+            return self._draw(None, logits, grammar.mask())
+        if allowed is None:
+            raise EngineError("a constrained choice among some of the tokens needs those that are allowed at hand")
+        return self._draw(*allowed(grammar.bits()))
+
+    def takes(self, token: int | None) -> bool:
+        """Whether ``token``, whose logit is the largest, or the largest of those that a constraint allows, is the choice for certain, so that no
+        other logits have to be read; it is taken then."""
+        if token is None or not self.sampling.likeliest or self.grammar is None or not self.grammar.allows(token):
             return False
-        self.grammar.accept(greedy)
+        self.take(token)
         return True
 
     @property
-    def _first_allowed(self) -> bool:
-        """Whether the choice is the largest logit that is allowed, so that the best tokens are enough if one of them is."""
-        return self.sampling.takes_largest and not (self.sampling.penalises or self.sampling.logit_bias)
+    def asks(self) -> bool:
+        """Whether the choice is the likeliest token that a constraint allows: a row's bits are enough to ask for it."""
+        return self.grammar is not None and self.sampling.likeliest
+
+    def allowed(self) -> np.ndarray:
+        """What ``Grammar.bits`` gives now."""
+        if self.grammar is None:
+            raise EngineError("there is no constraint whose allowed tokens could be asked for")
+        return self.grammar.bits()
+
+    def take(self, token: int) -> None:
+        """Takes ``token`` as given."""
+        if self.grammar is not None:
+            self.grammar.accept(token)
+        llama_cpp.llama_sampler_accept(self._chain, token)
 
     def _check_finite(self, logits: np.ndarray) -> None:
         if not math.isfinite(float(logits.sum())):
@@ -296,10 +330,12 @@ class Sampler:
         llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
         chosen = tokens[array.selected]
         if array.selected < 0 or chosen["logit"] == -math.inf or math.isnan(chosen["p"]):
-            raise EngineError(
-                f"the sampling ({self.sampling.describe()}) leaves no token to choose from; relax the bias, the temperature or the constraint"
-            )
+            raise self._nothing_left()
         return int(chosen["id"])
+
+    def _nothing_left(self) -> EngineError:
+        how = self.sampling.describe()
+        return EngineError(f"the sampling ({how}) leaves no token to choose from; relax the bias, the temperature or the constraint")
 
     def forced(self, most: int) -> list[int]:
         """The tokens that a constraint leaves no choice about now, ``most`` at most."""

@@ -92,7 +92,7 @@ class TableTarget:
     def __init__(self, table):
         self.table, self.cursor, self._rows = table, Cursor(1 << 30), None
         self.graphs, self.options = SimpleNamespace(closed=False), SimpleNamespace(n_ctx=1 << 30, width=4, chunk=512)
-        self.target, self.drafter = SimpleNamespace(n_vocab=len(table)), None
+        self.target, self.drafter, self.masked = SimpleNamespace(n_vocab=len(table)), None, False
         self.rows_computed = self.rows_used = 0
 
     @property
@@ -129,9 +129,9 @@ class TableTarget:
 class AsksAgain(Sampler):
     """A wrong acceptance rule: what is not the draft is drawn once more. Accepting with probability p / q after a greedy draft is as wrong."""
 
-    def choose(self, ids, logits):
-        first = super().choose(ids, logits)
-        return first if first == int(logits.argmax()) else super().choose(ids, logits)
+    def choose(self, ids, logits, *more):
+        first = super().choose(ids, logits, *more)
+        return first if first == int(logits.argmax()) else super().choose(ids, logits, *more)
 
 
 @pytest.fixture(scope="module")
@@ -308,11 +308,13 @@ def test_the_largest_logits_are_enough(order):
 
 def test_what_needs_whole_rows_asks_for_them():
     for values in (
-        {"top_k": 0}, {"logprobs": 0}, {"grammar": "root ::= [a-z]+"}, {"logit_bias": {1: 0.1}}, {"repeat_penalty": 0.9},
+        {"top_k": 0}, {"logprobs": 0}, {"grammar": "root ::= [a-z]+", "top_k": 0}, {"logit_bias": {1: 0.1}}, {"repeat_penalty": 0.9},
         {"samplers": ("top_p", "top_k")}, {"top_k": MOST_CANDIDATES + 1}, {"temperature": 0, "typical_p": 0.5, "top_k": 0},
     ):  # fmt: skip
         assert Sampling(**values).candidates() is None, values
     assert Sampling(temperature=0, top_k=0, repeat_penalty=1.1).candidates() == 96
+    assert Sampling(grammar="root ::= [a-z]+").candidates() == 64
+    assert Sampling(grammar="root ::= [a-z]+", temperature=0, top_k=0).candidates() == 0, "the device is asked for the likeliest one"
 
 
 def test_the_same_text_as_llama_cpp_for_the_same_seed(demo):
@@ -367,7 +369,9 @@ def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch)
     out = []
     for candidates in (sampling.candidates(), None):
         sampler = Sampler(sampling, None, demo.target.n_vocab)
-        monkeypatch.setattr(engine, "read_candidates", lambda count, slot=0: setattr(engine.slots[0], "candidates", candidates or 0))
+        monkeypatch.setattr(
+            engine, "read_candidates", lambda count, slot=0, masked=False: setattr(engine.slots[0], "candidates", candidates or 0)
+        )
         engine.reset()
         stats = Stats()
         blocks = list(generate(engine, prompt, LoopOptions(50, width=4, sampler=sampler), stats))
