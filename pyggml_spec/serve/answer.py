@@ -1,5 +1,6 @@
 """What one sequence has brought so far, told apart and counted: text, tokens, log probabilities, usage and timings of every dialect."""
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.stats: Stats = job.stats
+        self._shown = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, event: StepEvent) -> list[Delta]:
         """What ``event`` adds. Its last one comes with ``finish``."""
@@ -78,6 +80,14 @@ class Answer:
             if piece.call is not None:
                 self.calls.append(piece.call)
         return pieces
+
+    def shown(self, tokens: Sequence[int]) -> list[str]:
+        """Tokens one by one as text: a character whose bytes are in several is the last one's. Call it once for each that came out."""
+        return [self._shown.decode(self._tokenizer.piece(t)) for t in tokens]
+
+    def shown_drafts(self, drafts: Sequence[int], accepted: int, told: Sequence[str]) -> list[str]:
+        """The same of a step's drafts, the first ``accepted`` of which are the tokens ``told``."""
+        return [*told[:accepted], *(self._tokenizer.piece(t).decode("utf-8", "replace") for t in drafts[accepted:])]
 
     # -- what is said at its end
 

@@ -57,7 +57,7 @@ class _Stream:
         self.timings = fields.flag(body, "timings_per_token")
         self.speculation = fields.flag(body, "speculation")
 
-    def more(self, answer: Answer, delta: Delta, served: Any) -> dict[str, Any]:
+    def more(self, answer: Answer, delta: Delta) -> dict[str, Any]:
         """What a chunk says beside its choices."""
         out: dict[str, Any] = {}
         if self.timings and delta.prompt_read != 0:
@@ -65,9 +65,9 @@ class _Stream:
         if self.usage_always:
             out["usage"] = usage([answer])
         if self.speculation and delta.tokens:
-            pieces = [served.tokenizer.piece(t, special=True).decode("utf-8", "replace") for t in (*delta.tokens, *delta.drafts)]
-            n = len(delta.tokens)
-            out["speculation"] = {"tokens": pieces[:n], "drafts": pieces[n:], "accepted": max(0, n - 1) if delta.drafts else 0}
+            tokens, accepted = answer.shown(delta.tokens), max(0, len(delta.tokens) - 1) if delta.drafts else 0
+            drafts = answer.shown_drafts(delta.drafts, accepted, tokens)
+            out["speculation"] = {"tokens": tokens, "drafts": drafts, "accepted": accepted}
         return out
 
 
@@ -151,7 +151,7 @@ async def _chat_chunks(context: Context, reader: Reader, frame: _Frame, options:
             changes = _changes(answer, delta, called)
             if delta.logprobs or (options.speculation and delta.tokens):
                 changes = changes or [{"content": ""}]
-            more = options.more(answer, delta, context.served) if changes else {}
+            more = options.more(answer, delta) if changes else {}
             for i, change in enumerate(changes):
                 end = i == len(changes) - 1
                 probabilities = [answer.probability(p) for p in delta.logprobs] if end else []
@@ -249,7 +249,7 @@ async def _completion_chunks(context: Context, reader: Reader, frame: _Frame, op
             text = "".join(piece.content for piece in delta.pieces)
             logprobs = _legacy(answer, delta.logprobs) if delta.logprobs else None
             choice = {"index": answer.job.index, "text": text, "logprobs": logprobs, "finish_reason": None}
-            more = options.more(answer, delta, context.served)
+            more = options.more(answer, delta)
             if delta.prompt_read is not None:
                 more["prompt_progress"] = progress(answer, delta.prompt_read)
             if text or delta.logprobs or delta.prompt_read is not None or "speculation" in more:

@@ -1,0 +1,235 @@
+"use strict";
+// One page, two views: what speculation did with one prompt, and what every slot does. Texts enter the page as text nodes only.
+
+const $ = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+const BAR = 7, GAP = 2, HEIGHT = 84, MOST_BARS = 2000;
+let running = null; // the AbortController of the request under way
+let watching = null; // that of the slots' stream
+
+const number = (value, digits = 1) => value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
+const say = (text) => { $("status").textContent = text; };
+
+function headers() {
+  const key = $("key").value.trim();
+  return { "content-type": "application/json", ...(key ? { authorization: "Bearer " + key } : {}) };
+}
+
+async function failed(response) {
+  if (response.status === 401) $("key-row").hidden = false;
+  let text = "the server answered " + response.status;
+  try { text = (await response.json()).error.message; } catch { /* it was no JSON */ }
+  return new Error(text);
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    held += value;
+    const parts = held.split("\n\n");
+    held = parts.pop();
+    for (const part of parts) {
+      const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+      if (data && data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}
+
+// -- one prompt
+
+function request(speculative, stream) {
+  const chat = $("kind").value === "chat", prompt = $("prompt").value;
+  const body = {
+    ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
+    max_tokens: Number($("tokens").value), temperature: Number($("temperature").value), seed: 1, speculative, stream,
+    ...(stream ? { speculation: true } : {}),
+  };
+  return fetch(chat ? "v1/chat/completions" : "v1/completions", {
+    method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
+  });
+}
+
+class Steps {
+  constructor() { this.count = 0; this.tokens = 0; this.most = 4; this.all = []; $("bars").replaceChildren(); }
+
+  add(tokens, width) {
+    this.count += 1;
+    this.tokens += tokens;
+    if (this.count > MOST_BARS) return;
+    this.all.push([tokens, width]);
+    const before = this.most;
+    this.most = Math.max(this.most, width, tokens);
+    if (this.most !== before) { $("bars").replaceChildren(); this.all.forEach(([t, w], i) => this.draw(i, t, w)); } else this.draw(this.all.length - 1, tokens, width);
+    $("bars").setAttribute("width", String(this.all.length * (BAR + GAP)));
+    $("bars").setAttribute("aria-label", `${this.count} steps gave ${this.tokens} tokens; the last one gave ${tokens} of ${width} rows`);
+    $("bars-box").scrollLeft = $("bars-box").scrollWidth;
+  }
+
+  draw(i, tokens, width) {
+    const unit = HEIGHT / this.most;
+    for (const [name, rows] of [["tokens", tokens], ["width", width]]) {
+      const bar = document.createElementNS(SVG, "rect");
+      const values = { x: i * (BAR + GAP) + 0.5, y: HEIGHT - rows * unit + 2.5, width: BAR - 1, height: rows * unit, class: name };
+      for (const [key, value] of Object.entries(values)) bar.setAttribute(key, String(value));
+      $("bars").append(bar);
+    }
+  }
+}
+
+function put(kind, text) {
+  if (!text) return;
+  const part = document.createElement(kind === "rejected" ? "del" : "span");
+  part.className = kind;
+  part.textContent = kind === "rejected" ? text.replaceAll("\n", "\u23ce") : text;
+  $("answer").append(part);
+}
+
+function show(step, steps) {
+  const box = $("answer"), atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+  const taken = step.accepted;
+  put("accepted", step.tokens.slice(0, taken).join(""));
+  put("rejected", step.drafts.slice(taken).join(""));
+  put("own", step.tokens.slice(taken).join(""));
+  if (steps.first) steps.add(step.tokens.length, step.drafts.length + 1); // the first token comes with the prompt
+  steps.first = true;
+  if (atEnd) box.scrollTop = box.scrollHeight;
+}
+
+function figures(end, steps) {
+  const t = end.timings, s = end.speculation;
+  $("f-tokens").textContent = String(t.predicted_n);
+  $("f-steps").textContent = String(steps.count);
+  $("f-per-step").textContent = number(t.tokens_per_step, 2);
+  $("f-accepted").textContent = t.draft_n ? `${t.draft_n_accepted} of ${t.draft_n} (${number(100 * s.acceptance)} %)` : "none were made";
+  $("f-speed").textContent = `${number(t.predicted_per_second)} tokens per second`;
+  $("f-prompt").textContent = `${t.prompt_n} tokens computed, ${t.cache_n} reused, ${number(t.prompt_ms)} ms`;
+  $("f-reason").textContent = s.reason;
+  $("positions").tBodies[0].replaceChildren(...s.offered_at.map((offered, i) => {
+    const row = document.createElement("tr"), accepted = s.accepted_at[i], share = offered ? accepted / offered : 0;
+    for (const text of [String(i + 1), String(accepted), String(offered), ""]) row.insertCell().textContent = text;
+    const bar = document.createElement("progress");
+    bar.max = 1;
+    bar.value = share;
+    bar.setAttribute("aria-hidden", "true");
+    row.cells[3].append(bar, number(100 * share) + " %");
+    return row;
+  }));
+}
+
+async function generate() {
+  const began = performance.now(), steps = new Steps(), speculative = $("speculative").checked;
+  running = new AbortController();
+  $("go").disabled = true;
+  $("stop").disabled = false;
+  $("answer").replaceChildren();
+  $("answer").setAttribute("aria-busy", "true");
+  for (const id of ["f-tokens", "f-steps", "f-per-step", "f-accepted", "f-speed", "f-plain", "f-gain", "f-prompt", "f-reason"]) $(id).textContent = "-";
+  say("waiting for the first token");
+  try {
+    const response = await request(speculative, true);
+    if (!response.ok) throw await failed(response);
+    let end = null;
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      if (event.speculation?.tokens) {
+        show(event.speculation, steps);
+        say(`${steps.tokens + 1} tokens in ${steps.count} steps`);
+      }
+      if (event.timings) end = event;
+    }
+    figures(end, steps);
+    const took = number((performance.now() - began) / 1000);
+    say(`${end.timings.predicted_n} tokens in ${steps.count} steps, ${took} s`);
+    $("answer").setAttribute("aria-busy", "false");
+    if (speculative && $("compare").checked) await compare(end);
+  } catch (error) {
+    say(error.name === "AbortError" ? "stopped" : error.message);
+  } finally {
+    running = null;
+    $("answer").setAttribute("aria-busy", "false");
+    $("go").disabled = false;
+    $("stop").disabled = true;
+  }
+}
+
+async function compare(end) {
+  const said = $("status").textContent;
+  say(said + "; now plainly");
+  const response = await request(false, false);
+  if (!response.ok) throw await failed(response);
+  const plain = (await response.json()).timings, speed = end.timings.predicted_per_second;
+  $("f-plain").textContent = `${number(plain.predicted_per_second)} tokens per second`;
+  $("f-gain").textContent = plain.predicted_per_second ? `${number(speed / plain.predicted_per_second, 2)} times` : "-";
+  say(said);
+}
+
+// -- all slots
+
+async function watch() {
+  watching = new AbortController();
+  try {
+    const response = await fetch("pyspec/live", { headers: headers(), signal: watching.signal });
+    if (!response.ok) throw await failed(response);
+    for await (const state of events(response)) {
+      $("s-speed").textContent = number(state.tokens_per_second);
+      $("s-waiting").textContent = String(state.waiting);
+      $("s-wait").textContent = number(state.longest_wait_ms) + " ms";
+      $("s-prefix").textContent = number(state.prefix_bytes / 1048576) + " MiB";
+      $("slots").tBodies[0].replaceChildren(...state.slots.map((slot) => {
+        const row = document.createElement("tr"), idle = slot.phase === "idle";
+        const cells = [slot.id, slot.phase, idle ? "" : `${slot.prompt_read} of ${slot.prompt_tokens}`, idle ? "" : slot.reused, idle ? "" : slot.emitted,
+          idle ? "" : number(slot.tokens_per_step, 2), idle ? "" : number(slot.tokens_per_second)];
+        for (const text of cells) row.insertCell().textContent = String(text);
+        return row;
+      }));
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") $("s-speed").textContent = error.message;
+  }
+}
+
+// -- views
+
+const TABS = ["generate", "slots"];
+
+function view(name, focus) {
+  for (const tab of TABS) {
+    const on = tab === name;
+    $("tab-" + tab).setAttribute("aria-selected", String(on));
+    $("tab-" + tab).tabIndex = on ? 0 : -1;
+    $("view-" + tab).hidden = !on;
+    if (on && focus) $("tab-" + tab).focus();
+  }
+  if (watching) watching.abort();
+  watching = null;
+  if (name === "slots") watch();
+}
+
+async function describe() {
+  try {
+    const response = await fetch("props", { headers: headers() });
+    if (!response.ok) throw await failed(response);
+    const props = await response.json(), p = props.pyspec;
+    const drafter = p.drafter ? `drafter ${p.drafter}` : "no drafter: plain decoding";
+    $("model").textContent = `${props.model_alias}, ${drafter}, ${p.device}, ${props.total_slots} slots of ${props.default_generation_settings.n_ctx} tokens`;
+  } catch (error) {
+    $("model").textContent = error.message;
+  }
+}
+
+for (const [i, tab] of TABS.entries()) {
+  $("tab-" + tab).addEventListener("click", () => view(tab, false));
+  $("tab-" + tab).addEventListener("keydown", (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (move) view(TABS[(i + move + TABS.length) % TABS.length], true);
+  });
+}
+$("ask").addEventListener("submit", (event) => { event.preventDefault(); if (!running) generate(); });
+$("prompt").addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit(); });
+$("stop").addEventListener("click", () => { if (running) running.abort(); });
+$("show-rejected").addEventListener("change", (event) => $("answer").classList.toggle("no-rejected", !event.target.checked));
+$("key").addEventListener("change", describe);
+describe();
