@@ -11,6 +11,7 @@ from .arguments import GenerateOptions, RequestOptions
 from .checks import token_ids, whole
 from .concurrent import ConcurrentSession
 from .decode.calibrate import cached_costs, step_cost
+from .decode.methods import Methods, methods
 from .decode.request import PLAIN, SPECULATIVE, LoopOptions
 from .decode.scheduler import Scheduler
 from .decode.stats import Stats
@@ -29,9 +30,9 @@ from .memory.kv_types import KVTypes
 from .memory.prefix import PrefixCache, Reuse, layout_of
 from .memory.prefix_files import PrefixFiles
 from .models.base import Target
-from .models.dflash import DFlash
+from .models.drafter import Drafter
 from .models.placement import ExpertOptions, Placement
-from .models.registry import open_drafter, open_target
+from .models.registry import open_drafter, open_target, own_drafter
 from .models.rope import ignored_yarn
 from .models.weights import Weights
 from .sampling.recommended import chosen
@@ -87,7 +88,7 @@ class Session:
         self._parts: list[Closable] = []
         self.notes: list[str] = []
         self.load_seconds = 0.0
-        self.drafter: DFlash | None = None
+        self.drafter: Drafter | None = None
         self.costs: dict[int, float] | None = None  # milliseconds per step by width; None where the width is pinned
         self.costs_cached = False
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
@@ -113,6 +114,7 @@ class Session:
         width: int | None,
         prefix: tuple[str | Path | None, int | None, int | None],
         experts: ExpertOptions | None,
+        spec: Methods,
         progress: Progress,
     ) -> "Session":
         started = time.perf_counter()
@@ -122,11 +124,7 @@ class Session:
         self.notes += build_notes(self.backend.device)
         self.notes += ignored_yarn(file, self.target.arch)
         self.tokenizer = self._own(Tokenizer(file))
-        if draft is not None:
-            draft_file = self._own(GGUFFile(draft))
-            self.drafter = open_drafter(draft_file)
-            self.drafter.check_pair(self.target)
-            self._check_vocabularies(file, draft_file)
+        self.drafter = self._open_drafter(file, draft, spec)
         options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width))
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
         placement, host = self._place_experts(experts, threads, max(options.chunk, options.width))
@@ -145,9 +143,30 @@ class Session:
         self.load_seconds = time.perf_counter() - started
         return self
 
+    def _open_drafter(self, file: GGUFFile, draft: Path | None, spec: Methods) -> Drafter | None:
+        """The drafter of the file ``draft``, or without one the MTP layer of the target's own ``file``; None if there is none that may draft."""
+        if draft is None:
+            own = own_drafter(file) if "draft-mtp" in spec.model else None
+            if own is None and spec.asked:
+                raise PairError(
+                    f"{file.path.name} has nothing that drafts as {' or '.join(sorted(spec.asked))}: give its drafter with `draft`"
+                )
+            if own is not None:
+                own.check_pair(self.target)
+            return own
+        draft_file = self._own(GGUFFile(draft))
+        drafter = open_drafter(draft_file)
+        if drafter.method not in spec.model:
+            raise PairError(
+                f"{draft.name} drafts as {drafter.method}, which is not among what may draft; name it with `spec`, or leave the file out"
+            )
+        drafter.check_pair(self.target)
+        self._check_vocabularies(file, draft_file)
+        return drafter
+
     def _weights(
         self,
-        model: Target | DFlash,
+        model: Target | Drafter,
         progress: Callable[[int, int], None],
         placement: Placement | None = None,
         host: Backend | None = None,
@@ -205,7 +224,7 @@ class Session:
             if width not in (None, 1):
                 raise PairError(f"a draft width of {width} needs a drafter: give one with `draft`, or leave the width out")
             return 16
-        return self.drafter.hp.block_size if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
+        return self.drafter.block_size if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
 
     # -- generating
 
@@ -486,7 +505,7 @@ class Session:
     def engaged(self) -> Engaged:
         """What is in use: read it before trusting a speed."""
         self._check_open()
-        drafter = self.drafter.file.path.name if self.drafter is not None else None
+        drafter = self.drafter.title if self.drafter is not None else None
         width = self.engine.options.width if self.drafter is not None else 1
         return Engaged(
             self.target.file.path.name,
@@ -541,12 +560,14 @@ def load(
     prefix_memory: int | None = None,
     prefix_disk: int | None = None,
     experts: ExpertOptions | None = None,
+    spec: Sequence[str] | None = None,
+    no_spec: Sequence[str] = (),
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
     """Loads a target and perhaps its drafter; without a target, the embedded pair.
 
     Args:
-        target, draft: GGUF files. A target without a drafter decodes plainly.
+        target, draft: GGUF files. A target without a drafter, and without an MTP layer of its own, decodes plainly.
         device: name as in ``devices()``; None takes the first GPU, or the CPU.
         threads: CPU threads; None takes the cores of this process, at most 16.
         kernels: "own" or "ggml" for products on a CPU; None takes our own where they run (x86 with AVX2). ggml's are llama.cpp's bit for bit.
@@ -560,6 +581,9 @@ def load(
             prompt before left in place, if the model is attention only.
         prefix_disk: bytes that the folder may take, None for 8 GiB; what was not used for longest is deleted.
         experts: which routed experts of the target stay in host memory; None keeps all of them on the device.
+        spec: ways of drafting, of ``decode.methods.METHODS`` and named as llama.cpp's `--spec-type` names them; None takes the drafter of ``draft``,
+            or else the target's own MTP layer if its file has one. An empty one takes none.
+        no_spec: ways that are not to draft, whatever there is.
 
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.
@@ -582,7 +606,9 @@ def load(
         }
         prefix = (prefix_cache, prefix_memory, prefix_disk)
         draft = Path(draft) if draft is not None else None
-        return session._load(Path(target), draft, device, threads, kernels, options, draft_width, prefix, experts, progress)
+        return session._load(
+            Path(target), draft, device, threads, kernels, options, draft_width, prefix, experts, methods(spec, no_spec), progress
+        )
     except BaseException:
         session.close()
         raise

@@ -1,6 +1,6 @@
-"""llama.cpp's own DFlash, driven through libllama: the oracle for drafted ids.
+"""llama.cpp's own DFlash and MTP, driven through libllama: the oracles for drafted ids.
 
-The steps are those of common/speculative.cpp: verify a block on the target, hand the captured layer inputs of all its rows to the draft
+DFlash: the steps are those of common/speculative.cpp: verify a block on the target, hand the captured layer inputs of all its rows to the draft
 context as embeddings, drop what was rejected from both memories, then decode [last, MASK ...] on the draft context and read each row's argmax.
 The two layer-input functions are exported with C++ names only.
 """
@@ -8,6 +8,7 @@ The two layer-input functions are exported with C++ names only.
 import ctypes
 
 import llama_cpp as L
+import llama_cpp.llama_cpp_ext as X
 import numpy as np
 from llama_cpp.llama_cpp import _lib
 
@@ -36,7 +37,43 @@ _ext_add_embd = _function("llama_batch_ext_add_embd", ctypes.c_int32, _ptr, ctyp
 _ext_set_pos = _function("llama_batch_ext_set_pos", ctypes.c_bool, _ptr, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32))
 _process = _function("llama_process", ctypes.c_int32, _ptr, ctypes.c_int, _ptr)
 _set_causal = _function("llama_set_causal_attn", None, _ptr, ctypes.c_bool)
+_ext_add_token = _function("llama_batch_ext_add_token", ctypes.c_int32, _ptr, ctypes.c_int32, ctypes.c_int32)
+_ext_set_embd = _function("llama_batch_ext_set_embd_token", ctypes.c_bool, _ptr, ctypes.c_int32, _Embd)
+_ext_set_output = _function("llama_batch_ext_set_output_logits", ctypes.c_bool, _ptr, ctypes.c_int32, ctypes.c_bool)
 _DECODE = 1
+_MTP = 1  # a context that runs the MTP layer
+
+
+def _model(path):
+    params = L.llama_model_default_params()
+    params.n_gpu_layers, params.load_mtp = 0, True
+    model = L.llama_model_load_from_file(str(path).encode(), params)
+    assert model, path
+    return model
+
+
+def _context(model, n_ctx, n_ubatch, threads, kv, n_rs=0, other=None, kind=0):
+    p = L.llama_context_default_params()
+    p.n_ctx, p.n_batch, p.n_ubatch = n_ctx, n_ubatch, n_ubatch
+    p.n_threads = p.n_threads_batch = threads
+    p.flash_attn_type = L.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    p.n_rs_seq, p.ctx_type = n_rs, kind
+    p.type_k, p.type_v = kv.ids
+    if other is not None:
+        p.ctx_other = other
+    ctx = L.llama_init_from_model(model, p)
+    assert ctx
+    return ctx
+
+
+def _decode(ctx, batch, tokens, first, n_vocab):
+    """Logits of all rows, F32 [T, n_vocab]."""
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, first + i, 1
+        batch.seq_id[i][0], batch.logits[i] = 0, 1
+    assert L.llama_decode(ctx, batch) == 0
+    return np.stack([np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, i), (n_vocab,)).copy() for i in range(len(tokens))])
 
 
 class LlamaDFlash:
@@ -47,9 +84,9 @@ class LlamaDFlash:
     ):
         self.layers, self.mask, self.block = target_layers, mask_token, block
         self.n_ubatch = n_ubatch
-        self.models = [self._model(target), self._model(draft)]
-        self.tgt = self._context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=block - 1)
-        self.dft = self._context(self.models[1], n_ctx, n_ubatch, threads, draft_kv, other=self.tgt)
+        self.models = [_model(target), _model(draft)]
+        self.tgt = _context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=block - 1)
+        self.dft = _context(self.models[1], n_ctx, n_ubatch, threads, draft_kv, other=self.tgt)
         self.n_embd = L.llama_model_n_embd(self.models[0])
         self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.models[0]))
         for layer in target_layers:
@@ -58,34 +95,6 @@ class LlamaDFlash:
         self.batch = L.llama_batch_init(n_ubatch, 0, 1)
         self.inject = _ext_init(self.dft)
         self.n = 0
-
-    def _model(self, path):
-        params = L.llama_model_default_params()
-        params.n_gpu_layers = 0
-        model = L.llama_model_load_from_file(str(path).encode(), params)
-        assert model, path
-        return model
-
-    def _context(self, model, n_ctx, n_ubatch, threads, kv, n_rs=0, other=None):
-        p = L.llama_context_default_params()
-        p.n_ctx, p.n_batch, p.n_ubatch = n_ctx, n_ubatch, n_ubatch
-        p.n_threads = p.n_threads_batch = threads
-        p.flash_attn_type = L.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        p.n_rs_seq = n_rs
-        p.type_k, p.type_v = kv.ids
-        if other is not None:
-            p.ctx_other = other
-        ctx = L.llama_init_from_model(model, p)
-        assert ctx
-        return ctx
-
-    def _decode(self, ctx, tokens, first):
-        self.batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            self.batch.token[i], self.batch.pos[i], self.batch.n_seq_id[i] = token, first + i, 1
-            self.batch.seq_id[i][0], self.batch.logits[i] = 0, 1
-        assert L.llama_decode(ctx, self.batch) == 0
-        return np.stack([np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, i), (self.n_vocab,)).copy() for i in range(len(tokens))])
 
     def _capture(self, count, first):
         parts = [np.ctypeslib.as_array(_get_layer_input(self.tgt, v), (count, self.n_embd)) for v in self.layers]
@@ -103,7 +112,7 @@ class LlamaDFlash:
     def prefill(self, tokens):
         for first in range(0, len(tokens), self.n_ubatch):
             part = tokens[first : first + self.n_ubatch]
-            logits = self._decode(self.tgt, part, first)
+            logits = _decode(self.tgt, self.batch, part, first, self.n_vocab)
             self._capture(len(part), first)
         self.n = len(tokens)
         self.pending = int(logits[-1].argmax())
@@ -112,7 +121,7 @@ class LlamaDFlash:
     def draft_logits(self, width=None):
         """Logits of the block's rows 1 .. width - 1."""
         width = width or self.block
-        logits = self._decode(self.dft, [self.pending] + [self.mask] * (width - 1), self.n)
+        logits = _decode(self.dft, self.batch, [self.pending] + [self.mask] * (width - 1), self.n, self.n_vocab)
         L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         return logits[1:]
 
@@ -123,7 +132,7 @@ class LlamaDFlash:
         """
         rows, first = [self.pending, *drafts], self.n
         before = self._state() if L.llama_model_is_hybrid(self.models[0]) else None
-        ids = self._decode(self.tgt, [self.pending, *drafts], self.n).argmax(axis=1)
+        ids = _decode(self.tgt, self.batch, rows, self.n, self.n_vocab).argmax(axis=1)
         self._capture(len(drafts) + 1, self.n)
         matched = 0
         while matched < len(drafts) and ids[matched] == drafts[matched]:
@@ -132,7 +141,7 @@ class LlamaDFlash:
         assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
             assert before is not None and L.llama_state_seq_set_data(self.tgt, before, len(before), 0) == len(before)
-            self._decode(self.tgt, rows[: matched + 1], first)
+            _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
         self.pending = int(ids[matched])
         return ids, matched
 
@@ -144,6 +153,84 @@ class LlamaDFlash:
     def close(self):
         L.llama_batch_free(self.batch)
         _ext_free(self.inject)
+        L.llama_free(self.dft)
+        L.llama_free(self.tgt)
+        for model in self.models:
+            L.llama_model_free(model)
+
+
+class LlamaMTP:
+    """A target and its MTP layer in llama.cpp, one sequence, greedy: the steps of its `draft-mtp`. Owns models and contexts.
+
+    Each token is paired with the target's hidden state (behind output_norm) of the token before it, the first one with zeros. ``draft``: the
+    file of the layer, None for the target's own.
+    """
+
+    def __init__(self, target, draft=None, n_ctx=1024, n_ubatch=512, threads=1, width=8, kv=F16, draft_kv=F16):
+        self.n_ubatch = n_ubatch
+        self.models = [_model(target)] + ([_model(draft)] if draft is not None else [])
+        self.tgt = _context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=width - 1)
+        self.dft = _context(self.models[-1], n_ctx, n_ubatch, threads, draft_kv, other=self.tgt, kind=_MTP)
+        self.n_embd = L.llama_model_n_embd(self.models[0])
+        self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.models[0]))
+        X.llama_set_embeddings_nextn(self.tgt, True, False)
+        X.llama_set_embeddings_nextn(self.dft, True, True)
+        self.batch, self.pairs = L.llama_batch_init(n_ubatch, 0, 1), _ext_init(self.dft)
+        self.n, self.boundary = 0, np.zeros(self.n_embd, np.float32)
+
+    def _target(self, tokens, first):
+        """Logits and hidden states of all rows; the layer's rows of the same tokens are computed too."""
+        logits = _decode(self.tgt, self.batch, tokens, first, self.n_vocab)
+        hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn(self.tgt), (len(tokens), self.n_embd)).copy()
+        self._layer(tokens, np.concatenate([self.boundary[None], hidden[:-1]]), first)
+        return logits, hidden
+
+    def _layer(self, tokens, hidden, first, last=False):
+        _ext_clear(self.pairs)
+        hidden = np.ascontiguousarray(hidden, np.float32)
+        for i, token in enumerate(tokens):
+            assert _ext_add_token(self.pairs, 0, int(token)) == i
+            row = _Embd(hidden[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, self.n_embd)
+            assert _ext_set_embd(self.pairs, i, row)
+            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
+            assert _ext_set_pos(self.pairs, i, pos)
+            assert _ext_set_output(self.pairs, i, last and i == len(tokens) - 1)
+        assert _process(self.dft, _DECODE, self.pairs) == 0
+
+    def prefill(self, tokens):
+        for first in range(0, len(tokens), self.n_ubatch):
+            logits, hidden = self._target(tokens[first : first + self.n_ubatch], first)
+            self.boundary = hidden[-1]
+        self.n, self.pending = len(tokens), int(logits[-1].argmax())
+        return self.pending
+
+    def draft(self, count):
+        """The drafts behind the pending token; the layer's memory is as before then."""
+        token, hidden, out = self.pending, self.boundary, []
+        for i in range(count):
+            self._layer([token], hidden[None], self.n + i, last=True)
+            token = int(np.ctypeslib.as_array(L.llama_get_logits_ith(self.dft, 0), (self.n_vocab,)).argmax())
+            hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn_ith(self.dft, 0), (self.n_embd,)).copy()
+            out.append(token)
+        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        return out
+
+    def verify(self, drafts, accepted=None):
+        """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
+        logits, hidden = self._target([self.pending, *drafts], self.n)
+        ids, matched = logits.argmax(axis=1), 0
+        while matched < len(drafts) and ids[matched] == drafts[matched]:
+            matched += 1
+        matched = matched if accepted is None else accepted
+        self.n += matched + 1
+        for ctx in (self.tgt, self.dft):
+            assert L.llama_memory_seq_rm(L.llama_get_memory(ctx), 0, self.n, -1)
+        self.boundary, self.pending = hidden[matched], int(ids[matched])
+        return ids, matched
+
+    def close(self):
+        L.llama_batch_free(self.batch)
+        _ext_free(self.pairs)
         L.llama_free(self.dft)
         L.llama_free(self.tgt)
         for model in self.models:

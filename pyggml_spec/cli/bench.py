@@ -20,7 +20,7 @@ from .bench_prompts import chosen_prompts, measure, modes
 from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_INTERRUPT
-from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, target_options
+from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, spec_options, target_options
 from .report import engaged_line
 from .sampling import sampler_options, take_sampling
 from .tables import written
@@ -47,6 +47,7 @@ class _Numbers(click.ParamType):
 @llama_cpp_options
 @graphs_option
 @expert_options
+@spec_options
 @cache_type_options
 @draft_cache_type_options
 @click.option(
@@ -81,7 +82,7 @@ class _Numbers(click.ParamType):
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True, help="Form of the rows.")
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
 def command(
-    target, draft, device, threads, n_ctx, graphs, experts, lengths, tokens, depths, repetitions, synthetic, draft_width, slots, prompts, thinking,
+    target, draft, device, threads, n_ctx, graphs, experts, spec, no_spec, lengths, tokens, depths, repetitions, synthetic, draft_width, slots, prompts, thinking,
     output, as_json, **cache_types,
 ):  # fmt: skip
     """Measures speed, or acceptance on real prompts.
@@ -91,7 +92,16 @@ def command(
     """
     _check_combination(prompts is not None)
     asked = take_sampling(cache_types)
-    settings = {"device": device, "threads": threads, "draft_width": draft_width, "graphs": graphs, "experts": experts, **cache_types}
+    settings = {
+        "device": device,
+        "threads": threads,
+        "draft_width": draft_width,
+        "graphs": graphs,
+        "experts": experts,
+        "spec": spec,
+        "no_spec": no_spec,
+        **cache_types,
+    }
     if prompts is not None:
         if not tokens:
             raise click.UsageError("--prompts needs tokens to generate (-n)")

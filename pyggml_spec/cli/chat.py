@@ -27,6 +27,7 @@ from .options import (
     expert_options,
     graphs_option,
     prefix_options,
+    spec_options,
     take_prefix,
     target_options,
     text_of,
@@ -52,6 +53,7 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 @llama_cpp_options
 @graphs_option
 @expert_options
+@spec_options
 @cache_type_options
 @draft_cache_type_options
 @click.option("-sys", "--system-prompt", "system", help="System prompt.")

@@ -11,14 +11,12 @@ from ..errors import PyspecError
 
 
 def llama_cpp_options(command):
-    """-ngl, -ngld, -fa, --spec-type, --spec-draft-n-max: they become ``device`` and ``draft_width``."""
+    """-ngl, -ngld, -fa, --spec-draft-n-max: they become ``device`` and ``draft_width``."""
 
     @wraps(command)
-    def wrapped(*args, gpu_layers, draft_gpu_layers, flash_attn, spec_type, n_max, **more):
+    def wrapped(*args, gpu_layers, draft_gpu_layers, flash_attn, n_max, **more):
         if flash_attn == "off":
             raise click.UsageError("attention is always flash attention here; leave out -fa off")
-        if spec_type is not None and spec_type != "draft-dflash":
-            raise click.UsageError(f"--spec-type {spec_type} is not supported: drafters are of the type draft-dflash")
         if n_max is not None:
             if more["draft_width"] not in (None, n_max + 1):
                 raise click.UsageError(
@@ -43,7 +41,6 @@ def llama_cpp_options(command):
             "-ngld", "--spec-draft-ngl", "--gpu-layers-draft", "--n-gpu-layers-draft", "draft_gpu_layers", type=_Layers(), hidden=True
         ),
         click.option("-fa", "--flash-attn", type=click.Choice(["on", "off", "auto"]), hidden=True),
-        click.option("--spec-type", hidden=True),
         click.option("--spec-draft-n-max", "n_max", type=click.IntRange(1, 1023), hidden=True),
     ):
         wrapped = option(wrapped)

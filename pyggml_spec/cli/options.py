@@ -30,7 +30,12 @@ def target_options(
         [
             click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair runs."),
             click.option(
-                "-md", "--model-draft", "--spec-draft-model", "draft", type=click.Path(), help="Drafter GGUF (dflash) made for the target."
+                "-md",
+                "--model-draft",
+                "--spec-draft-model",
+                "draft",
+                type=click.Path(),
+                help="Drafter GGUF (dflash, or an MTP layer) made for the target.",
             ),
             click.option("--device", help=device),
             click.option(
@@ -48,6 +53,34 @@ def target_options(
     ):
         command = option(command)
     return command
+
+
+def spec_options(command):
+    """--spec-type, --no-spec: the keyword arguments ``spec`` and ``no_spec`` as ``load`` takes them."""
+
+    @wraps(command)
+    def wrapped(*args, spec_type, no_spec, **more):
+        names = None if spec_type is None else [name.strip() for name in spec_type.split(",") if name.strip()]
+        if names is not None or no_spec:
+            from ..decode.methods import methods  # `pyspec --help` needs no ggml
+
+            try:
+                methods(names, no_spec)
+            except PyspecError as error:
+                raise click.UsageError(str(error)) from None
+        return command(*args, spec=names, no_spec=no_spec, **more)
+
+    for option in (
+        click.option("--no-spec", multiple=True, metavar="TYPE", help="Do not draft in this way. May be given several times."),
+        click.option(
+            "--spec-type",
+            metavar="LIST",
+            help="Ways of drafting, separated by commas: draft-dflash, draft-mtp; none for plain decoding. "
+            "Default: the drafter of -md, or else the model's own MTP layer.",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
 
 
 UNLIMITED = 1 << 30  # tokens; more than any context holds

@@ -10,7 +10,15 @@ from ..tools.plan import Checked, NoPlan, Plan, check, plan, plan_everywhere
 from .help import GroupedCommand
 from .llama_cpp import llama_cpp_options
 from .main import EXIT_CHECK
-from .options import cache_type_options, chunk_option, draft_cache_type_options, expert_options, prefix_memory_option, target_options
+from .options import (
+    cache_type_options,
+    chunk_option,
+    draft_cache_type_options,
+    expert_options,
+    prefix_memory_option,
+    spec_options,
+    target_options,
+)
 from .terminal import size
 
 _PURPOSES = {
@@ -38,6 +46,7 @@ TOLERATED = 0.01
     help="Sequences at once, each with a context of its own (Session.concurrent).",
 )
 @expert_options
+@spec_options
 @cache_type_options
 @draft_cache_type_options
 @prefix_memory_option("none, as for a run without --prefix-cache")

@@ -24,6 +24,7 @@ from .options import (
     expert_options,
     graphs_option,
     prefix_options,
+    spec_options,
     take_prefix,
     target_options,
 )
@@ -39,6 +40,7 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @llama_cpp_options
 @graphs_option
 @expert_options
+@spec_options
 @cache_type_options
 @draft_cache_type_options
 @click.option("-p", "--prompt", help="Prompt text.")

@@ -14,6 +14,8 @@ from ..errors import EngineError, PyspecError
 from ..ggml.device import Backend, pick_device
 from ..ggml.library import versions
 from ..gguf_io import GGUFFile
+from ..models.dflash import DFlash
+from ..models.mtp import MTP, has_layer, is_layer_alone
 from ..models.registry import open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET
@@ -80,7 +82,7 @@ class Subject:
         Raises:
             PyspecError: the drafter does not fit the target, or there is no memory.
         """
-        width = drafter.hp.block_size if drafter is not None else 1
+        width = drafter.block_size if drafter is not None else 1
         return Engine(self.backend, target, drafter, EngineOptions(n_ctx=self.n_ctx, width=width))
 
     @property
@@ -123,7 +125,7 @@ def examine(
     """Examines a pair; without a target, the embedded one.
 
     Args:
-        target, draft: GGUF files.
+        target, draft: GGUF files; a target with an MTP layer of its own needs no other.
         device, threads, kernels, n_ctx: as for ``load``; the context defaults to 1024.
         prompts: texts to measure on; None takes held-out prompts of the embedded set (Python code).
 
@@ -132,11 +134,18 @@ def examine(
     """
     if target is None and draft is None:
         target, draft = DEMO_TARGET, DEMO_DRAFTER
+    if target is not None and draft is None:
+        draft = target if _drafts_for_itself(target) else None
     if target is None or draft is None:
         raise PyspecError("the doctor examines a pair: name the target with `target` and the drafter with `draft`")
     progress("loading", 0, 1)
     with closing(Subject(target, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts)) as subject:
         return examine_drafter(subject, draft, progress)
+
+
+def _drafts_for_itself(target: str | Path) -> bool:
+    with GGUFFile(target) as file:
+        return has_layer(file) and not is_layer_alone(file)
 
 
 def examine_drafter(subject: Subject, draft: str | Path, progress: Done = lambda what, done, total: None) -> Report:
@@ -155,6 +164,9 @@ def examine_drafter(subject: Subject, draft: str | Path, progress: Done = lambda
     return Report(str(subject.file.path), str(file.path), causes_only(checks), conditions)
 
 
+UNFIT = "use the drafter that was made for this target, or the target that it was made for"
+
+
 class _Examination:
     """One drafter, check by check."""
 
@@ -168,13 +180,17 @@ class _Examination:
         try:
             opened = open_leniently(self.file, self.target)
         except PyspecError as error:
-            yield Check("drafter", FAIL, str(error), "use a dflash drafter that was converted for this target")
+            yield Check("drafter", FAIL, str(error), "use a drafter that was converted for this target")
             return
         yield from opened.refusals
         drafter, effort = opened.drafter, self.subject.effort
         if (misfit := self._misfit(drafter)) is not None:
             yield misfit
             return
+        if isinstance(drafter, MTP):
+            yield from self._chain(drafter)
+            return
+        assert isinstance(drafter, DFlash)
         yield (mask := files.mask_embedding(self.target, drafter))
         yield files.weights("drafter weights", drafter, files.SCANNED, mask)
         yield self.subject.target_weights
@@ -193,8 +209,23 @@ class _Examination:
             probe = stack.enter_context(closing(Probe(self.subject.backend, self.target, drafter, passages, effort.blocks)))
             yield from self._probed(drafter, probe)
 
+    def _chain(self, drafter):
+        """An MTP layer has no mask token, layers to read or windows that could be wrong: what it does when it runs is all there is."""
+        yield files.weights("drafter weights", drafter, files.SCANNED)
+        yield self.subject.target_weights
+        with ExitStack() as stack:
+            drafter.weights = stack.enter_context(
+                closing(Weights(self.subject.backend, self.file, drafter.specs(), drafter.groups(), drafter.fused_alike()))
+            )
+            self.progress("generations", 5, 8)
+            tokens = min(self.subject.effort.generated, self.subject.tokens)
+            with closing(self.subject.engine(self.target, drafter)) as engine:
+                yield from running.examine(engine, self.subject.ids, tokens, running.chain(engine, self.subject.ids, tokens))
+
     def _misfit(self, drafter) -> Check | None:
         """Why this drafter cannot be measured at all with this target, if so. Layers and mask tokens out of range can still be swept."""
+        if drafter.chained:
+            return self._unfit(drafter)
         layers, mask = drafter.hp.target_layers, drafter.hp.mask_token
         within = replace(drafter.hp, target_layers=tuple(min(v, self.target.n_layer) for v in layers), mask_token=0)
         try:
@@ -207,7 +238,14 @@ class _Examination:
                 raise PyspecError(f"{self.file.path.name} has a negative layer or mask token")
             return None
         except PyspecError as error:
-            return Check("pair", FAIL, str(error), "use the drafter that was made for this target, or the target that it was made for")
+            return Check("pair", FAIL, str(error), UNFIT)
+
+    def _unfit(self, drafter) -> Check | None:
+        try:
+            drafter.check_pair(self.target)
+        except PyspecError as error:
+            return Check("pair", FAIL, str(error), UNFIT)
+        return None
 
     def _probed(self, drafter, probe: Probe):
         reading = Reading(drafter.hp, causal=drafter.hp.causal)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..errors import PyspecError
 from ..gguf_io import GGUFFile
-from ..models.dflash import DFlash
+from ..models.drafter import Drafter
 from ..models.registry import open_drafter
 from .report import FAIL, FILES, Check
 
@@ -64,7 +64,7 @@ def mask_candidates(file: GGUFFile, target, limit: int = 8) -> list[int]:
 class Opened:
     """A drafter, perhaps mended; ``refusals`` are the failed checks that name what was mended."""
 
-    drafter: DFlash
+    drafter: Drafter
     refusals: list[Check]
 
 

@@ -17,6 +17,7 @@ from ..ggml.graph import Graph, Role
 from ..ggml.step_io import StepFields, StepIO
 from ..memory.kv import KVCache, padded
 from ..models.dflash import BlockRows, Hparams
+from ..models.drafter import ContextRows
 from .evidence import Passage
 
 JUDGED = 6  # drafts of each block whose likelihood is compared
@@ -136,7 +137,7 @@ class Probe:
         )
         coming = f.input("coming", "i32", n_rows)
         masks = {window: f.input(f"mask_{window}", "f16", span, n_rows) for window in set(hp.window)}
-        model.context_rows(g, [context], at, rows, kv.layers)
+        model.context_rows(g, ContextRows(None, [context], None, at, rows), kv.layers, self.target)
         hidden = model.denoise(g, BlockRows(block, block_at, block_rows, tuple(masks[w] for w in hp.window), span, kv.layers), self.target)
         f.output("sum", "f32", g.sum_rows(hidden))
         logits = self._logits(g, model, hidden, reading.capped)

@@ -257,6 +257,24 @@ def pays(costs: dict[int, float], base: Measured, plain: Sequence[Stats], specul
     return [even, Check("speed-up", WARN if slow else OK, found, remedy, RUNNING, data)]
 
 
+def chain(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Measured:
+    """How many drafts of whole blocks are right while the target writes: what a drafter without readings to compare is judged by."""
+    matched, drafts, finite = [], [], True
+    for prompt in prompts:
+        engine.reset()
+        engine.prefill(prompt)
+        end = engine.cursor.committed + tokens
+        while engine.cursor.committed < end and engine.cursor.room >= engine.options.width:
+            result = engine.fused_step()
+            agree = result.ids[:-1] == result.tokens[1:]
+            right = int(agree.size if agree.all() else np.argmin(agree))
+            engine.accept(right + 1, int(result.ids[right]))
+            matched.append(right)
+            drafts.append(result.tokens[1:])
+            finite &= result.draft_finite
+    return Measured(np.array(matched or [0]), np.concatenate(drafts or [np.empty(0, np.int32)]), np.empty((0, 0)), finite)
+
+
 def examine(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, base: Measured) -> list[Check]:
     """All checks that run generations."""
     costs = _costs(engine, base)

@@ -24,7 +24,7 @@ from ..memory.cursor import Cursor
 from ..memory.slots import SlotRange, covering
 from ..memory.snapshot import Snapshot
 from ..models.base import Target
-from ..models.dflash import DFlash
+from ..models.drafter import Drafter
 from . import exact
 from .ahead import Ahead
 from .candidates import Ask, Candidates
@@ -41,7 +41,7 @@ class Engine:
 
     parts_class = Parts  # planning has some without memory
 
-    def __init__(self, backend: Backend, target: Target, drafter: DFlash | None, options: EngineOptions) -> None:
+    def __init__(self, backend: Backend, target: Target, drafter: Drafter | None, options: EngineOptions) -> None:
         self.parts = p = self.parts_class(backend, target, drafter, options)
         self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, p.slots
         self.graphs, self.io, self.sequence = p.graphs, p.io, p.sequence
@@ -222,6 +222,8 @@ class Engine:
         if isinstance(item, Draft) and not s.drafting:
             why = "there is no drafter" if self.drafter is None else f"the sequence in slot {slot} was started without drafting"
             raise EngineError(f"{why}: use Verify or a plain step")
+        if isinstance(item, Draft) and item.verified:
+            whole(item.verified, "the number of verified rows", width, self.options.width)
         return width
 
     def _fitting(self, s: Slot, tokens: Ids) -> np.ndarray:

@@ -20,8 +20,9 @@ class Fill:
 
     def __init__(self, parts: Parts) -> None:
         self._slots, self._options = parts.slots, parts.options
-        self._target, self._drafter = parts.target, parts.drafter
-        self._kv, self._draft_kv, self._delta, self._ring = parts.kv, parts.draft_kv, parts.delta, parts.ring
+        self._target = parts.target
+        self._kv, self._delta, self._ring, self._boundary = parts.kv, parts.delta, parts.ring, parts.boundary
+        self._drafting = parts.graphs.draft_part
         self._iota = np.arange(max(parts.options.chunk, parts.options.width, RING), dtype=np.int32)
 
     def certain(self, step: Step, width: int, work: Given, rows: Rows, covered: SlotRange) -> None:
@@ -38,6 +39,7 @@ class Fill:
                 tokens[at + n : at + width] = ids[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
         if "out_row" in host:
             host["out_row"][:] = [(slot - covered.first) * width + rows.get(slot, 1) - 1 for slot in covered.slots]
+        self._boundary_rows(host, rows, covered)
         if self._delta is not None:
             self._certain_states(host, width, rows, covered)
         if "ring_row" in host:
@@ -56,18 +58,20 @@ class Fill:
         if "take" in host:
             delta.fill_take(host["take"], width, covered, single=True)
 
-    def block(self, step: Step, width: int, work: Given, rows: Rows, covered: SlotRange) -> None:
-        """The inputs of blocks, given or to be drafted."""
+    def block(self, step: Step, width: int, drafts: int, work: Given, rows: Rows, covered: SlotRange) -> None:
+        """The inputs of blocks, given, or with so many drafts of each slot that are to be made."""
         self._rows(step, width, rows, covered)
         host = step.host
         known = host.get("given", host["tokens"])
-        if "block" not in host or "given" in host:  # or else the drafter writes all but the first
+        drafting = "draft_last" in host
+        if not drafting or "given" in host:  # or else the drafter writes all but the first
             known[: width * covered.count] = 0
         for slot, item in work.items():
             at, ids = (slot - covered.first) * width, self._known(slot, item)
             known[at : at + len(ids)] = ids
-        if "block" in host:
-            self._drafts(host, width, work, covered)
+        self._boundary_rows(host, rows, covered)
+        if drafting:
+            self._drafts(host, width, drafts, work, covered)
         if self._delta is not None:
             self._delta.fill_tail(host["tail"], covered)
             self._delta.fill_keep(host["keep"], covered)
@@ -114,47 +118,36 @@ class Fill:
 
     def drafts(self, step: Step, width: int, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
         """The inputs of blocks that are drafted alone."""
+        assert self._drafting is not None
         host = step.host
         host["positions"][:] = 0
         for slot in drafting:
             at = (slot - covered.first) * width
             np.add(self._iota[:width], self._slots[slot].cursor.committed, out=host["positions"][at : at + width])
-        self._blocks(host, width, drafting, covered)
-        self._draft_rows(host, width, drafting, covered)
+        if self._boundary is not None:
+            host["before"][:] = [self._boundary.row(slot) for slot in covered.slots]
+        self._drafting.fill(host, width, width - 1, drafting, covered, self._slots)
 
-    def _drafts(self, host: dict[str, np.ndarray], width: int, work: Given, covered: SlotRange) -> None:
-        """What the drafter reads. Where its rows are the target's (one slot), and its drafts the target's ids in place, there is less to say."""
-        drafting = {slot: item for slot, item in work.items() if isinstance(item, Draft)}
-        self._blocks(host, width, drafting, covered)
-        if "source" not in host:
+    def _drafts(self, host: dict[str, np.ndarray], width: int, drafts: int, work: Given, covered: SlotRange) -> None:
+        """What the drafter reads, and which of its ids are whose."""
+        assert self._drafting is not None
+        self._drafting.fill(host, width, drafts, work, covered, self._slots)
+        if "source" not in host:  # one slot, whose drafts are the target's ids in place
             return
-        self._draft_rows(host, width, drafting, covered)
         total = width * covered.count
         host["source"][:] = np.arange(total)
-        for slot, item in drafting.items():
-            at, real = slot - covered.first, item.width
-            host["source"][at * width + 1 : at * width + real] = total + at * (width - 1) + self._iota[: real - 1]
-
-    def _blocks(self, host: dict[str, np.ndarray], width: int, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
-        """What blocks are made of, and which rows they see."""
-        assert self._drafter is not None
-        host["block"][:] = self._drafter.hp.mask_token
-        for window in set(self._drafter.hp.window) - {0}:
-            host[f"draft_first_{window}"][:] = host["positions"] - window + 1
-        if len(drafting) < covered.count:
-            host["draft_last"][:] = 0
-        for slot, item in drafting.items():
-            first, n, real, last = (slot - covered.first) * width, self._slots[slot].cursor.committed, item.width, host["draft_last"]
-            host["block"][first] = self._slots[slot].cursor.pending
-            if item.masks is not None:
-                host["block"][first + 1 : first + real] = item.masks
-            last[first : first + real] = self._drafter.last_seen(n, real)
-            last[first + real : first + width] = n + real - 1
-
-    def _draft_rows(self, host: dict[str, np.ndarray], width: int, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
-        """Where the drafter writes."""
-        assert self._draft_kv is not None
         for at, slot in enumerate(covered.slots):
-            rows, real = host["draft_rows"][at * width : (at + 1) * width], drafting[slot].width if slot in drafting else 0
-            self._draft_kv.rows_for(self._slots[slot].cursor.committed, width, real, rows)
-            rows += at * (self._draft_kv.live + self._draft_kv.trash)
+            if isinstance(item := work.get(slot), Draft):
+                first, real = at * width + 1, item.width - 1
+                host["source"][first : first + real] = total + self._drafting.order(at, drafts, covered.count)[:real]
+
+    def _boundary_rows(self, host: dict[str, np.ndarray], rows: Rows, covered: SlotRange) -> None:
+        """Which hidden state each slot goes on from, and where those of this step go: of certain rows the last, of blocks the one before and all."""
+        boundary = self._boundary
+        if boundary is None or "boundary" not in host:
+            return
+        kept = host["boundary"].reshape(covered.count, -1)
+        most = kept.shape[1]
+        for at, slot in enumerate(covered.slots):
+            host["before"][at] = boundary.row(slot)
+            boundary.fill(slot, min(rows[slot] + 1, most) if slot in rows else 0, kept[at])

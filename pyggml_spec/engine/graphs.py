@@ -18,18 +18,23 @@ drafter and target write the same rows, and the drafter's rows of plain tokens w
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
+from ..memory.boundary import BoundaryRows
 from ..memory.delta import DeltaRows, DeltaState
 from ..memory.features import RING, FeatureRing
 from ..memory.kv import SPAN, KVCache, padded, spans_up_to
 from ..memory.slots import SlotRange
 from ..models.base import Rows, Seen, Target
-from ..models.dflash import BlockRows, DFlash
+from ..models.drafter import ContextRows, Drafter
+from .drafting import drafting_of
 from .graph_store import GraphStore
 from .masked import MaskedRows
 from .slot import Slot
@@ -38,13 +43,21 @@ MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
 CANDIDATES = (0, 64, 256, MOST_CANDIDATES)  # of several slots: more than enough never hurts, and each number is a family of graphs
 
 
-def most_nodes(target: Target, drafter: DFlash | None) -> int:
+class Carry(NamedTuple):
+    """What a chain of drafts begins with: ``before`` F32 [n_embd, S], and the ``rows`` I64 of the boundary that the step's go to."""
+
+    before: Tensor
+    rows: Tensor
+
+
+def most_nodes(target: Target, drafter: Drafter | None) -> int:
     """Nodes that no step of this pair exceeds: layers take 28 to 66, and three for each expert that a token uses; slots, scales, biases and
     the rotation of quantised rows take at most 40 more.
     """
     experts = getattr(target, "experts", None)
     per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
-    return 4096 + (target.n_layer + (drafter.hp.n_layer if drafter is not None else 0)) * per_layer
+    passes = 0 if drafter is None else drafter.n_layer * (drafter.block_size if drafter.chained else 1)
+    return 4096 + (target.n_layer + passes) * per_layer
 
 
 class StepGraphs(GraphStore):
@@ -55,18 +68,20 @@ class StepGraphs(GraphStore):
         backend: Backend,
         io: StepIO,
         target: Target,
-        drafter: DFlash | None,
+        drafter: Drafter | None,
         kv: KVCache,
         draft_kv: KVCache | None,
         delta: DeltaState | None,
         ring: FeatureRing | None,
+        boundary: BoundaryRows | None,
         widths: dict[str, tuple[int, ...]],
         slots: int,
     ) -> None:
         widest = max(RING, *(width for of_role in widths.values() for width in of_role))
         super().__init__(backend, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter))
         self.target, self.drafter = target, drafter
-        self.kv, self.draft_kv, self.delta, self.ring = kv, draft_kv, delta, ring
+        self.kv, self.draft_kv, self.delta, self.ring, self.boundary = kv, draft_kv, delta, ring, boundary
+        self.draft_part = drafting_of(drafter, target, draft_kv, slots == 1) if drafter is not None and draft_kv is not None else None
         self.masked: MaskedRows | None = None
         self.drafting = self.can_draft
         self._blocks = widths["verify"]
@@ -105,6 +120,15 @@ class StepGraphs(GraphStore):
     def width_for(self, rows: int) -> int:
         """The narrowest block that is planned for and holds ``rows``; 1 for a plain token."""
         return next(w for w in (1, *self._blocks) if rows <= w)
+
+    def drafts(self, width: int, most: int) -> int:
+        """Drafts of each slot in a fused step of ``width`` rows, of which ``most`` are asked for."""
+        return self.draft_part.count(width, most) if self.draft_part is not None else width - 1
+
+    def draft_order(self, at: int, drafts: int, covered: SlotRange) -> np.ndarray:
+        """Where the drafts of the ``at``-th slot are among those of all, I64 [drafts]."""
+        assert self.draft_part is not None
+        return self.draft_part.order(at, drafts, covered.count)
 
     def chunk_width(self, rows: int) -> int:
         """Rows per slot of the graph that computes ``rows`` rows of a prompt."""
@@ -202,13 +226,36 @@ class StepGraphs(GraphStore):
         return None if self.delta.inline else f.input("take", "i32", (self.delta.history_rows + width) * covered.count)
 
     def _forward(self, g: Graph, tokens: Tensor, rows: dict, delta: DeltaRows | None) -> tuple[Tensor, list[Tensor]]:
-        capture = self.drafter.hp.target_layers if self.drafter is not None and self.drafting else ()
+        capture = self.drafter.captures if self.drafter is not None and self.drafting else ()
         return self.target.forward(g, Rows(tokens=tokens, delta=delta, **rows), capture)
 
-    def _context(self, g: Graph, features: list[Tensor], rows: dict, covered: SlotRange, draft_kv: tuple | None = None) -> None:
-        if self.drafting:
-            assert self.drafter is not None and self.draft_kv is not None
-            self.drafter.context_rows(g, features, rows["positions"], rows["kv_rows"], draft_kv or self._caches(g, self.draft_kv, covered))
+    def _carry(self, g: Graph, f: StepFields, rows: int, covered: SlotRange) -> Carry | None:
+        """What each slot's last committed token left, and where what ``rows`` rows leave goes; None where no drafter reads it."""
+        if not self.drafting or self.boundary is None:
+            return None
+        return Carry(g.rows(self.boundary.table, f.input("before", "i32", covered.count)), f.input("boundary", "i64", rows))
+
+    def _context(
+        self, g: Graph, tokens: Tensor, done: tuple[Tensor, list[Tensor]], carry: Carry | None, rows: dict, draft_kv: tuple,
+        last: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """The drafter's K/V rows of the target's rows, which are ``done``: hidden, and what was captured. ``last``: of certain rows, the hidden
+        state of each slot's last one; without it the rows are those of blocks."""
+        if not self.drafting:
+            return
+        assert self.drafter is not None
+        hidden, features = done
+        shifted = None
+        if carry is not None:
+            joined = g.behind(carry.before, hidden)
+            shifted, kept = g.leading(joined, joined.ne[1] - 1), joined if last is None else last
+        context = ContextRows(tokens, features, shifted, rows["positions"], rows["kv_rows"])
+        self.drafter.context_rows(g, context, draft_kv, self.target)
+        if carry is not None and self.boundary is not None:
+            g.kv_write_rows(self.boundary.table, g.shaped(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
+
+    def _draft_caches(self, g: Graph, covered: SlotRange) -> tuple:
+        return self._caches(g, self.draft_kv, covered) if self.drafting and self.draft_kv is not None else ()
 
     def _emit(self, g: Graph, f: StepFields, hidden: Tensor) -> dict:
         """Greedy ids of all rows, and the sum of each hidden row: not finite if anything in it is NaN or Inf.
@@ -237,78 +284,64 @@ class StepGraphs(GraphStore):
     def _prefill(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         rows = self._rows(g, f, width, span, covered)
         delta = self._chunk_states(g, f, width, covered)
-        out_row = f.input("out_row", "i32", covered.count)
-        hidden, features = self._forward(g, f.tokens(width * covered.count), rows, delta)
-        out = self._emit(g, f, g.rows(hidden, out_row))
-        self._context(g, features, rows, covered)
+        out_row, carry = f.input("out_row", "i32", covered.count), self._carry(g, f, covered.count, covered)
+        tokens = f.tokens(width * covered.count)
+        done = self._forward(g, tokens, rows, delta)
+        last = g.rows(done[0], out_row)
+        out = self._emit(g, f, last)
+        self._context(g, tokens, done, carry, rows, self._draft_caches(g, covered), last)
         return out
 
     def _plain(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         rows = self._rows(g, f, 1, span, covered)
-        delta = self._direct_states(g, f, 1, covered)
-        hidden, features = self._forward(g, f.tokens(covered.count), rows, delta)
+        delta, carry = self._direct_states(g, f, 1, covered), self._carry(g, f, covered.count, covered)
+        tokens = f.tokens(covered.count)
+        hidden, features = self._forward(g, tokens, rows, delta)
         out = self._emit(g, f, hidden)
         if self.drafting and self.ring is not None:
             g.kv_write_rows(self.ring.rows, g.concat(features), f.input("ring_row", "i64", 1))
         else:
-            self._context(g, features, rows, covered)
+            self._context(g, tokens, (hidden, features), carry, rows, self._draft_caches(g, covered), hidden)
         return out
 
     def _verify(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         rows = self._rows(g, f, width, span, covered)
-        delta = self._block_states(g, f, width, covered)
-        hidden, features = self._forward(g, f.tokens(width * covered.count), rows, delta)
-        out = self._emit(g, f, hidden)
-        self._context(g, features, rows, covered)
+        delta, carry = self._block_states(g, f, width, covered), self._carry(g, f, (width + 1) * covered.count, covered)
+        tokens = f.tokens(width * covered.count)
+        done = self._forward(g, tokens, rows, delta)
+        out = self._emit(g, f, done[0])
+        self._context(g, tokens, done, carry, rows, self._draft_caches(g, covered))
         return out
 
-    def _fused(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
-        assert self.drafter is not None and self.draft_kv is not None
-        total, alone = width * covered.count, self.slots == 1
-        rows = self._rows(g, f, width, span, covered)
-        block = f.input("block", "i32", total)
-        draft_rows = rows["kv_rows"] if alone else f.input("draft_rows", "i64", total)
-        masks = self._draft_masks(g, f, total, span, covered)
-        draft_kv = self._caches(g, self.draft_kv, covered)
+    def _fused(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, drafts: int | None = None) -> dict:
+        """``drafts``: of each slot, one less than its rows unless it is said."""
+        assert self.draft_part is not None and self.draft_kv is not None
+        total, drafts = width * covered.count, width - 1 if drafts is None else drafts
+        rows, draft_kv = self._rows(g, f, width, span, covered), self._draft_caches(g, covered)
+        carry = self._carry(g, f, (width + 1) * covered.count, covered)
         delta = self._block_states(g, f, width, covered)
-        hidden = self.drafter.denoise(g, BlockRows(block, rows["positions"], draft_rows, masks, span, draft_kv), self.target)
-        # row 0 of a block is the pending token itself: its logits are never needed
-        logits = self.drafter.logits(g, g.tail_rows(hidden, 1) if alone else g.tails(hidden, width, 1), self.target)
-        drafts = g.argmax(logits)
-        if alone:
-            tokens = f.drafted_tokens(width, drafts)
-            g.expand(drafts)
+        drafted = self.draft_part.nodes(g, f, rows, width, drafts, span, covered, draft_kv, carry.before if carry is not None else None)
+        if self.slots == 1 and drafts == width - 1:
+            tokens = f.drafted_tokens(width, drafted.ids)
+            g.expand(drafted.ids[-1])
         else:
-            tokens = f.picked_tokens(total, drafts)
-        f.output("draft_sum", "f32", g.sum_rows(hidden))
-        hidden, features = self._forward(g, tokens, rows, delta)
-        out = self._emit(g, f, hidden)
-        self._context(g, features, rows, covered, draft_kv)
-        return {**out, "draft_logits": logits}
+            tokens = f.picked_tokens(total, drafted.ids)
+        f.output("draft_sum", "f32", g.sum_rows(drafted.hidden))
+        done = self._forward(g, tokens, rows, delta)
+        out = self._emit(g, f, done[0])
+        self._context(g, tokens, done, carry, rows, draft_kv)
+        return {**out, "draft_logits": drafted.logits}
 
     def _draft(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         """Its K/V rows are written again by the verification, from what the target makes of the tokens."""
-        assert self.drafter is not None and self.draft_kv is not None
-        total = width * covered.count
-        block, positions, rows = f.input("block", "i32", total), f.input("positions", "i32", total), f.input("draft_rows", "i64", total)
-        masks = self._draft_masks(g, f, total, span, covered)
-        hidden = self.drafter.denoise(
-            g, BlockRows(block, positions, rows, masks, span, self._caches(g, self.draft_kv, covered)), self.target
-        )
-        f.output("drafts", "i32", g.argmax(self.drafter.logits(g, g.tails(hidden, width, 1), self.target)))
-        f.output("draft_sum", "f32", g.sum_rows(hidden))
+        assert self.draft_part is not None and self.draft_kv is not None
+        rows = {"positions": f.input("positions", "i32", width * covered.count)}
+        before = None if self.boundary is None else g.rows(self.boundary.table, f.input("before", "i32", covered.count))
+        draft_kv = self._caches(g, self.draft_kv, covered)
+        drafted = self.draft_part.nodes(g, f, rows, width, width - 1, span, covered, draft_kv, before)
+        f.outputs("drafts", drafted.ids)
+        f.output("draft_sum", "f32", g.sum_rows(drafted.hidden))
         return {}
-
-    def _draft_masks(self, g: Graph, f: StepFields, total: int, span: int, covered: SlotRange) -> tuple:
-        """One mask per drafter layer; layers with the same window share theirs."""
-        assert self.drafter is not None and self.draft_kv is not None
-        last = f.input("draft_last", "f32", 1, total)
-        by_window: dict[int, Tensor] = {}
-        for window in self.drafter.hp.window:
-            if window not in by_window:
-                first = f.input(f"draft_first_{window}", "f32", 1, total) if window else None
-                by_window[window] = g.span_mask(self.draft_kv.near, last, first, span, covered.count)
-        return tuple(by_window[window] for window in self.drafter.hp.window)
 
     def _commit(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, width_to: int, replay: bool) -> None:
         """``width`` is the one that is left; ``span`` plays no part."""
@@ -318,8 +351,9 @@ class StepGraphs(GraphStore):
 
     def _catchup(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> None:
         assert self.ring is not None
-        rows = {"positions": f.input("positions", "i32", width), "kv_rows": f.input("kv_rows", "i64", width)}
-        self._context(g, [self.ring.rows], rows, covered)
+        assert self.drafter is not None and self.draft_kv is not None
+        rows = ContextRows(None, [self.ring.rows], None, f.input("positions", "i32", width), f.input("kv_rows", "i64", width))
+        self.drafter.context_rows(g, rows, self._caches(g, self.draft_kv, covered), self.target)
 
     def _logits(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         rows = self._rows(g, f, width, span, covered)

@@ -6,7 +6,7 @@ from ..checks import whole
 from ..errors import ContextError, PairError
 from ..memory.kv_types import KVTypes
 from ..models.base import Target
-from ..models.dflash import DFlash
+from ..models.drafter import Drafter
 
 WIDTHS = (2, 4, 8, 16)
 MOST_SLOTS, MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK = 64, 1 << 24, 1024, 1 << 14
@@ -41,7 +41,7 @@ def prefill_widths(chunk: int) -> tuple[int, ...]:
     return tuple(sorted({*(c for c in CHUNKS if c < chunk), chunk}))
 
 
-def check_options(options: EngineOptions, target: Target, drafter: DFlash | None) -> None:
+def check_options(options: EngineOptions, target: Target, drafter: Drafter | None) -> None:
     """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
     whole(options.slots, "the number of slots", 1, MOST_SLOTS)
     whole(options.n_ctx, "the context (`n_ctx`)", 1, MOST_CONTEXT, ContextError)
@@ -49,8 +49,8 @@ def check_options(options: EngineOptions, target: Target, drafter: DFlash | None
     whole(options.chunk, "the prefill chunk", 1, WIDEST_CHUNK)
     if drafter is not None:
         drafter.check_pair(target)
-        if options.width > drafter.hp.block_size:
+        if options.width > drafter.block_size:
             raise PairError(
-                f"a draft width of {options.width} is wider than the block of {drafter.hp.block_size} that {drafter.file.path.name} "
-                f"was trained for; use `draft_width` {drafter.hp.block_size} or less"
+                f"a draft width of {options.width} is wider than the block of {drafter.block_size} that {drafter.file.path.name} "
+                f"was trained for; use `draft_width` {drafter.block_size} or less"
             )

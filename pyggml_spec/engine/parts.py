@@ -5,6 +5,7 @@ from typing import Protocol, TypeVar
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.step_io import StepIO
+from ..memory.boundary import BoundaryRows
 from ..memory.cursor import Cursor
 from ..memory.delta import DeltaState
 from ..memory.features import FeatureRing
@@ -12,7 +13,7 @@ from ..memory.kv import KVCache
 from ..memory.kv_types import KVTypes, check_types
 from ..memory.snapshot import SequenceMemory
 from ..models.base import KVShape, Target
-from ..models.dflash import DFlash
+from ..models.drafter import Drafter
 from .graph_store import Step
 from .graphs import MOST_CANDIDATES, StepGraphs
 from .masked import MaskedRows
@@ -35,7 +36,7 @@ class Parts:
 
     Attributes:
         slots: the sequences.
-        kv, draft_kv, delta, ring: caches; None where the models have nothing to keep in them.
+        kv, draft_kv, delta, ring, boundary: caches; None where the models have nothing to keep in them.
         sequence: where in them each sequence lies.
         chunks: rows of the graphs that prompts are computed by, ascending.
         epoch: sequences begun so far: whoever remembers what lies in the caches can tell whether it still does.
@@ -44,7 +45,7 @@ class Parts:
 
     kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
 
-    def __init__(self, backend: Backend, target: Target, drafter: DFlash | None, options: EngineOptions) -> None:
+    def __init__(self, backend: Backend, target: Target, drafter: Drafter | None, options: EngineOptions) -> None:
         check_options(options, target, drafter)
         self.backend, self.target, self.drafter, self.options = backend, target, drafter, options
         self.slots = [Slot(Cursor(options.n_ctx), drafting=drafter is not None) for _ in range(options.slots)]
@@ -74,14 +75,18 @@ class Parts:
             self.draft_kv = self._cache(self.drafter.kv_shapes(), opt.draft_kv, draft=True)
         if shape is not None:
             self.delta = self._own(DeltaState(self.backend, shape, self.target.delta_row(), opt.width, opt.slots, self.planned))
-        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, self.target.kv_shapes(), self.target.window)
+        self.boundary: BoundaryRows | None = None
+        if self.drafter is not None and self.drafter.chained:
+            self.boundary = self._own(BoundaryRows(self.backend, self.target.n_embd, opt.width, opt.slots))
+        shapes, window = self.target.kv_shapes(), self.target.window
+        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, shapes, window, self.boundary)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         of_slot = ROW_BYTES * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
         self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192))
-        if self.drafter is not None and opt.slots == 1:
-            self.ring = self._own(FeatureRing(self.backend, self.target.n_embd * len(self.drafter.hp.target_layers)))
+        if self.drafter is not None and self.drafter.late and opt.slots == 1:
+            self.ring = self._own(FeatureRing(self.backend, self.target.n_embd * len(self.drafter.captures)))
         widths = {"prefill": self.chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks, "fused": blocks, "draft": blocks}
-        caches = self.kv, self.draft_kv, self.delta, self.ring
+        caches = self.kv, self.draft_kv, self.delta, self.ring, self.boundary
         self.graphs = self._own(self.graphs_class(self.backend, self.io, self.target, self.drafter, *caches, widths, opt.slots))
 
     def keep_masked(self, rows: MaskedRows | None) -> None:
@@ -104,7 +109,7 @@ class Parts:
         out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
         if self.drafter is not None and self.draft_kv is not None:
             out["draft_weights"] = self.drafter.weights.nbytes
-            out["draft_kv"] = self.draft_kv.nbytes + (self.ring.nbytes if self.ring is not None else 0)
+            out["draft_kv"] = self.draft_kv.nbytes + sum(part.nbytes for part in (self.ring, self.boundary) if part is not None)
         if self.delta is not None:
             out["recurrent"] = self.delta.nbytes
         if self.graphs.masked is not None:

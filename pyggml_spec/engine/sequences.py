@@ -60,6 +60,8 @@ class Sequences:
             self._delta.fill_slot(index, 0)
         if p.ring is not None:
             p.ring.waiting = 0
+        if p.boundary is not None:
+            p.boundary.begin(index)
         s.cursor.reset()
         s.folded()
         s.used, s.drafting = True, drafting and p.drafter is not None
@@ -124,6 +126,8 @@ class Sequences:
         s.open_rows = 0
         if self._delta is not None:
             self._delta.accepted[slot] = committed - s.base
+        if self._parts.boundary is not None:
+            self._parts.boundary.at[slot] = committed - s.base
 
     def give_up(self, slot: int) -> None:
         """Nothing of an open block counts."""

@@ -63,7 +63,8 @@ class Steps:
         step = self._graphs.get("draft", width, self._parts.kv.span(self._longest(covered) + width), covered)
         self._fill.drafts(step, width, drafting, covered)
         step.fields.run()
-        return step.host["drafts"].reshape(covered.count, -1).copy(), step.host["draft_sum"].reshape(covered.count, -1).copy()
+        order = [self._graphs.draft_order(at, width - 1, covered) for at in range(covered.count)]
+        return step.host["drafts"][np.array(order)], step.host["draft_sum"].reshape(covered.count, -1).copy()
 
     def certain(
         self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
@@ -104,6 +105,7 @@ class Steps:
         self._count(width * covered.count, rows)
         if self._delta is not None:
             self._delta.after_rows(int(plain))
+        self._leave(step, rows)
         if "ring_row" in step.host:
             assert self._parts.ring is not None
             self._parts.ring.waiting += 1
@@ -113,7 +115,8 @@ class Steps:
         self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
     ) -> dict[int, StepResult]:
         """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left unfolded."""
-        need = max(rows.values())
+        drafting = [item for item in work.values() if isinstance(item, Draft)]
+        need = max(*rows.values(), *(item.verified for item in drafting), 0)
         width = self._graphs.block_width(need)
         if not width:
             raise EngineError(f"a step with drafts has at most {self._parts.options.width} rows per slot, but a prompt has {need}")
@@ -121,16 +124,18 @@ class Steps:
             if self._slots[slot].open_rows and slot not in work:
                 raise EngineError(f"this step covers slot {slot} and would take its open block away: call accept or rollback there first")
         self._commits.before_block(width)
-        role = "fused" if any(isinstance(item, Draft) for item in work.values()) else "verify"
-        longest = self._longest(covered)
-        step = self._graphs.get(role, width, self._parts.kv.span(longest + width), covered)
-        self._fill.block(step, width, work, rows, covered)
+        role, longest = "fused" if drafting else "verify", self._longest(covered)
+        drafts = self._graphs.drafts(width, max((item.width for item in drafting), default=1) - 1)
+        more = (drafts,) if drafting and drafts < width - 1 else ()
+        step = self._graphs.get(role, width, self._parts.kv.span(longest + width), covered, *more)
+        self._fill.block(step, width, drafts, work, rows, covered)
         times = self._run(step, role, width, covered, longest, meanwhile)
         self._count(width * covered.count, rows)
         for slot in covered.slots:  # whatever was unfolded there is in the state now
             self._slots[slot].folded()
         if self._delta is not None:
             self._delta.after_block(covered)
+        self._leave(step, rows)
         ids, sound = step.ids(), step.finite(drafts=True)
         return {slot: self._of_block(step, ids, sound, width, slot, item, rows[slot], covered, times) for slot, item in work.items()}
 
@@ -141,13 +146,23 @@ class Steps:
         s = self._slots[slot]
         part = slice((slot - covered.first) * width, (slot - covered.first) * width + n)
         s.tokens, s.ids, s.open_rows, s.row = step.host["tokens"][part].copy(), ids[part], n, part.start
-        draft_finite = sound or not isinstance(item, Draft) or bool(np.isfinite(step.host["draft_sum"][part]).all())
+        draft_finite = sound or not isinstance(item, Draft) or self._drafts_finite(step, slot - covered.first, covered)
         target_finite = sound or step.finite(part)
         self._sound(slot, draft_finite and target_finite)
         if isinstance(item, Prompt):
             self._sequences.move(slot, s.base + n, int(s.ids[-1]))
             s.row += n - 1
         return StepResult(s.tokens, s.ids[-1:] if isinstance(item, Prompt) else s.ids, draft_finite, target_finite, times)
+
+    @staticmethod
+    def _drafts_finite(step: Step, at: int, covered: SlotRange) -> bool:
+        return bool(np.isfinite(step.host["draft_sum"].reshape(covered.count, -1)[at]).all())
+
+    def _leave(self, step: Step, rows: Mapping[int, int]) -> None:
+        """The first of the hidden states that a step leaves is that of the slot's last committed token, until more rows count."""
+        if "boundary" in step.host:
+            assert self._parts.boundary is not None
+            self._parts.boundary.at[list(rows)] = 0
 
     def _run(self, step: Step, role: str, width: int, covered: SlotRange, longest: int, meanwhile: Meanwhile) -> StepTimes:
         self._parts.last = step

@@ -206,6 +206,27 @@ class Graph:
             out = lib.ggml_concat(self.ctx, out, x, 0)
         return out
 
+    def behind(self, first: Tensor, x: Tensor) -> Tensor:
+        """One row of each of S, F32 [n, S], in front of each one's of F32 [n, T] -> F32 [n, T / S + 1, S]."""
+        slots = first.ne[1]
+        fits = first.type == x.type == F32 and first.ne[0] == x.ne[0] and x.ne[1] % slots == 0 and x.ne[2] == first.ne[2] == 1
+        require(fits and lib.ggml_is_contiguous(x) and lib.ggml_is_contiguous(first), "behind", first=first, x=x)
+        front = lib.ggml_reshape_3d(self.ctx, first, first.ne[0], 1, slots)
+        return lib.ggml_concat(self.ctx, front, lib.ggml_reshape_3d(self.ctx, x, x.ne[0], x.ne[1] // slots, slots), 1)
+
+    def leading(self, x: Tensor, rows: int) -> Tensor:
+        """The first ``rows`` rows of each of F32 [n, R, S], as a view."""
+        require(part(x, 1, 0, rows), "leading", x=x, rows=rows)
+        return lib.ggml_view_3d(self.ctx, x, x.ne[0], rows, x.ne[2], x.nb[1], x.nb[2], 0)
+
+    def stretch(self, x: Tensor, first: int, count: int) -> Tensor:
+        """[first, first + count) of the values of a contiguous [n] or [1, n], as a view."""
+        dim = 0 if x.ne[1] == 1 and x.ne[0] > 1 else 1
+        require(part(x, dim, first, count) and lib.ggml_is_contiguous(x), "stretch", x=x, first=first, count=count)
+        if dim == 0:
+            return lib.ggml_view_1d(self.ctx, x, count, first * x.nb[0])
+        return lib.ggml_view_2d(self.ctx, x, x.ne[0], count, x.nb[1], first * x.nb[1])
+
     def sum_rows(self, x: Tensor) -> Tensor:
         return lib.ggml_sum_rows(self.ctx, x)
 

@@ -4,6 +4,7 @@ A step's fields lie one behind the other: inputs first, then ``tokens`` (partly 
 The host fills numpy views of a pinned mirror; ``launch`` queues the upload, the graph and the read, ``wait`` waits for them, ``run`` does both.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,22 +128,28 @@ class StepFields:
         self._read_start = self._end
         return self._tensor(ggml_type, count, 1, offset)
 
-    def drafted_tokens(self, count: int, drafts: Tensor) -> Tensor:
-        """The token ids [count]: row 0 written by the host, the others by the node ``drafts`` (I32 [count - 1]); readable after the run."""
+    def drafted_tokens(self, count: int, drafts: Sequence[Tensor]) -> Tensor:
+        """The token ids [count]: row 0 written by the host, the others by the nodes ``drafts`` (I32, count - 1 ids in all; each needs the one
+        before it); readable after the run."""
         offset, ggml_type = self._take("tokens", "i32", count)
         self._upload_end = offset + 4
         self._read_start = offset
-        self.graph.place(self.io.home, offset + 4, drafts)
-        return self._tensor(ggml_type, count, 1, offset, after=drafts)
+        self._place_behind(offset + 4, drafts)
+        return self._tensor(ggml_type, count, 1, offset, after=drafts[-1])
 
-    def picked_tokens(self, count: int, drafts: Tensor) -> Tensor:
+    def _place_behind(self, offset: int, nodes: Sequence[Tensor]) -> None:
+        for node in nodes:
+            self.graph.place(self.io.home, offset, node)
+            offset += 4 * node.ne[0]
+
+    def picked_tokens(self, count: int, drafts: Sequence[Tensor]) -> Tensor:
         """The token ids [count], each of them ``given[source]``: the host writes the inputs ``source`` and the first ``count`` of
-        ``given``, the node ``drafts`` (I32) the rest. Readable after the run."""
-        source = self.input("source", "i32", count)
-        offset, ggml_type = self._take("given", "i32", count + drafts.ne[0])
+        ``given``, the nodes ``drafts`` (I32, each needs the one before it) the rest. Readable after the run."""
+        source, total = self.input("source", "i32", count), count + sum(node.ne[0] for node in drafts)
+        offset, ggml_type = self._take("given", "i32", total)
         self._upload_end = offset + 4 * count
-        self.graph.place(self.io.home, offset + 4 * count, drafts)
-        picked = self.graph.rows(self._tensor(ggml_type, 1, count + drafts.ne[0], offset, after=drafts), source)
+        self._place_behind(offset + 4 * count, drafts)
+        picked = self.graph.rows(self._tensor(ggml_type, 1, total, offset, after=drafts[-1]), source)
         self.output("tokens", "i32", picked)
         return self.graph.shaped(picked, count)
 
@@ -155,6 +162,16 @@ class StepFields:
         offset, _ = self._take(name, kind, count)
         self.graph.place(self.io.home, offset, node)
         self.graph.expand(node)
+
+    def outputs(self, name: str, nodes: Sequence[Tensor]) -> None:
+        """The same for several I32 nodes, one behind the other."""
+        require(all(node.type == _TYPES["i32"][0] for node in nodes), "outputs", first=nodes[0])
+        if self._read_start is None:
+            self._read_start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
+        offset, _ = self._take(name, "i32", sum(node.ne[0] for node in nodes))
+        self._place_behind(offset, nodes)
+        for node in nodes:
+            self.graph.expand(node)
 
     def launch(self) -> None:
         """Queues the upload, the graph and the read. On a GPU the host is free until ``wait``; on the CPU the step is over on return."""

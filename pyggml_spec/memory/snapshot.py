@@ -1,7 +1,8 @@
 """Which memory a sequence lies in, and copies of it.
 
 rows    K/V rows of the layers that keep every position, target and drafter: row = position, written once, the same whatever follows
-state   what only the last token leaves: recurrent states, convolution histories, and the window's rows of layers that keep a ring
+state   what only the last token leaves: recurrent states, convolution histories, the window's rows of layers that keep a ring, and the
+        hidden state that a chain of drafts begins with
 
 Copies stay on the device, where they cost a fraction of a millisecond; through the host they go only on their way to and from files.
 """
@@ -15,6 +16,7 @@ import numpy as np
 from ..ggml.device import Backend
 from ..ggml.library import Tensor, ffi, lib
 from ..models.base import KVShape
+from .boundary import BoundaryRows
 from .delta import DeltaState
 from .kv import KVCache
 
@@ -113,8 +115,11 @@ class SequenceMemory:
     ``shapes``: of the target's attention layers, in the order of ``kv.layers``; ``window``: positions that its sliding layers see.
     """
 
-    def __init__(self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int) -> None:
-        self._kv, self._draft_kv, self._delta, self._window = kv, draft_kv, delta, window
+    def __init__(
+        self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int,
+        boundary: BoundaryRows | None = None
+    ) -> None:  # fmt: skip
+        self._kv, self._draft_kv, self._delta, self._window, self._boundary = kv, draft_kv, delta, window, boundary
         in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
         self._full = [t for layer, ring in zip(kv.layers, in_ring) if not ring for t in (layer.k, layer.v)]
         self._ringed = [t for layer, ring in zip(kv.layers, in_ring) if ring for t in (layer.k, layer.v)]
@@ -123,7 +128,7 @@ class SequenceMemory:
     @property
     def stateful(self) -> bool:
         """Whether rows alone are not enough to go on from a position."""
-        return self._delta is not None or bool(self._ringed)
+        return self._delta is not None or bool(self._ringed) or self._boundary is not None
 
     def rows(self, first: int, count: int, drafting: bool, slot: int = 0) -> Pieces:
         """Rows of positions first .. first + count - 1; those of the drafter only if ``drafting``."""
@@ -141,7 +146,7 @@ class SequenceMemory:
         tensors = self._full + (self._drafter if drafting else [])
         delta = self._delta if state_of is not None else None
         layers = delta.shape.layers if delta is not None else 0
-        pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed))
+        pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed) + 1)
         for tensor in tensors:
             pieces.add_rows(tensor, slot, first, count)
         if delta is not None:
@@ -149,6 +154,8 @@ class SequenceMemory:
                 pieces.add_delta(delta, slot, layer)
         if state_of is not None:
             self._add_window(pieces, slot, state_of)
+            if self._boundary is not None:
+                pieces.add_rows(self._boundary.table, 0, self._boundary.row(slot), 1)
         return pieces
 
     def _add_window(self, pieces: Pieces, slot: int, n: int) -> None:
@@ -168,7 +175,8 @@ class SequenceMemory:
             return " ".join(f"{end - start}x{names[start]}" for start, end in zip(runs, [*runs[1:], len(names)])) or "none"
 
         ring = f", ring of {self._kv.ring} rows {kinds(self._ringed)}" if self._ringed else ""
-        return f"{kinds(self._full)}{ring}, drafter {kinds(self._drafter)}"
+        boundary = f" and a hidden state {kinds([self._boundary.table])}" if self._boundary is not None else ""
+        return f"{kinds(self._full)}{ring}, drafter {kinds(self._drafter)}{boundary}"
 
 
 @dataclass

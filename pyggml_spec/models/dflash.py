@@ -22,10 +22,11 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
 from .blocks import attend, geglu_ffn, product, project, softplus_gated, swiglu_ffn, write_kv
+from .drafter import ContextRows, Drafter
 from .hparams import epsilon, inverse_root, kv_heads, positive
-from .model import SCALED, Model
+from .model import SCALED
 from .rope import Rope
-from .weights import MATMUL, ROWS, VECTOR, Spec, Weights
+from .weights import MATMUL, ROWS, VECTOR, Spec
 
 F16_MAX = 65504.0
 GELU = ("gelu", "gelu_pytorch_tanh")
@@ -126,15 +127,27 @@ class Hparams:
         return tuple(window if window and pattern is not None and bool(pattern[i]) else 0 for i in range(n_layer))
 
 
-class DFlash(Model):
+class DFlash(Drafter):
     """The drafter. ``weights`` has to be set before graphs are built; embedding and head come from the target unless the file has them."""
 
-    arch = "dflash"
-    weights: Weights
+    arch, method = "dflash", "draft-dflash"
+    late = True
     scaled = tuple(name for name in (*SCALED, "fc") if name != "attn_gate")  # which no drafter of llama.cpp's has
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
+
+    @property
+    def block_size(self) -> int:
+        return self.hp.block_size
+
+    @property
+    def n_layer(self) -> int:
+        return self.hp.n_layer
+
+    @property
+    def captures(self) -> tuple[int, ...]:
+        return self.hp.target_layers
 
     # -- what it reads
 
@@ -190,9 +203,6 @@ class DFlash(Model):
             out[f"blk.{i}.ffn"] = (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight")
         return out
 
-    def fused_alike(self) -> list[tuple[str, ...]]:
-        return []
-
     def kv_shapes(self) -> list[KVShape]:
         return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.hp.n_layer
 
@@ -201,7 +211,6 @@ class DFlash(Model):
         return first + (np.arange(width) if self.hp.causal else np.full(width, width - 1))
 
     def check_pair(self, target: Target) -> None:
-        """Raises PairError unless this drafter can read the target's hidden states and share its embedding and head."""
         hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"
         if hp.n_embd != target.n_embd:
             raise PairError(f"{pair}: it was made for hidden states of {hp.n_embd} values, the target's have {target.n_embd}")
@@ -216,10 +225,9 @@ class DFlash(Model):
 
     # -- the graphs
 
-    def context_rows(self, g: Graph, features: list[Tensor], positions: Tensor, kv_rows: Tensor, kv: tuple[KVLayer, ...]) -> None:
-        """Writes the K/V rows of the tokens whose captured hidden states are ``features`` (F32 [n_embd, T] each)."""
+    def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
         hp, w = self.hp, self.weights
-        f, normed = g.concat(features), FEATURE_NORMS in w
+        f, normed = g.concat(rows.features), FEATURE_NORMS in w
         if normed:
             f = g.flat(g.rms_norm(g.heads(f, hp.n_embd, len(hp.target_layers)), w[FEATURE_NORMS], hp.eps))
         else:  # some targets have activations beyond F16; an Inf here would poison every later draft
@@ -227,7 +235,7 @@ class DFlash(Model):
         c = g.rms_norm(product(g, w.matrix("fc.weight"), f), w["enc.output_norm.weight"], hp.eps)
         for i in range(hp.n_layer):
             x = g.rms_norm(c, w[f"blk.{i}.attn_norm.weight"], hp.eps) if normed else c
-            write_kv(g, *self._keys_values(g, i, x, positions), kv[i], kv_rows)
+            write_kv(g, *self._keys_values(g, i, x, rows.positions), kv[i], rows.kv_rows)
 
     def _keys_values(self, g: Graph, i: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         hp, w = self.hp, self.weights
@@ -272,7 +280,7 @@ class DFlash(Model):
         return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
-        """F32 [n_embd, T] -> F32 [n_vocab, T], by the drafter's own head or the target's, capped once (a target caps for itself)."""
+        """By the drafter's own head or the target's, capped once (a target caps for itself)."""
         own = "output.weight" in self.weights
         logits = product(g, self.weights.matrix("output.weight"), hidden) if own else target.logits(g, hidden)
         return g.soft_cap(logits, self.hp.softcap if own or not target.softcap else 0.0)

@@ -11,7 +11,7 @@ from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .base import DeltaShape, KVShape, Rows
+from .base import DeltaShape, KVLayer, KVShape, Rows, Seen
 from .blocks import attend, product, project, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
 from .model import ATTENTION, Model
@@ -100,9 +100,16 @@ class Qwen35(Model):
         out = ends(self.file, n, self.n_vocab)
         for i in range(hp.n_layer):
             out += self._recurrent_specs(i) if hp.recurrent[i] else self._attention_specs(i)
-            out += [Spec(f"blk.{i}.{name}.weight", (n,), VECTOR) for name in ("attn_norm", "post_attention_norm")]
-            out += self._ffn_specs(i)
+            out += self._other_specs(i)
         return out
+
+    def attention_layer(self, i: int) -> list[Spec]:
+        """The tensors of a layer with attention, also of the one that drafts (``models.mtp``)."""
+        return self._attention_specs(i) + self._other_specs(i)
+
+    def _other_specs(self, i: int) -> list[Spec]:
+        norms = [Spec(f"blk.{i}.{name}.weight", (self.n_embd,), VECTOR) for name in ("attn_norm", "post_attention_norm")]
+        return norms + self._ffn_specs(i)
 
     def idle(self) -> dict[str, str]:
         own = [f"blk.{i}." for i in range(self.n_layer, self.hp.n_block)]
@@ -145,7 +152,8 @@ class Qwen35(Model):
     def _recurrent_members(self) -> tuple[str, ...]:
         return ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
 
-    def _ffn_members(self) -> tuple[str, ...]:
+    def ffn_members(self) -> tuple[str, ...]:
+        """The matrices that read the input of an FFN of every token."""
         return ("ffn_gate", "ffn_up")
 
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -153,7 +161,7 @@ class Qwen35(Model):
         for i in range(self.n_layer):
             mixer = self._recurrent_members() if self.hp.recurrent[i] else ("attn_q", "attn_k", "attn_v")
             out[f"blk.{i}.mixer"] = tuple(f"blk.{i}.{name}.weight" for name in mixer)
-            out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in self._ffn_members())
+            out[f"blk.{i}.ffn"] = tuple(f"blk.{i}.{name}.weight" for name in self.ffn_members())
         return out
 
     def fused_alike(self) -> list[tuple[str, ...]]:
@@ -194,7 +202,7 @@ class Qwen35(Model):
                 mixed = self._attention(g, rows, h, i, n_attn)
                 n_attn += 1
             x = g.add(mixed, x)
-            x = g.add(self._ffn(g, g.rms_norm(x, w[f"blk.{i}.post_attention_norm.weight"], hp.eps), i), x)
+            x = g.add(self.ffn(g, g.rms_norm(x, w[f"blk.{i}.post_attention_norm.weight"], hp.eps), i), x)
         captured[hp.n_layer] = x
         return g.rms_norm(x, w["output_norm.weight"], hp.eps), [captured[v] for v in capture]
 
@@ -203,15 +211,24 @@ class Qwen35(Model):
         return product(g, self.weights.matrix("output.weight"), hidden)
 
     def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int, n: int) -> Tensor:
+        qg, k, v = project(g, self.weights.group(f"blk.{i}.mixer"), h)
+        return self.attention(g, i, qg, k, v, rows.positions, Seen(rows.kv_rows, rows.mask, rows.span), rows.kv[n])
+
+    def attention(self, g: Graph, i: int, qg: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: Seen, kv: KVLayer) -> Tensor:
+        """Of layer i: its projections F32 [.., T] -> F32 [n_embd, T], K and V written into their rows."""
         hp, w, size = self.hp, self.weights, self.hp.head_size
-        qg, k, v = project(g, w.group(f"blk.{i}.mixer"), h)
         q = g.heads(qg, size, hp.n_head, stride=2 * size)  # each head holds [q | gate]
         gate = g.packed(g.heads(qg, size, hp.n_head, stride=2 * size, first=size))
-        q = hp.rope(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
-        k = hp.rope(g, g.rms_norm(g.heads(k, size, hp.n_head_kv), w[f"blk.{i}.attn_k_norm.weight"], hp.eps), rows.positions)
-        v = g.heads(v, size, hp.n_head_kv)
-        out = attend(g, q, k, v, rows.kv[n], rows.kv_rows, rows.mask, rows.span, hp.n_head_kv, inverse_root(size))
+        q = hp.rope(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), positions)
+        k, v = self.keys_values(g, i, k, v, positions)
+        out = attend(g, q, k, v, kv, seen.kv_rows, seen.mask, seen.span, hp.n_head_kv, inverse_root(size))
         return product(g, w.matrix(f"blk.{i}.attn_output.weight"), g.mul(out, g.sigmoid(gate)))
+
+    def keys_values(self, g: Graph, i: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of layer i: projections F32 [.., T] -> K and V as they are stored, F32 [head_size, n_head_kv, T]."""
+        hp, size = self.hp, self.hp.head_size
+        k = g.rms_norm(g.heads(k, size, hp.n_head_kv), self.weights[f"blk.{i}.attn_k_norm.weight"], hp.eps)
+        return hp.rope(g, k, positions), g.heads(v, size, hp.n_head_kv)
 
     def _delta_net(self, g: Graph, rows: Rows, h: Tensor, i: int, n: int) -> Tensor:
         hp, w = self.hp, self.weights
@@ -227,5 +244,6 @@ class Qwen35(Model):
         proj, z, beta, alpha = project(g, self.weights.group(f"blk.{i}.mixer"), h)
         return g.whole(proj), z, beta, alpha
 
-    def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
+    def ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
+        """Of layer i: F32 [n_embd, T], behind its norm -> F32 [n_embd, T]."""
         return swiglu_ffn(g, self.weights.group(f"blk.{i}.ffn"), self.weights.matrix(f"blk.{i}.ffn_down.weight"), n)

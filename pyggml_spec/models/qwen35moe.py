@@ -34,10 +34,10 @@ class Qwen35MoE(Qwen35):
             Spec(f"{b}ffn_down_shexp.weight", (n_ff, n)),
         ]
 
-    def _ffn_members(self) -> tuple[str, ...]:
+    def ffn_members(self) -> tuple[str, ...]:
         return ("ffn_gate_shexp", "ffn_up_shexp")
 
-    def _ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
+    def ffn(self, g: Graph, n: Tensor, i: int) -> Tensor:
         w, b = self.weights, f"blk.{i}."
         routed = self.experts(g, w, b, n)
         shared = swiglu_ffn(g, w.group(f"{b}ffn"), w.matrix(f"{b}ffn_down_shexp.weight"), n)

@@ -6,10 +6,12 @@ from .base import Target
 from .dflash import DFlash
 from .dialects import ARCHS as DRAFTERS
 from .dialects import SUPPORTED, as_dflash, refuse_other_methods
+from .drafter import Drafter
 from .gemma4 import Gemma4
 from .gpt_oss import GptOss
 from .laguna import Laguna
 from .llama import Llama
+from .mtp import MTP, has_layer, is_layer_alone
 from .qwen3 import Qwen3
 from .qwen3moe import Qwen3MoE
 from .qwen3next import Qwen3Next
@@ -32,16 +34,20 @@ def open_target(file: GGUFFile) -> Target:
     if arch not in TARGETS:
         refuse_other_methods(file)
         raise ModelError(f"{file.path} has the architecture {arch!r}; supported targets: {SUPPORTED_TARGETS}")
+    if is_layer_alone(file):
+        raise ModelError(f"{file.path} is the MTP layer of a {arch} model; name it with `draft` and give its target with `target`")
     return TARGETS[arch](file)
 
 
-def open_drafter(file: GGUFFile) -> DFlash:
-    """The drafter of an open file, whichever converter wrote it.
+def open_drafter(file: GGUFFile) -> Drafter:
+    """The drafter of an open file, whichever converter wrote it; of a target's file, its MTP layer.
 
     Raises:
         ModelError: an architecture that is not a drafter here, or a drafter of another method, which the message names.
     """
     arch = file.get("general.architecture", str)
+    if has_layer(file):
+        return MTP(file)
     if arch in TARGETS:
         heads = " (its own MTP layers do not draft here)" if file.get(f"{arch}.nextn_predict_layers", int, 0) else ""
         raise ModelError(f"{file.path} is a target model ({arch}), not a drafter{heads}; {SUPPORTED}")
@@ -49,3 +55,12 @@ def open_drafter(file: GGUFFile) -> DFlash:
     if arch not in DRAFTERS:
         raise ModelError(f"{file.path} has the architecture {arch!r}; {SUPPORTED}")
     return DFlash(as_dflash(file))
+
+
+def own_drafter(file: GGUFFile) -> MTP | None:
+    """The layer of a target's file that drafts for it; None if it has none.
+
+    Raises:
+        ModelError: it has several, or they are damaged.
+    """
+    return MTP(file) if has_layer(file) else None

@@ -9,6 +9,7 @@ from ..errors import PyspecError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
 from ..models.dialects import method
+from ..models.mtp import has_layer, is_layer_alone
 from ..models.pairs import Published, published
 from ..models.registry import DRAFTERS, TARGETS, open_drafter, open_target
 
@@ -76,18 +77,22 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
     """What to do with the file, and what of it is left aside; None where it cannot be run."""
     arch = file.metadata.get("general.architecture")
     try:
-        if arch in TARGETS:
+        if arch in TARGETS and not is_layer_alone(file):
             model = open_target(file)
-            unused = model.unused()
-            return f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with `target`", unused
+            heads = "; its MTP layer drafts for it" if has_layer(file) else ""
+            said = f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with `target`{heads}"
+            return said, model.unused()
+        if arch in TARGETS:
+            drafter = open_drafter(file)
+            return (
+                f"the MTP layer of a {arch} model, which drafts up to {drafter.block_size - 1} tokens; give it with `draft`",
+                drafter.unused(),
+            )
         if arch in DRAFTERS or method(file):
             drafter = open_drafter(file)
-            hp, unused = drafter.hp, drafter.unused()
-            layers = ", ".join(str(v) for v in hp.target_layers)
-            return (
-                f"a {arch} drafter with blocks of {hp.block_size} that reads the inputs of target layers {layers}; give it with `draft`",
-                unused,
-            )
+            layers = ", ".join(str(v) for v in drafter.captures)
+            said = f"a {arch} drafter with blocks of {drafter.block_size} that reads the inputs of target layers {layers}; give it with `draft`"
+            return said, drafter.unused()
     except PyspecError as error:
         return f"cannot be run: {error}", None
     known = ", ".join([*sorted(TARGETS), *DRAFTERS])

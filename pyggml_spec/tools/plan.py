@@ -5,12 +5,14 @@ instead of memory. So the numbers are those of a session that is loaded afterwar
 and the rows of experts in host memory exist for a moment.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checks import whole
+from ..decode.methods import Methods, methods
 from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.engine import Engine
 from ..engine.graph_store import Step
@@ -24,7 +26,7 @@ from ..gguf_io import GGUFFile
 from ..memory.kv import SPAN, KVCache
 from ..memory.kv_types import KVTypes
 from ..models.placement import ExpertOptions, Placement
-from ..models.registry import open_drafter, open_target
+from ..models.registry import open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET, MOST_BYTES, Session, load
 
@@ -203,6 +205,8 @@ def plan(
     draft_cache_type_v: str = "f16",
     experts: ExpertOptions | None = None,
     kernels: str | None = None,
+    spec: Sequence[str] | None = None,
+    no_spec: Sequence[str] = (),
 ) -> Plan:
     """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
 
@@ -224,7 +228,19 @@ def plan(
     kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
     options = {"chunk": chunk, "kv": kv, "draft_kv": draft_kv}
     return _plan_on(
-        pick_device(device), Path(target), draft, threads, kernels, n_ctx, draft_width, options, slots, prefix_memory, free, experts
+        pick_device(device),
+        Path(target),
+        draft,
+        threads,
+        kernels,
+        n_ctx,
+        draft_width,
+        options,
+        slots,
+        prefix_memory,
+        free,
+        experts,
+        methods(spec, no_spec),
     )
 
 
@@ -343,6 +359,7 @@ def _plan_on(
     prefix_memory: int,
     free: int | None,
     experts: ExpertOptions | None,
+    spec: Methods,
 ) -> Plan:
     with ExitStack() as stack:
 
@@ -351,11 +368,9 @@ def _plan_on(
             return part
 
         session = own(Session())  # only for what it makes of the arguments
-        target = session.target = open_target(own(GGUFFile(target_path)))
-        drafter = None
-        if draft_path is not None:
-            drafter = session.drafter = open_drafter(own(GGUFFile(draft_path)))
-            drafter.check_pair(target)
+        file = own(GGUFFile(target_path))
+        target = session.target = open_target(file)
+        drafter = session.drafter = session._open_drafter(file, draft_path, spec)
         n_ctx, width = session._context(n_ctx), session._width(draft_width)
         backend = own(Backend(device, threads, kernels))
         options = EngineOptions(n_ctx=n_ctx, width=width, **asked)

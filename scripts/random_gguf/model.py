@@ -120,10 +120,10 @@ class Writer:
         """``count`` rows of n F32 numbers within -most to most."""
         self.out.add_tensor(name, self.rng.uniform(-most, most, (count, n)).astype(np.float32))
 
-    def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None) -> None:
-        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ."""
+    def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None, behind: int = 0) -> None:
+        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ; ``behind``: MTP layers."""
         out = self.out
-        out.add_block_count(s.n_layer)
+        out.add_block_count(s.n_layer + behind)
         out.add_context_length(s.n_ctx)
         out.add_embedding_length(s.n_embd)
         out.add_feed_forward_length(s.n_ff)
@@ -197,15 +197,10 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
     return write_hybrid(path, "qwen35", shape, quant, seed, mixed, ffn)
 
 
-def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixed: bool, ffn: Callable, joined: bool = False) -> Path:
-    """Writes a random target with delta-net layers; ``ffn(writer, prefix, other type)`` writes the FFN tensors of a layer.
-
-    qwen3next has beta and alpha in one matrix, and with ``joined`` q, k, v and z in one too, both with the parts of each k-head side by side.
-    """
-    path = Path(path)
-    w = Writer(path, a, quant, seed)
+def hybrid_keys(w: Writer, a: str, s: Shape, behind: int = 0) -> None:
+    """The keys of a target with delta-net layers; ``behind``: MTP layers."""
     out = w.out
-    w.sizes(s)
+    w.sizes(s, behind=behind)
     out.add_rope_dimension_count(s.n_rot)
     out.add_rope_freq_base(s.rope_base)
     if a != "qwen3next":
@@ -216,6 +211,30 @@ def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixe
     out.add_uint32(f"{a}.ssm.time_step_rank", s.delta_v)
     out.add_uint32(f"{a}.ssm.group_count", s.delta_k)
     out.add_uint32(f"{a}.full_attention_interval", s.every)
+
+
+def write_attention(w: Writer, b: str, s: Shape, other: int | None) -> None:
+    """One gated attention layer without its norms before and behind; ``other`` is the type of attn_v."""
+    w.matrix(b + "attn_q.weight", s.n_embd, 2 * s.n_head * s.head_size)
+    w.matrix(b + "attn_k.weight", s.n_embd, s.n_head_kv * s.head_size)
+    w.matrix(b + "attn_v.weight", s.n_embd, s.n_head_kv * s.head_size, kind=other)
+    w.matrix(b + "attn_output.weight", s.n_head * s.head_size, s.n_embd)
+    w.vector(b + "attn_q_norm.weight", s.head_size, 0.5, 1.5)
+    w.vector(b + "attn_k_norm.weight", s.head_size, 0.5, 1.5)
+
+
+def write_hybrid(
+    path: str | Path, a: str, s: Shape, quant: str, seed: int, mixed: bool, ffn: Callable, joined: bool = False, mtp: Callable | None = None
+) -> Path:
+    """Writes a random target with delta-net layers; ``ffn(writer, prefix, other type)`` writes the FFN tensors of a layer,
+    ``mtp(writer, other type)`` an MTP layer behind the last one.
+
+    qwen3next has beta and alpha in one matrix, and with ``joined`` q, k, v and z in one too, both with the parts of each k-head side by side.
+    """
+    path = Path(path)
+    w = Writer(path, a, quant, seed)
+    out = w.out
+    hybrid_keys(w, a, s, behind=1 if mtp is not None else 0)
     w.ends(s)
     other = type_id("q6_K") if mixed else None
     channels, inner = s.delta_head * (2 * s.delta_k + s.delta_v), s.delta_head * s.delta_v
@@ -233,13 +252,10 @@ def write_hybrid(path: str | Path, a: str, s: Shape, quant: str, seed: int, mixe
             w.vector(b + "ssm_norm.weight", s.delta_head, 0.5, 1.5)
             w.matrix(b + "ssm_out.weight", inner, s.n_embd)
         else:
-            w.matrix(b + "attn_q.weight", s.n_embd, 2 * s.n_head * s.head_size)
-            w.matrix(b + "attn_k.weight", s.n_embd, s.n_head_kv * s.head_size)
-            w.matrix(b + "attn_v.weight", s.n_embd, s.n_head_kv * s.head_size, kind=other)
-            w.matrix(b + "attn_output.weight", s.n_head * s.head_size, s.n_embd)
-            w.vector(b + "attn_q_norm.weight", s.head_size, 0.5, 1.5)
-            w.vector(b + "attn_k_norm.weight", s.head_size, 0.5, 1.5)
+            write_attention(w, b, s, other)
         ffn(w, b, other)
+    if mtp is not None:
+        mtp(w, other)
     w.close()
     return path
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_qwen3, write_qwen3moe, write_qwen3next
-from random_gguf.model import Shape, write_dflash, write_qwen35
+from pairs import write_pair
+from random_gguf.model import Shape
 
 import pyggml_spec as ps
 from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
@@ -13,14 +13,6 @@ from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
 
-WRITERS = {
-    "qwen35": write_qwen35,
-    "qwen3": write_qwen3,
-    "qwen3moe": write_qwen3moe,
-    "gemma4": write_gemma4,
-    "gpt-oss": write_gpt_oss,
-    "qwen3next": write_qwen3next,
-}
 TIE = 2e-3
 LENGTHS = (1, 5, 17, 33, 40, 2, 61)
 
@@ -29,8 +21,7 @@ class Pair:
     """A tiny random pair with a one-slot engine to compare with, and batch engines over the same weights, one per number of slots."""
 
     def __init__(self, folder: Path, arch: str, n_ctx: int = 512, shape: Shape = Shape(), device: str = "CPU", tie: float = TIE):
-        target = WRITERS[arch](folder / f"{arch}.gguf", shape)
-        drafter = write_dflash(folder / f"{arch}-drafter.gguf", shape)
+        target, drafter = write_pair(folder, arch, shape)
         self.session = ps.load(target, drafter, device=device, threads=1, n_ctx=n_ctx, draft_width=16)
         self.n_ctx, self.tie, self._batches, self._solo = n_ctx, tie, {}, {}
         self.ties = 0  # streams that left the solo stream at a tie

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen3moe, write_qwen3next
-from random_gguf.model import Shape, write_dflash, write_qwen35
+from pairs import write_pair
+from random_gguf.model import Shape
 
 import pyggml_spec as ps
 from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
@@ -14,10 +14,6 @@ from pyggml_spec.decode.scheduler import generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.memory.prefix import PrefixCache
 
-WRITERS = {
-    "qwen35": write_qwen35, "gemma4": write_gemma4, "laguna": write_laguna, "gpt-oss": write_gpt_oss, "qwen3": write_qwen3,
-    "qwen3moe": write_qwen3moe, "qwen3next": write_qwen3next,
-}  # fmt: skip
 CHUNK, N_CTX, WIDTH = 32, 1024, 8
 MANY = 1 << 30
 
@@ -26,11 +22,10 @@ def tokens(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-@pytest.fixture(scope="module", params=WRITERS)
+@pytest.fixture(scope="module", params=["qwen35", "mtp", "gemma4", "laguna", "gpt-oss", "qwen3", "qwen3moe", "qwen3next"])
 def session(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    shape = Shape(window=12)
-    target, draft = WRITERS[request.param](folder / "t.gguf", shape), write_dflash(folder / "d.gguf", shape)
+    target, draft = write_pair(folder, request.param, Shape(window=12))
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=N_CTX, draft_width=WIDTH, chunk=CHUNK) as loaded:
         yield loaded
 

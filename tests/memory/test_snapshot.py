@@ -3,25 +3,23 @@
 import numpy as np
 import pytest
 from decode.helpers import run
-from random_gguf.archs import write_gemma4, write_laguna, write_qwen3
-from random_gguf.model import Shape, write_dflash, write_qwen35
+from pairs import write_pair
+from random_gguf.model import Shape
 
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import EngineError
 
-WRITERS = {"qwen35": write_qwen35, "gemma4": write_gemma4, "laguna": write_laguna, "qwen3": write_qwen3}
 PROMPT = np.random.default_rng(1).integers(0, 256, 330).tolist()
 OTHER = np.random.default_rng(2).integers(0, 256, 400).tolist()
 
 
-@pytest.fixture(scope="module", params=WRITERS)
+@pytest.fixture(scope="module", params=["qwen35", "mtp", "gemma4", "laguna", "qwen3"])
 def engine(request, tmp_path_factory):
     """Chunks of 64 in a context that is longer than the sliding layers' ring of 256 rows."""
     folder = tmp_path_factory.mktemp(request.param)
-    shape = Shape(window=12)
-    target, draft = WRITERS[request.param](folder / "t.gguf", shape), write_dflash(folder / "d.gguf", shape)
+    target, draft = write_pair(folder, request.param, Shape(window=12))
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_width=8) as session:
         engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=1280, width=8, chunk=64))
         yield engine

@@ -1,0 +1,182 @@
+"""The drafter's part of a step: the nodes that end in ids on the device, and what the host tells them.
+
+Block   DFlash: [pending, mask, mask, ...] of every slot at once; what one row sees depends on the layer's window.
+Chain   MTP: a pass for each draft, over one row of every slot; each reads the draft before it and the hidden state that it left.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..ggml.graph import Graph
+from ..ggml.library import Tensor
+from ..ggml.step_io import StepFields
+from ..memory.kv import KVCache
+from ..memory.slots import SlotRange
+from ..models.base import Seen, Target
+from ..models.dflash import BlockRows, DFlash
+from ..models.drafter import Drafter
+from ..models.mtp import MTP, ChainRow
+from .slot import Draft, Slot, Work
+
+
+class Drafted(NamedTuple):
+    """Attributes:
+    ids: I32 nodes; ``order`` says which of their values is which draft.
+    hidden: F32 [n_embd, T]: finite if everything that was computed is.
+    logits: F32 [n_vocab, T] that the ids, or the last of them, are the argmax of.
+    """
+
+    ids: tuple[Tensor, ...]
+    hidden: Tensor
+    logits: Tensor
+
+
+class Drafting(Protocol):
+    """How one kind of drafter takes part in a step."""
+
+    def nodes(
+        self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
+    ) -> Drafted:
+        """``rows``: positions and, where it verifies too, cache rows of the step's ``width`` rows per slot. ``drafts``: of each slot. ``kv``: the drafter's caches.
+        ``before``: F32 [n_embd, S], what each slot's last committed token left."""
+
+    def fill(
+        self,
+        host: dict[str, np.ndarray],
+        width: int,
+        drafts: int,
+        work: Mapping[int, Work] | Mapping[int, Draft],
+        covered: SlotRange,
+        slots: Sequence[Slot],
+    ) -> None:
+        """Writes the inputs. Slots that draft nothing look at one row and write trash."""
+
+    def count(self, width: int, most: int) -> int:
+        """How many drafts are made behind each pending token where ``most`` are asked for, in a step of ``width`` rows."""
+
+    def order(self, at: int, drafts: int, count: int) -> np.ndarray:
+        """Where the drafts of the ``at``-th of ``count`` slots are among all ids, I64 [drafts]."""
+
+
+class BlockDrafting:
+    """Borrows the drafter and its caches; ``alone``: the engine has one slot, whose rows the drafter shares with the target."""
+
+    def __init__(self, drafter: DFlash, target: Target, kv: KVCache, alone: bool) -> None:
+        self.drafter, self.target, self.kv, self.alone = drafter, target, kv, alone
+
+    def nodes(
+        self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
+    ) -> Drafted:
+        total = width * covered.count
+        block = f.input("block", "i32", total)
+        draft_rows = rows["kv_rows"] if self.alone and "kv_rows" in rows else f.input("draft_rows", "i64", total)
+        masks = self._masks(g, f, total, span, covered)
+        hidden = self.drafter.denoise(g, BlockRows(block, rows["positions"], draft_rows, masks, span, kv), self.target)
+        # row 0 of a block is the pending token itself: its logits are never needed
+        logits = self.drafter.logits(g, g.tail_rows(hidden, 1) if self.alone else g.tails(hidden, width, 1), self.target)
+        return Drafted((g.argmax(logits),), hidden, logits)
+
+    def _masks(self, g: Graph, f: StepFields, total: int, span: int, covered: SlotRange) -> tuple[Tensor, ...]:
+        """One mask per drafter layer; layers with the same window share theirs."""
+        last = f.input("draft_last", "f32", 1, total)
+        by_window: dict[int, Tensor] = {}
+        for window in self.drafter.hp.window:
+            if window not in by_window:
+                first = f.input(f"draft_first_{window}", "f32", 1, total) if window else None
+                by_window[window] = g.span_mask(self.kv.near, last, first, span, covered.count)
+        return tuple(by_window[window] for window in self.drafter.hp.window)
+
+    def fill(
+        self,
+        host: dict[str, np.ndarray],
+        width: int,
+        drafts: int,
+        work: Mapping[int, Work] | Mapping[int, Draft],
+        covered: SlotRange,
+        slots: Sequence[Slot],
+    ) -> None:
+        block, last = host["block"], host["draft_last"]
+        block[:] = self.drafter.hp.mask_token
+        for window in set(self.drafter.hp.window) - {0}:
+            host[f"draft_first_{window}"][:] = host["positions"] - window + 1
+        last[:] = 0
+        for at, slot in enumerate(covered.slots):
+            item, n, first = work.get(slot), slots[slot].cursor.committed, at * width
+            real = 0
+            if isinstance(item, Draft):
+                real = item.width
+                block[first] = slots[slot].cursor.pending
+                if item.masks is not None:
+                    block[first + 1 : first + real] = item.masks
+                last[first : first + real] = self.drafter.last_seen(n, real)
+                last[first + real : first + width] = n + real - 1
+            if "draft_rows" in host:
+                rows = host["draft_rows"][first : first + width]
+                self.kv.rows_for(n, width, real, rows)
+                rows += at * (self.kv.live + self.kv.trash)
+
+    def count(self, width: int, most: int) -> int:
+        return width - 1
+
+    def order(self, at: int, drafts: int, count: int) -> np.ndarray:
+        return at * drafts + np.arange(drafts)
+
+
+class ChainDrafting:
+    """Borrows the drafter and its caches. The inputs of a draft are those of all slots, one draft behind the other."""
+
+    def __init__(self, drafter: MTP, target: Target, kv: KVCache) -> None:
+        self.drafter, self.target, self.kv = drafter, target, kv
+
+    def nodes(
+        self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
+    ) -> Drafted:
+        assert before is not None
+        count, total = covered.count, drafts * covered.count
+        tokens, hidden = f.input("draft_tokens", "i32", count), before
+        positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
+        last, ids = f.input("draft_last", "f32", 1, total), []
+        for i in range(drafts):
+            at, of_rows, seen_last = (g.stretch(x, i * count, count) for x in (positions, kv_rows, last))
+            seen = Seen(of_rows, g.span_mask(self.kv.near, seen_last, None, span, count), span)
+            hidden = self.drafter.step(g, ChainRow(tokens, hidden, at, seen, kv), self.target)
+            logits = self.drafter.logits(g, hidden, self.target)
+            tokens = g.argmax(logits)
+            ids.append(tokens)
+        return Drafted(tuple(ids), hidden, logits)  # what is not finite stays so from draft to draft
+
+    def fill(
+        self,
+        host: dict[str, np.ndarray],
+        width: int,
+        drafts: int,
+        work: Mapping[int, Work] | Mapping[int, Draft],
+        covered: SlotRange,
+        slots: Sequence[Slot],
+    ) -> None:
+        positions, last, rows = (host[name].reshape(drafts, -1) for name in ("draft_positions", "draft_last", "draft_rows"))
+        for at, slot in enumerate(covered.slots):
+            item, n = work.get(slot), slots[slot].cursor.committed
+            real = item.width - 1 if isinstance(item, Draft) else 0
+            host["draft_tokens"][at] = slots[slot].cursor.pending if real else 0
+            positions[:, at] = n + np.arange(drafts) if real else 0
+            last[:, at] = positions[:, at]
+            own = np.empty(drafts, np.int64)
+            self.kv.rows_for(n, drafts, real, own)
+            rows[:, at] = own + at * (self.kv.live + self.kv.trash)
+
+    def count(self, width: int, most: int) -> int:
+        return most
+
+    def order(self, at: int, drafts: int, count: int) -> np.ndarray:
+        return at + count * np.arange(drafts)
+
+
+def drafting_of(drafter: Drafter, target: Target, kv: KVCache, alone: bool) -> Drafting:
+    """How ``drafter`` takes part in the steps of an engine."""
+    if isinstance(drafter, MTP):
+        return ChainDrafting(drafter, target, kv)
+    assert isinstance(drafter, DFlash)
+    return BlockDrafting(drafter, target, kv, alone)

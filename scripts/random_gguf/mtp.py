@@ -1,0 +1,71 @@
+"""Random qwen35 and qwen35moe models with an MTP layer, as llama.cpp's converter lays them out: in the target's file, and as a file of its own."""
+
+from pathlib import Path
+
+import numpy as np
+
+from .archs import expert_keys, ffn_shapes, write_experts
+from .model import Shape, Writer, hybrid_keys, write_attention, write_hybrid
+
+OWN_ENDS = ("embedding", "norm", "head")  # what a layer may have of its own instead of the target's
+
+
+def write_mtp_target(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, *, routed: bool = False,
+    own: tuple[str, ...] = ()
+) -> Path:  # fmt: skip
+    """Writes a random qwen35 target, or qwen35moe if ``routed``, with one MTP layer behind the others; ``own`` as in OWN_ENDS."""
+    arch = "qwen35moe" if routed else "qwen35"
+
+    def ffn(w: Writer, prefix: str, other: int | None) -> None:
+        _write_ffn(w, prefix, shape, other, routed)
+
+    def behind(w: Writer, other: int | None) -> None:
+        w.out.add_uint32(f"{arch}.nextn_predict_layers", 1)
+        _write_layer(w, shape, other, routed, own)
+
+    return write_hybrid(path, arch, shape, quant, seed, mixed, ffn, mtp=behind)
+
+
+def write_mtp(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, mixed: bool = False, *, routed: bool = False,
+    own: tuple[str, ...] = ()
+) -> Path:  # fmt: skip
+    """Writes the MTP layer alone, with an embedding, a head and a last norm of the file's own: `mtp-*.gguf`, whose architecture is the target's."""
+    path, arch = Path(path), "qwen35moe" if routed else "qwen35"
+    w = Writer(path, arch, quant, seed)
+    hybrid_keys(w, arch, shape, behind=1)
+    if routed:
+        expert_keys(w, shape)
+        w.out.add_expert_shared_feed_forward_length(shape.n_ff_shared)
+    w.out.add_uint32(f"{arch}.nextn_predict_layers", 1)
+    w.ends(shape)
+    _write_layer(w, shape, None, routed, own)
+    w.close()
+    return path
+
+
+def _write_layer(w: Writer, s: Shape, other: int | None, routed: bool, own: tuple[str, ...]) -> None:
+    b = f"blk.{s.n_layer}."
+    w.norms(b, {"attn_norm": s.n_embd, "post_attention_norm": s.n_embd, "nextn.enorm": s.n_embd, "nextn.hnorm": s.n_embd})
+    w.matrix(b + "nextn.eh_proj.weight", 2 * s.n_embd, s.n_embd)
+    write_attention(w, b, s, other)
+    _write_ffn(w, b, s, other, routed)
+    if "embedding" in own:
+        w.matrix(b + "nextn.embed_tokens.weight", s.n_embd, s.n_vocab, gain=s.n_embd**0.5)
+    if "norm" in own:
+        w.vector(b + "nextn.shared_head_norm.weight", s.n_embd, 0.5, 1.5)
+    if "head" in own:
+        w.matrix(b + "nextn.shared_head_head.weight", s.n_embd, s.n_vocab)
+
+
+def _write_ffn(w: Writer, prefix: str, s: Shape, other: int | None, routed: bool) -> None:
+    if not routed:
+        w.matrices(prefix, ffn_shapes(s.n_embd, s.n_ff), {"ffn_down": other} if other is not None else {})
+        return
+    if prefix == "blk.0.":
+        expert_keys(w, s)
+        w.out.add_expert_shared_feed_forward_length(s.n_ff_shared)
+    write_experts(w, prefix, s, other)
+    w.out.add_tensor(prefix + "ffn_gate_inp_shexp.weight", w.rng.standard_normal(s.n_embd).astype(np.float32) / s.n_embd**0.5)
+    w.matrices(prefix, ffn_shapes(s.n_embd, s.n_ff_shared, "_shexp"))

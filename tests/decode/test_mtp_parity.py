@@ -1,0 +1,95 @@
+"""Ids that an MTP layer drafts equal those of llama.cpp's `draft-mtp`, block after block, whatever was accepted before."""
+
+import numpy as np
+import pytest
+from llama_oracle import LlamaMTP
+from random_gguf.model import Shape
+from random_gguf.mtp import write_mtp, write_mtp_target
+
+import pyggml_spec as ps
+from pyggml_spec.models.mtp import MTP
+
+UB = 32  # tokens of a micro-batch, and of a chunk
+LAST = 3 * UB + 7
+
+
+def both(target, draft, prompt, n_ctx=512, width=5):
+    """A session and llama.cpp with the same files; the prompt is in both."""
+    session = ps.load(target, draft or target, device="CPU", threads=1, kernels="ggml", n_ctx=n_ctx, draft_width=width, chunk=UB)
+    oracle = LlamaMTP(target, draft, n_ctx=n_ctx, n_ubatch=UB, width=width)
+    assert session.engine.prefill(prompt) == oracle.prefill(prompt)
+    return session, oracle
+
+
+def disagreement(session, oracle, blocks, lengths):
+    """The first block whose drafts differ, None if none does; ``lengths``: how many drafts of each block are accepted."""
+    engine, width = session.engine, session.engine.options.width
+    for i in range(blocks):
+        result, accepted = engine.fused_step(), lengths[i % len(lengths)]
+        if result.tokens[1:].tolist() != oracle.draft(width - 1):
+            return i
+        ids, _ = oracle.verify(result.tokens[1:].tolist(), accepted)
+        assert result.ids.tolist() == ids.tolist(), f"verified ids of block {i}"
+        engine.accept(accepted + 1, int(result.ids[accepted]))
+    return None
+
+
+LENGTHS = (0, 1, 2, 3, 4, 4, 0, 0, 2, 4, 1, 1, 3)
+CASES = [
+    *((quant, False, False, 20, 60) for quant in ("F32", "Q8_0", "Q4_K")),
+    *((quant, True, False, 20, 60) for quant in ("F32", "Q8_0", "Q4_K")),
+    ("Q8_0", False, True, 20, 20),
+    ("F32", True, True, 20, 20),
+    *(("F32", False, False, prompt, 13) for prompt in (1, UB - 1, UB, UB + 1, LAST)),
+]
+
+
+@pytest.mark.parametrize("quant, routed, apart, prompt, blocks", CASES)
+def test_ids_equal_llama_cpp(tmp_path, quant, routed, apart, prompt, blocks):
+    target = write_mtp_target(tmp_path / "t.gguf", Shape(), quant, routed=routed)
+    draft = write_mtp(tmp_path / "d.gguf", Shape(), quant, routed=routed) if apart else None
+    ids = np.random.default_rng(3).integers(0, 256, prompt).tolist()
+    session, oracle = both(target, draft, ids)
+    try:
+        assert disagreement(session, oracle, blocks, LENGTHS) is None
+    finally:
+        oracle.close()
+        session.close()
+
+
+@pytest.mark.parametrize("own", [("embedding",), ("norm",), ("head",), ("embedding", "norm", "head")])
+def test_what_a_layer_has_of_its_own_is_used(tmp_path, own):
+    target = write_mtp_target(tmp_path / "t.gguf", Shape(), "F32", own=own)
+    session, oracle = both(target, None, list(range(40)))
+    try:
+        assert disagreement(session, oracle, 13, LENGTHS) is None
+    finally:
+        oracle.close()
+        session.close()
+
+
+def test_the_hidden_state_is_the_one_behind_its_norm(tmp_path, monkeypatch):
+    """Of the target and of the chain. Before it the drafts are other ones: the comparison with llama.cpp sees that."""
+    target = write_mtp_target(tmp_path / "t.gguf", Shape(), "F32")
+    step, prompt = MTP.step, list(range(40))
+
+    def before_its_norm(self, g, rows, target):
+        rms, seen = g.rms_norm, []
+        g.rms_norm = lambda x, weight, eps: seen.append(x) or rms(x, weight, eps)
+        try:
+            normed = step(self, g, rows, target)
+        finally:
+            del g.rms_norm
+        self.normed[id(seen[-1])] = normed, seen[-1]
+        return seen[-1]
+
+    monkeypatch.setattr(MTP, "normed", {}, raising=False)
+    monkeypatch.setattr(MTP, "step", before_its_norm)
+    logits = MTP.logits
+    monkeypatch.setattr(MTP, "logits", lambda self, g, hidden, target: logits(self, g, self.normed[id(hidden)][0], target))
+    session, oracle = both(target, None, prompt)
+    try:
+        assert disagreement(session, oracle, 13, LENGTHS) is not None
+    finally:
+        oracle.close()
+        session.close()

@@ -1,0 +1,20 @@
+"""Tiny random targets, each with a drafter that fits it."""
+
+from pathlib import Path
+
+from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen3moe, write_qwen3next
+from random_gguf.model import Shape, write_dflash, write_qwen35
+from random_gguf.mtp import write_mtp_target
+
+WRITERS = {
+    "qwen35": write_qwen35, "gemma4": write_gemma4, "laguna": write_laguna, "gpt-oss": write_gpt_oss, "qwen3": write_qwen3,
+    "qwen3moe": write_qwen3moe, "qwen3next": write_qwen3next,
+}  # fmt: skip
+
+
+def write_pair(folder: Path, name: str, shape: Shape = Shape()) -> tuple[Path, Path]:
+    """Target and drafter of an architecture; "mtp": a qwen35 target that drafts for itself."""
+    if name == "mtp":
+        target = write_mtp_target(folder / "t.gguf", shape)
+        return target, target
+    return WRITERS[name](folder / "t.gguf", shape), write_dflash(folder / "d.gguf", shape)
