@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Runs llama.cpp's own server tests, unedited, against llama-server or `pyspec serve` with the embedded pair, and writes what passed.
+
+    python scripts/run_llama_server_tests.py .../llama.cpp/tools/server/tests results.json [--server /path/to/llama-server] [FILE ...]
+
+The tests start whatever ``LLAMA_SERVER_BIN_PATH`` names: ``tests/serve/llama_server_shim.py``, which puts the embedded pair in the place of
+the models that they would download. Needs pip install pytest requests openai wget aiohttp filelock numpy prometheus-client.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = (
+    "basic", "completion", "chat_completion", "template", "compat_anthropic", "compat_oai_responses", "security", "metrics", "ignore_eos", "tokenize",
+    "ctx_shift", "tool_call", "speculative", "stream", "slot_save", "kv_keep_only_active",
+)  # fmt: skip
+SECONDS = 120
+
+
+class Outcomes:
+    """A plugin of pytest: keeps the tests from downloading models, and notes how each of them ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.passed, self.why = path, {}, {}
+
+    def pytest_configure(self, config) -> None:
+        sys.path.insert(0, os.getcwd())
+        import utils
+
+        utils.ServerPreset.load_all = staticmethod(lambda: None)
+        utils.download_file = lambda url, output_file_path=None: os.path.basename(url)
+        utils.DEFAULT_REQUEST_TIMEOUT = SECONDS
+
+    def pytest_runtest_logreport(self, report) -> None:
+        case = report.nodeid.removeprefix("unit/")
+        if report.when == "call" or (report.when == "setup" and not report.passed):
+            self.passed[case] = report.outcome
+            if report.failed:
+                crash = getattr(report.longrepr, "reprcrash", None)
+                self.why[case] = (crash.message if crash is not None else str(report.longrepr))[:300]
+            self.path.write_text(json.dumps({"outcomes": self.passed, "why": self.why}, indent=1, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("files", nargs="*")
+    parser.add_argument("--server", default="pyspec")
+    parser.add_argument("--port", type=int, default=8180)
+    parser.add_argument("-k", default="")
+    asked = parser.parse_args()
+    os.environ.update(
+        LLAMA_SERVER_BIN_PATH=str(ROOT / "tests" / "serve" / "llama_server_shim.py"), SHIM_SERVER=asked.server, PORT=str(asked.port),
+        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    )  # fmt: skip
+    sys.dont_write_bytecode = True
+    results = asked.results.resolve()
+    os.chdir(asked.tests)
+    files = [f"unit/test_{name}.py" for name in asked.files or FILES]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        "--timeout",
+        str(SECONDS + 60),
+        "--tb",
+        "line",
+        *(["-k", asked.k] if asked.k else []),
+    ]
+    outcomes = Outcomes(results)
+    pytest.main([*files, *options], plugins=[outcomes])
+    counts = {name: list(outcomes.passed.values()).count(name) for name in ("passed", "failed", "skipped")}
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()
