@@ -314,6 +314,8 @@ class Scheduler:
                         return
                     stream.slot, request.speculating = slot, drafting
                     stream._phase("queued")
+                if request.guide is not None and engine.unmasked:
+                    stream.stats.notes.append(engine.unmasked)
                 self._waiting.popleft()
                 if len(engine.slots) == 1:
                     stream._counters = Counters(engine)

@@ -16,11 +16,16 @@ Ask = tuple[int, int, np.ndarray]
 
 
 class Candidates:
-    """Reads from the last step's logits; whoever asks says so before that step."""
+    """Reads from the last step's logits; whoever asks says so before that step.
+
+    Attributes:
+        unmasked: why nobody can be asked among some of the tokens, in one sentence; empty where they can, or nobody wanted to.
+    """
 
     def __init__(self, parts: Parts, sequences: Sequences) -> None:
         self._parts, self._sequences = parts, sequences
         self._tried = False  # whether there is room for logits that are kept
+        self.unmasked = ""
 
     def announce(self, count: int | None, slot: int, masked: bool) -> None:
         count = count if count is None else whole(count, "the number of candidates", 0, MOST_CANDIDATES)
@@ -38,7 +43,8 @@ class Candidates:
         p = self._parts
         if not self._tried:
             self._tried = True
-            p.keep_masked(masked_rows(p.backend, p.target.n_vocab, len(p.slots) * p.options.width, MOST_CANDIDATES))
+            rows, self.unmasked = masked_rows(p.backend, p.target.n_vocab, len(p.slots) * p.options.width, MOST_CANDIDATES)
+            p.keep_masked(rows)
         return p.graphs.masked is not None
 
     def after(self, row: int, slot: int) -> tuple[np.ndarray | None, np.ndarray]:

@@ -100,6 +100,11 @@ class Engine:
         and F32 logits. Valid until ``accept`` or the next step."""
         return self._candidates.after(row, slot)
 
+    @property
+    def unmasked(self) -> str:
+        """Why ``masked`` of ``read_candidates`` was not possible here; empty where it was, or was not asked for."""
+        return self._candidates.unmasked
+
     def likeliest(self, asks: Sequence[Ask]) -> list[int]:
         """The likeliest tokens among some, for rows as ``candidates`` takes them; any token where no bit is set. Valid until the next step.
 

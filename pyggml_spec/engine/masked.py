@@ -17,7 +17,7 @@ from ..ggml.library import Tensor, ffi, lib
 from ..ggml.step_io import StepFields, StepIO
 from .graph_store import Step
 
-MOST_ROWS = 64  # at once; more are asked about one part after the other
+MOST_ROWS = 32  # at once, some 3 MB each of a vocabulary of 248,000; more are asked about one part after the other
 FAR = 1e30  # below every allowed logit; not infinity, which would make the sum of a row no number
 ROLE = "masked"
 
@@ -143,9 +143,9 @@ class MaskedRows:
             self._buffer = None
 
 
-def masked_rows(backend: Backend, n_vocab: int, rows: int, most: int) -> MaskedRows | None:
-    """None where the backend lacks an operation or memory: whole rows are read then."""
+def masked_rows(backend: Backend, n_vocab: int, rows: int, most: int) -> tuple[MaskedRows | None, str]:
+    """None where the backend lacks an operation or memory, and the reason: whole rows are read then."""
     try:
-        return MaskedRows(backend, n_vocab, rows, most)
-    except (DeviceError, EngineError):
-        return None
+        return MaskedRows(backend, n_vocab, rows, most), ""
+    except (DeviceError, EngineError) as error:
+        return None, f"constraints read whole rows of logits, which is slower: {error}"

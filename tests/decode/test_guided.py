@@ -10,8 +10,11 @@ import pytest
 import pyggml_spec as ps
 from pyggml_spec.decode.guided import Guide
 from pyggml_spec.decode.synthetic import SyntheticAcceptance
+from pyggml_spec.engine import masked
+from pyggml_spec.engine.candidates import Candidates
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.masked import MaskedRows
+from pyggml_spec.errors import DeviceError
 from pyggml_spec.sampling.grammar import Grammar, allows, only
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
@@ -102,6 +105,20 @@ def test_the_device_is_asked_once_in_a_step_and_not_where_nothing_is_forbidden(s
     again, _ = session.generate("x = 1\n", 12, sampling=Sampling(temperature=0, regex=f"({free}|zz)(.|\\n)*"))
     assert again == text
     assert not device and not device.rows
+
+
+def test_a_device_without_room_for_masks_reads_whole_rows_and_says_so(session, device, host_texts, monkeypatch):
+    def none(*more):
+        raise DeviceError("no memory for 64 rows")
+
+    monkeypatch.setattr(masked, "MaskedRows", none)
+    monkeypatch.setattr(session.engine, "_candidates", Candidates(session.engine.parts, session.engine._sequences))
+    monkeypatch.setattr(session.engine.graphs, "masked", None)
+    text, stats = session.generate(PROMPT, 60, sampling=Sampling(**CONSTRAINTS["regex"], **VALUES["greedy"]))
+    assert text == host_texts["regex", "greedy"]
+    assert device.rows and not device
+    assert [note for note in stats.notes if "whole rows of logits" in note and "no memory for 64 rows" in note]
+    assert not session.generate(PROMPT, 5)[1].notes
 
 
 def test_slots_ask_together(session, device):
