@@ -23,6 +23,7 @@ class Guide:
 
     Attributes:
         allowed: by row of the last step, the likeliest token that may come, as far as it was asked for.
+        widths: rows of blocks that no wider block is as cheap as, ascending, where that is known (4B on one H200: 16 rows 6.4 ms, 8 rows 7.4).
     """
 
     def __init__(self, sampler: Sampler, synthetic: SyntheticAcceptance | None = None) -> None:
@@ -36,17 +37,19 @@ class Guide:
         self._drawn = False  # whether the path is what was drawn to be accepted
         self._bits: list[np.ndarray] = []
         self.allowed: dict[int, int] = {}
+        self.widths: Sequence[int] = ()
 
     def begin(self, drafts: Sequence[int] = ()) -> None:
         """A step that verifies ``drafts``, as far as they are known."""
         self._path, self._bits, self._drawn, self.allowed = list(drafts), [], False, {}
 
     def check(self, drafts: np.ndarray) -> int:
-        """How many of a drafter's drafts may come, one after the other."""
+        """How many of a drafter's drafts are worth verifying: those that may come, one after the other, and what fills up a cheaper block."""
         if self._synthetic is not None:  # which accepts drafts that no constraint would let pass
             return len(drafts)
         self._path = drafts[: self._grammar.fits(drafts.tolist())].tolist()
-        return len(self._path)
+        passed = len(self._path)
+        return min(next((width - 1 for width in self.widths if width > passed), passed), len(drafts))
 
     @property
     def asks(self) -> bool:

@@ -276,6 +276,7 @@ class Scheduler:
             kinds = [(block if width > 1 else "plain", width) for width in widths]
             every = [("verify", w) for w in candidate_widths(request.options.width) if w > 1]
             if block == "fused" and request.guide is not None:  # drafts are looked at before they are verified
+                request.guide.widths = control.widths if control is not None else ()
                 kinds = [("plain", 1), *(("draft", w) for w in widths if w > 1), *(kind for kind in every if kind[1] <= max(widths))]
             if request.may_force:
                 kinds += [kind for kind in every if kind not in kinds]

@@ -211,6 +211,25 @@ def test_rows_that_cannot_be_reached_are_not_asked_about(session, guided):
         assert [row for row, _ in guide.wanted(np.array(greedy))] == rows
 
 
+def test_a_block_is_filled_up_to_a_width_that_is_cheaper(session, guided):
+    """With ggml's own CUDA kernels 16 rows cost less than 8."""
+    encode = lambda text: session.tokenizer.encode(text, bos=False)  # noqa: E731
+    for token in encode("ab"):
+        guided.take(token)
+    digits, wrong = [encode(d)[0] for d in "123456"], encode("(")[0]
+    drafts = np.array([*digits[:5], *[wrong] * 10], np.int32)
+    guide = Guide(guided)
+    for widths, passed in [((), 5), ((1, 2, 4, 8, 16), 7), ((1, 2, 4, 16), 15), ((1, 2), 5)]:
+        guide.widths = widths
+        guide.begin()
+        assert guide.check(drafts) == passed
+    assert guide.check(drafts[:6]) == 5
+    guide.widths = (1, 16)
+    assert guide.check(drafts[:6]) == 6
+    guide.look_ahead(7)
+    assert [row for row, _ in guide.wanted(np.array([wrong] * 7))] == [0, 1, 2, 3, 4, 5], "what only fills up cannot come"
+
+
 def test_synthetic_acceptance_follows_the_constraint(session, device):
     """Its drafts are tokens that may come, so that every row costs what it costs when drafts are right."""
     synthetic = SyntheticAcceptance(3, 3, seed=1)
