@@ -92,7 +92,6 @@ class Session:
         self.costs: dict[int, float] | None = None  # milliseconds per step by width; None where the width is pinned
         self.costs_cached = False
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
-        self.control: WidthControl | None = None  # of the last generation
         self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch in it, and its tokens
         self._turns = Turns()  # who has the engine
@@ -139,6 +138,7 @@ class Session:
         self.scheduler = Scheduler(self.engine, options.width)
         if self.drafter is not None and width is None:
             self._measure_costs()
+        self.scheduler.widths = self.width_control()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
         self.load_seconds = time.perf_counter() - started
         return self
@@ -209,6 +209,10 @@ class Session:
     def _measure_costs(self, fresh: bool = False) -> None:
         widths = candidate_widths(self.engine.options.width)
         self.costs, self.costs_cached = cached_costs(self.engine, widths, fresh)
+
+    def width_control(self) -> WidthControl | None:
+        """A new one, with the costs that were measured of this session; None where the width is pinned."""
+        return WidthControl.measured_for(self.drafter.method, self.costs) if self.drafter is not None and self.costs else None
 
     def _context(self, n_ctx: int | None) -> int:
         trained = self.target.context_length
@@ -307,7 +311,6 @@ class Session:
                 known=reuse.tokens,
                 progress=prefilled,
                 interrupted=interrupted,
-                control=self.control,
             )
             turn.close = stream.close
             for block in stream:
@@ -337,11 +340,12 @@ class Session:
 
     def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats) -> tuple[Reuse, int]:
         """What the caches have of ``ids``, and how much of that the last generation left."""
-        if self.control is not None and self.control.outdated and not self._costs_checked:
+        widths = self.scheduler.widths
+        if widths is not None and widths.outdated and not self._costs_checked:
             self._measure_costs(fresh=True)
             self._costs_checked = True
-        self.control = WidthControl(self.costs) if self.costs and mode == SPECULATIVE else None
-        drafting = mode == SPECULATIVE and (self.control is None or len(self.control.widths) > 1)  # or else its rows are for nothing
+            widths = self.scheduler.widths = self.width_control()
+        drafting = mode == SPECULATIVE and (widths is None or not widths.never_pays)  # or else its rows are for nothing
         held = self._held(ids, drafting) if append else 0
         reuse = Reuse(held) if held else self.prefix.begin(ids, drafting)
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
@@ -451,7 +455,11 @@ class Session:
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         engine = Engine(self.backend, self.target, self.drafter, options)
         scheduler = Scheduler(engine, None if self.costs else options.width, memory)
-        if self.costs and len(useful_widths(self.costs)) == 1:  # where W rows cost W plain steps, those of several sequences are no cheaper
+        if slots == 1:  # the same graphs
+            scheduler.widths = self.width_control()
+        elif (
+            self.costs and len(useful_widths(self.costs)) == 1
+        ):  # where W rows cost W plain steps, those of several sequences are no cheaper
             scheduler.pin_width(1, NEVER_PAYS)
         return scheduler
 

@@ -19,7 +19,6 @@ from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.decode.scheduler import generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.decode.synthetic import SyntheticAcceptance
-from pyggml_spec.decode.width import WidthControl
 
 NEAR = 8  # steps behind a boundary that are looked at
 
@@ -41,16 +40,16 @@ def main() -> None:
     ) as session:
         engine, stats = session.engine, Stats()
         synthetic = SyntheticAcceptance(args.synthetic_acceptance, engine.options.width - 1, seed=1) if args.synthetic_acceptance else None
-        control = WidthControl(session.costs) if session.costs and args.mode == SPECULATIVE else None
+        widths = session.width_control() if args.mode == SPECULATIVE else None
         engine.reset(drafting=args.mode == SPECULATIVE)
         options = LoopOptions(args.tokens, args.mode, engine.options.width, ignore_end=True, synthetic=synthetic)
-        rows, last, widths = [], None, defaultdict(int)
-        for block in generate(engine, list(range(8)), options, stats, control=control):
+        rows, last, counted = [], None, defaultdict(int)
+        for block in generate(engine, list(range(8)), options, stats, widths=widths):
             now = time.perf_counter()
             if last is not None:
-                width = next(w for w, n in stats.widths.items() if n != widths[w])
+                width = next(w for w, n in stats.widths.items() if n != counted[w])
                 rows.append((engine.cursor.committed, width, len(block), 1000 * (now - last)))
-                widths = defaultdict(int, stats.widths)
+                counted = defaultdict(int, stats.widths)
             last = time.perf_counter()
     rows = rows[1:]  # the first one includes building what is needed at once
     with open(args.out, "w", newline="") as file:

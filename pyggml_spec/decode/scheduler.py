@@ -29,13 +29,12 @@ from ..engine.slot import Prompt, StepResult, Work
 from ..errors import ContextError, EngineError
 from ..memory.prefix_slots import SlotPrefixes
 from ..memory.slots import covering
-from .batch_width import BatchWidths
 from .counters import WARMUP_STEPS, Counters
 from .guided import Guide, run_step
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
 from .stats import BatchStats, Stats
 from .stream import Stream
-from .width import Acceptance, WidthControl
+from .width import PLAIN_STEP, Drafted, WidthControl
 
 BESIDE = 128  # prompt tokens per step while others decode
 
@@ -47,18 +46,17 @@ def generate(
     stats: Stats | None = None,
     prefill_progress: Callable[[int, int], None] | None = None,
     interrupted: Callable[[], bool] | None = None,
-    control: WidthControl | None = None,
+    widths: WidthControl | None = None,
     known: int = 0,
 ) -> Generator[list[int], None, None]:
     """One generation in the sequence that the only slot of ``engine`` holds: a block per step, first the token that the prompt leads to.
 
-    The other arguments are those of ``Scheduler.submit``; ``options.width`` pins the width where there is no ``control``. Close the generator
+    The other arguments are those of ``Scheduler.submit``; ``options.width`` pins the width where there are no ``widths``. Close the generator
     to stop earlier.
     """
     scheduler = Scheduler(engine, options.width)
-    stream = scheduler.submit(
-        prompt, options, stats, slot=0, known=known, progress=prefill_progress, interrupted=interrupted, control=control
-    )
+    scheduler.widths = widths
+    stream = scheduler.submit(prompt, options, stats, slot=0, known=known, progress=prefill_progress, interrupted=interrupted)
     try:
         yield from stream
     finally:
@@ -66,7 +64,7 @@ def generate(
 
 
 class Scheduler:
-    """Runs the sequences of one batch engine, which it owns. ``width`` pins the rows per block; None learns what pays.
+    """Runs the sequences of one engine, which it owns. ``width`` pins the rows per block; None learns what pays.
 
     ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole.
     """
@@ -74,7 +72,11 @@ class Scheduler:
     def __init__(self, engine: Engine, width: int | None = None, prefix_memory: int = 0) -> None:
         self.engine, self._stats = engine, BatchStats()
         self.prefixes = SlotPrefixes(engine, prefix_memory) if prefix_memory else None
-        self.widths = BatchWidths(candidate_widths(engine.options.width)) if width is None and engine.drafter is not None else None
+        self.widths: WidthControl | None = None
+        if width is None and engine.drafter is not None:
+            self.widths = WidthControl({engine.drafter.method: candidate_widths(engine.options.width)})
+        self._kind = PLAIN_STEP  # of the last decoding step
+        self._sequences: list[Drafted | None] = []  # those that decode, as width control sees them
         self.width, self._width_reason = width or engine.options.width, ""
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream] = []  # these have slots; they are the ones that read their prompts, and those that decode
@@ -82,6 +84,7 @@ class Scheduler:
         self._reading: list[Stream] = []
         self._decoding: list[Stream] = []
         self._guides: dict[int, Guide] = {}  # of those that decode under constraints, by slot
+        self._forcing: list[Stream] = []  # with a constraint that may leave no choice about tokens
         self._asking: list[Stream] = []  # whose owners may interrupt them
         self._changed = False  # somebody came, goes, or has read its prompt
         self._longest_wait = 0  # nanoseconds
@@ -103,7 +106,6 @@ class Scheduler:
         known: int = 0,
         progress: Callable[[int, int], None] | None = None,
         interrupted: Callable[[], bool] | None = None,
-        control: WidthControl | None = None,
     ) -> Stream:
         """Queues a sequence; it starts as soon as a slot is free. ``options.width`` is not used: widths are the scheduler's.
 
@@ -113,7 +115,6 @@ class Scheduler:
             known: leading tokens of ``prompt`` that this sequence has already.
             progress: called with (done, total) tokens of the others after each chunk.
             interrupted: asked before each chunk and each step; True ends the sequence with the stop reason "interrupt".
-            control: chooses its widths.
 
         Raises:
             ContextError: the prompt is empty, does not fit the context, or has ids outside the vocabulary.
@@ -131,9 +132,6 @@ class Scheduler:
         stream = Stream(self, Request(ids, options, stats, width), stats)
         stream._known = stream._filled = known
         stream._progress, stream._interrupted = progress, interrupted
-        if stream._request.speculating:
-            stream._control = control
-            stream._acceptance = Acceptance(engine.options.width - 1) if self.widths is not None else None
         if slot is not None:
             stream.slot, stream._stays = slot, True
         with self._queue:
@@ -249,6 +247,8 @@ class Scheduler:
         self._reading = [s for s in self._active if s._left]
         self._decoding = [s for s in self._active if not s._left]
         self._guides = {s.slot: s._request.guide for s in self._decoding if s._request.guide is not None}
+        self._forcing = [s for s in self._decoding if s._request.may_force]
+        self._sequences = [s._drafted if s._request.speculating else None for s in self._decoding]
         self._covered = len(self._decoding) and covering([s.slot for s in self._decoding], len(self.engine.slots)).count
         for stream in self._decoding:
             if not stream._decoding:
@@ -266,17 +266,16 @@ class Scheduler:
     def _begin_decoding(self, stream: Stream) -> None:
         """Builds every graph that the coming tokens of a sequence alone can need, so that no step waits for one."""
         if len(self.engine.slots) == 1:
-            request, control = stream._request, stream._control
-            widths = [1]
+            request, widths = stream._request, {1}
             if request.options.mode == REFERENCE:
-                widths = [request.width]
+                widths = {request.width}
             elif request.speculating:
-                widths = list(control.widths if control is not None else self.widths.widths if self.widths is not None else [self.width])
+                widths = {self.width} if self.widths is None else {kind.width for kind in self.widths.kinds}
             block = "fused" if request.speculating and request.options.drafts is None else "verify"
-            kinds = [(block if width > 1 else "plain", width) for width in widths]
+            kinds = [(block if width > 1 else "plain", width) for width in sorted(widths)]
             every = [("verify", w) for w in candidate_widths(request.options.width) if w > 1]
             if block == "fused" and request.guide is not None:  # drafts are looked at before they are verified
-                request.guide.widths = control.widths if control is not None else ()
+                request.guide.widths = self.widths.useful if self.widths is not None else ()
                 kinds = [("plain", 1), *(("draft", w) for w in widths if w > 1), *(kind for kind in every if kind[1] <= max(widths))]
             if request.may_force:
                 kinds += [kind for kind in every if kind not in kinds]
@@ -320,6 +319,8 @@ class Scheduler:
                 self._waiting.popleft()
                 if len(engine.slots) == 1:
                     stream._counters = Counters(engine)
+                if request.speculating and self.widths is not None:
+                    stream._drafted = self.widths.begin()
                 self._enter(stream)
                 self._active.append(stream)
 
@@ -367,14 +368,18 @@ class Scheduler:
         return {s.slot: Prompt(s._part(rows)) for s in chosen}
 
     def _decode_work(self, decoding: list[Stream], filling: list[Stream]) -> dict[int, Work]:
-        width = self.width
-        if self.widths is not None:
-            width = self.widths.choose(self._covered, [s._acceptance if s._request.speculating else None for s in decoding])
+        """A block or a plain token of each; tokens that a constraint leaves no choice about come before what a drafter could say."""
         work: dict[int, Work] = {}
+        for s in self._forcing:
+            if (item := s._request.forced_work()) is not None:
+                work[s.slot] = item
+        width = self.width
+        if self.widths is not None and len(work) < len(decoding):
+            self._kind = self.widths.choose(self._covered, self._sequences)
+            width = self._kind.width
         for s in decoding:
-            request, control = s._request, s._control
-            forced = request.forced_work() if request.may_force else None
-            work[s.slot] = forced or request.work(width if control is None else control.next())
+            if s.slot not in work:
+                work[s.slot] = s._request.work(width)
         if filling and any(item.rows > 1 for item in work.values()):
             for s in filling:  # twice the rows are still less than a step of its own
                 if s._left <= width and covering((*work, s.slot), len(self.engine.slots)).count <= 2 * self._covered:
@@ -432,6 +437,8 @@ class Scheduler:
         if stream in self._active:
             self._active.remove(stream)
             if not self.engine.graphs.closed:
+                if stream._drafted is not None and self.widths is not None and len(self.engine.slots) == 1 and self.widths.settled(1):
+                    stream.stats.width_reason = self.widths.reason(stream._drafted)
                 stream._finish()
                 self.engine.read_candidates(0, stream.slot) if stream._stays else self.engine.release(stream.slot)
         else:
@@ -447,7 +454,7 @@ class Scheduler:
         if not decoding:
             stats.prompt_steps += 1
             return
-        times, rows, forced = results[decoding[0].slot].times, 1, False
+        times, rows = results[decoding[0].slot].times, 1
         upload, compute, read = times.upload, times.compute, times.read
         rest = spent // 1000 - upload - compute - read
         for stream in decoding:
@@ -463,18 +470,23 @@ class Scheduler:
             if own.steps == WARMUP_STEPS and stream._counters is not None:
                 stream._counters.warm()
             rows = max(rows, width)
-            if stream._request.forced:
-                forced = True
-            elif stream._control is not None:
-                stream._control.observe(width, stream._matched, spent / 1e6)
-                if not stream._request.speculating:  # the drafter has failed
-                    stream._control = None
-            elif width > 1 and stream._acceptance is not None:
-                stream._acceptance.observe(width, stream._matched)
         width = self._padded[rows]
         stats.widths[width] += 1
-        if self.widths is not None and len(work) == len(decoding) and not forced:
-            self.widths.observe(self._covered, width, spent / 1e6)
+        if self.widths is not None:
+            self._observe(decoding, width, spent / 1e6, len(work) == len(decoding))
+
+    def _observe(self, decoding: Sequence[Stream], width: int, milliseconds: float, alone: bool) -> None:
+        """Tells width control what the step of ``width`` rows brought. ``alone``: no prompt rode along."""
+        assert self.widths is not None
+        sequences = self._sequences
+        if self._forcing and any(s._request.forced for s in self._forcing):
+            sequences, alone = [None if s._request.forced else s._drafted for s in decoding], False
+            if not any(sequences):
+                return
+        matched = [s._matched for s in decoding]
+        self.widths.observe(self._covered, self._kind, milliseconds, sequences, matched, alone and width == self._kind.width)
+        if any(s is not None and not stream._request.speculating for s, stream in zip(sequences, decoding)):
+            self._changed = True  # a drafter has failed
 
 
 def _alike(a: list[bytes], b: list[bytes]) -> int:

@@ -10,7 +10,7 @@ from ..ggml.device import waited_for_core
 from .counters import Counters
 from .request import Request
 from .stats import Stats
-from .width import Acceptance, WidthControl
+from .width import Drafted
 
 
 class Driver(Protocol):
@@ -51,8 +51,7 @@ class Stream:
         self._keys: list[bytes] = []  # of the prompt's chunks, for the prefix cache
         self._partings: set[int] = set()  # lengths at which another prompt goes on otherwise
         self._leaders: list[tuple[Stream, int]] = []  # older ones that compute what this prompt begins with, and how much of it
-        self._acceptance: Acceptance | None = None
-        self._control: WidthControl | None = None
+        self._drafted: Drafted | None = None  # what width control knows of it
         self._counters: Counters | None = None  # of an engine that it has to itself
         self._since = time.perf_counter_ns()  # the phase began
         self._decoding = False
@@ -141,7 +140,5 @@ class Stream:
         elif get_ident() == self._thread:  # another thread may end it
             waited = waited_for_core()
             self.stats.waited_s = waited - self._waited if waited is not None and self._waited is not None else None
-        if self._control is not None:
-            self.stats.width_reason = self._control.reason()
         if self._counters is not None:
             self._counters.fill(self.stats)

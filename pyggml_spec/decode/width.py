@@ -1,72 +1,101 @@
-"""Width control: how many rows the next block has, or none when plain decoding is faster.
+"""Width control: who drafts the next block and how many rows it has, or none of them where plain decoding is faster. For one slot or for many.
 
 Expected tokens of a block of W rows are E(W) = 1 + a_1 + ... + a_{W-1}, where a_i is the probability that the first i drafts are all
-accepted. The width with the most tokens per millisecond, E(W) / cost(W), is used. Costs are measured, because they are not even monotonic
-(27B shape on one H200: 1 row 11.1 ms, 2 13.6, 4 19.8, 8 28.9, 16 24.4); acceptance is tracked while running.
+accepted; of several sequences that share a step, the sum of theirs. The kind of step, a drafter and a width, with the most tokens per
+millisecond, E(W) / cost, is used. Costs are measured, because they are not even monotonic (27B shape on one H200: 1 row 11.1 ms, 2 13.6,
+4 19.8, 8 28.9, 16 24.4), and because they depend on how many slots a step covers (there, 16 rows 24 ms, 64 rows 39): beforehand
+(``calibrate.py``), or from the steps themselves, each kind TRIES times when a number of slots is first seen, unless fewer and more slots are
+known, between which the costs then are taken to lie. Acceptance is tracked per sequence and drafter.
+
+Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time; a block that could lose more than
+that is not tried, a narrower one perhaps. That bounds what a drafter costs that is never right, whatever the costs are, and is the one rule of
+when blocks are tried. What one sequence teaches is the next one's prior.
 """
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
-# Chosen on the drafts of the embedded pair's 20 held-out prompts, replayed with the step costs of several machines: mean speed-up 1.42 (two
-# CPU cores, costs 3.0 4.7 6.2 10.5 17.5 ms), 2.25 (the pair on one H200), 1.81 and 1.65 (27B and 4B shapes there); the best fixed width
-# reaches 1.43, 2.27, 1.74 and 1.66. A drafter that is never right costs 3 to 4 % of 128 tokens, 1 to 2 % of 2,000.
+
+class Kind(NamedTuple):
+    """A kind of step: who drafts ("" where nobody does), and rows per sequence."""
+
+    drafter: str
+    width: int
+
+
+PLAIN_STEP = Kind("", 1)
+
+# Chosen on the drafts of the embedded pair's 20 held-out prompts, replayed one after the other, 128 tokens each, with the step costs of several
+# machines: mean speed-up 2.13 (two fast cores, own kernels), 1.39 (two cores, ggml's), 1.65 (27B shape on one H200); the best fixed width for
+# all of them reaches 2.15, 1.40 and 1.57. A drafter that is never right costs 3 % of the first prompt's time and 1.2 % of those that follow.
 DECAY = 0.95  # per step, plain ones too: half of the weight lies on the last 13 steps
 LONG_DECAY = 0.98
 PRIOR_ACCEPTANCE = 0.8  # of the first draft, before anything was seen
 PRIOR_WEIGHT = 4.0  # steps that the prior counts for
-MARGIN = 1.03  # another width has to be this much better to be worth a change
+MARGIN = 1.03  # another kind has to be this much better to be worth a change
 FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubled each time it does not pay
 LAST_PROBE = 768
-# What blocks may lose against plain decoding, so that two unlucky blocks do not decide the next sixty steps (4B shape, 6 tokens per block, 128
-# tokens, worst of 100 runs: 1.9 instead of 1.6 times plain decoding), and dear ones are not tried in vain (two fast cores, 6.0 plain steps a
-# block: three probes lost 13 % of 128 tokens).
-CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 tokens
-PROBE_LOSS = 0.02  # of the time spent since
-SAVINGS = 10  # plain steps that blocks have won and may lose again, at most
+CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 tokens, once per session
+PROBE_LOSS = 0.01  # of the time, ever after
+SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
-COST_RATE = 0.05  # weight of one step in the running cost of its width
+COST_RATE = 0.05  # weight of one step in the running cost of its kind
+MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand: what the steps of this text take is learnt soon
 WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
+WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
+TRIES = WARMUP + 2
 NEVER_PAYS = "plain decoding: no block width would be faster here even if every draft were accepted"
 
 
-@dataclass
 class Acceptance:
-    """Per position i (1-based, index i - 1): how often draft i was accepted when all before it were, with exponential decay."""
+    """Of one sequence and drafter, per position i (1-based, index i - 1): how often draft i was accepted when all before it were, with
+    exponential decay. While the sequence decodes plainly, what was seen fades into what was seen in the long run, and that into the prior."""
 
-    positions: int
-    tries: list[float] = field(default_factory=list)
-    hits: list[float] = field(default_factory=list)
-    all_tries: float = 0.0  # of all positions together, with a long memory: what recent evidence fades into
-    all_hits: float = 0.0
+    def __init__(self, positions: int, prior: float = PRIOR_ACCEPTANCE) -> None:
+        self.prior = prior
+        self.tries, self.hits = [0.0] * positions, [0.0] * positions
+        self.all_tries = self.all_hits = 0.0  # of all positions together, with a long memory
+        self._plain = 0  # plain steps since the last block
+        self._tokens: list[float] | None = None
 
-    def __post_init__(self) -> None:
-        self.tries, self.hits = [0.0] * self.positions, [0.0] * self.positions
-
-    def forget(self) -> None:
-        """One step's worth of decay; while decoding plainly, what was seen fades into the prior."""
-        for i in range(self.positions):
-            self.tries[i] *= DECAY
-            self.hits[i] *= DECAY
+    def pause(self) -> None:
+        """A step without drafts."""
+        self._plain += 1
+        self._tokens = None
 
     def observe(self, width: int, matched: int) -> None:
         """One block of ``width`` rows whose first ``matched`` drafts were accepted."""
-        self.forget()
-        self.all_tries, self.all_hits = LONG_DECAY * self.all_tries, LONG_DECAY * self.all_hits
-        for i in range(min(width - 1, matched + 1)):
+        decay, offered = DECAY ** (1 + self._plain), min(width - 1, matched + 1, len(self.tries))
+        self.tries, self.hits = [decay * n for n in self.tries], [decay * n for n in self.hits]
+        for i in range(offered):
             self.tries[i] += 1
             self.hits[i] += i < matched
-            self.all_tries += 1
-            self.all_hits += i < matched
+        self.all_tries = LONG_DECAY * self.all_tries + offered
+        self.all_hits = LONG_DECAY * self.all_hits + min(matched, offered)
+        self._plain, self._tokens = 0, None
+
+    def chance(self) -> float:
+        """That a draft is right, in the long run."""
+        return (self.all_hits + PRIOR_WEIGHT * self.prior) / (self.all_tries + PRIOR_WEIGHT)
 
     def survival(self) -> list[float]:
         """a_1, a_2, ...: each position's prior is the estimate of the one before it, so what was never offered is extrapolated."""
-        chance = (self.all_hits + PRIOR_WEIGHT * PRIOR_ACCEPTANCE) / (self.all_tries + PRIOR_WEIGHT)
-        out, alive = [], 1.0
+        chance = self.chance()
+        fade, out, alive = DECAY**self._plain, [], 1.0
         for tries, hits in zip(self.tries, self.hits):
-            chance = (hits + PRIOR_WEIGHT * chance) / (tries + PRIOR_WEIGHT)
+            chance = (fade * hits + PRIOR_WEIGHT * chance) / (fade * tries + PRIOR_WEIGHT)
             alive *= chance
             out.append(alive)
         return out
+
+    def tokens(self) -> list[float]:
+        """E(1), E(2), ...."""
+        if self._tokens is None:
+            self._tokens = list(accumulate(self.survival(), initial=1.0))
+        return self._tokens
 
 
 def useful_widths(costs: dict[int, float]) -> list[int]:
@@ -79,99 +108,241 @@ def useful_widths(costs: dict[int, float]) -> list[int]:
     return out
 
 
+class Drafted:
+    """What width control knows of one sequence: the acceptance of each drafter."""
+
+    def __init__(self, acceptance: dict[str, Acceptance]) -> None:
+        self.acceptance = acceptance
+
+
+@dataclass
+class _Use:
+    """What is in use for a number of slots."""
+
+    kind: Kind | None = None
+    plain: int = 0  # steps since the last block
+    wait: int = FIRST_PROBE  # plain steps until blocks are tried again
+    since_wider: int = 0
+    probing: bool = False
+
+
 class WidthControl:
-    """Chooses the width of the next block. ``costs``: milliseconds per step by width, 1 being plain decoding."""
+    """Chooses the kind of each step. ``widths``: of every drafter; ``costs``: milliseconds by kind for one slot, None to learn them."""
 
-    def __init__(self, costs: dict[int, float]) -> None:
-        self.measured = dict(costs)
-        self.costs = dict(costs)  # follows what the steps really take: attention grows, other programs come and go
-        self.widths = useful_widths(costs)
-        self.acceptance = Acceptance(max(self.widths) - 1)
-        self.current = self._best()
-        self._probe_width = self.current if self.current > 1 else self.widths[min(1, len(self.widths) - 1)]
+    def __init__(self, widths: Mapping[str, Sequence[int]], costs: Mapping[Kind, float] | None = None) -> None:
+        self.widths = {name: tuple(sorted(w for w in of if w > 1)) for name, of in widths.items() if any(w > 1 for w in of)}
+        self.measured: dict[Kind, float] = dict(costs or {})
+        self.costs: dict[tuple[int, Kind], float] = {}  # milliseconds by (slots that the graph covers, kind)
+        self.kinds = [PLAIN_STEP, *(Kind(name, width) for name, of in self.widths.items() for width in of)]
+        if costs:
+            # not only useful_widths: where a wide block seemed cheaper than a narrow one in a busy moment, the steps themselves tell
+            plain = costs[PLAIN_STEP]
+            self.kinds = [kind for kind in self.kinds if kind == PLAIN_STEP or kind.width * plain > costs.get(kind, float("inf"))]
+            self.costs = {(1, kind): costs[kind] for kind in self.kinds}
         self.changes = 0
-        self._plain_steps = 0
-        self._probe_after = FIRST_PROBE
-        extra = self._extra()
-        self._allowed = extra * int(CREDIT * costs[1] / extra) if extra > 0 else 0.0  # milliseconds that blocks may still lose
-        self._since_wider = 0
-        self._probing = False
-        self._seen: dict[int, list[float]] = {}
+        self.seen = {name: Acceptance(max(of) - 1) for name, of in self.widths.items()}  # of all sequences
+        self._allowed: float | None = None  # plain steps that blocks may still lose
+        self._turns = list(self.widths)  # whose turn it is to be tried again
+        self._tries: Counter = Counter(dict.fromkeys(self.costs, TRIES))
+        self._guesses: set[tuple[int, Kind]] = set()  # costs that nothing was measured of yet
+        self._between: set[int] = set()  # numbers of slots that began with guesses
+        self._settled: set[int] = {1} if costs else set()
+        self._uses: dict[int, _Use] = {}
+        self._seen: Counter = Counter()
+        self._fast: Counter = Counter()
 
-    def expected(self, width: int) -> float:
-        """E(width): expected tokens of a block."""
-        return 1.0 + sum(self.acceptance.survival()[: width - 1])
+    @classmethod
+    def measured_for(cls, drafter: str, costs: Mapping[int, float]) -> "WidthControl":
+        """Of one drafter, from milliseconds by width, 1 being plain decoding."""
+        kinds = {Kind(drafter, width) if width > 1 else PLAIN_STEP: ms for width, ms in costs.items()}
+        return cls({drafter: [width for width in costs if width > 1]}, kinds)
 
-    def speed(self, width: int) -> float:
-        """Expected tokens per second at this width."""
-        return 1000.0 * self.expected(width) / self.costs[width]
+    # -- a sequence
 
-    def _best(self) -> int:
-        return max(self.widths, key=self.speed)
+    def begin(self) -> Drafted:
+        """A sequence that will be drafted for."""
+        self._uses.pop(1, None)
+        return Drafted({name: Acceptance(max(of) - 1, self.seen[name].chance()) for name, of in self.widths.items()})
 
-    def next(self) -> int:
-        """The width of the next step; 1 means a plain step."""
-        self._probing = False
-        if self.current == 1:
-            if len(self.widths) > 1 and self._plain_steps >= self._probe_after and self._allowed >= self._extra():
-                self._probing = True
-                return self._probe_width
-            return 1
-        wider = [w for w in self.widths if w > self.current]
-        if wider and self._since_wider >= WIDER_PROBE:
-            self._since_wider = 0
-            self._probing = True
-            return wider[0]
-        return self.current
+    # -- a step
 
-    def observe(self, width: int, matched: int, milliseconds: float | None = None) -> None:
-        """Records a step of ``next()``'s width, and how long it took, and decides about the following ones."""
-        if milliseconds is not None:
-            self._seen.setdefault(width, []).append(milliseconds)
-            bounded = min(max(milliseconds, self.measured[width] / 2), self.measured[width] * 2)  # one stalled step proves nothing
-            self.costs[width] += COST_RATE * (bounded - self.costs[width])
-        won = (matched + 1) * self.costs[1] - self.costs[width]
-        most = max(SAVINGS * self.costs[1], self._extra())
-        # no debts: those of one bad passage, 100 plain steps until the switch, would keep blocks from 5,000 steps that follow it
-        self._allowed = max(0.0, min(self._allowed + won + PROBE_LOSS * self.costs[width], most))
-        if width == 1:
-            self._plain_steps += 1
-            self.acceptance.forget()
+    def expected(self, sequences: Sequence[Drafted | None]) -> dict[Kind, float]:
+        """Tokens that a step of each kind is expected to give; None is a sequence that is decoded plainly."""
+        drafted = [s for s in sequences if s is not None]
+        plain = len(sequences) - len(drafted)
+        out = {PLAIN_STEP: float(len(sequences))}
+        for name in self.widths:
+            curves = [s.acceptance[name].tokens() for s in drafted]
+            sums = curves[0] if len(curves) == 1 else [sum(column) for column in zip(*curves)]
+            out |= {kind: plain + sums[min(kind.width, len(sums)) - 1] for kind in self.kinds if kind.drafter == name}
+        return out
+
+    def choose(self, covered: int, sequences: Sequence[Drafted | None]) -> Kind:
+        """The kind of the next step of these sequences, in a graph that covers so many slots."""
+        drafted = [s for s in sequences if s is not None]
+        if not drafted:
+            return PLAIN_STEP
+        if covered not in self._settled and not self.settled(covered):
+            return next(kind for kind in reversed(self.kinds) if self._tries[covered, kind] < TRIES)
+        use = self._uses.get(covered)
+        if use is None:
+            use = self._uses[covered] = _Use()
+        use.probing = False
+        if use.kind == PLAIN_STEP and use.plain < use.wait:
+            return PLAIN_STEP
+        speed, plain = self._speeds(covered, sequences), self.costs[covered, PLAIN_STEP]
+        if self._allowed is None and len(speed) > 1:
+            first = max((kind for kind in speed if kind != PLAIN_STEP), key=speed.__getitem__)
+            self._allowed = self._credit(self.costs[covered, first] / plain - 1)
+        if use.kind is None:
+            use.kind = max(speed, key=speed.__getitem__)
+            if use.kind == PLAIN_STEP:
+                return PLAIN_STEP
+        most = plain * (1 + (self._allowed or 0.0))
+        affordable = [kind for kind in self.kinds if kind.width > 1 and self.costs[covered, kind] <= most]
+        if not affordable:
+            return PLAIN_STEP
+        if use.kind == PLAIN_STEP:
+            use.probing = True
+            return self._probe(covered, affordable)
+        if use.since_wider >= WIDER_PROBE:
+            use.since_wider = 0
+            wider = [kind for kind in affordable if kind.drafter == use.kind.drafter and kind.width > use.kind.width]
+            if wider:
+                use.probing = True
+                return wider[0]
+        if use.kind in affordable:
+            return use.kind
+        return max((PLAIN_STEP, *affordable), key=speed.__getitem__)  # until more has been won
+
+    def _credit(self, extra: float) -> float:
+        """As many whole blocks, that cost ``extra`` plain steps more than one, as CREDIT pays for."""
+        return extra * int(CREDIT / extra) if extra > 0 else CREDIT
+
+    def _probe(self, covered: int, affordable: Sequence[Kind]) -> Kind:
+        """The block that is tried again: of the drafter whose turn it is, the best one if it has become good. A wide one that is right says
+        more than many narrow ones."""
+        name = next(name for name in self._turns if any(kind.drafter == name for kind in affordable))
+        self._turns.remove(name)
+        self._turns.append(name)
+        hoped = Acceptance(max(self.widths[name]) - 1).tokens()
+        return max(
+            (kind for kind in affordable if kind.drafter == name), key=lambda kind: hoped[kind.width - 1] / self.costs[covered, kind]
+        )
+
+    def _speeds(self, covered: int, sequences: Sequence[Drafted | None]) -> dict[Kind, float]:
+        """Expected tokens per millisecond."""
+        costs = self.costs
+        return {kind: tokens / costs[covered, kind] for kind, tokens in self.expected(sequences).items()}
+
+    def observe(
+        self, covered: int, kind: Kind, milliseconds: float, sequences: Sequence[Drafted | None], matched: Sequence[int], known: bool = True
+    ) -> None:
+        """Records a step, how long it took, and how many drafts of each sequence it accepted. ``known`` False: the time is of something else
+        too, a prompt or forced tokens."""
+        if known:
+            self._learn(covered, kind, milliseconds)
+        drafted = [(s, n) for s, n in zip(sequences, matched) if s is not None]
+        for s, n in drafted:
+            for name, acceptance in s.acceptance.items():
+                acceptance.observe(kind.width, n) if name == kind.drafter else acceptance.pause()
+            if kind.drafter:
+                self.seen[kind.drafter].observe(kind.width, n)
+        use = self._uses.get(covered)
+        if use is None or use.kind is None or not drafted:
             return
-        self._since_wider += 1
-        self.acceptance.observe(width, matched)
-        best = self._best()
-        if best != self.current and (self.speed(best) > MARGIN * self.speed(self.current)):
+        cost = self.costs[covered, kind] / self.costs[covered, PLAIN_STEP]
+        won = 1 + sum(n for _, n in drafted) / len(drafted) - cost
+        if self._allowed is not None:
+            self._allowed = max(0.0, min(self._allowed + won + PROBE_LOSS * cost, SAVINGS))
+        if kind == PLAIN_STEP:
+            use.plain += 1
+            return
+        use.plain = 0
+        use.since_wider += 1
+        speed = self._speeds(covered, sequences)
+        best = max(speed, key=speed.__getitem__)
+        if best != use.kind and speed[best] > MARGIN * speed[use.kind]:
             self.changes += 1
-            self.current = best
-            if best != 1:
-                self._probe_after = FIRST_PROBE
-        if self.current == 1:
-            self._plain_steps = 0
-            if self._probing:
-                self._probe_after = min(2 * self._probe_after, LAST_PROBE)
+            use.kind = best
+        if use.kind != PLAIN_STEP or won > 0:
+            use.wait = FIRST_PROBE
+        elif use.probing:
+            use.wait = min(2 * use.wait, LAST_PROBE)
 
-    def _extra(self) -> float:
-        """Milliseconds that a probe loses if nothing is accepted."""
-        return self.costs[self._probe_width] - self.costs[1]
+    # -- costs
+
+    def _learn(self, covered: int, kind: Kind, milliseconds: float) -> None:
+        key = covered, kind
+        known = self.costs.get(key)
+        if self._tries[key] < TRIES:
+            self._tries[key] += 1
+            if self._tries[key] <= WARMUP:
+                return
+            self.costs[key] = milliseconds if known is None or key in self._guesses else min(known, milliseconds)
+            self._guesses.discard(key)
+            return
+        assert known is not None
+        measured = self.measured.get(kind) if covered == 1 else None
+        if measured is not None:
+            self._seen[kind] += 1
+            self._fast[kind] += milliseconds < TOO_SLOW * measured
+        least, most = (measured / 2, measured * 2) if measured is not None else (0.0, 2 * known)
+        self._tries[key] += 1
+        rate = max(COST_RATE, 1 / (self._tries[key] - TRIES + MEASURED_WEIGHT))
+        self.costs[key] = known + rate * (min(max(milliseconds, least), most) - known)  # one stalled step proves nothing
+
+    def settled(self, covered: int) -> bool:
+        """Whether the cost of every kind is known with this number of slots, or guessed to lie between those of fewer and of more."""
+        if covered in self._settled:
+            return True
+        if all(self._tries[covered, kind] >= TRIES for kind in self.kinds) or self._guess(covered):
+            self._settled.add(covered)
+            return True
+        return False
+
+    def _guess(self, covered: int) -> bool:
+        known = self._settled - self._between
+        fewer, more = max((c for c in known if c < covered), default=0), min((c for c in known if c > covered), default=0)
+        if not fewer or not more:
+            return False
+        share = (covered - fewer) / (more - fewer)
+        for kind in self.kinds:
+            if (covered, kind) not in self.costs:
+                self.costs[covered, kind] = (1 - share) * self.costs[fewer, kind] + share * self.costs[more, kind]
+                self._guesses.add((covered, kind))
+        self._between.add(covered)
+        return True
 
     @property
     def outdated(self) -> bool:
         """Whether steps ran much faster than their measured cost: the costs were then taken while the machine was busy."""
-        return any(len(ms) >= 8 and sorted(ms)[len(ms) // 4] < TOO_SLOW * self.measured[w] for w, ms in self._seen.items())
+        return any(n >= 8 and self._fast[kind] > n // 4 for kind, n in self._seen.items())
 
-    def reason(self) -> str:
-        """Why the current width is in use, in one sentence."""
-        if len(self.widths) == 1:
+    # -- in words
+
+    @property
+    def never_pays(self) -> bool:
+        """Whether no block could be faster than plain decoding, however many drafts were accepted."""
+        return len(self.kinds) == 1
+
+    @property
+    def useful(self) -> list[int]:
+        """``useful_widths`` by what steps of one slot cost now; empty where that is not known."""
+        return useful_widths({kind.width: self.costs[1, kind] for kind in self.kinds}) if 1 in self._settled else []
+
+    def reason(self, sequence: Drafted) -> str:
+        """Why the last step of one sequence alone was what it was, in one sentence."""
+        if self.never_pays:
             return NEVER_PAYS
-        rivals = [w for w in self.widths if w != self.current]
-        best = max(rivals, key=self.speed)
-        mine, theirs = self.speed(self.current), self.speed(best)
-        if self.current == 1:
-            share = f"{100 * self.acceptance.survival()[0]:.0f} %"
-            known = (
-                f"first draft accepted {share}" if self.acceptance.all_tries else f"no draft yet, {share} of the first ones assumed right"
-            )
-            return f"plain decoding: {mine:.0f} tok/s expected, width {best} would give {theirs:.0f} ({known})"
-        name = "plain decoding" if best == 1 else f"width {best}"
-        return f"width {self.current}: {mine:.0f} tok/s expected, {name} would give {theirs:.0f}"
+        speed = {kind: 1000 * tokens_ms for kind, tokens_ms in self._speeds(1, [sequence]).items()}
+        use = self._uses.get(1)
+        mine = use.kind if use is not None and use.kind is not None else max(speed, key=speed.__getitem__)
+        best = max((kind for kind in speed if kind != mine), key=speed.__getitem__)
+        if mine == PLAIN_STEP:
+            acceptance = sequence.acceptance[best.drafter]
+            share = f"{100 * acceptance.survival()[0]:.0f} %"
+            known = f"first draft accepted {share}" if acceptance.all_tries else f"no draft yet, {share} of the first ones assumed right"
+            return f"plain decoding: {speed[mine]:.0f} tok/s expected, width {best.width} would give {speed[best]:.0f} ({known})"
+        name = "plain decoding" if best == PLAIN_STEP else f"width {best.width}"
+        return f"width {mine.width}: {speed[mine]:.0f} tok/s expected, {name} would give {speed[best]:.0f}"

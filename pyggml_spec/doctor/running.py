@@ -25,7 +25,7 @@ REPEATS = 4  # calls of a graph until the last ones are replays
 
 
 def speculate(engine: Engine, prompt: Sequence[int], tokens: int, *, mode: str = SPECULATIVE, width: int | None = None, piece: int = 0,
-              keep: bool = False, control: WidthControl | None = None) -> Stats:  # fmt: skip
+              keep: bool = False, widths: WidthControl | None = None) -> Stats:  # fmt: skip
     """One generation's statistics. ``piece``: prefill in pieces of so many tokens. ``keep``: go on with the sequence that is there."""
     if not keep:
         engine.reset(drafting=mode == SPECULATIVE)
@@ -34,7 +34,7 @@ def speculate(engine: Engine, prompt: Sequence[int], tokens: int, *, mode: str =
         engine.prefill(prompt[:piece])
         prompt = prompt[piece:]
     options = LoopOptions(tokens, mode, width or engine.options.width, ignore_end=True)
-    for _ in generate(engine, prompt, options, stats, control=control):
+    for _ in generate(engine, prompt, options, stats, widths=widths):
         pass
     return stats
 
@@ -282,8 +282,9 @@ def examine(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, base:
     checks = [check(engine, longest, tokens) for check in (micro_batches, repeated_prompt, cache_hit)]
     full = [speculate(engine, prompt, tokens) for prompt in prompts]
     checks += [loop_acceptance(full, base), replay(full), repeated_step(engine, longest)]
+    assert engine.drafter is not None
     plain, chosen = [], []
     for prompt in prompts:  # interleaved: a machine that slows down does so to both
         plain.append(speculate(engine, prompt, tokens, mode=PLAIN))
-        chosen.append(speculate(engine, prompt, tokens, control=WidthControl(costs)))
+        chosen.append(speculate(engine, prompt, tokens, widths=WidthControl.measured_for(engine.drafter.method, costs)))
     return [*checks, time_split(engine, full, engine.options.width), *pays(costs, base, plain, chosen)]

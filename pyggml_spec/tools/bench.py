@@ -13,7 +13,6 @@ from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
 from ..decode.scheduler import generate
 from ..decode.stats import Stats
 from ..decode.synthetic import SyntheticAcceptance
-from ..decode.width import WidthControl
 from ..errors import ContextError
 from ..session import Session
 
@@ -125,16 +124,16 @@ class _Decode:
 
     def run(self, repetition: int) -> None:
         session, opt = self.session, self.options
-        engine, stats, synthetic, control = session.engine, Stats(), None, None
+        engine, stats, synthetic, widths = session.engine, Stats(), None, None
         width = opt.width or engine.options.width
         if self.mode == SPECULATIVE:
             if opt.synthetic is not None:
                 synthetic = SyntheticAcceptance(opt.synthetic, engine.options.width - 1, seed=repetition)
-            if opt.width is None and session.costs:
-                control = WidthControl(session.costs)
+            if opt.width is None:
+                widths = session.width_control()
         engine.reset(drafting=self.mode == SPECULATIVE)
         loop = LoopOptions(opt.tokens + 1, self.mode, width, ignore_end=True, synthetic=synthetic)
-        for _ in generate(engine, _fill(session, max(self.depth, 8), 2), loop, stats, control=control):
+        for _ in generate(engine, _fill(session, max(self.depth, 8), 2), loop, stats, widths=widths):
             pass
         if not repetition:
             return

@@ -95,15 +95,13 @@ def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
 
 
 def test_costs_that_real_steps_undercut_are_outdated():
-    control = WidthControl({1: 10.0, 2: 12.0, 4: 14.0})
-    for _ in range(40):
-        control.observe(control.next(), 1, 3.0)
-    assert control.outdated
-    honest = WidthControl({1: 10.0, 2: 12.0, 4: 14.0})
-    for _ in range(40):
-        width = honest.next()
-        honest.observe(width, 1, honest.costs[width] * 1.5)
-    assert not honest.outdated
+    for share, outdated in ((0.3, True), (1.5, False)):
+        control = WidthControl.measured_for("drafter", {1: 10.0, 2: 12.0, 4: 14.0})
+        sequence = control.begin()
+        for _ in range(40):
+            kind = control.choose(1, [sequence])
+            control.observe(1, kind, share * control.measured[kind], [sequence], [min(1, kind.width - 1)])
+        assert control.outdated == outdated
 
 
 @pytest.mark.parametrize("n_ctx", [1, 5, 9, 10, 12, 20, 26])

@@ -205,7 +205,7 @@ def test_widths_are_learnt_and_then_chosen(pair, scheduler):
     streams = [scheduler.submit(text, LoopOptions(120, SPECULATIVE)) for text in prompts(2)]
     scheduler.run()
     assert scheduler.widths.settled(2)
-    assert {width for covered, width in scheduler.widths.costs if covered == 2} == {1, 2, 4, 8, 16}
+    assert {kind.width for covered, kind in scheduler.widths.costs if covered == 2} == {1, 2, 4, 8, 16}
     assert all(s.stats.widths[16] >= 1 for s in streams)
 
 
