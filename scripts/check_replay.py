@@ -30,6 +30,8 @@ STEPS, PROMPT = 12, 40
 TARGETS = {
     "qwen35": write_qwen35,
     "qwen35moe": archs.write_qwen35moe,
+    "minimax-m2": archs.write_minimax_m2,
+    "muse-glimmer": archs.write_muse_glimmer,
     "qwen3next": archs.write_qwen3next,
     "qwen3": archs.write_qwen3,
     "qwen3moe": archs.write_qwen3moe,

@@ -18,6 +18,7 @@ from random_gguf.archs import (
     write_gpt_oss,
     write_laguna,
     write_llama,
+    write_minimax_m2,
     write_qwen3,
     write_qwen3moe,
     write_qwen3next,
@@ -93,6 +94,8 @@ MODELS = {
                                                  **drafter(5, 32, 4, 6144, 2, 13, 24, 35, 46), **(QWEN3 | {"n_head_kv": 4}))),
     "gpt-oss-20b": Model(write_gpt_oss, Shape(n_layer=24, n_expert=32, **drafter(5, 32, 8, 8640, 2, 7, 12, 17, 22), **GPT_OSS), {"yarn": 32.0}),
     "gpt-oss-120b": Model(write_gpt_oss, Shape(n_layer=36, n_expert=128, **drafter(5, 32, 8, 8640, 2, 10, 18, 26, 34), **GPT_OSS), {"yarn": 32.0}),
+    "minimax-m2": Model(write_minimax_m2, Shape(n_layer=62, n_embd=3072, n_head=48, n_head_kv=8, head_size=128, n_rot=64, n_vocab=200064, n_ctx=196608,
+                                                rope_base=5e6, n_expert=256, n_used=8, n_ff_expert=1536, **drafter(5, 32, 8, 9216, 2, 17, 31, 45, 60))),
     "llama-8B": Model(write_llama, Shape(n_layer=32, n_embd=4096, n_ff=14336, n_head=32, n_head_kv=8, head_size=128, n_vocab=128256,
                                          n_ctx=131072, rope_base=5e5, **drafter(5, 32, 8, 14336, 2, 9, 16, 23, 30))),
 }  # fmt: skip

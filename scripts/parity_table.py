@@ -20,6 +20,8 @@ from random_gguf.archs import (
     write_gpt_oss,
     write_laguna,
     write_llama,
+    write_minimax_m2,
+    write_muse_glimmer,
     write_qwen3,
     write_qwen3moe,
     write_qwen3next,
@@ -33,12 +35,13 @@ from pyggml_spec.tools.compare import compare_logits
 
 WRITERS = {
     "qwen35": write_qwen35, "qwen35moe": write_qwen35moe, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe, "llama": write_llama,
-    "qwen3next": write_qwen3next, "gpt-oss": write_gpt_oss,
+    "qwen3next": write_qwen3next, "gpt-oss": write_gpt_oss, "minimax-m2": write_minimax_m2,
+    "muse-glimmer": write_muse_glimmer,
     "gemma4": write_gemma4, "gemma4 routed": lambda *args: write_gemma4(*args, n_per_layer=0, shared=False, routed=True), "laguna": write_laguna,
 }  # fmt: skip
 WEIGHTS = ("F32", "Q8_0", "Q4_K")
 CACHES = (("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"), ("f16", "q8_0"))
-WINDOWED = ("gemma4", "gemma4 routed", "gpt-oss", "laguna")
+WINDOWED = ("gemma4", "gemma4 routed", "gpt-oss", "laguna", "muse-glimmer")
 RING = 768  # rows of the windowed layers here: the window and a chunk of 512 tokens, padded
 TOLERANCE, RING_TOLERANCE = 1e-10, 1e-6
 

@@ -39,6 +39,8 @@ REFUSED = {
     "laguna-moe": "reads and does not apply to laguna models",
     "gpt-oss-moe": "reads and does not apply to gpt-oss models",
     "qwen3next-moe": "reads and does not apply to qwen3next models",
+    "minimax-m2-moe": "reads and does not apply to minimax-m2 models",
+    "muse-glimmer-dense": "reads and does not apply to muse-glimmer models",
     "llama-moe": "has routed experts, which llama models here do not",
 }
 

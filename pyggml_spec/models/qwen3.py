@@ -130,13 +130,17 @@ class Qwen3(Model):
     def embed(self, g: Graph, tokens: Tensor) -> Tensor:
         return g.rows(self.weights["token_embd.weight"], tokens)
 
+    def _first(self, g: Graph, tokens: Tensor) -> Tensor:
+        """The input of layer 0."""
+        return self.embed(g, tokens)
+
     def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
         """Adds all layers. Returns (F32 [n_embd, T] normalised for the head, captured inputs of the layers named by ``capture``).
 
         A value v in ``capture`` is the input of layer v, that is the output of layer v - 1; v = n_layer is the last layer's output.
         """
         hp, w = self.hp, self.weights
-        x, captured = self.embed(g, rows.tokens), {}
+        x, captured = self._first(g, rows.tokens), {}
         for i in range(hp.n_layer):
             captured[i] = x
             h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)

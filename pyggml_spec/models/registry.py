@@ -11,14 +11,16 @@ from .gemma4 import Gemma4
 from .gpt_oss import GptOss
 from .laguna import Laguna
 from .llama import Llama
+from .minimax_m2 import MiniMaxM2
 from .mtp import MTP, has_layer, is_layer_alone
+from .muse_glimmer import MuseGlimmer
 from .qwen3 import Qwen3
 from .qwen3moe import Qwen3MoE
 from .qwen3next import Qwen3Next
 from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
 
-TARGETS = {cls.arch: cls for cls in (Gemma4, GptOss, Laguna, Llama, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE)}
+TARGETS = {cls.arch: cls for cls in (Gemma4, GptOss, Laguna, Llama, MiniMaxM2, MuseGlimmer, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE)}
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 
 from .model import Shape, Writer, type_id, write_hybrid
@@ -114,6 +115,55 @@ def write_gpt_oss(
         for name, n in (("gate", s.n_ff_expert), ("up", s.n_ff_expert), ("down", s.n_embd)):
             # up to where the gate clamps
             w.rows(f"{b}ffn_{name}_exps.bias", n, s.n_expert, 4.0 if name != "down" else 0.5)
+    w.close()
+    return Path(path)
+
+
+def write_minimax_m2(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, sigmoid: bool = True
+) -> Path:
+    """Writes a random minimax-m2 target; ``sigmoid`` False routes by a softmax."""
+    s, w = shape, Writer(Path(path), "minimax-m2", quant, seed)
+    w.sizes(replace(s, n_ff=s.n_ff_expert))
+    w.out.add_rope_dimension_count(s.n_rot)
+    w.out.add_rope_freq_base(s.rope_base)
+    expert_keys(w, s)
+    w.out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    w.ends(s)
+    kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
+    for i in range(s.n_layer):
+        b = f"blk.{i}."
+        w.matrices(b, attention_shapes(s), kinds)
+        norms = {"attn_q_norm": s.n_head * s.head_size, "attn_k_norm": s.n_head_kv * s.head_size}
+        w.norms(b, {"attn_norm": s.n_embd, "ffn_norm": s.n_embd} | norms)
+        write_experts(w, b, s, kinds.get("ffn_down"))
+        w.vector(b + "exp_probs_b.bias", s.n_expert, -0.3, 0.3)
+    w.close()
+    return Path(path)
+
+
+def write_muse_glimmer(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False,
+    softcap: float | None = 20.0, pattern: bool = True
+) -> Path:  # fmt: skip
+    """Writes a random muse-glimmer target; ``pattern`` False leaves out which layers slide: then all but the last of every four."""
+    s, w = shape, Writer(Path(path), "muse-glimmer", quant, seed)
+    w.sizes(s)
+    w.out.add_rope_dimension_count(s.head_size)
+    w.out.add_rope_freq_base(s.rope_base)
+    w.out.add_sliding_window(s.target_window)
+    if pattern:
+        w.out.add_sliding_window_pattern([i % 2 == 0 for i in range(s.n_layer)])
+    w.out.add_logit_scale(0.19611613513818404)
+    if softcap is not None:
+        w.out.add_final_logit_softcapping(softcap)
+    w.ends(s)
+    kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
+    for i in range(s.n_layer):
+        b = f"blk.{i}."
+        w.matrices(b, attention_shapes(s) | {"attn_gate": (s.n_embd, s.n_head * s.head_size)} | ffn_shapes(s.n_embd, s.n_ff), kinds)
+        norms = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), s.n_embd)
+        w.norms(b, norms | dict.fromkeys(("attn_q_norm", "attn_k_norm"), s.head_size))
     w.close()
     return Path(path)
 

@@ -140,7 +140,9 @@ class Pair(Target):
         targets = [write_qwen35(self.folder / "t.gguf", SMALL), *(write(self.folder / f"{name}.gguf") for name, write in WRITERS.items())]
         drafters = [write_dflash(self.folder / f"d-{name}.gguf", SMALL, **options) for name, options in DRAFTERS.items()]
         self.routed = [
-            i for i, name in enumerate(WRITERS, 1) if name in ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "gemma4", "qwen3next")
+            i
+            for i, name in enumerate(WRITERS, 1)
+            if name in ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "gemma4", "qwen3next", "minimax-m2")
         ]
         self.partners = [(None, drafters[0])] * len(targets) + [(targets[0], None)] * len(drafters)
         self.models = [Model(path) for path in (*targets, *drafters)]

@@ -13,6 +13,8 @@ from random_gguf.archs import (
     write_gpt_oss,
     write_laguna,
     write_llama,
+    write_minimax_m2,
+    write_muse_glimmer,
     write_qwen3,
     write_qwen3moe,
     write_qwen3next,
@@ -42,8 +44,10 @@ WRITERS = {
     "gemma4": write_gemma4,
     "gpt-oss": write_gpt_oss,
     "qwen3next": write_qwen3next,
+    "minimax-m2": write_minimax_m2,
+    "muse-glimmer": write_muse_glimmer,
 }
-WINDOWED = ["laguna", "gemma4", "gpt-oss"]
+WINDOWED = ["laguna", "gemma4", "gpt-oss", "muse-glimmer"]
 DRAFTED_BY_LLAMA_CPP = (
     "qwen3",
     "qwen3moe",
@@ -52,6 +56,8 @@ DRAFTED_BY_LLAMA_CPP = (
     "gemma4",
     "gpt-oss",
     "qwen3next",
+    "minimax-m2",
+    "muse-glimmer",
 )  # architectures whose layer inputs the pinned llama.cpp exposes
 TARGETS = {"qwen35": write_qwen35, **WRITERS}
 JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
@@ -351,6 +357,36 @@ def test_gpt_oss_without_one_of_its_tensors_is_refused(tmp_path, name):
     del model.tensors[f"blk.1.{name}"]
     with pytest.raises(ModelError, match=f"no tensor 'blk.1.{name}'"):
         ps.load(model.write(tmp_path / "o.gguf"), device="CPU", threads=1, n_ctx=64)
+
+
+def test_minimax_m2_with_a_softmax(tmp_path):
+    assert_equal(write_minimax_m2(tmp_path / "t.gguf", Shape(), "F32", sigmoid=False), 70)
+
+
+@pytest.mark.parametrize("value", [0, 3, 9])
+def test_minimax_m2_refuses_other_routers(tmp_path, value):
+    with GGUFFile(write_minimax_m2(tmp_path / "t.gguf")) as file:
+        file.metadata["minimax-m2.expert_gating_func"] = value
+        with pytest.raises(ModelError, match=f"expert_gating_func is {value}"):
+            open_target(file)
+
+
+@pytest.mark.parametrize(
+    "more", [{"pattern": False}, {"softcap": None}, {"softcap": 0.0}], ids=["pattern not said", "cap not said", "no cap"]
+)
+def test_muse_glimmer_variants(tmp_path, more):
+    assert_equal(write_muse_glimmer(tmp_path / "t.gguf", Shape(n_layer=6), "F32", **more), 70)
+
+
+def test_muse_glimmer_stretches_no_position(tmp_path):
+    """Linear scaling is of the full layers, which rotate nothing; yarn is refused, because llama.cpp would stretch the sliding ones by half of it."""
+    model = Model(write_muse_glimmer(tmp_path / "t.gguf"))
+    model.keys["muse-glimmer.rope.scaling.factor"] = (F32, 4.0)
+    assert_equal(model.write(tmp_path / "o.gguf"), 70)
+    with GGUFFile(tmp_path / "o.gguf") as file:
+        file.metadata["muse-glimmer.rope.scaling.type"] = "yarn"
+        with pytest.raises(ModelError, match="rope scaling of the type 'yarn'"):
+            open_target(file)
 
 
 def test_attention_with_sinks_is_ggmls_and_said(tmp_path):

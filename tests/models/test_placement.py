@@ -7,7 +7,16 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen3moe, write_qwen3next, write_qwen35moe
+from random_gguf.archs import (
+    write_gemma4,
+    write_gpt_oss,
+    write_laguna,
+    write_minimax_m2,
+    write_qwen3,
+    write_qwen3moe,
+    write_qwen3next,
+    write_qwen35moe,
+)
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
@@ -30,6 +39,7 @@ WRITERS = {
     "laguna": write_laguna,
     "gpt-oss": write_gpt_oss,
     "qwen3next": write_qwen3next,
+    "minimax-m2": write_minimax_m2,
     "gemma4": lambda path, *more: write_gemma4(path, *more, routed=True),
 }
 IDS = np.random.default_rng(1).integers(0, 256, 57).tolist()

@@ -11,6 +11,8 @@ from random_gguf.archs import (
     write_gpt_oss,
     write_laguna,
     write_llama,
+    write_minimax_m2,
+    write_muse_glimmer,
     write_qwen3,
     write_qwen3moe,
     write_qwen3next,
@@ -109,7 +111,8 @@ def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
 
 ARCHITECTURES = {
     "qwen35": write_qwen35, "qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "qwen3moe": write_qwen3moe, "laguna": write_laguna, "gemma4": write_gemma4,
-    "gpt-oss": write_gpt_oss, "qwen3next": write_qwen3next,
+    "gpt-oss": write_gpt_oss, "qwen3next": write_qwen3next, "minimax-m2": write_minimax_m2,
+    "muse-glimmer": write_muse_glimmer,
 }  # fmt: skip
 EXPERTS = {
     "qwen35moe": ExpertOptions(1, 0.5),
