@@ -118,6 +118,11 @@ class LlamaDFlash:
         self.pending = int(logits[-1].argmax())
         return self.pending
 
+    def features(self, token, position):
+        """The inputs of ``target_layers`` at one token more, F32 [layers * n_embd]."""
+        _decode(self.tgt, self.batch, [token], position, self.n_vocab)
+        return self._capture(1, position)[0]
+
     def draft_logits(self, width=None):
         """Logits of the block's rows 1 .. width - 1."""
         width = width or self.block

@@ -174,8 +174,7 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
         for position in range(128, 131):
             token = engine.cursor.pending
             engine.accept(1, int(engine.plain_step().ids[0]))
-            theirs._decode(theirs.tgt, [token], position)
-            theirs_row = theirs._capture(1, position)[0]
+            theirs_row = theirs.features(token, position)
             ours = np.empty(len(theirs_row), np.float32)
             lib.ggml_backend_tensor_get(engine.ring.rows, ffi.from_buffer(ours), (position - 128) * ours.nbytes, ours.nbytes)
             assert np.array_equal(ours, theirs_row)
