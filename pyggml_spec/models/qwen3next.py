@@ -6,7 +6,6 @@ of each k-head side by side. The rope has no axes.
 Source of the formulae: llama.cpp, src/models/qwen3next.cpp.
 """
 
-from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
@@ -36,15 +35,17 @@ class Qwen3Next(Qwen35MoE):
         self.experts = Experts.from_gguf(file, a, self.hp.n_layer, n_ff)
         shared = file.get(f"{a}.expert_shared_feed_forward_length", int, 0)
         self.n_ff_shared = positive(file, f"{a}.expert_shared_feed_forward_length" if shared else f"{a}.feed_forward_length")
-        self._joined = any(name.endswith(f".{JOINED}.weight") for name in file.tensors)
+        self._joined = not any(name.endswith(".attn_qkv.weight") for name in file.tensors)
+
+    def idle(self) -> dict[str, str]:
+        both = [] if self._joined else [f"blk.{i}.{JOINED}.weight" for i in range(self.n_layer)]
+        return super().idle() | dict.fromkeys(both, "q, k, v and z in one matrix, which the file has apart, too")
 
     # -- what it reads
 
     def _recurrent_specs(self, i: int) -> list[Spec]:
         d, b = self.hp.delta, f"blk.{i}."
         inner = d.head_size * d.n_head_v
-        if self._joined and f"{b}attn_qkv.weight" in self.file.tensors:
-            raise ModelError(f"{self.file.path} has q, k, v and z in one matrix in some layers and not in layer {i}; convert it again")
         apart = {f"{b}{name}.weight" for name in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")}
         rows = {JOINED: d.channels + inner} if self._joined else {"attn_qkv": d.channels, "attn_gate": inner}
         projections = [Spec(f"{b}{name}.weight", (self.n_embd, n)) for name, n in (rows | {"ssm_ba": 2 * d.n_head_v}).items()]
