@@ -29,6 +29,8 @@ class LoadOptions(TypedDict, total=False):
     prefix_memory: int | None
     prefix_disk: int | None
     experts: ExpertOptions | None
+    spec: Sequence[str] | None
+    no_spec: Sequence[str]
     progress: Callable[[str, int, int], None]
 
 

@@ -282,21 +282,21 @@ class ConcurrentSession:
         )
         sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)
+        stats = Stats(device=engine.backend.device.name, versions=versions())  # whole before the first step can count in it
+        if sampler is not None:
+            stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
         try:
             with self._changed:
                 if self._closing:
                     why = "is closed" if self._failure is None else f"was ended by {type(self._failure).__name__}: {self._failure}"
                     raise EngineError(f"this concurrent session {why}; it takes no more requests, make another one") from self._failure
-                handle = Handle(self, self._scheduler.submit(ids, options), text, sampler, progress, sink)
+                handle = Handle(self, self._scheduler.submit(ids, options, stats), text, sampler, progress, sink)
                 self._handles.append(handle)
                 self._changed.notify()
         except BaseException:
             if sampler is not None:
                 sampler.close()
             raise
-        handle.stats.device, handle.stats.versions = engine.backend.device.name, versions()
-        if sampler is not None:
-            handle.stats.seed, handle.stats.sampling = sampler.seed, sampler.sampling.describe()
         return handle
 
     def _look(self) -> None:

@@ -49,7 +49,7 @@ PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, a
 PREFIX_DISK = 8 << 30
 MOST_BYTES = 1 << 60
 
-MANY = "this session runs many requests at once: submit this one too, or close the concurrent session first"
+MANY = "this session runs many requests at once: submit this one too, or close what concurrent() or batch() gave first"
 CLOSED = "the session is closed: load the model again"
 
 Progress = Callable[[str, int, int], None]
@@ -446,10 +446,23 @@ class Session:
             n_ctx: tokens of context of each slot; None takes the session's.
             prefix_memory: bytes on the device for the beginnings of prompts, so that what begins alike is computed once.
 
+        This session itself generates nothing until it is closed.
+
         Raises:
-            EngineError: an impossible number of slots.
+            EngineError: an impossible number of slots; the session is generating, or runs many requests at once already.
             DeviceError: their caches do not fit the device.
         """
+        self._check_open()
+        turn = self._turns.take(MANY)
+        try:
+            scheduler = self._scheduler_of(slots, n_ctx, prefix_memory)
+        except BaseException:
+            self._turns.end(turn)
+            raise
+        turn.over = lambda: scheduler.engine.graphs.closed
+        return scheduler
+
+    def _scheduler_of(self, slots: int, n_ctx: int | None, prefix_memory: int) -> Scheduler:
         self._check_open()
         options = replace(self.engine.options, slots=slots, n_ctx=self.engine.options.n_ctx if n_ctx is None else n_ctx)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
@@ -457,10 +470,8 @@ class Session:
         scheduler = Scheduler(engine, None if self.costs else options.width, memory)
         if slots == 1:  # the same graphs
             scheduler.widths = self.width_control()
-        elif (
-            self.costs and len(useful_widths(self.costs)) == 1
-        ):  # where W rows cost W plain steps, those of several sequences are no cheaper
-            scheduler.pin_width(1, NEVER_PAYS)
+        elif self.costs and len(useful_widths(self.costs)) == 1:
+            scheduler.pin_width(1, NEVER_PAYS)  # where W rows cost W plain steps, those of several sequences are no cheaper
         return scheduler
 
     def concurrent(self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None) -> ConcurrentSession:
@@ -474,7 +485,7 @@ class Session:
             if self._concurrent is not None and self._concurrent in self._parts:
                 self._concurrent.close()  # an error may have ended it
                 self._parts.remove(self._concurrent)
-            scheduler = self.batch(slots, n_ctx, self._prefix_memory(prefix_memory))
+            scheduler = self._scheduler_of(slots, n_ctx, self._prefix_memory(prefix_memory))
             made = self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
         except BaseException:
             self._turns.end(turn)

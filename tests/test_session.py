@@ -8,6 +8,7 @@ import threading
 import pytest
 
 import pyggml_spec as ps
+from pyggml_spec.decode.request import LoopOptions
 from pyggml_spec.errors import EngineError
 
 FIRST, SECOND = "def quicksort(items):\n", "import os\n"
@@ -172,6 +173,34 @@ def test_beside_requests_every_thread_gets_the_same_sentence(session):
                 work()
         assert server.submit(SECOND, 5).result(120)[1].emitted == 5
     assert session.generate(SECOND, 3)[1].emitted == 3
+
+
+def test_beside_a_batch_too(session):
+    """Two engines over one device stream, and nobody said a word."""
+    left = session.steps(FIRST, 20)
+    next(left)
+    with session.batch(2) as scheduler:
+        with pytest.raises(EngineError, match="ended by the next one"):
+            next(left)
+        for work in (lambda: session.generate(SECOND, 3), lambda: session.batch(2), lambda: session.concurrent(slots=1), session.close):
+            assert "many requests at once" in str(_in_thread(work))
+            with pytest.raises(EngineError, match="many requests at once"):
+                work()
+        assert len(scheduler.submit(session.prompt_ids(SECOND), LoopOptions(5)).result()) == 5
+    assert session.generate(SECOND, 3)[1].emitted == 3
+    busy = session.steps(FIRST, 20)
+    next(busy)
+    assert "generating already" in str(_in_thread(lambda: session.batch(2)))
+    busy.close()
+
+
+def test_requests_know_device_and_seed_before_their_first_event(session):
+    """They were filled in after the request was queued: the first events could lack them."""
+    sampling = session.sampling(temperature=1.0, seed=7)
+    with session.concurrent(slots=1) as server:
+        for _ in range(10):
+            first = next(iter(server.submit(SECOND, 3, sampling=sampling)))
+            assert first.stats.seed == 7 and first.stats.device and first.stats.versions
 
 
 def test_a_session_is_not_closed_under_a_step(pair):
