@@ -1,8 +1,8 @@
-// Gated delta-net layers with a pending block.
+// Gated delta-net layers with an unfolded block.
 //
 // A token with g = 0 and beta = 0 leaves the recurrent state unchanged, bit for bit. So a row is switched off by multiplying its g and
-// beta by 0, which is padding, and also rollback: verification never writes the state but leaves the block's k, v, g and beta in a
-// pending block; the next step begins by replaying that block with `keep` = 1 for accepted rows and 0 for the rest.
+// beta by 0, which is padding, and also rollback: verification never writes the state but leaves the block's k, v, g and beta in an
+// unfolded block; the next step begins by replaying that block with `keep` = 1 for accepted rows and 0 for the rest.
 //
 // All layers are replayed by one call of ggml_gated_delta_net, with the layers as its batch dimension, in place: the call's output is
 // placed so that its state part is the state pool itself. The kernels own one state column each and read it before they write it, so
@@ -261,7 +261,7 @@ static void next_histories(pgs_delta * d, struct ggml_context * ctx, struct ggml
     ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_get_rows(ctx, from, tail), to));
 }
 
-// The pending block of `width` rows of `n` consecutive (layer, slot) pairs, from `at` on, replayed on `state`. Rows of `gates` as in
+// The unfolded block of `width` rows of `n` consecutive (layer, slot) pairs, from `at` on, replayed on `state`. Rows of `gates` as in
 // the pool but for the slots of this graph only: g of n_gates pairs, then beta; the pairs of this call start at `gate`.
 static struct ggml_tensor * replay_block(const pgs_delta * d, struct ggml_context * ctx, int64_t width, int64_t at, int64_t n,
                                          struct ggml_tensor * gates, int64_t gate, int64_t n_gates, struct ggml_tensor * state) {
@@ -330,6 +330,32 @@ static int replay_all(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgra
 //   keep: F32 [1, width_from * count], 1 for accepted rows, 0 for the others; NULL where the state has been written directly
 //   tail: I32 [d_conv - 1, L], rows of [history ; block] that become the history: n, n + 1, ... for n accepted rows; NULL: as it lies.
 //         With slots I32 [(d_conv - 1) * count * L], rows of the whole table in `conv`, slots inside layers
+// Row `number` of [history ; block of `width` rows] of a slot: of that itself, or of a layer's table.
+static int64_t history_row(const pgs_delta * d, int64_t slot, int64_t width, int64_t number) {
+    const int64_t hist = d->s.conv - 1;
+    if (d->s.n_slots == 0) {
+        return number;
+    }
+    return number < hist ? slot * hist + number : d->n_slots * hist + slot * width + number - hist;
+}
+
+void pgs_delta_fill_commit(const pgs_delta * d, const int64_t * accepted, bool replay, int64_t first, int64_t count, int64_t width,
+                           int32_t * tail, float * keep) {
+    const int64_t hist = d->s.conv - 1;
+    for (int64_t slot = first; slot < first + count; slot++) {
+        for (int64_t h = 0; tail != NULL && h < hist; h++) {
+            const int64_t row = history_row(d, slot, width, accepted[slot] + h);
+            for (int64_t layer = 0; layer < d->s.n_layer; layer++) {
+                const int64_t before = d->s.n_slots > 0 ? layer * table_rows(d) : 0;
+                tail[(layer * count + slot - first) * hist + h] = (int32_t) (before + row);
+            }
+        }
+        for (int64_t i = 0; keep != NULL && i < width; i++) {
+            keep[(slot - first) * width + i] = replay && i < accepted[slot] ? 1.0f : 0.0f;
+        }
+    }
+}
+
 int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t first, int64_t count, int64_t width_from,
                     int64_t width_to, struct ggml_tensor * keep, struct ggml_tensor * tail, char * err) {
     const pgs_delta_shape s = d->s;
@@ -399,14 +425,14 @@ static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context 
 }
 
 // By our own kernels, from [history ; block] on.
-static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t at, bool pending,
+static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t at, bool unfolded,
                                       const pgs_delta_inputs * in, struct ggml_tensor * sx, char * err) {
     const pgs_delta_shape s = d->s;
     const int64_t S = s.head_size, rows = in->proj->ne[1], B = d->count, pairs = s.n_layer * d->n_slots, H = heads_qk(d);
     const size_t  f = sizeof(float);
     struct ggml_tensor * mixed = pgs_convolution(ctx, s.level, sx, in->conv_w), * qk = NULL, * gates = NULL;
     struct ggml_tensor * state = states_view(d, ctx, d->states, replay_scratch(d, s.max_width) + state_floats(d) * at, B);
-    if (pending) {
+    if (unfolded) {
         if (pgs_place(d->convd, (size_t) (d->channels * (rows / B) * at) * f, mixed, err) != 0) {
             return NULL;
         }
@@ -430,8 +456,8 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     const pgs_delta_shape s = d->s;
     const int64_t L = s.n_layer, S = s.head_size, rows = in->proj->ne[1], B = d->count, T = rows / B, at = layer * d->n_slots + d->first, H = heads_qk(d);
     const size_t  f = sizeof(float);
-    const bool    pending = mode == PGS_DELTA_PENDING;
-    if (layer < 0 || layer >= L || T * B != rows || in->proj->ne[0] != s.row || (width != 0 && width != T) || width > s.max_width || (pending && width == 0) ||
+    const bool    unfolded = mode == PGS_DELTA_UNFOLDED;
+    if (layer < 0 || layer >= L || T * B != rows || in->proj->ne[0] != s.row || (width != 0 && width != T) || width > s.max_width || (unfolded && width == 0) ||
         (in->take != NULL && width == 0 && T != 1) || (in->take == NULL && width != 0 && s.n_slots > 0)) {
         snprintf(err, PGS_ERR, "delta-net layer %lld of %lld over %lld rows of %lld values and %lld slots at width %lld", (long long) layer,
                  (long long) L, (long long) rows, (long long) in->proj->ne[0], (long long) B, (long long) width);
@@ -443,11 +469,11 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
         return NULL;
     }
     if (s.level != NULL) {
-        return own_layer(d, ctx, gf, at, pending, in, sx, err);
+        return own_layer(d, ctx, gf, at, unfolded, in, sx, err);
     }
     sx = ggml_cont(ctx, ggml_transpose(ctx, sx));
     struct ggml_tensor * mixed = ggml_silu(ctx, ggml_ssm_conv(ctx, sx, in->conv_w));  // [channels, T, B]
-    if (pending && pgs_place(d->convd, d->channels * T * at * f, mixed, err) != 0) {
+    if (unfolded && pgs_place(d->convd, d->channels * T * at * f, mixed, err) != 0) {
         return NULL;
     }
     const size_t row = mixed->nb[1];
@@ -458,7 +484,7 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     if (s.repeat > 1) {
         qk = ggml_repeat_4d(ctx, ggml_reshape_3d(ctx, qk, S, 1, 2 * s.n_head_k * rows), S, s.repeat, 2 * s.n_head_k * rows, 1);
     }
-    if (pending && pgs_place(d->qk, 2 * H * S * T * at * f, qk, err) != 0) {
+    if (unfolded && pgs_place(d->qk, 2 * H * S * T * at * f, qk, err) != 0) {
         return NULL;
     }
     const size_t each_row  = 2 * H * S * f;
@@ -468,7 +494,7 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     // part of a fused product, beta has gaps between its rows, which the sigmoid of several backends does not take
     struct ggml_tensor * beta = ggml_sigmoid(ctx, ggml_is_contiguous(in->beta) ? in->beta : ggml_cont(ctx, in->beta));
     struct ggml_tensor * g    = ggml_mul(ctx, ggml_softplus(ctx, ggml_add(ctx, in->alpha, in->dt)), in->a);
-    if (pending) {
+    if (unfolded) {
         const size_t each = s.n_head_v * T * f;
         if (pgs_place(d->gates, each * at, g, err) != 0 || pgs_place(d->gates, each * (L * d->n_slots + at), beta, err) != 0) {
             return NULL;
@@ -481,7 +507,7 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
         d->replayed[layer] != NULL ? d->replayed[layer] : states_view(d, ctx, d->fresh, state_floats(d) * at, B);
     struct ggml_tensor * out = ggml_gated_delta_net(ctx, q, k, v, ggml_reshape_4d(ctx, g, 1, s.n_head_v, T, B),
                                                     ggml_reshape_4d(ctx, beta, 1, s.n_head_v, T, B), state, 1);
-    if (!pending) {
+    if (!unfolded) {
         write_states(d, ctx, gf, out, rows, layer);
     }
     return ggml_view_3d(ctx, out, S, s.n_head_v, rows, S * f, S * s.n_head_v * f, 0);

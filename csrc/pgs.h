@@ -5,7 +5,7 @@
 //   pgs_graph   one arena (ggml_context) and one graph inside it; kept and recomputed, never rebuilt
 //   pgs_io      the device buffer that all small inputs and outputs of a step live in, and its pinned host mirror
 //   pgs_experts what moves between host and device where experts are in host memory, and the host's own small graphs
-//   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the pending block
+//   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the unfolded block
 //
 // Functions that can fail return 0 on success and write one sentence into `err` (PGS_ERR bytes) otherwise. Nothing here aborts on a
 // condition that a caller could have caused.
@@ -51,6 +51,7 @@ int                   pgs_graph_compute(pgs_graph * graph, char * err);
 int                   pgs_graph_times(pgs_graph * graph, double * out, char * err);
 bool                  pgs_graph_stale(const pgs_graph * graph);
 uint64_t              pgs_graph_hash(const pgs_graph * graph);
+uint64_t              pgs_graph_uid(pgs_graph * graph);  // what ggml-cuda recognises it by; 0 before it is planned
 size_t                pgs_graph_traffic(const pgs_graph * graph);
 void                  pgs_graph_memory(const pgs_graph * graph, uintptr_t * begin, uintptr_t * end);
 
@@ -83,6 +84,31 @@ int  pgs_step_launch(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t
                      char * err);
 void pgs_step_wait(pgs_io * io, pgs_step_times * times);
 
+// ---- step_rows.c
+
+#define PGS_NOWHERE (-1073741824.0f)  // "near" of a ring row that holds no position: as if after every query
+
+typedef struct pgs_rows {  // inputs of one graph in host memory; NULL: it has no such input
+    int64_t   width, count;         // rows per slot, slots
+    int64_t   live, ring, trash;    // rows of the caches: of those that keep every position, of rings, and behind either
+    int64_t   window, near;         // positions that sliding layers see, rows of a ring that they read
+    int64_t   history;              // rows of a convolution's history
+    int32_t * positions;            // [width * count]
+    int64_t * kv_rows;              // [width * count] rows past those that count, or past the last live one, are trash rows
+    float *   q_last;               // [width * count] the last position that each row sees
+    float *   q_first;              // [width * count] and the first one in sliding layers
+    int64_t * sliding_rows;         // [width * count] as kv_rows, in a ring
+    float *   sliding_near;         // [near * count] 0.5 - the position that each row of a ring holds then
+    float *   on;                   // [width * count] 1 for rows that count
+    int32_t * last;                 // [history * count] rows of [history ; block] that become the next history
+    int32_t * out_row;              // [count] the last row of each slot that counts
+} pgs_rows;
+
+// `committed` and `real`, [count]: tokens of each slot before this step, and how many of its rows count.
+void pgs_fill_rows(const pgs_rows * rows, const int64_t * committed, const int64_t * real);
+
+bool pgs_finite(const float * values, int64_t n);  // neither NaN nor Inf among them
+
 // ---- kv_write_rows.c
 
 void pgs_kv_write_rows(struct ggml_context * ctx, struct ggml_cgraph * gf, struct ggml_tensor * cache, struct ggml_tensor * rows,
@@ -113,8 +139,8 @@ typedef struct pgs_delta_shape {
 } pgs_delta_shape;
 
 typedef enum pgs_delta_mode {
-    PGS_DELTA_DIRECT  = 0,  // the state is written by the step itself (prefill, plain decoding)
-    PGS_DELTA_PENDING = 1,  // the block stays pending; the next step commits the accepted prefix by replay
+    PGS_DELTA_DIRECT   = 0,  // the state is written by the step itself (prefill, plain decoding)
+    PGS_DELTA_UNFOLDED = 1,  // the block stays unfolded; the next step commits the accepted prefix by replay
 } pgs_delta_mode;
 
 typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows
@@ -141,6 +167,11 @@ size_t      pgs_delta_state_bytes(const pgs_delta * d);
 void        pgs_delta_read_state(const pgs_delta * d, void * out);
 void        pgs_delta_kept(const pgs_delta * d, struct ggml_context * ctx, int64_t slot, int64_t layer, struct ggml_tensor ** state,
                            struct ggml_tensor ** history);
+
+// The host's inputs of a commit of the slots [first, first + count), whose blocks have `width` rows, of which accepted[slot] count: the rows
+// that become the histories (`tail`), and with `keep` 1 for each row that is replayed. NULL: the graph has no such input.
+void pgs_delta_fill_commit(const pgs_delta * d, const int64_t * accepted, bool replay, int64_t first, int64_t count, int64_t width,
+                           int32_t * tail, float * keep);
 
 int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t first, int64_t count, int64_t width_from,
                     int64_t width_to, struct ggml_tensor * keep, struct ggml_tensor * tail, char * err);

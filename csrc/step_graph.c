@@ -20,8 +20,9 @@ struct pgs_role {
     uint32_t       generation;  // grows when the buffer moved: graphs planned before then point at freed memory
 };
 
-// The leading fields of ggml's own struct, which its public headers do not show: a part of a graph can only be computed as a graph that
-// shares the whole one's use counts, or ggml-cuda would fuse nothing in it. The version of ggml is checked at import, the fields in pgs_graph_cut.
+// The leading fields of ggml's own struct, which its public headers do not show. A part of a graph can only be computed as a graph that shares
+// the whole one's use counts, or ggml-cuda would fuse nothing in it; and only a graph with a uid is recognised without a look at its nodes.
+// The version of ggml is checked at import, the fields in known_fields.
 typedef struct graph_fields {
     int                   size, n_nodes, n_leafs;
     struct ggml_tensor ** nodes;
@@ -140,6 +141,23 @@ static int check_supported(const pgs_graph * graph, char * err) {
     return 0;
 }
 
+// Of a graph with nodes; NULL if this ggml lays its graphs out in another way.
+static graph_fields * known_fields(pgs_graph * graph) {
+    graph_fields * fields = (graph_fields *) graph->gf;
+    const int      nodes  = ggml_graph_n_nodes(graph->gf);
+    const bool     same   = fields->n_nodes == nodes && nodes > 0 && fields->nodes[nodes - 1] == ggml_graph_node(graph->gf, -1) &&
+                      fields->size == ggml_graph_size(graph->gf);
+    return same ? fields : NULL;
+}
+
+// ggml-cuda takes two runs of a graph with the same uid for runs of the same nodes, and compares nothing: 80 to 120 us of the host at 4B, in every
+// step. So a number is given when a graph is planned, after which nothing in it changes, and never again. What is told apart are the graphs of one
+// backend, which only this file computes with.
+static uint64_t next_uid(void) {
+    static _Atomic uint64_t last = 0;
+    return ++last;
+}
+
 int pgs_graph_plan(pgs_graph * graph, char * err) {
     pgs_role * role = graph->role;
     if (graph->planned) {
@@ -167,7 +185,16 @@ int pgs_graph_plan(pgs_graph * graph, char * err) {
     role->counters.graphs_built++;
     graph->generation = role->generation;
     graph->planned    = true;
+    graph_fields * fields = known_fields(graph);
+    if (fields != NULL) {
+        fields->uid = next_uid();
+    }
     return 0;
+}
+
+uint64_t pgs_graph_uid(pgs_graph * graph) {
+    const graph_fields * fields = known_fields(graph);
+    return fields != NULL ? fields->uid : 0;
 }
 
 bool pgs_graph_stale(const pgs_graph * graph) {
@@ -175,10 +202,8 @@ bool pgs_graph_stale(const pgs_graph * graph) {
 }
 
 int pgs_graph_cut(pgs_graph * graph, pgs_experts * experts, int64_t layer, int64_t rows, bool fetch, char * err) {
-    const graph_fields * fields = (const graph_fields *) graph->gf;
-    const int            nodes  = ggml_graph_n_nodes(graph->gf);
-    if (fields->n_nodes != nodes || nodes == 0 || fields->nodes[nodes - 1] != ggml_graph_node(graph->gf, -1) ||
-        fields->size != ggml_graph_size(graph->gf)) {
+    const int nodes = ggml_graph_n_nodes(graph->gf);
+    if (known_fields(graph) == NULL) {
         snprintf(err, PGS_ERR, "this ggml lays its graphs out in another way, so experts cannot be in host memory with it");
         return 1;
     }

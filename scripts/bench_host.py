@@ -20,13 +20,13 @@ from collections import defaultdict
 from unittest.mock import patch
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.ggml.step_io import StepFields, StepTimes
 
 try:
+    from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
     from pyggml_spec.decode.scheduler import generate
-except ImportError:  # of older versions
-    from pyggml_spec.decode.loop import generate
+except ImportError:  # of a version with an engine of its own for one sequence
+    from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 
 PROMPT = "def quicksort(items):\n    "
 

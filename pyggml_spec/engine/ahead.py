@@ -21,6 +21,7 @@ class Ahead:
         self.overlaps, self.built = parts.backend.device.kind != "cpu", 0
         self._kinds: tuple[tuple[str, int], ...] = ()  # steps that are expected, see prepare
         self._epoch = self._last_span = 0
+        self._complete_to = -1  # tokens up to which every graph of the next span is there
 
     @property
     def _committed(self) -> int:
@@ -33,6 +34,7 @@ class Ahead:
         """Announces the (role, width) of the steps that the next ``tokens`` tokens of the first slot will take."""
         kv, graphs = self._parts.kv, self._graphs
         self._kinds, self._epoch, self._last_span = tuple(kinds), self._parts.epoch, kv.span(self._committed + tokens)
+        self._complete_to = -1
         graphs.aim(self._parts.slots[:1])
         ahead = min(tokens, SPAN // 4 if self.overlaps else PREPARE_TOKENS)
         for role, width in self._kinds:
@@ -53,17 +55,18 @@ class Ahead:
 
     def while_computing(self, role: str, width: int, covered: SlotRange, longest: int) -> None:
         """The device computes a step of this kind, whose sequences are at most ``longest`` tokens long."""
-        if not self.overlaps or role in ("logits", "capture"):
+        if role in ("logits", "capture"):
             return
         if self._expected:
-            self._build_expected()
+            if self._committed > self._complete_to:
+                self._build_expected()
         elif self._graphs.candidates is not None and self._graphs.reserves(role, width, covered):
             # only where the buffer will do, which is being computed in, and holds the logits that somebody is still to read
             self._graphs.get(role, width, self._parts.kv.span(longest + width + max(width, AHEAD)), covered)
 
     def between_steps(self) -> None:
         """On the CPU: computing keeps the host busy, and building may move the logits that were read until now."""
-        if self._kinds and not self.overlaps and self._expected:
+        if not self.overlaps and self._committed > self._complete_to and self._expected:
             self._build_expected()
 
     @property
@@ -78,3 +81,4 @@ class Ahead:
                 self._graphs.get(role, width, span)
                 self.built += 1
                 return
+        self._complete_to = min(self._span(width) - width for _, width in self._kinds)

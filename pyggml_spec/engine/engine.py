@@ -17,7 +17,7 @@ from dataclasses import asdict
 import numpy as np
 
 from ..checks import token_ids, whole
-from ..errors import ContextError, EngineError
+from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..memory.cursor import Cursor
@@ -29,10 +29,10 @@ from . import exact
 from .ahead import Ahead
 from .candidates import Ask, Candidates
 from .commits import Commits
-from .options import MOST_WIDTH, EngineOptions
+from .options import EngineOptions
 from .parts import Parts
 from .sequences import Sequences
-from .slot import Draft, Ids, Prompt, Slot, StepResult, Verify, Work
+from .slot import Draft, Prompt, StepResult, Verify, Work
 from .steps import Meanwhile, Steps
 
 
@@ -186,56 +186,19 @@ class Engine:
         if not (type(work) is dict or isinstance(work, Mapping)) or not work:
             raise EngineError("a step needs work for at least one slot, as {slot: Prompt(...), Verify(...) or Draft(...)}")
         rows, covered = self._checked(work)
-        if any(isinstance(item, Draft) and item.check is not None for item in work.values()):
-            return self._steps.looked_at(work, rows, covered, meanwhile)
+        for item in work.values():
+            if isinstance(item, Draft) and item.check is not None:
+                return self._steps.looked_at(work, rows, covered, meanwhile)
         return self._steps.run(work, rows, covered, meanwhile)
 
     def _checked(self, work: Mapping[int, Work]) -> tuple[dict[int, int], SlotRange]:
         """The rows of each slot, and the slots that the step covers."""
-        rows = {slot: self._check(slot, item) for slot, item in work.items()}
+        rows = {slot: self._sequences.rows_of(slot, item) for slot, item in work.items()}
         self.graphs.aim([self.slots[slot] for slot in rows])
         covered = covering(rows, len(self.slots))
-        for slot in covered.slots if covered.count > len(rows) else ():
-            if not self.slots[slot].used:
-                self._sequences.clean(slot)
+        if covered.count > len(rows):
+            self._sequences.clean_unused(covered)
         return rows, covered
-
-    def _check(self, slot: int, item: Work) -> int:
-        """Rows that the work takes, at least 1."""
-        s = self._sequences.of(slot)
-        if s.open_rows:
-            raise EngineError(f"slot {slot} has a block of {s.open_rows} rows that nothing was accepted of: call accept or rollback first")
-        if isinstance(item, Prompt):
-            ids = self._fitting(s, item.tokens)
-            if ids.size > self.options.chunk:
-                raise EngineError(f"a prompt of {ids.size} tokens in one step: the widest chunk is {self.options.chunk}")
-            return ids.size
-        if not isinstance(item, (Verify, Draft)):
-            raise EngineError(f"the work of slot {slot} is {item!r}: use Prompt, Verify or Draft")
-        if s.cursor.pending is None:
-            raise EngineError(f"slot {slot} has no pending token: prefill a prompt first")
-        if s.cursor.room < 1:
-            raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise `n_ctx`")
-        if isinstance(item, Draft):
-            width = whole(item.width, "the width of the block", 0, MOST_WIDTH)
-        else:
-            if not len(item.drafts):
-                return 1
-            width = 1 + token_ids(item.drafts, self.target.n_vocab, "the block of drafts").size
-        if not 1 <= width <= self.options.width or (isinstance(item, Draft) and width < 2):
-            raise EngineError(f"a block of {width} rows is impossible here: 2 to {self.options.width} were planned for at load")
-        if isinstance(item, Draft) and not s.drafting:
-            why = "there is no drafter" if self.drafter is None else f"the sequence in slot {slot} was started without drafting"
-            raise EngineError(f"{why}: use Verify or a plain step")
-        if isinstance(item, Draft) and item.verified:
-            whole(item.verified, "the number of verified rows", width, self.options.width)
-        return width
-
-    def _fitting(self, s: Slot, tokens: Ids) -> np.ndarray:
-        """``tokens`` as I64 [T], if they are ids of the vocabulary that fit behind what is there."""
-        ids = token_ids(tokens, self.target.n_vocab)
-        s.cursor.check_fits(ids.size)
-        return ids
 
     def chunk_width(self, rows: int) -> int:
         """Rows of the graph that computes ``rows`` certain rows of one of several slots."""
@@ -262,7 +225,7 @@ class Engine:
             ContextError: empty, too long for the context, or an id outside the vocabulary.
             EngineError: NaN or Inf came out.
         """
-        ids, pending = self._next_tokens(tokens, slot), None
+        ids, pending = self._sequences.next_tokens(tokens, slot), None
         for done in range(0, ids.size, self.options.chunk):
             if stop is not None and stop():
                 return None
@@ -274,12 +237,6 @@ class Engine:
             if progress is not None:
                 progress(done + part.size, ids.size)
         return pending
-
-    def _next_tokens(self, tokens: Sequence[int], slot: int) -> np.ndarray:
-        ids = self._fitting(self._sequences.of(slot), tokens)
-        self.parts.check_open()
-        self._sequences.give_up(slot)
-        return ids
 
     def plain_step(self, slot: int = 0) -> StepResult:
         """Computes the pending token alone, which is committed by it. Follow with ``accept(1, ids[0])``."""
@@ -302,7 +259,7 @@ class Engine:
 
         This is llama.cpp's batch shape, so results can be compared bit for bit. Commits the tokens; no drafter rows are written.
         """
-        return exact.logits(self.parts, self._steps, self._next_tokens(tokens, slot), slot)
+        return exact.logits(self.parts, self._steps, self._sequences.next_tokens(tokens, slot), slot)
 
     def logits_together(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
@@ -321,7 +278,7 @@ class Engine:
             EngineError: a layer that the target does not have.
         """
         layers = [whole(v, "a captured layer", 0, self.target.n_layer) for v in layers]
-        return exact.capture(self.parts, self._steps, self._next_tokens(tokens, slot), layers, slot)
+        return exact.capture(self.parts, self._steps, self._sequences.next_tokens(tokens, slot), layers, slot)
 
     # -- graphs ahead of their steps
 

@@ -1,15 +1,15 @@
 """What the inputs of a step are: positions, cache rows, ids, and which rows are switched off."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from ..memory.features import RING
-from ..memory.kv import NOWHERE
+from ..ggml.library import ffi, lib
 from ..memory.slots import SlotRange
 from .graph_store import Step
 from .parts import Parts
-from .slot import Draft, Ids, Prompt, Work
+from .slot import Draft, Prompt, Verify, Work
 
 Given = Mapping[int, Work]
 Rows = Mapping[int, int]
@@ -19,44 +19,34 @@ class Fill:
     """Writes the host's side of a step's fields, for the slots that it covers: ``width`` rows each, of which ``rows`` says how many count."""
 
     def __init__(self, parts: Parts) -> None:
-        self._slots, self._options = parts.slots, parts.options
-        self._target = parts.target
+        self._slots, self._target = parts.slots, parts.target
         self._kv, self._delta, self._ring, self._boundary = parts.kv, parts.delta, parts.ring, parts.boundary
         self._drafting = parts.graphs.draft_part
-        self._iota = np.arange(max(parts.options.chunk, parts.options.width, RING), dtype=np.int32)
+        self._committed, self._real = (ffi.new("int64_t[]", len(parts.slots)) for _ in range(2))
 
     def certain(self, step: Step, width: int, work: Given, rows: Rows, covered: SlotRange) -> None:
         """The inputs of rows that certainly come next."""
         self._rows(step, width, rows, covered)
-        host = step.host
-        tokens = host["tokens"]
+        host, tokens = step.host, step.host["tokens"]
         if len(rows) < covered.count:
             tokens[:] = 0
         for slot, n in rows.items():
-            at, ids = (slot - covered.first) * width, self._known(slot, work[slot])
-            tokens[at : at + n] = ids
-            if n < width:
-                tokens[at + n : at + width] = ids[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
-        if "out_row" in host:
-            host["out_row"][:] = [(slot - covered.first) * width + rows.get(slot, 1) - 1 for slot in covered.slots]
-        self._boundary_rows(host, rows, covered)
-        if self._delta is not None:
-            self._certain_states(host, width, rows, covered)
+            first, item = (slot - covered.first) * width, work[slot]
+            if not isinstance(item, Prompt):
+                tokens[first] = self._slots[slot].cursor.pending
+                continue
+            tokens[first : first + n] = item.tokens
+            tokens[first + n : first + width] = item.tokens[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
+        if self._boundary is not None:
+            self._boundary_rows(host, rows, covered)
+        if "tail" in host:
+            self._commit(step, covered)
+        if "take" in host:
+            assert self._delta is not None
+            self._delta.fill_take(host["take"], width, covered, single=True)
         if "ring_row" in host:
             assert self._ring is not None
             host["ring_row"][0] = self._ring.waiting
-
-    def _certain_states(self, host: dict[str, np.ndarray], width: int, rows: Rows, covered: SlotRange) -> None:
-        delta = self._delta
-        assert delta is not None
-        if "tail" in host:
-            delta.fill_tail(host["tail"], covered)
-            return
-        real = np.array([rows.get(slot, 0) for slot in covered.slots])[:, None]
-        host["on"].reshape(covered.count, width)[:] = self._iota[:width] < real
-        host["last"].reshape(covered.count, -1)[:] = real + np.arange(delta.history_rows)
-        if "take" in host:
-            delta.fill_take(host["take"], width, covered, single=True)
 
     def block(self, step: Step, width: int, drafts: int, work: Given, rows: Rows, covered: SlotRange) -> None:
         """The inputs of blocks, given, or with so many drafts of each slot that are to be made."""
@@ -67,54 +57,45 @@ class Fill:
         if not drafting or "given" in host:  # or else the drafter writes all but the first
             known[: width * covered.count] = 0
         for slot, item in work.items():
-            at, ids = (slot - covered.first) * width, self._known(slot, item)
-            known[at : at + len(ids)] = ids
-        self._boundary_rows(host, rows, covered)
+            first = (slot - covered.first) * width
+            if isinstance(item, Prompt):
+                known[first : first + len(item.tokens)] = item.tokens
+                continue
+            known[first] = self._slots[slot].cursor.pending
+            if isinstance(item, Verify) and len(item.drafts):
+                known[first + 1 : first + 1 + len(item.drafts)] = item.drafts
+        if self._boundary is not None:
+            self._boundary_rows(host, rows, covered)
         if drafting:
             self._drafts(host, width, drafts, work, covered)
         if self._delta is not None:
-            self._delta.fill_tail(host["tail"], covered)
-            self._delta.fill_keep(host["keep"], covered)
+            self._commit(step, covered)
             if "take" in host:
                 self._delta.fill_take(host["take"], width, covered)
 
-    def _known(self, slot: int, item: Work) -> Ids:
-        """The ids of the work's rows that the host knows."""
-        if isinstance(item, Prompt):
-            return item.tokens
-        pending = self._slots[slot].cursor.pending
-        assert pending is not None
-        return [pending] if isinstance(item, Draft) else [pending, *item.drafts]
+    def _commit(self, step: Step, covered: SlotRange) -> None:
+        """What of the blocks before is folded into the states first."""
+        assert self._delta is not None
+        self._delta.fill_commit(step.fields.at["tail"], step.fields.at.get("keep", ffi.NULL), covered)
 
     def _rows(self, step: Step, width: int, rows: Rows, covered: SlotRange) -> None:
-        """Positions and cache rows. A slot without work looks at its first row, so that what it computes is finite, and writes trash."""
-        host, kv = step.host, self._kv
-        positions, kv_rows = host["positions"], host["kv_rows"]
+        """Positions, cache rows and what is switched off. A slot without work looks at its first row, and writes trash."""
         for at, slot in enumerate(covered.slots):
-            real, part = rows.get(slot, 0), slice(at * width, (at + 1) * width)
-            n = self._slots[slot].cursor.committed if real else 0
-            if real:
-                np.add(self._iota[:width], n, out=positions[part])
-            else:
-                positions[part] = 0
-            kv.rows_for(n, width, real, kv_rows[part])
-            if at:
-                kv_rows[part] += at * (kv.live + kv.trash)
-            if kv.ring:
-                self._ring_rows(host, width, real, n, at, covered)
-        host["q_last"][:] = host["positions"]
-        if self._target.window:
-            host["q_first"][:] = host["positions"]
-            host["q_first"] -= self._target.window - 1
+            self._committed[at], self._real[at] = self._slots[slot].cursor.committed, rows.get(slot, 0)
+        if step.rows is None:
+            step.rows = self._pointers(step, width, covered.count)
+        lib.pgs_fill_rows(step.rows, self._committed, self._real)
 
-    def _ring_rows(self, host: dict[str, np.ndarray], width: int, real: int, n: int, at: int, covered: SlotRange) -> None:
-        rows = host["sliding_rows"].reshape(covered.count, width)[at]
-        near = host["sliding_near"].reshape(covered.count, -1)[at]
-        self._kv.fill_ring(n, width, real, rows, near)
-        rows += at * (self._kv.ring + self._kv.trash)
-        if not real:
-            near[:] = NOWHERE
-            near[0] = 0.5
+    def _pointers(self, step: Step, width: int, count: int) -> Any:
+        """What C fills in of a graph's fields."""
+        kv, near = self._kv, step.host.get("sliding_near")
+        sizes = {"width": width, "count": count, "live": kv.live, "ring": kv.ring, "trash": kv.trash, "window": self._target.window}
+        sizes |= {
+            "near": near.size // count if near is not None else 0,
+            "history": self._delta.history_rows if self._delta is not None else 0,
+        }
+        names = ("positions", "kv_rows", "q_last", "q_first", "sliding_rows", "sliding_near", "on", "last", "out_row")
+        return ffi.new("pgs_rows *", sizes | {name: step.fields.at[name] for name in names if name in step.fields.at})
 
     def drafts(self, step: Step, width: int, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
         """The inputs of blocks that are drafted alone."""
@@ -123,7 +104,7 @@ class Fill:
         host["positions"][:] = 0
         for slot in drafting:
             at = (slot - covered.first) * width
-            np.add(self._iota[:width], self._slots[slot].cursor.committed, out=host["positions"][at : at + width])
+            host["positions"][at : at + width] = self._slots[slot].cursor.committed + np.arange(width)
         if self._boundary is not None:
             host["before"][:] = [self._boundary.row(slot) for slot in covered.slots]
         self._drafting.fill(host, width, width - 1, drafting, covered, self._slots)

@@ -16,6 +16,8 @@ from ..ggml.step_io import StepFields, StepIO
 from ..memory.slots import SlotRange
 
 MEASURED_SPANS = 16
+# outputs with a value per row, which is not finite if anything in the row is not
+SUMS = IDS_SUM, LOGITS_SUM, DRAFT_SUM = "ids_sum", "logits_sum", "draft_sum"
 KEEP_SPANS, KEEP_GRAPHS = 12, 32  # kept per (role, width) besides the widest span: of one slot, of several; about 2 MB of host memory each
 
 
@@ -26,18 +28,23 @@ class Step:
     graph: Graph
     fields: StepFields
     extra: dict
+    rows: Any = None  # what C fills in of its fields, see fill.py
     _logits: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.host: dict[str, np.ndarray] = self.fields.host
+        self._sums = {name: (self.fields.at[name], self.host[name].size) for name in SUMS if name in self.host}
 
-    def finite(self, part: slice | None = None, drafts: bool = False) -> bool:
-        """Whether the target, with ``drafts`` the drafter too, produced neither NaN nor Inf in these rows (None: in all)."""
-        for name in ("ids_sum", "logits_sum", "draft_sum") if drafts else ("ids_sum", "logits_sum"):
-            sums = self.host.get(name)
-            if sums is not None and not np.isfinite(sums if part is None else sums[part]).all():
+    def finite(self) -> bool:
+        """Whether neither NaN nor Inf came out, of the target or the drafter, in any row."""
+        for sums, count in self._sums.values():  # noqa: SIM110  (half the time of all())
+            if not lib.pgs_finite(sums, count):
                 return False
         return True
+
+    def finite_rows(self, first: int, count: int) -> bool:
+        """Whether neither NaN nor Inf came out of the target in the rows first .. first + count - 1."""
+        return all(lib.pgs_finite(sums + first, count) for name, (sums, _) in self._sums.items() if name != DRAFT_SUM)
 
     def ids(self) -> np.ndarray:
         """I32 [rows] greedy choice after each row that has logits, once the step has run."""
@@ -99,8 +106,8 @@ class GraphStore:
         is not there or its memory has moved."""
         if self.closed:
             raise EngineError("the session is closed: load the model again")
-        shape = (width, span, covered or self.every, *more)
-        key = (role, *shape, self.drafting, self.candidates, self.kept)
+        covered = covered or self.every
+        key = (role, width, span, covered, *more, self.drafting, self.candidates, self.kept)
         step = self._steps.pop(key, None)
         if step is not None and not self._stale(step):
             self._steps[key] = step  # used last, dropped last: never while it runs
@@ -113,6 +120,7 @@ class GraphStore:
             if step is not None:
                 return step
         self._make_room(role, width)
+        shape = (width, span, covered, *more)
         return self._keep(self._make(role, *shape), role, *shape)
 
     def has(self, role: str, width: int, span: int, covered: SlotRange | None = None) -> bool:

@@ -35,7 +35,7 @@ from ..memory.slots import SlotRange
 from ..models.base import Rows, Seen, Target
 from ..models.drafter import ContextRows, Drafter
 from .drafting import drafting_of
-from .graph_store import GraphStore
+from .graph_store import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore
 from .masked import MaskedRows
 from .slot import Slot
 
@@ -263,7 +263,7 @@ class StepGraphs(GraphStore):
         On the CPU the host takes the argmax of the logits where they lie: ggml's own is one scalar loop on one thread, 0.4 ms for each row
         of a 248k vocabulary against 0.04.
         """
-        f.output("ids_sum", "f32", g.sum_rows(hidden))
+        f.output(IDS_SUM, "f32", g.sum_rows(hidden))
         logits = self.target.logits(g, hidden)
         in_host = self.backend.device.kind == "cpu" and not self.candidates and not self.kept
         if self.kept and self.masked is not None and self.masked.fits(logits):
@@ -273,7 +273,7 @@ class StepGraphs(GraphStore):
         if not in_host:
             f.output("ids", "i32", g.argmax(logits))
         if self.candidates:
-            f.output("logits_sum", "f32", g.sum_rows(logits))
+            f.output(LOGITS_SUM, "f32", g.sum_rows(logits))
             best, values = g.largest(logits, min(self.candidates, logits.ne[0]))
             f.output("best_ids", "i32", best)
             f.output("best_logits", "f32", values)
@@ -326,7 +326,7 @@ class StepGraphs(GraphStore):
             g.expand(drafted.ids[-1])
         else:
             tokens = f.picked_tokens(total, drafted.ids)
-        f.output("draft_sum", "f32", g.sum_rows(drafted.hidden))
+        f.output(DRAFT_SUM, "f32", g.sum_rows(drafted.hidden))
         done = self._forward(g, tokens, rows, delta)
         out = self._emit(g, f, done[0])
         self._context(g, tokens, done, carry, rows, draft_kv)
@@ -340,7 +340,7 @@ class StepGraphs(GraphStore):
         draft_kv = self._caches(g, self.draft_kv, covered)
         drafted = self.draft_part.nodes(g, f, rows, width, width - 1, span, covered, draft_kv, before)
         f.outputs("drafts", drafted.ids)
-        f.output("draft_sum", "f32", g.sum_rows(drafted.hidden))
+        f.output(DRAFT_SUM, "f32", g.sum_rows(drafted.hidden))
         return {}
 
     def _commit(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, width_to: int, replay: bool) -> None:

@@ -1,12 +1,15 @@
 """The life of a slot's sequence beside its steps: admitted and released, moved within its last block, copied and brought back."""
 
-from ..checks import whole
-from ..errors import DeviceError, EngineError
+import numpy as np
+
+from ..checks import token_ids, whole
+from ..errors import ContextError, DeviceError, EngineError
+from ..memory.slots import SlotRange
 from ..memory.snapshot import Snapshot
 from .commits import Commits
-from .options import MOST_SLOTS
+from .options import MOST_SLOTS, MOST_WIDTH
 from .parts import Parts
-from .slot import Slot
+from .slot import Draft, Ids, Prompt, Slot, Verify, Work
 
 
 class Sequences:
@@ -41,6 +44,57 @@ class Sequences:
     def token(self, token: int) -> int:
         return whole(token, "the pending token", 0, self._parts.target.n_vocab - 1)
 
+    # -- what can be asked of them
+
+    def rows_of(self, slot: int, item: Work) -> int:
+        """Rows that the work takes, at least 1.
+
+        Raises:
+            ContextError: a prompt that is empty, does not fit the context or has ids outside the vocabulary.
+            EngineError: what the slot cannot do now, or a width that was not planned for.
+        """
+        s, options, n_vocab = self.of(slot), self._parts.options, self._parts.target.n_vocab
+        if s.open_rows:
+            raise EngineError(f"slot {slot} has a block of {s.open_rows} rows that nothing was accepted of: call accept or rollback first")
+        if isinstance(item, Prompt):
+            ids = self._fitting(s, item.tokens)
+            if ids.size > options.chunk:
+                raise EngineError(f"a prompt of {ids.size} tokens in one step: the widest chunk is {options.chunk}")
+            return ids.size
+        if not isinstance(item, (Verify, Draft)):
+            raise EngineError(f"the work of slot {slot} is {item!r}: use Prompt, Verify or Draft")
+        if s.cursor.pending is None:
+            raise EngineError(f"slot {slot} has no pending token: prefill a prompt first")
+        if s.cursor.room < 1:
+            raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise `n_ctx`")
+        if isinstance(item, Draft):
+            width = whole(item.width, "the width of the block", 0, MOST_WIDTH)
+        elif not len(item.drafts):
+            return 1
+        else:
+            width = 1 + token_ids(item.drafts, n_vocab, "the block of drafts").size
+        if not 1 <= width <= options.width or (isinstance(item, Draft) and width < 2):
+            raise EngineError(f"a block of {width} rows is impossible here: 2 to {options.width} were planned for at load")
+        if isinstance(item, Draft) and not s.drafting:
+            why = "there is no drafter" if self._parts.drafter is None else f"the sequence in slot {slot} was started without drafting"
+            raise EngineError(f"{why}: use Verify or a plain step")
+        if isinstance(item, Draft) and item.verified:
+            whole(item.verified, "the number of verified rows", width, options.width)
+        return width
+
+    def _fitting(self, s: Slot, tokens: Ids) -> np.ndarray:
+        """``tokens`` as I64 [T], if they are ids of the vocabulary that fit behind what is there."""
+        ids = token_ids(tokens, self._parts.target.n_vocab)
+        s.cursor.check_fits(ids.size)
+        return ids
+
+    def next_tokens(self, tokens: Ids, slot: int) -> np.ndarray:
+        """``tokens`` as I64 [T], if they can come next; nothing of an open block counts then."""
+        ids = self._fitting(self.of(slot), tokens)
+        self._parts.check_open()
+        self.give_up(slot)
+        return ids
+
     # -- from the first step to the last
 
     def free(self) -> int | None:
@@ -55,7 +109,7 @@ class Sequences:
 
     def _begin(self, index: int, drafting: bool) -> None:
         s, p = self._slots[index], self._parts
-        self.clean(index)
+        self._clean(index)
         if self._delta is not None and self._delta.inline:  # whatever stays of the rows
             self._delta.fill_slot(index, 0)
         if p.ring is not None:
@@ -76,7 +130,13 @@ class Sequences:
         if self._delta is not None:
             self._delta.accepted[slot] = 0
 
-    def clean(self, index: int) -> None:
+    def clean_unused(self, covered: SlotRange) -> None:
+        """No step looks at what sequences of these slots left that have ended."""
+        for index in covered.slots:
+            if not self._slots[index].used:
+                self._clean(index)
+
+    def _clean(self, index: int) -> None:
         """Writes zeros over what the sequence before left: it may be NaN, which neither masks nor switched-off rows stop."""
         s, p = self._slots[index], self._parts
         if s.clean:

@@ -34,8 +34,10 @@ class Steps:
         self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
     ) -> dict[int, StepResult]:
         """One pass, of whichever kind does for all of the work."""
-        certain = all(n == 1 or isinstance(work[slot], Prompt) for slot, n in rows.items())
-        return (self.certain if certain else self.blocks)(work, rows, covered, meanwhile)
+        for slot, n in rows.items():
+            if n > 1 and not isinstance(work[slot], Prompt):
+                return self.blocks(work, rows, covered, meanwhile)
+        return self.certain(work, rows, covered, meanwhile)
 
     def looked_at(
         self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
@@ -82,7 +84,7 @@ class Steps:
             s.folded()
             s.open_rows, s.row = 0 if isinstance(work[slot], Prompt) else 1, at
             tokens = step.host["tokens"][at * width : at * width + n].copy()
-            finite = sound or step.finite(slice(at, at + 1))
+            finite = sound or step.finite_rows(at, 1)
             out[slot] = StepResult(tokens, ids[at : at + 1], True, self._sound(slot, finite), times)
         return out
 
@@ -105,7 +107,8 @@ class Steps:
         self._count(width * covered.count, rows)
         if self._delta is not None:
             self._delta.after_rows(int(plain))
-        self._leave(step, rows)
+        if self._parts.boundary is not None:
+            self._leave(step, rows)
         if "ring_row" in step.host:
             assert self._parts.ring is not None
             self._parts.ring.waiting += 1
@@ -135,8 +138,9 @@ class Steps:
             self._slots[slot].folded()
         if self._delta is not None:
             self._delta.after_block(covered)
-        self._leave(step, rows)
-        ids, sound = step.ids(), step.finite(drafts=True)
+        if self._parts.boundary is not None:
+            self._leave(step, rows)
+        ids, sound = step.ids(), step.finite()
         return {slot: self._of_block(step, ids, sound, width, slot, item, rows[slot], covered, times) for slot, item in work.items()}
 
     def _of_block(
@@ -144,10 +148,10 @@ class Steps:
     ) -> StepResult:
         """``sound``: everything that the step computed is finite, whatever the slot."""
         s = self._slots[slot]
-        part = slice((slot - covered.first) * width, (slot - covered.first) * width + n)
-        s.tokens, s.ids, s.open_rows, s.row = step.host["tokens"][part].copy(), ids[part], n, part.start
+        first = (slot - covered.first) * width
+        s.tokens, s.ids, s.open_rows, s.row = step.host["tokens"][first : first + n].copy(), ids[first : first + n], n, first
         draft_finite = sound or not isinstance(item, Draft) or self._drafts_finite(step, slot - covered.first, covered)
-        target_finite = sound or step.finite(part)
+        target_finite = sound or step.finite_rows(first, n)
         self._sound(slot, draft_finite and target_finite)
         if isinstance(item, Prompt):
             self._sequences.move(slot, s.base + n, int(s.ids[-1]))
@@ -170,7 +174,8 @@ class Steps:
         try:
             if meanwhile is not None:
                 meanwhile()
-            self._ahead.while_computing(role, width, covered, longest)
+            if self._ahead.overlaps:
+                self._ahead.while_computing(role, width, covered, longest)
         finally:
             times = step.fields.wait()
         return times

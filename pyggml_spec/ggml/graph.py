@@ -452,6 +452,11 @@ class Graph:
         """Hash of everything that graph replay compares: operations, parameters, shapes, strides, addresses."""
         return lib.pgs_graph_hash(self.handle)
 
+    @property
+    def uid(self) -> int:
+        """The number by which ggml-cuda recognises this graph in its next run, without a look at its nodes; 0 before ``plan``."""
+        return lib.pgs_graph_uid(self.handle)
+
     def traffic(self) -> int:
         """Bytes of weights, K/V and recurrent state that one run has to move at least: each read once, plus what is written.
 

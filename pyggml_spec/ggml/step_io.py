@@ -19,11 +19,11 @@ from .replay import ReplayCounters
 from .shapes import require
 
 _TYPES = {
-    "i32": (lib.GGML_TYPE_I32, np.int32),
-    "i64": (lib.GGML_TYPE_I64, np.int64),
-    "f16": (lib.GGML_TYPE_F16, np.float16),
-    "f32": (lib.GGML_TYPE_F32, np.float32),
-    "u8": (lib.GGML_TYPE_I8, np.uint8),
+    "i32": (lib.GGML_TYPE_I32, np.int32, "int32_t *"),
+    "i64": (lib.GGML_TYPE_I64, np.int64, "int64_t *"),
+    "f16": (lib.GGML_TYPE_F16, np.float16, "uint16_t *"),
+    "f32": (lib.GGML_TYPE_F32, np.float32, "float *"),
+    "u8": (lib.GGML_TYPE_I8, np.uint8, "uint8_t *"),
 }
 _SIGNS = next((i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_type_name(i) != ffi.NULL and text(lib.ggml_type_name(i)) == "q1_0"), -1)
 _BITS, _ONE = 128, np.frombuffer(np.float16(1).tobytes(), np.uint8)  # of a block of that type, and the factor before them
@@ -40,7 +40,8 @@ class StepIO:
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
         self.home = lib.pgs_io_home(self.handle)
-        self.mirror: np.ndarray = np.frombuffer(ffi.buffer(lib.pgs_io_host(self.handle), capacity), np.uint8)
+        self.host = ffi.cast("char *", lib.pgs_io_host(self.handle))
+        self.mirror: np.ndarray = np.frombuffer(ffi.buffer(self.host, capacity), np.uint8)
         self.uploads = self.upload_bytes = self.reads = self.read_bytes = 0
         self.replay = ReplayCounters() if backend.device.name.startswith("CUDA") else None
 
@@ -51,7 +52,7 @@ class StepIO:
             self.handle = None
 
 
-@dataclass
+@dataclass(slots=True)
 class StepTimes:
     """Microseconds that the host spent in the parts of one step; compute is the time to launch it, read includes waiting for it."""
 
@@ -61,11 +62,16 @@ class StepTimes:
 
 
 class StepFields:
-    """The fields of one graph inside the StepIO, laid out in the order in which they are added."""
+    """The fields of one graph inside the StepIO, laid out in the order in which they are added.
+
+    Attributes:
+        host, at: the fields by name, as arrays of the mirror and as C's pointers to them.
+    """
 
     def __init__(self, io: StepIO, graph: Graph) -> None:
         self.io, self.graph = io, graph
         self.host: dict[str, np.ndarray] = {}
+        self.at: dict[str, Any] = {}
         self._offsets: dict[str, tuple[int, int]] = {}
         self._end = 0
         self._upload_end = 0
@@ -79,13 +85,14 @@ class StepFields:
             raise EngineError(
                 f"a field {name!r} of the type {kind!r} cannot be added: the type is none of {', '.join(_TYPES)}, or the name is taken"
             )
-        ggml_type, dtype = _TYPES[kind]
+        ggml_type, dtype, pointer = _TYPES[kind]
         start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
         self._end = start + count * np.dtype(dtype).itemsize
         if self._end > self.io.capacity:
             raise EngineError(f"the step's field {name!r} ends at byte {self._end}, but the step buffer has {self.io.capacity}")
         self._offsets[name] = (start, self._end)
         self.host[name] = self.io.mirror[start : self._end].view(dtype)
+        self.at[name] = ffi.cast(pointer, self.io.host + start)
         return start, ggml_type
 
     def _tensor(self, ggml_type: int, ne0: int, ne1: int, offset: int, after: Tensor = ffi.NULL) -> Tensor:

@@ -33,7 +33,6 @@ class DeltaState:
 
     def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int = 1, planned: bool = False) -> None:
         self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1
-        self._history = np.arange(shape.conv - 1, dtype=np.int32)
         self._err = new_err()
         sizes = [
             shape.layers,
@@ -50,12 +49,10 @@ class DeltaState:
         self.handle: Any = lib.pgs_delta_new(backend.handle, spec, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
-        hist = self.history_rows
-        self._table_rows = (hist + max_width + 1) * slots  # of one layer, see csrc/delta_net.c
-        self._tables = self._table_rows * np.arange(shape.layers).reshape(-1, 1, 1)
         self._every = np.arange(slots).reshape(-1, 1)
         self._taken: dict[tuple, np.ndarray] = {}  # what fill_take has been asked for
         self.width, self.accepted, self.unfolded = 0, np.zeros(slots, np.int64), False
+        self._accepted = ffi.cast("int64_t *", self.accepted.ctypes.data)
 
     # -- host side
 
@@ -95,26 +92,15 @@ class DeltaState:
         return self.shape.conv - 1
 
     def tail_shape(self, covered: SlotRange) -> tuple[int, ...]:
-        """Of the input that ``fill_tail`` fills, in ggml order: a row per layer, or rows of the whole table."""
+        """Of the input "tail", in ggml order: a row per layer, or rows of the whole table."""
         hist, layers = self.history_rows, self.shape.layers
         return (hist, layers) if self.inline else (hist * covered.count * layers,)
 
-    def fill_tail(self, tail: np.ndarray, covered: SlotRange) -> None:
-        """The rows that become the histories: the d_conv - 1 before the first that is not accepted, of [history ; block] or of the table."""
-        if self.inline:
-            tail.reshape(self.shape.layers, self.history_rows)[:] = self._history + self.accepted[0]
-            return
-        rows = self._table(self.accepted[covered.part, None] + self._history, self.width, covered)
-        np.add(self._tables, rows, out=tail.reshape(self.shape.layers, *rows.shape), casting="same_kind")
-
-    def fill_keep(self, keep: np.ndarray, covered: SlotRange) -> None:
-        """1 for the rows of the unfolded blocks that count, 0 for the others."""
-        if self.inline:
-            accepted = int(self.accepted[0]) if self.unfolded else 0
-            keep[:accepted] = 1
-            keep[accepted:] = 0
-            return
-        keep.reshape(covered.count, self.width)[:] = np.arange(self.width) < self.accepted[covered.part, None]
+    def fill_commit(self, tail: Any, keep: Any, covered: SlotRange) -> None:
+        """Fills in the inputs of a commit, C's pointers: ``tail`` I32, the rows that become the histories, which are the d_conv - 1 before the
+        first that is not accepted, of [history ; block] or of the table; ``keep`` F32, 1 for the rows of blocks that count (NULL: no input)."""
+        replay = self.unfolded or not self.inline
+        lib.pgs_delta_fill_commit(self.handle, self._accepted, replay, covered.first, covered.count, self.width, tail, keep)
 
     def fill_take(self, take: np.ndarray, width: int, covered: SlotRange, single: bool = False) -> None:
         """Of one layer's table, the rows [history ; block of ``width`` rows] of every slot; ``single``: the block is one plain token."""
@@ -171,7 +157,7 @@ class DeltaRows:
         take: Tensor | None = None,
     ) -> None:
         self.state, self.width = state, width
-        self.mode = lib.PGS_DELTA_PENDING if unfolded else lib.PGS_DELTA_DIRECT
+        self.mode = lib.PGS_DELTA_UNFOLDED if unfolded else lib.PGS_DELTA_DIRECT
         self.on, self.last, self.take = (x or ffi.NULL for x in (on, last, take))
 
     def layer(

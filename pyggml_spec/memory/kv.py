@@ -21,7 +21,6 @@ from .kv_types import KVTypes, hadamard
 SPAN = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
 GPU_SPAN = 1024  # what steps of a generation read there at least, see least_span
 MAX_ROWS = 1 << 16  # rows that one graph may write
-NOWHERE = -float(1 << 30)  # "near" of a ring row that holds no position: as if after every query
 
 
 def padded(n: int) -> int:
@@ -82,7 +81,7 @@ class KVCache:
         self.live = padded(n_ctx)
         self.ring = padded(window + widest) if window and padded(window + widest) < self.live else 0
         self.trash, self.slots = trash, slots
-        self._iota = np.arange(max(MAX_ROWS, self.ring))
+        self._iota = np.arange(MAX_ROWS)
         rows = self.live + trash
         sizes = {n for s in shapes for n in types.rotations(s) if n}
         params = ffi.new(
@@ -140,19 +139,6 @@ class KVCache:
         visible = max(0, min(real, self.live - first))
         if visible < count:
             out[visible:] = self.live + self._iota[: count - visible] % self.trash
-
-    def fill_ring(self, first: int, count: int, real: int, out: np.ndarray, near: np.ndarray) -> None:
-        """The ring rows of positions first .. first + count - 1, trash past ``real``; ``near`` as above, for what its first rows then hold.
-
-        A row holds the last position of its remainder that is below first + real. Where that one was overwritten by a token that was
-        rejected since, it lies at least ring - widest >= window before the block, and no query of the block sees it.
-        """
-        np.add(self._iota[:count], first, out=out)
-        out %= self.ring
-        out[real:] = self.ring + self._iota[: count - real] % self.trash
-        last = first + real - 1
-        held = last - (last - self._iota[: near.size]) % self.ring
-        near[:] = np.where(held < 0, NOWHERE, 0.5 - held)
 
     @property
     def nbytes(self) -> int:

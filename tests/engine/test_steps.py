@@ -45,6 +45,23 @@ def test_1000_steps_inside_a_span_build_and_allocate_nothing(session):
     assert {key: step.graph.properties_hash() for key, step in engine.graphs.steps().items()} == hashes
 
 
+def test_a_graph_is_known_by_a_number_that_stands_for_its_nodes(pair):
+    """ggml-cuda compares no nodes of two runs with the same number: another graph with it would be computed as the first one was."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1024) as session:
+        seen: dict[int, int] = {}
+        for _ in range(2):
+            for mode in ("speculative", "plain", "reference"):
+                run(session.engine, [5] * 40, 20, mode=mode)
+            for step in session.engine.graphs.steps().values():
+                assert step.graph.uid and seen.setdefault(step.graph.uid, step.graph.properties_hash()) == step.graph.properties_hash()
+        assert len(seen) == len(session.engine.graphs.steps()) > 5
+        again = session.engine.graphs._make("plain", 1, 256, SlotRange(0, 1))
+        assert again.graph.uid == 0  # before it is planned its nodes may still change
+        again.graph.plan()
+        assert again.graph.uid not in seen
+        again.graph.close()
+
+
 def test_with_a_context_of_4096_every_role_allocates_once(session):
     """Crossing span boundaries re-plans inside the same buffer and never frees device memory."""
     engine = session.engine
