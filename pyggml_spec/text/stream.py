@@ -41,6 +41,9 @@ class TextStream:
         return self._release(final=True)
 
     def _release(self, final: bool) -> str:
+        if not self.stops:
+            out, self._held = self._held, ""
+            return out
         found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True

@@ -81,7 +81,7 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
     for _ in range(40):
         engine.accept(1, int(engine.fused_step().ids[0]))
     assert _total(engine, "graphs_built") - built <= 1
-    assert ("fused", 16, 512, SlotRange(0, 1), True, 0) in engine.graphs.steps()
+    assert ("fused", 16, 512, SlotRange(0, 1)) in {key[:4] for key in engine.graphs.steps()}
 
 
 def test_generation_prepares_the_spans_ahead(session):
