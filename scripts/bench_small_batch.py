@@ -259,23 +259,26 @@ def time_shape(backend: Backend, kind: int, shape: tuple[int, ...], rows: list[i
     count = max(distinct, -(-32 // distinct) * distinct)
     used, most = routed[1] if routed else 1, max(rows)
     activations = (lib.GGML_TYPE_F32, n_in, 1, most) if routed else (lib.GGML_TYPE_F32, n_in, most)
-    leaves = Leaves(backend, *[dims] * distinct, activations, (lib.GGML_TYPE_I32, used, most))
-    *matrices, x, ids = leaves.tensors
+    # in turn, because products that follow each other with the same activations convert them once
+    leaves = Leaves(backend, *[dims] * distinct, activations, activations, (lib.GGML_TYPE_I32, used, most))
+    *matrices, x, x2, ids = leaves.tensors
     data = weights(rng, kind, n_in, n_out * (routed[0] if routed else 1))
     for matrix in matrices:
         put(matrix, data)
     put(x, rng.standard_normal((most, n_in)).astype(np.float32))
+    put(x2, rng.standard_normal((most, n_in)).astype(np.float32))
     put(ids, np.stack([rng.permutation(routed[0] if routed else 1)[:used] for _ in range(most)]).astype(np.int32))
     times = {}
     for n in rows:
         role = Role(backend, "time")
         g = Graph(role)
         for i in range(count):
+            source = (x, x2)[i % 2]
             if routed:
-                xs = lib.ggml_view_3d(g.ctx, x, n_in, 1, n, x.nb[1], x.nb[2], 0)
+                xs = lib.ggml_view_3d(g.ctx, source, n_in, 1, n, x.nb[1], x.nb[2], 0)
                 g.expand(g.matmul_experts(matrices[i % distinct], xs, lib.ggml_view_2d(g.ctx, ids, used, n, ids.nb[1], 0)))
             else:
-                g.expand(g.matmul(matrices[i % distinct], lib.ggml_view_2d(g.ctx, x, n_in, n, x.nb[1], 0)))
+                g.expand(g.matmul(matrices[i % distinct], lib.ggml_view_2d(g.ctx, source, n_in, n, x.nb[1], 0)))
         g.plan()
         for _ in range(3):
             compute(backend, g)

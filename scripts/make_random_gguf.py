@@ -3,6 +3,7 @@
 
     make_random_gguf.py 35B-A3B --quant Q4_K --out models/
 
+``--quant`` is a tensor type, or Q4_K_M or Q5_K_M, which mix types as llama-quantize does.
 Shapes are those of the published configurations; where a drafter has none, it is as wide as its target. ``--layers`` cuts the target
 down, for machines that the whole model does not fit.
 """

@@ -71,12 +71,36 @@ class Tiled:
         return np.tile(np.roll(self.block, self.shift, 0), (copies, 1))[: self.n_rows]
 
 
-class Writer:
-    """GGUF writer that quantises what can be quantised and leaves vectors in F32."""
+@dataclass(frozen=True)
+class Mix:
+    """Types of a file of several: of most matrices, of the head, of attn_qkv, and of attn_v and ffn_down in the layers that get more bits."""
 
-    def __init__(self, path: Path, arch: str, quant: str, seed: int):
+    most: str
+    head: str
+    qkv: str
+    more: str
+
+    def of(self, name: str, n_layer: int) -> str:
+        """The type of a matrix, as llama-quantize chooses it (llama.cpp, src/llama-quant.cpp) for a model with few K/V heads."""
+        part, layer = name.removesuffix(".weight").rsplit(".", 1)[-1], int(name.split(".")[1]) if name.startswith("blk.") else 0
+        if part == "output":
+            return self.head
+        if part == "attn_qkv":
+            return self.qkv
+        ends = layer < n_layer // 8 or layer >= 7 * n_layer // 8 or (layer - n_layer // 8) % 3 == 2
+        return self.more if part in ("attn_v", "ffn_down") and ends else self.most
+
+
+MIXES = {"Q4_K_M": Mix("q4_K", "q6_K", "q5_K", "q6_K"), "Q5_K_M": Mix("q5_K", "q6_K", "q6_K", "q6_K")}
+
+
+class Writer:
+    """GGUF writer that quantises what can be quantised and leaves vectors in F32. ``quant`` is a tensor type or one of MIXES."""
+
+    def __init__(self, path: Path, arch: str, quant: str, seed: int, n_layer: int = 0):
         self.out = gguf.GGUFWriter(str(path), arch)
-        self.arch, self.kind = arch, type_id(quant)
+        self.mix, self.n_layer = MIXES.get(quant), n_layer
+        self.arch, self.kind = arch, type_id(self.mix.most if self.mix else quant)
         self.rng = np.random.default_rng(seed)
         self._blocks: dict[tuple, np.ndarray] = {}
         self._tiled: dict[str, Tiled] = {}
@@ -89,7 +113,8 @@ class Writer:
         self._add(name, n_in, n_out * count, (count, n_out), 1.0, kind)
 
     def _add(self, name: str, n_in: int, n_out: int, shape: tuple[int, ...], gain: float, kind: int | None) -> None:
-        kind = self.kind if kind is None else kind
+        if kind is None:
+            kind = type_id(self.mix.of(name, self.n_layer)) if self.mix else self.kind
         if n_in % lib.ggml_blck_size(kind):
             kind = type_id("q8_0") if n_in % 32 == 0 else type_id("f16")
         # fresh numbers for small matrices; large ones are turned copies of one block per width: quantising 27 billion takes an hour. An odd
@@ -122,7 +147,7 @@ class Writer:
 
     def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None, behind: int = 0) -> None:
         """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ; ``behind``: MTP layers."""
-        out = self.out
+        out, self.n_layer = self.out, s.n_layer
         out.add_block_count(s.n_layer + behind)
         out.add_context_length(s.n_ctx)
         out.add_embedding_length(s.n_embd)
@@ -271,7 +296,7 @@ def write_dflash(
     As drafters of Laguna targets: ``feature_norms`` adds enc.aux_norm, ``gate`` adds attn_gate per "head" or per "output".
     """
     s, path = shape, Path(path)
-    w = Writer(path, "dflash", quant, seed)
+    w = Writer(path, "dflash", quant, seed, s.draft_layers)
     out = w.out
     out.add_block_count(s.draft_layers)
     out.add_context_length(s.n_ctx)
