@@ -275,7 +275,7 @@ class ConcurrentSession:
         """
         engine = self._scheduler.engine
         ids, stop = self._prompt_ids(prompt, special), stop_texts(stop)
-        forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if engine.drafter is not None else PLAIN)
+        forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self._scheduler.drafts else PLAIN)
         text = BlockText(self._tokenizer.piece, stop)
         options = LoopOptions(
             max_tokens, mode, engine.options.width, self._tokenizer.is_end, ignore_end, completes=text.completes, forced=forced, reuse=reuse

@@ -11,6 +11,7 @@ from .arguments import GenerateOptions, RequestOptions
 from .checks import token_ids, whole
 from .concurrent import ConcurrentSession
 from .decode.calibrate import cached_costs, step_cost
+from .decode.lookup import LookupControl
 from .decode.methods import Methods, methods
 from .decode.request import PLAIN, SPECULATIVE, LoopOptions
 from .decode.scheduler import Scheduler
@@ -63,6 +64,7 @@ class Engaged:
 
     target: str
     drafter: str | None
+    lookup: str | None
     device: str
     threads: int
     width: int
@@ -89,6 +91,7 @@ class Session:
         self.notes: list[str] = []
         self.load_seconds = 0.0
         self.drafter: Drafter | None = None
+        self.lookup: LookupControl | None = None  # what drafts without a model
         self.costs: dict[int, float] | None = None  # milliseconds per step by width; None where the width is pinned
         self.costs_cached = False
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
@@ -124,7 +127,7 @@ class Session:
         self.notes += ignored_yarn(file, self.target.arch)
         self.tokenizer = self._own(Tokenizer(file))
         self.drafter = self._open_drafter(file, draft, spec)
-        options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width))
+        options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width, spec.lookup is not None))
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
         placement, host = self._place_experts(experts, threads, max(options.chunk, options.width))
         self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total), placement, host)
@@ -135,13 +138,19 @@ class Session:
         if self.drafter is not None:
             self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
-        self.scheduler = Scheduler(self.engine, options.width)
+        self.lookup = self._lookup_control(spec.lookup) if spec.lookup is not None else None
+        self.scheduler = Scheduler(self.engine, options.width, lookup=self.lookup)
         if self.drafter is not None and width is None:
             self._measure_costs()
         self.scheduler.widths = self.width_control()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
         self.load_seconds = time.perf_counter() - started
         return self
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Who drafts here, by the names of `--spec-type`."""
+        return tuple(who.method for who in (self.drafter, self.lookup) if who is not None)
 
     def _open_drafter(self, file: GGUFFile, draft: Path | None, spec: Methods) -> Drafter | None:
         """The drafter of the file ``draft``, or without one the MTP layer of the target's own ``file``; None if there is none that may draft."""
@@ -206,6 +215,11 @@ class Session:
                 f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for"
             )
 
+    def _lookup_control(self, method: str) -> LookupControl:
+        """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
+        widths = candidate_widths(self.engine.options.width)
+        return LookupControl(method, cached_costs(self.engine, tuple(w for w in widths if w > 1), given=True)[0])
+
     def _measure_costs(self, fresh: bool = False) -> None:
         widths = candidate_widths(self.engine.options.width)
         self.costs, self.costs_cached = cached_costs(self.engine, widths, fresh)
@@ -223,11 +237,11 @@ class Session:
             self.notes.append(f"the context of {n_ctx} is longer than the {trained} tokens that the model was trained with")
         return n_ctx
 
-    def _width(self, width: int | None) -> int:
+    def _width(self, width: int | None, lookup: bool = False) -> int:
         if self.drafter is None:
-            if width not in (None, 1):
+            if width not in (None, 1) and not lookup:
                 raise PairError(f"a draft width of {width} needs a drafter: give one with `draft`, or leave the width out")
-            return 16
+            return 16 if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
         return self.drafter.block_size if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
 
     # -- generating
@@ -275,7 +289,7 @@ class Session:
         """
         self._check_open()
         ids, text = self.prompt_ids(prompt, special), BlockText(self.tokenizer.piece, stop_texts(stop))
-        forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.drafter is not None else PLAIN)
+        forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.scheduler.drafts else PLAIN)
         options = LoopOptions(
             max_tokens,
             mode,
@@ -286,7 +300,7 @@ class Session:
             completes=text.completes,
             forced=forced,
         )
-        options.check(self.drafter)
+        options.check(self.drafter or self.lookup)
         turn, sampler = self._turns.take(), None
         try:
             sampler, started = self._sampler(sampling, ignore_end), time.perf_counter()
@@ -467,7 +481,8 @@ class Session:
         options = replace(self.engine.options, slots=slots, n_ctx=self.engine.options.n_ctx if n_ctx is None else n_ctx)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         engine = Engine(self.backend, self.target, self.drafter, options)
-        scheduler = Scheduler(engine, None if self.costs else options.width, memory)
+        lookup = self.lookup.for_slots() if self.lookup is not None else None
+        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup)
         if slots == 1:  # the same graphs
             scheduler.widths = self.width_control()
         elif self.costs and len(useful_widths(self.costs)) == 1:
@@ -529,6 +544,7 @@ class Session:
         return Engaged(
             self.target.file.path.name,
             drafter,
+            self.lookup.method if self.lookup is not None else None,
             self.backend.device.name,
             self.backend.threads,
             width,

@@ -298,7 +298,7 @@ class _Desk:
         system = [{"role": "system", "content": chat.system}] if chat.system else []
         content = {
             "target": chat.session.target.file.path.name,
-            "drafter": chat.session.drafter.file.path.name if chat.session.drafter is not None else None,
+            "drafter": chat.session.drafter.title if chat.session.drafter is not None else None,
             "sampling": chat.sampling.describe() if chat.sampling is not None else None,
             "seeds": [s.seed for s in chat.stats],
             "thinking": chat.thinking is not False if chat.template.can_think else None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..decode.methods import MODELS
 from ..decode.request import SPECULATIVE
 from ..decode.stats import MUCH_WAITING, Stats
 from ..ggml.device import graph_replay_enabled
@@ -17,8 +18,10 @@ _BAR = " ▁▂▃▄▅▆▇█"
 def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: Sequence[str] = ()) -> str:
     """One line with everything that decides speed and memory, and one per note."""
     where = f"{e.device} ({e.threads} thread{'s' * (e.threads > 1)}, kernels: {e.kernels})" if e.threads else e.device
-    if e.drafter is None:
+    if e.drafter is None and e.lookup is None:
         draft = "no drafter: plain decoding"
+    elif e.drafter is None:
+        draft = f"drafts by {e.lookup}" if mode in (None, SPECULATIVE) else f"{e.lookup} idle ({mode} mode)"
     elif mode == "plain":
         draft = f"drafter {e.drafter} idle (plain mode)"
     elif mode == "reference":
@@ -27,6 +30,8 @@ def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: 
         draft = f"drafter {e.drafter} idle (no block width is faster than plain decoding here)"
     else:
         draft = f"drafter {e.drafter}, width " + (f"chosen from {'/'.join(map(str, e.widths))}" if e.widths else str(e.width))
+    if e.drafter is not None and e.lookup is not None and mode in (None, SPECULATIVE):
+        draft += f"; {e.lookup} beside it"
     m = e.memory
     parts = [f"weights {size(m['weights'] + m.get('draft_weights', 0))}", f"K/V {size(m['kv'] + m.get('draft_kv', 0))} {e.kv_type}"]
     if "recurrent" in m:
@@ -52,6 +57,8 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     if s.drafted:
         lines.append(f"accepted {s.matched} of {s.drafted} drafts ({100 * s.acceptance:.1f} %), by position: {_positions(s)}")
         lines.append(f"tokens per step: {_histogram(s)}")
+    if len(s.drafters) > 1 or s.drafters.keys() - {*MODELS}:
+        lines.append("drafts by " + ", ".join(f"{who}: {right} of {n} in {steps} steps" for who, (steps, n, right) in s.drafters.items()))
     if s.forced:
         lines.append(f"forced by the constraint: {s.forced} of the drafts, {s.forced_matched} accepted")
     if s.width_reason:

@@ -110,7 +110,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
 
 
 def _why_no_draft(session, stats) -> str:
-    if session.drafter is None:
+    if not session.methods:
         return "there is no drafter, give one with -md"
     if stats.mode != "speculative":
         return f"the mode was {stats.mode}"

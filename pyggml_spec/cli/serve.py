@@ -16,6 +16,7 @@ from .options import (
     expert_options,
     graphs_option,
     prefix_memory_option,
+    spec_options,
     target_options,
     text_of,
 )
@@ -31,6 +32,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @llama_cpp_options
 @graphs_option
 @expert_options
+@spec_options
 @cache_type_options
 @draft_cache_type_options
 @click.option(

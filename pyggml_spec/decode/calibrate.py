@@ -23,30 +23,31 @@ START = [0] * 8  # tokens that the measured steps follow
 SEED = 1
 
 
-def step_costs(engine: Engine, widths: tuple[int, ...]) -> dict[int, float]:
-    """``step_cost`` by width, 1 being plain decoding. Forgets the sequence. Widths that the context is too short for are left out.
+def step_costs(engine: Engine, widths: tuple[int, ...], given: bool = False) -> dict[int, float]:
+    """``step_cost`` by width, 1 being plain decoding; ``given``: of steps that verify given ids. Forgets the sequence. Widths that the context is too short for are left out.
 
     Blocks are varied: behind START a drafter repeats one token, whose rows all choose the same few experts, and a block of a routed model
     costs by the experts that it chooses.
     """
     random = np.random.default_rng(SEED)
     fitting = [width for width in (1, *widths) if engine.options.n_ctx > len(START) + width]
-    return {width: step_cost(engine, width, random) for width in fitting}
+    return {width: step_cost(engine, width, random, given=given) for width in fitting}
 
 
-def step_cost(engine: Engine, width: int, random: np.random.Generator | None = None, most: int = MOST) -> float:
+def step_cost(engine: Engine, width: int, random: np.random.Generator | None = None, most: int = MOST, given: bool = False) -> float:
     """Milliseconds of one step of ``width`` rows: the median of at most ``most`` of them, host work included. Forgets the sequence.
 
-    ``random`` chooses the tokens of blocks. The fastest step instead of the median was tried: on a shared two-core machine it flattered wide
+    ``random`` chooses the tokens of blocks. ``given``: they are verified as they are, and nobody drafts. The fastest step instead of the median was tried: on a shared two-core machine it flattered wide
     blocks by a quarter.
     """
-    engine.reset(drafting=width > 1)
+    engine.reset(drafting=width > 1 and engine.drafter is not None)
     engine.prefill(START[: max(1, engine.options.n_ctx - width)])
     runs: list[float] = []
     random, started = random or np.random.default_rng(SEED), time.perf_counter()
     while len(runs) < WARMUP + most and engine.cursor.room >= width:
         began = time.perf_counter()
-        result = engine.plain_step() if width == 1 else engine.fused_step(width, random.integers(0, engine.target.n_vocab, width - 1))
+        ids = random.integers(0, engine.target.n_vocab, width - 1)
+        result = engine.plain_step() if width == 1 else engine.verify_step(ids.tolist()) if given else engine.fused_step(width, ids)
         engine.accept(1, int(result.ids[0]))
         runs.append(time.perf_counter() - began)
         spent = time.perf_counter() - started
@@ -58,7 +59,7 @@ def step_cost(engine: Engine, width: int, random: np.random.Generator | None = N
     return 1000 * statistics.median(runs[WARMUP:] or runs)
 
 
-def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
+def cost_key(engine: Engine, widths: tuple[int, ...], given: bool = False) -> str:
     """Names what the costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
     device, placement = engine.backend.device, engine.target.weights.placement
     parts = [
@@ -71,6 +72,7 @@ def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
         engine.backend.threads,
         engine.backend.kernels,
         widths,
+        given,
         engine.options,
         versions(),
     ]
@@ -81,12 +83,12 @@ def cost_key(engine: Engine, widths: tuple[int, ...]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -> tuple[dict[int, float], bool]:
+def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, given: bool = False) -> tuple[dict[int, float], bool]:
     """``step_costs``, from the cache if they were measured before; the flag says whether they were. A damaged entry is measured again.
 
     ``fresh``: measure whatever the cache says. Costs that were measured while other work had the processor are not kept.
     """
-    path = cache_folder() / f"costs-{cost_key(engine, widths)}.json"
+    path = cache_folder() / f"costs-{cost_key(engine, widths, given)}.json"
     try:
         stored = {int(k): float(v) for k, v in json.loads(path.read_text()).items()}
         if not fresh and 1 in stored and set(stored) <= {1, *widths} and all(0 < v < 1e6 for v in stored.values()):
@@ -94,7 +96,7 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False) -
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         pass
     with Waiting() as waiting:
-        costs = step_costs(engine, widths)
+        costs = step_costs(engine, widths, given)
     if 1 not in costs:
         return {}, False
     if not waiting.much:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from ..checks import whole
 from ..engine.engine import Engine
 from ..engine.options import candidate_widths
@@ -69,7 +71,7 @@ class LoopOptions:
         return ForcedDrafts(self.sampler, candidate_widths(self.width))
 
     def check(self, drafter: object | None) -> None:
-        """Raises EngineError for a mode that needs a drafter where there is none."""
+        """Raises EngineError for a mode that needs drafts where nobody makes any; ``drafter``: who does, None for nobody."""
         if self.mode == SPECULATIVE and drafter is None and self.drafts is None:
             raise EngineError(f"there is no drafter: use {PLAIN} mode, or load one")
 
@@ -93,6 +95,7 @@ class Request:
         width: rows of a block in reference mode.
         may_force: whether a constraint may leave no choice about tokens.
         forced: the drafts of its last step, if a constraint left no choice about them.
+        found: the drafts of its last step, if they were looked up (``lookup``).
         drafts: the drafts that its last step verified, whoever made them.
         guide: its constraint, step by step; None if it has none.
     """
@@ -102,16 +105,27 @@ class Request:
         self.history, self.width = list(prompt), width
         self.speculating = options.mode == SPECULATIVE and options.width > 1
         self.forced: list[int] = []
+        self.found: list[int] = []
+        self.method = ""  # by which they were looked up
         self.drafts: list[int] = []
         self._forced = options.forced_drafts()
         self.may_force = self._forced is not None
         self.guide = Guide(options.sampler, options.synthetic) if options.masked and options.sampler is not None else None
 
+    def found_work(self, drafts: list[int], widths: Sequence[int]) -> Work:
+        """Verifies ``drafts``, filled up to one of the ``widths`` that there are graphs for; a plain token if none of them may come."""
+        self._begin(drafts)
+        self.forced, self.found = [], drafts if self.guide is None else drafts[: self.guide.check(np.array(drafts))]
+        if not self.found:
+            return self.work(1)
+        rows = next(w for w in widths if len(self.found) < w)
+        return Verify([*self.found, *[self.found[-1]] * (rows - 1 - len(self.found))])
+
     def forced_work(self) -> Work | None:
         """Its next step, if that verifies what a constraint leaves no choice about, filled up to a width that there are graphs for."""
         if self._forced is None:
             return None
-        self.forced = self._forced.next()
+        self.forced, self.found = self._forced.next(), []
         if not self.forced:
             return None
         self._begin(self.forced)
@@ -120,6 +134,7 @@ class Request:
     def work(self, width: int) -> Work:
         """What it does in a step whose blocks have ``width`` rows."""
         self._begin()
+        self.found = []
         if self.speculating:
             if width == 1:
                 return ALONE
@@ -166,6 +181,7 @@ class Request:
         self.history += block
         rows = result.tokens.size  # fewer than asked for where a constraint forbids a draft
         self.stats.add_block(rows, matched := len(block) - 1, isinstance(item, Draft), len(self.drafts))
+        self._credit(item, engine, matched)
         if self._forced is not None and self.forced:
             self._forced.observe(len(self.forced), matched)
             self.stats.forced, self.stats.forced_matched = self._forced.drafted, self._forced.matched
@@ -173,9 +189,20 @@ class Request:
             self._forced.observe_drafter(matched)
         return block
 
+    def _credit(self, item: Work, engine: Engine, matched: int) -> None:
+        """Counts the drafts for whoever made them."""
+        if not self.drafts:
+            return
+        who = self.method if self.found else "script"
+        if self.forced:
+            who = "constraint"
+        elif isinstance(item, Draft) and engine.drafter is not None:
+            who = engine.drafter.method
+        self.stats.credit(who, len(self.drafts), matched)
+
     def _offered(self, result: StepResult) -> list[int]:
         """The drafts of a step, without what only fills it up."""
-        return self.forced or ([] if self.options.mode == REFERENCE else result.tokens[1:].tolist())
+        return self.forced or self.found or ([] if self.options.mode == REFERENCE else result.tokens[1:].tolist())
 
     def ended(self) -> None:
         """Says in the statistics whether the text is whole."""

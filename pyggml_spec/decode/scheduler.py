@@ -25,12 +25,13 @@ from typing import Self
 from ..checks import token_ids
 from ..engine.engine import Engine
 from ..engine.options import candidate_widths
-from ..engine.slot import Prompt, StepResult, Work
+from ..engine.slot import Prompt, StepResult, Verify, Work
 from ..errors import ContextError, EngineError
 from ..memory.prefix_slots import SlotPrefixes
 from ..memory.slots import covering
 from .counters import WARMUP_STEPS, Counters
 from .guided import Guide, run_step
+from .lookup import Choice, LookupControl
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
 from .stats import BatchStats, Stats
 from .stream import Stream
@@ -66,11 +67,12 @@ def generate(
 class Scheduler:
     """Runs the sequences of one engine, which it owns. ``width`` pins the rows per block; None learns what pays.
 
-    ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole.
+    ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole. ``lookup``: verifies what came
+    before, where that wins more than what would run instead.
     """
 
-    def __init__(self, engine: Engine, width: int | None = None, prefix_memory: int = 0) -> None:
-        self.engine, self._stats = engine, BatchStats()
+    def __init__(self, engine: Engine, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None) -> None:
+        self.engine, self._stats, self.lookup = engine, BatchStats(), lookup
         self.prefixes = SlotPrefixes(engine, prefix_memory) if prefix_memory else None
         self.widths: WidthControl | None = None
         if width is None and engine.drafter is not None:
@@ -88,6 +90,7 @@ class Scheduler:
         self._asking: list[Stream] = []  # whose owners may interrupt them
         self._changed = False  # somebody came, goes, or has read its prompt
         self._longest_wait = 0  # nanoseconds
+        self._looked: Choice | None = None  # what was found for the step
         self._prompts_turn, self._covered = True, 1  # slots that the decoding step covers
         self._padded = [
             next((w for w in (1, *candidate_widths(engine.options.width)) if n <= w), n) for n in range(engine.options.width + 1)
@@ -124,7 +127,7 @@ class Scheduler:
         ids = token_ids(prompt, engine.target.n_vocab).tolist()
         if len(ids) > engine.options.n_ctx:
             raise ContextError(f"a prompt of {len(ids)} tokens does not fit the context of {engine.options.n_ctx} per slot; raise `n_ctx`")
-        options.check(engine.drafter)
+        options.check(engine.drafter or self.lookup)
         stats = stats if stats is not None else Stats()
         width = engine.options.width if options.mode == REFERENCE and self.width == 1 else self.width
         stats.mode, stats.width, stats.prompt_tokens = options.mode, 1 if options.mode == PLAIN else width, len(ids)
@@ -132,6 +135,8 @@ class Scheduler:
         stream = Stream(self, Request(ids, options, stats, width), stats)
         stream._known = stream._filled = known
         stream._progress, stream._interrupted = progress, interrupted
+        if engine.drafter is None and options.drafts is None:
+            stream._request.speculating = False
         if slot is not None:
             stream.slot, stream._stays = slot, True
         with self._queue:
@@ -196,6 +201,11 @@ class Scheduler:
         stats, engine = self._stats, self.engine
         stats.rows_computed, stats.rows_used, stats.longest_wait = engine.rows_computed, engine.rows_used, 1e-9 * self._longest_wait
         return stats
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anybody drafts here: a model, or what came before."""
+        return self.engine.drafter is not None or self.lookup is not None
 
     @property
     def idle(self) -> bool:
@@ -277,7 +287,7 @@ class Scheduler:
             if block == "fused" and request.guide is not None:  # drafts are looked at before they are verified
                 request.guide.widths = self.widths.useful if self.widths is not None else ()
                 kinds = [("plain", 1), *(("draft", w) for w in widths if w > 1), *(kind for kind in every if kind[1] <= max(widths))]
-            if request.may_force:
+            if request.may_force or stream._suffix is not None:
                 kinds += [kind for kind in every if kind not in kinds]
             self.engine.prepare_transitions(sorted({width for _, width in kinds}))
             self.engine.prepare(kinds, request.limits.left)
@@ -368,15 +378,18 @@ class Scheduler:
         return {s.slot: Prompt(s._part(rows)) for s in chosen}
 
     def _decode_work(self, decoding: list[Stream], filling: list[Stream]) -> dict[int, Work]:
-        """A block or a plain token of each; tokens that a constraint leaves no choice about come before what a drafter could say."""
+        """A block or a plain token of each; tokens that a constraint leaves no choice about come before what a drafter could say, and what came
+        before where it wins more."""
         work: dict[int, Work] = {}
         for s in self._forcing:
             if (item := s._request.forced_work()) is not None:
                 work[s.slot] = item
-        width = self.width
+        width, self._looked = self.width, None
         if self.widths is not None and len(work) < len(decoding):
             self._kind = self.widths.choose(self._covered, self._sequences)
             width = self._kind.width
+        if self.lookup is not None:
+            width = self._look_up(self.lookup, decoding, width, work)
         for s in decoding:
             if s.slot not in work:
                 work[s.slot] = s._request.work(width)
@@ -386,6 +399,29 @@ class Scheduler:
                     work[s.slot] = Prompt(s._prompt[s._filled :])
         return work
 
+    def _look_up(self, lookup: LookupControl, decoding: list[Stream], width: int, work: dict[int, Work]) -> int:
+        """Adds those that verify what came before, if that wins more than a step of this ``width``; returns the width of the others."""
+        if not any(s._suffix for s in decoding):
+            return width
+        drafting = [s._request.speculating and width > 1 for s in decoding]
+        tokens, milliseconds = [1.0] * len(decoding), None
+        if not any(drafting):
+            milliseconds = lookup.cost(self._covered, 1)
+        elif self.widths is None:
+            tokens = [s.stats.tokens_per_draft if of else 1.0 for s, of in zip(decoding, drafting)]
+        else:
+            milliseconds = self.widths.costs.get((self._covered, self._kind))
+            if milliseconds is None:  # the costs of drafting are being learnt
+                return width
+            curves = [s.acceptance[self._kind.drafter].tokens() if s is not None else [1.0] for s in self._sequences]
+            tokens = [curve[min(width, len(curve)) - 1] for curve in curves]
+        choice = lookup.choose(self._covered, [s._suffix for s in decoding], tokens, milliseconds, width if any(drafting) else 1)
+        self._looked = choice
+        for s, drafts in zip(decoding, choice.drafts):
+            if drafts and s.slot not in work:
+                work[s.slot] = s._request.found_work(drafts, (1, *lookup.widths))
+        return width if choice.otherwise else 1
+
     def _take(self, stream: Stream, item: Work, result: StepResult) -> None:
         """What a step brought one sequence."""
         request = stream._request
@@ -393,6 +429,8 @@ class Scheduler:
             block = self._take_prompt(stream, item, result)
         else:
             block = request.take(item, result, self.engine, stream.slot)
+            if stream._suffix is not None:
+                stream._suffix.extend(block)
             stream._rows, stream._matched = item.rows, len(block) - 1  # forbidden drafts are rejected ones, of blocks that cost less
         if block:
             stream.tokens += block
@@ -419,7 +457,11 @@ class Scheduler:
         self._changed = True
         if stream._request.limits.reason:  # no tokens were asked for: others may begin with this prompt
             return []
-        return [stream._request.first(int(result.ids[0]), self.engine, stream.slot)]
+        first = stream._request.first(int(result.ids[0]), self.engine, stream.slot)
+        options = stream._request.options
+        if self.lookup is not None and options.mode == SPECULATIVE and options.drafts is None and options.synthetic is None:
+            stream._suffix, stream._request.method = self.lookup.begin(stream._request.history), self.lookup.method
+        return [first]
 
     def _end(self, stream: Stream, reason: str) -> None:
         stream.stats.stop_reason = reason
@@ -434,6 +476,9 @@ class Scheduler:
 
     def _leave(self, stream: Stream) -> None:
         self._changed = True
+        if stream._suffix is not None:
+            stream._suffix.end()
+            stream._suffix = None
         if stream in self._active:
             self._active.remove(stream)
             if not self.engine.graphs.closed:
@@ -472,15 +517,18 @@ class Scheduler:
             rows = max(rows, width)
         width = self._padded[rows]
         stats.widths[width] += 1
-        if self.widths is not None:
+        if self.lookup is not None and len(work) == len(decoding):
+            given = all(isinstance(item, Verify) for item in work.values())
+            self.lookup.observe(self._covered, width if given else None, spent / 1e6, sum(s._matched + 1 for s in decoding))
+        if self.widths is not None and (self._looked is None or self._looked.otherwise):
             self._observe(decoding, width, spent / 1e6, len(work) == len(decoding))
 
     def _observe(self, decoding: Sequence[Stream], width: int, milliseconds: float, alone: bool) -> None:
         """Tells width control what the step of ``width`` rows brought. ``alone``: no prompt rode along."""
         assert self.widths is not None
         sequences = self._sequences
-        if self._forcing and any(s._request.forced for s in self._forcing):
-            sequences, alone = [None if s._request.forced else s._drafted for s in decoding], False
+        if any(s._request.forced or s._request.found for s in (decoding if self._looked is not None else self._forcing)):
+            sequences, alone = [None if s._request.forced or s._request.found else s._drafted for s in decoding], False
             if not any(sequences):
                 return
         matched = [s._matched for s in decoding]

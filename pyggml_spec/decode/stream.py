@@ -10,6 +10,7 @@ from ..ggml.device import waited_for_core
 from .counters import Counters
 from .request import Request
 from .stats import Stats
+from .suffix import SuffixDrafts
 from .width import Drafted
 
 
@@ -52,6 +53,7 @@ class Stream:
         self._partings: set[int] = set()  # lengths at which another prompt goes on otherwise
         self._leaders: list[tuple[Stream, int]] = []  # older ones that compute what this prompt begins with, and how much of it
         self._drafted: Drafted | None = None  # what width control knows of it
+        self._suffix: SuffixDrafts | None = None  # what it looks drafts up in, once it decodes
         self._counters: Counters | None = None  # of an engine that it has to itself
         self._since = time.perf_counter_ns()  # the phase began
         self._decoding = False

@@ -111,7 +111,7 @@ def settings(context: Context, ask: Ask, seed: int | None = None) -> dict[str, A
         "adaptive_decay": 0.0, "stop": list(ask.stop), "max_tokens": n, "n_predict": n, "ignore_eos": ask.ignore_end,
         "logit_bias": bias + (context.served.end_bias() if ask.ignore_end else []), "n_probs": s.logprobs or 0,
         "grammar": s.grammar or "", "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": ask.reuse,
-        "speculative.types": "draft-dflash" if context.served.drafter and ask.mode is None else "none",
+        "speculative.types": ",".join(context.served.session.methods) or "none" if ask.mode is None else "none",
     }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ class Served:
     ) -> None:
         self.session, self.limits, self.options = session, limits, options
         self.tokenizer: Tokenizer = session.tokenizer
-        self.drafter = session.drafter is not None
+        self.drafter = bool(session.methods)
         self.n_ctx = concurrent.n_ctx
         self.created = int(time.time())
         path = session.target.file.path
@@ -177,7 +177,7 @@ class Served:
             "meta": {
                 "vocab_type": 2, "n_vocab": self.tokenizer.n_vocab, "n_ctx_train": target.context_length, "n_ctx": self.n_ctx,
                 "n_embd": target.n_embd, "size": target.file.path.stat().st_size, "architecture": target.arch,
-                "drafter": self.session.drafter.file.path.name if self.session.drafter is not None else None,
+                "drafter": self.session.drafter.title if self.session.drafter is not None else None,
             },
         }  # fmt: skip
 

@@ -371,7 +371,7 @@ def _plan_on(
         file = own(GGUFFile(target_path))
         target = session.target = open_target(file)
         drafter = session.drafter = session._open_drafter(file, draft_path, spec)
-        n_ctx, width = session._context(n_ctx), session._width(draft_width)
+        n_ctx, width = session._context(n_ctx), session._width(draft_width, spec.lookup is not None)
         backend = own(Backend(device, threads, kernels))
         options = EngineOptions(n_ctx=n_ctx, width=width, **asked)
         target.weights = own(PlannedWeights(backend, target, *session._place_experts(experts, threads, max(options.chunk, width))))

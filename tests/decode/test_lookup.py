@@ -1,0 +1,110 @@
+"""What came before is verified instead of drafts, alone and beside a drafter, in one slot and in many: the text stays what it is."""
+
+import json
+from itertools import islice
+
+import pytest
+from random_gguf.archs import write_gemma4
+from random_gguf.model import Shape
+
+import pyggml_spec as ps
+from pyggml_spec.decode.lookup import LookupControl, Pace
+from pyggml_spec.errors import EngineError
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+
+LIST = "".join(f'item {i}: value = {i * 7 % 13}; name = "object number {i}"\n' for i in range(12))
+PROMPT = f"Repeat this list:\n{LIST}\nThe list again:\n{LIST[:400]}"
+N = 100
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with ps.load(DEMO_TARGET, device="CPU", threads=1, n_ctx=1024) as session:
+        return session.generate(PROMPT, N, ignore_end=True)[0]
+
+
+@pytest.fixture(scope="module", params=["suffix", "draft-dflash,suffix", "ngram-simple"])
+def session(request):
+    spec = request.param.split(",")
+    draft = DEMO_DRAFTER if "draft-dflash" in spec else None
+    with ps.load(DEMO_TARGET, draft, device="CPU", threads=1, n_ctx=1024, spec=spec) as loaded:
+        yield loaded
+
+
+def test_the_text_is_plain_text_and_repeated_requests_are_copied(session, plain):
+    text, first = session.generate(PROMPT, N, ignore_end=True)
+    again, second = session.generate(PROMPT, N, ignore_end=True)
+    assert text == again == plain
+    method = session.lookup.method
+    assert method in first.drafters and first.emitted == N == 1 + first.steps + first.matched
+    assert sum(n for _, n, _ in first.drafters.values()) == first.drafted
+    assert sum(right for _, _, right in first.drafters.values()) == first.matched
+    if session.lookup.pool.lookup.shared:  # the answer of the first one is the corpus of the second
+        assert second.steps < 15 and second.acceptance > 0.9
+    assert second.graphs_built_after_warmup == 0 and first.buffer_growths_after_warmup == 0
+    assert json.loads(json.dumps(first.as_dict()))["drafters"][method] == list(first.drafters[method])
+
+
+def test_sampled_text_is_that_of_plain_decoding(session):
+    sampling = ps.Sampling(temperature=0.8, seed=5)
+    want = session.generate(PROMPT, 60, mode="plain", sampling=sampling, ignore_end=True)[0]
+    text, stats = session.generate(PROMPT, 60, sampling=sampling, ignore_end=True)
+    assert text == want and (stats.drafters or session.lookup.method != "suffix")
+
+
+def test_under_a_constraint_only_what_may_come_is_verified(session):
+    sampling = ps.Sampling(temperature=0, grammar='root ::= ("item " [0-9]+ ": value\\n")+')
+    want = session.generate(PROMPT, 40, mode="plain", sampling=sampling)[0]
+    assert session.generate(PROMPT, 40, sampling=sampling)[0] == want
+
+
+def test_plain_and_reference_modes_look_nothing_up(session):
+    for mode in ("plain", "reference"):
+        assert not session.generate(PROMPT, 20, mode=mode, ignore_end=True)[1].drafters
+
+
+def test_an_answer_left_early_is_no_corpus_of_half_a_step(session, plain):
+    steps = session.steps(PROMPT, N, ignore_end=True)
+    begun = [event.text for event in islice(steps, 4)]
+    steps.close()
+    assert plain.startswith("".join(begun))
+    assert session.generate(PROMPT, N, ignore_end=True)[0] == plain
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_in_slots_each_text_is_its_own(session, plain, slots):
+    prompts = [PROMPT, PROMPT[: len(PROMPT) // 2], "import os\n", PROMPT[30:]][:slots]
+    want = [plain, *(session.generate(prompt, N, mode="plain", ignore_end=True)[0] for prompt in prompts[1:])]
+    for _ in range(2):
+        done = session.generate_all(prompts, N, slots=slots, ignore_end=True)
+        assert [text for text, _ in done] == want
+    assert any(session.lookup.method in stats.drafters for _, stats in done)
+
+
+def test_any_architecture_and_rings(tmp_path):
+    """gemma4 keeps a ring of rows for sliding layers, and nobody drafts for it here."""
+    target = write_gemma4(tmp_path / "t.gguf", Shape())
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8] * 30
+    with ps.load(target, device="CPU", threads=1, n_ctx=1024, spec=["suffix"]) as session:
+        want, _ = session.generate(prompt, 80, mode="plain", ignore_end=True)
+        text, stats = session.generate(prompt, 80, ignore_end=True)
+        assert text == want and stats.drafters["suffix"][2] > 0
+        with pytest.raises(EngineError, match="there is no drafter"):
+            with ps.load(target, device="CPU", threads=1, n_ctx=256) as alone:
+                alone.generate(prompt[:20], 5, mode="speculative")
+
+
+def test_the_step_that_wins_most_is_taken():
+    """Against the pace of the last steps: a plain token is worth more where a match is likely to follow it, a dear block where none is."""
+    pace = Pace(1.0, 10.0)
+    assert pace.wins(1.0, 10.0) == pytest.approx(0.0)
+    for _ in range(400):
+        pace.observe(8, 10.0)
+    assert pace.wins(1.0, 10.0) == pytest.approx(-7.0, abs=0.1) and pace.wins(3.0, 40.0) < pace.wins(1.0, 10.0)
+    control = LookupControl("suffix", {1: 10.0, 4: 12.0, 16: 20.0})
+    sequence = control.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+    choice = control.choose(1, [sequence], [1.0], 10.0, 1)
+    assert choice.drafts[0][:3] == [4, 5, 6] and not choice.otherwise
+    assert control.choose(1, [control.begin([1, 2, 3, 4])], [1.0], 10.0, 1) == ([[]], True)
+    dear = LookupControl("suffix", {1: 10.0, 4: 60.0, 16: 200.0})
+    assert dear.choose(1, [dear.begin([1, 2, 3, 4, 5, 6, 1, 2, 3])], [1.0], 10.0, 1) == ([[]], True)
