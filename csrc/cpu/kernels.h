@@ -20,7 +20,7 @@ typedef struct pgs_kernel {  // products with one type of weight
 
 #define POSITIONS 32      // rows of K and V that are taken together
 #define MOST_SIZE 512     // values of a head
-#define MOST_ROWS 16      // query rows that are taken together
+#define MOST_ROWS 32      // query rows that are taken together
 #define HIDDEN    0xfc00  // -Inf, what a mask has where a row must not look
 
 typedef struct pgs_cache {  // rows of one head of K or V

@@ -124,3 +124,21 @@ INLINE vf vf_below(vf x, float limit, vf then, vf otherwise) {
     return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_LT_OQ));
 }
 INLINE void prefetch(const void * p) { _mm_prefetch((const char *) p, _MM_HINT_T0); }
+
+INLINE void transpose(vf * x) {
+    vf a[8], b[8];
+    _Pragma("GCC unroll 4") for (int i = 0; i < 8; i += 2) {
+        a[i]     = _mm256_unpacklo_ps(x[i], x[i + 1]);
+        a[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+    _Pragma("GCC unroll 2") for (int i = 0; i < 8; i += 4) {
+        b[i]     = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+    _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
+        x[j]     = _mm256_permute2f128_ps(b[j], b[4 + j], 0x20);
+        x[4 + j] = _mm256_permute2f128_ps(b[j], b[4 + j], 0x31);
+    }
+}

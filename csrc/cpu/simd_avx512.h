@@ -89,3 +89,26 @@ INLINE vf vf_below(vf x, float limit, vf then, vf otherwise) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_LT_OQ), otherwise, then);
 }
 INLINE void prefetch(const void * p) { _mm_prefetch((const char *) p, _MM_HINT_T0); }
+
+// Rows of VL vectors become columns.
+INLINE void transpose(vf * x) {
+    vf a[16], b[16];
+    _Pragma("GCC unroll 8") for (int i = 0; i < 16; i += 2) {
+        a[i]     = _mm512_unpacklo_ps(x[i], x[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    _Pragma("GCC unroll 4") for (int i = 0; i < 16; i += 4) {  // b[i + j]: value 4 m + j of the rows i .. i + 3, for each quarter m
+        b[i]     = _mm512_shuffle_ps(a[i], a[i + 2], 0x44);
+        b[i + 1] = _mm512_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        b[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+    _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
+        const vf low = _mm512_shuffle_f32x4(b[j], b[4 + j], 0x88), odd = _mm512_shuffle_f32x4(b[j], b[4 + j], 0xdd);
+        const vf high = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0x88), odder = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0xdd);
+        x[j]      = _mm512_shuffle_f32x4(low, high, 0x88);
+        x[8 + j]  = _mm512_shuffle_f32x4(low, high, 0xdd);
+        x[4 + j]  = _mm512_shuffle_f32x4(odd, odder, 0x88);
+        x[12 + j] = _mm512_shuffle_f32x4(odd, odder, 0xdd);
+    }
+}
