@@ -5,10 +5,14 @@
 // kv_near: F32 [rows], 0.5 - position of each cache row (positions are whole numbers: the half keeps every comparison away from the
 // edge); q_last: F32 [1, T], the last position that each query row sees; q_first: F32 [1, T] or NULL, the first one (sliding windows).
 // With `slots`, the T rows are those of several slots, one after the other, and kv_near may be F32 [rows, slots], positions per slot.
-// Returns F16 [span, T], with slots [span, T / slots, 1, slots]: 0 where visible, -inf elsewhere, by log(step(q_last - position + 0.5)).
+// Returns F16 [span, T], with slots [span, T / slots, 1, slots]: 0 where visible, -inf elsewhere, by log(step(q_last - position + 0.5)). With a `level` by
+// a node of our own.
 struct ggml_tensor * pgs_span_mask(struct ggml_context * ctx, struct ggml_tensor * kv_near, struct ggml_tensor * q_last,
-                                   struct ggml_tensor * q_first, int64_t span, int64_t slots) {
+                                   struct ggml_tensor * q_first, int64_t span, int64_t slots, const pgs_level * level) {
     const int64_t T = q_last->ne[1];
+    if (level != NULL) {
+        return pgs_mask(ctx, kv_near, q_last, q_first, span, slots);
+    }
     struct ggml_tensor * near;
     if (kv_near->ne[1] == 1) {
         near = ggml_repeat_4d(ctx, ggml_view_1d(ctx, kv_near, span, 0), span, T, 1, 1);

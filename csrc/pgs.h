@@ -117,7 +117,7 @@ void pgs_kv_write_rows(struct ggml_context * ctx, struct ggml_cgraph * gf, struc
 // ---- fa_span.c
 
 struct ggml_tensor * pgs_span_mask(struct ggml_context * ctx, struct ggml_tensor * kv_near, struct ggml_tensor * q_last,
-                                   struct ggml_tensor * q_first, int64_t span, int64_t slots);
+                                   struct ggml_tensor * q_first, int64_t span, int64_t slots, const pgs_level * level);
 struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
                                  struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale,
                                  struct ggml_tensor * sinks, const pgs_level * level);
@@ -245,6 +245,15 @@ struct ggml_tensor * pgs_packed_rows(struct ggml_context * ctx, enum ggml_type t
 // x F32 [n, ...] / sqrt(mean(x^2) + eps) over the innermost dimension, times weight F32 [n] and silu(gate) where they are not NULL; contiguous.
 struct ggml_tensor * pgs_norm(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x, struct ggml_tensor * weight,
                               struct ggml_tensor * gate, float eps);
+// x F32 [n, T] times sigmoid(gate), or with `silus` times silu(gate); gate F32 of as many values, [n, T] or heads [size, n / size, T], that may lie apart.
+struct ggml_tensor * pgs_gate(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x, struct ggml_tensor * gate, bool silus);
+// As the functions of ggml of these names.
+struct ggml_tensor * pgs_sum_rows(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x);
+struct ggml_tensor * pgs_argmax(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x);
+// F32 [n_i, T] each -> F32 [n_0 + n_1 + ..., T]; at most 9.
+struct ggml_tensor * pgs_join(struct ggml_context * ctx, struct ggml_tensor ** parts, int count);
+struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * near, struct ggml_tensor * q_last, struct ggml_tensor * q_first,
+                              int64_t span, int64_t slots);
 // Attention as ggml_flash_attn_ext; NULL for shapes that our kernels do not take.
 struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * q, struct ggml_tensor * k,
                                         struct ggml_tensor * v, struct ggml_tensor * mask, float scale);

@@ -62,6 +62,9 @@ struct pgs_level {
     void (*attend)(const pgs_attention * a);
     void (*norm)(const float * x, const float * weight, const float * gate, float eps, int64_t n, float * out);
     void (*convolve)(const float * x, size_t step, const float * taps, int n_taps, int64_t rows, int64_t channels, float * out, size_t to);
+    void (*gate)(const float * x, const float * by, int64_t n, int silus, float * out);
+    float (*sum)(const float * x, int64_t n);
+    int64_t (*argmax)(const float * x, int64_t n);
     void (*delta)(const pgs_head * h, int64_t first, int64_t end);  // columns; a multiple of 4
 };
 

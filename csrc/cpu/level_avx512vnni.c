@@ -6,4 +6,4 @@
 #include "rows.h"
 #include "delta.h"
 
-const struct pgs_level pgs_level_avx512vnni = { "avx512vnni", kernels, sizeof(kernels) / sizeof(kernels[0]), attend, norm, convolve, delta };
+const struct pgs_level pgs_level_avx512vnni = { "avx512vnni", kernels, sizeof(kernels) / sizeof(kernels[0]), attend, norm, convolve, gate, sum, argmax, delta };

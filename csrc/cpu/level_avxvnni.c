@@ -13,4 +13,4 @@
 #include "rows.h"
 #include "delta.h"
 
-const struct pgs_level LEVEL = { "avxvnni", kernels, sizeof(kernels) / sizeof(kernels[0]), attend, norm, convolve, delta };
+const struct pgs_level LEVEL = { "avxvnni", kernels, sizeof(kernels) / sizeof(kernels[0]), attend, norm, convolve, gate, sum, argmax, delta };

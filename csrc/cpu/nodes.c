@@ -141,6 +141,99 @@ struct ggml_tensor * pgs_norm(struct ggml_context * ctx, const pgs_level * level
     return named(out, "own norm");
 }
 
+// ---- rows of values
+
+// Threads share rows, and where there are fewer rows than threads, multiples of LANES in them.
+static void run_gate(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const struct ggml_tensor * x = dst->src[0], * gate = dst->src[1];
+    const int64_t rows = rows_of(gate), n = gate->ne[0], groups = (n + LANES - 1) / LANES, units = rows * groups;
+    int32_t       silus;
+    memcpy(&silus, (const char *) dst->op_params + SCALE_AT, sizeof(silus));
+    for (int64_t unit = units * ith / nth, end = units * (ith + 1) / nth; unit < end;) {
+        const int64_t row = unit / groups, first = unit % groups * LANES, last = end < (row + 1) * groups ? (end - row * groups) * LANES : n;
+        // heads of x may be one row of it: its own rows are whole, those of the gate lie where they lie
+        const float * from = (const float *) ((const char *) x->data + (size_t) (row * n / x->ne[0]) * x->nb[1]) + row * n % x->ne[0];
+        ((const pgs_level *) userdata)->gate(from + first, row_of(gate, row) + first, last - first, silus, (float *) dst->data + row * n + first);
+        unit = (row + 1) * groups < end ? (row + 1) * groups : end;
+    }
+}
+
+struct ggml_tensor * pgs_gate(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x, struct ggml_tensor * gate, bool silus) {
+    struct ggml_tensor * src[] = { x, gate };
+    struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], 1, 1, src, 2, run_gate, GGML_N_TASKS_MAX, (void *) level);
+    const int32_t        how   = silus;
+    memcpy((char *) out->op_params + SCALE_AT, &how, sizeof(how));
+    return named(out, "own gate");
+}
+
+static void run_sum(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    for (int64_t row = ith; row < rows_of(dst); row += nth) {
+        ((float *) dst->data)[row] = ((const pgs_level *) userdata)->sum(row_of(dst->src[0], row), dst->src[0]->ne[0]);
+    }
+}
+
+struct ggml_tensor * pgs_sum_rows(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x) {
+    struct ggml_tensor * src[] = { x };
+    return named(ggml_custom_4d(ctx, GGML_TYPE_F32, 1, x->ne[1], x->ne[2], x->ne[3], src, 1, run_sum, GGML_N_TASKS_MAX, (void *) level), "own sum");
+}
+
+static void run_argmax(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    for (int64_t row = ith; row < dst->ne[0]; row += nth) {
+        ((int32_t *) dst->data)[row] = (int32_t) ((const pgs_level *) userdata)->argmax(row_of(dst->src[0], row), dst->src[0]->ne[0]);
+    }
+}
+
+struct ggml_tensor * pgs_argmax(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x) {
+    struct ggml_tensor * src[] = { x };
+    return named(ggml_custom_4d(ctx, GGML_TYPE_I32, x->ne[1], 1, 1, 1, src, 1, run_argmax, GGML_N_TASKS_MAX, (void *) level), "own argmax");
+}
+
+static void run_join(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    (void) userdata;
+    for (int64_t row = ith; row < dst->ne[1]; row += nth) {
+        float * to = (float *) dst->data + row * dst->ne[0];
+        for (int i = 0; i < GGML_MAX_SRC && dst->src[i] != NULL; i++) {
+            memcpy(to, row_of(dst->src[i], row), (size_t) dst->src[i]->ne[0] * sizeof(float));
+            to += dst->src[i]->ne[0];
+        }
+    }
+}
+
+struct ggml_tensor * pgs_join(struct ggml_context * ctx, struct ggml_tensor ** parts, int count) {
+    int64_t n = 0;
+    for (int i = 0; i < count; i++) {
+        n += parts[i]->ne[0];
+    }
+    return named(ggml_custom_4d(ctx, GGML_TYPE_F32, n, parts[0]->ne[1], 1, 1, parts, count, run_join, GGML_N_TASKS_MAX, NULL), "own join");
+}
+
+// What the five nodes of pgs_span_mask compute, as one.
+static void run_mask(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const struct ggml_tensor * near = dst->src[0], * last = dst->src[1], * first = dst->src[2];
+    const int64_t span = dst->ne[0], T = dst->ne[1], rows = rows_of(dst);
+    (void) userdata;
+    for (int64_t row = ith; row < rows; row += nth) {
+        const float * x     = (const float *) ((const char *) near->data + (near->ne[1] > 1 ? (size_t) (row / T) * near->nb[1] : 0));
+        const float   upper = *row_of(last, row), lower = first != NULL ? *row_of(first, row) : 0.0f;
+        uint16_t *    to    = (uint16_t *) dst->data + row * span;
+        if (first == NULL) {
+            for (int64_t i = 0; i < span; i++) {
+                to[i] = x[i] + upper > 0.0f ? 0 : HIDDEN;
+            }
+        } else {
+            for (int64_t i = 0; i < span; i++) {
+                to[i] = x[i] + upper > 0.0f && (x[i] + lower) * -1.0f + 1.0f > 0.0f ? 0 : HIDDEN;
+            }
+        }
+    }
+}
+
+struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * near, struct ggml_tensor * q_last, struct ggml_tensor * q_first,
+                              int64_t span, int64_t slots) {
+    struct ggml_tensor * src[] = { near, q_last, q_first };
+    return named(ggml_custom_4d(ctx, GGML_TYPE_F16, span, q_last->ne[1] / slots, 1, slots, src, 3, run_mask, GGML_N_TASKS_MAX, NULL), "own mask");
+}
+
 // ---- attention
 
 static pgs_cache cache_of(const struct ggml_tensor * t, int64_t head, int64_t slot) {

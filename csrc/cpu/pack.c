@@ -210,15 +210,17 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
         switch (type) {
             case GGML_TYPE_Q8_0: {
                 const rec_q8_0 * r = (const rec_q8_0 *) record;
+                const float      d = half(r->d[lane]);
                 for (int i = 0; i < 32; i++) {
-                    out[i] = half(r->d[lane]) * (float) (r->q[i / 4][4 * lane + i % 4] - 128);
+                    out[i] = d * (float) (r->q[i / 4][4 * lane + i % 4] - 128);
                 }
                 break;
             }
             case GGML_TYPE_Q4_0: {
                 const rec_q4_0 * r = (const rec_q4_0 *) record;
+                const float      d = half(r->d[lane]);
                 for (int i = 0; i < 32; i++) {
-                    out[i] = half(r->d[lane]) * (float) ((r->q[i % 16 / 4][4 * lane + i % 4] >> (i / 16 * 4) & 15) - 8);
+                    out[i] = d * (float) ((r->q[i % 16 / 4][4 * lane + i % 4] >> (i / 16 * 4) & 15) - 8);
                 }
                 break;
             }
@@ -234,10 +236,11 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
             }
             case GGML_TYPE_Q6_K: {
                 const rec_q6_k * r = (const rec_q6_k *) record;
+                const float      d = half(r->d[lane]);
                 for (int i = 0; i < 256; i++) {
                     const int j = i / 16, t = i % 16 / 4, at = 4 * lane + i % 4;
                     const int v = (r->q[j / 2][t][at] >> (j % 2 * 4) & 15) | (r->high[j / 4][t][at] >> (j % 4 * 2) & 3) << 4;
-                    out[i] = half(r->d[lane]) * r->scale[j][lane] * (float) (v - 32);
+                    out[i] = d * r->scale[j][lane] * (float) (v - 32);
                 }
                 break;
             }

@@ -6,11 +6,13 @@
 #include "kernels.h"
 #include "layout.h"
 
-// x / (1 + e^-x)
-INLINE vf silu(vf x) {
+// 1 / (1 + e^-x)
+INLINE vf sigmoid(vf x) {
     const vf e = exponential(vf_sub(vf_zero(), vf_abs(x)));  // of a magnitude, so it cannot overflow
-    return vf_mul(x, vf_div(vf_below(x, 0.0f, e, vf_set(1.0f)), vf_add(vf_set(1.0f), e)));
+    return vf_div(vf_below(x, 0.0f, e, vf_set(1.0f)), vf_add(vf_set(1.0f), e));
 }
+
+INLINE vf silu(vf x) { return vf_mul(x, sigmoid(x)); }
 
 // LANES values from x[i] on, zeros from x[n] on
 INLINE const float * whole_lanes(const float * x, int64_t i, int64_t n, float * copy) {
@@ -84,4 +86,62 @@ static void convolve(const float * x, size_t step, const float * taps, int n_tap
             }
         }
     }
+}
+
+// out = x * sigmoid(gate); with `silus` gate * sigmoid(gate) * x
+static void gate(const float * x, const float * by, int64_t n, int silus, float * out) {
+    float part[LANES], more[LANES];
+    for (int64_t i = 0; i < n; i += LANES) {
+        const float * from = whole_lanes(x, i, n, part), * z = whole_lanes(by, i, n, more);
+        float *       to = i + LANES <= n ? out + i : part;
+        EACH_PART {
+            const vf g = vf_load(z + VL * p), v = vf_load(from + VL * p);
+            vf_store(to + VL * p, vf_mul(silus ? silu(g) : sigmoid(g), v));
+        }
+        if (to == part) {
+            memcpy(out + i, part, (size_t) (n - i) * sizeof(float));
+        }
+    }
+}
+
+static float sum(const float * x, int64_t n) {
+    float part[LANES], total[LANES];
+    vf    acc[PARTS];
+    EACH_PART acc[p] = vf_zero();
+    for (int64_t i = 0; i < n; i += LANES) {
+        const float * from = whole_lanes(x, i, n, part);
+        EACH_PART acc[p] = vf_add(acc[p], vf_load(from + VL * p));
+    }
+    EACH_PART vf_store(total + VL * p, acc[p]);
+    return sum_of(total);
+}
+
+// The first place of the largest value; NaN is never the largest, and if there is nothing else, the place is 0.
+static int64_t argmax(const float * x, int64_t n) {
+    float top[4][LANES], most = -INFINITY;
+    vf    acc[4][PARTS];
+    for (int k = 0; k < 4; k++) {
+        EACH_PART acc[k][p] = vf_set(-INFINITY);
+    }
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) {
+            EACH_PART acc[k][p] = vf_max(vf_load(x + i + k * LANES + VL * p), acc[k][p]);
+        }
+    }
+    for (int k = 0; k < 4; k++) {
+        EACH_PART vf_store(top[k] + VL * p, acc[k][p]);
+        for (int j = 0; j < LANES; j++) {
+            most = top[k][j] > most ? top[k][j] : most;
+        }
+    }
+    for (; i < n; i++) {
+        most = x[i] > most ? x[i] : most;
+    }
+    for (i = 0; i < n; i++) {
+        if (x[i] == most) {
+            return i;
+        }
+    }
+    return 0;
 }

@@ -154,6 +154,8 @@ class Graph:
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, elementwise."""
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu", gate=gate, up=up)
+        if self._gates(gate, up):
+            return lib.pgs_gate(self.ctx, self.role.backend.level_handle, up, gate, True)
         return lib.ggml_swiglu_split(self.ctx, gate, up)
 
     def swiglu_oai(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -161,10 +163,26 @@ class Graph:
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu_oai", gate=gate, up=up)
         return lib.ggml_swiglu_oai(self.ctx, gate, up, 1.702, 7.0)
 
+    def _gates(self, gate: Tensor, up: Tensor) -> bool:
+        """Whether our own kernels multiply these rows."""
+        return self.role.backend.level is not None and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in (gate, up))
+
     def swiglu_halves(self, x: Tensor) -> Tensor:
         """x F32 [2 n, T] = [gate | up] -> silu(gate) * up, F32 [n, T]."""
         require(x.ne[0] % 2 == 0, "swiglu_halves", x=x)
+        if self._gates(x, x):
+            half = x.ne[0] // 2
+            return self.swiglu(self.columns(x, half), self.columns(x, half, half))
         return lib.ggml_swiglu(self.ctx, x)
+
+    def sigmoid_gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x F32 [D * H, T] times sigmoid(gate), which is F32 [D, H, T] and may have gaps between its heads."""
+        fits = x.type == gate.type == F32 and gate.ne[0] * gate.ne[1] == x.ne[0] and gate.ne[2] == x.ne[1] and x.ne[2] == gate.ne[3] == 1
+        require(fits, "sigmoid_gated", x=x, gate=gate)
+        level = self.role.backend.level_handle
+        if level != ffi.NULL and gate.nb[0] == x.nb[0] == 4:
+            return lib.pgs_gate(self.ctx, level, x, gate, False)
+        return self.mul(x, self.sigmoid(self.packed(gate)))
 
     def norm(self, x: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the innermost dimension."""
@@ -200,7 +218,10 @@ class Graph:
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins tensors of equal width T along the innermost dimension."""
-        out = parts[0]
+        out, level = parts[0], self.role.backend.level_handle
+        if level != ffi.NULL and 1 < len(parts) < 10 and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in parts):
+            require(all(x.ne[1] == out.ne[1] for x in parts), "concat", **{f"part_{i}": x for i, x in enumerate(parts)})
+            return lib.pgs_join(self.ctx, list(parts), len(parts))
         for x in parts[1:]:
             require(list(out.ne)[1:] == list(x.ne)[1:] and out.type == x.type, "concat", first=out, next=x)
             out = lib.ggml_concat(self.ctx, out, x, 0)
@@ -228,6 +249,8 @@ class Graph:
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], count, x.nb[1], first * x.nb[1])
 
     def sum_rows(self, x: Tensor) -> Tensor:
+        if self.role.backend.level is not None and x.type == F32 and x.nb[0] == 4:
+            return lib.pgs_sum_rows(self.ctx, self.role.backend.level_handle, x)
         return lib.ggml_sum_rows(self.ctx, x)
 
     def top_k(self, x: Tensor, k: int) -> Tensor:
@@ -238,6 +261,8 @@ class Graph:
     def argmax(self, x: Tensor) -> Tensor:
         """F32 [n, T] -> I32 [T]."""
         require(x.type == F32 and x.ne[2] == x.ne[3] == 1, "argmax", x=x)
+        if self.role.backend.level is not None and x.nb[0] == 4:
+            return lib.pgs_argmax(self.ctx, self.role.backend.level_handle, x)
         return lib.ggml_argmax(self.ctx, x)
 
     def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -384,7 +409,9 @@ class Graph:
     def span_mask(self, kv_near: Tensor, q_last: Tensor, q_first: Tensor | None, span: int, slots: int = 1) -> Tensor:
         fits = part(kv_near, 0, 0, span) and slots > 0 and (kv_near.ne[1] == 1 or slots <= kv_near.ne[1]) and q_last.ne[1] % slots == 0
         require(fits and q_last.ne[0] == 1, "span_mask", kv_near=kv_near, q_last=q_last, span=span, slots=slots)
-        return lib.pgs_span_mask(self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span, slots)
+        return lib.pgs_span_mask(
+            self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span, slots, self.role.backend.level_handle
+        )
 
     def fa_span(
         self,

@@ -218,11 +218,11 @@ class Qwen35(Model):
         """Of layer i: its projections F32 [.., T] -> F32 [n_embd, T], K and V written into their rows."""
         hp, w, size = self.hp, self.weights, self.hp.head_size
         q = g.heads(qg, size, hp.n_head, stride=2 * size)  # each head holds [q | gate]
-        gate = g.packed(g.heads(qg, size, hp.n_head, stride=2 * size, first=size))
+        gate = g.heads(qg, size, hp.n_head, stride=2 * size, first=size)
         q = hp.rope(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), positions)
         k, v = self.keys_values(g, i, k, v, positions)
         out = attend(g, q, k, v, kv, seen.kv_rows, seen.mask, seen.span, hp.n_head_kv, inverse_root(size))
-        return product(g, w.matrix(f"blk.{i}.attn_output.weight"), g.mul(out, g.sigmoid(gate)))
+        return product(g, w.matrix(f"blk.{i}.attn_output.weight"), g.sigmoid_gated(out, gate))
 
     def keys_values(self, g: Graph, i: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of layer i: projections F32 [.., T] -> K and V as they are stored, F32 [head_size, n_head_kv, T]."""

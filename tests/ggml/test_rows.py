@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ggml.kernel_graphs import LEVELS, bench, compute
 
-from pyggml_spec.ggml.library import ffi, lib
+from pyggml_spec.ggml.library import check, ffi, lib, new_err
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor")
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
@@ -185,3 +185,75 @@ def test_shapes_that_are_left_to_ggml():
     level = LEVELS[0].handle
     assert lib.pgs_delta_own(level, 64, 64, 4) and not lib.pgs_delta_own(ffi.NULL, 64, 16, 4)
     assert not any(lib.pgs_delta_own(level, *shape) for shape in ((48, 16, 4), (64, 65, 4), (64, 16, 17)))
+
+
+# -- rows of values
+
+
+@on_every_level
+@pytest.mark.parametrize("size, heads", [(64, 4), (16, 1), (24, 3)])
+def test_gates(level, size, heads):
+    """Gates that lie between other values; large ones of both signs; any number of threads."""
+    x = RNG(1).standard_normal((5, size * heads), np.float32)
+    both = 40 * RNG(2).standard_normal((5, heads, 2 * size), np.float32)
+    gate = both[:, :, size:].reshape(5, -1).astype(np.float64)
+    seen = []
+    for at, threads in ((level, 1), (level, 2), (level, 40), (LEVELS[-1], 3)):
+        with bench(at, threads) as (graph, memory):
+            part = graph.heads(memory.tensor(both.reshape(5, -1)), size, heads, 2 * size, size)
+            seen.append(compute(graph, graph.sigmoid_gated(memory.tensor(x), part)))
+    np.testing.assert_allclose(seen[0], x / (1 + np.exp(-gate)), rtol=2e-6, atol=1e-30)
+    assert all(np.array_equal(seen[0], other) for other in seen)
+    for threads in (1, 3):
+        with bench(level, threads) as (graph, memory):
+            halves = memory.tensor(np.concatenate([gate.astype(np.float32), x], axis=1))
+            got = compute(graph, graph.swiglu_halves(halves))
+            np.testing.assert_allclose(got, silu(gate) * x, rtol=2e-6, atol=1e-30)
+            assert graph.op_counts()["own gate"] == 1
+
+
+@on_every_level
+def test_argmax_and_sums(level):
+    """The first of equals wins, NaN never; a sum is not finite where a value is not."""
+    x = RNG(1).standard_normal((9, 1037), np.float32)
+    x[0, [5, 900]] = x[1, [1036, 3]] = x[2, [64, 63]] = 9.0
+    x[3, :] = -np.inf
+    x[4, 7], x[4, 8] = np.nan, 50.0
+    x[5, 1036], x[6, 17], x[7, 1030] = 60.0, np.inf, np.nan
+    with bench(level, 2) as (graph, memory):
+        tensor = memory.tensor(x)
+        ids = graph.argmax(tensor)
+        graph.keep(ids)
+        sums = compute(graph, graph.sum_rows(tensor))
+        got = np.frombuffer(ffi.buffer(ids.data, 36), np.int32)
+        assert got[:7].tolist() == [5, 3, 63, 0, 8, 1036, 17]
+    assert np.isfinite(sums[:, 0]).tolist() == [True, True, True, False, False, True, False, False, True]
+    np.testing.assert_allclose(sums[[0, 1, 2, 5, 8], 0], x[[0, 1, 2, 5, 8]].sum(axis=1), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("slots, rings", [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("window", [False, True])
+def test_masks_are_those_of_ggml(slots, rings, window):
+    """Whatever rows hold, and where the kernel's comparison is at its edge."""
+    near = (0.5 - RNG(1).integers(0, 300, (slots if rings else 1, 320))).astype(np.float32)
+    last = RNG(2).integers(0, 300, (6, 1)).astype(np.float32)
+    first = last - 40
+    seen = []
+    for level in (LEVELS[0], None):
+        with bench(level) as (graph, memory):
+            tensor = memory.tensor(near) if rings else memory.tensor(near[0])
+            mask = graph.span_mask(tensor, memory.tensor(last), memory.tensor(first) if window else None, 256, slots)
+            graph.keep(mask)
+            graph.plan()
+            err = new_err()
+            check(lib.pgs_graph_compute(graph.handle, err), err)
+            assert list(mask.ne) == [256, 6 // slots, 1, slots]
+            seen.append(bytes(ffi.buffer(mask.data, 2 * 256 * 6)))
+    assert seen[0] == seen[1] and len(set(seen[0])) > 1
+
+
+def test_rows_are_joined():
+    parts = [RNG(i).standard_normal((4, n), np.float32) for i, n in enumerate((3, 64, 1))]
+    with bench(LEVELS[0], 3) as (graph, memory):
+        assert np.array_equal(compute(graph, graph.concat([memory.tensor(x) for x in parts])), np.concatenate(parts, axis=1))
+        assert graph.op_counts()["own join"] == 1

@@ -65,6 +65,8 @@ WRONG = {
     "stretch": [lambda g, t: g.stretch(t.i32(8), 6, 3), lambda g, t: g.stretch(t.i32(1, 8), -1, 2), lambda g, t: g.stretch(t.f32(64, 8), 0, 9)],
     "tail_rows": [lambda g, t: g.tail_rows(t.f32(64, 5), 5), lambda g, t: g.tail_rows(t.f32(64, 5), -1)],
     "columns": [lambda g, t: g.columns(t.f32(64, 5), 60, 5), lambda g, t: g.columns(t.f32(64, 5), 4, -1), lambda g, t: g.columns(t.f16(64, 5), 4)],
+    "sigmoid_gated": [lambda g, t: g.sigmoid_gated(t.f32(256, 5), t.f32(64, 3, 5)), lambda g, t: g.sigmoid_gated(t.f32(256, 5), t.f32(64, 4, 4)),
+                      lambda g, t: g.sigmoid_gated(t.f16(256, 5), t.f32(64, 4, 5))],
     "gated_norm": [lambda g, t: g.gated_norm(t.f32(64, 4, 5), t.f32(64), 1e-6, t.f32(255, 5)),
                    lambda g, t: g.gated_norm(t.f32(64, 4, 5), t.f32(64), 1e-6, t.f32(256, 4)),
                    lambda g, t: g.gated_norm(t.f32(64, 4, 5), t.f32(64), 1e-6, t.f16(256, 5))],
