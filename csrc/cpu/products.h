@@ -12,11 +12,9 @@
 #define EACH_PART _Pragma("GCC unroll 4") for (int p = 0; p < PARTS; p++)
 #define AHEAD     4096  // bytes that are asked for ahead of use
 
-INLINE void prefetch_record(const void * record, size_t n) {
-    for (size_t i = 0; i < n; i += 64) {
-        prefetch((const char *) record + AHEAD + i);
-    }
-}
+// One row waits for memory, which processors fetch ahead by themselves, and faster when nobody interferes: one core of an EPYC 9004 reads weights of
+// Q8_0 at 29 GB/s, and at 20 when it is asked for what comes next (Q4_K 29 and 24, F16 30 and 22). Kernels of Q6_K, and those of Q4_K and Q5_K for
+// several rows, compute long enough between two records to gain by asking.
 
 // ---- blocks of 32
 
@@ -26,7 +24,6 @@ INLINE void q8_0_rows(const char * records, int64_t blocks, const char * tile, i
     vf               acc[PARTS][ROWS];
     EACH_PART EACH_ROW acc[p][r] = vf_load(sums + LANES * r + VL * p);
     for (int64_t b = 0; b < blocks; b++, w++, x++) {
-        prefetch_record(w, sizeof(*w));
         EACH_PART {
             vi s[ROWS];
             EACH_ROW s[r] = bias_start(x->by_128 + row + r);
@@ -47,7 +44,6 @@ INLINE void q4_0_rows(const char * records, int64_t blocks, const char * tile, i
     vf               acc[PARTS][ROWS];
     EACH_PART EACH_ROW acc[p][r] = vf_load(sums + LANES * r + VL * p);
     for (int64_t b = 0; b < blocks; b++, w++, x++) {
-        prefetch_record(w, sizeof(*w));
         EACH_PART {
             vi s[ROWS];
             vb low[4], high[4];
@@ -80,7 +76,7 @@ INLINE void k_rows(const char * records, int64_t blocks, const char * tile, int 
             EACH_ROW sum[r] = vf_zero();
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
-                if (p == 0) {
+                if (p == 0 && R > 1) {
                     for (size_t k = 0; k < size / 4; k += 64) {
                         prefetch(w + AHEAD + i * (size / 4) + k);
                     }
@@ -174,7 +170,6 @@ INLINE void float_rows(const char * records, int64_t blocks, const char * tile, 
     const char *    w    = records;
     const act_f32 * x    = (const act_f32 *) tile;
     for (int64_t b = 0; b < blocks; b++, w += size, x++) {
-        prefetch_record(w, size);
         EACH_PART {
             vf even[ROWS], odd[ROWS];
             EACH_ROW even[r] = odd[r] = vf_zero();
