@@ -27,7 +27,7 @@ from ..engine.engine import Engine
 from ..engine.options import candidate_widths
 from ..engine.slot import Prompt, StepResult, Verify, Work
 from ..errors import ContextError, EngineError
-from ..memory.prefix_slots import SlotPrefixes
+from ..memory.prefix import PrefixCache
 from ..memory.slots import covering
 from .counters import WARMUP_STEPS, Counters
 from .guided import Guide, run_step
@@ -73,7 +73,7 @@ class Scheduler:
 
     def __init__(self, engine: Engine, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None) -> None:
         self.engine, self._stats, self.lookup = engine, BatchStats(), lookup
-        self.prefixes = SlotPrefixes(engine, prefix_memory) if prefix_memory else None
+        self.prefixes = PrefixCache(engine, prefix_memory, shared=True) if prefix_memory else None
         self.widths: WidthControl | None = None
         if width is None and engine.drafter is not None:
             self.widths = WidthControl({engine.drafter.method: candidate_widths(engine.options.width)})
@@ -336,14 +336,14 @@ class Scheduler:
 
     def _enter(self, stream: Stream) -> None:
         """Finds out what the prompt shares with others, and whom it waits for."""
-        if self.prefixes is None or not stream._request.options.reuse:
+        if self.prefixes is None:
             return
-        grain = self.prefixes.grain
-        usable = (len(stream._prompt) - 1) // grain  # a token has to be left to compute
-        stream._keys = self.prefixes.keys(stream._prompt, self.engine.slots[stream.slot].drafting)
-        stream._partings.add(min(self.prefixes.enter(stream._keys), usable * grain))
+        grain, prompt = self.prefixes.grain, stream._prompt if stream._request.options.reuse else ()
+        place = self.prefixes.enter(stream.slot, prompt, self.engine.slots[stream.slot].drafting)
+        stream._keys = place.keys
+        stream._partings.add(grain * min(place.known, place.usable))
         for other in self._active:
-            shared = grain * _alike(stream._keys[:usable], other._keys)
+            shared = grain * _alike(stream._keys[: place.usable], other._keys)
             if other._goes_on_to(shared):
                 other._partings.add(shared)
                 stream._leaders.append((other, shared))
@@ -354,7 +354,7 @@ class Scheduler:
         for s in filling:
             if self.prefixes is None:
                 break
-            had, s._filled = s._filled, self.prefixes.bring_back(s.slot, s._keys, len(s._prompt))
+            had, s._filled = s._filled, self.prefixes.bring_back(s.slot).tokens
             if s._filled > had:
                 s.stats.reused_tokens += s._filled - had
                 self._stats.reused_tokens += s._filled - had
@@ -447,7 +447,7 @@ class Scheduler:
         self._stats.prompt_tokens += len(item.tokens)
         if self.prefixes is not None:
             last = stream._left <= len(item.tokens)
-            self.prefixes.computed(stream.slot, stream._keys, last or stream._filled in stream._partings)
+            self.prefixes.computed(stream.slot, last or stream._filled in stream._partings)
         if stream._progress is not None:
             stream._progress(stream._filled - stream._known, len(stream._prompt) - stream._known)
         if stream._left:

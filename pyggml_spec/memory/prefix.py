@@ -1,14 +1,20 @@
-"""Prompts that begin alike are computed once.
+"""Prompts that begin alike are computed once, for one slot or for many.
 
-A prompt is cut into chunks, those of the prefill; see copies.py. A chunk's rows can be in place (the last prompt had this chunk too), a copy
-on the device, or in a file; its state a copy or in a file.
+A prompt is cut into chunks; see copies.py. A chunk's rows can be in place (the prompt before in this slot had it too), a copy on the device, or
+in a file; its state a copy or in a file. A prompt goes on behind the deepest chunk that has a state and whose rows, and those of all chunks
+before it, are there.
 
-A prompt goes on behind the deepest chunk that has a state and whose rows, and those of all chunks before it, are there. Every part of it
-was computed by the graph that would have computed it now, with the same rows in it: cached and uncached runs are equal bit for bit. That
-is why the grain is a whole chunk, and why tokens that were generated are computed again: a step of one row rounds otherwise.
+                        one slot, begun by hand                               shared by a scheduler
+    grain               the prefill's chunk                                   at most GRAIN: what a pass beside decoding sequences takes
+    rows are copied     when another prompt is about to overwrite them        as soon as a state behind them is kept: the slot is given to
+                                                                              the next sequence at any time, and others wait for them
+    states are kept     every 4th chunk, at the last two, and where a         every 16th chunk, before or after a prompt's last pass, and
+                        prompt is seen to leave an older one                  where prompts part, if a pass ends a chunk there
+    files               written after the text is out                         none
 
-Copies are made late: rows when another prompt is about to overwrite them, files after the text is out. States, which can be larger than
-the rows of hundreds of tokens, are kept at every STATE_EVERY-th chunk, at the last two, and where a prompt is seen to leave an older one.
+Of one slot, every part was computed by the graph that would have computed it now, with the same rows in it: cached and uncached runs are equal
+bit for bit. That is why the grain is a whole chunk, and why tokens that were generated are computed again: a step of one row rounds otherwise.
+A pass that several slots share can round otherwise than the same rows alone: there, what is reused is what some pass of this engine computed.
 """
 
 import hashlib
@@ -24,7 +30,8 @@ from .copies import ROWS, STATE, Chunk, Copies, chunk_keys
 from .prefix_files import PrefixFiles, Refused
 from .snapshot import Pieces
 
-STATE_EVERY = 4
+STATE_EVERY, SHARED_STATE_EVERY = 4, 16  # chunks, of one slot and of several
+GRAIN = 128  # tokens per chunk of several slots
 
 
 @dataclass
@@ -43,80 +50,121 @@ class Reuse:
 
 
 @dataclass
-class _Place:
-    """The prompt whose chunks a slot holds: the first ``done`` of them are in place as long as the engine is still in ``epoch``."""
+class Place:
+    """The prompt of a slot: the first ``done`` of its chunks are in place, of one slot as long as the engine is still in ``epoch``.
+
+    Attributes:
+        keys: of its whole chunks.
+        usable: how many of them it may go on behind: a token has to be left to compute.
+        known: how many some prompt before had as well.
+    """
 
     chunks: list[Chunk]
     drafting: bool
-    epoch: int
+    usable: int
+    known: int
+    epoch: int = -1
     done: int = 0
     resumed: int = 0  # chunks that were brought back, not computed
     wanted: set[int] = field(default_factory=set)  # depths at which a state is to be kept
     damaged: bool = False  # a file was refused: the deeper ones were not looked at, and are written again
     saved: bool = False
 
+    @property
+    def keys(self) -> list[bytes]:
+        return [chunk.key for chunk in self.chunks]
+
 
 class PrefixCache:
-    """Borrows the engine; owns its copies. Call ``begin`` in place of ``engine.reset``, ``computed`` after every chunk, ``save`` at the end.
+    """Borrows the engine; owns its copies.
 
-    ``budget``: bytes on the device for copies; the least recently used ones go first. ``files``: where they outlive the process.
+    Of one slot, call ``begin`` in place of ``engine.reset``; of several, ``enter`` once per admitted prompt and ``bring_back`` before each of its
+    passes. Then ``computed`` after every pass, ``save`` at the end.
+
+    ``budget``: bytes on the device for copies; the least recently used ones go first. ``files``: where they outlive the process,
+    for one slot. ``shared``: the slots, or the only one, are given to sequence after sequence by a scheduler.
     """
 
-    def __init__(self, engine: Any, budget: int, files: PrefixFiles | None = None) -> None:
+    def __init__(self, engine: Any, budget: int, files: PrefixFiles | None = None, shared: bool = False) -> None:
         self.engine, self.files, self._copies = engine, files, Copies(engine.backend, budget)
         self.notes: list[str] = []
-        self._place: _Place | None = None
+        self._alone = not shared
+        self.grain: int = engine.options.chunk if self._alone else min(engine.options.chunk, GRAIN)  # tokens per chunk
+        self._places: dict[int, Place] = {}
 
     @property
     def used_bytes(self) -> int:
         return self._copies.used_bytes
 
-    @property
-    def grain(self) -> int:
-        """Tokens per chunk."""
-        return self.engine.options.chunk
-
     # -- a prompt
 
     def begin(self, tokens: Sequence[int], drafting: bool = True) -> Reuse:
         """Resets the engine and brings back as much of ``tokens`` as there is; the caller computes the others (at least one)."""
-        engine, ids = self.engine, np.asarray(tokens, np.int64)
-        drafting = drafting and engine.drafter is not None
+        engine, drafting = self.engine, drafting and self.engine.drafter is not None
         old = self._in_place()
         engine.reset(drafting)
         if old is not None:
             old.epoch = engine.epoch
         self.save()
-        keys = self._keys(ids, drafting) if ids.ndim == 1 and ids.size <= engine.options.n_ctx else []
-        seen = self._seen(keys)
+        place = self.enter(0, tokens, drafting)
+        if old is not None:
+            place.done = _alike(old.chunks[: old.done], place.chunks)
+            self._rescue(old, place.done, keep=place.chunks)
+        reuse = self.bring_back()
+        reuse.notes = self.take_notes()
+        return reuse
+
+    def enter(self, slot: int, tokens: Sequence[int], drafting: bool) -> Place:
+        """Registers the prompt of a slot, before anything of it is computed."""
+        ids = np.asarray(tokens, np.int64)
+        keys = self._keys(ids, drafting) if ids.ndim == 1 and ids.size <= self.engine.options.n_ctx else []
+        known = self._seen(keys)
         chunks = [self._copies.chunk(key, i) for i, key in enumerate(keys)]
         self._copies.clock += 1
         for chunk in chunks:
             chunk.used[ROWS] = self._copies.clock
-        same = _alike(old.chunks[: old.done], chunks) if old is not None else 0
-        if old is not None:
-            self._rescue(old, same, keep=chunks)
-        self._place = _Place(chunks, drafting, engine.epoch, same)
-        self._place.wanted = {d for d in range(1, len(keys) + 1) if d % STATE_EVERY == 0 or d > len(keys) - 2 or d == seen}
-        reuse = Reuse()
-        depth = self._bring_back(reuse, (ids.size - 1) // self.grain)
-        reuse.tokens = depth * self.grain
-        engine.resume(reuse.tokens)
-        self._place.done = self._place.resumed = depth
-        reuse.notes = self.take_notes()
+        place = self._places[slot] = Place(chunks, drafting, min(len(chunks), max(0, ids.size - 1) // self.grain), known, self.engine.epoch)
+        if self._alone:
+            n = len(keys)
+            place.wanted = {d for d in range(1, n + 1) if d % STATE_EVERY == 0 or d > n - 2 or d == known}
         self._copies.forget(chunks)
+        return place
+
+    def bring_back(self, slot: int = 0) -> Reuse:
+        """Fills the slot as far as there are copies; says how many tokens of its prompt it then has."""
+        engine, place, reuse = self.engine, self._places[slot], Reuse()
+        reuse.tokens = had = engine.slots[slot].cursor.committed
+        if had % self.grain:
+            return reuse
+        if not self._alone:
+            place.done = had // self.grain
+        depth = self._bring_back(slot, place, reuse, had // self.grain)
+        if depth * self.grain > had or self._alone:
+            reuse.tokens = depth * self.grain
+            engine.resume(reuse.tokens, slot=slot)
+            place.done = place.resumed = depth
         return reuse
 
-    def computed(self) -> None:
-        """Notes that the prefill came this far, and keeps the state if it is wanted here."""
-        place, done = self._in_place(), self.engine.cursor.committed
-        if place is None or done % self.grain or done // self.grain != place.done + 1 or place.done >= len(place.chunks):
+    def computed(self, slot: int = 0, wanted: bool = False) -> None:
+        """Notes that the prompt came this far, and keeps what is wanted here; ``wanted``: also the state, whatever the depth."""
+        place, now = self._in_place(slot), self.engine.slots[slot].cursor.committed
+        depth, stateful = now // self.grain, self.engine.sequence.stateful
+        if place is None:
             return
-        chunk = place.chunks[place.done]
-        place.done += 1
-        if self.engine.sequence.stateful and place.done in place.wanted and STATE not in chunk.copies:
-            with self.engine.sequence.state(done) as pieces:
-                self._keep(chunk, STATE, pieces)
+        if self._alone:
+            if now % self.grain or depth != place.done + 1 or depth > len(place.chunks):
+                return
+            place.done, wanted = depth, depth in place.wanted
+        elif self.engine.rollback_range(slot) != (now, now):  # it came with a block, and its state is still pending
+            return
+        if stateful and (now % self.grain or not (wanted or (not self._alone and depth % SHARED_STATE_EVERY == 0))):
+            return
+        chunks = place.chunks[:depth]
+        if not self._alone and not self._keep_rows(slot, place, chunks, chunks):
+            return
+        if stateful and chunks and STATE not in chunks[-1].copies:
+            with self.engine.sequence.state(depth * self.grain, slot) as pieces:
+                self._keep(chunks[-1], STATE, pieces, () if self._alone else chunks)
 
     def save(self) -> None:
         """Writes what the last prompt added to the files, if there are any. What cannot be written is noted, and goes unwritten."""
@@ -128,7 +176,7 @@ class PrefixCache:
             for chunk in place.chunks[: self._useful(place)]:
                 again = place.damaged and chunk.index >= place.resumed
                 if again or not self.files.has(chunk.key, ROWS):
-                    with self._rows(chunk, place.drafting) as pieces:
+                    with self._rows(0, chunk, place.drafting) as pieces:
                         self.files.store(chunk.key, ROWS, pieces.read())
                 if STATE in chunk.copies and (again or not self.files.has(chunk.key, STATE)):
                     self.files.store(chunk.key, STATE, chunk.copies[STATE].read())
@@ -143,55 +191,53 @@ class PrefixCache:
 
     # -- bringing back
 
-    def _bring_back(self, reuse: Reuse, usable: int) -> int:
-        """Fills the caches; returns how many chunks are there. A file that is refused is left out, and the next best depth is tried."""
-        place = self._place
-        assert place is not None
+    def _bring_back(self, slot: int, place: Place, reuse: Reuse, had: int) -> int:
+        """Fills the caches beyond the ``had`` chunks that the sequence has; returns how many are there. A file that is refused is left out, and
+        the next best depth is tried."""
         in_place = place.done
-        while depth := self._deepest(usable):
+        while (depth := self._deepest(place)) > had:
             try:
-                for source in self._bring_rows(place.chunks[place.done : depth], place.drafting):
+                for source in self._bring_rows(slot, place.chunks[place.done : depth], place.drafting):
                     reuse.chunks[source] += 1
                     place.done += 1
                 if self.engine.sequence.stateful:
-                    self._fill_state(place.chunks[depth - 1])
+                    self._fill_state(slot, place.chunks[depth - 1])
                 reuse.chunks["in place"] = min(in_place, depth)
                 return depth
             except Refused as refused:
                 place.damaged = True
                 self.notes.append(str(refused))
-        return 0
+        return had
 
-    def _bring_rows(self, chunks: list[Chunk], drafting: bool) -> Iterator[str]:
+    def _bring_rows(self, slot: int, chunks: list[Chunk], drafting: bool) -> Iterator[str]:
         """Fills the rows of ``chunks``, one after the other; says from where."""
         missing = [chunk for chunk in chunks if ROWS not in chunk.copies]
         nbytes = 0
         if missing:
-            with self._rows(missing[0], drafting) as pieces:
+            with self._rows(slot, missing[0], drafting) as pieces:
                 nbytes = pieces.nbytes
         contents = self.files.load_each((c.key for c in missing), ROWS, nbytes) if missing and self.files is not None else iter(())
         for chunk in chunks:
-            with self._rows(chunk, drafting) as pieces:
+            with self._rows(slot, chunk, drafting) as pieces:
                 if ROWS in chunk.copies:
                     chunk.copies[ROWS].write_to(pieces, self.engine.backend)
                 else:
                     pieces.write(next(contents))
             yield "memory" if ROWS in chunk.copies else "disk"
 
-    def _deepest(self, usable: int) -> int:
-        """The deepest of the first ``usable`` chunks behind which the prompt can go on."""
-        depth, stateful, place = 0, self.engine.sequence.stateful, self._place
-        assert place is not None
-        for i, chunk in enumerate(place.chunks[:usable]):
+    def _deepest(self, place: Place) -> int:
+        """The deepest chunk behind which the prompt can go on."""
+        depth, stateful = 0, self.engine.sequence.stateful
+        for i, chunk in enumerate(place.chunks[: place.usable]):
             if i >= place.done and not self._has(chunk, ROWS):
                 break
             if not stateful or self._has(chunk, STATE):
                 depth = i + 1
         return depth
 
-    def _fill_state(self, chunk: Chunk) -> None:
+    def _fill_state(self, slot: int, chunk: Chunk) -> None:
         chunk.used[STATE] = self._copies.clock
-        with self.engine.sequence.state((chunk.index + 1) * self.grain) as pieces:
+        with self.engine.sequence.state((chunk.index + 1) * self.grain, slot) as pieces:
             if STATE in chunk.copies:
                 chunk.copies[STATE].write_to(pieces, self.engine.backend)
             else:
@@ -199,7 +245,7 @@ class PrefixCache:
                 pieces.write(self.files.load(chunk.key, STATE, pieces.nbytes))
                 self._keep(chunk, STATE, pieces)
 
-    def _useful(self, place: _Place) -> int:
+    def _useful(self, place: Place) -> int:
         """How many of the chunks in place a prompt can ever go on behind: rows after the deepest state are of no use."""
         if not self.engine.sequence.stateful:
             return place.done
@@ -210,13 +256,18 @@ class PrefixCache:
 
     # -- copies and their budget
 
-    def _rescue(self, old: _Place, same: int, keep: list[Chunk]) -> None:
+    def _rescue(self, old: Place, same: int, keep: list[Chunk]) -> None:
         """Copies rows that the new prompt will overwrite. The beginnings first: the others are of no use without them."""
-        for chunk in old.chunks[same : self._useful(old)]:
+        self._keep_rows(0, old, old.chunks[same : self._useful(old)], keep)
+
+    def _keep_rows(self, slot: int, place: Place, chunks: Sequence[Chunk], keep: Sequence[Chunk]) -> bool:
+        """Copies the rows of ``chunks`` that have no copy; False if that does not fit without those to ``keep``."""
+        for chunk in chunks:
             if ROWS not in chunk.copies:
-                with self._rows(chunk, old.drafting) as pieces:
+                with self._rows(slot, chunk, place.drafting) as pieces:
                     if not self._keep(chunk, ROWS, pieces, keep):
-                        return
+                        return False
+        return True
 
     def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
         kept, need, budget = self._copies.keep(chunk, kind, pieces, keep), pieces.nbytes, self._copies.budget
@@ -233,9 +284,10 @@ class PrefixCache:
 
     # -- helpers
 
-    def _in_place(self) -> _Place | None:
-        """The slot's prompt, unless somebody else has begun another sequence since."""
-        return self._place if self._place is not None and self._place.epoch == self.engine.epoch else None
+    def _in_place(self, slot: int = 0) -> Place | None:
+        """The slot's prompt; of one slot, unless somebody else has begun another sequence since."""
+        place = self._places.get(slot)
+        return place if place is not None and (not self._alone or place.epoch == self.engine.epoch) else None
 
     def _keys(self, ids: np.ndarray, drafting: bool) -> list[bytes]:
         """One key per whole chunk. Rows made while drafting and while not are kept apart: graphs that capture features may round otherwise."""
@@ -248,13 +300,13 @@ class PrefixCache:
             len(keys),
         )
 
-    def _rows(self, chunk: Chunk, drafting: bool) -> Pieces:
-        return self.engine.sequence.rows(chunk.index * self.grain, self.grain, drafting)
+    def _rows(self, slot: int, chunk: Chunk, drafting: bool) -> Pieces:
+        return self.engine.sequence.rows(chunk.index * self.grain, self.grain, drafting, slot)
 
     def clear(self) -> None:
         """Forgets every prompt and frees the copies. Files stay."""
         self._copies.clear()
-        self._place = None
+        self._places.clear()
 
     def close(self) -> None:
         """Writes what is still to be written, and frees the copies."""
