@@ -76,6 +76,16 @@ def _decode(ctx, batch, tokens, first, n_vocab):
     return np.stack([np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, i), (n_vocab,)).copy() for i in range(len(tokens))])
 
 
+def _state(ctx):
+    data = (ctypes.c_uint8 * L.llama_state_seq_get_size(ctx, 0))()
+    assert L.llama_state_seq_get_data(ctx, data, len(data), 0) == len(data)
+    return data
+
+
+def _put_back(ctx, data):
+    assert L.llama_state_seq_set_data(ctx, data, len(data), 0) == len(data)
+
+
 class LlamaDFlash:
     """A target and a drafter in llama.cpp, one sequence, greedy. Owns models and contexts."""
 
@@ -136,7 +146,7 @@ class LlamaDFlash:
         Where llama.cpp cannot roll recurrent states back (qwen3next) the state from before the block is put back, and the accepted rows decoded again.
         """
         rows, first = [self.pending, *drafts], self.n
-        before = self._state() if L.llama_model_is_hybrid(self.models[0]) else None
+        before = _state(self.tgt) if L.llama_model_is_hybrid(self.models[0]) else None
         ids = _decode(self.tgt, self.batch, rows, self.n, self.n_vocab).argmax(axis=1)
         self._capture(len(drafts) + 1, self.n)
         matched = 0
@@ -145,15 +155,11 @@ class LlamaDFlash:
         self.n += matched + 1
         assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
-            assert before is not None and L.llama_state_seq_set_data(self.tgt, before, len(before), 0) == len(before)
+            assert before is not None
+            _put_back(self.tgt, before)
             _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
         self.pending = int(ids[matched])
         return ids, matched
-
-    def _state(self):
-        data = (ctypes.c_uint8 * L.llama_state_seq_get_size(self.tgt, 0))()
-        assert L.llama_state_seq_get_data(self.tgt, data, len(data), 0) == len(data)
-        return data
 
     def close(self):
         L.llama_batch_free(self.batch)
@@ -222,14 +228,17 @@ class LlamaMTP:
 
     def verify(self, drafts, accepted=None):
         """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
-        logits, hidden = self._target([self.pending, *drafts], self.n)
+        rows, first, before = [self.pending, *drafts], self.n, _state(self.tgt)
+        logits, hidden = self._target(rows, first)
         ids, matched = logits.argmax(axis=1), 0
         while matched < len(drafts) and ids[matched] == drafts[matched]:
             matched += 1
         matched = matched if accepted is None else accepted
         self.n += matched + 1
-        for ctx in (self.tgt, self.dft):
-            assert L.llama_memory_seq_rm(L.llama_get_memory(ctx), 0, self.n, -1)
+        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
+            _put_back(self.tgt, before)
+            _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
         self.boundary, self.pending = hidden[matched], int(ids[matched])
         return ids, matched
 

@@ -1,4 +1,4 @@
-"""mtp: the layer behind the last one that qwen35 and qwen35moe models were trained with, which predicts one more token.
+"""mtp: the layer behind the last one that qwen35, qwen35moe and qwen3next models were trained with, which predicts one more token.
 
 Its row at position p is the pair (x_p, h_{p-1}): a token, and the target's hidden state of the token before it, behind output_norm.
     x = eh_proj [rms(E[x_p]; enorm) ; rms(h_{p-1}; hnorm)]
@@ -22,11 +22,12 @@ from .base import KVLayer, KVShape, Seen, Target
 from .blocks import product, project, write_kv
 from .drafter import ContextRows, Drafter
 from .model import SCALED
+from .qwen3next import Qwen3Next
 from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
 from .weights import MATMUL, ROWS, VECTOR, Spec, Weights
 
-LAYERS = {cls.arch: cls for cls in (Qwen35, Qwen35MoE)}
+LAYERS = {cls.arch: cls for cls in (Qwen35, Qwen35MoE, Qwen3Next)}
 BLOCK = 16  # rows of the widest block; what pays is measured: a chain of 8 gave 5.2 tokens a step on code where one of 3 gave 3.2
 EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
 ENDS = {EMBEDDING: "embed_tokens", NORM: "shared_head_norm", HEAD: "shared_head_head"}

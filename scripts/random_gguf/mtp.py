@@ -11,11 +11,11 @@ OWN_ENDS = ("embedding", "norm", "head")  # what a layer may have of its own ins
 
 
 def write_mtp_target(
-    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, *, routed: bool = False,
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, *, arch: str = "qwen35",
     own: tuple[str, ...] = ()
 ) -> Path:  # fmt: skip
-    """Writes a random qwen35 target, or qwen35moe if ``routed``, with one MTP layer behind the others; ``own`` as in OWN_ENDS."""
-    arch = "qwen35moe" if routed else "qwen35"
+    """Writes a random target of qwen35, qwen35moe or qwen3next with one MTP layer behind the others; ``own`` as in OWN_ENDS."""
+    routed = arch != "qwen35"
 
     def ffn(w: Writer, prefix: str, other: int | None) -> None:
         _write_ffn(w, prefix, shape, other, routed)
@@ -28,11 +28,11 @@ def write_mtp_target(
 
 
 def write_mtp(
-    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, mixed: bool = False, *, routed: bool = False,
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, mixed: bool = False, *, arch: str = "qwen35",
     own: tuple[str, ...] = ()
 ) -> Path:  # fmt: skip
     """Writes the MTP layer alone, with an embedding, a head and a last norm of the file's own: `mtp-*.gguf`, whose architecture is the target's."""
-    path, arch = Path(path), "qwen35moe" if routed else "qwen35"
+    path, routed = Path(path), arch != "qwen35"
     w = Writer(path, arch, quant, seed)
     hybrid_keys(w, arch, shape, behind=1)
     if routed:

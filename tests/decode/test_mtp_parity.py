@@ -36,18 +36,20 @@ def disagreement(session, oracle, blocks, lengths):
 
 LENGTHS = (0, 1, 2, 3, 4, 4, 0, 0, 2, 4, 1, 1, 3)
 CASES = [
-    *((quant, False, False, 20, 60) for quant in ("F32", "Q8_0", "Q4_K")),
-    *((quant, True, False, 20, 60) for quant in ("F32", "Q8_0", "Q4_K")),
-    ("Q8_0", False, True, 20, 20),
-    ("F32", True, True, 20, 20),
-    *(("F32", False, False, prompt, 13) for prompt in (1, UB - 1, UB, UB + 1, LAST)),
+    *((quant, "qwen35", False, 20, 60) for quant in ("F32", "Q8_0", "Q4_K")),
+    *((quant, "qwen35moe", False, 20, 60) for quant in ("F32", "Q8_0", "Q4_K")),
+    ("Q8_0", "qwen35", True, 20, 20),
+    ("F32", "qwen35moe", True, 20, 20),
+    ("Q8_0", "qwen3next", False, 20, 20),
+    ("F32", "qwen3next", True, 20, 20),
+    *(("F32", "qwen35", False, prompt, 13) for prompt in (1, UB - 1, UB, UB + 1, LAST)),
 ]
 
 
-@pytest.mark.parametrize("quant, routed, apart, prompt, blocks", CASES)
-def test_ids_equal_llama_cpp(tmp_path, quant, routed, apart, prompt, blocks):
-    target = write_mtp_target(tmp_path / "t.gguf", Shape(), quant, routed=routed)
-    draft = write_mtp(tmp_path / "d.gguf", Shape(), quant, routed=routed) if apart else None
+@pytest.mark.parametrize("quant, arch, apart, prompt, blocks", CASES)
+def test_ids_equal_llama_cpp(tmp_path, quant, arch, apart, prompt, blocks):
+    target = write_mtp_target(tmp_path / "t.gguf", Shape(), quant, arch=arch)
+    draft = write_mtp(tmp_path / "d.gguf", Shape(), quant, arch=arch) if apart else None
     ids = np.random.default_rng(3).integers(0, 256, prompt).tolist()
     session, oracle = both(target, draft, ids)
     try:
