@@ -54,16 +54,19 @@ def main() -> None:
     parser.add_argument("files", nargs="*")
     parser.add_argument("--server", default="pyspec")
     parser.add_argument("--port", type=int, default=8180)
-    parser.add_argument("-k", default="")
+    parser.add_argument("--passed-in", type=Path, help="only the cases that passed in these results")
     asked = parser.parse_args()
     os.environ.update(
         LLAMA_SERVER_BIN_PATH=str(ROOT / "tests" / "serve" / "llama_server_shim.py"), SHIM_SERVER=asked.server, PORT=str(asked.port),
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     )  # fmt: skip
     sys.dont_write_bytecode = True
-    results = asked.results.resolve()
+    results, passed_in = asked.results.resolve(), asked.passed_in.resolve() if asked.passed_in is not None else None
     os.chdir(asked.tests)
     files = [f"unit/test_{name}.py" for name in asked.files or FILES]
+    if asked.passed_in is not None:
+        known = json.loads(passed_in.read_text())["outcomes"]
+        files = [f"unit/{case}" for case, outcome in known.items() if outcome == "passed" and f"unit/{case.partition('::')[0]}" in files]
     options = [
         "-q",
         "-p",
@@ -74,7 +77,6 @@ def main() -> None:
         str(SECONDS + 60),
         "--tb",
         "line",
-        *(["-k", asked.k] if asked.k else []),
     ]
     outcomes = Outcomes(results)
     pytest.main([*files, *options], plugins=[outcomes])

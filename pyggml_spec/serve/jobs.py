@@ -26,6 +26,7 @@ from .errors import ApiError
 
 AHEAD = 2
 UNREAD = 64  # events of one request that are kept apart; further ones of a reader that is slow are joined to the last
+SILENCE = 30.0  # seconds after which a silent stream gets a comment
 STUCK_SECONDS = 30.0
 
 
@@ -84,18 +85,33 @@ class Answers:
         self._queue = queue
         self._items: deque[tuple[Job, StepEvent | End]] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._latest = self._loop.time()  # when an item came
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def read(self, patience: float | None = None) -> tuple[Job, StepEvent | End] | None:
-        """The next item; None after ``patience`` seconds without one."""
+    async def read(self) -> tuple[Job, StepEvent | End] | None:
+        """The next item; None where there was none for SILENCE seconds."""
         if not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
+            if self._timer is None:
+                self._timer = self._loop.call_later(SILENCE, self._quiet)
+            self._waiter = self._loop.create_future()
             try:
-                await asyncio.wait((self._waiter,), timeout=patience)
+                await self._waiter
             finally:
                 self._waiter = None
             if not self._items:
                 return None
         return self._items.popleft()
+
+    def _quiet(self) -> None:
+        """One timer per request, looked at when it is over: one per event would cost more than the event (asyncio.wait: 70 us)."""
+        due = self._latest + SILENCE - self._loop.time()
+        if due > 0:
+            self._timer = self._loop.call_later(due, self._quiet)
+            return
+        self._latest, self._timer = self._loop.time(), None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def put(self, job: Job, item: StepEvent | End) -> None:
         joins = len(self._items) >= UNREAD and not job.ask.every_step and self._items[-1][0] is job
@@ -105,11 +121,15 @@ class Answers:
                 self._items[-1] = job, _joined(before, item)
                 return
         self._items.append((job, item))
+        self._latest = self._loop.time()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def cancel(self) -> None:
         """Nobody reads any more: what waits leaves at once, what runs ends before the next step."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         for job in self.jobs:
             self._queue.cancel(job)
 

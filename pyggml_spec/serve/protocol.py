@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -29,10 +29,10 @@ class Server(uvicorn.Server):
         yield
 
 
-def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """uvloop's loop where it is installed."""
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's loop where it is installed, None for asyncio's own."""
     try:
         import uvloop
     except ImportError:
         return None
-    return uvloop.Loop
+    return uvloop.new_event_loop

@@ -14,7 +14,6 @@ from .served import Served
 
 P = ParamSpec("P")
 R = TypeVar("R")
-SILENCE = 30.0  # seconds after which a silent stream gets a comment
 
 
 class Context:
@@ -50,7 +49,7 @@ class Reader:
         self._first = await self._next()
 
     async def deltas(self) -> AsyncIterator[tuple[Answer, Delta, bool] | None]:
-        """Each answer with what is new of it and whether that was the last; None after SILENCE seconds without any. Raises ApiError."""
+        """Each answer with what is new of it and whether that was the last; None after a long silence. Raises ApiError."""
         while True:
             items, self._first = self._first or await self._next(), []
             for item in items:
@@ -59,7 +58,7 @@ class Reader:
                 return
 
     async def _next(self) -> list[tuple[Answer, Delta, bool] | None]:
-        item = await self._answers.read(SILENCE)
+        item = await self._answers.read()
         if item is None:
             return [None]
         job, event = item

@@ -92,10 +92,13 @@ def serve(session: Session, settings: Settings, limits: Any, options: Any, templ
     Raises:
         PyspecError: an address, a key file, or caches that do not fit.
     """
+    from .protocol import loop_factory
+
     sockets = listen(settings.hosts, settings.port)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        return asyncio.run(_serve(session, settings, limits, options, template, sockets))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(_serve(session, settings, limits, options, template, sockets))
     finally:
         for sock in sockets:
             sock.close()
