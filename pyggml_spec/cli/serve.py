@@ -1,6 +1,7 @@
 """pyspec serve"""
 
 import json
+import re
 import sys
 
 import click
@@ -97,6 +98,8 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
 
     asked = take_sampling(more)
     source = text_of("chat_template", template, template_file)
+    if template is not None and re.fullmatch(r"[\w.-]+", template) and template not in NAMED:
+        raise click.UsageError(f"--chat-template {template} is no Jinja text; by name there are {' and '.join(NAMED)}")
     start.log_to_stderr(verbose)
     with progress_line() as progress:
         session = load(

@@ -180,7 +180,7 @@ def _template_arguments(served: Served, body: Mapping[str, Any]) -> tuple[bool |
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Raises ApiError: no list of messages that a template could take."""
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list):  # an empty one is the template's business, as in llama-server
         raise ApiError(400, 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]', param="messages")
     for i, message in enumerate(messages):
         at = f"messages[{i}]"

@@ -56,6 +56,7 @@ class _Stream:
         self.usage_always = fields.flag(options, "continuous_usage_stats")
         self.timings = fields.flag(body, "timings_per_token")
         self.speculation = fields.flag(body, "speculation")
+        self.verbose = fields.flag(body, "verbose")
 
     def more(self, answer: Answer, delta: Delta) -> dict[str, Any]:
         """What a chunk says beside its choices."""
@@ -97,14 +98,14 @@ async def chat(context: Context, request: Request) -> Response:
         return stream_response(_chat_chunks(context, reader, frame, options))
     answers = await reader.whole()
     choices = [_chat_choice(answer) for answer in answers]
-    return json_response(frame.chunk(choices, **_summary(context, answers)))
+    return json_response(frame.chunk(choices, **_summary(context, answers, options.verbose)))
 
 
-def _summary(context: Context, answers: Sequence[Answer]) -> dict[str, Any]:
+def _summary(context: Context, answers: Sequence[Answer], verbose: bool) -> dict[str, Any]:
     """What a whole response, or a stream's last chunk, says about all of it."""
     first = answers[0]
     out = {"usage": usage(answers), "timings": first.timings(), "speculation": speculation(first.stats), "metrics": metrics(first.stats)}
-    if context.served.options.verbose:
+    if verbose or context.served.options.verbose:
         out["__verbose"] = native_result(context, first, {})
     return out
 
@@ -158,10 +159,10 @@ async def _chat_chunks(context: Context, reader: Reader, frame: _Frame, options:
                 yield frame.delta(index, change, None, probabilities, more if end else {})
             if last:
                 alone = not options.usage and len(reader.answers) == 1
-                summary = {k: v for k, v in _summary(context, reader.answers).items() if k != "usage"} if alone else {}
+                summary = {k: v for k, v in _summary(context, reader.answers, options.verbose).items() if k != "usage"} if alone else {}
                 yield frame.delta(index, {}, answer.finish_reason, more=summary)
         if options.usage:
-            yield event(frame.chunk([], **_summary(context, reader.answers)))
+            yield event(frame.chunk([], **_summary(context, reader.answers, options.verbose)))
         yield DONE
     except Exception as error:
         yield event(api_error(error).openai())
@@ -206,7 +207,7 @@ async def completions(context: Context, request: Request) -> Response:
         {"index": a.job.index, "text": a.text, "logprobs": _legacy(a, a.logprobs) if a.logprobs else None, "finish_reason": a.finish_reason}
         for a in answers
     ]
-    return json_response(frame.chunk(choices, **_summary(context, answers)))
+    return json_response(frame.chunk(choices, **_summary(context, answers, options.verbose)))
 
 
 def _read_completions(context: Context, body: Mapping[str, Any], key: str) -> tuple[list[Any], int | None]:
@@ -256,10 +257,10 @@ async def _completion_chunks(context: Context, reader: Reader, frame: _Frame, op
                 yield event(frame.chunk([choice], **more))
             if last:
                 end = {**choice, "text": "", "logprobs": None, "finish_reason": answer.finish_reason}
-                summary = _summary(context, reader.answers) if len(reader.answers) == 1 and not options.usage else {}
+                summary = _summary(context, reader.answers, options.verbose) if len(reader.answers) == 1 and not options.usage else {}
                 yield event(frame.chunk([end], **summary))
         if options.usage:
-            yield event(frame.chunk([], **_summary(context, reader.answers)))
+            yield event(frame.chunk([], **_summary(context, reader.answers, options.verbose)))
         yield DONE
     except Exception as error:
         yield event(api_error(error).openai())

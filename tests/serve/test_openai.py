@@ -205,3 +205,22 @@ def test_the_clients_errors(client):
     with pytest.raises(openai.InternalServerError) as refused:
         client.embeddings.create(model="x", input="text")
     assert refused.value.status_code == 501 and refused.value.response.headers["x-should-retry"] == "false"
+
+
+def test_a_request_may_ask_for_the_prompt_that_its_messages_became(server):
+    got = server.ok("/v1/chat/completions", messages=CHAT, max_tokens=2, temperature=0, verbose=True)
+    rendered = server.ok("/apply-template", messages=CHAT)["prompt"]
+    assert got["__verbose"]["prompt"] == rendered and got["__verbose"]["content"] == got["choices"][0]["message"]["content"]
+    assert "__verbose" not in server.ok("/v1/chat/completions", messages=CHAT, max_tokens=2)
+
+
+def test_an_assistants_message_is_gone_on_with(server):
+    """Its text is the end of the prompt, and no part of the answer."""
+    turns = [*CHAT, {"role": "assistant", "content": "import sys"}]
+    got = server.ok("/v1/chat/completions", messages=turns, max_tokens=4, temperature=0, verbose=True)
+    assert got["__verbose"]["prompt"].endswith("<|im_start|>assistant\nimport sys")
+    assert not got["choices"][0]["message"]["content"].startswith("import sys")
+    both = {"messages": turns, "add_generation_prompt": True, "continue_final_message": True}
+    assert server.post("/v1/chat/completions", **both).status_code == 400
+    twice = [*turns, {"role": "assistant", "content": "x"}]
+    assert server.post("/v1/chat/completions", messages=twice).status_code == 400

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""A long run against `pyspec serve`: clients that leave at any moment, requests that nobody would write, more clients than the queue takes.
+
+    python scripts/fuzz_server.py [--disconnects 1000] [--malformed 10000] [--crowd 200] [--seed 1]
+
+Says how many of each there were, how they were answered, whether another stream's text stayed what it was, whether every slot is free
+afterwards, and the server's memory before and after. Exit code 1 if anything was wrong.
+"""
+
+import argparse
+import asyncio
+import collections
+import random
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from serve.running import Running  # noqa: E402
+from serve.test_malformed import PATHS, body, check  # noqa: E402
+from serve.test_queue import ask, leave  # noqa: E402
+
+
+def resident_mib(pid: int) -> float:
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
+
+
+def malformed(server: Running, rng: random.Random, count: int) -> collections.Counter:
+    seen: collections.Counter = collections.Counter()
+    for _ in range(count):
+        path, said = rng.choice(PATHS), body(rng)
+        response = server.http.post(path, json=said)
+        check(response, (path, said))
+        seen[response.status_code] += 1
+    return seen
+
+
+def disconnects(server: Running, rng: random.Random, count: int) -> list[str]:
+    """The texts of a client that stayed, meanwhile."""
+    got: list[str] = []
+    over = threading.Event()
+
+    def stay() -> None:
+        while not over.is_set():
+            got.append(server.post("/completion", **ask(200)).json()["content"])
+
+    staying = threading.Thread(target=stay)
+    staying.start()
+    for _ in range(count // 5):
+        said = ask(400, stream=rng.random() < 0.5, max_tokens=400, messages=[{"role": "user", "content": "import os"}])
+        path = rng.choice(["/completion", "/v1/chat/completions", "/v1/messages", "/v1/completions"])
+        group = [threading.Thread(target=leave, args=(server, said, rng.random() ** 2 * 0.3, path)) for _ in range(5)]
+        for thread in group:
+            thread.start()
+        for thread in group:
+            thread.join()
+    over.set()
+    staying.join()
+    return got
+
+
+def crowd(server: Running, count: int) -> collections.Counter:
+    async def main() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+            return await asyncio.gather(*(client.post("/completion", json=ask(40)) for _ in range(count)))
+
+    return collections.Counter(answer.status_code for answer in asyncio.run(main()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("disconnects", 1000), ("malformed", 10_000), ("crowd", 200), ("seed", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    rng, server = random.Random(asked.seed), Running("--slots", 4, "--queue", 32)
+    want = server.ok("/completion", **ask(200))["content"]
+    malformed(server, rng, 200)
+    crowd(server, 40)
+    disconnects(server, rng, 20)  # what is allocated once is there now
+    print(f"memory before: {resident_mib(server.process.pid):.1f} MiB", flush=True)
+    print(f"malformed: {dict(malformed(server, rng, asked.malformed))}; {resident_mib(server.process.pid):.1f} MiB", flush=True)
+    texts = disconnects(server, rng, asked.disconnects)
+    alike = sum(text == want for text in texts)
+    print(
+        f"disconnects: {asked.disconnects}; {alike} of {len(texts)} texts of the one that stayed are alike; {resident_mib(server.process.pid):.1f} MiB",
+        flush=True,
+    )
+    print(f"{asked.crowd} clients at once on a queue of 32: {dict(crowd(server, asked.crowd))}", flush=True)
+    free = server.slots_are_free()
+    print(f"memory after: {resident_mib(server.process.pid):.1f} MiB; every slot is {'free' if free else 'NOT free'}", flush=True)
+    status = server.end()
+    wrong = not free or alike != len(texts) or status or any("Traceback" in line for line in server.lines)
+    print("\n".join(server.lines[2:][-20:]))
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
