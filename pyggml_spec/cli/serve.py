@@ -55,7 +55,12 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("-a", "--alias", help="Name of the model; several with commas between them. Default: the file's.")
 @click.option("--tags", help="Tags of the model in the list of models, with commas between them.")
 @click.option(
-    "-n", "--predict", "--n-predict", "max_tokens", type=TokenLimit(0), help="Most tokens per answer. Default: no limit but the context."
+    "-n",
+    "--predict",
+    "--n-predict",
+    "max_tokens",
+    type=TokenLimit(0),
+    help="Tokens per answer where a request says nothing. Default: no limit but the context.",
 )
 @click.option("--chat-template", "template", help="Chat template instead of the model file's: Jinja text, or chatml or llama3.")
 @click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")

@@ -174,6 +174,7 @@ def speculation(stats: Stats) -> dict[str, Any]:
         "offered_at": stats.offered_at,
         "steps_by_tokens": {str(n): count for n, count in sorted(stats.block_sizes.items())},
         "steps_by_width": {str(n): count for n, count in sorted(stats.widths.items())},
+        "drafters": {name: dict(zip(("steps", "drafts", "accepted"), counts)) for name, counts in stats.drafters.items()},
         "acceptance": stats.acceptance,
         "tokens_per_step": stats.tokens_per_step,
         "reason": reason(stats),

@@ -91,12 +91,10 @@ def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def max_tokens(body: Mapping[str, Any], limits: Limits) -> int | None:
-    """The first of the three names that is given; -1: as many as the context holds."""
+    """The first of the three names that is given; -1, or none: what the server's options say."""
     for name in ("n_predict", "max_completion_tokens", "max_tokens"):
         if name in body:
             given = whole(body, name, 0, -1, 1 << 31)
-            if given >= 0 and limits.max_tokens is not None:
-                return min(given, limits.max_tokens)
             return given if given >= 0 else limits.max_tokens
     return limits.max_tokens
 

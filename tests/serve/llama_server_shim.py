@@ -23,7 +23,8 @@ VALUES = {  # options with a value: what becomes of them for `pyspec serve`; Non
 }  # fmt: skip
 FLAGS = {
     "--slots": None, "--no-slots": "--no-slots", "--metrics": "--metrics", "--no-ui": "--no-ui", "--verbose": "--verbose", "--jinja": None, "--no-jinja": None,
-    "--cont-batching": None, "--offline": None, "--no-cache-idle-slots": None, "--swa-full": None, "--no-mmproj": None,
+    "--cont-batching": None, "--offline": None, "--no-cache-idle-slots": None, "--swa-full": None,
+    "--backend_sampling": None, "--no-mmproj": None,
 }  # fmt: skip
 
 
@@ -57,6 +58,7 @@ def options(arguments: list[str]) -> list[str]:
     if "--batch-size" in given and "-ub" not in out:
         out += ["-ub", given["--batch-size"]]
     out += [] if metrics else ["--no-metrics"]
+    out += [] if "--cors-origins" in out else ["--cors-origins", "*"]  # their default
     if "--spec-draft-n-max" in out and not draft:
         at = out.index("--spec-draft-n-max")
         del out[at : at + 2]
