@@ -54,6 +54,13 @@ def laguna(**yarn) -> dict:
 MODELS = {  # name: (configuration, model, what differs from COMMON)
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
     "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS | {"norm_topk_prob": True}),
+    "qwen3next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", EXPERTS | HYBRID | {"norm_topk_prob": True}),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", SLIDING | {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": {k: v for k, v in YARN.items() if k != "partial_rotary_factor"},
+    }),
+    "minimax-m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 32, "scoring_func": "sigmoid",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    }),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA3}),
     "qwen35": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", HYBRID),
     "qwen35moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", HYBRID | EXPERTS),
