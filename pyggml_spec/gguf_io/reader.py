@@ -130,6 +130,11 @@ class GGUFFile:
             with the value that is wrong.
     """
 
+    path: Path
+    metadata: dict
+    tensors: dict[str, TensorInfo]
+    version: int
+
     def __init__(self, path: str | Path) -> None:
         self._parts: list[GGUFFile] = []  # of a model in several files
         self._open(path)
@@ -162,9 +167,7 @@ class GGUFFile:
         return file
 
     def _open(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.metadata: dict = {}
-        self.tensors: dict[str, TensorInfo] = {}
+        self.path, self.metadata, self.tensors = Path(path), {}, {}
         try:
             if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for its other end
                 raise GGUFError(f"{self.path} is not a file; name a GGUF file")
@@ -343,10 +346,14 @@ class GGUFFile:
         """
         if not self._parts:
             return content_hash(self.path, self._map, self._opened, progress)
-        done, names = 0, []
+        before, names = 0, []
+
+        def told(done: int, _: int) -> None:
+            progress(before + done, self.nbytes)
+
         for part in self._parts:
-            names.append(part.identity(lambda n, _, before=done: progress(before + n, self.nbytes)))
-            done += part.nbytes
+            names.append(part.identity(told))
+            before += part.nbytes
         return blake3("".join(names).encode()).hexdigest()
 
     @property
