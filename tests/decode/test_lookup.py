@@ -8,13 +8,23 @@ from random_gguf.archs import write_gemma4
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.decode.lookup import LookupControl, Pace
+from pyggml_spec.decode.lookup import LookupControl
 from pyggml_spec.errors import EngineError
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 
 LIST = "".join(f'item {i}: value = {i * 7 % 13}; name = "object number {i}"\n' for i in range(12))
 PROMPT = f"Repeat this list:\n{LIST}\nThe list again:\n{LIST[:400]}"
 N = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def steady():
+    """Rows cost little, whatever else runs on this machine: what is looked up does not depend on its load."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            LookupControl, "cost", lambda self, covered, rows: self.fixed.get(rows, 60.0) if hasattr(self, "fixed") else 1.0 + 0.05 * rows
+        )
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +102,3 @@ def test_any_architecture_and_rings(tmp_path):
         with pytest.raises(EngineError, match="there is no drafter"):
             with ps.load(target, device="CPU", threads=1, n_ctx=256) as alone:
                 alone.generate(prompt[:20], 5, mode="speculative")
-
-
-def test_the_step_that_wins_most_is_taken():
-    """Against the pace of the last steps: a plain token is worth more where a match is likely to follow it, a dear block where none is."""
-    pace = Pace(1.0, 10.0)
-    assert pace.wins(1.0, 10.0) == pytest.approx(0.0)
-    for _ in range(400):
-        pace.observe(8, 10.0)
-    assert pace.wins(1.0, 10.0) == pytest.approx(-7.0, abs=0.1) and pace.wins(3.0, 40.0) < pace.wins(1.0, 10.0)
-    control = LookupControl("suffix", {1: 10.0, 4: 12.0, 16: 20.0})
-    sequence = control.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
-    choice = control.choose(1, [sequence], [1.0], 10.0, 1)
-    assert choice.drafts[0][:3] == [4, 5, 6] and not choice.otherwise
-    assert control.choose(1, [control.begin([1, 2, 3, 4])], [1.0], 10.0, 1) == ([[]], True)
-    dear = LookupControl("suffix", {1: 10.0, 4: 60.0, 16: 200.0})
-    assert dear.choose(1, [dear.begin([1, 2, 3, 4, 5, 6, 1, 2, 3])], [1.0], 10.0, 1) == ([[]], True)

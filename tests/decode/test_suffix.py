@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyggml_spec.decode.lookup import LookupControl
+from pyggml_spec.decode.lookup import LookupControl, Pace
 from pyggml_spec.decode.suffix import LOOKUPS, Corpus, Index, Lookup, Match, SuffixPool
 
 WORKLOADS = Path(__file__).parent / "workloads"
@@ -168,3 +168,19 @@ def test_what_is_found_is_judged_whether_it_was_drafted_or_not():
     after = pool.worth(match).survival()
     again.extend([9])
     assert pool.worth(match).survival()[0] < after[0]
+
+
+def test_the_step_that_wins_most_is_taken():
+    """Against the pace of the last steps: a plain token is worth more where a match is likely to follow it, a dear block where none is."""
+    pace = Pace(1.0, 10.0)
+    assert pace.wins(1.0, 10.0) == pytest.approx(0.0)
+    for _ in range(400):
+        pace.observe(8, 10.0)
+    assert pace.wins(1.0, 10.0) == pytest.approx(-7.0, abs=0.1) and pace.wins(3.0, 40.0) < pace.wins(1.0, 10.0)
+    control = LookupControl("suffix", {1: 10.0, 4: 12.0, 16: 20.0})
+    sequence = control.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+    choice = control.choose(1, [sequence], [1.0], 10.0, 1)
+    assert choice.drafts[0][:3] == [4, 5, 6] and not choice.otherwise
+    assert control.choose(1, [control.begin([1, 2, 3, 4])], [1.0], 10.0, 1) == ([[]], True)
+    dear = LookupControl("suffix", {1: 10.0, 4: 60.0, 16: 200.0})
+    assert dear.choose(1, [dear.begin([1, 2, 3, 4, 5, 6, 1, 2, 3])], [1.0], 10.0, 1) == ([[]], True)
