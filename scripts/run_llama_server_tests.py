@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import requests
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (
@@ -36,6 +37,15 @@ class Outcomes:
         utils.ServerPreset.load_all = staticmethod(lambda: None)
         utils.download_file = lambda url, output_file_path=None: os.path.basename(url)
         utils.DEFAULT_REQUEST_TIMEOUT = SECONDS
+        build = requests.adapters.HTTPAdapter.build_response
+
+        def build_response(adapter, request, response):
+            """The tests look names of headers up in a dict, as llama-server writes them; to HTTP their letters' case is nothing."""
+            made = build(adapter, request, response)
+            made.headers = requests.structures.CaseInsensitiveDict({name.title(): value for name, value in made.headers.items()})
+            return made
+
+        requests.adapters.HTTPAdapter.build_response = build_response
 
     def pytest_runtest_logreport(self, report) -> None:
         case = report.nodeid.removeprefix("unit/")

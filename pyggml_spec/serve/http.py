@@ -17,11 +17,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 encode = msgspec.json.Encoder().encode
 PING = b":\n\n"  # a comment, which keeps connections of silent streams open
 DONE = b"data: [DONE]\n\n"
-_FRAMING = (
-    "content-length",
-    "connection",
-    "transfer-encoding",
-)  # uvicorn looks for these in lower case; others are written as most servers do
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -115,10 +110,7 @@ async def send_response(send: Send, response: Response, more_headers: Iterable[t
     headers = {**response.headers, **dict(more_headers)}
     if response.chunks is None:
         headers["content-length"] = str(len(response.body))
-    listed = [
-        ((name if name in _FRAMING else name.title()).encode("latin-1"), value.encode("latin-1", "replace"))
-        for name, value in headers.items()
-    ]
+    listed = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": response.status, "headers": listed})
     if response.chunks is None:
         await send({"type": "http.response.body", "body": response.body})

@@ -74,7 +74,7 @@ def test_progress_and_reuse(server):
 
 
 def test_drafting_does_not_depend_on_reuse(server):
-    """Behind a prompt that was reused the drafter sees what it would have seen: same text, same drafts."""
+    """Behind a prompt that was reused the text is the same, and drafts are accepted."""
     prompt = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(40))
     asked = {"prompt": prompt, "n_predict": 60, "temperature": 0, "stream": True, "speculation": True}
     for _ in range(3):  # the second one keeps a state where they part

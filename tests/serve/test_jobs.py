@@ -1,0 +1,159 @@
+"""The queue over an engine that fails, hangs, or is faster than its own answer: what the running server cannot be made to do at will."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from pyggml_spec.decode.stats import BatchStats, Stats
+from pyggml_spec.errors import EngineError
+from pyggml_spec.events import End, StepEvent
+from pyggml_spec.serve import jobs
+from pyggml_spec.serve.errors import ApiError
+from pyggml_spec.serve.jobs import Ask, Queue, QueueLimits
+
+
+class Engine:
+    """A concurrent session whose ``behaviour`` is called with each request's sink, before ``submit`` has returned."""
+
+    def __init__(self, behaviour):
+        self.behaviour, self.ended, self.stats = behaviour, False, BatchStats()
+
+    def submit(self, ids, max_tokens, *, sink, **more):
+        stats = Stats(prompt_tokens=len(ids))
+        handle = SimpleNamespace(stats=stats, slot=0, prompt_read=len(ids), cancel=lambda: sink(End(None)))
+        self.behaviour(self, sink, stats)
+        return handle
+
+
+def answers(engine, sink, stats):
+    for token in range(3):
+        stats.emitted += 1
+        sink(StepEvent("x", (token,), stats.snapshot()))
+    stats.stop_reason = "length"
+    sink(StepEvent("", (), stats))
+    sink(End(None))
+
+
+def fails(engine, sink, stats):
+    engine.ended = True
+    raise EngineError("a step failed")
+
+
+def hangs(engine, sink, stats):
+    pass
+
+
+def run(behaviour, test, broken=lambda error: None, **limits):
+    async def main():
+        with ThreadPoolExecutor(2) as pool:
+            queue = Queue(Engine(behaviour), 1, QueueLimits(**limits), pool, lambda job: None, broken)
+            await asyncio.wait_for(test(queue), 30)
+
+    asyncio.run(main())
+
+
+async def read_all(got):
+    items = []
+    while not items or not isinstance(items[-1], End):
+        items.append((await got.read())[1])
+    return items
+
+
+def test_what_comes_before_the_handle_is_not_lost():
+    async def test(queue):
+        for _ in range(20):
+            items = await read_all(queue.enter([Ask([1])]))
+            assert [i.tokens for i in items[:-1]] == [(0,), (1,), (2,), ()] and items[-1] == End(None)
+        assert not queue.running and queue.waiting == 0 and await queue.drain(1)
+
+    run(answers, test)
+
+
+def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on():
+    made = []
+
+    def broken(error):
+        made.append(str(error))
+        return Engine(answers)
+
+    async def test(queue):
+        first, second = queue.enter([Ask([1])]), queue.enter([Ask([2])])
+        assert isinstance((await read_all(first))[-1].error, EngineError)
+        await read_all(second)
+        assert (await read_all(queue.enter([Ask([3])])))[-1] == End(None)
+        assert made == ["a step failed"] and not queue.draining
+
+    run(fails, test, broken)
+
+
+def test_an_engine_that_cannot_be_made_anew_ends_the_server():
+    async def test(queue):
+        await read_all(queue.enter([Ask([1])]))
+        await queue._repairing
+        with pytest.raises(ApiError, match="is ending") as raised:
+            queue.enter([Ask([1])])
+        assert raised.value.status == 503
+
+    run(fails, test)
+
+
+def test_no_step_for_a_while_is_stuck_only_while_there_is_work(monkeypatch):
+    monkeypatch.setattr(jobs, "STUCK_SECONDS", 0.05)
+
+    async def test(queue):
+        await asyncio.sleep(0.1)
+        assert not queue.stuck
+        got = queue.enter([Ask([1])])
+        queue.step_age()
+        await asyncio.sleep(0.1)
+        assert queue.stuck
+        queue.engine.stats.steps += 1
+        assert not queue.stuck
+        got.cancel()
+        assert (await read_all(got))[-1] == End(None)
+        await asyncio.sleep(0.1)
+        assert not queue.stuck
+
+    run(hangs, test)
+
+
+def test_limits_of_the_queue():
+    """Of sequences, of the tokens of their prompts, and of the time that they wait."""
+
+    async def test(queue):
+        held = [queue.enter([Ask([1] * 10)]) for _ in range(3)]  # one slot, and two ahead
+        waits = queue.enter([Ask([1] * 10)])
+        for asks in ([Ask([1] * 95)], [Ask([1]), Ask([2])]):
+            with pytest.raises(ApiError) as raised:
+                queue.enter(asks)
+            assert raised.value.status == 429 and int(raised.value.headers["retry-after"]) >= 1
+        assert queue.counts.rejected["tokens"] == queue.counts.rejected["requests"] == 1
+        (late,) = await read_all(waits)
+        assert late.error.status == 429 and "waited for 0.2 s" in late.error.message
+        assert not await queue.drain(0.05)
+        assert [(await read_all(h))[-1].error.status for h in held] == [503] * 3
+
+    run(hangs, test, requests=2, tokens=100, seconds=0.2)
+
+
+def test_a_slow_readers_events_are_joined():
+    def many(engine, sink, stats):
+        def send():
+            for token in range(500):
+                sink(StepEvent("x", (token,), stats))
+            sink(StepEvent("", (), stats))
+            sink(End(None))
+
+        threading.Thread(target=send).start()
+
+    async def test(queue):
+        got = queue.enter([Ask([1])])
+        await asyncio.sleep(0.5)
+        items = await read_all(got)
+        assert len(items) <= jobs.UNREAD + 2 and [t for i in items[:-1] for t in i.tokens] == list(range(500))
+        assert "".join(i.text for i in items[:-1]) == "x" * 500
+
+    run(many, test)
