@@ -22,6 +22,7 @@ FILES = (
     "ctx_shift", "tool_call", "speculative", "stream", "slot_save", "kv_keep_only_active",
 )  # fmt: skip
 SECONDS = 120
+KNOWN = ROOT / "tests" / "serve" / "llama_server_tests.json"
 
 
 class Outcomes:
@@ -65,6 +66,9 @@ def main() -> None:
     parser.add_argument("--server", default="pyspec")
     parser.add_argument("--port", type=int, default=8180)
     parser.add_argument("--passed-in", type=Path, help="only the cases that passed in these results")
+    parser.add_argument(
+        "--known", action="store_true", help="only the cases that llama-server passes; exit code 1 if one fails without a reason"
+    )
     asked = parser.parse_args()
     os.environ.update(
         LLAMA_SERVER_BIN_PATH=str(ROOT / "tests" / "serve" / "llama_server_shim.py"), SHIM_SERVER=asked.server, PORT=str(asked.port),
@@ -88,10 +92,15 @@ def main() -> None:
         "--tb",
         "line",
     ]
+    known = json.loads(KNOWN.read_text())["cases"] if asked.known else {}
+    files = [f"unit/{case}" for case in known if f"unit/{case.partition('::')[0]}" in files] if asked.known else files
     outcomes = Outcomes(results)
     pytest.main([*files, *options], plugins=[outcomes])
     counts = {name: list(outcomes.passed.values()).count(name) for name in ("passed", "failed", "skipped")}
     print(json.dumps(counts))
+    if wrong := [case for case, outcome in outcomes.passed.items() if known.get(case) == "passes" and outcome != "passed"]:
+        print("failed without a reason in tests/serve/llama_server_tests.json:", *wrong, sep="\n")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from cli.process import environment, one_sentence, pyspec
@@ -98,3 +99,15 @@ def test_help_names_no_library():
         capture_output=True, text=True, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0 and "--queue" in done.stdout, done.stderr
+
+
+def test_the_outside_check_is_told_as_it_was():
+    """The page's counts are those of the file, and what does not pass has a reason."""
+    told = json.loads((Path(__file__).parent / "llama_server_tests.json").read_text("utf-8"))
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
+    passing = [case for case, how in told["cases"].items() if how == "passes"]
+    every = sum(told["llama-server"].values())
+    assert len(told["cases"]) == told["llama-server"]["passed"]
+    assert f"llama-server passes {len(told['cases'])}\nof {every} " in page
+    assert f"passes {len(passing)} of these {len(told['cases'])}, and\nthe {len(told['cases']) - len(passing)} others" in page
+    assert all(len(how) > 15 for how in told["cases"].values() if how != "passes")
