@@ -151,16 +151,19 @@ def test_keys_take_turns(tmp_path):
     try:
         order, threads = [], []
 
-        def send(key, name, **more):
-            got = running.http.post("/completion", json=ask(60, **more), headers={"x-api-key": key})
+        def send(key, name, tokens, **more):
+            got = running.http.post("/completion", json=ask(tokens, **more), headers={"x-api-key": key})
             order.append((name, got.status_code))
 
-        for i in range(8):
-            threads.append(threading.Thread(target=send, args=("one", f"a{i}"), kwargs={"priority": 5 if i == 7 else 0}))
+        def begin(key, name, tokens=40, **more):
+            threads.append(threading.Thread(target=send, args=(key, name, tokens), kwargs=more))
             threads[-1].start()
-            time.sleep(0.05)
-        threads.append(threading.Thread(target=send, args=("two", "b")))
-        threads[-1].start()
+            time.sleep(0.02)
+
+        begin("one", "a0", 1000)  # has the slot until all of them wait
+        for i in range(1, 8):
+            begin("one", f"a{i}", priority=5 if i == 7 else 0)
+        begin("two", "b")
         for thread in threads:
             thread.join()
         names = [name for name, _ in order]
