@@ -63,7 +63,7 @@ def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
         Sweep("target layers", f"target layers {list(hp.target_layers)}", shifted, "convert the drafter again with these dflash.target_layers", False),
         Sweep("mask token", f"mask token {hp.mask_token}", masks, f"set tokenizer.ggml.mask_token_id in the drafter {edit}"),
         Sweep("block size", f"block of {hp.block_size}", [b for b in blocks if 2 <= b[1].hp.block_size <= 64 and b[1].hp.block_size != hp.block_size],
-              f"set dflash.block_size in the drafter {edit}"),
+              f"set dflash.block_size in the drafter {edit}", False),
         Sweep("rope base", f"rope base {rope.base:g}", [(f"rope base is {b:g}", reading.but(rope=replace(rope, base=b))) for b in bases],
               f"set dflash.rope.freq_base in the drafter {edit}"),
         Sweep("rope sections", f"{rope.n_rot} of {hp.head_size} values rotated", dims, "convert the drafter again with the rope dimensions and sections of its training"),

@@ -151,10 +151,10 @@ class Graph:
         """Over the innermost dimension."""
         return lib.ggml_soft_max(self.ctx, x)
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, elementwise."""
+    def swiglu(self, gate: Tensor, up: Tensor, own: bool = True) -> Tensor:
+        """silu(gate) * up, elementwise; ``own`` False: by ggml's kernel wherever it runs."""
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu", gate=gate, up=up)
-        if self._gates(gate, up):
+        if own and self._gates(gate, up):
             return lib.pgs_gate(self.ctx, self.role.backend.level_handle, up, gate, True)
         return lib.ggml_swiglu_split(self.ctx, gate, up)
 

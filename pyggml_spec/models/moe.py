@@ -128,7 +128,8 @@ class Experts:
         else:
             names = [f"{prefix}ffn_{name}_exps.weight" for name in ("up", "gate")]
             up, gate = [self._beside(g, w, name, g.matmul_experts(w[name], x, slots), chosen) for name in names]
-        return getattr(g, self.glu)(gate, up)
+        # ggml's, as of experts in host memory: the same bits wherever an expert lies
+        return g.swiglu(gate, up, own=False) if self.glu == "swiglu" else getattr(g, self.glu)(gate, up)
 
     def _sum(self, g: Graph, out: Tensor) -> Tensor:
         """F32 [n_embd, n_used, T] -> F32 [n_embd, T], added in order; the views come before the additions."""

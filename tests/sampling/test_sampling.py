@@ -92,7 +92,7 @@ class TableTarget:
     def __init__(self, table):
         self.table, self.cursor, self._rows = table, Cursor(1 << 30), None
         self.graphs, self.options = SimpleNamespace(closed=False), SimpleNamespace(n_ctx=1 << 30, width=4, chunk=512)
-        self.target, self.drafter, self.masked = SimpleNamespace(n_vocab=len(table)), None, False
+        self.target, self.drafter, self.masked, self.unmasked = SimpleNamespace(n_vocab=len(table)), None, False, ""
         self.rows_computed = self.rows_used = 0
 
     @property
