@@ -15,8 +15,10 @@ from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import SPARE, Graph, Role
 from pyggml_spec.ggml.library import lib
 
+DEEP = sorted({*TARGETS} - {"qwen3", "gemma4", "qwen35", "qwen3moe", "llama"})  # those take more nodes per layer, or more layers below
 
-@pytest.mark.parametrize("arch, n_layer", [*((arch, 420) for arch in TARGETS), ("qwen3", 1024), ("gemma4", 1024)])
+
+@pytest.mark.parametrize("arch, n_layer", [*((arch, 420) for arch in DEEP), ("qwen3", 1024), ("gemma4", 1024)])
 def test_hundreds_of_layers(tmp_path, arch, n_layer):
     """Speculation over them, a prefill of several rows, and two sequences at once: the graph of 16,384 nodes had overflowed."""
     shape = replace(TINY, n_layer=n_layer, target_layers=(1, n_layer - 1))
