@@ -32,7 +32,7 @@ def talk():
 tokenizer = Tokenizer(GGUFFile(DEMO_TARGET))
 talker = threading.Thread(target=talk)
 talker.start()
-for n in range(40):
+for n in range(8):
     Grammar("grammar", "root ::= " + " | ".join(f'"{n} {i}"' for i in range(9000)), tokenizer)
 over.set()
 talker.join()
