@@ -44,6 +44,8 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
     if chosen is None:
         raise HubError(f"{name} has no {_wanted(quant, file)}{_there(names)}")
     parts = _parts(chosen)
+    if chosen not in parts:
+        raise HubError(f"{chosen} of {name} is no part that its own name counts; name another file{_there(names)}")
     if missing := [part for part in parts if part not in names]:
         raise HubError(f"{chosen} of {name} is one of {len(parts)} parts, and {missing[0]} is not there{_there(names)}")
     if cached is not None:

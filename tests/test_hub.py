@@ -24,7 +24,15 @@ def hub(pair, tmp_path_factory):
     split = {path.name: path.read_bytes() for path in split_gguf(pair[0], tmp_path_factory.mktemp("split"), 3)}
     models = {"t-F16.gguf": b"not chosen", "t-Q8_0.gguf": target, "mmproj-t-Q8_0.gguf": b"x", "dflash-t.gguf": drafter, "notes.txt": b"x"}
     with closing(
-        Hub({"Some/Target-GGUF": models, "some/parts": {FILES[-2]: b"x"}, "some/split": split, "some/none": {"a.txt": b""}})
+        Hub(
+            {
+                "Some/Target-GGUF": models,
+                "some/parts": {FILES[-2]: b"x"},
+                "some/split": split,
+                "some/miscounted": {"m-Q6_K-00001-of-00000.gguf": b"x"},
+                "some/none": {"a.txt": b""},
+            }
+        )
     ) as server:
         yield server
 
@@ -114,6 +122,7 @@ def test_the_python_api_fetches_too(asked, hub, tmp_path):
         (["-hf", "Some/Target-GGUF:Q2_K"], ["no GGUF of the quantisation Q2_K", "it has t-F16.gguf, t-Q8_0.gguf"]),
         (["-hf", "Some/Target-GGUF", "-hff", "x.gguf"], ["no file 'x.gguf'", "t-Q8_0.gguf"]),
         (["-hf", "some/parts:Q6_K"], ["one of 2 parts", "m-Q6_K-00002-of-00002.gguf is not there"]),
+        (["-hf", "some/miscounted:Q6_K"], ["m-Q6_K-00001-of-00000.gguf", "is no part"]),
         (["-hf", "some/none"], ["no GGUF of a model"]),
         (["-hf", "a/b/c"], ["'a/b/c' names no repository", "USER/MODEL"]),
         (["-hf", "Some/Target-GGUF:F16"], ["t-F16.gguf", "not a GGUF"]),

@@ -18,9 +18,8 @@ from ..tools.bench_prompts import PromptsOptions
 from ..tools.bench_slots import bench_slots, tokens_needed
 from .bench_prompts import chosen_prompts, measure, modes
 from .help import GroupedCommand
-from .llama_cpp import llama_cpp_options
 from .main import EXIT_INTERRUPT
-from .options import cache_type_options, draft_cache_type_options, expert_options, graphs_option, spec_options, target_options
+from .options import loading_options, target_options
 from .report import engaged_line
 from .sampling import sampler_options, take_sampling
 from .tables import written
@@ -44,12 +43,7 @@ class _Numbers(click.ParamType):
 
 @click.command("bench", cls=GroupedCommand)
 @partial(target_options, context="what the measurements need; with --prompts 4096, or what the model was trained with")
-@llama_cpp_options
-@graphs_option
-@expert_options
-@spec_options
-@cache_type_options
-@draft_cache_type_options
+@loading_options
 @click.option(
     "-p", "--n-prompt", "lengths", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none."
 )

@@ -16,18 +16,13 @@ from ..gguf_io.reader import brief
 from ..session import load
 from ..text.renderer import RENDERER
 from .help import GroupedCommand
-from .llama_cpp import llama_cpp_options
 from .main import EXIT_ERROR, EXIT_INTERRUPT
 from .names import in_options
 from .options import (
     TokenLimit,
     argument_text,
-    cache_type_options,
-    draft_cache_type_options,
-    expert_options,
-    graphs_option,
+    loading_options,
     prefix_options,
-    spec_options,
     take_prefix,
     target_options,
     text_of,
@@ -50,12 +45,7 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 
 @click.command("chat", cls=GroupedCommand, words="questions are typed, or piped in, a line each")
 @target_options
-@llama_cpp_options
-@graphs_option
-@expert_options
-@spec_options
-@cache_type_options
-@draft_cache_type_options
+@loading_options
 @click.option("-sys", "--system-prompt", "system", help="System prompt.")
 @click.option(
     "--think/--no-think", "thinking", default=None, help="Thinking mode, where the template has one. Default: on, as in llama-server."

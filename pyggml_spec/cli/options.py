@@ -8,6 +8,7 @@ import click
 from ..errors import PyspecError
 from ..memory.kv_types import TYPES
 from .hub import hub_options
+from .llama_cpp import llama_cpp_options
 
 kernels_option = click.option(
     "--kernels",
@@ -160,6 +161,13 @@ def draft_cache_type_options(command):
 
 chunk_option = click.option("-ub", "--ubatch-size", "chunk", type=click.IntRange(1, 4096), default=512, show_default=True,
                             help="Prompt tokens per pass; prompts are reused in whole passes.")  # fmt: skip
+
+
+def loading_options(command):
+    """How a pair is loaded, beside ``target_options``: what every command takes that generates."""
+    for options in (draft_cache_type_options, cache_type_options, spec_options, expert_options, graphs_option, llama_cpp_options):
+        command = options(command)
+    return command
 
 
 def prefix_memory_option(default: str):

@@ -14,17 +14,12 @@ from ..errors import ContextError, PyspecError
 from ..files import replacing
 from ..session import load
 from .help import GroupedCommand
-from .llama_cpp import llama_cpp_options
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import (
     TokenLimit,
     argument_text,
-    cache_type_options,
-    draft_cache_type_options,
-    expert_options,
-    graphs_option,
+    loading_options,
     prefix_options,
-    spec_options,
     take_prefix,
     target_options,
 )
@@ -37,12 +32,7 @@ DEMO_PROMPT = "def quicksort(items):\n"
 
 @click.command("run", cls=GroupedCommand, words="the prompt is given with -p")
 @target_options
-@llama_cpp_options
-@graphs_option
-@expert_options
-@spec_options
-@cache_type_options
-@draft_cache_type_options
+@loading_options
 @click.option("-p", "--prompt", help="Prompt text.")
 @click.option("-f", "--file", "prompt_file", type=click.Path(), help="File with the prompt text.")
 @click.option(

@@ -8,16 +8,11 @@ import click
 
 from ..errors import PyspecError
 from .help import GroupedCommand
-from .llama_cpp import llama_cpp_options
 from .options import (
     TokenLimit,
-    cache_type_options,
     chunk_option,
-    draft_cache_type_options,
-    expert_options,
-    graphs_option,
+    loading_options,
     prefix_memory_option,
-    spec_options,
     target_options,
     text_of,
 )
@@ -30,12 +25,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 
 @click.command("serve", cls=GroupedCommand, words="prompts come over HTTP")
 @target_options
-@llama_cpp_options
-@graphs_option
-@expert_options
-@spec_options
-@cache_type_options
-@draft_cache_type_options
+@loading_options
 @click.option(
     "-np", "--parallel", "--slots", "slots", type=click.IntRange(1, 64), default=8, show_default=True, help="Requests that run at once."
 )

@@ -162,8 +162,8 @@ class GGUFFile:
     def _alone(cls, path: Path) -> "GGUFFile":
         """A file by itself, part of something or not."""
         file = cls.__new__(cls)
-        file._open(path)
         file._parts = []
+        file._open(path)
         return file
 
     def _open(self, path: str | Path) -> None:
@@ -363,7 +363,7 @@ class GGUFFile:
 
     def close(self) -> None:
         # numpy copies are taken above and StringArray reads on demand, so only memoryviews handed out by read() can still hold the map
-        for part in getattr(self, "_parts", ()):
+        for part in self._parts:
             part.close()
         with contextlib.suppress(AttributeError, BufferError):
             self._map.close()

@@ -23,7 +23,7 @@ from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
 from .blocks import attend, geglu_ffn, product, project, softplus_gated, swiglu_ffn, write_kv
 from .drafter import ContextRows, Drafter
-from .hparams import epsilon, inverse_root, kv_heads, positive
+from .hparams import epsilon, inverse_root, kv_heads, positive, size_of_heads
 from .model import SCALED
 from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec
@@ -72,9 +72,7 @@ class Hparams:
     def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
         n_layer = positive(file, f"{arch}.block_count", limit=256)
-        head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
-        if file.get(f"{arch}.attention.value_length", int, head_size) != head_size:
-            raise ModelError(f"{file.path}: attention.value_length differs from key_length {head_size}, which {arch} does not have")
+        head_size = size_of_heads(file, arch, n_embd // n_head)
         layers = file.array(f"{arch}.target_layers", "iu")
         if layers is None or len(layers) == 0:
             raise ModelError(

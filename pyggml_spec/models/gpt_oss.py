@@ -18,7 +18,7 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, product, project
-from .hparams import ends, epsilon, inverse_root, kv_heads, positive, sliding_layers, vocabulary
+from .hparams import OF_SLIDING, ends, epsilon, inverse_root, kv_heads, positive, size_of_heads, sliding_layers, vocabulary
 from .model import ATTENTION, EXPERT
 from .moe import SOFTMAX_OF_CHOSEN, Experts
 from .qwen3 import Qwen3
@@ -47,10 +47,7 @@ class Hparams:
     def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
         n_layer, n_embd = positive(file, f"{arch}.block_count", limit=1024), positive(file, f"{arch}.embedding_length")
         n_head = positive(file, f"{arch}.attention.head_count")
-        size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
-        for name in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count"):
-            if file.get(f"{arch}.{name}", int, size) != size:
-                raise ModelError(f"{file.path}: {name} differs from attention.key_length {size}, which {arch} does not have")
+        size = size_of_heads(file, arch, n_embd // n_head, *OF_SLIDING, "rope.dimension_count")
         window, sliding = sliding_layers(file, arch, n_layer, period=2, full_last=True)
         if not window:
             raise ModelError(f"{file.path} has no attention.sliding_window, which every {arch} model has; convert it again")

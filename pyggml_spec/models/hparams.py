@@ -74,6 +74,22 @@ def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4, ful
     return window, pattern
 
 
+OF_SLIDING = ("attention.key_length_swa", "attention.value_length_swa")  # the sizes of sliding layers' heads, where files say them apart
+
+
+def size_of_heads(file: GGUFFile, arch: str, default: int, *alike: str) -> int:
+    """`attention.key_length`, or ``default`` without it; `attention.value_length` and the keys ``alike`` are the same, where they are there.
+
+    Raises:
+        ModelError: one of them is not, which no model of ``arch`` has.
+    """
+    size = positive(file, f"{arch}.attention.key_length", default, 4096)
+    for name in ("attention.value_length", *alike):
+        if file.get(f"{arch}.{name}", int, size) != size:
+            raise ModelError(f"{file.path}: {name} differs from key_length {size}, which {arch} does not have")
+    return size
+
+
 def epsilon(file: GGUFFile, arch: str) -> float:
     """What the RMS norms add to the mean square; ggml asserts that it is not negative."""
     eps = file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)

@@ -16,7 +16,7 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, product, project, softplus_gated, swiglu_ffn
-from .hparams import ends, epsilon, inverse_root, layer_heads, per_layer, positive, sliding_layers, vocabulary
+from .hparams import OF_SLIDING, ends, epsilon, inverse_root, layer_heads, per_layer, positive, size_of_heads, sliding_layers, vocabulary
 from .model import ATTENTION, EXPERT, FFN, SHARED
 from .moe import SIGMOID, SOFTMAX, Experts
 from .qwen3 import Qwen3
@@ -48,10 +48,7 @@ class Hparams:
     def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
         n_layer, n_embd = positive(file, f"{arch}.block_count", limit=1024), positive(file, f"{arch}.embedding_length")
         heads, heads_kv = layer_heads(file, arch, n_layer)
-        size = positive(file, f"{arch}.attention.key_length", n_embd // heads[0], 4096)
-        for name in ("value_length", "key_length_swa", "value_length_swa"):
-            if file.get(f"{arch}.attention.{name}", int, size) != size:
-                raise ModelError(f"{file.path}: attention.{name} differs from key_length {size}, which {arch} does not have")
+        size = size_of_heads(file, arch, n_embd // heads[0], *OF_SLIDING)
         window, sliding = sliding_layers(file, arch, n_layer)
         rope = Rope.from_gguf(file, arch, size, yarn=True)
         gating = file.get(f"{arch}.expert_gating_func", int, SIGMOID) or SIGMOID

@@ -15,7 +15,7 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import DeltaShape, KVShape, Rows
 from .blocks import attend, product, project, swiglu_ffn
-from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
+from .hparams import ends, epsilon, inverse_root, kv_heads, positive, size_of_heads, vocabulary
 from .model import ATTENTION, Model
 from .rope import Rope
 from .weights import VECTOR, Spec, Weights
@@ -38,9 +38,7 @@ class Hparams:
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str, neox: bool, routed: bool = False) -> "Hparams":
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
-        head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
-        if file.get(f"{arch}.attention.value_length", int, head_size) != head_size:
-            raise ModelError(f"{file.path}: attention.value_length differs from key_length {head_size}, which {arch} does not have")
+        head_size = size_of_heads(file, arch, n_embd // n_head)
         if not routed and file.get(f"{arch}.expert_count", int, 0):
             raise ModelError(f"{file.path} has routed experts, which {arch} models here do not; use a dense model")
         return cls(

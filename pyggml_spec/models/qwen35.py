@@ -13,7 +13,7 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import DeltaShape, KVLayer, KVShape, Rows, Seen
 from .blocks import attend, product, project, swiglu_ffn
-from .hparams import ends, epsilon, inverse_root, kv_heads, positive, vocabulary
+from .hparams import ends, epsilon, inverse_root, kv_heads, positive, size_of_heads, vocabulary
 from .model import ATTENTION, Model
 from .rope import Rope
 from .weights import VECTOR, Spec, Weights
@@ -41,9 +41,7 @@ class Hparams:
         n_block = positive(file, f"{arch}.block_count", limit=1024)
         n_layer = n_block - file.get(f"{arch}.nextn_predict_layers", int, 0)
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
-        head_size = positive(file, f"{arch}.attention.key_length", n_embd // n_head, 4096)
-        if file.get(f"{arch}.attention.value_length", int, head_size) != head_size:
-            raise ModelError(f"{file.path}: attention.value_length differs from key_length {head_size}, which {arch} does not have")
+        head_size = size_of_heads(file, arch, n_embd // n_head)
         inner, state = positive(file, f"{arch}.ssm.inner_size"), positive(file, f"{arch}.ssm.state_size", limit=1024)
         heads_v, heads_k = positive(file, f"{arch}.ssm.time_step_rank"), positive(file, f"{arch}.ssm.group_count")
         if inner != heads_v * state or heads_v % heads_k:
