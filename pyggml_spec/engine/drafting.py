@@ -1,7 +1,7 @@
 """The drafter's part of a step: the nodes that end in ids on the device, and what the host tells them.
 
 Block   DFlash: [pending, mask, mask, ...] of every slot at once; what one row sees depends on the layer's window.
-Chain   MTP: a pass for each draft, over one row of every slot; each reads the draft before it and the hidden state that it left.
+Chain   MTP, EAGLE-3: a pass for each draft, over one row of every slot; each reads the draft before it and the hidden state that it left.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,7 @@ from ..memory.kv import KVCache
 from ..memory.slots import SlotRange
 from ..models.base import Seen, Target
 from ..models.dflash import BlockRows, DFlash
-from ..models.drafter import Drafter
-from ..models.mtp import MTP, ChainRow
+from ..models.drafter import ChainRow, Drafter
 from .slot import Draft, Slot, Work
 
 
@@ -25,7 +24,7 @@ class Drafted(NamedTuple):
     """Attributes:
     ids: I32 nodes; ``order`` says which of their values is which draft.
     hidden: F32 [n_embd, T]: finite if everything that was computed is.
-    logits: F32 [n_vocab, T] that the ids, or the last of them, are the argmax of.
+    logits: F32 [tokens of the head, T] that the ids, or the last of them, were chosen by.
     """
 
     ids: tuple[Tensor, ...]
@@ -40,7 +39,7 @@ class Drafting(Protocol):
         self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
     ) -> Drafted:
         """``rows``: positions and, where it verifies too, cache rows of the step's ``width`` rows per slot. ``drafts``: of each slot. ``kv``: the drafter's caches.
-        ``before``: F32 [n_embd, S], what each slot's last committed token left."""
+        ``before``: F32 [n, S], what each slot's last committed token left."""
 
     def fill(
         self,
@@ -76,7 +75,7 @@ class BlockDrafting:
         hidden = self.drafter.denoise(g, BlockRows(block, rows["positions"], draft_rows, masks, span, kv), self.target)
         # row 0 of a block is the pending token itself: its logits are never needed
         logits = self.drafter.logits(g, g.tail_rows(hidden, 1) if self.alone else g.tails(hidden, width, 1), self.target)
-        return Drafted((g.argmax(logits),), hidden, logits)
+        return Drafted((self.drafter.choose(g, logits),), hidden, logits)
 
     def _masks(self, g: Graph, f: StepFields, total: int, span: int, covered: SlotRange) -> tuple[Tensor, ...]:
         """One mask per drafter layer; layers with the same window share theirs."""
@@ -127,7 +126,7 @@ class BlockDrafting:
 class ChainDrafting:
     """Borrows the drafter and its caches. The inputs of a draft are those of all slots, one draft behind the other."""
 
-    def __init__(self, drafter: MTP, target: Target, kv: KVCache) -> None:
+    def __init__(self, drafter: Drafter, target: Target, kv: KVCache) -> None:
         self.drafter, self.target, self.kv = drafter, target, kv
 
     def nodes(
@@ -138,14 +137,15 @@ class ChainDrafting:
         tokens, hidden = f.input("draft_tokens", "i32", count), before
         positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
         last, ids = f.input("draft_last", "f32", 1, total), []
+        first = f.input("draft_first", "f32", 1, count) if self.drafter.behind else None
         for i in range(drafts):
             at, of_rows, seen_last = (g.stretch(x, i * count, count) for x in (positions, kv_rows, last))
-            seen = Seen(of_rows, g.span_mask(self.kv.near, seen_last, None, span, count), span)
-            hidden = self.drafter.step(g, ChainRow(tokens, hidden, at, seen, kv), self.target)
-            logits = self.drafter.logits(g, hidden, self.target)
-            tokens = g.argmax(logits)
-            ids.append(tokens)
-        return Drafted(tuple(ids), hidden, logits)  # what is not finite stays so from draft to draft
+            seen = Seen(of_rows, g.span_mask(self.kv.near, seen_last, first, span, count), span)
+            for_head, hidden = self.drafter.step(g, ChainRow(tokens, hidden, at, seen, kv), self.target)
+            logits = self.drafter.logits(g, for_head, self.target)
+            ids.append(self.drafter.choose(g, logits))
+            tokens = g.shaped(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
+        return Drafted(tuple(ids), for_head, logits)  # what is not finite stays so from draft to draft
 
     def fill(
         self,
@@ -161,11 +161,13 @@ class ChainDrafting:
             item, n = work.get(slot), slots[slot].cursor.committed
             real = item.width - 1 if isinstance(item, Draft) else 0
             host["draft_tokens"][at] = slots[slot].cursor.pending if real else 0
-            positions[:, at] = n + np.arange(drafts) if real else 0
-            last[:, at] = positions[:, at]
+            last[:, at] = n + np.arange(drafts) if real else 0
+            positions[:, at] = np.maximum(last[:, at] - self.drafter.behind, 0)
             own = np.empty(drafts, np.int64)
             self.kv.rows_for(n, drafts, real, own)
             rows[:, at] = own + at * (self.kv.live + self.kv.trash)
+        if "draft_first" in host:
+            host["draft_first"][:] = self.drafter.behind
 
     def count(self, width: int, most: int) -> int:
         return most
@@ -176,7 +178,7 @@ class ChainDrafting:
 
 def drafting_of(drafter: Drafter, target: Target, kv: KVCache, alone: bool) -> Drafting:
     """How ``drafter`` takes part in the steps of an engine."""
-    if isinstance(drafter, MTP):
+    if drafter.chained:
         return ChainDrafting(drafter, target, kv)
     assert isinstance(drafter, DFlash)
     return BlockDrafting(drafter, target, kv, alone)

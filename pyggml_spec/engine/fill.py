@@ -127,6 +127,8 @@ class Fill:
         boundary = self._boundary
         if boundary is None or "boundary" not in host:
             return
+        if "draft_context" in host:  # the first token's is nobody's, and has to be a position all the same
+            np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
         kept = host["boundary"].reshape(covered.count, -1)
         most = kept.shape[1]
         for at, slot in enumerate(covered.slots):

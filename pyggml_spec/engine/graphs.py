@@ -44,7 +44,7 @@ CANDIDATES = (0, 64, 256, MOST_CANDIDATES)  # of several slots: more than enough
 
 
 class Carry(NamedTuple):
-    """What a chain of drafts begins with: ``before`` F32 [n_embd, S], and the ``rows`` I64 of the boundary that the step's go to."""
+    """What a chain of drafts begins with: ``before`` F32 [n, S], and the ``rows`` I64 of the boundary that the step's go to."""
 
     before: Tensor
     rows: Tensor
@@ -236,20 +236,24 @@ class StepGraphs(GraphStore):
         return Carry(g.rows(self.boundary.table, f.input("before", "i32", covered.count)), f.input("boundary", "i64", rows))
 
     def _context(
-        self, g: Graph, tokens: Tensor, done: tuple[Tensor, list[Tensor]], carry: Carry | None, rows: dict, draft_kv: tuple,
-        last: Tensor | None = None
+        self, g: Graph, f: StepFields, tokens: Tensor, done: tuple[Tensor, list[Tensor]], carry: Carry | None, rows: dict, draft_kv: tuple,
+        certain: bool = False, last: Tensor | None = None
     ) -> None:  # fmt: skip
-        """The drafter's K/V rows of the target's rows, which are ``done``: hidden, and what was captured. ``last``: of certain rows, the hidden
-        state of each slot's last one; without it the rows are those of blocks."""
+        """The drafter's K/V rows of the target's rows, which are ``done``: hidden, and what was captured. ``certain``: they are not those of blocks,
+        and ``last`` I32 [slots] says which of them is each slot's last one, where it has several."""
         if not self.drafting:
             return
         assert self.drafter is not None
         hidden, features = done
-        shifted = None
+        shifted, positions = None, rows["positions"]
         if carry is not None:
-            joined = g.behind(carry.before, hidden)
-            shifted, kept = g.leading(joined, joined.ne[1] - 1), joined if last is None else last
-        context = ContextRows(tokens, features, shifted, rows["positions"], rows["kv_rows"])
+            left = self.drafter.left(g, hidden, features, self.target)
+            joined = g.behind(carry.before, left)
+            shifted = g.leading(joined, joined.ne[1] - 1)
+            kept = joined if not certain else left if last is None else g.rows(left, last)
+            if self.drafter.behind:
+                positions = f.input("draft_context", "i32", positions.ne[0])
+        context = ContextRows(tokens, features, shifted, positions, rows["kv_rows"])
         self.drafter.context_rows(g, context, draft_kv, self.target)
         if carry is not None and self.boundary is not None:
             g.kv_write_rows(self.boundary.table, g.shaped(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
@@ -287,9 +291,8 @@ class StepGraphs(GraphStore):
         out_row, carry = f.input("out_row", "i32", covered.count), self._carry(g, f, covered.count, covered)
         tokens = f.tokens(width * covered.count)
         done = self._forward(g, tokens, rows, delta)
-        last = g.rows(done[0], out_row)
-        out = self._emit(g, f, last)
-        self._context(g, tokens, done, carry, rows, self._draft_caches(g, covered), last)
+        out = self._emit(g, f, g.rows(done[0], out_row))
+        self._context(g, f, tokens, done, carry, rows, self._draft_caches(g, covered), True, out_row)
         return out
 
     def _plain(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
@@ -301,7 +304,7 @@ class StepGraphs(GraphStore):
         if self.drafting and self.ring is not None:
             g.kv_write_rows(self.ring.rows, g.concat(features), f.input("ring_row", "i64", 1))
         else:
-            self._context(g, tokens, (hidden, features), carry, rows, self._draft_caches(g, covered), hidden)
+            self._context(g, f, tokens, (hidden, features), carry, rows, self._draft_caches(g, covered), True)
         return out
 
     def _verify(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
@@ -310,7 +313,7 @@ class StepGraphs(GraphStore):
         tokens = f.tokens(width * covered.count)
         done = self._forward(g, tokens, rows, delta)
         out = self._emit(g, f, done[0])
-        self._context(g, tokens, done, carry, rows, self._draft_caches(g, covered))
+        self._context(g, f, tokens, done, carry, rows, self._draft_caches(g, covered))
         return out
 
     def _fused(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, drafts: int | None = None) -> dict:
@@ -329,7 +332,7 @@ class StepGraphs(GraphStore):
         f.output(DRAFT_SUM, "f32", g.sum_rows(drafted.hidden))
         done = self._forward(g, tokens, rows, delta)
         out = self._emit(g, f, done[0])
-        self._context(g, tokens, done, carry, rows, draft_kv)
+        self._context(g, f, tokens, done, carry, rows, draft_kv)
         return {**out, "draft_logits": drafted.logits}
 
     def _draft(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:

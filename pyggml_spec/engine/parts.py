@@ -77,7 +77,7 @@ class Parts:
             self.delta = self._own(DeltaState(self.backend, shape, self.target.delta_row(), opt.width, opt.slots, self.planned))
         self.boundary: BoundaryRows | None = None
         if self.drafter is not None and self.drafter.chained:
-            self.boundary = self._own(BoundaryRows(self.backend, self.target.n_embd, opt.width, opt.slots))
+            self.boundary = self._own(BoundaryRows(self.backend, self.drafter.carried(self.target), opt.width, opt.slots))
         shapes, window = self.target.kv_shapes(), self.target.window
         self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, shapes, window, self.boundary)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0

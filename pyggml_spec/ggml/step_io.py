@@ -61,6 +61,10 @@ class StepTimes:
     read: int
 
 
+def _values(node: Tensor) -> int:
+    return node.ne[0] * node.ne[1]
+
+
 class StepFields:
     """The fields of one graph inside the StepIO, laid out in the order in which they are added.
 
@@ -147,12 +151,12 @@ class StepFields:
     def _place_behind(self, offset: int, nodes: Sequence[Tensor]) -> None:
         for node in nodes:
             self.graph.place(self.io.home, offset, node)
-            offset += 4 * node.ne[0]
+            offset += 4 * _values(node)
 
     def picked_tokens(self, count: int, drafts: Sequence[Tensor]) -> Tensor:
         """The token ids [count], each of them ``given[source]``: the host writes the inputs ``source`` and the first ``count`` of
         ``given``, the nodes ``drafts`` (I32, each needs the one before it) the rest. Readable after the run."""
-        source, total = self.input("source", "i32", count), count + sum(node.ne[0] for node in drafts)
+        source, total = self.input("source", "i32", count), count + sum(map(_values, drafts))
         offset, ggml_type = self._take("given", "i32", total)
         self._upload_end = offset + 4 * count
         self._place_behind(offset + 4 * count, drafts)
@@ -175,7 +179,7 @@ class StepFields:
         require(all(node.type == _TYPES["i32"][0] for node in nodes), "outputs", first=nodes[0])
         if self._read_start is None:
             self._read_start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
-        offset, _ = self._take(name, "i32", sum(node.ne[0] for node in nodes))
+        offset, _ = self._take(name, "i32", sum(map(_values, nodes)))
         self._place_behind(offset, nodes)
         for node in nodes:
             self.graph.expand(node)

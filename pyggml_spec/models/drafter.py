@@ -4,16 +4,24 @@ It names the hidden states of the target that it reads, writes K/V rows of its o
 the step's graph that end in ids on the device. Two kinds draft:
 
 blocks  all drafts of a block in one pass, mask tokens behind the pending one (dflash)
-chains  one draft after the other, each from the one before and from the hidden state that it left (MTP)
+chains  one draft after the other, each from the one before and from the hidden state that it left (MTP, EAGLE-3)
+
+A head may know fewer tokens than the target: ``Drafter.choose`` says which of the target's its choices are.
 """
 
 from typing import NamedTuple
 
+import numpy as np
+
+from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
-from .base import KVLayer, KVShape, Target
+from ..gguf_io import GGUFFile
+from .base import KVLayer, KVShape, Seen, Target
 from .model import Model
-from .weights import Weights
+from .weights import INDEX, Spec, Weights
+
+TOKENS = "d2t"  # of a head's choices, which of the target's tokens each is
 
 
 class ContextRows(NamedTuple):
@@ -22,9 +30,9 @@ class ContextRows(NamedTuple):
     Attributes:
         tokens: I32 [T] token ids; None where only captured states are at hand.
         features: F32 [n_embd, T] for each layer of ``Drafter.captures``.
-        before: F32 [n_embd, T / slots, slots]: of each row the target's last normalised hidden state of the token before it; zeros where there
-            is none. None for drafters that are not ``chained``.
-        positions: I32 [T].
+        before: F32 [n, T / slots, slots]: what the row of the token before each one ``left``; zeros where there is none. None for drafters
+            that are not ``chained``.
+        positions: I32 [T], less ``Drafter.behind``.
         kv_rows: I64 [T] rows of the drafter's caches.
     """
 
@@ -33,6 +41,16 @@ class ContextRows(NamedTuple):
     before: Tensor | None
     positions: Tensor
     kv_rows: Tensor
+
+
+class ChainRow(NamedTuple):
+    """One row of each of S sequences: ``tokens`` I32 [S], ``before`` F32 [n, S] what the token before left, ``positions`` I32 [S]."""
+
+    tokens: Tensor
+    before: Tensor
+    positions: Tensor
+    seen: Seen
+    kv: tuple[KVLayer, ...]
 
 
 class Drafter(Model):
@@ -45,11 +63,13 @@ class Drafter(Model):
         captures: v is the input of target layer v; the target's ``n_layer`` is its last layer's output.
         chained: whether it drafts one by one, and reads the hidden state of the token before.
         late: whether context rows of plain tokens may wait, so that many are computed at once: they need captured states only.
+        behind: how far positions are behind those of the tokens, 1 where a row counts as the hidden state's; the first row is nobody's then.
     """
 
     method: str
     chained = False
     late = False
+    behind = 0
 
     @property
     def weights(self) -> Weights:
@@ -94,5 +114,46 @@ class Drafter(Model):
         raise NotImplementedError
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
-        """F32 [n_embd, T] -> F32 [n_vocab, T]."""
+        """F32 [n_embd, T] -> F32 [tokens of the head, T]."""
         raise NotImplementedError
+
+    def choose(self, g: Graph, logits: Tensor) -> Tensor:
+        """The target's tokens with the largest logits: I32 [T], or [1, T] where the head's are fewer."""
+        chosen = g.argmax(logits)
+        tokens = self.weights.get(TOKENS)
+        return chosen if tokens is None else g.rows(tokens, chosen)
+
+    # -- of chains
+
+    def carried(self, target: Target) -> int:
+        """Values of what a row leaves to the next one."""
+        return target.n_embd
+
+    def left(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Target) -> Tensor:
+        """What the target's rows leave to the next ones, F32 [carried, T]: by default ``hidden``, F32 [n_embd, T] behind its last norm."""
+        return hidden
+
+    def step(self, g: Graph, rows: ChainRow, target: Target) -> tuple[Tensor, Tensor]:
+        """Of the tokens of ``rows``: what the head reads, and what they leave to the next draft, F32 [carried, S]."""
+        raise NotImplementedError
+
+    # -- heads with tokens of their own
+
+    def own_tokens(self) -> list[Spec]:
+        """The table of a head that knows fewer tokens than the target, if the file has one."""
+        info = self.file.tensors.get(TOKENS)
+        return [Spec(TOKENS, (info.shape[0],), INDEX)] if info is not None else []
+
+
+def check_tokens(file: GGUFFile, n_vocab: int) -> None:
+    """Raises ModelError if a head of the file's chooses tokens that the target does not have."""
+    info = file.tensors.get(TOKENS)
+    if info is None:
+        return
+    if info.type_name not in ("i64", "i32") or len(info.shape) != 1:
+        raise ModelError(f"{file.path}: {TOKENS!r} is {info.type_name} {list(info.shape)}, but it has to be a list of token ids (I64)")
+    with file.read(TOKENS) as data:
+        ids = np.frombuffer(data, np.int64 if info.type_name == "i64" else np.int32)
+        low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= n_vocab:
+        raise ModelError(f"{file.path}: {TOKENS!r} names the token {low if low < 0 else high}, but the target has {n_vocab}")

@@ -10,17 +10,15 @@ The layer is in the target's file, or in one of its own whose architecture is th
 Source of the formulae: llama.cpp, src/models/qwen35.cpp (graph_mtp) and common/speculative.cpp (which rows are paired).
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .base import KVLayer, KVShape, Seen, Target
+from .base import KVLayer, KVShape, Target
 from .blocks import product, project, write_kv
-from .drafter import ContextRows, Drafter
+from .drafter import ChainRow, ContextRows, Drafter
 from .model import SCALED
 from .qwen3next import Qwen3Next
 from .qwen35 import Qwen35
@@ -32,16 +30,6 @@ BLOCK = 16  # rows of the widest block; what pays is measured: a chain of 8 gave
 EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
 ENDS = {EMBEDDING: "embed_tokens", NORM: "shared_head_norm", HEAD: "shared_head_head"}
 PIECE = 1 << 24  # bytes compared at a time
-
-
-class ChainRow(NamedTuple):
-    """One row of each of S sequences: ``tokens`` I32 [S], ``before`` F32 [n_embd, S] what the token before left, ``positions`` I32 [S]."""
-
-    tokens: Tensor
-    before: Tensor
-    positions: Tensor
-    seen: Seen
-    kv: tuple[KVLayer, ...]
 
 
 def has_layer(file: GGUFFile) -> bool:
@@ -147,8 +135,8 @@ class MTP(Drafter):
         k, v = project(g, self.weights.group(f"{self.prefix}kv"), h)
         write_kv(g, *self._model.keys_values(g, self.layer, k, v, rows.positions), kv[0], rows.kv_rows)
 
-    def step(self, g: Graph, rows: ChainRow, target: Target) -> Tensor:
-        """The hidden states behind the tokens of ``rows``, for the head and for the next draft, F32 [n_embd, S]."""
+    def step(self, g: Graph, rows: ChainRow, target: Target) -> tuple[Tensor, Tensor]:
+        """The head reads what the next draft does."""
         w, b, model, eps = self.weights, self.prefix, self._model, self.hp.eps
         x = self._pair(g, rows.tokens, rows.before, target)
         h = g.rms_norm(x, w[f"{b}attn_norm.weight"], eps)
@@ -157,7 +145,8 @@ class MTP(Drafter):
         k, v = project(g, w.group(f"{b}kv"), h)
         x = g.add(model.attention(g, self.layer, qg, k, v, rows.positions, rows.seen, rows.kv[0]), x)
         x = g.add(model.ffn(g, g.rms_norm(x, w[f"{b}post_attention_norm.weight"], eps), self.layer), x)
-        return g.rms_norm(x, (w if NORM in self._own else target.weights)[NORM], eps)
+        h = g.rms_norm(x, (w if NORM in self._own else target.weights)[NORM], eps)
+        return h, h
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         return product(g, self.weights.matrix(HEAD), hidden) if HEAD in self._own else target.logits(g, hidden)

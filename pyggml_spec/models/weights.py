@@ -25,9 +25,10 @@ from ..ggml.shapes import NOT_WEIGHTS
 from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
 
-MATMUL, EXPERTS, ROWS, VECTOR = "matmul", "experts", "rows", "vector"
+MATMUL, EXPERTS, ROWS, VECTOR, INDEX = "matmul", "experts", "rows", "vector", "index"
 BESIDE = ("scale", "bias")  # what may stand beside a matrix
 OWN = None  # in the place of a buffer type: packed for our own kernels, in the default one
+_WHOLE = {"i64": np.int64, "i32": np.int32}
 HOST_ALIGNMENT = 32  # bytes; ggml's own for memory that it did not allocate
 
 
@@ -38,7 +39,8 @@ class Spec:
     Attributes:
         name: the name in the GGUF.
         shape: ggml order, innermost first.
-        use: MATMUL (weight of a matmul), EXPERTS (3-D weight of a routed one), ROWS (looked up by row), VECTOR (elementwise; F32 only).
+        use: MATMUL (weight of a matmul), EXPERTS (3-D weight of a routed one), ROWS (looked up by row), VECTOR (elementwise; F32 only),
+            INDEX (numbers of rows; I64 in the file, here I32 [1, n]).
         source: name in the file when it differs (a head tied to the embedding).
         of: the matrix whose products this scale or bias is applied to.
     """
@@ -110,7 +112,9 @@ def _find(file: GGUFFile, spec: Spec) -> TensorInfo:
             f"{file.path}: tensor {name!r} has the shape {list(info.shape)}, but its metadata calls for {list(spec.shape)}; "
             "the file was converted with other hyper-parameters"
         )
-    if info.type_name in NOT_WEIGHTS and spec.use != VECTOR:
+    if spec.use == INDEX and info.type_name not in _WHOLE:
+        raise ModelError(f"{file.path}: tensor {name!r} is {info.type_name}, but it holds numbers of rows and has to be I64")
+    if info.type_name in NOT_WEIGHTS and spec.use not in (VECTOR, INDEX):
         raise ModelError(f"{file.path}: tensor {name!r} is {info.type_name}, which is not a type for weights; convert the model again")
     if spec.use == VECTOR and info.type != lib.GGML_TYPE_F32:
         raise ModelError(f"{file.path}: tensor {name!r} is {info.type_name}, but it is used elementwise and has to be F32")
@@ -245,6 +249,8 @@ class Weights:
                 hot[spec.name] = mine
                 if mine:
                     jobs.append((spec.name, info.type, (*spec.shape[:2], len(mine)), spec.use, [info]))
+            elif spec.use == INDEX:
+                jobs.append((spec.name, lib.GGML_TYPE_I32, (1, *spec.shape), INDEX, [info]))
             elif spec.name not in in_fused:
                 jobs.append((spec.name, info.type, spec.shape, spec.use, [info]))
 
@@ -269,8 +275,10 @@ class Weights:
         self._make_groups(groups, found, fused)
         done = 0
         for home, job_list in by_buft.items():
-            for key, *_, sources in job_list:
-                if key in joined:
+            for key, _, _, use, sources in job_list:
+                if use == INDEX:
+                    self._upload_values(self._tensors[key], self._numbers(sources[0]))
+                elif key in joined:
                     self._upload_values(self._tensors[key], joined[key])
                 elif key in hot:
                     self._upload_experts(self._tensors[key], sources[0], hot[key])
@@ -341,6 +349,11 @@ class Weights:
 
     def _upload_values(self, tensor: Tensor, values: np.ndarray) -> None:
         lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
+
+    def _numbers(self, info: TensorInfo) -> np.ndarray:
+        """Numbers of rows, I32."""
+        with self.file.read(info.name) as data:
+            return np.frombuffer(data, _WHOLE[info.type_name]).astype(np.int32)
 
     def _values(self, name: str) -> np.ndarray:
         """A tensor of the file that is F32, as a copy."""
