@@ -1,0 +1,55 @@
+"""The devices of one run: what `--device A,B` names, in the order in which layers go through them."""
+
+from collections.abc import Sequence
+
+from ..errors import DeviceError
+from .device import Backend, Device, pick_device
+
+MOST = 16  # devices of one run
+
+
+def pick_devices(names: str | None = None) -> list[Device]:
+    """The devices called ``names``, separated by commas; None for the one that ``pick_device`` picks.
+
+    The CPU may be named more than once: every time is a backend of its own, which is how a split is tried without a second GPU.
+
+    Raises:
+        DeviceError: a name that no device has, an empty one, a GPU that is named twice, or too many.
+    """
+    if names is None:
+        return [pick_device()]
+    wanted = [name.strip() for name in str(names).split(",")]
+    if not all(wanted):
+        raise DeviceError(
+            f"the list of devices {names!r} has an empty name; give names as `pyspec devices` lists them, separated by commas"
+        )
+    if len(wanted) > MOST:
+        raise DeviceError(f"{len(wanted)} devices are named; a model is split over at most {MOST}")
+    found = [pick_device(name) for name in wanted]
+    for device in found:
+        if device.kind != "cpu" and found.count(device) > 1:
+            raise DeviceError(f"{device.name} is named twice; a model is split over different devices")
+    return found
+
+
+def open_backends(names: str | None = None, threads: int | None = None, kernels: str | None = None) -> list[Backend]:
+    """A backend on each of these devices; the caller closes them. Arguments as of ``pick_devices`` and ``Backend``.
+
+    Raises:
+        DeviceError: as ``pick_devices``, or a device that cannot be opened; none is open then.
+    """
+    return _open(pick_devices(names), threads, kernels)
+
+
+def _open(found: Sequence[Device], threads: int | None, kernels: str | None) -> list[Backend]:
+    opened: list[Backend] = []
+    try:
+        for device in found:
+            # our own kernels are the CPU's: asking for them beside a GPU asks nothing of the GPU
+            asked = kernels if device.kind == "cpu" or len(found) == 1 else None
+            opened.append(Backend(device, threads, asked))
+    except BaseException:
+        for backend in opened:
+            backend.close()
+        raise
+    return opened
