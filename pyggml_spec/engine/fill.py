@@ -32,11 +32,9 @@ class Fill:
             tokens[:] = 0
         for slot, n in rows.items():
             first, item = (slot - covered.first) * width, work[slot]
-            if not isinstance(item, Prompt):
-                tokens[first] = self._slots[slot].cursor.pending
-                continue
-            tokens[first : first + n] = item.tokens
-            tokens[first + n : first + width] = item.tokens[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
+            given = item.tokens if isinstance(item, Prompt) else [self._slots[slot].cursor.pending]
+            tokens[first : first + n] = given
+            tokens[first + n : first + width] = given[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
         if self._boundary is not None:
             self._boundary_rows(host, rows, covered)
         if "tail" in host:

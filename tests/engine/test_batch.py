@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine.batch_helpers import Pair, accept, prompts, random_work, run
+from engine.batch_helpers import Pair, accept, prompts, random_work, run, serve
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
+from pyggml_spec.engine.fill import Fill
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import ffi, lib, text
+from pyggml_spec.ggml.step_io import StepFields
 from pyggml_spec.memory.kv import GPU_SPAN, SPAN
 from pyggml_spec.memory.slots import SlotRange, covering
 
@@ -99,6 +101,44 @@ def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
         spans |= {key[2] for key in batch.graphs.steps() if key[0] == "fused"}
     assert spans >= ({256, 512, 768} if least == SPAN else {1024})
     pair.close()
+
+
+def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
+    """Graphs share it: where one has ids of padding rows, another has logits. A decoding slot beside a prompt had such rows, and their embeddings
+    were looked up wherever the bytes of a logit pointed."""
+    checked = []
+
+    def fill(name):
+        of = getattr(Fill, name)
+
+        def filled(self, step, *args):
+            step.fields.io.mirror[:] = 0x41
+            of(self, step, *args)
+
+        return filled
+
+    launch = StepFields.launch
+
+    def checked_launch(fields):
+        for name in ("tokens", "given"):
+            first, end = fields._offsets.get(name, (0, 0))
+            ids = fields.io.mirror[first : min(end, fields._upload_end)].view(np.int32)
+            assert ((ids >= 0) & (ids < pair.session.target.n_vocab)).all(), ids  # ggml would end the process
+            checked.append(ids.size)
+        launch(fields)
+
+    for name in ("certain", "block", "drafts"):
+        monkeypatch.setattr(Fill, name, fill(name))
+    monkeypatch.setattr(StepFields, "launch", checked_launch)
+    batch, texts = pair.batch(3), [[1, 2], [3, 4, 5, 6, 7], [8, 9, 10]]
+    got = {batch.admit(): [] for _ in texts}
+    accept(batch, batch.step({0: Prompt(texts[0])}), got)
+    accept(batch, batch.step({0: Verify(), 1: Prompt(texts[1])}), got)
+    accept(batch, batch.step({0: Draft(4), 1: Verify(), 2: Prompt(texts[2])}), got)
+    for slot, text in enumerate(texts):
+        assert pair.agrees(text, got[slot])
+    assert serve(pair, seed=65, requests=4) == []
+    assert max(checked) > 16
 
 
 @pytest.mark.parametrize("poison", [0xFF, 0x71, 0x3E], ids=["NaN bytes", "1e30", "0x3e bytes"])
