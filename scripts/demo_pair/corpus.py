@@ -122,15 +122,22 @@ def held_out(label):
     return int.from_bytes(hashlib.sha256(label.encode()).digest()[:4], "big") % 50 == 0
 
 
-def train_tokenizer(texts, vocab):
-    """Train a byte-level BPE of `vocab` tokens; the last two ids are the end and the mask token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+def split_bytes(tok):
+    """tok, splitting text as GGUF files say by "qwen2", over bytes."""
+    from tokenizers import Regex, decoders, pre_tokenizers
 
-    tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(PRE_REGEX), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tok.decoder = decoders.ByteLevel()
+    return tok
+
+
+def train_tokenizer(texts, vocab):
+    """Train a byte-level BPE of `vocab` tokens; the last two ids are the end and the mask token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tok = split_bytes(Tokenizer(models.BPE()))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab - 2, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False, max_token_length=24
     )
