@@ -40,7 +40,7 @@ _set_causal = _function("llama_set_causal_attn", None, _ptr, ctypes.c_bool)
 _ext_add_token = _function("llama_batch_ext_add_token", ctypes.c_int32, _ptr, ctypes.c_int32, ctypes.c_int32)
 _ext_set_embd = _function("llama_batch_ext_set_embd_token", ctypes.c_bool, _ptr, ctypes.c_int32, _Embd)
 _ext_set_output = _function("llama_batch_ext_set_output_logits", ctypes.c_bool, _ptr, ctypes.c_int32, ctypes.c_bool)
-_DECODE = 1
+_ENCODE, _DECODE = 0, 1
 _MTP = 1  # a context that runs the MTP layer
 
 
@@ -240,6 +240,104 @@ class LlamaMTP:
             _put_back(self.tgt, before)
             _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
         self.boundary, self.pending = hidden[matched], int(ids[matched])
+        return ids, matched
+
+    def close(self):
+        L.llama_batch_free(self.batch)
+        _ext_free(self.pairs)
+        L.llama_free(self.dft)
+        L.llama_free(self.tgt)
+        for model in self.models:
+            L.llama_model_free(model)
+
+
+class LlamaEagle3:
+    """A target and its EAGLE-3 drafter in llama.cpp, one sequence, greedy: the steps of its `draft-eagle3`. Owns models and contexts.
+
+    The row at position p is the pair (token p + 1, g_p), g_p what the encoder makes of the target's layers at p. The last pair of a batch waits
+    for its token: the next batch's first one, or the one that drafting begins with.
+    """
+
+    def __init__(self, target, draft, target_layers, n_ctx=1024, n_ubatch=512, threads=1, width=8, kv=F16, draft_kv=F16):
+        self.n_ubatch, self.layers = n_ubatch, target_layers
+        self.models = [_model(target), _model(draft)]
+        self.tgt = _context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=width - 1)
+        self.dft = _context(self.models[1], n_ctx, n_ubatch, threads, draft_kv, other=self.tgt)
+        self.n_target, self.n_embd = (L.llama_model_n_embd(model) for model in self.models)
+        self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.models[0]))
+        for layer in target_layers:
+            _set_layer_input(self.tgt, layer, True)
+        X.llama_set_embeddings_nextn(self.dft, True, True)
+        self.batch, self.pairs = L.llama_batch_init(n_ubatch, 0, 1), _ext_init(self.dft)
+        self.n, self.waiting = 0, None  # g of the last row, whose pair lacks a token
+
+    def _encoded(self, count):
+        first = L.llama_memory_seq_pos_max(L.llama_get_memory(self.dft), 0) + 1  # which the encoder checks, and does not use
+        parts = [np.ctypeslib.as_array(_get_layer_input(self.tgt, v), (count, self.n_target)) for v in self.layers]
+        features = np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32)
+        _ext_clear(self.pairs)
+        for i in range(count):
+            row = _Embd(features[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, features.shape[1])
+            assert _ext_add_embd(self.pairs, 0, row) == i
+            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
+            assert _ext_set_pos(self.pairs, i, pos) and _ext_set_output(self.pairs, i, True)
+        assert _process(self.dft, _ENCODE, self.pairs) == 0
+        return np.ctypeslib.as_array(X.llama_get_embeddings_nextn(self.dft), (count, self.n_embd)).copy()
+
+    def _rows(self, tokens, hidden, first, last=False):
+        _ext_clear(self.pairs)
+        hidden = np.ascontiguousarray(hidden, np.float32)
+        for i, token in enumerate(tokens):
+            assert _ext_add_token(self.pairs, 0, int(token)) == i
+            row = _Embd(hidden[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, self.n_embd)
+            assert _ext_set_embd(self.pairs, i, row)
+            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
+            assert _ext_set_pos(self.pairs, i, pos)
+            assert _ext_set_output(self.pairs, i, last and i == len(tokens) - 1)
+        assert _process(self.dft, _DECODE, self.pairs) == 0
+
+    def _target(self, tokens, first):
+        """Logits and g of all rows; the drafter's rows of the same tokens are computed too."""
+        logits = _decode(self.tgt, self.batch, tokens, first, self.n_vocab)
+        g = self._encoded(len(tokens))
+        if self.waiting is not None and first > 0:
+            assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, first - 1, -1)
+            self._rows(tokens, np.concatenate([self.waiting[None], g[:-1]]), first - 1)
+        elif len(tokens) > 1:
+            self._rows(tokens[1:], g[:-1], first)
+        return logits, g
+
+    def prefill(self, tokens):
+        for first in range(0, len(tokens), self.n_ubatch):
+            logits, g = self._target(tokens[first : first + self.n_ubatch], first)
+            self.waiting = g[-1]
+        self.n, self.pending = len(tokens), int(logits[-1].argmax())
+        return self.pending
+
+    def draft(self, count):
+        """The drafts behind the pending token."""
+        token, hidden, out = self.pending, self.waiting, []
+        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n - 1, -1)
+        for i in range(count):
+            self._rows([token], hidden[None], self.n - 1 + i, last=True)
+            token = int(np.ctypeslib.as_array(L.llama_get_logits_ith(self.dft, 0), (self.n_vocab,)).argmax())
+            hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn_ith(self.dft, 0), (self.n_embd,)).copy()
+            out.append(token)
+        return out
+
+    def verify(self, drafts, accepted=None):
+        """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
+        rows, first, before = [self.pending, *drafts], self.n, _state(self.tgt)
+        logits, g = self._target(rows, first)
+        ids, matched = logits.argmax(axis=1), 0
+        while matched < len(drafts) and ids[matched] == drafts[matched]:
+            matched += 1
+        matched = matched if accepted is None else accepted
+        self.n += matched + 1
+        if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
+            _put_back(self.tgt, before)
+            _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
+        self.waiting, self.pending = g[matched], int(ids[matched])
         return ids, matched
 
     def close(self):

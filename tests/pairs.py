@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen3moe, write_qwen3next
+from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen3next
+from random_gguf.eagle3 import write_eagle3
 from random_gguf.model import Shape, write_dflash, write_qwen35
 from random_gguf.mtp import write_mtp_target
 
@@ -13,8 +14,10 @@ WRITERS = {
 
 
 def write_pair(folder: Path, name: str, shape: Shape = Shape()) -> tuple[Path, Path]:
-    """Target and drafter of an architecture; "mtp": a qwen35 target that drafts for itself."""
+    """Target and drafter of an architecture; "mtp": a qwen35 target that drafts for itself; "eagle3": a llama target and such a drafter."""
     if name == "mtp":
         target = write_mtp_target(folder / "t.gguf", shape)
         return target, target
+    if name == "eagle3":
+        return write_llama(folder / "t.gguf", shape), write_eagle3(folder / "d.gguf", shape, tokens=200)
     return WRITERS[name](folder / "t.gguf", shape), write_dflash(folder / "d.gguf", shape)

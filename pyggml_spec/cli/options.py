@@ -36,7 +36,7 @@ def target_options(
                 "--spec-draft-model",
                 "draft",
                 type=click.Path(),
-                help="Drafter GGUF (dflash, or an MTP layer) made for the target.",
+                help="Drafter GGUF (dflash, eagle3, or an MTP layer) made for the target.",
             ),
             click.option("--device", help=device),
             click.option(
@@ -76,7 +76,7 @@ def spec_options(command):
         click.option(
             "--spec-type",
             metavar="LIST",
-            help="Ways of drafting, separated by commas: draft-dflash, draft-mtp, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
+            help="Ways of drafting, separated by commas: draft-dflash, draft-mtp, draft-eagle3, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
             "Default: the drafter of -md, or else the model's own MTP layer.",
         ),
     ):

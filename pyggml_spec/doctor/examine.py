@@ -15,7 +15,7 @@ from ..ggml.device import Backend, pick_device
 from ..ggml.library import versions
 from ..gguf_io import GGUFFile
 from ..models.dflash import DFlash
-from ..models.mtp import MTP, has_layer, is_layer_alone
+from ..models.mtp import has_layer, is_layer_alone
 from ..models.registry import open_target
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET
@@ -187,7 +187,7 @@ class _Examination:
         if (misfit := self._misfit(drafter)) is not None:
             yield misfit
             return
-        if isinstance(drafter, MTP):
+        if drafter.chained:
             yield from self._chain(drafter)
             return
         assert isinstance(drafter, DFlash)
@@ -210,7 +210,7 @@ class _Examination:
             yield from self._probed(drafter, probe)
 
     def _chain(self, drafter):
-        """An MTP layer has no mask token, layers to read or windows that could be wrong: what it does when it runs is all there is."""
+        """A chain of drafts has no mask token or windows that could be wrong: what it does when it runs is all there is."""
         yield files.weights("drafter weights", drafter, files.SCANNED)
         yield self.subject.target_weights
         with ExitStack() as stack:

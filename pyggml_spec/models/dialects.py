@@ -16,7 +16,9 @@ from ..gguf_io import GGUFFile
 
 ARCH = "dflash"
 ARCHS = (ARCH, "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
-SUPPORTED = f"DFlash drafters with the architecture {', '.join(ARCHS)} are supported instead"
+SUPPORTED = f"DFlash drafters with the architecture {', '.join(ARCHS)}, EAGLE-3 drafters (eagle3) and MTP layers are supported instead"
+
+RUN = ("eagle3",)  # drafters that are no DFlash, and run
 
 _TENSORS = {f"{prefix}fc.weight": "fc.weight" for prefix in ("dflash.", "dflash_")}
 _TENSORS |= {f"{prefix}hidden_norm.weight": "enc.output_norm.weight" for prefix in ("dflash.", "dflash_", "")}
@@ -25,7 +27,7 @@ _OTHERS = {
     "DFlash2": ("selector_", "dflash.selector_", "conv_kernel_size", "attn_conv_", "ffn_conv_"),
     "DSpark": ("markov_", "conf_proj", "dspark", "dflash.dspark", "has_confidence_head", "hyper_connection.", "deepseek4-dflash-draft"),
     "Domino": ("domino", "dflash.domino"),
-    "EAGLE-3": ("eagle",),
+    "EAGLE": ("eagle",),
     "MTP": ("mtp", "nextn.", "gemma4-assistant"),
     "reduced-vocabulary": ("d2t", "t2d"),
     "Laguna-style DFlash": ("dflash.aux_hidden_norm", "dflash.context_kv_layer_norm", "aux_hidden_norm"),
@@ -45,7 +47,7 @@ def method(file: GGUFFile) -> tuple[str, str] | None:
     of all kinds into every file, with 0 for what a model does not have.
     """
     arch = file.get("general.architecture", str)
-    if not _DRAFTS.search(arch):
+    if arch in RUN or not _DRAFTS.search(arch):
         return None
     said = [key for key, value in file.metadata.items() if not isinstance(value, (int, float, str)) or value]
     names = [arch, *(key.removeprefix(f"{arch}.") for key in said if key.startswith(f"{arch}."))]

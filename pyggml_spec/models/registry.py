@@ -7,6 +7,7 @@ from .dflash import DFlash
 from .dialects import ARCHS as DRAFTERS
 from .dialects import SUPPORTED, as_dflash, refuse_other_methods
 from .drafter import Drafter
+from .eagle3 import Eagle3
 from .gemma4 import Gemma4
 from .gpt_oss import GptOss
 from .laguna import Laguna
@@ -21,6 +22,7 @@ from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
 
 TARGETS = {cls.arch: cls for cls in (Gemma4, GptOss, Laguna, Llama, MiniMaxM2, MuseGlimmer, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE)}
+CHAINS = {cls.arch: cls for cls in (Eagle3,)}  # as ``dialects.RUN`` has them
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 
 
@@ -31,7 +33,7 @@ def open_target(file: GGUFFile) -> Target:
         ModelError: an architecture that is not a target here; the message says what is supported.
     """
     arch = file.get("general.architecture", str)
-    if arch in DRAFTERS:
+    if arch in DRAFTERS or arch in CHAINS:
         raise ModelError(f"{file.path} is a drafter ({arch}); name it with `draft` and give its target with `target`")
     if arch not in TARGETS:
         refuse_other_methods(file)
@@ -53,6 +55,8 @@ def open_drafter(file: GGUFFile) -> Drafter:
     if arch in TARGETS:
         heads = " (its own MTP layers do not draft here)" if file.get(f"{arch}.nextn_predict_layers", int, 0) else ""
         raise ModelError(f"{file.path} is a target model ({arch}), not a drafter{heads}; {SUPPORTED}")
+    if arch in CHAINS:
+        return CHAINS[arch](file)
     refuse_other_methods(file)
     if arch not in DRAFTERS:
         raise ModelError(f"{file.path} has the architecture {arch!r}; {SUPPORTED}")

@@ -11,7 +11,7 @@ from ..gguf_io.reader import brief
 from ..models.dialects import method
 from ..models.mtp import has_layer, is_layer_alone
 from ..models.pairs import Published, published
-from ..models.registry import DRAFTERS, TARGETS, open_drafter, open_target
+from ..models.registry import CHAINS, DRAFTERS, TARGETS, open_drafter, open_target
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,11 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
                 f"the MTP layer of a {arch} model, which drafts up to {drafter.block_size - 1} tokens; give it with `draft`",
                 drafter.unused(),
             )
+        if arch in CHAINS:
+            drafter = open_drafter(file)
+            layers = ", ".join(str(v) for v in drafter.captures)
+            said = f"{'an' if arch[0] in 'aeiou' else 'a'} {arch} drafter that reads the inputs of target layers {layers} and drafts up to {drafter.block_size - 1} tokens, one by one"
+            return f"{said}; give it with `draft`", drafter.unused()
         if arch in DRAFTERS or method(file):
             drafter = open_drafter(file)
             layers = ", ".join(str(v) for v in drafter.captures)
@@ -95,5 +100,5 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
             return said, drafter.unused()
     except PyspecError as error:
         return f"cannot be run: {error}", None
-    known = ", ".join([*sorted(TARGETS), *DRAFTERS])
+    known = ", ".join([*sorted(TARGETS), *DRAFTERS, *CHAINS])
     return f"cannot be run: the architecture {arch!r} is not supported ({known} are)", None

@@ -30,7 +30,7 @@ def test_some_layers_only_are_refused(pair, command):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["-fa", "off"], "always flash attention"), (["--spec-type", "draft-eagle3"], "EAGLE-3 drafters are not supported"), (["-ngl", "some"], "'some'"),
+        (["-fa", "off"], "always flash attention"), (["--spec-type", "draft-simple"], "would be a second engine"), (["-ngl", "some"], "'some'"),
         (["--spec-draft-n-max", 0], "x<=1023"), (["--spec-draft-n-max", 3, "--draft-width", 8], "contradict"), (["-ngl", 0, "--device", "CUDA0"], "contradict"),
         (["-ngld", 0], "another device"),
     ],

@@ -69,7 +69,7 @@ def test_what_is_not_there_is_said(files, target, draft, options, words):
 @pytest.mark.parametrize(
     "names, words",
     [
-        (["draft-eagle3"], "EAGLE-3"),
+        (["draft-dspark"], "DSpark"),
         (["draft-simple"], "second engine"),
         (["draft-mtpp"], "not a way"),
         (["none", "draft-mtp"], "no drafts at all"),

@@ -1,4 +1,4 @@
-"""An MTP layer among several sequences: what it drafts is what it drafts for each of them alone."""
+"""A chain of drafts among several sequences: what is drafted is what is drafted for each of them alone."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,9 @@ from pyggml_spec.errors import EngineError
 WIDTHS = (8, 2, 1, 4, 8, 1, 3)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    made = Pair(tmp_path_factory.mktemp("pair"), "mtp")
+@pytest.fixture(scope="module", params=["mtp", "eagle3"])
+def pair(request, tmp_path_factory):
+    made = Pair(tmp_path_factory.mktemp("pair"), request.param)
     yield made
     made.close()
 

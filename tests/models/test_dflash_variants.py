@@ -120,7 +120,7 @@ OTHERS = {
     "DFlash2": [("tensor", "selector_hidden.weight"), ("key", "dflash.selector_rank"), ("tensor", "blk.0.attn_conv_base")],
     "DSpark": [("tensor", "markov_w1.weight"), ("key", "dflash.dspark.enabled"), ("key", "dflash.hyper_connection.count")],
     "Domino": [("tensor", "dflash.domino.start")],
-    "EAGLE-3": [("arch", "eagle3")],
+    "EAGLE": [("arch", "eagle")],
     "MTP": [("arch", "gemma4-assistant"), ("tensor", "blk.0.nextn.eh_proj.weight")],
     "reduced-vocabulary": [("tensor", "d2t")],
     "Laguna-style DFlash": [("tensor", "dflash.aux_hidden_norm.0.weight")],
