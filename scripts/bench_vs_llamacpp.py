@@ -2,9 +2,12 @@
 """pyspec against llama.cpp's own tools on the same files, on the same device, in the same minutes.
 
     bench_vs_llamacpp.py --tools DIR -m target.gguf -md drafter.gguf --device CUDA0 [--synthetic-acceptance 6] --out FILE.json
+    bench_vs_llamacpp.py --tools DIR -m target-with-mtp.gguf --rates 0.85,0.7,0.55,0.45 --device CUDA0 --out FILE.json
 
 Legs, interleaved round by round: llama-bench (prompt processing and plain decoding), llama-server with draft-dflash (block 16,
 --spec-draft-n-max 15, greedy, --backend-sampling), and pyspec. llama-server keeps running beside pyspec; only one of them computes at a time.
+Without -md, the MTP layer of the target's own file drafts: there is one llama-server for each number of drafts of --n-max then, and the
+fastest of them is what pyspec is compared with. --rates are shares of blocks in which each position's draft is accepted, for both.
 Prints a table of medians and writes every single figure. Where llama-server cannot run the pair, its speculative leg is left out and the
 reason is written down.
 """
@@ -41,14 +44,50 @@ def llama_bench(args, prompts: list[int], tokens: int) -> dict[str, float]:
     return {(f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}"): r["avg_ts"] for r in json.loads(done.stdout)}
 
 
-def server_options(args) -> list[object]:
-    options = ["-m", args.model, "-fa", "on", "-ngl", args.ngl, "-np", 1, "-c", args.ctx, "--backend-sampling"]
-    options += ["-md", args.model_draft, "-ngld", args.ngl, "--spec-type", "draft-dflash", "--spec-draft-n-max", 15]
+def server_options(args, drafts: int) -> list[object]:
+    options = [
+        "-m",
+        args.model,
+        "-fa",
+        "on",
+        "-ngl",
+        args.ngl,
+        "-np",
+        1,
+        "-c",
+        args.ctx,
+        "--backend-sampling",
+        "--spec-draft-n-max",
+        drafts,
+    ]
+    if args.model_draft:
+        options += ["-md", args.model_draft, "-ngld", args.ngl, "--spec-type", "draft-dflash"]
+    else:
+        options += ["--spec-type", "draft-mtp"]
     if args.threads:
         options += ["-t", args.threads]
-    if args.synthetic_acceptance:
+    if args.rates:
+        options += ["--spec-synth-rates", ",".join(map(str, (args.rates + [0.0] * drafts)[:drafts]))]
+    elif args.synthetic_acceptance:
         options += ["--spec-synth-len", args.synthetic_acceptance]
     return options
+
+
+def serving(args, stack: contextlib.ExitStack, notes: list[str]) -> dict[str, LlamaServer]:
+    """A llama-server that drafts, by the name of its leg; MTP has one for each number of drafts."""
+    out = {}
+    for drafts in [15] if args.model_draft else args.n_max:
+        name = "spec" if args.model_draft else f"spec n={drafts}"
+        try:
+            server = stack.enter_context(
+                LlamaServer(args.tools, args.out.with_suffix(f".server{drafts}.log"), *server_options(args, drafts))
+            )
+            server.wait()
+            complete(server, 8)  # some pairs end it only when they draft
+            out[name] = server
+        except ServerEnded as why:
+            notes.append(f"{name}: {why}")
+    return out
 
 
 def complete(server: LlamaServer, tokens: int) -> dict:
@@ -64,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", type=Path, required=True)
     parser.add_argument("-m", "--model", required=True)
-    parser.add_argument("-md", "--model-draft", required=True)
+    parser.add_argument("-md", "--model-draft")
     parser.add_argument("--device", default="CPU")
     parser.add_argument("-t", "--threads", type=int)
     parser.add_argument("-c", "--ctx", type=int, default=4608)
@@ -72,6 +111,8 @@ def main() -> None:
     parser.add_argument("-r", "--rounds", type=int, default=3)
     parser.add_argument("-p", "--prompts", default="512,4096")
     parser.add_argument("--synthetic-acceptance", type=float)
+    parser.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")], default=[])
+    parser.add_argument("--n-max", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 4])
     parser.add_argument("--draft-width", type=int)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -89,31 +130,32 @@ def main() -> None:
     used.append(device_memory_used(args.device))
     notes, rows = [], []
     with session, contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(LlamaServer(args.tools, args.out.with_suffix(".server.log"), *server_options(args)))
-            server.wait()
-            complete(server, 8)  # some pairs end it only when they draft
-        except ServerEnded as why:
-            server = None
-            notes.append(str(why))
+        servers = serving(args, stack, notes)
         used.append(device_memory_used(args.device))
         for _ in range(args.rounds):
             for test, value in llama_bench(args, prompts, 128).items():
                 add("llama.cpp", test, value)
-            if server is not None:
+            for name, server in servers.items():
                 for _ in range(3):
                     timings = complete(server, args.tokens)
-                add("llama.cpp", "spec", timings["predicted_per_second"])
-            options = BenchOptions(tuple(prompts), args.tokens, (0,), 2, args.synthetic_acceptance, args.draft_width)
+                add("llama.cpp", name, timings["predicted_per_second"])
+            options = BenchOptions(tuple(prompts), args.tokens, (0,), 2, args.synthetic_acceptance, args.draft_width, tuple(args.rates))
             rows = bench(session, options)
             for row in rows:
                 name = row.test if row.test.startswith("pp") else "tg128" if row.test.startswith("tg") else "spec"
                 add("pyspec", name, statistics.median(row.runs))
-        memory, costs = session.engine.memory(), session.costs
+        memory, costs = session.engine.memory(), session.costs and {str(kind): ms for kind, ms in session.costs.items()}
         stats = Stats()
         for _ in generate(session.engine, PROMPT, LoopOptions(8, PLAIN), stats):
             pass
 
+    drafting = {name: runs for name, runs in figures["llama.cpp"].items() if name.startswith("spec n=")}
+    if drafting:
+        best = max(drafting, key=lambda name: statistics.median(drafting[name]))
+        figures["llama.cpp"]["spec"] = drafting[best]
+        notes.append(
+            ", ".join(f"{name} {statistics.median(runs):.1f}" for name, runs in drafting.items()) + f": the best of llama.cpp's is {best}"
+        )
     print(f"| test | llama.cpp | pyspec | ratio |\n|---|---|---|---|  {args.device}, {Path(args.model).name}")
     for test in figures["pyspec"]:
         theirs, ours = figures["llama.cpp"].get(test), statistics.median(figures["pyspec"][test])

@@ -2,6 +2,7 @@
 """Writes a random-weight target and its dflash drafter with the shapes of a real model, in seconds. llama.cpp loads both.
 
     make_random_gguf.py 35B-A3B --quant Q4_K --out models/
+    make_random_gguf.py 27B 4B --mtp --out models/          (targets with an MTP layer behind the others, and no drafter)
 
 ``--quant`` is a tensor type, or Q4_K_M or Q5_K_M, which mix types as llama-quantize does.
 Shapes are those of the published configurations; where a drafter has none, it is as wide as its target. ``--layers`` cuts the target
@@ -26,6 +27,7 @@ from random_gguf.archs import (
     write_qwen35moe,
 )
 from random_gguf.model import Shape, write_dflash, write_qwen35
+from random_gguf.mtp import write_mtp_target
 
 
 @dataclass(frozen=True)
@@ -126,16 +128,40 @@ def write_pair(name: str, quant: str, out: Path, layers: int | None = None) -> t
     return paths[0], paths[1]
 
 
+MTP_ARCHS: dict[Callable, str] = {write_qwen35: "qwen35", write_qwen35moe: "qwen35moe", write_qwen3next: "qwen3next"}
+
+
+def write_with_mtp(name: str, quant: str, out: Path, layers: int | None = None) -> Path:
+    """Writes the target of ``MODELS[name]`` with one MTP layer, which shares embedding, last norm and head, unless it is there. Returns its path.
+
+    Raises:
+        SystemExit: no MTP layer belongs to this architecture.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    model, label = MODELS[name], name if layers is None else f"{name}-{layers}-layers"
+    if model.write not in MTP_ARCHS:
+        raise SystemExit(f"{name} has no MTP layer; models of {', '.join(MTP_ARCHS.values())} have")
+    path = out / f"{label}-mtp-{quant}.gguf"
+    if not path.exists():
+        shape = model.shape if layers is None else cut(model.shape, layers)
+        part = path.with_suffix(".part")
+        write_mtp_target(part, shape, quant, arch=MTP_ARCHS[model.write])
+        part.rename(path)
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS, nargs="+")
     parser.add_argument("--quant", default="Q4_K")
     parser.add_argument("--layers", type=int, help="layers of the target (default: as published)")
     parser.add_argument("--out", type=Path, default=Path("models"))
+    parser.add_argument("--mtp", action="store_true", help="targets with an MTP layer, without drafters")
     args = parser.parse_args()
     for name in args.model:
         started = time.perf_counter()
-        paths = write_pair(name, args.quant, args.out, args.layers)
+        wanted = name, args.quant, args.out, args.layers
+        paths = (write_with_mtp(*wanted),) if args.mtp else write_pair(*wanted)
         print(*(f"{path}  {path.stat().st_size / 1e9:.2f} GB" for path in paths), f"{time.perf_counter() - started:.1f} s", sep="  ")
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ..decode.synthetic import SyntheticAcceptance
+from ..errors import PyspecError
 from ..ggml.library import versions
 from ..sampling.sampler import Sampling
 from ..session import load
@@ -24,6 +26,22 @@ from .report import engaged_line
 from .sampling import sampler_options, take_sampling
 from .tables import written
 from .terminal import Interrupt, progress_line, say, size
+
+
+class _Rates(click.ParamType):
+    name = "P[,P...]"
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, tuple):
+            return value
+        try:
+            rates = tuple(float(part) for part in value.split(","))
+            SyntheticAcceptance.of_rates(rates)
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers", param, ctx)
+        except PyspecError as error:
+            self.fail(str(error), param, ctx)
+        return rates
 
 
 class _Numbers(click.ParamType):
@@ -61,6 +79,13 @@ class _Numbers(click.ParamType):
     type=float,
     help="Accept L tokens per full block on average, at random. The text is not valid.",
 )
+@click.option(
+    "--spec-synth-rates",
+    "rates",
+    type=_Rates(),
+    default=(),
+    help="Accept the draft of each position in this share of the blocks, at random, instead.",
+)
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per block. Default: chosen while running.")
 @click.option("--slots", type=_Numbers(), help="Sequences at once: aggregate speed for each of these numbers, instead of the other tests.")
 @click.option(
@@ -76,7 +101,7 @@ class _Numbers(click.ParamType):
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True, help="Form of the rows.")
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
 def command(
-    target, draft, device, threads, n_ctx, graphs, experts, spec, no_spec, lengths, tokens, depths, repetitions, synthetic, draft_width, slots, prompts, thinking,
+    target, draft, device, threads, n_ctx, graphs, experts, spec, no_spec, lengths, tokens, depths, repetitions, synthetic, rates, draft_width, slots, prompts, thinking,
     output, as_json, **cache_types,
 ):  # fmt: skip
     """Measures speed, or acceptance on real prompts.
@@ -85,6 +110,8 @@ def command(
     in turn. --think and the sampling options go with --prompts: greedy without them, and seeds count up from --seed (0) with them.
     """
     _check_combination(prompts is not None)
+    if rates and synthetic is not None:
+        raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
     asked = take_sampling(cache_types)
     settings = {
         "device": device,
@@ -111,7 +138,7 @@ def command(
     if not lengths and not tokens:
         raise click.UsageError("there is nothing to measure: give prompt lengths (-p) or tokens to generate (-n)")
     depths = depths or (0,)
-    options = BenchOptions(lengths, tokens, depths, repetitions or 5, synthetic, draft_width)
+    options = BenchOptions(lengths, tokens, depths, repetitions or 5, synthetic, draft_width, rates)
     if slots is not None and (0 in slots or not slots or not tokens):
         raise click.UsageError("--slots takes numbers from 1 up, and needs tokens to generate (-n)")
     need = tokens_needed(options) if slots else max(depths) + max([*lengths, tokens + 8])
@@ -153,7 +180,9 @@ def _measured(session, slots: tuple[int, ...] | None, options: BenchOptions) -> 
 def _check_combination(with_prompts: bool) -> None:
     """Options of the other kind of measurement would be without effect."""
     context = click.get_current_context()
-    only = {"lengths", "depths", "synthetic", "slots"} if with_prompts else {"thinking", *(field.name for field in fields(Sampling))}
+    only = (
+        {"lengths", "depths", "synthetic", "rates", "slots"} if with_prompts else {"thinking", *(field.name for field in fields(Sampling))}
+    )
     given = [
         p.opts[-1] for p in context.command.params if p.name in only and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
     ]

@@ -1,10 +1,13 @@
 """Synthetic acceptance: engine speed at a given acceptance, whatever the drafter is worth. Benchmarks only; the text is not the target's.
 
 Same definition as llama-server's --spec-synth-len: every draft is accepted with the same probability p, given that all before it were, and
-p is chosen so that a full block emits L tokens on average, the target's own token included: L = 1 + p + p^2 + ... + p^n for n drafts.
+p is chosen so that a full block emits L tokens on average, the target's own token included: L = 1 + p + p^2 + ... + p^n for n drafts. Or, as
+of its --spec-synth-rates, draft i is accepted in the share r_i of all blocks, and those behind the last rate never.
 """
 
 import random
+from collections.abc import Sequence
+from typing import Self
 
 from ..errors import PyspecError
 
@@ -31,12 +34,30 @@ class SyntheticAcceptance:
     """Draws how many drafts of a block count as accepted. Seeded."""
 
     def __init__(self, length: float, drafts: int, seed: int = 0) -> None:
-        self.length, self.p = length, conditional_probability(length, drafts)
+        self.length, self._chances = length, [conditional_probability(length, drafts)] * drafts
         self._random = random.Random(seed)
+
+    @classmethod
+    def of_rates(cls, rates: Sequence[float], seed: int = 0) -> Self:
+        """Draft i counts as accepted, with all before it, in the share ``rates[i]`` of all blocks.
+
+        Raises:
+            PyspecError: no rates, rates outside 0 .. 1, or rates that rise.
+        """
+        if not rates or any(not 0 <= b <= a for a, b in zip([1.0, *rates], rates)):
+            raise PyspecError(f"acceptance rates by position fall from at most 1 to at least 0; these are {', '.join(map(str, rates))}")
+        out = cls(1.0, 1, seed)
+        out.length, out._chances = 1 + sum(rates), [b / a if a else 0.0 for a, b in zip([1.0, *rates], rates)]
+        return out
+
+    @property
+    def p(self) -> float:
+        """That the first draft counts as accepted."""
+        return self._chances[0]
 
     def draw(self, drafts: int) -> int:
         """How many of the next block's ``drafts`` drafts count as accepted."""
-        matched = 0
-        while matched < drafts and self._random.random() < self.p:
+        matched, chances = 0, self._chances[:drafts]
+        while matched < len(chances) and self._random.random() < chances[matched]:
             matched += 1
         return matched

@@ -25,6 +25,7 @@ class BenchOptions:
     depths: tokens in the context before each measurement.
     repetitions: measured runs of every leg, after one that is not measured.
     synthetic: mean tokens per step that are accepted at random; None uses the real drafter.
+    rates: shares of blocks in which each position's draft is accepted at random, instead of ``synthetic``.
     width: rows per block; None lets width control choose.
     """
 
@@ -34,6 +35,13 @@ class BenchOptions:
     repetitions: int = 5
     synthetic: float | None = None
     width: int | None = None
+    rates: tuple[float, ...] = ()
+
+    def acceptance(self, drafts: int, seed: int) -> SyntheticAcceptance | None:
+        """What blocks of at most ``drafts`` drafts are accepted by, if not by the target."""
+        if self.rates:
+            return SyntheticAcceptance.of_rates(self.rates, seed)
+        return SyntheticAcceptance(self.synthetic, drafts, seed) if self.synthetic is not None else None
 
 
 class Repeated:
@@ -127,8 +135,7 @@ class _Decode:
         engine, stats, synthetic, widths = session.engine, Stats(), None, None
         width = opt.width or engine.options.width
         if self.mode == SPECULATIVE:
-            if opt.synthetic is not None:
-                synthetic = SyntheticAcceptance(opt.synthetic, engine.options.width - 1, seed=repetition)
+            synthetic = opt.acceptance(engine.options.width - 1, repetition)
             if opt.width is None:
                 widths = session.width_control()
         engine.reset(drafting=self.mode == SPECULATIVE)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
 from ..decode.scheduler import Scheduler
-from ..decode.synthetic import SyntheticAcceptance
 from ..errors import ContextError
 from ..session import Session
 from .bench import BenchOptions, Repeated, _Decode, _fill
@@ -98,9 +97,7 @@ def _several(session: Session, count: int, options: BenchOptions, modes) -> list
 def _measure(session: Session, scheduler: Scheduler, count: int, mode: str, options: BenchOptions, repetition: int, row: SlotsRow) -> None:
     streams = []
     for i in range(count):
-        synthetic = None
-        if mode == SPECULATIVE and options.synthetic is not None:
-            synthetic = SyntheticAcceptance(options.synthetic, session.engine.options.width - 1, seed=1000 * repetition + i)
+        synthetic = options.acceptance(session.engine.options.width - 1, 1000 * repetition + i) if mode == SPECULATIVE else None
         prompt = _fill(session, max(options.depths[0], 8), 2 + i)
         streams.append(scheduler.submit(prompt, LoopOptions(ENDLESS, mode, ignore_end=True, synthetic=synthetic)))
     while not all(stream.tokens for stream in streams):
