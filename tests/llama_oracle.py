@@ -174,11 +174,12 @@ class LlamaMTP:
     """A target and its MTP layer in llama.cpp, one sequence, greedy: the steps of its `draft-mtp`. Owns models and contexts.
 
     Each token is paired with the target's hidden state (behind output_norm) of the token before it, the first one with zeros. ``draft``: the
-    file of the layer, None for the target's own.
+    file of the layer, None for the target's own. ``shared``: the drafter reads the target's K/V (gemma4-assistant); there is nothing to compute
+    for committed tokens then, and all drafts stand at one position.
     """
 
-    def __init__(self, target, draft=None, n_ctx=1024, n_ubatch=512, threads=1, width=8, kv=F16, draft_kv=F16):
-        self.n_ubatch = n_ubatch
+    def __init__(self, target, draft=None, n_ctx=1024, n_ubatch=512, threads=1, width=8, kv=F16, draft_kv=F16, shared=False):
+        self.n_ubatch, self.shared = n_ubatch, shared
         self.models = [_model(target)] + ([_model(draft)] if draft is not None else [])
         self.tgt = _context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=width - 1)
         self.dft = _context(self.models[-1], n_ctx, n_ubatch, threads, draft_kv, other=self.tgt, kind=_MTP)
@@ -193,7 +194,8 @@ class LlamaMTP:
         """Logits and hidden states of all rows; the layer's rows of the same tokens are computed too."""
         logits = _decode(self.tgt, self.batch, tokens, first, self.n_vocab)
         hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn(self.tgt), (len(tokens), self.n_embd)).copy()
-        self._layer(tokens, np.concatenate([self.boundary[None], hidden[:-1]]), first)
+        if not self.shared:
+            self._layer(tokens, np.concatenate([self.boundary[None], hidden[:-1]]), first)
         return logits, hidden
 
     def _layer(self, tokens, hidden, first, last=False):
@@ -219,11 +221,11 @@ class LlamaMTP:
         """The drafts behind the pending token; the layer's memory is as before then."""
         token, hidden, out = self.pending, self.boundary, []
         for i in range(count):
-            self._layer([token], hidden[None], self.n + i, last=True)
+            self._layer([token], hidden[None], self.n + (0 if self.shared else i), last=True)
             token = int(np.ctypeslib.as_array(L.llama_get_logits_ith(self.dft, 0), (self.n_vocab,)).argmax())
             hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn_ith(self.dft, 0), (self.n_embd,)).copy()
             out.append(token)
-        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        assert self.shared or L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         return out
 
     def verify(self, drafts, accepted=None):
@@ -235,7 +237,7 @@ class LlamaMTP:
             matched += 1
         matched = matched if accepted is None else accepted
         self.n += matched + 1
-        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        assert self.shared or L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
             _put_back(self.tgt, before)
             _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)

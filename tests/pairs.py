@@ -4,6 +4,7 @@ from pathlib import Path
 
 from random_gguf.archs import write_gemma4, write_gpt_oss, write_laguna, write_llama, write_qwen3, write_qwen3moe, write_qwen3next
 from random_gguf.eagle3 import write_eagle3
+from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash, write_qwen35
 from random_gguf.mtp import write_mtp_target
 
@@ -14,10 +15,14 @@ WRITERS = {
 
 
 def write_pair(folder: Path, name: str, shape: Shape = Shape()) -> tuple[Path, Path]:
-    """Target and drafter of an architecture; "mtp": a qwen35 target that drafts for itself; "eagle3": a llama target and such a drafter."""
+    """Target and drafter of an architecture; "mtp": a qwen35 target that drafts for itself; "eagle3": a llama target and such a drafter;
+    "assistant": a gemma4 target and such a drafter.
+    """
     if name == "mtp":
         target = write_mtp_target(folder / "t.gguf", shape)
         return target, target
+    if name == "assistant":
+        return write_gemma4(folder / "t.gguf", shape), write_gemma4_assistant(folder / "d.gguf", shape)
     if name == "eagle3":
         return write_llama(folder / "t.gguf", shape), write_eagle3(folder / "d.gguf", shape, tokens=200)
     return WRITERS[name](folder / "t.gguf", shape), write_dflash(folder / "d.gguf", shape)

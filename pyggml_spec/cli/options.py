@@ -36,7 +36,7 @@ def target_options(
                 "--spec-draft-model",
                 "draft",
                 type=click.Path(),
-                help="Drafter GGUF (dflash, eagle3, or an MTP layer) made for the target.",
+                help="Drafter GGUF (dflash, eagle3, gemma4-assistant, or an MTP layer) made for the target.",
             ),
             click.option("--device", help=device),
             click.option(

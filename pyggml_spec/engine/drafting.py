@@ -2,6 +2,7 @@
 
 Block   DFlash: [pending, mask, mask, ...] of every slot at once; what one row sees depends on the layer's window.
 Chain   MTP, EAGLE-3: a pass for each draft, over one row of every slot; each reads the draft before it and the hidden state that it left.
+        gemma4-assistant: the same over the target's K/V rows, of which all drafts see the committed tokens'.
 """
 
 from collections.abc import Mapping, Sequence
@@ -176,9 +177,52 @@ class ChainDrafting:
         return at + count * np.arange(drafts)
 
 
-def drafting_of(drafter: Drafter, target: Target, kv: KVCache, alone: bool) -> Drafting:
-    """How ``drafter`` takes part in the steps of an engine."""
+class BorrowingDrafting(ChainDrafting):
+    """Borrows the drafter and the target's caches: all drafts stand at the pending token's position, and nothing is written."""
+
+    def nodes(
+        self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
+    ) -> Drafted:
+        assert before is not None
+        count, ids, hidden = covered.count, [], before
+        tokens, positions = f.input("draft_tokens", "i32", count), f.input("draft_positions", "i32", count)
+        last, first = f.input("draft_last", "f32", 1, count), f.input("draft_first", "f32", 1, count)
+        ringed = min(span, self.kv.ring) if self.kv.ring else 0
+        near = f.input("draft_near", "f32", ringed, count) if ringed else self.kv.near
+        seen = Seen(positions, g.span_mask(self.kv.near, last, None, span, count), span)
+        sliding = Seen(positions, g.span_mask(near, last, first, ringed or span, count), ringed or span)
+        for _ in range(drafts):
+            for_head, hidden = self.drafter.step(g, ChainRow(tokens, hidden, positions, seen, kv, sliding), self.target)
+            logits = self.drafter.logits(g, for_head, self.target)
+            tokens = self.drafter.choose(g, logits)
+            ids.append(tokens)
+        return Drafted(tuple(ids), for_head, logits)
+
+    def fill(
+        self,
+        host: dict[str, np.ndarray],
+        width: int,
+        drafts: int,
+        work: Mapping[int, Work] | Mapping[int, Draft],
+        covered: SlotRange,
+        slots: Sequence[Slot],
+    ) -> None:
+        near = host["draft_near"].reshape(covered.count, -1) if "draft_near" in host else None
+        for at, slot in enumerate(covered.slots):
+            real, n = isinstance(work.get(slot), Draft), slots[slot].cursor.committed
+            host["draft_tokens"][at] = slots[slot].cursor.pending if real else 0
+            host["draft_positions"][at] = n if real else 0
+            host["draft_last"][at] = max(n - 1, 0) if real else 0
+            host["draft_first"][at] = n - self.target.window + 1 if real else 0
+            if near is not None:
+                self.kv.positions_of_ring(n if real else 1, near[at])
+
+
+def drafting_of(drafter: Drafter, target: Target, kv: KVCache, draft_kv: KVCache, alone: bool) -> Drafting:
+    """How ``drafter`` takes part in the steps of an engine. ``kv``: the target's caches."""
+    if drafter.borrows:
+        return BorrowingDrafting(drafter, target, kv)
     if drafter.chained:
-        return ChainDrafting(drafter, target, kv)
+        return ChainDrafting(drafter, target, draft_kv)
     assert isinstance(drafter, DFlash)
-    return BlockDrafting(drafter, target, kv, alone)
+    return BlockDrafting(drafter, target, draft_kv, alone)

@@ -81,7 +81,7 @@ class StepGraphs(GraphStore):
         super().__init__(backend, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter))
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta, self.ring, self.boundary = kv, draft_kv, delta, ring, boundary
-        self.draft_part = drafting_of(drafter, target, draft_kv, slots == 1) if drafter is not None and draft_kv is not None else None
+        self.draft_part = drafting_of(drafter, target, kv, draft_kv, slots == 1) if drafter is not None and draft_kv is not None else None
         self.masked: MaskedRows | None = None
         self.drafting = self.can_draft
         self._blocks = widths["verify"]
@@ -259,7 +259,10 @@ class StepGraphs(GraphStore):
             g.kv_write_rows(self.boundary.table, g.shaped(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
 
     def _draft_caches(self, g: Graph, covered: SlotRange) -> tuple:
-        return self._caches(g, self.draft_kv, covered) if self.drafting and self.draft_kv is not None else ()
+        """Those that drafts are made from: the drafter's own, unless it borrows the target's."""
+        if not self.drafting or self.drafter is None or self.draft_kv is None:
+            return ()
+        return self._caches(g, self.kv if self.drafter.borrows else self.draft_kv, covered)
 
     def _emit(self, g: Graph, f: StepFields, hidden: Tensor) -> dict:
         """Greedy ids of all rows, and the sum of each hidden row: not finite if anything in it is NaN or Inf.
@@ -340,7 +343,7 @@ class StepGraphs(GraphStore):
         assert self.draft_part is not None and self.draft_kv is not None
         rows = {"positions": f.input("positions", "i32", width * covered.count)}
         before = None if self.boundary is None else g.rows(self.boundary.table, f.input("before", "i32", covered.count))
-        draft_kv = self._caches(g, self.draft_kv, covered)
+        draft_kv = self._draft_caches(g, covered)
         drafted = self.draft_part.nodes(g, f, rows, width, width - 1, span, covered, draft_kv, before)
         f.outputs("drafts", drafted.ids)
         f.output(DRAFT_SUM, "f32", g.sum_rows(drafted.hidden))

@@ -81,7 +81,8 @@ class Parts:
         shapes, window = self.target.kv_shapes(), self.target.window
         self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, shapes, window, self.boundary)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        of_slot = ROW_BYTES * widest + tail + 4 * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
+        rings = 2 if self.drafter is not None and self.drafter.borrows else 1
+        of_slot = ROW_BYTES * widest + tail + 4 * rings * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
         self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192))
         if self.drafter is not None and self.drafter.late and opt.slots == 1:
             self.ring = self._own(FeatureRing(self.backend, self.target.n_embd * len(self.drafter.captures)))

@@ -21,6 +21,7 @@ from .kv_types import KVTypes, hadamard
 SPAN = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
 GPU_SPAN = 1024  # what steps of a generation read there at least, see least_span
 MAX_ROWS = 1 << 16  # rows that one graph may write
+NOWHERE = -1073741824.0  # of a ring's row that holds no position: as if behind every query
 
 
 def padded(n: int) -> int:
@@ -139,6 +140,14 @@ class KVCache:
         visible = max(0, min(real, self.live - first))
         if visible < count:
             out[visible:] = self.live + self._iota[: count - visible] % self.trash
+
+    def positions_of_ring(self, n: int, out: np.ndarray) -> None:
+        """Writes into F32 ``out`` what masks of the ring's first rows are computed from, 0.5 - position, while ``n`` tokens count."""
+        last = n - 1
+        held = last - last % self.ring + self._iota[: out.size]
+        held[held > last] -= self.ring
+        np.subtract(0.5, held, out=out, casting="unsafe")
+        out[held < 0] = NOWHERE
 
     @property
     def nbytes(self) -> int:

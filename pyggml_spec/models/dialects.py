@@ -16,9 +16,9 @@ from ..gguf_io import GGUFFile
 
 ARCH = "dflash"
 ARCHS = (ARCH, "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
-SUPPORTED = f"DFlash drafters with the architecture {', '.join(ARCHS)}, EAGLE-3 drafters (eagle3) and MTP layers are supported instead"
+SUPPORTED = f"DFlash drafters with the architecture {', '.join(ARCHS)}, EAGLE-3 drafters (eagle3), gemma4-assistant and MTP layers are supported instead"
 
-RUN = ("eagle3",)  # drafters that are no DFlash, and run
+RUN = ("eagle3", "gemma4-assistant")  # drafters that are no DFlash, and run
 
 _TENSORS = {f"{prefix}fc.weight": "fc.weight" for prefix in ("dflash.", "dflash_")}
 _TENSORS |= {f"{prefix}hidden_norm.weight": "enc.output_norm.weight" for prefix in ("dflash.", "dflash_", "")}
@@ -28,7 +28,7 @@ _OTHERS = {
     "DSpark": ("markov_", "conf_proj", "dspark", "dflash.dspark", "has_confidence_head", "hyper_connection.", "deepseek4-dflash-draft"),
     "Domino": ("domino", "dflash.domino"),
     "EAGLE": ("eagle",),
-    "MTP": ("mtp", "nextn.", "gemma4-assistant"),
+    "MTP": ("mtp", "nextn."),
     "reduced-vocabulary": ("d2t", "t2d"),
     "Laguna-style DFlash": ("dflash.aux_hidden_norm", "dflash.context_kv_layer_norm", "aux_hidden_norm"),
 }

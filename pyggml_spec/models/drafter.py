@@ -44,13 +44,17 @@ class ContextRows(NamedTuple):
 
 
 class ChainRow(NamedTuple):
-    """One row of each of S sequences: ``tokens`` I32 [S], ``before`` F32 [n, S] what the token before left, ``positions`` I32 [S]."""
+    """One row of each of S sequences: ``tokens`` I32 [S], ``before`` F32 [n, S] what the token before left, ``positions`` I32 [S].
+
+    ``kv``: the drafter's caches, or the target's for one that ``borrows``; ``sliding``: what layers with the target's window see of these.
+    """
 
     tokens: Tensor
     before: Tensor
     positions: Tensor
     seen: Seen
     kv: tuple[KVLayer, ...]
+    sliding: Seen | None = None
 
 
 class Drafter(Model):
@@ -63,12 +67,14 @@ class Drafter(Model):
         captures: v is the input of target layer v; the target's ``n_layer`` is its last layer's output.
         chained: whether it drafts one by one, and reads the hidden state of the token before.
         late: whether context rows of plain tokens may wait, so that many are computed at once: they need captured states only.
+        borrows: whether a chain writes no rows, and reads the target's: all of its drafts see the committed tokens.
         behind: how far positions are behind those of the tokens, 1 where a row counts as the hidden state's; the first row is nobody's then.
     """
 
     method: str
     chained = False
     late = False
+    borrows = False
     behind = 0
 
     @property

@@ -37,6 +37,17 @@ class Kind:
     rope: Rope
 
 
+def kinds(file: GGUFFile, arch: str, default: int) -> tuple[Kind, Kind]:
+    """Full and sliding layers; heads of ``default`` values where the file does not say."""
+    size = positive(file, f"{arch}.attention.key_length", default, 4096)
+    size_swa = positive(file, f"{arch}.attention.key_length_swa", size, 4096)
+    for name, expected in (("value_length", size), ("value_length_swa", size_swa)):
+        if file.get(f"{arch}.attention.{name}", int, expected) != expected:
+            raise ModelError(f"{file.path}: attention.{name} differs from the key length {expected}, which {arch} does not have")
+    rope = Rope.from_gguf(file, arch, size)
+    return Kind(size, rope), Kind(size_swa, rope.swa(file, arch, size_swa, 10000.0))
+
+
 @dataclass(frozen=True)
 class Hparams:
     """Hyper-parameters; tuples per layer. The first ``n_own_kv`` layers own K/V rows; ``n_per_layer`` 0 without per-layer embeddings."""
@@ -64,7 +75,7 @@ class Hparams:
         window, sliding = sliding_layers(file, arch, n_layer)
         if not window:
             raise ModelError(f"{file.path} has no attention.sliding_window, which every {arch} model has; convert it again")
-        full, slide = cls._kinds(file, arch, n_embd // heads[0])
+        full, slide = kinds(file, arch, n_embd // heads[0])
         n_own = n_layer - file.get(f"{arch}.attention.shared_kv_layers", int, 0)
         if not 0 < n_own <= n_layer or any(sliding[i] != sliding[n_own - 1 - sliding[i]] or n_own < 2 for i in range(n_own, n_layer)):
             raise ModelError(f"{file.path}: attention.shared_kv_layers leaves {n_own} of {n_layer} layers, not one of each kind")
@@ -91,17 +102,6 @@ class Hparams:
             softcap,
             positive(file, f"{arch}.context_length", limit=1 << 31),
         )
-
-    @staticmethod
-    def _kinds(file: GGUFFile, arch: str, default: int) -> tuple[Kind, Kind]:
-        """Full and sliding layers."""
-        size = positive(file, f"{arch}.attention.key_length", default, 4096)
-        size_swa = positive(file, f"{arch}.attention.key_length_swa", size, 4096)
-        for name, expected in (("value_length", size), ("value_length_swa", size_swa)):
-            if file.get(f"{arch}.attention.{name}", int, expected) != expected:
-                raise ModelError(f"{file.path}: attention.{name} differs from the key length {expected}, which {arch} does not have")
-        rope = Rope.from_gguf(file, arch, size)
-        return Kind(size, rope), Kind(size_swa, rope.swa(file, arch, size_swa, 10000.0))
 
     def kind(self, i: int) -> Kind:
         return self.slide if self.sliding[i] else self.full

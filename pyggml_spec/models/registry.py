@@ -9,6 +9,7 @@ from .dialects import SUPPORTED, as_dflash, refuse_other_methods
 from .drafter import Drafter
 from .eagle3 import Eagle3
 from .gemma4 import Gemma4
+from .gemma4_assistant import Gemma4Assistant
 from .gpt_oss import GptOss
 from .laguna import Laguna
 from .llama import Llama
@@ -22,7 +23,7 @@ from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
 
 TARGETS = {cls.arch: cls for cls in (Gemma4, GptOss, Laguna, Llama, MiniMaxM2, MuseGlimmer, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE)}
-CHAINS = {cls.arch: cls for cls in (Eagle3,)}  # as ``dialects.RUN`` has them
+CHAINS = {cls.arch: cls for cls in (Eagle3, Gemma4Assistant)}  # as ``dialects.RUN`` has them
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 
 

@@ -91,8 +91,9 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
         if arch in CHAINS:
             drafter = open_drafter(file)
             layers = ", ".join(str(v) for v in drafter.captures)
-            said = f"{'an' if arch[0] in 'aeiou' else 'a'} {arch} drafter that reads the inputs of target layers {layers} and drafts up to {drafter.block_size - 1} tokens, one by one"
-            return f"{said}; give it with `draft`", drafter.unused()
+            read = "K/V of its target" if drafter.borrows else f"inputs of target layers {layers}"
+            said = f"{'an' if arch[0] in 'aeiou' else 'a'} {arch} drafter that reads the {read} and drafts up to {drafter.block_size - 1} tokens"
+            return f"{said}, one by one; give it with `draft`", drafter.unused()
         if arch in DRAFTERS or method(file):
             drafter = open_drafter(file)
             layers = ", ".join(str(v) for v in drafter.captures)

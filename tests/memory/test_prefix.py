@@ -22,7 +22,9 @@ def tokens(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-@pytest.fixture(scope="module", params=["qwen35", "mtp", "eagle3", "gemma4", "laguna", "gpt-oss", "qwen3", "qwen3moe", "qwen3next"])
+@pytest.fixture(
+    scope="module", params=["qwen35", "mtp", "eagle3", "assistant", "gemma4", "laguna", "gpt-oss", "qwen3", "qwen3moe", "qwen3next"]
+)
 def session(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     target, draft = write_pair(folder, request.param, Shape(window=12))

@@ -15,7 +15,7 @@ PROMPT = np.random.default_rng(1).integers(0, 256, 330).tolist()
 OTHER = np.random.default_rng(2).integers(0, 256, 400).tolist()
 
 
-@pytest.fixture(scope="module", params=["qwen35", "mtp", "eagle3", "gemma4", "laguna", "qwen3"])
+@pytest.fixture(scope="module", params=["qwen35", "mtp", "eagle3", "assistant", "gemma4", "laguna", "qwen3"])
 def engine(request, tmp_path_factory):
     """Chunks of 64 in a context that is longer than the sliding layers' ring of 256 rows."""
     folder = tmp_path_factory.mktemp(request.param)

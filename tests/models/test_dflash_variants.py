@@ -121,7 +121,7 @@ OTHERS = {
     "DSpark": [("tensor", "markov_w1.weight"), ("key", "dflash.dspark.enabled"), ("key", "dflash.hyper_connection.count")],
     "Domino": [("tensor", "dflash.domino.start")],
     "EAGLE": [("arch", "eagle")],
-    "MTP": [("arch", "gemma4-assistant"), ("tensor", "blk.0.nextn.eh_proj.weight")],
+    "MTP": [("tensor", "blk.0.nextn.eh_proj.weight")],
     "reduced-vocabulary": [("tensor", "d2t")],
     "Laguna-style DFlash": [("tensor", "dflash.aux_hidden_norm.0.weight")],
 }
