@@ -23,6 +23,7 @@ from .decode.request import PLAIN, SPECULATIVE, LoopOptions
 from .decode.scheduler import Scheduler
 from .decode.stats import BatchStats, Stats
 from .decode.stream import Stream
+from .decode.synthetic import SyntheticAcceptance
 from .errors import EngineError, PyspecError
 from .events import End, StepEvent
 from .ggml.library import versions
@@ -235,6 +236,11 @@ class ConcurrentSession:
         """Bytes on the device that the beginnings of prompts take."""
         return self._scheduler.prefixes.used_bytes if self._scheduler.prefixes is not None else 0
 
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device by purpose, without what the beginnings of prompts take; nothing once it is closed."""
+        engine = self._scheduler.engine
+        return {} if engine.graphs.closed else engine.memory()
+
     @property
     def ended(self) -> bool:
         """Whether it takes no more requests: it is closed, or an error has ended it."""
@@ -257,6 +263,7 @@ class ConcurrentSession:
         special: bool = False,
         reuse: bool = True,
         progress: bool = False,
+        synthetic: SyntheticAcceptance | None = None,
         sink: Callable[[StepEvent | End], object] | None = None,
     ) -> Handle:
         """Queues a request, from any thread; it starts when a slot is free. Arguments as of ``Session.steps``, and:
@@ -265,6 +272,7 @@ class ConcurrentSession:
             max_tokens: 0 computes the prompt alone, so that later ones that begin like it start sooner.
             reuse: False computes all of the prompt, whatever others have left.
             progress: also events without text while the prompt is read, whose ``prompt_read`` says how far it is.
+            synthetic: of this request alone.
             sink: gets the events and then an ``End``, in the place of a reader of the handle. It is called in the thread of the steps, so it has
                 to return at once.
 
@@ -278,7 +286,15 @@ class ConcurrentSession:
         forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self._scheduler.drafts else PLAIN)
         text = BlockText(self._tokenizer.piece, stop)
         options = LoopOptions(
-            max_tokens, mode, engine.options.width, self._tokenizer.is_end, ignore_end, completes=text.completes, forced=forced, reuse=reuse
+            max_tokens,
+            mode,
+            engine.options.width,
+            self._tokenizer.is_end,
+            ignore_end,
+            synthetic,
+            completes=text.completes,
+            forced=forced,
+            reuse=reuse,
         )
         sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)

@@ -51,6 +51,7 @@ PREFIX_DISK = 8 << 30
 MOST_BYTES = 1 << 60
 
 MANY = "this session runs many requests at once: submit this one too, or close what concurrent() or batch() gave first"
+ONLY = "this session gave up its own caches with concurrent(only=True): submit to that one, or load the model again"
 CLOSED = "the session is closed: load the model again"
 
 Progress = Callable[[str, int, int], None]
@@ -194,13 +195,18 @@ class Session:
         return placement, self._own(Backend(cpu, threads))
 
     def _prefix_cache(self, folder: str | Path | None, memory: int | None, disk: int | None, progress: Progress) -> PrefixCache:
+        return PrefixCache(self.engine, self._prefix_memory(memory), self._prefix_files(self.engine, folder, disk, progress))
+
+    def _prefix_files(
+        self, engine: Engine, folder: str | Path | None, disk: int | None, progress: Progress = lambda what, done, total: None, shared: bool = False
+    ) -> PrefixFiles | None:  # fmt: skip
         disk = PREFIX_DISK if disk is None else whole(disk, "the space for the prefix cache's files", 0, MOST_BYTES, PyspecError)
-        files = None
-        if folder is not None:
-            layout = layout_of(self.engine, versions(), lambda what, done, total: progress(f"identity of the {what}", done, total))
-            files = PrefixFiles(folder, layout, disk)
-            self.notes += files.notes
-        return PrefixCache(self.engine, self._prefix_memory(memory), files)
+        if folder is None:
+            return None
+        layout = layout_of(engine, versions(), lambda what, done, total: progress(f"identity of the {what}", done, total), shared)
+        files = PrefixFiles(folder, layout, disk)
+        self.notes += [note for note in files.notes if note not in self.notes]
+        return files
 
     def _prefix_memory(self, asked: int | None) -> int:
         """Bytes for copies of prompts; None: of what is free now."""
@@ -287,7 +293,7 @@ class Session:
         A session has one generation at a time. The next one of the same thread ends one that was left half read, which then says so; another
         thread is refused until it has been read to its end, closed or dropped, or its thread has ended.
         """
-        self._check_open()
+        self._check_own()
         ids, text = self.prompt_ids(prompt, special), BlockText(self.tokenizer.piece, stop_texts(stop))
         forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.scheduler.drafts else PLAIN)
         options = LoopOptions(
@@ -383,6 +389,12 @@ class Session:
         if not self._parts:
             raise EngineError(CLOSED)
 
+    def _check_own(self) -> None:
+        """Whether this session can generate alone."""
+        self._check_open()
+        if self.engine.graphs.closed:
+            raise EngineError(ONLY)
+
     def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
         if not isinstance(sampling, (Sampling, type(None))):
             raise SamplingError(f"the sampling is {sampling!r}; give pyggml_spec.Sampling(temperature=...)")
@@ -476,22 +488,40 @@ class Session:
         turn.over = lambda: scheduler.engine.graphs.closed
         return scheduler
 
-    def _scheduler_of(self, slots: int, n_ctx: int | None, prefix_memory: int) -> Scheduler:
+    def _scheduler_of(
+        self, slots: int, n_ctx: int | None, prefix_memory: int, folder: str | Path | None = None, disk: int | None = None
+    ) -> Scheduler:
         self._check_open()
         options = replace(self.engine.options, slots=slots, n_ctx=self.engine.options.n_ctx if n_ctx is None else n_ctx)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
+        if folder is not None and not memory:
+            raise PyspecError(
+                "a prefix cache on disk is filled from memory, and `prefix_memory` is 0: give it more, or leave the folder out"
+            )
         engine = Engine(self.backend, self.target, self.drafter, options)
+        try:
+            files = self._prefix_files(engine, folder, disk, shared=True)
+        except BaseException:
+            engine.close()
+            raise
         lookup = self.lookup.for_slots() if self.lookup is not None else None
-        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup)
+        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files)
         if slots == 1:  # the same graphs
             scheduler.widths = self.width_control()
         elif self.costs and len(useful_widths(self.costs)) == 1:
             scheduler.pin_width(1, NEVER_PAYS)  # where W rows cost W plain steps, those of several sequences are no cheaper
         return scheduler
 
-    def concurrent(self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None) -> ConcurrentSession:
+    def concurrent(
+        self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None, prefix_cache: str | Path | None = None,
+        prefix_disk: int | None = None, *, only: bool = False,
+    ) -> ConcurrentSession:  # fmt: skip
         """Many requests at once, from threads or asyncio: ``submit`` returns handles. Arguments and errors as of ``batch``; without
         ``prefix_memory`` it is 1 GiB, or an eighth of what is free if that is less.
+
+        Args:
+            prefix_cache, prefix_disk: folder in which the beginnings of prompts outlive the process, and bytes that it may take, as of ``load``.
+            only: frees this session's own caches first: from then on it generates through ``concurrent`` alone.
 
         This session itself generates nothing while it is open: both would use one device stream from two threads.
         """
@@ -500,13 +530,22 @@ class Session:
             if self._concurrent is not None and self._concurrent in self._parts:
                 self._concurrent.close()  # an error may have ended it
                 self._parts.remove(self._concurrent)
-            scheduler = self._scheduler_of(slots, n_ctx, self._prefix_memory(prefix_memory))
+            if only:
+                self._give_up_own_caches()
+            memory = self._prefix_memory(prefix_memory)
+            scheduler = self._scheduler_of(slots, n_ctx, memory, prefix_cache, prefix_disk)
             made = self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
         except BaseException:
             self._turns.end(turn)
             raise
         turn.over = lambda: made.closed
         return made
+
+    def _give_up_own_caches(self) -> None:
+        for part in (self.prefix, self.engine):
+            part.close()
+            if part in self._parts:
+                self._parts.remove(part)
 
     def calibrate_plain(self, steps: int = 12) -> float:
         """Milliseconds of one plain decode step of this target on this device: the median of at most ``steps`` that run now.
@@ -516,7 +555,7 @@ class Session:
         Raises:
             ContextError: the context is too short for a step.
         """
-        self._check_open()
+        self._check_own()
         steps = whole(steps, "the number of steps", 1, 1 << 20)
         with self._turns.alone():
             return step_cost(self.engine, 1, most=steps)
@@ -552,7 +591,7 @@ class Session:
             self.engine.options.n_ctx,
             self._kv_types(),
             self._kernels(),
-            self.engine.memory(),
+            {} if self.engine.graphs.closed else self.engine.memory(),
             tuple(self.notes),
         )
 

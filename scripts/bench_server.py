@@ -5,6 +5,12 @@
 
 Processor time, of all threads, is what a busy machine does not change much; on an idle one the tokens per second say the same. Widths are
 pinned, greedy, and rounds of the two take turns.
+
+    python scripts/bench_server.py --clients 1,4,8,16,32 --tools DIR [-m TARGET -md DRAFTER] [--device CUDA0] [--synthetic-acceptance 6] [--out FILE.json]
+
+What clients wait for, beside llama-server of the folder DIR with the same files, once with the drafter and once plainly: tokens per second, and the
+50th and 99th percentile of the time to the first token and between tokens (bench_clients.py says what they ask). Rounds of the servers take
+turns; a server that ends is named with its reason, and the others go on. --synthetic-acceptance for files of random weights, in both.
 """
 
 import argparse
@@ -18,7 +24,12 @@ import threading
 import time
 from collections.abc import Callable
 from http.client import HTTPConnection
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
+
+import bench_clients
+from llama_server import LlamaServer, ServerEnded
 
 WIDTH = 8
 
@@ -52,17 +63,24 @@ def through_api(asked: argparse.Namespace) -> Callable[[], tuple[int, float, flo
 class Served:
     """`pyspec serve` in a process of its own."""
 
-    def __init__(self, asked: argparse.Namespace) -> None:
-        models = ["-m", asked.m, "-md", asked.md] if asked.m else []
-        options = ["--device", asked.device, "-t", asked.threads, "--draft-width", WIDTH, "--slots", asked.streams, "-c", 2048, "--port", 0]
+    def __init__(self, asked: argparse.Namespace, slots: int, *more: object) -> None:
+        models = ["-m", asked.m, *(["-md", asked.md] if asked.md else [])] if asked.m else []
+        options = ["--device", asked.device, "-t", asked.threads, "--slots", slots, "-c", 2048, "--port", 0, *more]
         command = [sys.executable, "-m", "pyggml_spec", "serve", *models, *options]
         self.process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
         self.asked = asked
+        said = []
         for line in self.process.stderr:  # type: ignore[union-attr]
+            said.append(line)
             if found := re.match(r"serving .* at http://([\d.]+):(\d+)/", line):
                 self.address = found[1], int(found[2])
+                threading.Thread(target=self.process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
                 return
-        raise SystemExit("the server did not start")
+        raise SystemExit(f"the server did not start: {''.join(said)}")
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
 
     def round_(self, stream: bool) -> tuple[int, float, float, list[float]]:
         """Tokens, the server's processor seconds, seconds, and seconds to each first event."""
@@ -97,6 +115,104 @@ class Served:
         return sum(counts), processor_seconds(self.process.pid) - before, spent, firsts
 
 
+def against_llama_server(asked: argparse.Namespace) -> None:
+    """A table of what clients waited for, by their number and by server."""
+    rows: list[dict[str, Any]] = []
+    names = (
+        "tokens_per_second",
+        "first_p50_ms",
+        "first_p99_ms",
+        "between_p50_ms",
+        "between_p99_ms",
+        "longest_p50_ms",
+        "longest_ms",
+        "reused",
+        "acceptance",
+    )
+    print(f"{'clients':>7} {'server':20}" + "".join(f"{name.removesuffix('_ms'):>{max(10, len(name) - 1)}}" for name in names), flush=True)
+    for clients in map(int, asked.clients.split(",")):
+        rounds: dict[str, list[tuple[bench_clients.Waited, float]]] = {}
+        servers, ended = _servers(asked, clients)
+        for round_ in range(asked.rounds + 1):  # the first one builds graphs and fills the caches of prefixes
+            for name, server in servers.items():
+                if name in ended:
+                    continue
+                try:
+                    took = bench_clients.run(server.address, clients, asked.requests, round_, bool(asked.synthetic_acceptance), 2000)
+                except (RuntimeError, OSError) as error:
+                    ended[name] = str(error)
+                    continue
+                if round_:
+                    rounds.setdefault(name, []).append(took)
+        for server in servers.values():
+            server.close()
+        for name, of in rounds.items():
+            rows.append({"clients": clients, "server": name, **bench_clients.row(of)})
+            print(
+                f"{clients:7} {name:20}"
+                + "".join(f"{rows[-1][n]:{max(10, len(n) - 1)}.{2 if n in ('reused', 'acceptance') else 1}f}" for n in names),
+                flush=True,
+            )
+        for name, why in ended.items():
+            rows.append({"clients": clients, "server": name, "ended": why})
+            print(f"{clients:7} {name:20} ended: {why[:300]}", flush=True)
+        if asked.out:
+            Path(asked.out).write_text(json.dumps(rows, indent=1))
+
+
+class _Peer(LlamaServer):
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+
+def _servers(asked: argparse.Namespace, clients: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """By name, all of them loaded; and why others are not."""
+    from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+
+    synthetic = ["--spec-synth-len", asked.synthetic_acceptance] if asked.synthetic_acceptance else []
+    servers: dict[str, Any] = {"pyspec serve": Served(asked, clients, *synthetic)}
+    ended: dict[str, str] = {}
+    target, drafter = (asked.m, asked.md) if asked.m else (DEMO_TARGET, DEMO_DRAFTER)
+    common = [
+        "-m",
+        target,
+        "-np",
+        clients,
+        "-c",
+        2048 * clients,
+        "-t",
+        asked.threads,
+        "-fa",
+        "on",
+        "-ngl",
+        0 if asked.device == "CPU" else 999,
+    ]
+    legs = {"llama-server": [*common]}
+    if drafter:
+        legs["llama-server, dflash"] = [
+            *common,
+            "-md",
+            drafter,
+            "-ngld",
+            common[-1],
+            "--spec-type",
+            "draft-dflash",
+            "--spec-draft-n-max",
+            15,
+            *synthetic,
+        ]
+    for name, options in legs.items():
+        server = _Peer(Path(asked.tools), Path(gettempdir()) / f"bench-{name.replace(', ', '-')}-{clients}.log", *options)
+        try:
+            server.wait(300)
+            servers[name] = server
+        except ServerEnded as error:
+            ended[name] = str(error)
+    return servers, ended
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", default=None)
@@ -106,8 +222,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clients")
+    parser.add_argument("--tools")
+    parser.add_argument("--requests", type=int, default=3, help="of each client in a round")
+    parser.add_argument("--synthetic-acceptance", type=float)
+    parser.add_argument("--out")
     asked = parser.parse_args()
-    api, served = through_api(asked), Served(asked)
+    if asked.clients:
+        if not asked.tools:
+            parser.error("--clients needs --tools, the folder of llama-server")
+        against_llama_server(asked)
+        return
+    api, served = through_api(asked), Served(asked, asked.streams, "--draft-width", WIDTH)
     rows: dict[str, list[tuple[float, float]]] = {"API": [], "HTTP, whole": [], "HTTP, streams": []}
     try:
         for i in range(asked.rounds + 1):  # the first one builds graphs

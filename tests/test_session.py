@@ -242,3 +242,18 @@ def test_own_statistics_are_complete_when_a_generation_is_closed_early(session):
     next(left), next(left)
     left.close()
     assert stats.computes > 0 and stats.seconds["decode"] > 0 and stats.emitted == 1 + stats.steps + stats.matched
+
+
+def test_a_session_for_requests_alone_has_no_caches_of_its_own(pair):
+    """A server's slots are all that is allocated: what a single generation would need is freed before, and said to be gone."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, prefix_memory=0) as session:
+        own = sum(session.engine.memory().values())
+        want, _ = session.generate("def f(x):", 8)
+        for _ in range(2):  # a server makes it anew after an error
+            with session.concurrent(2, only=True) as server:
+                assert session.engine.graphs.closed and session.engaged().memory == {} and own > 0
+                assert server.submit("def f(x):", 8).result()[0] == want
+        with pytest.raises(EngineError, match="gave up its own caches"):
+            session.generate("def f(x):", 8)
+        with pytest.raises(EngineError, match="gave up its own caches"):
+            session.calibrate_plain()

@@ -10,9 +10,9 @@ from ..errors import PyspecError
 from .help import GroupedCommand
 from .options import (
     TokenLimit,
-    chunk_option,
     loading_options,
-    prefix_memory_option,
+    prefix_options,
+    take_prefix,
     target_options,
     text_of,
 )
@@ -70,13 +70,20 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--prefill-assistant/--no-prefill-assistant", default=True, help="Whether an assistant's message at the end is gone on with.")
 @sampler_options
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
-@prefix_memory_option("1024, or an eighth of what is free if that is less")
-@chunk_option
+@prefix_options
 @click.option("-v", "--verbose", is_flag=True, help="A line per error on stderr, and __verbose in responses.")
+@click.option(
+    "--synthetic-acceptance",
+    "--spec-synth-len",
+    "synthetic",
+    type=float,
+    hidden=True,
+    help="Tokens per step: benchmarks only, texts are not the target's.",
+)
 @click.option("--jinja/--no-jinja", hidden=True, default=True)
 def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, api_key, api_key_file, queue_requests, queue_tokens, queue_seconds, drain,
             max_body, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format, cors_origins, certificate,
-            certificate_key, show_slots, metrics, page, prefill_assistant, draft_width, prefix_memory, verbose, jinja, **more):  # fmt: skip
+            certificate_key, show_slots, metrics, page, prefill_assistant, draft_width, prefix_cache, prefix_memory, prefix_disk, verbose, synthetic, jinja, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
     -c is the context of each slot. Sampling options are what counts where a request says nothing.
@@ -92,6 +99,8 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
     from ..session import load
 
     asked = take_sampling(more)
+    prefix = {"prefix_cache": prefix_cache, "prefix_memory": prefix_memory, "prefix_disk": prefix_disk}
+    take_prefix(prefix, keep_memory=True)
     source = text_of("chat_template", template, template_file)
     if template is not None and re.fullmatch(r"[\w.-]+", template) and template not in NAMED:
         raise click.UsageError(f"--chat-template {template} is no Jinja text; by name there are {' and '.join(NAMED)}")
@@ -111,9 +120,9 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
             metrics, show_slots, page, prefill_assistant,
         )  # fmt: skip
         settings = start.Settings(
-            tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",), port, slots, None, prefix_memory << 20 if prefix_memory is not None else None,
+            tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",), port, slots, None, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],
             4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, api_key, api_key_file, cors_origins,
-            max_body << 20, certificate, certificate_key, say,
+            max_body << 20, certificate, certificate_key, synthetic, say,
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, session.engine.options.n_ctx)
         sys.exit(start.serve(session, settings, limits, options, NAMED.get(source or "", source)))

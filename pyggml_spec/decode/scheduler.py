@@ -10,7 +10,8 @@ forward pass (``engine.step``), what it brought each of them (``_take``), and wh
 Sequences that decode share every step. While some decode and others still read their prompts, steps of both kinds take turns, and a chunk is
 then at most BESIDE tokens: no decoding sequence waits longer than that chunk. Prompts take turns among each other, chunk by chunk; short ones
 that fit into one step together share it, and a prompt's end that is no longer than the block rides along with the decoding step.
-With a prefix cache, a prompt that begins like another one waits until that one has computed what they share, and goes on behind it.
+With a prefix cache, a prompt that begins like another one waits until that one has computed what they share, and goes on behind it; what a
+sequence leaves at its end is kept, for the next turn of its conversation.
 
 Whoever waits for tokens drives: iterating a stream runs steps, for all sequences, until it has something. From several threads one drives
 and the others wait for it. A single generation is a stream of a scheduler with one slot, driven by its reader.
@@ -28,6 +29,7 @@ from ..engine.options import candidate_widths
 from ..engine.slot import Prompt, StepResult, Verify, Work
 from ..errors import ContextError, EngineError
 from ..memory.prefix import PrefixCache
+from ..memory.prefix_files import PrefixFiles
 from ..memory.slots import covering
 from .counters import WARMUP_STEPS, Counters
 from .guided import Guide, run_step
@@ -38,6 +40,7 @@ from .stream import Stream
 from .width import PLAIN_STEP, Drafted, WidthControl
 
 BESIDE = 128  # prompt tokens per step while others decode
+LEAST_SHARED = 32  # tokens of a prompt that several sequences have: computing fewer costs no more than copying what they leave
 
 
 def generate(
@@ -67,13 +70,17 @@ def generate(
 class Scheduler:
     """Runs the sequences of one engine, which it owns. ``width`` pins the rows per block; None learns what pays.
 
-    ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole. ``lookup``: verifies what came
+    ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole. ``files``: where they outlive
+    this process. ``lookup``: verifies what came
     before, where that wins more than what would run instead.
     """
 
-    def __init__(self, engine: Engine, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None) -> None:
+    def __init__(
+        self, engine: Engine, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None,
+        files: PrefixFiles | None = None,
+    ) -> None:  # fmt: skip
         self.engine, self._stats, self.lookup = engine, BatchStats(), lookup
-        self.prefixes = PrefixCache(engine, prefix_memory, shared=True) if prefix_memory else None
+        self.prefixes = PrefixCache(engine, prefix_memory, files, shared=True) if prefix_memory else None
         self.widths: WidthControl | None = None
         if width is None and engine.drafter is not None:
             self.widths = WidthControl({engine.drafter.method: candidate_widths(engine.options.width)})
@@ -342,11 +349,21 @@ class Scheduler:
         place = self.prefixes.enter(stream.slot, prompt, self.engine.slots[stream.slot].drafting)
         stream._keys = place.keys
         stream._partings.add(grain * min(place.known, place.usable))
+        if any(self._twins(stream, other) for other in self._waiting):
+            stream._partings.add(len(stream._prompt) - 1)
         for other in self._active:
             shared = grain * _alike(stream._keys[: place.usable], other._keys)
+            if self._twins(stream, other):
+                shared = max(shared, len(stream._prompt) - 1)
             if other._goes_on_to(shared):
                 other._partings.add(shared)
                 stream._leaders.append((other, shared))
+
+    def _twins(self, a: Stream, b: Stream) -> bool:
+        """Whether two sequences have the same prompt, one worth a copy: the second one computes its last token alone."""
+        one, other = a._request, b._request
+        alike = len(a._prompt) == len(b._prompt) > LEAST_SHARED and one.options.reuse and other.options.reuse
+        return alike and one.speculating == other.speculating and a._prompt == b._prompt
 
     def _filling(self) -> list[Stream]:
         """Those with a prompt to compute, each as far as the prefix cache brings it."""
@@ -354,11 +371,16 @@ class Scheduler:
         for s in filling:
             if self.prefixes is None:
                 break
-            had, s._filled = s._filled, self.prefixes.bring_back(s.slot).tokens
+            reuse = self.prefixes.bring_back(s.slot)
+            had, s._filled = s._filled, reuse.tokens
             if s._filled > had:
                 s.stats.reused_tokens += s._filled - had
                 self._stats.reused_tokens += s._filled - had
-                s.stats.reused_from = {"in place": 0, "memory": s.stats.reused_tokens // self.prefixes.grain, "disk": 0}
+                before = s.stats.reused_from
+                s.stats.reused_from = {where: before.get(where, 0) + (n if where != "in place" else 0) for where, n in reuse.chunks.items()}
+                if (beyond := s._filled % self.prefixes.grain) and s._left > self.engine.options.chunk:
+                    s._partings.add(s._filled - beyond + self.prefixes.grain)  # where states can be kept again
+            s.stats.notes += self.prefixes.take_notes()
         return filling
 
     def _prompt_work(self, filling: list[Stream], others_decode: bool) -> dict[int, Work]:
@@ -446,8 +468,11 @@ class Scheduler:
         stream._filled += len(item.tokens)
         self._stats.prompt_tokens += len(item.tokens)
         if self.prefixes is not None:
-            last = stream._left <= len(item.tokens)
-            self.prefixes.computed(stream.slot, last or stream._filled in stream._partings)
+            last, parting = stream._left <= len(item.tokens), stream._filled in stream._partings
+            if parting and stream._filled % self.prefixes.grain:
+                self.prefixes.keep_end(stream.slot, stream._prompt)
+            else:
+                self.prefixes.computed(stream.slot, last or parting)
         if stream._progress is not None:
             stream._progress(stream._filled - stream._known, len(stream._prompt) - stream._known)
         if stream._left:
@@ -465,6 +490,9 @@ class Scheduler:
 
     def _end(self, stream: Stream, reason: str) -> None:
         stream.stats.stop_reason = reason
+        if self.prefixes is not None and stream in self._active and not stream._left and stream._request.options.reuse:
+            self.prefixes.keep_end(stream.slot, stream._request.history, write=True)
+            stream.stats.notes += self.prefixes.take_notes()
         self._stats.finished[reason] += 1
         self._leave(stream)
         stream.ended = True

@@ -22,10 +22,11 @@ REMEMBERED = 1 << 14  # chunks without copies whose keys are remembered, to see 
 
 @dataclass(eq=False)
 class Chunk:
-    """``index`` chunks come before it. ``used``: when each kind of copy was last of use."""
+    """``index`` whole chunks come before it; it has ``count`` tokens. ``used``: when each kind of copy was last of use."""
 
     key: bytes
     index: int
+    count: int
     copies: dict[str, Pieces] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
 
@@ -39,6 +40,15 @@ def chunk_keys(ids: np.ndarray, grain: int, seed: bytes) -> list[bytes]:
     return keys
 
 
+def end_keys(ids: np.ndarray, before: bytes) -> list[bytes]:
+    """Keys of the beginnings of what is behind the chunk with the key ``before``: of the first 1, 2, .. tokens of I64 ``ids``."""
+    sofar, keys = hashlib.sha256(b"end" + before), []
+    for token in ids:
+        sofar.update(token.tobytes())
+        keys.append(sofar.digest())
+    return keys
+
+
 class Copies:
     """Owns the copies. ``clock`` is the time that they are marked with; the longest unused ones make room for others."""
 
@@ -47,8 +57,8 @@ class Copies:
         self.used_bytes = self.clock = 0
         self.chunks: dict[bytes, Chunk] = {}
 
-    def chunk(self, key: bytes, index: int) -> Chunk:
-        return self.chunks.setdefault(key, Chunk(key, index))
+    def chunk(self, key: bytes, index: int, count: int) -> Chunk:
+        return self.chunks.setdefault(key, Chunk(key, index, count))
 
     def keep(self, chunk: Chunk, kind: str, pieces: Pieces, spare: Iterable[Chunk] = ()) -> bool:
         """Copies ``pieces``; False if that does not fit the budget without the chunks to ``spare``, or the device has no memory."""

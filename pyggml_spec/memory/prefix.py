@@ -8,26 +8,30 @@ before it, are there.
     grain               the prefill's chunk                                   at most GRAIN: what a pass beside decoding sequences takes
     rows are copied     when another prompt is about to overwrite them        as soon as a state behind them is kept: the slot is given to
                                                                               the next sequence at any time, and others wait for them
-    states are kept     every 4th chunk, at the last two, and where a         every 16th chunk, before or after a prompt's last pass, and
-                        prompt is seen to leave an older one                  where prompts part, if a pass ends a chunk there
-    files               written after the text is out                         none
+    states are kept     every 4th chunk, at the last two, and where a         every 16th chunk, before or after a prompt's last pass, where
+                        prompt is seen to leave an older one                  prompts part, if a pass ends a chunk there, and at ends
+    ends                none                                                  of answers, for the next turn, and of prompts that several
+                                                                              sequences have: in the middle of a chunk, with their own key
+    files               written after the text is out                         what a sequence left, by a thread of their own
 
 Of one slot, every part was computed by the graph that would have computed it now, with the same rows in it: cached and uncached runs are equal
 bit for bit. That is why the grain is a whole chunk, and why tokens that were generated are computed again: a step of one row rounds otherwise.
-A pass that several slots share can round otherwise than the same rows alone: there, what is reused is what some pass of this engine computed.
+A pass that several slots share can round otherwise than the same rows alone: there, what is reused is what some pass of this engine computed,
+generated tokens among them.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ..ggml.device import kernels_in_use
-from .copies import ROWS, STATE, Chunk, Copies, chunk_keys
-from .prefix_files import PrefixFiles, Refused
+from .copies import ROWS, STATE, Chunk, Copies, chunk_keys, end_keys
+from .prefix_files import PrefixFiles, PrefixWriter, Refused
 from .snapshot import Pieces
 
 STATE_EVERY, SHARED_STATE_EVERY = 4, 16  # chunks, of one slot and of several
@@ -59,6 +63,7 @@ class Place:
         known: how many some prompt before had as well.
     """
 
+    ids: np.ndarray
     chunks: list[Chunk]
     drafting: bool
     usable: int
@@ -69,6 +74,10 @@ class Place:
     wanted: set[int] = field(default_factory=set)  # depths at which a state is to be kept
     damaged: bool = False  # a file was refused: the deeper ones were not looked at, and are written again
     saved: bool = False
+    ends: tuple[int, list[Chunk]] = (
+        -1,
+        [],
+    )  # behind so many chunks, what is known to end there that this prompt goes on from, longest first
 
     @property
     def keys(self) -> list[bytes]:
@@ -79,10 +88,10 @@ class PrefixCache:
     """Borrows the engine; owns its copies.
 
     Of one slot, call ``begin`` in place of ``engine.reset``; of several, ``enter`` once per admitted prompt and ``bring_back`` before each of its
-    passes. Then ``computed`` after every pass, ``save`` at the end.
+    passes. Then ``computed`` after every pass; at the end ``save``, of several slots ``keep_end`` before the slot is released.
 
-    ``budget``: bytes on the device for copies; the least recently used ones go first. ``files``: where they outlive the process,
-    for one slot. ``shared``: the slots, or the only one, are given to sequence after sequence by a scheduler.
+    ``budget``: bytes on the device for copies; the least recently used ones go first. ``files``: where they outlive the process.
+    ``shared``: the slots, or the only one, are given to sequence after sequence by a scheduler.
     """
 
     def __init__(self, engine: Any, budget: int, files: PrefixFiles | None = None, shared: bool = False) -> None:
@@ -91,6 +100,7 @@ class PrefixCache:
         self._alone = not shared
         self.grain: int = engine.options.chunk if self._alone else min(engine.options.chunk, GRAIN)  # tokens per chunk
         self._places: dict[int, Place] = {}
+        self._writer = PrefixWriter(files) if files is not None and shared else None
 
     @property
     def used_bytes(self) -> int:
@@ -119,11 +129,10 @@ class PrefixCache:
         ids = np.asarray(tokens, np.int64)
         keys = self._keys(ids, drafting) if ids.ndim == 1 and ids.size <= self.engine.options.n_ctx else []
         known = self._seen(keys)
-        chunks = [self._copies.chunk(key, i) for i, key in enumerate(keys)]
-        self._copies.clock += 1
-        for chunk in chunks:
-            chunk.used[ROWS] = self._copies.clock
-        place = self._places[slot] = Place(chunks, drafting, min(len(chunks), max(0, ids.size - 1) // self.grain), known, self.engine.epoch)
+        chunks = self._chunks(keys)
+        place = self._places[slot] = Place(
+            ids, chunks, drafting, min(len(chunks), max(0, ids.size - 1) // self.grain), known, self.engine.epoch
+        )
         if self._alone:
             n = len(keys)
             place.wanted = {d for d in range(1, n + 1) if d % STATE_EVERY == 0 or d > n - 2 or d == known}
@@ -138,11 +147,11 @@ class PrefixCache:
             return reuse
         if not self._alone:
             place.done = had // self.grain
-        depth = self._bring_back(slot, place, reuse, had // self.grain)
-        if depth * self.grain > had or self._alone:
-            reuse.tokens = depth * self.grain
+        tokens = self._bring_back(slot, place, reuse, had)
+        if tokens > had or self._alone:
+            reuse.tokens = tokens
             engine.resume(reuse.tokens, slot=slot)
-            place.done = place.resumed = depth
+            place.done = place.resumed = tokens // self.grain
         return reuse
 
     def computed(self, slot: int = 0, wanted: bool = False) -> None:
@@ -166,10 +175,47 @@ class PrefixCache:
             with self.engine.sequence.state(depth * self.grain, slot) as pieces:
                 self._keep(chunks[-1], STATE, pieces, () if self._alone else chunks)
 
+    def keep_end(self, slot: int, ids: Sequence[int], write: bool = False) -> None:
+        """Keeps what the slot's sequence has left so far, whose tokens ``ids`` begin with: the next turn of a conversation goes on behind it.
+
+        ``write``: also in files, if there are any. Of several slots; the engine's accepted rows are committed.
+        """
+        place, engine = self._places.get(slot), self.engine
+        n = engine.slots[slot].cursor.committed
+        if place is None or self._alone or not 0 < n <= len(ids):
+            return
+        settled = np.asarray(ids[:n], np.int64)
+        chunks = self._chunks(self._keys(settled, place.drafting))
+        if rest := n % self.grain:
+            before = chunks[-1].key if chunks else self._seed(place.drafting)
+            chunks.append(self._copies.chunk(end_keys(settled[n - rest :], before)[-1], len(chunks), rest))
+            chunks[-1].used[ROWS] = self._copies.clock
+        engine.settle(slot)
+        if self._keep_rows(slot, place, chunks, chunks) and engine.sequence.stateful:
+            if STATE in chunks[-1].copies:
+                chunks[-1].used[STATE] = self._copies.clock
+            else:
+                with engine.sequence.state(n, slot) as pieces:
+                    self._keep(chunks[-1], STATE, pieces, chunks)
+        self._copies.forget(chunks)
+        if write and self._writer is not None:
+            self._write(chunks, place.resumed if place.damaged else len(chunks))
+
+    def _write(self, chunks: list[Chunk], again: int) -> None:
+        """Hands what is kept of ``chunks`` to the writer, as far as anything can go on behind it; from chunk ``again`` on whatever there is."""
+        assert self._writer is not None
+        last = max((i + 1 for i, c in enumerate(chunks) if not self.engine.sequence.stateful or STATE in c.copies), default=0)
+        for chunk in chunks[:last]:
+            if ROWS not in chunk.copies:  # what lies behind it could not be used
+                return
+            for kind, copy in chunk.copies.items():
+                if self._writer.wants(chunk.key, kind, copy.nbytes, chunk.index >= again):
+                    self._writer.put(chunk.key, kind, copy.read())
+
     def save(self) -> None:
         """Writes what the last prompt added to the files, if there are any. What cannot be written is noted, and goes unwritten."""
         place = self._in_place()
-        if self.files is None or place is None or place.saved:
+        if self.files is None or place is None or place.saved or not self._alone:
             return
         place.saved = True
         try:
@@ -187,30 +233,36 @@ class PrefixCache:
     def take_notes(self) -> list[str]:
         """What could not be used or written since they were taken last, one sentence each."""
         notes, self.notes = self.notes, []
-        return notes
+        return notes if self._writer is None else notes + self._writer.take_notes()
 
     # -- bringing back
 
     def _bring_back(self, slot: int, place: Place, reuse: Reuse, had: int) -> int:
-        """Fills the caches beyond the ``had`` chunks that the sequence has; returns how many are there. A file that is refused is left out, and
-        the next best depth is tried."""
+        """Fills the caches beyond the ``had`` tokens that the sequence has; returns how many are there. A file that is refused is left out, and
+        the next best place is tried."""
         in_place = place.done
-        while (depth := self._deepest(place)) > had:
+        while True:
+            depth, end = self._deepest(place)
+            last = end if end is not None else place.chunks[depth - 1] if depth else None
+            if last is None or self._behind(last) <= had:
+                return had
             try:
-                for source in self._bring_rows(slot, place.chunks[place.done : depth], place.drafting):
+                for source in chain(
+                    self._bring_rows(slot, place.chunks[place.done : depth], place.drafting),
+                    self._bring_rows(slot, [end] if end is not None else [], place.drafting),
+                ):
                     reuse.chunks[source] += 1
-                    place.done += 1
+                    place.done = min(place.done + 1, depth)
                 if self.engine.sequence.stateful:
-                    self._fill_state(slot, place.chunks[depth - 1])
+                    self._fill_state(slot, last)
                 reuse.chunks["in place"] = min(in_place, depth)
-                return depth
+                return self._behind(last)
             except Refused as refused:
                 place.damaged = True
                 self.notes.append(str(refused))
-        return had
 
     def _bring_rows(self, slot: int, chunks: list[Chunk], drafting: bool) -> Iterator[str]:
-        """Fills the rows of ``chunks``, one after the other; says from where."""
+        """Fills the rows of ``chunks``, which have as many tokens each, one after the other; says from where."""
         missing = [chunk for chunk in chunks if ROWS not in chunk.copies]
         nbytes = 0
         if missing:
@@ -218,6 +270,7 @@ class PrefixCache:
                 nbytes = pieces.nbytes
         contents = self.files.load_each((c.key for c in missing), ROWS, nbytes) if missing and self.files is not None else iter(())
         for chunk in chunks:
+            chunk.used[ROWS] = self._copies.clock
             with self._rows(slot, chunk, drafting) as pieces:
                 if ROWS in chunk.copies:
                     chunk.copies[ROWS].write_to(pieces, self.engine.backend)
@@ -225,19 +278,39 @@ class PrefixCache:
                     pieces.write(next(contents))
             yield "memory" if ROWS in chunk.copies else "disk"
 
-    def _deepest(self, place: Place) -> int:
-        """The deepest chunk behind which the prompt can go on."""
-        depth, stateful = 0, self.engine.sequence.stateful
-        for i, chunk in enumerate(place.chunks[: place.usable]):
+    def _deepest(self, place: Place) -> tuple[int, Chunk | None]:
+        """How many chunks the prompt can go on behind, and what has ended behind them, if something has that goes further."""
+        depth, rows, stateful = 0, 0, self.engine.sequence.stateful
+        for i, chunk in enumerate(place.chunks):
             if i >= place.done and not self._has(chunk, ROWS):
                 break
-            if not stateful or self._has(chunk, STATE):
-                depth = i + 1
-        return depth
+            rows = i + 1
+            if rows <= place.usable and (not stateful or self._has(chunk, STATE)):
+                depth = rows
+        if self._alone:
+            return depth, None
+        if place.ends[0] != rows:
+            place.ends = rows, self._ends(place, rows)
+        for end in place.ends[1]:
+            if self._has(end, ROWS) and (not stateful or self._has(end, STATE)):
+                return rows, end
+        return depth, None
+
+    def _ends(self, place: Place, rows: int) -> list[Chunk]:
+        """What is known to end within the chunk behind ``rows`` others, as this prompt begins; a token has to be left to compute."""
+        first = rows * self.grain
+        ids = place.ids[first : min(first + self.grain, place.ids.size) - 1]
+        keys = end_keys(ids, place.chunks[rows - 1].key if rows else self._seed(place.drafting))
+        known = [(n, key) for n, key in enumerate(keys, 1) if key in self._copies.chunks or (self.files and self.files.has(key, ROWS))]
+        return [self._copies.chunk(key, rows, n) for n, key in reversed(known)]
+
+    def _behind(self, chunk: Chunk) -> int:
+        """Tokens up to the end of ``chunk``."""
+        return chunk.index * self.grain + chunk.count
 
     def _fill_state(self, slot: int, chunk: Chunk) -> None:
         chunk.used[STATE] = self._copies.clock
-        with self.engine.sequence.state((chunk.index + 1) * self.grain, slot) as pieces:
+        with self.engine.sequence.state(self._behind(chunk), slot) as pieces:
             if STATE in chunk.copies:
                 chunk.copies[STATE].write_to(pieces, self.engine.backend)
             else:
@@ -289,9 +362,22 @@ class PrefixCache:
         place = self._places.get(slot)
         return place if place is not None and (not self._alone or place.epoch == self.engine.epoch) else None
 
+    def _seed(self, drafting: bool) -> bytes:
+        """What chunks have to have in common besides tokens. Rows made while drafting and while not are kept apart: graphs that capture features
+        may round otherwise."""
+        return (self.files.layout_digest if self.files is not None else b"") + bytes([drafting])
+
     def _keys(self, ids: np.ndarray, drafting: bool) -> list[bytes]:
-        """One key per whole chunk. Rows made while drafting and while not are kept apart: graphs that capture features may round otherwise."""
-        return chunk_keys(ids, self.grain, (self.files.layout_digest if self.files is not None else b"") + bytes([drafting]))
+        """One key per whole chunk."""
+        return chunk_keys(ids, self.grain, self._seed(drafting))
+
+    def _chunks(self, keys: list[bytes]) -> list[Chunk]:
+        """The chunks with these keys, which are of use now."""
+        self._copies.clock += 1
+        chunks = [self._copies.chunk(key, i, self.grain) for i, key in enumerate(keys)]
+        for chunk in chunks:
+            chunk.used[ROWS] = self._copies.clock
+        return chunks
 
     def _seen(self, keys: list[bytes]) -> int:
         """How many leading chunks some prompt before had as well."""
@@ -301,7 +387,7 @@ class PrefixCache:
         )
 
     def _rows(self, slot: int, chunk: Chunk, drafting: bool) -> Pieces:
-        return self.engine.sequence.rows(chunk.index * self.grain, self.grain, drafting, slot)
+        return self.engine.sequence.rows(chunk.index * self.grain, chunk.count, drafting, slot)
 
     def clear(self) -> None:
         """Forgets every prompt and frees the copies. Files stay."""
@@ -312,13 +398,18 @@ class PrefixCache:
         """Writes what is still to be written, and frees the copies."""
         if not self.engine.graphs.closed:
             self.save()
+        if self._writer is not None:
+            self._writer.close()
         self.clear()
 
 
-def layout_of(engine: Any, versions: dict[str, str], progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> str:
+def layout_of(
+    engine: Any, versions: dict[str, str], progress: Callable[[str, int, int], None] = lambda what, done, total: None, shared: bool = False
+) -> str:
     """Everything that rows and states depend on, one "what: value" per line: what differs in any of them is never mixed.
 
-    The model files are named by a hash of all their bytes; ``progress`` (which file, bytes done, all) is told while one is computed.
+    The model files are named by a hash of all their bytes; ``progress`` (which file, bytes done, all) is told while one is computed. ``shared``:
+    by a scheduler's slots, whatever their number.
     """
     device, files = engine.backend.device, {"target": engine.target.file}
     if engine.drafter is not None:
@@ -327,6 +418,7 @@ def layout_of(engine: Any, versions: dict[str, str], progress: Callable[[str, in
     experts = {"experts": hashlib.sha256(repr(placement).encode()).hexdigest()[:32]} if placement is not None else {}
     lines = {
         **experts,
+        **({"slots": f"shared, chunks of {min(engine.options.chunk, GRAIN)}"} if shared else {}),
         **{
             what: f"{file.metadata['general.architecture']} of {file.nbytes} bytes, BLAKE3 {file.identity(partial(progress, what))}"
             for what, file in files.items()

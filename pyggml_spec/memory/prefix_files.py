@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,7 @@ _PART = re.compile(PART)
 ABANDONED_S = 3600  # a part file this old has no writer any more
 # Files read and checked at once: SHA-256 of one core, about 2 GB/s, would be slower than a GPU computes the prompt of a small model.
 READERS = 8
+MOST_UNWRITTEN = 1 << 28  # bytes in host memory that wait for the disk
 
 
 class Refused(PyspecError):
@@ -232,6 +234,67 @@ class PrefixFiles:
         except (OSError, Refused):
             why = "the one that was looked at is damaged"
         return f"none of the {count} files in the prefix cache {self.folder} was made for this model and layout ({why}); they are not used"
+
+
+class PrefixWriter:
+    """Writes files in a thread of its own, so that nobody's step waits for a disk. What comes while MOST_UNWRITTEN bytes wait is not taken."""
+
+    def __init__(self, files: PrefixFiles) -> None:
+        self._files, self._changed = files, threading.Condition()
+        self._waiting: deque[tuple[bytes, str, np.ndarray]] = deque()
+        self._under_way: set[tuple[bytes, str]] = set()
+        self._bytes, self._closing, self._notes = 0, False, list[str]()
+        self._thread: threading.Thread | None = None
+
+    def wants(self, key: bytes, kind: str, nbytes: int, again: bool = False) -> bool:
+        """Whether ``put`` is of use: there is no such file (or it may be damaged: ``again``), and none is under way, and it fits."""
+        with self._changed:
+            if self._closing or (key, kind) in self._under_way or (self._bytes and self._bytes + nbytes > MOST_UNWRITTEN):
+                return False
+        return again or not self._files.has(key, kind)
+
+    def put(self, key: bytes, kind: str, payload: np.ndarray) -> None:
+        with self._changed:
+            self._waiting.append((key, kind, payload))
+            self._under_way.add((key, kind))
+            self._bytes += payload.nbytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="pyggml_spec prefix files", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def take_notes(self) -> list[str]:
+        """What could not be written since they were taken last, one sentence each."""
+        with self._changed:
+            notes, self._notes = self._notes, []
+        return notes
+
+    def close(self) -> None:
+        """Waits until everything that was put is written. Closing twice is fine."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                key, kind, payload = self._waiting.popleft()
+            try:
+                self._files.store(key, kind, payload)
+                if not self._waiting:
+                    self._files.trim()
+            except Refused as refused:
+                with self._changed:
+                    if str(refused) not in self._notes:
+                        self._notes.append(str(refused))
+            with self._changed:
+                self._under_way.discard((key, kind))
+                self._bytes -= payload.nbytes
 
 
 def _refuse(path: Path, why: str) -> Refused:

@@ -8,6 +8,7 @@ but ``_Wakeup.put`` runs in the event loop's thread.
 
 import asyncio
 import itertools
+import logging
 import math
 import threading
 import time
@@ -19,11 +20,13 @@ from typing import Any
 
 from ..concurrent import ConcurrentSession, Handle
 from ..decode.stats import Stats
+from ..decode.synthetic import SyntheticAcceptance
 from ..errors import EngineError
 from ..events import End, StepEvent
 from ..sampling.sampler import Sampling
 from .errors import ApiError
 
+log = logging.getLogger("pyspec.serve")
 AHEAD = 2
 UNREAD = 64  # events of one request that are kept apart; further ones of a reader that is slow are joined to the last
 SILENCE = 30.0  # seconds after which a silent stream gets a comment
@@ -184,10 +187,12 @@ class Queue:
 
     def __init__(
         self, concurrent: ConcurrentSession, slots: int, limits: QueueLimits, pool: Executor, ended: Callable[[Job], None],
-        broken: Callable[[BaseException], ConcurrentSession | None],
+        broken: Callable[[BaseException], ConcurrentSession | None], synthetic: Callable[[int], SyntheticAcceptance] | None = None,
     ) -> None:  # fmt: skip
-        """``broken``: makes another concurrent session after an error that has ended this one; None gives up. Called in the pool."""
+        """``broken``: makes another concurrent session after an error that has ended this one; None gives up. Called in the pool.
+        ``synthetic``: makes the acceptance of a job by its number, for benchmarks."""
         self._concurrent, self.slots, self.limits, self._pool, self._ended, self._broken = concurrent, slots, limits, pool, ended, broken
+        self._synthetic = synthetic
         self._loop = asyncio.get_running_loop()
         self._wakeup = _Wakeup(self._loop, self._take)
         self._waiting: OrderedDict[str, list[Job]] = OrderedDict()  # by key, in the order of their turns
@@ -198,6 +203,7 @@ class Queue:
         self._idle = asyncio.Event()
         self._idle.set()
         self._repairing: asyncio.Task[None] | None = None
+        self._said: deque[str] = deque(maxlen=256)  # notes that are in the log
         self._moved = (-1, time.monotonic())  # the engine's steps when it was last looked at, and since when
 
     # -- what is there
@@ -347,7 +353,7 @@ class Queue:
         try:
             handle = concurrent.submit(
                 ask.ids, ask.max_tokens, mode=ask.mode, sampling=ask.sampling, stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
-                progress=ask.progress, sink=lambda item: self._wakeup.put(job, item),
+                progress=ask.progress, synthetic=self._synthetic(job.number) if self._synthetic is not None else None, sink=lambda item: self._wakeup.put(job, item),
             )  # fmt: skip
         except BaseException as error:
             self._call(self._finish, job, End(error))
@@ -396,6 +402,10 @@ class Queue:
             self._seconds += 0.2 * (time.perf_counter() - (job.started or job.entered) - self._seconds)
         if isinstance(end.error, EngineError) and self._concurrent.ended and self._repairing is None:
             self._repairing = self._loop.create_task(self._repair(end.error))
+        for note in job.stats.notes:
+            if note not in self._said:
+                self._said.append(note)
+                log.warning("%s", note)
         job.answers.put(job, end)
         self._ended(job)
         self._pump()

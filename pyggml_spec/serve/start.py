@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..decode.synthetic import SyntheticAcceptance
 from ..errors import PyspecError
 from ..session import Session
 
@@ -38,6 +39,8 @@ class Settings:
     slots: int = 8
     n_ctx: int | None = None
     prefix_memory: int | None = None
+    prefix_cache: str | None = None
+    prefix_disk: int | None = None
     queue_requests: int | None = None
     queue_tokens: int | None = None
     queue_seconds: float | None = None
@@ -48,6 +51,7 @@ class Settings:
     most_body: int = 32 << 20
     certificate: str | None = None
     certificate_key: str | None = None
+    synthetic: float | None = None  # tokens per step, for benchmarks
     told: Callable[[str], None] = field(default=lambda line: None)
 
 
@@ -121,7 +125,9 @@ async def _serve(
     failures: list[BaseException] = []
 
     def make() -> Any:
-        return session.concurrent(settings.slots, settings.n_ctx, settings.prefix_memory)
+        return session.concurrent(
+            settings.slots, settings.n_ctx, settings.prefix_memory, settings.prefix_cache, settings.prefix_disk, only=True
+        )
 
     def broken(error: BaseException) -> Any:
         """One more try; the second failure ends the server, so that its supervisor starts it anew."""
@@ -142,7 +148,12 @@ async def _serve(
         concurrent = make()
         served = Served(session, concurrent, limits, options, template)
         queue_limits = QueueLimits(settings.queue_requests, settings.queue_tokens, settings.queue_seconds)
-        queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken)
+        synthetic = None
+        if settings.synthetic is not None and session.drafter is not None:
+            length, drafts = settings.synthetic, session.engine.options.width - 1
+            synthetic = lambda number: SyntheticAcceptance(length, drafts, number)  # noqa: E731
+            settings.told("acceptance is synthetic: texts are not the target's, this is for benchmarks only")
+        queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken, synthetic)
         app = App(Context(served, queue, pool), metrics, keys, origins, settings.most_body)
         config = uvicorn.Config(
             app, http=JsonProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,

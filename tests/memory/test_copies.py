@@ -32,7 +32,7 @@ class Part:
 
 
 def kept(copies: Copies, number: int, nbytes: int, kind: str = ROWS, **more) -> bool:
-    return copies.keep(copies.chunk(bytes([number]), number), kind, Part(nbytes), **more)
+    return copies.keep(copies.chunk(bytes([number]), number, 1), kind, Part(nbytes), **more)
 
 
 def held(copies: Copies) -> set[int]:
@@ -65,7 +65,7 @@ def test_what_is_spared_stays_even_if_the_new_part_does_not_fit_then():
 
 def test_a_device_without_memory_costs_no_account():
     copies = Copies(None, 100)
-    assert not copies.keep(copies.chunk(b"a", 0), ROWS, Part(10, memory=False)) and copies.used_bytes == 0
+    assert not copies.keep(copies.chunk(b"a", 0, 1), ROWS, Part(10, memory=False)) and copies.used_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -75,7 +75,7 @@ def test_any_order_of_keeping_and_using(seed):
     copies = Copies(None, budget := rng.choice([0, 50, 300, 1000]))
     for clock in range(200):
         copies.clock = clock
-        chunk, kind = copies.chunk(bytes([number := rng.randrange(12)]), number), rng.choice([ROWS, STATE])
+        chunk, kind = copies.chunk(bytes([number := rng.randrange(12)]), number, 1), rng.choice([ROWS, STATE])
         if kind in chunk.copies:
             chunk.used[kind] = clock
             continue

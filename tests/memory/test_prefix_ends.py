@@ -1,0 +1,207 @@
+"""What sequences of several slots leave at their ends: the next turn of a conversation goes on behind the answer, from memory and from files."""
+
+import os
+
+import numpy as np
+import pytest
+from engine.batch_helpers import Pair
+from memory.test_prefix_slots import CHUNK, MANY, N_CTX, make, tokens
+from random_gguf.model import Shape
+
+from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.scheduler import Scheduler
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.ggml.library import versions
+from pyggml_spec.memory.prefix import layout_of
+from pyggml_spec.memory.prefix_files import PrefixFiles
+
+
+@pytest.fixture(scope="module", params=["qwen35", "qwen3", "gemma4"])
+def pair(request, tmp_path_factory):
+    """A hybrid, one whose rows are all there is, and one with rings."""
+    made = Pair(tmp_path_factory.mktemp(request.param), request.param, N_CTX, Shape(window=12))
+    yield made
+    made.close()
+
+
+def run(scheduler, prompt, count=12, mode=SPECULATIVE, **options):
+    stream = scheduler.submit(prompt, LoopOptions(count, mode, ignore_end=True, **options))
+    stream.steps = [(tuple(block), tuple(stream.drafts)) for block in stream]
+    return stream
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("mode", [SPECULATIVE, PLAIN])
+def test_the_next_turn_goes_on_behind_the_answer(pair, slots, mode):
+    """Twice, with ends in the middle of a chunk; all but the token that was never computed is there. The last turn's prompt is long: behind the
+    answer it comes back to whole chunks."""
+    with make(pair, slots) as scheduler:
+        prompt, before = tokens(1, 70), 0
+        for turn, more in enumerate((45, 200, 90)):
+            stream = run(scheduler, prompt, 21, mode)
+            assert stream.stats.reused_tokens == before and pair.agrees(prompt, stream.tokens)
+            before = len(prompt) + len(stream.tokens) - 1
+            prompt = prompt + stream.tokens + tokens(2 + turn, more)
+        assert before % CHUNK
+        if scheduler.engine.sequence.stateful:
+            again = run(scheduler, prompt[: before - 100] + tokens(9, 30), 5, mode)
+            assert again.stats.reused_tokens >= before - 100 - 2 * CHUNK - 45  # a state was kept within the long prompt too
+
+
+def test_an_end_inside_a_block(pair):
+    """A token limit and a stop in the middle of an accepted block: only what counts is kept."""
+    with make(pair) as scheduler:
+        prompt = tokens(21, 100)
+        whole = run(scheduler, prompt, 30)
+        for count in range(2, 12):
+            cut = run(scheduler, prompt, count, reuse=False)
+            assert cut.tokens == whole.tokens[:count] and cut.stats.reused_tokens == 0
+            fresh = tokens(30 + count, 100)
+            ended = run(scheduler, fresh, count)
+            following = run(scheduler, [*fresh, *ended.tokens, 7], 8)
+            assert following.stats.reused_tokens == 99 + count
+            assert pair.agrees([*fresh, *ended.tokens, 7], following.tokens)
+
+
+def test_reuse_false_uses_nothing_and_leaves_nothing(pair):
+    with make(pair) as scheduler:
+        prompt = tokens(22, 200)
+        first = run(scheduler, prompt, reuse=False)
+        assert scheduler.prefixes.used_bytes == 0
+        second = run(scheduler, prompt + first.tokens + [3])
+        third = run(scheduler, prompt + first.tokens + [3], reuse=False)
+        assert [s.stats.reused_tokens for s in (first, second, third)] == [0, 0, 0] and second.tokens == third.tokens
+
+
+def test_another_beginning_does_not_go_on_behind_an_end(pair):
+    """Ends are found by all of the tokens before them, and the last token is never taken from one."""
+    with make(pair) as scheduler:
+        prompt = tokens(23, 90)
+        answer = run(scheduler, prompt, 10).tokens
+        whole = prompt + answer
+        for at in (3, 70, 95):
+            other = [*whole[:at], (whole[at] + 1) % 256, *whole[at + 1 :], 5]
+            stream = run(scheduler, other, 6)
+            assert stream.stats.reused_tokens <= CHUNK and pair.agrees(other, stream.tokens)
+        exact = run(scheduler, whole[:-1], 6)
+        assert exact.stats.reused_tokens in {0, CHUNK} and exact.tokens[0] == answer[-1]
+
+
+def test_a_cancelled_answer_can_be_gone_on_with(pair):
+    with make(pair) as scheduler:
+        prompt = tokens(24, 80)
+        stream = scheduler.submit(prompt, LoopOptions(200, SPECULATIVE, ignore_end=True))
+        for _ in range(4):
+            next(stream)
+        stream.cancel()
+        scheduler.run()
+        got = list(stream.tokens)
+        following = run(scheduler, [*prompt, *got, 9], 8)
+        assert following.stats.reused_tokens == 79 + len(got) and pair.agrees([*prompt, *got, 9], following.tokens)
+
+
+@pytest.mark.parametrize("memory", [1, 300_000])
+def test_ends_keep_to_the_budget(pair, memory):
+    with make(pair, memory=memory) as scheduler:
+        prompts = [tokens(40 + i, 120) for i in range(4)]
+        for prompt in prompts * 2:
+            stream = run(scheduler, prompt)
+            assert scheduler.prefixes.used_bytes <= memory and pair.agrees(prompt, stream.tokens)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_drafts_and_acceptance_behind_a_hit_are_those_without(tmp_path, slots):
+    """Step by step and draft by draft: whole chunks, an answer's end, a prompt that several sequences have. Own kernels round alike at every width,
+    so that nothing may differ."""
+    pair = Pair(tmp_path, "qwen35", N_CTX)
+
+    def all_of(memory):
+        with make(pair, slots, memory) as scheduler:
+            first = run(scheduler, tokens(51, 200), 30)
+            turn = [*first._prompt, *first.tokens, *tokens(52, 40)]
+            second = run(scheduler, turn, 40)
+            together = [scheduler.submit(tokens(53, 150), LoopOptions(30, ignore_end=True)) for _ in range(4)]
+            many = [[(tuple(block), tuple(s.drafts)) for block in s] for s in together]
+            return [first.steps, second.steps, *many], [s.stats.reused_tokens for s in (first, second, *together)]
+
+    try:
+        assert pair.session.backend.level is not None, "this test needs a processor with kernels of our own"
+        (with_hits, reused), (without, nothing) = all_of(MANY), all_of(0)
+        assert with_hits == without and any(drafts for steps in without for _, drafts in steps)
+        assert reused == [0, 229, 0, 149, 149, 149] and nothing == [0] * 6
+    finally:
+        pair.close()
+
+
+# -- files
+
+
+def files_of(engine, folder):
+    return PrefixFiles(folder, layout_of(engine, versions(), shared=True), MANY)
+
+
+def with_files(pair, folder, slots=2):
+    s = pair.session
+    engine = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8))
+    return Scheduler(engine, 8, MANY, files=files_of(engine, folder))
+
+
+def test_the_next_process_goes_on_where_the_last_one_was(pair, tmp_path):
+    """Rows and state of whole chunks and of the answer's end, from files, into an engine with another number of slots."""
+    prompt = tokens(61, 3 * CHUNK + 20)
+    with with_files(pair, tmp_path) as scheduler:
+        first = run(scheduler, prompt)
+    kinds = [name.rsplit(".", 1)[1] for name in os.listdir(tmp_path)]
+    assert kinds.count("rows") == 4 and bool(kinds.count("state")) == scheduler.engine.sequence.stateful
+    following = [*prompt, *first.tokens, *tokens(62, 30)]
+    with with_files(pair, tmp_path, 3) as scheduler:
+        second = run(scheduler, following)
+        assert second.stats.reused_tokens == len(prompt) + 11 and pair.agrees(following, second.tokens)
+        assert second.stats.reused_from == {"in place": 0, "memory": 0, "disk": 4} and not second.stats.notes
+
+
+def test_a_damaged_file_costs_a_sentence_and_its_part_of_the_prompt(pair, tmp_path):
+    prompt = tokens(63, 3 * CHUNK + 20)
+    with with_files(pair, tmp_path) as scheduler:
+        first = run(scheduler, prompt)
+    following = [*prompt, *first.tokens, *tokens(64, 30)]
+    for path in tmp_path.iterdir():  # cut short: as a crash of the machine may leave them
+        path.write_bytes(path.read_bytes()[:-1])
+    with with_files(pair, tmp_path) as scheduler:
+        second = run(scheduler, following)
+        assert second.stats.reused_tokens == 0 and pair.agrees(following, second.tokens)
+        assert any("cut short" in note for note in second.stats.notes)
+    with with_files(pair, tmp_path) as scheduler:  # written again
+        assert run(scheduler, following).stats.reused_tokens >= 3 * CHUNK
+
+
+def test_one_slots_files_and_shared_ones_are_not_mixed(pair, tmp_path):
+    engine = pair.batch(1, chunk=CHUNK)
+    assert layout_of(engine, versions()) != layout_of(engine, versions(), shared=True)
+    assert layout_of(engine, versions(), shared=True) == layout_of(pair.batch(2, chunk=CHUNK), versions(), shared=True)
+
+
+def test_a_full_disk_is_said_and_no_answer_is_affected(pair, tmp_path, monkeypatch):
+    with with_files(pair, tmp_path) as scheduler:
+        monkeypatch.setattr("pyggml_spec.memory.prefix_files.replacing", _full)
+        first = run(scheduler, tokens(65, 150))
+        scheduler.prefixes._writer.close()
+        assert any("No space left" in note for note in scheduler.prefixes.take_notes())
+        assert pair.agrees(tokens(65, 150), first.tokens) and not os.listdir(tmp_path)
+
+
+def _full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_what_waits_for_the_disk_is_bounded(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr("pyggml_spec.memory.prefix_files.MOST_UNWRITTEN", 1)
+    files = PrefixFiles(tmp_path, "layout", MANY)
+    from pyggml_spec.memory.prefix_files import PrefixWriter
+
+    writer = PrefixWriter(files)
+    writer._run = lambda: None  # a disk that takes nothing
+    assert writer.wants(bytes(32), "rows", 1000)
+    writer.put(bytes(32), "rows", np.zeros(1000, np.uint8))
+    assert not writer.wants(bytes(32), "rows", 1000) and not writer.wants(bytes(31) + b"1", "rows", 1)

@@ -1,0 +1,90 @@
+"""What a server keeps for later: of an answer for the next turn, of a prompt for its other answers, of both for the next start, however it ended."""
+
+import signal
+import time
+
+from serve.running import Running
+
+PROMPT = "def quicksort(items):\n    " + "# sorts a list of items in place\n    " * 12
+
+
+def ask(prompt, tokens=60, **more):
+    return {"prompt": prompt, "n_predict": tokens, "ignore_eos": True, "temperature": 0, **more}
+
+
+def test_the_next_turn_computes_what_is_new(server):
+    """The embedded target is a hybrid. The text is that without reuse."""
+    first = server.ok("/completion", **ask(PROMPT), return_tokens=True)
+    ids = server.ok("/tokenize", content=PROMPT)["tokens"]
+    turn = [*ids, *first["tokens"], *server.ok("/tokenize", content="\n\ndef merge(a, b):\n")["tokens"]]
+    second = server.ok("/completion", **ask(turn))
+    assert second["timings"]["cache_n"] == len(ids) + 59
+    whole = server.ok("/completion", **ask(turn), cache_prompt=False)
+    assert whole["timings"]["cache_n"] == 0 and whole["content"] == second["content"]
+    assert whole["timings"]["draft_n_accepted"] > 0 and second["timings"]["draft_n_accepted"] > 0
+
+
+def test_a_conversation(server):
+    """Through the chat template: what the assistant said comes back as text, and is mostly the same tokens."""
+    messages = [{"role": "user", "content": PROMPT}]
+    body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    first = server.ok("/v1/chat/completions", messages=messages, **body)
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "and now merge sort"}]
+    second = server.ok("/v1/chat/completions", messages=messages, **body)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] - 10
+
+
+def test_several_answers_compute_the_prompt_once(server):
+    """4 answers to one prompt: one of them reads it, the others its last token; greedy ones are the same, seeds give different ones."""
+    before = server.http.get("/metrics").text
+    body = {"prompt": PROMPT + "# many\n", "max_tokens": 30, "n": 4, "temperature": 0, "ignore_eos": True}
+    choices = server.ok("/v1/completions", **body)["choices"]
+    assert len({c["text"] for c in choices}) == 1
+    n = len(server.ok("/tokenize", content=body["prompt"])["tokens"])
+
+    def computed(text):
+        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("llamacpp:prompt_tokens_total "))
+
+    assert computed(server.http.get("/metrics").text) - computed(before) == n + 3
+    different = server.ok("/v1/completions", **{**body, "temperature": 1.5, "seed": 1, "max_tokens": 20})["choices"]
+    assert len({c["text"] for c in different}) > 1
+
+
+def test_after_kill_9_a_restart_goes_on_with_what_was_written(tmp_path):
+    """Killed while it decodes: what is there afterwards is whole, and used; parts of files are not read."""
+    options = ("--slots", 2, "--prefix-cache", tmp_path / "kept")
+    running = Running(*options)
+    try:
+        first = running.ok("/completion", **ask(PROMPT), return_tokens=True)
+        ids = running.ok("/tokenize", content=PROMPT)["tokens"]
+        turn = [*ids, *first["tokens"], *ids[:40]]
+        want = running.ok("/completion", **ask(turn), cache_prompt=False)["content"]
+        until = time.monotonic() + 60
+        while not any(path.suffix == ".state" for path in (tmp_path / "kept").iterdir()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        with running.http.stream("POST", "/completion", json=ask("import os\n" * 60, 2000, stream=True)) as stream:
+            next(stream.iter_lines())
+            running.process.send_signal(signal.SIGKILL)
+            running.process.wait(60)
+    except Exception as error:  # the stream breaks off, which is what is tested
+        assert running.process.wait(60) is not None, error
+    finally:
+        running.end(signal.SIGKILL)
+    state = max((tmp_path / "kept").glob("*.state"), key=lambda path: path.stat().st_mtime)
+    half = tmp_path / "kept" / f"{state.name}.0123456789abcdef.part"  # as a writer that was killed leaves it
+    half.write_bytes(state.read_bytes()[:5000])
+    again = Running(*options)
+    try:
+        second = again.ok("/completion", **ask(turn))
+        assert second["timings"]["cache_n"] >= 128 and second["content"] == want
+        assert not any("cut short" in line for line in again.lines)
+    finally:
+        assert again.end() == 0
+
+
+def test_a_folder_without_memory_is_refused(tmp_path):
+    from cli.process import pyspec
+
+    done = pyspec("serve", "--device", "CPU", "-t", 1, "--port", 0, "--prefix-cache", tmp_path, "--prefix-memory", 0)
+    assert done.returncode == 1 and "filled from memory" in done.stderr
