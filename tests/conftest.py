@@ -1,7 +1,11 @@
 """Models that many tests share."""
 
+import os
+
 import pytest
 from random_gguf.model import Shape, write_dflash, write_qwen35
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of tests start `pyspec`: without its byte code each would compile it, 0.4 s
 
 
 @pytest.fixture(scope="session")

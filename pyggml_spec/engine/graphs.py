@@ -50,6 +50,9 @@ class Carry(NamedTuple):
     rows: Tensor
 
 
+WITHOUT_LAYERS = 4096  # nodes planned for what stands before and behind the layers; a test counts them
+
+
 def most_nodes(target: Target, drafter: Drafter | None) -> int:
     """Nodes that no step of this pair exceeds: layers take 28 to 66, and three for each expert that a token uses; slots, scales, biases and
     the rotation of quantised rows take at most 40 more.
@@ -57,7 +60,7 @@ def most_nodes(target: Target, drafter: Drafter | None) -> int:
     experts = getattr(target, "experts", None)
     per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
     passes = 0 if drafter is None else drafter.n_layer * (drafter.block_size if drafter.chained else 1)
-    return 4096 + (target.n_layer + passes) * per_layer
+    return WITHOUT_LAYERS + (target.n_layer + passes) * per_layer
 
 
 class StepGraphs(GraphStore):

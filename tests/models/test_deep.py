@@ -10,15 +10,42 @@ from random_gguf.archs import write_qwen3
 from random_gguf.model import write_dflash
 
 import pyggml_spec as ps
+from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.scheduler import Scheduler
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.graphs import WITHOUT_LAYERS, most_nodes
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import EngineError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import SPARE, Graph, Role
 from pyggml_spec.ggml.library import lib
 
-DEEP = sorted({*TARGETS} - {"qwen3", "gemma4", "qwen35", "qwen3moe", "llama"})  # those take more nodes per layer, or more layers below
+
+@pytest.mark.parametrize("arch", sorted(TARGETS))
+def test_every_layer_has_room(tmp_path, arch):
+    """Twelve layers more take no more nodes of any graph than is planned for them: prompts, blocks and single tokens, alone and in two slots."""
+
+    def nodes(n_layer: int) -> tuple[dict[tuple, int], int]:
+        shape = replace(TINY, n_layer=n_layer, target_layers=(1, n_layer - 1))
+        more = {"routed": True} if arch == "gemma4" else {}
+        found, target, draft = {}, TARGETS[arch](tmp_path / "t.gguf", shape, **more), write_dflash(tmp_path / "d.gguf", shape)
+        with ps.load(target, draft, device="CPU", threads=1, n_ctx=64) as s:
+            for slots in (1, 2):
+                with Scheduler(Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=64, slots=slots, width=4)), 4) as scheduler:
+                    for mode in (SPECULATIVE, PLAIN):
+                        for _ in range(slots):
+                            scheduler.submit([1, 2, 3], LoopOptions(4, mode))
+                        scheduler.run()
+                    found |= {(slots, *key): step.graph.n_nodes for key, step in scheduler.engine.graphs._steps.items()}
+            return found, most_nodes(s.target, s.drafter)
+
+    (few, planned), (many, planned_for_many) = nodes(12), nodes(24)
+    growth = max(many[key] - few[key] for key in few)
+    assert 0 < growth <= planned_for_many - planned
+    assert max(few.values()) - growth <= WITHOUT_LAYERS - SPARE
 
 
-@pytest.mark.parametrize("arch, n_layer", [*((arch, 420) for arch in DEEP), ("qwen3", 1024), ("gemma4", 1024)])
+@pytest.mark.parametrize("arch, n_layer", [("gemma4", 420), ("qwen3", 1024)])
 def test_hundreds_of_layers(tmp_path, arch, n_layer):
     """Speculation over them, a prefill of several rows, and two sequences at once: the graph of 16,384 nodes had overflowed."""
     shape = replace(TINY, n_layer=n_layer, target_layers=(1, n_layer - 1))
@@ -27,12 +54,8 @@ def test_hundreds_of_layers(tmp_path, arch, n_layer):
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=64, draft_width=4) as session:
         text, stats = session.generate([1, 2, 3], 6, ignore_end=True)
         assert stats.emitted == 6 and session.generate([1, 2, 3], 6, ignore_end=True, mode="reference")[0] == text
-        if n_layer == 420:
-            with session.concurrent(2) as server:
-                assert [handle.result(300)[1].emitted for handle in [server.submit([1, 2, 3], 3, ignore_end=True) for _ in range(2)]] == [
-                    3,
-                    3,
-                ]
+        with session.concurrent(2) as server:
+            assert [handle.result(300)[1].emitted for handle in [server.submit([1, 2, 3], 3, ignore_end=True) for _ in range(2)]] == [3, 3]
 
 
 def test_as_many_layers_as_llama_cpp_takes_are_equal(tmp_path):

@@ -4,7 +4,6 @@ import importlib
 import os
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,22 +56,6 @@ def test_applies_on_what_it_needs_alone(patch, tree: Path):
 
     chosen = [other for other in SERIES if other.path.name[:4] in needs(patch)] + [patch]
     assert patches.apply(tree, chosen) == chosen
-
-
-def test_what_the_patches_touch_compiles(with_headers: Path):
-    """Front end only, half a minute of one core; `make test-patches` builds, without the server. CUDA sources need nvcc and are left out."""
-    folders = ("ggml/include", "ggml/src", "ggml/src/ggml-cpu", "include", "src", "common", "vendor", "tools/mtmd", "tools/server")
-    options = ["-fsyntax-only", "-w", "-D_GNU_SOURCE", "-DGGML_SCHED_MAX_COPIES=4", '-DGGML_VERSION="0"', '-DGGML_COMMIT="0"']
-
-    def errors(source: str) -> str:
-        compiler = ["cc", "-std=c11"] if source.endswith(".c") else ["c++", "-std=c++17"]
-        command = [*compiler, *options, *(f"-I{folder}" for folder in folders), source]
-        done = subprocess.run(command, cwd=with_headers, capture_output=True, text=True)
-        return done.stderr[:2000] if done.returncode else ""
-
-    sources = {name for patch in SERIES for name in patch.files if name.endswith((".c", ".cpp"))}
-    with ThreadPoolExecutor(2) as pool:
-        assert not "".join(pool.map(errors, sources))
 
 
 def test_the_series_is_the_folder():
