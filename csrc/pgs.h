@@ -84,6 +84,10 @@ int  pgs_step_launch(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t
                      char * err);
 void pgs_step_wait(pgs_io * io, pgs_step_times * times);
 
+// ---- compute_threads.c
+
+void pgs_give_back_threads(void);
+
 // ---- step_rows.c
 
 #define PGS_NOWHERE (-1073741824.0f)  // "near" of a ring row that holds no position: as if after every query

@@ -7,13 +7,15 @@
         async for event in handles[1]:                                              # ... or in any event loop
             print(event.text, end="")
 
-The steps do not wait for readers, and events are made while the device computes the next step. Events of a handle that nobody reads pile
-up, at most to its token limit. A reader that goes away calls ``cancel``, or holds the handle in a ``with`` block; a task that is cancelled
+The steps do not wait for readers. On a GPU events are made while it computes the next step. On a CPU a reader that wakes takes the core from
+a thread that computes, and then Python's lock from the one that steps: events wait there to be handed over together, HOLD_S at most, but
+for the first one, the last one, and those beside prompts. Events of a handle that nobody reads pile up, at most to its token limit. A reader that goes away calls ``cancel``, or holds the handle in a ``with`` block; a task that is cancelled
 while it waits for an event has cancelled its request.
 """
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,10 +28,13 @@ from .decode.stream import Stream
 from .decode.synthetic import SyntheticAcceptance
 from .errors import EngineError, PyspecError
 from .events import End, StepEvent
+from .ggml.device import give_back_threads
 from .ggml.library import versions
 from .sampling.sampler import Sampler, Sampling
 from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer
+
+HOLD_S = 0.02  # a step of the embedded pair takes 1.5 ms: 12 readers' turns, of some 100 us each, become one
 
 
 class _Mailbox:
@@ -40,9 +45,9 @@ class _Mailbox:
         self._filled = threading.Condition()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
 
-    def put(self, item: StepEvent | End) -> None:
+    def put(self, *items: StepEvent | End) -> None:
         with self._filled:
-            self._items.append(item)
+            self._items.extend(items)
             waiter, self._waiter = self._waiter, None
             self._filled.notify_all()
         if waiter is not None:
@@ -97,6 +102,8 @@ class Handle:
         self._server, self._text, self._sampler, self._stream = server, text, sampler, stream
         self._mail = _Mailbox()
         self._sink = sink
+        self._held: list[StepEvent | End] = []  # events that are still to be handed over
+        self._urgent = True  # somebody waits for one of them
         self._told = -1 if progress else 1 << 62  # tokens of the prompt that the last event about it told of
         self._unread: list[str] = []  # what result has taken so far
         self.stats: Stats = self._stream.stats
@@ -179,29 +186,47 @@ class Handle:
         try:
             if self._told < self._stream.filled and self._stream.slot >= 0:
                 self._told = self._stream.filled
-                self._give(StepEvent("", (), self.stats.snapshot(), prompt_read=self._told))
+                self._urgent = True
+                self._held.append(StepEvent("", (), self.stats.snapshot(), prompt_read=self._told))
             while self._stream.has_news:
                 self._put(next(self._stream))
             return True
         except StopIteration:
-            self._give(StepEvent(self._text.finish(), (), self.stats))
+            self._held.append(StepEvent(self._text.finish(), (), self.stats))
             self._close(None)
         except BaseException as error:  # whatever it is, the reader has to hear of it
             self._stream.cancel()
             self._close(error)
         return False
 
-    def _give(self, item: StepEvent | End) -> None:
-        (self._sink or self._mail.put)(item)
+    @property
+    def _pressing(self) -> bool:
+        return self._urgent and bool(self._held)
+
+    def _hand_over(self) -> None:
+        if not self._held:
+            return
+        held, self._held, self._urgent = self._held, [], False
+        if self._sink is None:
+            self._mail.put(*held)
+            return
+        try:
+            for item in held:
+                self._sink(item)
+        except BaseException as error:  # nothing is left to call: whoever asks the handle hears of it
+            self._stream.cancel()
+            self._sink = None
+            self._mail.put(End(error))
 
     def _put(self, block: list[int]) -> None:
         logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
-        self._give(StepEvent(self._text.take(block), tuple(block), self.stats.snapshot(), logprobs, tuple(self._stream.drafts)))
+        self._held.append(StepEvent(self._text.take(block), tuple(block), self.stats.snapshot(), logprobs, tuple(self._stream.drafts)))
 
     def _close(self, error: BaseException | None) -> None:
         if self._sampler is not None:
             self._sampler.close()
-        self._give(End(error))
+        self._held.append(End(error))
+        self._hand_over()
 
 
 class ConcurrentSession:
@@ -217,6 +242,8 @@ class ConcurrentSession:
         self._scheduler, self._tokenizer, self._prompt_ids, self._make_sampler = scheduler, tokenizer, prompt_ids, make_sampler
         self._handles: list[Handle] = []
         self._changed, self._closing = threading.Condition(), False
+        self._holds = not scheduler.engine.ahead.overlaps  # the thread of the steps computes, and events come after it
+        self._handed_over = self._stepped = 0.0  # when events were, and when the last step had ended
         self._failure: BaseException | None = None  # what ended everything
         self._thread = threading.Thread(target=self._run, name="pyggml_spec steps", daemon=True)
         self._thread.start()
@@ -320,13 +347,16 @@ class ConcurrentSession:
             self._changed.notify()
 
     def _run(self) -> None:
+        meanwhile = None if self._holds else self._deliver
         while True:
+            if not self._handles:
+                give_back_threads()  # another session may be going to compute
             with self._changed:
                 self._changed.wait_for(lambda: self._handles or self._closing)
                 if self._closing and not self._handles:
                     return
             try:
-                if not self._scheduler.step(meanwhile=self._deliver) or self._scheduler.idle:
+                if not self._scheduler.step(meanwhile) or self._holds or self._scheduler.idle:
                     self._deliver()
             except PyspecError as error:
                 # the scheduler has handed it to every stream that it concerns; if it concerns none, the next step would fail alike
@@ -337,11 +367,25 @@ class ConcurrentSession:
                 self._give_up(error)
 
     def _deliver(self) -> bool:
-        """Brings every reader its news; whether a request has ended."""
+        """Makes events of what there is, and brings them to their readers when it is time; whether a request has ended."""
         with self._changed:
-            before = len(self._handles)
-            self._handles = [handle for handle in self._handles if handle._collect()]
-            return len(self._handles) < before
+            before = self._handles
+            self._handles = [handle for handle in before if handle._collect()]
+            if self._due(before):
+                for handle in self._handles:
+                    handle._hand_over()
+            return len(self._handles) < len(before)
+
+    def _due(self, handles: list[Handle]) -> bool:
+        """Whether events would wait too long: until behind the next step, if that takes as long as this one did."""
+        if not self._holds or self._scheduler.unsettled:
+            return True
+        now = time.monotonic()
+        took, self._stepped = now - self._stepped, now
+        if now + took - self._handed_over < HOLD_S and not any(handle._pressing for handle in handles):
+            return False
+        self._handed_over = now
+        return True
 
     def _give_up(self, error: BaseException) -> None:
         """Ends everything: nobody may wait for ever."""

@@ -24,7 +24,7 @@ from .engine.options import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_w
 from .engine.parts import Closable, P
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .events import StepEvent
-from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, pick_device
+from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, pick_device
 from .ggml.library import versions
 from .gguf_io import GGUFFile
 from .memory.kv_types import KVTypes
@@ -686,3 +686,5 @@ def load(
     except BaseException:
         session.close()
         raise
+    finally:
+        give_back_threads()  # costs of steps were measured, and others may be going to run them

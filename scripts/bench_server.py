@@ -4,7 +4,7 @@
     python scripts/bench_server.py [-m TARGET -md DRAFTER] [--streams 8] [--tokens 400] [--device CPU] [--rounds 3]
 
 Processor time, of all threads, is what a busy machine does not change much; on an idle one the tokens per second say the same. Widths are
-pinned, greedy, and rounds of the two take turns.
+pinned, greedy, and rounds of all of them take turns. With one stream a session alone takes part, and speeds are given as shares of its speed.
 
     python scripts/bench_server.py --clients 1,4,8,16,32 --tools DIR [-m TARGET -md DRAFTER] [--device CUDA0] [--synthetic-acceptance 6] [--out FILE.json]
 
@@ -55,6 +55,20 @@ def through_api(asked: argparse.Namespace) -> Callable[[], tuple[int, float, flo
         before, began = processor_seconds(os.getpid()), time.perf_counter()
         handles = [server.submit(prompt, asked.tokens, ignore_end=True) for prompt in prompts(asked.streams)]
         tokens = sum(sum(len(event.tokens) for event in handle) for handle in handles)
+        return tokens, processor_seconds(os.getpid()) - before, time.perf_counter() - began
+
+    return round_
+
+
+def alone(asked: argparse.Namespace) -> Callable[[], tuple[int, float, float]]:
+    """One generation at a time, driven by who reads it."""
+    import pyggml_spec as ps
+
+    session = ps.load(asked.m, asked.md, device=asked.device, threads=asked.threads, draft_width=WIDTH, n_ctx=2048)
+
+    def round_() -> tuple[int, float, float]:
+        before, began = processor_seconds(os.getpid()), time.perf_counter()
+        tokens = sum(len(event.tokens) for prompt in prompts(1) for event in session.steps(prompt, asked.tokens, ignore_end=True))
         return tokens, processor_seconds(os.getpid()) - before, time.perf_counter() - began
 
     return round_
@@ -234,18 +248,22 @@ def main() -> None:
         against_llama_server(asked)
         return
     api, served = through_api(asked), Served(asked, asked.streams, "--draft-width", WIDTH)
-    rows: dict[str, list[tuple[float, float]]] = {"API": [], "HTTP, whole": [], "HTTP, streams": []}
+    ways: dict[str, Callable[[], tuple]] = {"session": alone(asked)} if asked.streams == 1 else {}
+    ways |= {"API": api, "HTTP, whole": lambda: served.round_(False), "HTTP, streams": lambda: served.round_(True)}
+    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     try:
         for i in range(asked.rounds + 1):  # the first one builds graphs
-            for name, run in (("API", api), ("HTTP, whole", lambda: served.round_(False)), ("HTTP, streams", lambda: served.round_(True))):
+            for name, run in ways.items():
                 tokens, cpu, seconds, *_ = run()
                 if i:
                     rows[name].append((1000 * cpu / tokens, tokens / seconds))
         base = statistics.median(cpu for cpu, _ in rows["API"])
+        first = [speed for _, speed in next(iter(rows.values()))]
         for name, values in rows.items():
             cpu, speed = (statistics.median(column) for column in zip(*values))
             print(
-                f"{name:14} {cpu:8.4f} ms of processor time per token ({100 * (cpu / base - 1):+.1f} %), {speed:8.1f} tokens/s, {asked.streams} streams"
+                f"{name:14} {cpu:8.4f} ms of processor time per token ({100 * (cpu / base - 1):+.1f} %), {speed:8.1f} tokens/s"
+                f" ({statistics.median(own / other for (_, own), other in zip(values, first)):.2f}), {asked.streams} streams"
             )
     finally:
         served.process.terminate()

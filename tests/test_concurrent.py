@@ -1,15 +1,22 @@
 """Requests from threads and event loops: everybody gets the text that a session alone would give, and nobody waits for ever."""
 
 import asyncio
+import itertools
+import sys
 import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import pyggml_spec as ps
+from pyggml_spec import concurrent
 from pyggml_spec.cli.report import footer
 from pyggml_spec.concurrent import ConcurrentSession
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.events import End, StepEvent
+from pyggml_spec.ggml.device import device_feature, pick_device
 from pyggml_spec.sampling.sampler import Sampling
 
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range(", "# sort\n", "return "]
@@ -230,7 +237,7 @@ def test_a_result_that_takes_too_long_loses_no_text(server):
     """What had come before the timeout was thrown away."""
     with server._changed:  # before the first event
         handle = server.submit(PROMPTS[0], 20)
-        put, handle._mail.put = handle._mail.put, lambda item: None
+        put, handle._mail.put = handle._mail.put, lambda *items: None
     put(StepEvent("the beginning, ", (), handle.stats))
     with pytest.raises(TimeoutError):
         handle.result(0.01)
@@ -326,3 +333,58 @@ def test_a_sink_gets_what_a_reader_would(server):
     server.submit(PROMPTS[1], 20, sink=sink)
     assert over.wait(WAIT) and got[-1] == End(None)
     assert "".join(event.text for event in got[:-1]) == server.submit(PROMPTS[1], 20).result(WAIT)[0]
+
+
+def threads_of_this_process() -> set[str]:
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted where Linux lists them")
+def test_no_thread_computes_but_those_of_who_steps(pair, tmp_path, monkeypatch):
+    """Threads of OpenMP that had measured costs, in the thread that loaded, made every barrier of the stepping thread's sleep: on two cores
+    concurrent(slots=1) had a quarter of the session's speed."""
+    assert device_feature(pick_device("CPU"), "OPENMP") == "1", "ggml makes its own threads here, for each graph"
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))  # so that loading measures
+    before = threads_of_this_process()
+    with ps.load(*pair, device="CPU", threads=3, n_ctx=251) as session:
+        assert threads_of_this_process() <= before and not session.costs_cached
+        steps = session.steps(PROMPTS[0], 20, ignore_end=True)
+        next(steps)
+        assert len(threads_of_this_process() - before) == 2  # beside this one
+        steps.close()
+        assert threads_of_this_process() <= before
+        with session.concurrent(slots=1) as server:
+            handle = server.submit(PROMPTS[0], ignore_end=True)
+            next(handle)
+            assert len(threads_of_this_process() - before) == 3  # the one that steps, and two beside it
+            handle.cancel()
+            handle.result(WAIT)
+            due = time.monotonic() + WAIT
+            while len(threads_of_this_process() - before) > 1 and time.monotonic() < due:
+                time.sleep(0.001)
+            assert len(threads_of_this_process() - before) == 1  # it waits for requests, and keeps nobody
+
+
+@pytest.mark.parametrize("step, wakes", [(0.001, (3, 4)), (0.05, (40, 41))])
+def test_readers_of_fast_steps_are_woken_for_several_events_at_once(session, want, monkeypatch, step, wakes):
+    """A reader that woke for each step took a core from the threads that compute; the first event and the last one do not wait."""
+    clock, calls = itertools.count(1000), []
+    with session.concurrent(slots=1) as server:
+        monkeypatch.setattr(concurrent, "time", SimpleNamespace(monotonic=lambda: step * next(clock)))
+        with server._changed:  # nothing is handed over before the calls are counted
+            handle = server.submit(PROMPTS[0], 40, mode="plain", ignore_end=True)
+            put = handle._mail.put
+            handle._mail.put = lambda *items: (calls.append(len(items)), put(*items))
+        events = list(handle)
+    assert len(events) == 41 and all(len(event.tokens) == 1 for event in events[:-1])  # one per step, and the end
+    assert calls[0] == 1 and len(calls) in wakes and sum(calls) == 42
+
+
+def test_a_sink_that_fails_ends_its_request_alone(server, want):
+    def fails(item):
+        raise RuntimeError("no")
+
+    handle = server.submit(PROMPTS[0], 20, sink=fails)
+    with pytest.raises(RuntimeError, match="no"):
+        handle.result(WAIT)
+    assert server.submit(PROMPTS[1], 20).result(WAIT)[0] == want[PROMPTS[1]]

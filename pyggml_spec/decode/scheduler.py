@@ -215,6 +215,11 @@ class Scheduler:
         return self.engine.drafter is not None or self.lookup is not None
 
     @property
+    def unsettled(self) -> bool:
+        """Whether the next step may be another one than the last: somebody came, goes, or reads its prompt."""
+        return self._changed or bool(self._reading)
+
+    @property
     def idle(self) -> bool:
         return not self._waiting and not self._active
 

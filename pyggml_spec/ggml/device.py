@@ -227,3 +227,12 @@ def waited_for_core() -> float | None:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
+
+
+def give_back_threads() -> None:
+    """Ends the threads that this thread computes with on the CPU; its next step makes new ones, which takes some 30 us each.
+
+    To be called by a thread whose work is over, or waits for others: while a process has more of them than cores, each step of any thread sleeps in
+    the kernel 73 times (csrc/compute_threads.c).
+    """
+    lib.pgs_give_back_threads()
