@@ -3,16 +3,19 @@
 
     python scripts/fuzz_server.py [--disconnects 1000] [--malformed 10000] [--crowd 200] [--seed 1]
 
-Says how many of each there were, how they were answered, whether another stream's text stayed what it was, whether every slot is free
+Some clients read slowly meanwhile, and in the end the server is told to end while it streams. Says how many of each there were, how they were answered, whether another stream's text stayed what it was, whether every slot is free
 afterwards, and the server's memory before and after. Exit code 1 if anything was wrong.
 """
 
 import argparse
 import asyncio
 import collections
+import json
 import random
+import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -22,7 +25,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from serve.running import Running  # noqa: E402
 from serve.test_malformed import PATHS, body, check  # noqa: E402
-from serve.test_queue import ask, leave  # noqa: E402
+from serve.test_queue import ask, leave, started  # noqa: E402
 
 
 def resident_mib(pid: int) -> float:
@@ -72,12 +75,52 @@ def crowd(server: Running, count: int) -> collections.Counter:
     return collections.Counter(answer.status_code for answer in asyncio.run(main()))
 
 
+def read_slowly(server: Running, seconds: float) -> int:
+    """A stream of which 200 bytes are taken every 50 ms, through a small window, for so long; then the rest. Bytes that came."""
+    host, port = server.url.removeprefix("http://").split(":")
+    data, got, until = json.dumps(ask(1500, stream=True)).encode(), 0, time.monotonic() + seconds
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(300)
+        sock.connect((host, int(port)))
+        sock.sendall(b"POST /completion HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
+        while part := sock.recv(200 if time.monotonic() < until else 65536):
+            got += len(part)
+            if time.monotonic() < until:
+                time.sleep(0.05)
+    return got
+
+
+def end_under_load(server: Running, clients: int, drain: float) -> tuple[int, float, collections.Counter]:
+    """SIGTERM while all slots stream: the exit status, the seconds that it took, and how the streams ended."""
+    ends: collections.Counter = collections.Counter()
+
+    def stream() -> None:
+        try:
+            with httpx.Client(base_url=server.url, timeout=120) as client:
+                text = client.post("/completion", json=ask(100_000, stream=True)).text
+            ends["whole" if '"stop":true' in text else "an error event" if "was cut off" in text else "cut short"] += 1
+        except httpx.HTTPError as error:
+            ends[type(error).__name__] += 1
+
+    threads = [threading.Thread(target=stream) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    started(server, 4)
+    began = time.monotonic()
+    status = server.end(seconds=drain + 60)
+    took = time.monotonic() - began
+    for thread in threads:
+        thread.join()
+    return status, took, ends
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("disconnects", 1000), ("malformed", 10_000), ("crowd", 200), ("seed", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    rng, server = random.Random(asked.seed), Running("--slots", 4, "--queue", 32)
+    rng, server = random.Random(asked.seed), Running("--slots", 4, "--queue", 32, "--drain", 2, "--prefix-memory", 32)
     want = server.ok("/completion", **ask(200))["content"]
     malformed(server, rng, 200)
     crowd(server, 40)
@@ -91,10 +134,25 @@ def main() -> None:
         flush=True,
     )
     print(f"{asked.crowd} clients at once on a queue of 32: {dict(crowd(server, asked.crowd))}", flush=True)
+    slow = [threading.Thread(target=read_slowly, args=(server, 10)) for _ in range(3)]
+    for thread in slow:
+        thread.start()
+    beside = [server.ok("/completion", **ask(200))["content"] == want for _ in range(5)]
+    for thread in slow:
+        thread.join()
+    print(f"3 slow readers: {sum(beside)} of 5 texts beside them are alike", flush=True)
     free = server.slots_are_free()
     print(f"memory after: {resident_mib(server.process.pid):.1f} MiB; every slot is {'free' if free else 'NOT free'}", flush=True)
-    status = server.end()
-    wrong = not free or alike != len(texts) or status or any("Traceback" in line for line in server.lines)
+    status, took, ends = end_under_load(server, 8, 2)
+    print(f"SIGTERM under load, --drain 2: status {status} after {took:.1f} s; streams: {dict(ends)}")
+    wrong = (
+        not free
+        or not all(beside)
+        or ends["cut short"]
+        or alike != len(texts)
+        or status
+        or any("Traceback" in line for line in server.lines)
+    )
     print("\n".join(server.lines[2:][-20:]))
     sys.exit(1 if wrong else 0)
 

@@ -50,13 +50,14 @@ class Vocabulary:
         self.n_vocab, self.n_bytes = tokenizer.n_vocab, 4 * -(-tokenizer.n_vocab // 32)
         self._tokenizer = weakref.ref(tokenizer)
         self._raised: BaseException | None = None
-        pieces = tokenizer.pieces()
+        self.pieces = pieces = tokenizer.pieces()
         self.ends = [i for i in range(self.n_vocab) if tokenizer.is_end(i)]
         if not self.ends:
             raise SamplingError(f"{tokenizer.path.name} has no end token, which every grammar ends with")
         # forced text is given in the tokens that the tokenizer makes of it, where they are exactly that text (some put a space before)
         self.canonical = b"".join(pieces[i] for i in tokenizer.encode(_PROBE, bos=False)) == _PROBE
         special = sorted({*self.ends, *tokenizer.control_tokens().values()})
+        self._special = frozenset(special)
         self._ll = LLTokenizer(TokenizerWrapper(_Tokens(pieces, self.ends[0], special, self)), eos_token=self.ends)
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._compiling = threading.Lock()
@@ -119,6 +120,14 @@ class Vocabulary:
         json_schema.check_embedded(text)
         return free + text
 
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Tokens that have these bytes; none of them is a control token."""
+        return list(self._ll.tokenize_bytes(text))
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is an end token or a control token, which matches no text."""
+        return token in self._special
+
     def _token_id(self, text: str) -> int | None:
         ids = self._encoded(text, special=True)
         return ids[0] if len(ids) == 1 else None
@@ -164,6 +173,13 @@ class Grammar:
         self._matcher = self._vocabulary.compile(kind, text)
         self.ended = False
 
+    def copy(self) -> "Grammar":
+        """Another one at the same place."""
+        copy = Grammar.__new__(Grammar)
+        copy.__dict__.update(self.__dict__)
+        copy._matcher = self._matcher.deep_copy()
+        return copy
+
     @property
     def complete(self) -> bool:
         """Whether what was accepted is a whole text, so that an end token may come."""
@@ -200,7 +216,7 @@ class Grammar:
     def some(self, most: int) -> tuple[list[int], list[np.ndarray]]:
         """``most`` tokens that may come, one after the other, always the same ones and no end token; and what ``ahead`` gives for them."""
         ends = self._vocabulary.ends
-        return self._walk(lambda bits: next((token for token in _first_set(bits) if token not in ends), None), most)
+        return self._walk(lambda bits: next((token for token in first_set(bits) if token not in ends), None), most)
 
     def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
         """Moves along the tokens that ``follow`` names while they may come, and back again."""
@@ -261,7 +277,7 @@ def only(bits: np.ndarray) -> int | None:
     return None if word & (word - 1) else 32 * int(filled[0]) + word.bit_length() - 1
 
 
-def _first_set(bits: np.ndarray, most: int = 64) -> list[int]:
+def first_set(bits: np.ndarray, most: int = 64) -> list[int]:
     """The first tokens that ``bits`` stand for, at least ``most`` if there are so many."""
     filled = bits.nonzero()[0][:most]
     return [8 * int(byte) + bit for byte in filled for bit in range(8) if bits[byte] >> bit & 1]

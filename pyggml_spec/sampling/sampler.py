@@ -22,6 +22,7 @@ from ..engine.graphs import MOST_CANDIDATES
 from ..errors import EngineError, SamplingError
 from ..text.tokenizer import Tokenizer
 from .grammar import KINDS, Grammar
+from .lazy import MOST_TRIGGERS, MOST_WORD, LazyGrammar
 
 Allowed = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(what ``Grammar.bits`` gives) -> I32 ids and F32 logits of the likeliest tokens that it allows, as many as ``Sampling.candidates``; -inf for
@@ -68,6 +69,8 @@ class Sampling:
         grammar: GBNF text that the output has to match.
         json_schema, regex, lark: the same, given as the text of a JSON schema, a regular expression for the whole output, or a grammar in
             llguidance's variant of Lark. One of the four at most.
+        triggers: words, or tokens by their ids, at the first of which the constraint begins, and with which it begins; before it the text is free.
+            None: the constraint holds from the beginning.
         logprobs: report the log probability of every token and of this many most likely ones, under the model itself, before any sampler.
 
     Raises:
@@ -91,6 +94,7 @@ class Sampling:
     json_schema: str | None = None
     regex: str | None = None
     lark: str | None = None
+    triggers: tuple[str | int, ...] = ()
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +108,7 @@ class Sampling:
         for name, words in KINDS.items():
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise SamplingError(f"the {words} is of the type {type(getattr(self, name)).__name__}; give its text")
+        self._check_triggers()
         if not isinstance(self.logit_bias, Mapping):
             raise SamplingError(f"the logit bias is {self.logit_bias!r}; give a number by token id, like {{42: -1.5}}")
         wrong = next((name for name in self.samplers if name not in SAMPLERS or self.samplers.count(name) > 1), None)
@@ -122,6 +127,17 @@ class Sampling:
         """Whether a penalty changes any logit."""
         neutral = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
         return "penalties" in self.samplers and self.repeat_last_n > 0 and not neutral
+
+    def _check_triggers(self) -> None:
+        right = len(self.triggers) <= MOST_TRIGGERS and all(
+            (isinstance(t, str) and 0 < len(t) <= MOST_WORD) or (type(t) is int and t >= 0) for t in self.triggers
+        )
+        if not right:
+            raise SamplingError(
+                f"the triggers are {self.triggers!r}; give at most {MOST_TRIGGERS} words of 1 to {MOST_WORD} characters, or token ids"
+            )
+        if self.triggers and not self.constrained:
+            raise SamplingError("there are triggers, and no constraint that could begin at them; give one")
 
     @property
     def constraint(self) -> tuple[str, str] | None:
@@ -184,7 +200,8 @@ class Sampling:
             parts.append(f"penalties {values} (repeat/presence/frequency) over {self.repeat_last_n} tokens")
         if self.logit_bias:
             parts.append(f"{len(self.logit_bias)} biased tokens")
-        parts += [KINDS[self.constraint[0]]] if self.constraint is not None else []
+        if self.constraint is not None:
+            parts.append(KINDS[self.constraint[0]] + (" from a trigger on" if self.triggers else ""))
         return ", ".join(parts)
 
 
@@ -221,11 +238,14 @@ class Sampler:
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
         self._tokens = np.zeros(n_vocab, TOKEN_DATA)
         self._array = llama_cpp.llama_token_data_array()
-        self.grammar = None
+        self.grammar: Grammar | LazyGrammar | None = None
         if sampling.constraint is not None:
             if tokenizer is None:
                 raise SamplingError("a constraint needs the vocabulary that it is for")
-            self.grammar = Grammar(*sampling.constraint, tokenizer)
+            if (outside := max((t for t in sampling.triggers if isinstance(t, int)), default=0)) >= n_vocab:
+                raise SamplingError(f"a trigger is token {outside}, but the vocabulary has {n_vocab} tokens")
+            lazy = sampling.triggers
+            self.grammar = LazyGrammar(*sampling.constraint, lazy, tokenizer) if lazy else Grammar(*sampling.constraint, tokenizer)
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         for part in self._parts():
             llama_cpp.llama_sampler_chain_add(self._chain, part)
@@ -284,7 +304,7 @@ class Sampler:
             raise self._nothing_left()
         return token
 
-    def _draw_allowed(self, grammar: Grammar, ids: np.ndarray | None, logits: np.ndarray, allowed: Allowed | None) -> int:
+    def _draw_allowed(self, grammar: Grammar | LazyGrammar, ids: np.ndarray | None, logits: np.ndarray, allowed: Allowed | None) -> int:
         if ids is None:
             return self._draw(None, logits, grammar.mask())
         if allowed is None:

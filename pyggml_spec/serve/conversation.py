@@ -9,7 +9,7 @@ from . import fields
 from .answer import Answer
 from .errors import ApiError
 from .jobs import Ask, Job
-from .parse import CALL, END_THINK, Parser
+from .parse import CALL, END_CALL, END_THINK, Parser
 from .served import Prompt, Served
 
 _ABOUT_TOOLS = (
@@ -45,11 +45,12 @@ class Chat:
 
 
 def sequence_asks(served: Served, body: Mapping[str, Any], ids: list[int], n_probs: int | None, constraint: tuple[str, str] | None,
-                  key: str, progress: bool, every_step: bool) -> list[Ask]:  # fmt: skip
-    """What every dialect asks of each sequence; ``n`` of them. Raises ApiError, SamplingError."""
-    served.check_constraint(constraint)
+                  key: str, progress: bool, every_step: bool, triggers: tuple[str | int, ...] | None = None) -> list[Ask]:  # fmt: skip
+    """What every dialect asks of each sequence; ``n`` of them; ``triggers``: None for those of the request. Raises ApiError, SamplingError."""
+    triggers = fields.triggers(body, served.tokenizer, constraint) if triggers is None else triggers
+    served.check_constraint(constraint, triggers)
     n = fields.whole(body, "n", 1, 1, fields.MOST_N)
-    sampling = fields.sampling(body, served.limits, served.tokenizer, n_probs, constraint)
+    sampling = fields.sampling(body, served.limits, served.tokenizer, n_probs, constraint, triggers)
     ignore_end = fields.flag(body, "ignore_eos")
     if ignore_end and constraint is not None:
         raise ApiError(400, "a constraint ends with an end token, and ignore_eos ignores it; give one of the two", param="ignore_eos")
@@ -80,10 +81,14 @@ def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
     forced = [t for t in called if choice in ("required", t["function"]["name"])] if choice != "auto" else []
     if forced:
         constraint = "json_schema", call_schema(forced)
-    prompt = read_prompt(served, body, called, closed=constraint is not None)
+    prompt = read_prompt(served, body, called, closed=constraint is not None and not fields.flag(body, "grammar_lazy"))
+    triggers: tuple[str, ...] | None = None
+    if called and not forced and _calls_in_json(served.template.source) and not _may_think(served, body):
+        several = fields.flag(body, "parallel_tool_calls", True)
+        constraint, triggers = ("lark", calls_grammar(called, several)), (CALL,)
     progress = fields.flag(body, "return_progress") and fields.flag(body, "stream")
-    asks = sequence_asks(served, body, prompt.ids, n_probs, constraint, key, progress, fields.flag(body, "speculation"))
-    reasoning = _reasoning(served, body) and constraint is None
+    asks = sequence_asks(served, body, prompt.ids, n_probs, constraint, key, progress, fields.flag(body, "speculation"), triggers)
+    reasoning = _reasoning(served, body) and (constraint is None or bool(asks[0].sampling and asks[0].sampling.triggers))
     return Chat(asks, prompt, n_probs, forced or called, bool(forced), reasoning)
 
 
@@ -248,6 +253,22 @@ def _choice(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> str:
     if not tools:
         raise ApiError(400, "tool_choice is required, and there are no tools", param="tool_choice")
     return choice
+
+
+def _calls_in_json(source: str) -> bool:
+    """Whether a template's calls are JSON objects between markers, as Qwen 3 and Hermes write them."""
+    return CALL in source and "arguments" in source and "<function=" not in source and "<arg_key>" not in source
+
+
+def _may_think(served: Served, body: Mapping[str, Any]) -> bool:
+    """Whether the answer may hold reasoning, in which the marker of a call means nothing."""
+    return END_THINK in served.template.source and _template_arguments(served, body)[0] is not False
+
+
+def calls_grammar(tools: Sequence[dict[str, Any]], several: bool) -> str:
+    """Lark text of one call between its markers, or of ``several``. Raises ApiError, as ``call_schema``."""
+    more = "(SPACE call)*" if several else ""
+    return f'start: call {more}\ncall: "{CALL}" SPACE json SPACE "{END_CALL}"\nSPACE: /[ \\n]{{0,4}}/\njson: %json {call_schema(tools)}\n'
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:

@@ -110,13 +110,14 @@ def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
 
 
 def sampling(
-    body: Mapping[str, Any], limits: Limits, tokenizer: Tokenizer, n_probs: int | None, constraint: tuple[str, str] | None
-) -> Sampling:
+    body: Mapping[str, Any], limits: Limits, tokenizer: Tokenizer, n_probs: int | None, constraint: tuple[str, str] | None,
+    triggers: tuple[str | int, ...] = (),
+) -> Sampling:  # fmt: skip
     """How this request's tokens are chosen.
 
     Args:
         n_probs: how many log probabilities are told of each token; None: none.
-        constraint: a kind and its text.
+        constraint: a kind and its text; ``triggers``: at which it begins.
 
     Raises:
         ApiError: a value out of range, or a sampler that is not there.
@@ -141,7 +142,7 @@ def sampling(
     if n_probs is not None:
         values["logprobs"] = n_probs
     if constraint is not None:
-        values |= dict.fromkeys(("grammar", "json_schema", "regex", "lark")) | {constraint[0]: constraint[1]}
+        values |= dict.fromkeys(("grammar", "json_schema", "regex", "lark")) | {constraint[0]: constraint[1], "triggers": triggers}
     try:
         return replace(limits.sampling, **values)
     except SamplingError as error:
@@ -215,6 +216,36 @@ def constraint(body: Mapping[str, Any]) -> tuple[str, str] | None:
     if len(given) > 1:
         raise ApiError(400, f"there are {' and '.join(name for name, *_ in given)}; give one of them", param=given[1][0])
     return given[0][1:] if given else None
+
+
+def triggers(body: Mapping[str, Any], tokenizer: Tokenizer, constraint: tuple[str, str] | None) -> tuple[str | int, ...]:
+    """Of ``grammar_lazy``: the words or tokens in ``grammar_triggers`` at which the constraint begins; none without it.
+
+    Raises:
+        ApiError: there are none, or patterns: what a regular expression costs over a growing text has no limit.
+    """
+    if not flag(body, "grammar_lazy"):
+        return ()
+    given = body.get("grammar_triggers", [])
+    if not isinstance(given, list) or not given or not all(isinstance(t, (dict, str)) for t in given):
+        raise wrong("grammar_triggers", given, 'a list of words, or of {"type": "word" or "token", "value": ...}')
+    if constraint is None:
+        raise ApiError(400, "grammar_lazy needs a grammar that begins at the trigger; give one", param="grammar_lazy")
+    out: list[str | int] = []
+    for trigger in given:
+        kind, value = ("word", trigger) if isinstance(trigger, str) else (trigger.get("type"), trigger.get("value"))
+        if kind in ("pattern", "pattern_full", 2, 3):
+            raise ApiError(501, "patterns as triggers are not supported here; give words", param="grammar_triggers")
+        if kind in ("token", 0):
+            token = trigger.get("token", value)
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < tokenizer.n_vocab:
+                raise wrong("grammar_triggers.token", token, "the id of a token")
+            out.append(token)
+        elif kind in ("word", 1) and isinstance(value, str):
+            out.append(value)
+        else:
+            raise wrong("grammar_triggers", trigger, 'a word, or {"type": "word" or "token", "value": ...}')
+    return tuple(out)
 
 
 def _schema(value: Any, name: str) -> str:

@@ -110,7 +110,8 @@ def settings(context: Context, ask: Ask, seed: int | None = None) -> dict[str, A
         "dynatemp_range": 0.0, "xtc_probability": 0.0, "top_n_sigma": -1.0, "dry_multiplier": 0.0, "mirostat": 0, "adaptive_target": -1.0,
         "adaptive_decay": 0.0, "stop": list(ask.stop), "max_tokens": n, "n_predict": n, "ignore_eos": ask.ignore_end,
         "logit_bias": bias + (context.served.end_bias() if ask.ignore_end else []), "n_probs": s.logprobs or 0,
-        "grammar": s.grammar or "", "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": ask.reuse,
+        "grammar": s.grammar or "", "grammar_lazy": bool(s.triggers),
+        "grammar_triggers": [{"type": 0, "token": t, "value": ""} if isinstance(t, int) else {"type": 1, "value": t} for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": ask.reuse,
         "speculative.types": ",".join(context.served.session.methods) or "none" if ask.mode is None else "none",
     }  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..chat import chat_template
 from ..concurrent import ConcurrentSession
 from ..sampling.grammar import Grammar
+from ..sampling.lazy import LazyGrammar
 from ..session import Session
 from ..text.template import KEY, ChatTemplate
 from ..text.tokenizer import Tokenizer
@@ -158,9 +159,11 @@ class Served:
             + prefix
         )
 
-    def check_constraint(self, constraint: tuple[str, str] | None) -> None:
+    def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[str | int, ...] = ()) -> None:
         """Compiles it, which is kept for its request: what is wrong with it is said before the request waits. Raises SamplingError."""
-        if constraint is not None:
+        if constraint is not None and triggers:
+            LazyGrammar(*constraint, triggers, self.tokenizer)
+        elif constraint is not None:
             Grammar(*constraint, self.tokenizer)
 
     def end_bias(self) -> list[dict[str, Any]]:

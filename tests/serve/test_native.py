@@ -179,3 +179,24 @@ def test_identifiers_of_the_caller_come_back(server):
     headers = server.http.get("/health", headers={"x-request-id": "mine", "x-session-id": "s1"}).headers
     assert headers["x-request-id"] == "mine" and headers["x-session-id"] == "s1"
     assert server.http.get("/health").headers["x-request-id"].startswith("req_")
+
+
+def test_a_grammar_that_begins_at_a_word(server):
+    """llama.cpp's `grammar_lazy`: free before the word, matched behind it; what means nothing is refused with the field's name."""
+    body = {
+        "prompt": "def square(x):\n    ", "n_predict": 60, "temperature": 0, "grammar": 'root ::= "return" " " [0-9]{3,8} "\\n"', "grammar_lazy": True,
+    }  # fmt: skip
+    for triggers in (["return"], [{"type": "word", "value": "return"}], [{"type": 1, "value": "return"}]):
+        done = server.ok("/completion", **body, grammar_triggers=triggers)
+        _, word, behind = done["content"].partition("return")
+        assert word and behind.strip().isdigit() and done["generation_settings"]["grammar_lazy"]
+    for wrong, status, param in (
+        ({"grammar_triggers": []}, 400, "grammar_triggers"),
+        ({"grammar_triggers": [{"type": "pattern", "value": "(a+)+"}]}, 501, "grammar_triggers"),
+        ({"grammar_triggers": [{"type": "token", "token": 10**9}]}, 400, "grammar_triggers.token"),
+        ({"grammar_triggers": ["x"], "grammar": ""}, 400, "grammar_lazy"),
+        ({"grammar_triggers": ["other"]}, 400, None),
+    ):
+        response = server.post("/completion", **{**body, **wrong})
+        assert response.status_code == status, response.text
+        assert param is None or response.json()["error"]["param"] == param
