@@ -61,6 +61,8 @@ struct ggml_tensor * ggml_view_3d(struct ggml_context *, struct ggml_tensor *, i
 struct ggml_tensor * ggml_reshape_1d(struct ggml_context *, struct ggml_tensor *, int64_t ne0);
 struct ggml_tensor * ggml_reshape_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_reshape_3d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2);
+struct ggml_tensor * ggml_reshape_4d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3);
+struct ggml_tensor * ggml_fill(struct ggml_context *, struct ggml_tensor *, float);
 struct ggml_tensor * ggml_repeat_4d(struct ggml_context *, struct ggml_tensor *, int64_t, int64_t, int64_t, int64_t);
 bool ggml_is_contiguous(const struct ggml_tensor *);
 struct ggml_tensor * ggml_cont(struct ggml_context *, struct ggml_tensor *);

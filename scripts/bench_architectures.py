@@ -47,7 +47,7 @@ def measure(name: str, args, out: Path) -> str:
     script = Path(__file__).with_name("bench_vs_llamacpp.py")
     command = [sys.executable, str(script), "--tools", str(args.tools), "-m", str(pair[0]), "-md", str(pair[1]), "--device", args.device]
     command += ["--synthetic-acceptance", str(args.synthetic_acceptance), "-r", str(args.rounds), "-n", str(args.tokens), "--out", str(out)]
-    command += ["-p", args.prompts] + (["-t", str(args.threads)] if args.threads else [])
+    command += ["-p", args.prompts, "--n-cpu-moe", str(args.n_cpu_moe)] + (["-t", str(args.threads)] if args.threads else [])
     try:
         return run_within(command, args.budget - (time.monotonic() - started), args.models_dir / f"{name}.log")
     finally:
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("-n", "--tokens", type=int, default=512)
     parser.add_argument("-p", "--prompts", default="512,4096")
     parser.add_argument("-t", "--threads", type=int)
+    parser.add_argument("--n-cpu-moe", type=int, default=0, help="layers whose experts are in host memory, in every leg")
     parser.add_argument("--layers", type=int, help="layers of each target (default: as published)")
     parser.add_argument("--models-dir", type=Path, default=Path("models"))
     parser.add_argument("--keep", action="store_true", help="leave the model files there")

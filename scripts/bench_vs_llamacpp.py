@@ -27,6 +27,7 @@ from pyggml_spec.decode.request import PLAIN, LoopOptions
 from pyggml_spec.decode.scheduler import generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.ggml.library import versions
+from pyggml_spec.models.placement import ExpertOptions
 from pyggml_spec.tools.bench import BenchOptions, bench
 
 PROMPT = [100 + 7 * i % 200 for i in range(64)]
@@ -38,6 +39,8 @@ def llama_bench(args, prompts: list[int], tokens: int) -> dict[str, float]:
     command += ["-p", ",".join(map(str, prompts)), "-n", str(tokens)]
     if args.threads:
         command += ["-t", str(args.threads)]
+    if args.n_cpu_moe:
+        command += ["-ncmoe", str(args.n_cpu_moe)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(args.tools))
     if done.returncode:
         sys.exit(f"llama-bench failed: {done.stderr[-2000:]}")
@@ -66,6 +69,8 @@ def server_options(args, drafts: int) -> list[object]:
         options += ["--spec-type", "draft-mtp"]
     if args.threads:
         options += ["-t", args.threads]
+    if args.n_cpu_moe:
+        options += ["--n-cpu-moe", args.n_cpu_moe]
     if args.rates:
         options += ["--spec-synth-rates", ",".join(map(str, (args.rates + [0.0] * drafts)[:drafts]))]
     elif args.synthetic_acceptance:
@@ -114,6 +119,7 @@ def main() -> None:
     parser.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")], default=[])
     parser.add_argument("--n-max", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 4])
     parser.add_argument("--draft-width", type=int)
+    parser.add_argument("--n-cpu-moe", type=int, default=0, help="layers whose experts are in host memory, in every leg")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.ngl = 0 if args.device == "CPU" else 99
@@ -126,7 +132,9 @@ def main() -> None:
         figures[who].setdefault(test, []).append(value)
 
     used = [device_memory_used(args.device)]
-    session = ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=args.draft_width)
+    more = {"experts": ExpertOptions(args.n_cpu_moe)} if args.n_cpu_moe else {}
+    sizes = {"n_ctx": args.ctx, "draft_width": args.draft_width}
+    session = ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, **sizes, **more)
     used.append(device_memory_used(args.device))
     notes, rows = [], []
     with session, contextlib.ExitStack() as stack:

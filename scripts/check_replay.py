@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from random_gguf import archs
-from random_gguf.model import Shape, write_dflash, write_qwen35
+from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.engine.options import candidate_widths
@@ -27,17 +27,7 @@ from pyggml_spec.engine.slot import Prompt, Verify
 SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
 WAYS = {"replayed, overlapping": {}, "replayed": {"GGML_CUDA_PDL": "0"}, "overlapping": {"GGML_CUDA_DISABLE_GRAPHS": "1"}}
 STEPS, PROMPT = 12, 40
-TARGETS = {
-    "qwen35": write_qwen35,
-    "qwen35moe": archs.write_qwen35moe,
-    "minimax-m2": archs.write_minimax_m2,
-    "muse-glimmer": archs.write_muse_glimmer,
-    "qwen3next": archs.write_qwen3next,
-    "qwen3": archs.write_qwen3,
-    "qwen3moe": archs.write_qwen3moe,
-    "llama": archs.write_llama,
-    "laguna": archs.write_laguna,
-    "gpt-oss": archs.write_gpt_oss,
+TARGETS = archs.WRITERS | {
     "gemma4, shared K/V": archs.write_gemma4,
     "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False),
     "gemma4, routed": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=0, routed=True),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from random_gguf.archs import (
+    write_deepseek2,
     write_gemma4,
     write_gpt_oss,
     write_laguna,
@@ -99,6 +100,9 @@ MODELS = {
     "gpt-oss-120b": Model(write_gpt_oss, Shape(n_layer=36, n_expert=128, **drafter(5, 32, 8, 8640, 2, 10, 18, 26, 34), **GPT_OSS), {"yarn": 32.0}),
     "minimax-m2": Model(write_minimax_m2, Shape(n_layer=62, n_embd=3072, n_head=48, n_head_kv=8, head_size=128, n_rot=64, n_vocab=200064, n_ctx=196608,
                                                 rope_base=5e6, n_expert=256, n_used=8, n_ff_expert=1536, **drafter(5, 32, 8, 9216, 2, 17, 31, 45, 60))),
+    "kimi-k2": Model(write_deepseek2, Shape(n_layer=61, n_embd=7168, n_ff=18432, n_head=64, head_size=192, n_rot=64, n_lora_q=1536, n_latent=512,
+                                            head_size_v=128, n_vocab=163840, n_ctx=262144, rope_base=5e4, n_expert=384, n_used=8, n_ff_expert=2048,
+                                            **drafter(6, 64, 8, 18432, 2, 14, 25, 36, 47, 58)), {"yarn": 64.0, "shared": 1}),
     "llama-8B": Model(write_llama, Shape(n_layer=32, n_embd=4096, n_ff=14336, n_head=32, n_head_kv=8, head_size=128, n_vocab=128256,
                                          n_ctx=131072, rope_base=5e5, **drafter(5, 32, 8, 14336, 2, 9, 16, 23, 30))),
 }  # fmt: skip

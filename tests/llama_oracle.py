@@ -2,7 +2,8 @@
 
 DFlash: the steps are those of common/speculative.cpp: verify a block on the target, hand the captured layer inputs of all its rows to the draft
 context as embeddings, drop what was rejected from both memories, then decode [last, MASK ...] on the draft context and read each row's argmax.
-The two layer-input functions are exported with C++ names only.
+The two layer-input functions are exported with C++ names only. Of architectures whose inputs llama.cpp does not hand out, the outputs of layers are
+taken from what its scheduler shows of every node.
 """
 
 import ctypes
@@ -12,9 +13,12 @@ import llama_cpp.llama_cpp_ext as X
 import numpy as np
 from llama_cpp.llama_cpp import _lib
 
+from pyggml_spec.ggml.library import ffi, lib
+from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.memory.kv_types import KVTypes
 
 F16 = KVTypes()
+NOT_HANDED_OUT = ("deepseek2", "laguna")  # architectures without layer inputs in the pinned llama.cpp
 
 
 class _Embd(ctypes.Structure):
@@ -52,7 +56,23 @@ def _model(path):
     return model
 
 
-def _context(model, n_ctx, n_ubatch, threads, kv, n_rs=0, other=None, kind=0):
+class Watched:
+    """The inputs of layers, F32 [T, n_embd] by layer, as llama.cpp's scheduler computes them. Node by node: the bits are the same."""
+
+    def __init__(self, layers):
+        self.rows, self._names = {}, {f"l_out-{v - 1}" if v else "embd": v for v in layers}
+        self.callback = L.ggml_backend_sched_eval_callback(self._see)  # the context keeps the pointer only
+
+    def _see(self, tensor, ask, _):
+        t = ffi.cast("struct ggml_tensor *", tensor)
+        layer = self._names.get(ffi.string(lib.ggml_get_name(t)).decode())
+        if layer is not None and not ask:
+            self.rows[layer] = np.empty((t.ne[1], t.ne[0]), np.float32)
+            lib.ggml_backend_tensor_get(t, ffi.from_buffer(self.rows[layer]), 0, self.rows[layer].nbytes)
+        return layer is not None or not ask
+
+
+def _context(model, n_ctx, n_ubatch, threads, kv, n_rs=0, other=None, kind=0, watched=None):
     p = L.llama_context_default_params()
     p.n_ctx, p.n_batch, p.n_ubatch = n_ctx, n_ubatch, n_ubatch
     p.n_threads = p.n_threads_batch = threads
@@ -61,6 +81,8 @@ def _context(model, n_ctx, n_ubatch, threads, kv, n_rs=0, other=None, kind=0):
     p.type_k, p.type_v = kv.ids
     if other is not None:
         p.ctx_other = other
+    if watched is not None:
+        p.cb_eval = watched.callback
     ctx = L.llama_init_from_model(model, p)
     assert ctx
     return ctx
@@ -95,11 +117,13 @@ class LlamaDFlash:
         self.layers, self.mask, self.block = target_layers, mask_token, block
         self.n_ubatch = n_ubatch
         self.models = [_model(target), _model(draft)]
-        self.tgt = _context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=block - 1)
+        with GGUFFile(target) as file:
+            self.watched = Watched(target_layers) if file.get("general.architecture", str) in NOT_HANDED_OUT else None
+        self.tgt = _context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=block - 1, watched=self.watched)
         self.dft = _context(self.models[1], n_ctx, n_ubatch, threads, draft_kv, other=self.tgt)
         self.n_embd = L.llama_model_n_embd(self.models[0])
         self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.models[0]))
-        for layer in target_layers:
+        for layer in target_layers if self.watched is None else ():
             _set_layer_input(self.tgt, layer, True)
         _set_causal(self.dft, causal)
         self.batch = L.llama_batch_init(n_ubatch, 0, 1)
@@ -107,7 +131,10 @@ class LlamaDFlash:
         self.n = 0
 
     def _capture(self, count, first):
-        parts = [np.ctypeslib.as_array(_get_layer_input(self.tgt, v), (count, self.n_embd)) for v in self.layers]
+        if self.watched is not None:
+            parts = [self.watched.rows[v][:count] for v in self.layers]
+        else:
+            parts = [np.ctypeslib.as_array(_get_layer_input(self.tgt, v), (count, self.n_embd)) for v in self.layers]
         features = np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32)
         _ext_clear(self.inject)
         for i in range(count):

@@ -19,7 +19,7 @@ typedef struct pgs_kernel {  // products with one type of weight
 } pgs_kernel;
 
 #define POSITIONS 32      // rows of K and V that are taken together
-#define MOST_SIZE 512     // values of a head
+#define MOST_SIZE 576     // values of a head, latent ones included
 #define MOST_ROWS 32      // query rows that are taken together
 #define HIDDEN    0xfc00  // -Inf, what a mask has where a row must not look
 

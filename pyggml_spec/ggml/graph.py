@@ -71,7 +71,7 @@ class Graph:
     # -- verbs of the models
 
     def matmul(self, weight: Tensor, x: Tensor) -> Tensor:
-        """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]."""
+        """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]; a matrix per head, [n_in, n_out, H], takes [n_in, T, H] to [n_out, T, H]."""
         if isinstance(weight, Packed):
             return self._packed_matmul(weight, x)
         require(multiplies(weight, x), "matmul", weight=weight, x=x)
@@ -216,6 +216,12 @@ class Graph:
         require(fits, "rows", table=table, index=index)
         return lib.ggml_get_rows(self.ctx, table, index)
 
+    def only_rows(self, x: Tensor, index: Tensor, other: float) -> Tensor:
+        """x F32 [n, rows, T] with the rows that index I32 [m, T] does not name filled with ``other``."""
+        fits = x.type == F32 and index.type == I32 and x.ne[3] == 1 and list(index.ne)[1:] == [x.ne[2], 1, 1] and index.ne[0] <= x.ne[1]
+        require(fits, "only_rows", x=x, index=index)
+        return lib.ggml_set_rows(self.ctx, lib.ggml_fill(self.ctx, x, other), lib.ggml_get_rows(self.ctx, x, index), index)
+
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins tensors of equal width T along the innermost dimension."""
         out, level = parts[0], self.role.backend.level_handle
@@ -320,6 +326,11 @@ class Graph:
         require(x.type == F32 and part(x, 0, first, n), "columns", x=x, n=n, first=first)
         return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
 
+    def parts_of_heads(self, x: Tensor, size: int, first: int) -> tuple[Tensor, Tensor]:
+        """F32 [D * H, T] as heads of ``size``: their first ``first`` values, F32 [first, H, T], and the others, as views."""
+        count = x.ne[0] // size
+        return self.heads(x, first, count, size), self.heads(x, size - first, count, size, first)
+
     def part_3d(self, x: Tensor, n: int, first: int) -> Tensor:
         """The part [first, first + n) of the innermost dimension of F32 [m, H, T], as a view."""
         require(x.type == F32 and part(x, 0, first, n), "part_3d", x=x, n=n, first=first)
@@ -341,9 +352,9 @@ class Graph:
         return lib.ggml_permute(self.ctx, x, *axes)
 
     def shaped(self, x: Tensor, *shape: int) -> Tensor:
-        """A contiguous tensor in another shape of 1 to 3 dimensions."""
+        """A contiguous tensor in another shape of 1 to 4 dimensions."""
         require(reshapes(x, shape), "shaped", x=x, shape=shape)
-        return (lib.ggml_reshape_1d, lib.ggml_reshape_2d, lib.ggml_reshape_3d)[len(shape) - 1](self.ctx, x, *shape)
+        return (lib.ggml_reshape_1d, lib.ggml_reshape_2d, lib.ggml_reshape_3d, lib.ggml_reshape_4d)[len(shape) - 1](self.ctx, x, *shape)
 
     def rotated(self, x: Tensor, hadamard: Tensor | None) -> Tensor:
         """F32 [D, H, T] or [D, T] with every stretch of n values multiplied by ``hadamard`` F32 [n, n]; as it is if that is None."""

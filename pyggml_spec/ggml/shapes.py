@@ -52,4 +52,4 @@ def inside(x: Tensor, shape: Sequence[int], strides: Sequence[int], first: int) 
 
 def reshapes(x: Tensor, shape: Sequence[int]) -> bool:
     """Whether the contiguous ``x`` has as many values as ``shape``."""
-    return 1 <= len(shape) <= 3 and min(shape) > 0 and math.prod(shape) == math.prod(x.ne) and lib.ggml_is_contiguous(x)
+    return 1 <= len(shape) <= 4 and min(shape) > 0 and math.prod(shape) == math.prod(x.ne) and lib.ggml_is_contiguous(x)

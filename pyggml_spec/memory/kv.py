@@ -63,6 +63,8 @@ def spans_up_to(live: int) -> list[int]:
 class KVCache:
     """One K and one V tensor [size * n_head_kv, rows] per attention layer, of the types that ``types`` names. Owns its buffer.
 
+    A latent layer has one tensor, and V is a view of its first values.
+
     ``ring`` rows are live in sliding layers, 0 if they keep every position (no window, or a context that is no longer than the ring).
     ``near`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
     With ``slots`` sequences the tensors are [size * n_head_kv, rows, slots], each slot with trash rows of its own.
@@ -93,7 +95,7 @@ class KVCache:
         self.near = self._tensor(lib.GGML_TYPE_F32, rows)
         self._rotations = {n: self._tensor(lib.GGML_TYPE_F32, n, n) for n in sizes}
         self.layers = tuple(self._layer(s, self.ring + trash if s.sliding and self.ring else rows, types) for s in shapes)
-        row_bytes = sum(tensor.nb[1] for layer in self.layers for tensor in (layer.k, layer.v))
+        row_bytes = sum(tensor.nb[1] for layer in self.layers for tensor in layer.stored)
         self._least = SPAN if backend.device.kind == "cpu" else least_span(row_bytes)
         self._buffer: Any = self._allocate(backend, n_ctx)
         self.fill(0)
@@ -114,6 +116,9 @@ class KVCache:
         return self._tensors[-1]
 
     def _layer(self, s: KVShape, rows: int, types: KVTypes) -> KVLayer:
+        if s.latent:
+            k = self._tensor(types.ids[0], s.size, rows, self.slots)
+            return KVLayer(k, lib.ggml_view_3d(self._ctx, k, s.latent, rows, self.slots, k.nb[1], k.nb[2], 0))
         k, v = (self._tensor(kind, s.size * s.n_head_kv, rows, self.slots) for kind in types.ids)
         return KVLayer(k, v, *(self._rotations.get(n) for n in types.rotations(s)))
 
@@ -131,7 +136,7 @@ class KVCache:
 
     def fill_slot(self, slot: int, value: int) -> None:
         """Sets every byte of the rows of one slot: 0 between two sequences, because a masked row of NaN poisons attention (0 * NaN)."""
-        for tensor in (t for layer in self.layers for t in (layer.k, layer.v)):
+        for tensor in (t for layer in self.layers for t in layer.stored):
             lib.ggml_backend_tensor_memset(tensor, value, slot * tensor.nb[2], tensor.nb[2])
 
     def rows_for(self, first: int, count: int, real: int, out: np.ndarray) -> None:

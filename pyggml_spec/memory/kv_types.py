@@ -44,10 +44,15 @@ class KVTypes:
 
     def row_bytes(self, shape: KVShape) -> int:
         """Bytes of one position of one layer, K and V together."""
-        return sum(lib.ggml_row_size(kind, shape.size * shape.n_head_kv) for kind in self.ids)
+        return sum(lib.ggml_row_size(kind, shape.size * shape.n_head_kv) for kind in (self.ids[:1] if shape.latent else self.ids))
 
     def rotations(self, shape: KVShape) -> tuple[int, int]:
-        """Values that one rotation mixes in K and in V of such a layer, 0 for none: in K as many as a power of two in the head allows."""
+        """Values that one rotation mixes in K and in V of such a layer, 0 for none: in K as many as a power of two in the head allows.
+
+        Latent rows are not rotated: V would have to be turned back out of what K was turned into, and llama.cpp does not do it either.
+        """
+        if shape.latent:
+            return 0, 0
         quantised_k, quantised_v = (lib.ggml_is_quantized(kind) and shape.size % SMALLEST_ROTATION == 0 for kind in self.ids)
         return (shape.size & -shape.size) * quantised_k, SMALLEST_ROTATION * quantised_v
 
@@ -69,9 +74,13 @@ def check_types(types: KVTypes, shapes: Iterable[KVShape], backend: Backend, dra
     """
     whose, option = ("the drafter's", "draft_cache_type") if draft else ("the target's", "cache_type")
     for shape in set(shapes):
+        if shape.latent and types.k != types.v:
+            raise ModelError(
+                f"{whose} K and V are one row, which cannot be {types.k} and {types.v}; give `{option}_k` and `{option}_v` the same type"
+            )
         for letter, name, kind in zip("kv", (types.k, types.v), types.ids, strict=True):
             block = lib.ggml_blck_size(kind)
-            if shape.size % block:
+            if shape.size % block or shape.latent % block:
                 raise ModelError(
                     f"{whose} heads of {shape.size} values are not whole blocks of {block}, which {name} rows consist of; "
                     f"use `{option}_{letter}` f16"
@@ -93,9 +102,10 @@ def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:
 
         rows, index = new(lib.GGML_TYPE_F32, s.size * s.n_head_kv, 1), new(lib.GGML_TYPE_I64, 1)
         caches = [new(kind, s.size * s.n_head_kv, 256) for kind in types.ids]
+        values = caches[1] if not s.latent else lib.ggml_view_2d(ctx, caches[0], s.latent, 256, caches[0].nb[1], 0)
         q, mask = new(lib.GGML_TYPE_F32, s.size, 2 * s.n_head_kv, 1), new(lib.GGML_TYPE_F16, 256, 1)
         nodes = [lib.ggml_set_rows(ctx, cache, rows, index) for cache in caches]
-        attention = lib.pgs_fa_span(ctx, q, caches[0], caches[1], mask, s.n_head_kv, 256, 1.0, ffi.NULL, backend.level_handle)
+        attention = lib.pgs_fa_span(ctx, q, caches[0], values, mask, s.n_head_kv, 256, 1.0, ffi.NULL, backend.level_handle)
         return all(backend.supports(node) for node in (*nodes, attention.view_src))
     finally:
         lib.ggml_free(ctx)

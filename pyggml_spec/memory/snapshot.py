@@ -121,9 +121,9 @@ class SequenceMemory:
     ) -> None:  # fmt: skip
         self._kv, self._draft_kv, self._delta, self._window, self._boundary = kv, draft_kv, delta, window, boundary
         in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
-        self._full = [t for layer, ring in zip(kv.layers, in_ring) if not ring for t in (layer.k, layer.v)]
-        self._ringed = [t for layer, ring in zip(kv.layers, in_ring) if ring for t in (layer.k, layer.v)]
-        self._drafter = [t for layer in draft_kv.layers for t in (layer.k, layer.v)] if draft_kv is not None else []
+        self._full = [t for layer, ring in zip(kv.layers, in_ring) if not ring for t in layer.stored]
+        self._ringed = [t for layer, ring in zip(kv.layers, in_ring) if ring for t in layer.stored]
+        self._drafter = [t for layer in draft_kv.layers for t in layer.stored] if draft_kv is not None else []
 
     @property
     def stateful(self) -> bool:

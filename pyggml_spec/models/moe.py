@@ -1,6 +1,7 @@
 """Routed experts: every token goes through the few of many small FFNs that a router picks.
 
     p = softmax(W_r x) or sigmoid(W_r x);  chosen = the n_used largest of p (+ bias);  w = p[chosen], divided by its sum, times a scale
+    where experts lie in groups: only those of the groups whose two largest p (+ bias) have the largest sums
     or p = W_r x + b_r;  chosen = the n_used largest of p;  w = softmax(p[chosen])
     result = sum over chosen of w * FFN_e(x), whose three products may each have a bias of their own
 The order of the nodes is that of llama.cpp's build_moe_ffn: ggml-cuda fuses the router by pattern, and bit-equality depends on the order of
@@ -27,7 +28,8 @@ class Experts:
 
     ``gating`` SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN; ``normalise`` divides the weights by their sum; ``scale`` multiplies them; ``glu`` is the
     method of ``Graph`` that makes one of gate and up; ``biased`` adds `exp_probs_b` to what the choice is made by, not to the weights;
-    ``biases``: the router and the three products of every expert have a bias.
+    ``biases``: the router and the three products of every expert have a bias; ``groups`` and ``groups_used``: a token's experts lie in so many of
+    as many groups of neighbours, 1 of 1 where that is no condition.
     """
 
     n_expert: int
@@ -39,6 +41,8 @@ class Experts:
     glu: str = "swiglu"
     biased: bool = False
     biases: bool = False
+    groups: int = 1
+    groups_used: int = 1
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str, n_layer: int, n_ff: int | None = None, **more: Any) -> "Experts":
@@ -54,9 +58,21 @@ class Experts:
             raise ModelError(f"{file.path}: expert_count is 1, and a router between one expert routes nothing")
         if len(used) > 1 or len(sizes) > 1:
             raise ModelError(f"{file.path} has layers with different expert counts or sizes; {arch} files without are supported")
-        if file.get(f"{arch}.expert_group_count", int, 0) > 1:
-            raise ModelError(f"{file.path} routes in groups of experts (expert_group_count), which {arch} does not have")
-        return cls(n_expert, used.pop(), sizes.pop(), **more)
+        groups, groups_used = cls._grouped(file, arch, n_expert)
+        return cls(n_expert, used.pop(), sizes.pop(), groups=groups, groups_used=groups_used, **more)
+
+    @staticmethod
+    def _grouped(file: GGUFFile, arch: str, n_expert: int) -> tuple[int, int]:
+        """Reads `expert_group_count` and `expert_group_used_count`, which no file of a model without groups needs."""
+        groups, used = file.get(f"{arch}.expert_group_count", int, 0), file.get(f"{arch}.expert_group_used_count", int, 0)
+        if groups in (0, 1):
+            return 1, 1
+        if groups < 0 or n_expert % groups or n_expert < 2 * groups or not 0 < used < groups:
+            raise ModelError(
+                f"{file.path}: expert_group_used_count is {used} of expert_group_count {groups}, which cannot be for {n_expert} experts; "
+                "groups have two experts or more, alike many, and fewer are used than there are"
+            )
+        return groups, used
 
     def specs(self, file: GGUFFile, prefix: str, n_embd: int) -> list[Spec]:
         """Tensors of the layer ``prefix``; gate and up may be one tensor in the file."""
@@ -97,7 +113,7 @@ class Experts:
         """F32 [1, n_used, T] weights and I32 [n_used, T] chosen experts."""
         rows = logits.ne[1]
         p = g.softmax(logits) if self.gating == SOFTMAX else g.sigmoid(logits) if self.gating == SIGMOID else logits
-        chosen = g.top_k(g.add(p, w[f"{prefix}exp_probs_b.bias"]) if self.biased else p, self.n_used)
+        chosen = g.top_k(self._in_groups(g, g.add(p, w[f"{prefix}exp_probs_b.bias"]) if self.biased else p), self.n_used)
         weights = g.rows(g.shaped(p, 1, self.n_expert, rows), chosen)
         if self.gating == SOFTMAX_OF_CHOSEN:
             weights = g.shaped(g.softmax(g.shaped(weights, self.n_used, rows)), 1, self.n_used, rows)
@@ -106,6 +122,16 @@ class Experts:
             flat = g.div(flat, g.clamp(g.sum_rows(flat), SMALLEST_SUM, float("inf")))
             weights = g.shaped(flat, 1, self.n_used, rows)
         return (g.scale(weights, self.scale) if self.scale not in (0.0, 1.0) else weights), chosen
+
+    def _in_groups(self, g: Graph, p: Tensor) -> Tensor:
+        """p F32 [n_expert, T] with -inf for the experts of the groups that a token does not use."""
+        if self.groups == 1:
+            return p
+        size, rows = self.n_expert // self.groups, p.ne[1]
+        grouped = g.shaped(p, size, self.groups, rows)
+        best = g.rows(g.shaped(grouped, 1, size, self.groups, rows), g.top_k(grouped, 2))
+        sums = g.shaped(g.sum_rows(g.shaped(best, 2, self.groups, rows)), self.groups, rows)
+        return g.shaped(g.only_rows(grouped, g.top_k(sums, self.groups_used), float("-inf")), self.n_expert, rows)
 
     def _results(self, g: Graph, w: Weights, prefix: str, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
         """FFN_e(x) of the chosen experts, which are at ``slots`` of the device's tensors, neither scaled nor biased yet, F32 [n_embd, n_used, T]."""

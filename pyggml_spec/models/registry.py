@@ -3,6 +3,7 @@
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from .base import Target
+from .deepseek2 import DeepSeek2
 from .dflash import DFlash
 from .dialects import ARCHS as DRAFTERS
 from .dialects import SUPPORTED, as_dflash, refuse_other_methods
@@ -22,7 +23,10 @@ from .qwen3next import Qwen3Next
 from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
 
-TARGETS = {cls.arch: cls for cls in (Gemma4, GptOss, Laguna, Llama, MiniMaxM2, MuseGlimmer, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE)}
+TARGETS = {
+    cls.arch: cls
+    for cls in (DeepSeek2, Gemma4, GptOss, Laguna, Llama, MiniMaxM2, MuseGlimmer, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE)
+}
 CHAINS = {cls.arch: cls for cls in (Eagle3, Gemma4Assistant)}  # as ``dialects.RUN`` has them
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 

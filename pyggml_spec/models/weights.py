@@ -25,7 +25,7 @@ from ..ggml.shapes import NOT_WEIGHTS
 from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
 
-MATMUL, EXPERTS, ROWS, VECTOR, INDEX = "matmul", "experts", "rows", "vector", "index"
+MATMUL, EXPERTS, HEADS, ROWS, VECTOR, INDEX = "matmul", "experts", "heads", "rows", "vector", "index"
 BESIDE = ("scale", "bias")  # what may stand beside a matrix
 OWN = None  # in the place of a buffer type: packed for our own kernels, in the default one
 _WHOLE = {"i64": np.int64, "i32": np.int32}
@@ -39,8 +39,8 @@ class Spec:
     Attributes:
         name: the name in the GGUF.
         shape: ggml order, innermost first.
-        use: MATMUL (weight of a matmul), EXPERTS (3-D weight of a routed one), ROWS (looked up by row), VECTOR (elementwise; F32 only),
-            INDEX (numbers of rows; I64 in the file, here I32 [1, n]).
+        use: MATMUL (weight of a matmul), EXPERTS (3-D weight of a routed one), HEADS (3-D: a matrix per head), ROWS (looked up by row), VECTOR
+            (elementwise; F32 only), INDEX (numbers of rows; I64 in the file, here I32 [1, n]).
         source: name in the file when it differs (a head tied to the embedding).
         of: the matrix whose products this scale or bias is applied to.
     """
@@ -170,7 +170,7 @@ class Weights:
 
     def _choose_buffer(self, ggml_type: int, shape: tuple[int, ...], use: str) -> int:
         """Index into the buffer types of the first one that can run the tensor's operation."""
-        if use not in (MATMUL, EXPERTS):
+        if use not in (MATMUL, EXPERTS, HEADS):
             return len(self._bufts) - 1
         for i, buft in enumerate(self._bufts):
             if buft is OWN:
@@ -183,8 +183,10 @@ class Weights:
                 continue
             probe = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 8 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
             weight = lib.ggml_new_tensor(probe, ggml_type, len(shape), shape)
-            if use == MATMUL:
-                node = lib.ggml_mul_mat(probe, weight, lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 2, (shape[0], 512)))
+            if use != EXPERTS:
+                node = lib.ggml_mul_mat(
+                    probe, weight, lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, len(shape), (shape[0], 512, *shape[2:]))
+                )
             else:
                 x = lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 3, (shape[0], 1, 512))
                 node = lib.ggml_mul_mat_id(probe, weight, x, lib.ggml_new_tensor(probe, lib.GGML_TYPE_I32, 2, (1, 512)))
@@ -301,7 +303,7 @@ class Weights:
                 self.own_bytes += lib.ggml_nbytes(tensor)
             else:
                 tensor = self._tensors[key] = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
-                self.other_matrix_bytes += lib.ggml_nbytes(tensor) if use in (MATMUL, EXPERTS) else 0
+                self.other_matrix_bytes += lib.ggml_nbytes(tensor) if use in (MATMUL, EXPERTS, HEADS) else 0
             lib.ggml_set_name(tensor, key.encode()[:63])
             name = text(lib.ggml_type_name(kind))
             self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + lib.ggml_nbytes(tensor)

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from .model import Shape, Writer, type_id, write_hybrid
+from .model import Shape, Writer, type_id, write_hybrid, write_qwen35
 
 
 def attention_shapes(s: Shape, n_head: int | None = None) -> dict[str, tuple[int, int]]:
@@ -168,6 +168,61 @@ def write_muse_glimmer(
     return Path(path)
 
 
+def write_deepseek2(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, yarn: float = 4.0,
+    multiplier: float = 0.0707, groups: int = 1, sigmoid: bool = True, joined: bool = False, shared: int = 2
+) -> Path:  # fmt: skip
+    """Writes a random deepseek2 target: a leading dense layer, then experts beside ``shared`` ones that are one matrix.
+
+    ``multiplier`` is that of yarn's magnitude, 0 for none; with ``groups`` a token's experts lie in all of them but one; ``sigmoid`` False is the router
+    of the first models: a softmax without a bias. ``joined`` stores gate and up of the experts as one tensor.
+    """
+    s, w = shape, Writer(Path(path), "deepseek2", quant, seed)
+    stored = s.n_latent + s.n_rot
+    w.sizes(replace(s, n_head_kv=1, head_size=stored), size_v=s.n_latent)
+    out = w.out
+    if s.n_lora_q:
+        out.add_q_lora_rank(s.n_lora_q)
+    out.add_kv_lora_rank(s.n_latent)
+    out.add_key_length_mla(s.head_size)
+    out.add_value_length_mla(s.head_size_v)
+    out.add_rope_dimension_count(s.n_rot)
+    out.add_rope_freq_base(s.rope_base)
+    if yarn:
+        write_yarn(w, yarn, 64)
+    if yarn and multiplier:
+        out.add_rope_scaling_yarn_log_mul(multiplier)
+    expert_keys(w, s)
+    out.add_leading_dense_block_count(s.n_dense)
+    out.add_expert_shared_count(shared)
+    if groups > 1:
+        out.add_expert_group_count(groups)
+        out.add_expert_group_used_count(groups - 1)
+    out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    if sigmoid:
+        out.add_expert_weights_norm(True)
+    out.add_expert_weights_scale(2.5)
+    w.ends(s)
+    kinds = dict.fromkeys(("attn_kv_a_mqa", "ffn_down", "ffn_up_shexp"), type_id("q6_K")) if mixed else {}
+    wide = s.n_head * s.head_size
+    for i in range(s.n_layer):
+        b, norms = f"blk.{i}.", {"attn_norm": s.n_embd, "ffn_norm": s.n_embd, "attn_kv_a_norm": s.n_latent}
+        shapes = {"attn_q_a": (s.n_embd, s.n_lora_q), "attn_q_b": (s.n_lora_q, wide)} if s.n_lora_q else {"attn_q": (s.n_embd, wide)}
+        w.matrices(b, shapes | {"attn_kv_a_mqa": (s.n_embd, stored), "attn_output": (s.n_head * s.head_size_v, s.n_embd)}, kinds)
+        w.heads(b + "attn_k_b.weight", s.head_size - s.n_rot, s.n_latent, s.n_head)
+        w.heads(b + "attn_v_b.weight", s.n_latent, s.head_size_v, s.n_head)
+        w.norms(b, norms | ({"attn_q_a_norm": s.n_lora_q} if s.n_lora_q else {}))
+        if i < s.n_dense:
+            w.matrices(b, ffn_shapes(s.n_embd, s.n_ff), kinds)
+            continue
+        write_experts(w, b, s, kinds.get("ffn_down"), joined)
+        if sigmoid:
+            w.vector(b + "exp_probs_b.bias", s.n_expert, -0.3, 0.3)
+        w.matrices(b, ffn_shapes(s.n_embd, shared * s.n_ff_expert, "_shexp"), kinds)
+    w.close()
+    return Path(path)
+
+
 def write_experts(w: Writer, prefix: str, s: Shape, other: int | None = None, joined: bool = False, kind: int | None = None) -> None:
     """Router and expert matrices of one layer; ``joined`` stores gate and up as one tensor, ``kind`` is their type, ``other`` that of down."""
     other = kind if other is None else other
@@ -319,3 +374,10 @@ def _gemma4_layer(s: Shape, size: int, heads_kv: int, own_kv: bool, full: bool, 
         shapes |= {"inp_gate": (n, n_per_layer), "proj": (n_per_layer, n)}
         norms["post_norm"] = n
     return norms, shapes
+
+
+WRITERS: dict[str, Callable[..., Path]] = {
+    "deepseek2": write_deepseek2, "gemma4": write_gemma4, "gpt-oss": write_gpt_oss, "laguna": write_laguna, "llama": write_llama,
+    "minimax-m2": write_minimax_m2, "muse-glimmer": write_muse_glimmer, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe,
+    "qwen3next": write_qwen3next, "qwen35": write_qwen35, "qwen35moe": write_qwen35moe,
+}  # fmt: skip

@@ -52,6 +52,10 @@ class Shape:
     n_head_sliding: int = 0  # laguna: heads of the sliding layers, 0 for twice those of the full ones
     n_rot_full: int = 0  # laguna: rotated values of the full layers, 0 for all
     n_rot_sliding: int = 0  # laguna: rotated values of the sliding layers, 0 for half
+    n_lora_q: int = 96  # deepseek2: what q is projected through, 0 for directly
+    n_latent: int = 64  # deepseek2: values of a latent row without those that are rotated
+    head_size_v: int = 96  # deepseek2: of a head of V
+    n_dense: int = 1  # deepseek2: leading layers without experts
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,10 @@ class Writer:
         """``count`` matrices as one 3-D tensor."""
         self._add(name, n_in, n_out * count, (count, n_out), 1.0, kind)
 
+    def heads(self, name: str, n_in: int, n_out: int, count: int) -> None:
+        """One matrix per head, as one 3-D tensor."""
+        self._add(name, n_in, n_out * count, (count, n_out), 1.0, None)
+
     def _add(self, name: str, n_in: int, n_out: int, shape: tuple[int, ...], gain: float, kind: int | None) -> None:
         if kind is None:
             kind = type_id(self.mix.of(name, self.n_layer)) if self.mix else self.kind
@@ -145,8 +153,9 @@ class Writer:
         """``count`` rows of n F32 numbers within -most to most."""
         self.out.add_tensor(name, self.rng.uniform(-most, most, (count, n)).astype(np.float32))
 
-    def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None, behind: int = 0) -> None:
-        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ; ``behind``: MTP layers."""
+    def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None, behind: int = 0, size_v: int = 0) -> None:
+        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ; ``behind``: MTP layers; ``size_v``: of heads of V,
+        where it is another."""
         out, self.n_layer = self.out, s.n_layer
         out.add_block_count(s.n_layer + behind)
         out.add_context_length(s.n_ctx)
@@ -155,7 +164,7 @@ class Writer:
         out.add_head_count(heads or s.n_head)
         out.add_head_count_kv(heads_kv or s.n_head_kv)
         out.add_key_length(s.head_size)
-        out.add_value_length(s.head_size)
+        out.add_value_length(size_v or s.head_size)
         out.add_layer_norm_rms_eps(1e-6)
 
     def ends(self, s: Shape) -> None:

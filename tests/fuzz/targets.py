@@ -142,7 +142,7 @@ class Pair(Target):
         self.routed = [
             i
             for i, name in enumerate(WRITERS, 1)
-            if name in ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "gemma4", "qwen3next", "minimax-m2")
+            if name in ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "gemma4", "qwen3next", "minimax-m2", "deepseek2")
         ]
         self.partners = [(None, drafters[0])] * len(targets) + [(targets[0], None)] * len(drafters)
         self.models = [Model(path) for path in (*targets, *drafters)]

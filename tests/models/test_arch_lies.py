@@ -1,38 +1,30 @@
 """Files of the further architectures whose keys or tensors lie: each is refused with one line or runs, none ends the process."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from gguf_io.batch import load_all
 from gguf_io.build import ARR, BOOL, F32, I32, U32, Model
 from gguf_io.small import SMALL
 from models.dress import dressed
-from random_gguf.archs import (
-    write_gemma4,
-    write_gpt_oss,
-    write_laguna,
-    write_llama,
-    write_minimax_m2,
-    write_muse_glimmer,
-    write_qwen3,
-    write_qwen3moe,
-    write_qwen3next,
-    write_qwen35moe,
-)
+from random_gguf.archs import WRITERS as ALL
 
 TINY = replace(SMALL, n_expert=4, n_used=2, n_ff_expert=32, n_ff_shared=32, target_window=8)
-WRITERS = {
-    "qwen3": lambda path: write_qwen3(path, TINY, yarn=4.0),
-    "qwen3moe": lambda path: write_qwen3moe(path, TINY),
-    "llama": lambda path: dressed(write_llama(path, TINY))[0],
-    "qwen35moe": lambda path: dressed(write_qwen35moe(path, TINY))[0],
-    "qwen3next": lambda path: dressed(write_qwen3next(path, TINY))[0],
-    "minimax-m2": lambda path: write_minimax_m2(path, TINY),
-    "muse-glimmer": lambda path: dressed(write_muse_glimmer(path, TINY))[0],
-    "laguna": lambda path: write_laguna(path, TINY),
-    "gpt-oss": lambda path: write_gpt_oss(path, TINY),
-    "gemma4": lambda path: write_gemma4(path, replace(TINY, n_layer=4), routed=True),
+OPTIONS = {"qwen3": {"yarn": 4.0}, "gemma4": {"routed": True}, "deepseek2": {"groups": 4}}
+SHAPES = {
+    "gemma4": replace(TINY, n_layer=4),
+    "deepseek2": replace(TINY, n_expert=8, head_size=24, n_rot=8, n_latent=32, n_lora_q=16, head_size_v=16),
 }
+DRESSED = ("llama", "qwen35moe", "qwen3next", "muse-glimmer")
+
+
+def write_valid(arch, path):
+    path = ALL[arch](path, SHAPES.get(arch, TINY), **OPTIONS.get(arch, {}))
+    return dressed(path)[0] if arch in DRESSED else path
+
+
+WRITERS = {name: partial(write_valid, name) for name in ALL if name != "qwen35"}
 NUMBERS = [(U32, n) for n in (0, 1, 3, (1 << 32) - 1)] + [(I32, -1), (F32, -1.0), (F32, 1e30), (ARR, (U32, [1])), (ARR, (U32, [3] * 8))]
 LISTS = [(U32, 3), (ARR, (U32, [])), (ARR, (U32, [3] * 8)), (ARR, (U32, [0] * 8)), (ARR, (I32, [-1] * 8)), (ARR, (BOOL, [True] * 8))]
 GUARDED = {  # keys that can only be refused, whatever number of NUMBERS they hold: the tensors have other shapes

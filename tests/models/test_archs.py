@@ -9,6 +9,10 @@ from decode.test_draft_parity import assert_blocks_equal
 from gguf_io.build import F32, U32, Model
 from llama_oracle import LlamaDFlash
 from random_gguf.archs import (
+    WRITERS as TARGETS,
+)
+from random_gguf.archs import (
+    write_deepseek2,
     write_gemma4,
     write_gpt_oss,
     write_laguna,
@@ -20,7 +24,7 @@ from random_gguf.archs import (
     write_qwen3next,
     write_qwen35moe,
 )
-from random_gguf.model import Shape, write_dflash, write_qwen35
+from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine
@@ -35,31 +39,9 @@ from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.compare import compare_logits, nmse
 
-WRITERS = {
-    "qwen3": write_qwen3,
-    "qwen3moe": write_qwen3moe,
-    "llama": write_llama,
-    "qwen35moe": write_qwen35moe,
-    "laguna": write_laguna,
-    "gemma4": write_gemma4,
-    "gpt-oss": write_gpt_oss,
-    "qwen3next": write_qwen3next,
-    "minimax-m2": write_minimax_m2,
-    "muse-glimmer": write_muse_glimmer,
-}
+WRITERS = {name: write for name, write in TARGETS.items() if name != "qwen35"}
+ONE_ROW = ("deepseek2",)  # K and V are one row, of one type
 WINDOWED = ["laguna", "gemma4", "gpt-oss", "muse-glimmer"]
-DRAFTED_BY_LLAMA_CPP = (
-    "qwen3",
-    "qwen3moe",
-    "llama",
-    "qwen35moe",
-    "gemma4",
-    "gpt-oss",
-    "qwen3next",
-    "minimax-m2",
-    "muse-glimmer",
-)  # architectures whose layer inputs the pinned llama.cpp exposes
-TARGETS = {"qwen35": write_qwen35, **WRITERS}
 JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
 
@@ -90,7 +72,7 @@ def test_logits_of_every_cache_type(tmp_path, arch, types):
     """Rows are rotated before they are quantised, as llama.cpp does it: without that the NMSE is 1e-4 and worse."""
     path = WRITERS[arch](tmp_path / "t.gguf", Shape(head_size=128 if arch == "qwen3" else 64))
     for tokens in (37, 300):
-        assert_equal(path, tokens, cache_type_k=types[0], cache_type_v=types[1])
+        assert_equal(path, tokens, cache_type_k=types[0], cache_type_v=types[arch not in ONE_ROW])
 
 
 def test_heads_that_no_rotation_fits(tmp_path):
@@ -100,7 +82,7 @@ def test_heads_that_no_rotation_fits(tmp_path):
     assert_equal(path, 37, cache_type_k="q8_0", cache_type_v="q4_0")
 
 
-@pytest.mark.parametrize("arch", DRAFTED_BY_LLAMA_CPP)
+@pytest.mark.parametrize("arch", WRITERS)
 @pytest.mark.parametrize("quant", ["F32", "Q4_K"])
 def test_drafted_ids(tmp_path, arch, quant):
     """Past the drafter's sliding window of 12, ten blocks."""
@@ -158,7 +140,7 @@ def test_rollback_after_every_accepted_length(tmp_path, arch):
             assert after.tolist() == engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids.tolist(), accepted
 
 
-@pytest.mark.parametrize("arch", ["qwen35", *DRAFTED_BY_LLAMA_CPP])
+@pytest.mark.parametrize("arch", TARGETS)
 def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     """Of every layer and of the last one's output, bit for bit, at a position that was decoded plainly."""
     path = TARGETS[arch](tmp_path / "t.gguf", Shape())
@@ -388,6 +370,95 @@ def test_muse_glimmer_stretches_no_position(tmp_path):
         file.metadata["muse-glimmer.rope.scaling.type"] = "yarn"
         with pytest.raises(ModelError, match="rope scaling of the type 'yarn'"):
             open_target(file)
+
+
+REAL = {
+    "head_size": 192,
+    "n_rot": 64,
+    "n_latent": 512,
+    "head_size_v": 128,
+    "n_lora_q": 192,
+    "n_layer": 2,
+}  # of the heads of every published one
+
+
+@pytest.mark.parametrize(
+    "shape, more",
+    [
+        (Shape(), {"yarn": 0.0}),
+        (Shape(), {"yarn": 40.0, "multiplier": 0.1}),
+        (Shape(), {"yarn": 64.0, "multiplier": 0.0}),
+        (Shape(), {"groups": 4}),
+        (Shape(n_expert=32, n_used=4), {"groups": 2, "joined": True}),
+        (Shape(), {"sigmoid": False}),
+        (Shape(n_dense=4), {}),
+        (Shape(n_dense=0), {"shared": 1}),
+        (
+            Shape(n_layer=27, n_lora_q=0, n_embd=64, n_ff=64, n_head=2, head_size=32, n_rot=8, n_latent=32, head_size_v=32, n_ff_expert=32),
+            {},
+        ),
+        (Shape(**REAL), {"yarn": 32.0}),
+    ],
+    ids=["plain rope", "a tenth", "no multiplier", "groups", "two groups", "softmax", "dense", "routed", "q directly", "published heads"],
+)
+def test_deepseek2_variants(tmp_path, shape, more):
+    assert_equal(write_deepseek2(tmp_path / "t.gguf", shape, "Q4_K", **more), 70)
+
+
+@pytest.mark.parametrize("quant, shape", [("Q8_0", Shape()), ("F32", Shape(**REAL))], ids=["Q8_0", "published heads"])
+def test_deepseek2_has_the_same_bits_at_every_width_with_our_kernels(tmp_path, quant, shape):
+    """Our attention takes rows of 576 values, of which V is the first 512; what ggml multiplies, a matrix per head and experts, is summed row by row there."""
+    path, ids, seen = write_deepseek2(tmp_path / "t.gguf", shape, quant), np.random.default_rng(5).integers(0, 256, 150).tolist(), []
+    with open_engine(path, 64, 256, "own") as engine:
+        ops = engine.step_graph("plain", 1).op_counts()
+        assert ops["own attention"] == shape.n_layer and "FLASH_ATTN_EXT" not in ops
+        for rows in (64, 16, 5, 1):
+            engine.reset()
+            seen.append(np.concatenate([engine.logits(ids[i : i + rows]) for i in range(0, len(ids), rows)]))
+    assert all(np.array_equal(seen[0], other) for other in seen[1:])
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("attention.key_length_mla", 0, "K/V rows would be those of every head"),
+        ("attention.key_length", 80, "attention.key_length is not the 96"),
+        ("attention.head_count_kv", 4, "attention.head_count_kv is not the 1"),
+        ("attention.temperature_scale", 0.1, "scales queries by their position"),
+        ("rope.dimension_count", 64, "is not the 128|leaves nothing of heads of 64"),
+        ("expert_gating_func", 4, "expert_gating_func is 4"),
+        ("expert_group_count", 3, "expert_group_used_count is 0 of expert_group_count 3"),
+        ("leading_dense_block_count", 9, "leading_dense_block_count is 9"),
+        ("nextn_predict_layers", 4, "leaves 0 layers"),
+    ],
+)
+def test_deepseek2_refuses_what_it_does_not_build(tmp_path, key, value, said):
+    with GGUFFile(write_deepseek2(tmp_path / "t.gguf")) as file:
+        file.metadata[f"deepseek2.{key}"] = value
+        with pytest.raises(ModelError, match=said):
+            open_target(file)
+
+
+def test_k_and_v_of_one_row_have_one_type(tmp_path):
+    """llama.cpp refuses such a context, too, without a name."""
+    with pytest.raises(ModelError, match="K and V are one row, which cannot be f16 and q8_0"):
+        ps.load(write_deepseek2(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, cache_type_v="q8_0")
+
+
+def test_a_latent_row_is_stored_once(tmp_path):
+    """96 values of F16 per layer and token, as many trash rows as everywhere."""
+    with open_engine(write_deepseek2(tmp_path / "t.gguf", Shape()), 64, 256) as engine:
+        rows = engine.kv.live + engine.kv.trash
+        assert engine.kv.nbytes - 4 * rows - 4 * 2 * 96 * rows in range(4 * 256)  # positions, rows, alignment
+
+
+def test_an_mtp_layer_of_deepseek2_is_named(tmp_path):
+    model = Model(write_deepseek2(tmp_path / "t.gguf", Shape(n_layer=5)))
+    model.keys["deepseek2.nextn_predict_layers"] = (U32, 1)
+    path = model.write(tmp_path / "o.gguf")
+    with GGUFFile(path) as file:
+        target = open_target(file)
+        assert target.n_layer == 4 and "MTP layer" in target.unused()["blk.4.attn_kv_a_mqa.weight"]
 
 
 def test_attention_with_sinks_is_ggmls_and_said(tmp_path):

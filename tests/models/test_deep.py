@@ -4,7 +4,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
-from models.test_arch_lies import TINY
+from models.test_arch_lies import SHAPES, TINY
 from models.test_archs import TARGETS, assert_equal
 from random_gguf.archs import write_qwen3
 from random_gguf.model import write_dflash
@@ -26,7 +26,7 @@ def test_every_layer_has_room(tmp_path, arch):
     """Twelve layers more take no more nodes of any graph than is planned for them: prompts, blocks and single tokens, alone and in two slots."""
 
     def nodes(n_layer: int) -> tuple[dict[tuple, int], int]:
-        shape = replace(TINY, n_layer=n_layer, target_layers=(1, n_layer - 1))
+        shape = replace(SHAPES.get(arch, TINY), n_layer=n_layer, target_layers=(1, n_layer - 1))
         more = {"routed": True} if arch == "gemma4" else {}
         found, target, draft = {}, TARGETS[arch](tmp_path / "t.gguf", shape, **more), write_dflash(tmp_path / "d.gguf", shape)
         with ps.load(target, draft, device="CPU", threads=1, n_ctx=64) as s:

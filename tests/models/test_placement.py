@@ -7,16 +7,8 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
-from random_gguf.archs import (
-    write_gemma4,
-    write_gpt_oss,
-    write_laguna,
-    write_minimax_m2,
-    write_qwen3,
-    write_qwen3moe,
-    write_qwen3next,
-    write_qwen35moe,
-)
+from random_gguf.archs import WRITERS as ALL
+from random_gguf.archs import write_gemma4, write_laguna, write_qwen3, write_qwen35moe
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
@@ -32,14 +24,9 @@ from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.experts import profile
 
-WRITERS = {
-    "qwen35moe": write_qwen35moe,
+ROUTED = ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "qwen3next", "minimax-m2", "deepseek2")
+WRITERS = {name: ALL[name] for name in ROUTED} | {
     "qwen35moe-joined": lambda path, *more: write_qwen35moe(path, *more, joined=True),
-    "qwen3moe": write_qwen3moe,
-    "laguna": write_laguna,
-    "gpt-oss": write_gpt_oss,
-    "qwen3next": write_qwen3next,
-    "minimax-m2": write_minimax_m2,
     "gemma4": lambda path, *more: write_gemma4(path, *more, routed=True),
 }
 IDS = np.random.default_rng(1).integers(0, 256, 57).tolist()
@@ -109,7 +96,7 @@ def test_a_file_whose_tensors_are_not_aligned_is_copied(tmp_path, monkeypatch):
     np.testing.assert_array_equal(mapped, logits(path, lambda target: placed(target, lambda i: (1, 4))))
 
 
-@pytest.mark.parametrize("arch", ["qwen35moe", "qwen3moe", "laguna", "gpt-oss", "qwen3next", "gemma4"])
+@pytest.mark.parametrize("arch", ["qwen35moe", "minimax-m2", "laguna", "gpt-oss", "qwen3next", "gemma4", "deepseek2"])
 def test_speculative_text_is_the_same_at_any_residency(tmp_path, arch):
     """Prefill, plain and fused steps of several widths, rollback; the hit rate is counted, and nothing is built late."""
     shape = Shape()

@@ -6,18 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from random_gguf.archs import (
-    write_gemma4,
-    write_gpt_oss,
-    write_laguna,
-    write_llama,
-    write_minimax_m2,
-    write_muse_glimmer,
-    write_qwen3,
-    write_qwen3moe,
-    write_qwen3next,
-    write_qwen35moe,
-)
+from random_gguf.archs import WRITERS, write_gemma4, write_laguna, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
@@ -109,28 +98,25 @@ def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
         plan(path, device="CPU", experts=ExpertOptions(0, 0.5))
 
 
-ARCHITECTURES = {
-    "qwen35": write_qwen35, "qwen3": write_qwen3, "llama": write_llama, "qwen35moe": write_qwen35moe, "qwen3moe": write_qwen3moe, "laguna": write_laguna, "gemma4": write_gemma4,
-    "gpt-oss": write_gpt_oss, "qwen3next": write_qwen3next, "minimax-m2": write_minimax_m2,
-    "muse-glimmer": write_muse_glimmer,
-}  # fmt: skip
 EXPERTS = {
     "qwen35moe": ExpertOptions(1, 0.5),
     "qwen3moe": ExpertOptions(2),
     "laguna": ExpertOptions(-1),
     "gpt-oss": ExpertOptions(1, 0.5),
     "qwen3next": ExpertOptions(1, 0.5),
+    "deepseek2": ExpertOptions(1, 0.5),
 }
 QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k": "q8_0"}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", WRITERS)
 def test_every_architecture_with_everything_at_once(tmp_path, arch):
     """After generating in every mode and with slots: within 1 % of what is allocated, and what is no compute buffer to the byte."""
     shape = Shape(window=12, head_size=64)
-    pair = ARCHITECTURES[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
+    pair = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, {i: np.arange(8) for i in range(4)}).to_json())
-    for options in ({"n_ctx": 300}, {"n_ctx": 600, "slots": 3, "experts": EXPERTS.get(arch), **QUANTISED}):
+    quantised = QUANTISED | ({"cache_type_v": "q8_0"} if arch == "deepseek2" else {})  # whose K and V are one row
+    for options in ({"n_ctx": 300}, {"n_ctx": 600, "slots": 3, "experts": EXPERTS.get(arch), **quantised}):
         found = check(*pair, device="CPU", draft_width=8, **options)
         assert found.error < 0.01 and found.taken is None
         for planned, allocated in ((found.plan.memory, found.memory), (found.plan.slots_memory, found.slots_memory)):
