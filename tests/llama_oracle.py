@@ -112,9 +112,11 @@ class LlamaDFlash:
     """A target and a drafter in llama.cpp, one sequence, greedy. Owns models and contexts."""
 
     def __init__(
-        self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=1, block=16, kv=F16, draft_kv=F16, causal=False
-    ):
-        self.layers, self.mask, self.block = target_layers, mask_token, block
+        self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=1, block=16, kv=F16, draft_kv=F16, causal=False,
+        top_k=0, from_anchor=False
+    ):  # fmt: skip
+        """``top_k``: candidates of a DFlash2's selector; ``from_anchor``: a DSpark whose pending token's row drafts too."""
+        self.layers, self.mask, self.block, self.top_k, self.from_anchor = target_layers, mask_token, block, top_k, from_anchor
         self.n_ubatch = n_ubatch
         self.models = [_model(target), _model(draft)]
         with GGUFFile(target) as file:
@@ -126,6 +128,8 @@ class LlamaDFlash:
         for layer in target_layers if self.watched is None else ():
             _set_layer_input(self.tgt, layer, True)
         _set_causal(self.dft, causal)
+        if top_k:
+            X.llama_set_embeddings_nextn(self.dft, True, False)
         self.batch = L.llama_batch_init(n_ubatch, 0, 1)
         self.inject = _ext_init(self.dft)
         self.n = 0
@@ -162,13 +166,31 @@ class LlamaDFlash:
 
     def draft_logits(self, width=None):
         """Logits of the block's rows 1 .. width - 1."""
-        width = width or self.block
-        logits = _decode(self.dft, self.batch, [self.pending] + [self.mask] * (width - 1), self.n, self.n_vocab)
-        L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
-        return logits[1:]
+        return self._block_logits(width or self.block)[1:]
 
-    def verify(self, drafts):
-        """Target ids of all rows; keeps the accepted prefix in both contexts. Returns (ids, matched).
+    def draft(self, width=None):
+        """The drafts of a block of ``width`` rows, the pending token included."""
+        width = width or self.block
+        if self.from_anchor:  # one row less drafts as much
+            return self._block_logits(width - 1).argmax(axis=1).tolist()
+        if not self.top_k:
+            return self.draft_logits(width).argmax(axis=1).tolist()
+        self._block_logits(width)
+        lattice = np.ctypeslib.as_array(X.llama_get_embeddings_nextn(self.dft), (width, self.n_embd))
+        before, out = 0, []
+        for row in lattice[1:]:
+            scores = row[self.top_k : self.top_k * (self.top_k + 1)].reshape(self.top_k, self.top_k)[before]
+            before = int(scores.argmax())
+            out.append(int(row[before]))
+        return out
+
+    def _block_logits(self, rows):
+        logits = _decode(self.dft, self.batch, [self.pending] + [self.mask] * (rows - 1), self.n, self.n_vocab)
+        L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        return logits
+
+    def verify(self, drafts, accepted=None):
+        """Target ids of all rows; keeps ``accepted`` drafts, or those that are right, in both contexts. Returns (ids, matched).
 
         Where llama.cpp cannot roll recurrent states back (qwen3next) the state from before the block is put back, and the accepted rows decoded again.
         """
@@ -179,6 +201,7 @@ class LlamaDFlash:
         matched = 0
         while matched < len(drafts) and ids[matched] == drafts[matched]:
             matched += 1
+        matched = matched if accepted is None else accepted
         self.n += matched + 1
         assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):

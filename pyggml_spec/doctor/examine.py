@@ -15,6 +15,7 @@ from ..ggml.device import Backend, pick_device
 from ..ggml.library import versions
 from ..gguf_io import GGUFFile
 from ..models.dflash import DFlash
+from ..models.drafter import TOKENS, Drafter
 from ..models.mtp import has_layer, is_layer_alone
 from ..models.registry import open_target
 from ..models.weights import Weights
@@ -187,7 +188,7 @@ class _Examination:
         if (misfit := self._misfit(drafter)) is not None:
             yield misfit
             return
-        if drafter.chained:
+        if not _readable(drafter):
             yield from self._chain(drafter)
             return
         assert isinstance(drafter, DFlash)
@@ -210,7 +211,7 @@ class _Examination:
             yield from self._probed(drafter, probe)
 
     def _chain(self, drafter):
-        """A chain of drafts has no mask token or windows that could be wrong: what it does when it runs is all there is."""
+        """What it does when it runs is all there is."""
         yield files.weights("drafter weights", drafter, files.SCANNED)
         yield self.subject.target_weights
         with ExitStack() as stack:
@@ -224,7 +225,7 @@ class _Examination:
 
     def _misfit(self, drafter) -> Check | None:
         """Why this drafter cannot be measured at all with this target, if so. Layers and mask tokens out of range can still be swept."""
-        if drafter.chained:
+        if not _readable(drafter):
             return self._unfit(drafter)
         layers, mask = drafter.hp.target_layers, drafter.hp.mask_token
         within = replace(drafter.hp, target_layers=tuple(min(v, self.target.n_layer) for v in layers), mask_token=0)
@@ -307,3 +308,8 @@ def _nothing(probe: Probe) -> Measured:
     """What a pair that cannot draft accepts."""
     blocks = sum(len(probe.anchors(p)) for p in probe.passages)
     return Measured(np.zeros(blocks, np.int32), np.zeros(0, np.int32), np.full((blocks, JUDGED), np.log(FLOOR), np.float32), True)
+
+
+def _readable(drafter: Drafter) -> bool:
+    """Whether other readings of its file can be compared: chains, selectors and heads of fewer tokens are measured while they run alone."""
+    return type(drafter) is DFlash and TOKENS not in drafter.file.tensors

@@ -73,10 +73,11 @@ class BlockDrafting:
         block = f.input("block", "i32", total)
         draft_rows = rows["kv_rows"] if self.alone and "kv_rows" in rows else f.input("draft_rows", "i64", total)
         masks = self._masks(g, f, total, span, covered)
-        hidden = self.drafter.denoise(g, BlockRows(block, rows["positions"], draft_rows, masks, span, kv), self.target)
+        hidden = self.drafter.denoise(g, BlockRows(block, rows["positions"], draft_rows, masks, span, kv, covered.count), self.target)
         # row 0 of a block is the pending token itself: its logits are never needed
-        logits = self.drafter.logits(g, g.tail_rows(hidden, 1) if self.alone else g.tails(hidden, width, 1), self.target)
-        return Drafted((self.drafter.choose(g, logits),), hidden, logits)
+        drafted = g.tail_rows(hidden, 1) if self.alone else g.tails(hidden, width, 1)
+        ids, logits = self.drafter.drafts(g, drafted, block, covered.count, self.target)
+        return Drafted(ids, hidden, logits)
 
     def _masks(self, g: Graph, f: StepFields, total: int, span: int, covered: SlotRange) -> tuple[Tensor, ...]:
         """One mask per drafter layer; layers with the same window share theirs."""
@@ -121,7 +122,7 @@ class BlockDrafting:
         return width - 1
 
     def order(self, at: int, drafts: int, count: int) -> np.ndarray:
-        return at * drafts + np.arange(drafts)
+        return at + count * np.arange(drafts) if self.drafter.by_position else at * drafts + np.arange(drafts)
 
 
 class ChainDrafting:

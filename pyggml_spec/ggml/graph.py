@@ -336,6 +336,22 @@ class Graph:
         require(x.type == F32 and part(x, 0, first, n), "part_3d", x=x, n=n, first=first)
         return lib.ggml_view_3d(self.ctx, x, n, x.ne[1], x.ne[2], x.nb[1], x.nb[2], 4 * first)
 
+    def every(self, x: Tensor, rows: int, i: int) -> Tensor:
+        """[n, T], T a multiple of ``rows`` -> the i-th of every ``rows``, [n, T / rows], as a view."""
+        require(0 <= i < rows and x.ne[1] % rows == 0 and x.ne[2] == x.ne[3] == 1, "every", x=x, rows=rows, i=i)
+        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] // rows, rows * x.nb[1], i * x.nb[1])
+
+    def firsts(self, x: Tensor, rows: int) -> Tensor:
+        """[T] -> the first of every ``rows``, [T / rows], by copy."""
+        count = x.ne[0] // rows
+        return self.shaped(self.cont(self.every(self.shaped(x, 1, x.ne[0]), rows, 0)), count)
+
+    def entry(self, x: Tensor, index: Tensor) -> Tensor:
+        """[k, S], index I32 [S] -> of each row the value that the index names, [1, 1, S]."""
+        require(x.nb[0] == 4 and index.type == I32 and index.ne[0] == x.ne[1] and x.ne[2] == 1, "entry", x=x, index=index)
+        table = lib.ggml_view_3d(self.ctx, x, 1, x.ne[0], x.ne[1], x.nb[0], x.nb[1], 0)
+        return lib.ggml_get_rows(self.ctx, table, self.shaped(index, 1, x.ne[1]))
+
     def slice_2d(self, x: Tensor, i: int) -> Tensor:
         """[n, H, T] -> the i-th of the H, [n, T], as a view."""
         require(part(x, 1, i, 1), "slice_2d", x=x, i=i)

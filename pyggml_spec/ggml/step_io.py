@@ -62,7 +62,7 @@ class StepTimes:
 
 
 def _values(node: Tensor) -> int:
-    return node.ne[0] * node.ne[1]
+    return node.ne[0] * node.ne[1] * node.ne[2]
 
 
 class StepFields:

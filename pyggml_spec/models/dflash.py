@@ -22,20 +22,24 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
 from .blocks import attend, geglu_ffn, product, project, softplus_gated, swiglu_ffn, write_kv
-from .drafter import ContextRows, Drafter
+from .drafter import TOKENS, ContextRows, Drafter, check_tokens
 from .hparams import epsilon, inverse_root, kv_heads, positive, size_of_heads
 from .model import SCALED
 from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
 F16_MAX = 65504.0
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 GELU = ("gelu", "gelu_pytorch_tanh")
 FACTORS, FEATURE_NORMS = "rope_freqs.weight", "enc.aux_norm.weight"
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The rows of one draft block: ``tokens`` I32 [B] = [pending, MASK, ...]; the rest as in ``base.Rows``; ``masks`` per layer."""
+    """The rows of a draft block of each slot: ``tokens`` I32 [B] = [pending, MASK, ...]; the rest as in ``base.Rows``; ``masks`` per layer.
+
+    ``zeros``: F32 [n_embd, slots], for drafters that look left of a row.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -43,6 +47,8 @@ class BlockRows:
     masks: tuple[Tensor, ...]
     span: int
     kv: tuple[KVLayer, ...]
+    slots: int = 1
+    zeros: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -126,10 +132,15 @@ class Hparams:
 
 
 class DFlash(Drafter):
-    """The drafter. ``weights`` has to be set before graphs are built; embedding and head come from the target unless the file has them."""
+    """The drafter. ``weights`` has to be set before graphs are built; embedding and head come from the target unless the file has them.
+
+    Attributes:
+        by_position: whether ids come one node per position, for all slots, and not all in one node, slot by slot.
+    """
 
     arch, method = "dflash", "draft-dflash"
     late = True
+    by_position = False
     scaled = tuple(name for name in (*SCALED, "fc") if name != "attn_gate")  # which no drafter of llama.cpp's has
 
     def __init__(self, file: GGUFFile) -> None:
@@ -160,11 +171,12 @@ class DFlash(Drafter):
         tensors = self.file.tensors
         if FEATURE_NORMS in tensors:
             out.append(Spec(FEATURE_NORMS, (n, len(hp.target_layers)), VECTOR))
-        if "token_embd.weight" in tensors:
-            out.append(Spec("token_embd.weight", (n, tensors["token_embd.weight"].shape[-1]), ROWS))
-        head = next((name for name in ("output.weight", "token_embd.weight") if name in tensors), None)
+        out += self.own_tokens()
+        if EMBEDDING in tensors:
+            out.append(Spec(EMBEDDING, (n, tensors[EMBEDDING].shape[-1]), ROWS))
+        head = next((name for name in (HEAD, EMBEDDING) if name in tensors), None)
         if head is not None:  # an embedding without a head is the head too, as in llama.cpp
-            out.append(Spec("output.weight", (n, tensors[head].shape[-1]), MATMUL, head))
+            out.append(Spec(HEAD, (n, tensors[head].shape[-1]), MATMUL, head))
         if FACTORS in tensors:
             out.append(Spec(FACTORS, (hp.rope.n_rot // 2,), VECTOR))
         for i in range(hp.n_layer):
@@ -215,11 +227,22 @@ class DFlash(Drafter):
         bad = [v for v in hp.target_layers if not 0 <= v <= target.n_layer]
         if bad:
             raise PairError(f"{pair}: it reads the input of layer {bad[0]}, but the target has layers 0 to {target.n_layer - 1}")
-        for name in ("token_embd.weight", "output.weight"):
-            if name in self.file.tensors and self.file.tensors[name].shape[-1] != target.n_vocab:
-                raise PairError(f"{pair}: its {name} has {self.file.tensors[name].shape[-1]} tokens, the target has {target.n_vocab}")
+        for name, tokens in self.known_tokens().items():
+            if tokens != target.n_vocab:
+                raise PairError(f"{pair}: its {name} has {tokens} tokens, the target has {target.n_vocab}")
+        if TOKENS in self.file.tensors:
+            chosen = self.file.tensors[HEAD].shape[-1] if HEAD in self.file.tensors else target.n_vocab
+            known = self.file.tensors[TOKENS].shape[0]
+            if chosen != known:
+                raise PairError(f"{pair}: its head has {chosen} tokens, but {TOKENS} has {known}")
+            check_tokens(self.file, target.n_vocab)
         if not 0 <= hp.mask_token < target.n_vocab:
             raise PairError(f"{pair}: its mask token is {hp.mask_token}, but the target's vocabulary has {target.n_vocab} tokens")
+
+    def known_tokens(self) -> dict[str, int]:
+        """Tokens of the tensors that have to know all of the target's."""
+        names = (EMBEDDING,) if TOKENS in self.file.tensors else (EMBEDDING, HEAD)
+        return {name: self.file.tensors[name].shape[-1] for name in names if name in self.file.tensors}
 
     # -- the graphs
 
@@ -247,14 +270,15 @@ class DFlash(Drafter):
     def denoise(self, g: Graph, rows: BlockRows, target: Target) -> Tensor:
         """The block's hidden states before the head, F32 [n_embd, B]."""
         hp, w = self.hp, self.weights
-        own = "token_embd.weight" in w
-        x = g.rows(w["token_embd.weight"], rows.tokens) if own else target.embed(g, rows.tokens)
+        own = EMBEDDING in w
+        x = g.rows(w[EMBEDDING], rows.tokens) if own else target.embed(g, rows.tokens)
         # once, and never by nobody: a drafter without the key was trained on the target's embedding as the target scales it
         scale = hp.embedding_scale or (1.0 if own else target.embedding_scale)
         if scale != 1.0:
             x = g.scale(x, scale)
+        rows = self._prepared(g, x, rows)
         for i in range(hp.n_layer):
-            h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
+            h, told = self._into(g, i, "attn", g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps), rows)
             q = g.heads(product(g, w.matrix(f"blk.{i}.attn_q.weight"), h), hp.head_size, hp.n_head)
             q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
             k, v = self._keys_values(g, i, h, rows.positions)
@@ -264,21 +288,41 @@ class DFlash(Drafter):
             out = product(g, w.matrix(f"blk.{i}.attn_output.weight"), out)
             if hp.value_scale != 1.0:
                 out = g.scale(out, hp.value_scale)
+            out = self._out_of(g, i, "attn", out, told, rows)
             if self._ffn_norm(i) == "ffn_norm":
                 out = self._norm_if_any(g, out, i, "post_attention_norm")
             x = g.add(out, x)
-            n = g.rms_norm(x, w[f"blk.{i}.{self._ffn_norm(i)}.weight"], hp.eps)
+            n, told = self._into(g, i, "ffn", g.rms_norm(x, w[f"blk.{i}.{self._ffn_norm(i)}.weight"], hp.eps), rows)
             ffn = (geglu_ffn if hp.gelu else swiglu_ffn)(g, w.group(f"blk.{i}.ffn"), w.matrix(f"blk.{i}.ffn_down.weight"), n)
+            ffn = self._out_of(g, i, "ffn", ffn, told, rows)
             x = g.add(self._norm_if_any(g, ffn, i, "post_ffw_norm"), x)
             if self._has(i, "layer_output_scale"):
                 x = g.mul(x, w[f"blk.{i}.layer_output_scale.weight"])
         return g.rms_norm(x, w["output_norm.weight"], hp.eps)
+
+    def _prepared(self, g: Graph, x: Tensor, rows: BlockRows) -> BlockRows:
+        """The rows with what the layers ask for besides; x F32 [n_embd, B] is what enters the first one."""
+        return rows
+
+    def _into(self, g: Graph, i: int, part: str, x: Tensor, rows: BlockRows) -> tuple[Tensor, Tensor | None]:
+        """What attention or FFN (``part``: attn, ffn) reads of its normalised input, and what ``_out_of`` is told."""
+        return x, None
+
+    def _out_of(self, g: Graph, i: int, part: str, x: Tensor, told: Tensor | None, rows: BlockRows) -> Tensor:
+        """What attention or FFN gives."""
+        return x
+
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The drafts of each slot's rows behind its pending token, whose hidden states are ``hidden``, F32 [n_embd, T], of the ``block`` I32;
+        and the logits that they were chosen by."""
+        logits = self.logits(g, hidden, target)
+        return (self.choose(g, logits),), logits
 
     def _norm_if_any(self, g: Graph, x: Tensor, i: int, name: str) -> Tensor:
         return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         """By the drafter's own head or the target's, capped once (a target caps for itself)."""
-        own = "output.weight" in self.weights
-        logits = product(g, self.weights.matrix("output.weight"), hidden) if own else target.logits(g, hidden)
+        own = HEAD in self.weights
+        logits = product(g, self.weights.matrix(HEAD), hidden) if own else target.logits(g, hidden)
         return g.soft_cap(logits, self.hp.softcap if own or not target.softcap else 0.0)

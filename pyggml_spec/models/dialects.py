@@ -24,12 +24,11 @@ _TENSORS = {f"{prefix}fc.weight": "fc.weight" for prefix in ("dflash.", "dflash_
 _TENSORS |= {f"{prefix}hidden_norm.weight": "enc.output_norm.weight" for prefix in ("dflash.", "dflash_", "")}
 # method: what its architecture, its keys (behind the architecture) or its tensors are called, or begin with
 _OTHERS = {
-    "DFlash2": ("selector_", "dflash.selector_", "conv_kernel_size", "attn_conv_", "ffn_conv_"),
     "DSpark": ("markov_", "conf_proj", "dspark", "dflash.dspark", "has_confidence_head", "hyper_connection.", "deepseek4-dflash-draft"),
     "Domino": ("domino", "dflash.domino"),
     "EAGLE": ("eagle",),
     "MTP": ("mtp", "nextn."),
-    "reduced-vocabulary": ("d2t", "t2d"),
+    "reduced-vocabulary": ("t2d",),
     "Laguna-style DFlash": ("dflash.aux_hidden_norm", "dflash.context_kv_layer_norm", "aux_hidden_norm"),
 }
 _DRAFTS = re.compile("draft|dflash|dspark|domino|eagle|mtp|assistant")  # architectures of drafters

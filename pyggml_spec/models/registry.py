@@ -5,6 +5,7 @@ from ..gguf_io import GGUFFile
 from .base import Target
 from .deepseek2 import DeepSeek2
 from .dflash import DFlash
+from .dflash2 import GATE, DFlash2
 from .dialects import ARCHS as DRAFTERS
 from .dialects import SUPPORTED, as_dflash, refuse_other_methods
 from .drafter import Drafter
@@ -65,7 +66,8 @@ def open_drafter(file: GGUFFile) -> Drafter:
     refuse_other_methods(file)
     if arch not in DRAFTERS:
         raise ModelError(f"{file.path} has the architecture {arch!r}; {SUPPORTED}")
-    return DFlash(as_dflash(file))
+    read = as_dflash(file)
+    return DFlash2(read) if GATE in read.tensors else DFlash(read)
 
 
 def own_drafter(file: GGUFFile) -> MTP | None:

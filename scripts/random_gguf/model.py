@@ -297,9 +297,12 @@ def write_hybrid(
 def write_dflash(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, *,
     gelu: bool = False, value_scale: float = 0.0, softcap: float = 0.0, norms_behind: bool = False, shared_kv: bool = False,
-    factors: bool = False, own: tuple[str, ...] = (), causal: bool = False, gate: str = "", feature_norms: bool = False
+    factors: bool = False, own: tuple[str, ...] = (), causal: bool = False, gate: str = "", feature_norms: bool = False,
+    block: int = 16, tokens: int = 0, more: Callable[[Writer], None] = lambda w: None
 ) -> Path:  # fmt: skip
     """Writes a random dflash drafter for a target of the same shape; embedding and head are the target's, unless ``own`` names them.
+
+    ``tokens``: of the target's vocabulary, so many that a head of its own chooses among (d2t); ``more`` writes what other drafters have besides.
 
     ``norms_behind`` adds norms behind attention and FFN and a scale per layer, ``shared_kv`` leaves attn_v out, ``factors`` adds rope_freqs.
     As drafters of Laguna targets: ``feature_norms`` adds enc.aux_norm, ``gate`` adds attn_gate per "head" or per "output".
@@ -331,7 +334,7 @@ def write_dflash(
         out.add_final_logit_softcapping(softcap)
     if s.embedding_scale:
         out.add_float32("dflash.embedding_scale", s.embedding_scale)
-    out.add_uint32("dflash.block_size", 16)
+    out.add_uint32("dflash.block_size", block)
     out.add_array("dflash.target_layers", list(s.target_layers))
     if s.window:
         out.add_sliding_window(s.window)
@@ -340,7 +343,9 @@ def write_dflash(
     if "embedding" in own:
         w.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=s.n_embd**0.5)
     if "head" in own:
-        w.matrix("output.weight", s.n_embd, s.n_vocab)
+        w.matrix("output.weight", s.n_embd, tokens or s.n_vocab)
+    if tokens:
+        out.add_tensor("d2t", np.sort(w.rng.permutation(s.n_vocab)[:tokens]).astype(np.int64))
     w.matrix("fc.weight", s.n_embd * len(s.target_layers), s.n_embd)
     w.vector("enc.output_norm.weight", s.n_embd, 0.5, 1.5)
     w.vector("output_norm.weight", s.n_embd, 0.5, 1.5)
@@ -370,5 +375,6 @@ def write_dflash(
             w.vector(f"{b}{name}.weight", n, 0.5, 1.5)
         if norms_behind:
             w.norms(b, {"post_attention_norm": s.n_embd, "post_ffw_norm": s.n_embd, "layer_output_scale": 1})
+    more(w)
     w.close()
     return path

@@ -5,9 +5,10 @@ import re
 import pytest
 from ggml.kernel_graphs import LEVELS
 from random_gguf.archs import write_gemma4, write_llama
+from random_gguf.dflash2 import write_dflash2
 from random_gguf.eagle3 import write_eagle3
 from random_gguf.gemma4_assistant import write_gemma4_assistant
-from random_gguf.model import Shape
+from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
 
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.skipif(not LEVELS, reason="our own kernels do not run o
 QUANT = "Q8_0"  # own kernels: a row has the same bits in every step
 KINDS = {
     "eagle3": (write_llama, write_eagle3, {}),
+    "dflash2": (write_qwen35, write_dflash2, {"taps": 3}),
+    "dflash, d2t": (write_qwen35, write_dflash, {"own": ("head",), "tokens": 90}),
     "gemma4-assistant": (write_gemma4, write_gemma4_assistant, {}),
     "eagle3, d2t": (write_llama, write_eagle3, {"tokens": 90, "norm_before_fc": True}),
 }

@@ -1,4 +1,4 @@
-"""A chain of drafts among several sequences: what is drafted is what is drafted for each of them alone."""
+"""Drafts that follow from each other, among several sequences: what is drafted is what is drafted for each of them alone."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from pyggml_spec.errors import EngineError
 WIDTHS = (8, 2, 1, 4, 8, 1, 3)
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3", "assistant"])
+@pytest.fixture(scope="module", params=["mtp", "eagle3", "assistant", "dflash2"])
 def pair(request, tmp_path_factory):
     made = Pair(tmp_path_factory.mktemp("pair"), request.param)
     yield made

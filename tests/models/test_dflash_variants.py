@@ -117,12 +117,11 @@ def test_dialects_draft_what_the_original_drafts(tmp_path, target, arch, prefix)
 
 
 OTHERS = {
-    "DFlash2": [("tensor", "selector_hidden.weight"), ("key", "dflash.selector_rank"), ("tensor", "blk.0.attn_conv_base")],
     "DSpark": [("tensor", "markov_w1.weight"), ("key", "dflash.dspark.enabled"), ("key", "dflash.hyper_connection.count")],
     "Domino": [("tensor", "dflash.domino.start")],
     "EAGLE": [("arch", "eagle")],
     "MTP": [("tensor", "blk.0.nextn.eh_proj.weight")],
-    "reduced-vocabulary": [("tensor", "d2t")],
+    "reduced-vocabulary": [("tensor", "t2d")],
     "Laguna-style DFlash": [("tensor", "dflash.aux_hidden_norm.0.weight")],
 }
 
