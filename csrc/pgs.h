@@ -4,6 +4,7 @@
 //   pgs_role    one graph allocator (ggml_gallocr) and the counters of one kind of step
 //   pgs_graph   one arena (ggml_context) and one graph inside it; kept and recomputed, never rebuilt
 //   pgs_io      the device buffer that all small inputs and outputs of a step live in, and its pinned host mirror
+//   pgs_chain   the order of a step's graphs on several devices, and what is copied between them
 //   pgs_experts what moves between host and device where experts are in host memory, and the host's own small graphs
 //   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the unfolded block
 //
@@ -24,6 +25,7 @@
 typedef struct pgs_role  pgs_role;
 typedef struct pgs_graph pgs_graph;
 typedef struct pgs_io    pgs_io;
+typedef struct pgs_chain pgs_chain;
 typedef struct pgs_delta pgs_delta;
 typedef struct pgs_experts pgs_experts;
 typedef struct pgs_level pgs_level;
@@ -46,6 +48,7 @@ pgs_graph *           pgs_graph_new(pgs_role * role, size_t max_nodes, char * er
 void                  pgs_graph_free(pgs_graph * graph);
 struct ggml_context * pgs_graph_context(pgs_graph * graph);
 struct ggml_cgraph *  pgs_graph_cgraph(pgs_graph * graph);
+ggml_backend_t        pgs_graph_backend(const pgs_graph * graph);
 int                   pgs_graph_plan(pgs_graph * graph, char * err);
 int                   pgs_graph_compute(pgs_graph * graph, char * err);
 int                   pgs_graph_times(pgs_graph * graph, double * out, char * err);
@@ -74,10 +77,13 @@ typedef struct pgs_step_times {  // microseconds of one step
     int64_t upload, compute, read;
 } pgs_step_times;
 
-pgs_io *             pgs_io_new(ggml_backend_t backend, size_t capacity, char * err);
+pgs_io *             pgs_io_new(ggml_backend_t backend, size_t capacity, pgs_io * mirror, char * err);
 void                 pgs_io_free(pgs_io * io);
 void *               pgs_io_host(pgs_io * io);
 struct ggml_tensor * pgs_io_home(pgs_io * io);
+ggml_backend_t       pgs_io_backend(pgs_io * io);
+void                 pgs_io_upload(pgs_io * io, size_t bytes);               // queued, as is
+void                 pgs_io_read(pgs_io * io, size_t offset, size_t bytes);  // this
 struct ggml_tensor * pgs_io_tensor(pgs_io * io, struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1, size_t offset,
                                    struct ggml_tensor * after, char * err);
 int  pgs_step_launch(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times,
@@ -87,6 +93,20 @@ void pgs_step_wait(pgs_io * io, pgs_step_times * times);
 // ---- compute_threads.c
 
 void pgs_give_back_threads(void);
+
+// ---- step_chain.c
+
+typedef struct pgs_hop {  // behind the part `after`, `src` of its graph is copied to `dst`, an input of the part `to`
+    int32_t              after, to;
+    struct ggml_tensor * src;
+    struct ggml_tensor * dst;
+} pgs_hop;
+
+// Parts that were planned, in their order; `ios`: of each one's device. Borrows both.
+pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const pgs_hop * hops, int n_hops, char * err);
+void        pgs_chain_free(pgs_chain * chain);
+int  pgs_chain_launch(pgs_chain * chain, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times, char * err);
+void pgs_chain_wait(pgs_chain * chain, pgs_step_times * times);
 
 // ---- step_rows.c
 

@@ -119,6 +119,10 @@ struct ggml_cgraph * pgs_graph_cgraph(pgs_graph * graph) {
     return graph->gf;
 }
 
+ggml_backend_t pgs_graph_backend(const pgs_graph * graph) {
+    return graph->role->backend;
+}
+
 static void dims(const struct ggml_tensor * t, char * out, size_t n) {
     snprintf(out, n, "%s [%lld, %lld, %lld, %lld]", ggml_type_name(t->type), (long long) t->ne[0], (long long) t->ne[1],
              (long long) t->ne[2], (long long) t->ne[3]);

@@ -12,6 +12,7 @@ struct pgs_io {
     ggml_backend_t        backend;
     ggml_backend_buffer_t host_buffer;  // pinned where the device offers it, so that the copy is really asynchronous
     void *                host;
+    bool                  shared;  // whether the mirror is another one's
     struct ggml_context * ctx;
     ggml_backend_buffer_t buffer;
     struct ggml_tensor *  home;  // I8 [capacity]: the whole buffer
@@ -23,7 +24,7 @@ void pgs_io_free(pgs_io * io) {
     }
     if (io->host_buffer != NULL) {
         ggml_backend_buffer_free(io->host_buffer);
-    } else {
+    } else if (!io->shared) {
         free(io->host);
     }
     ggml_backend_buffer_free(io->buffer);
@@ -31,7 +32,8 @@ void pgs_io_free(pgs_io * io) {
     free(io);
 }
 
-pgs_io * pgs_io_new(ggml_backend_t backend, size_t capacity, char * err) {
+// `mirror`: of the same step's fields on another device, whose mirror this one is uploaded from; NULL: it gets one of its own.
+pgs_io * pgs_io_new(ggml_backend_t backend, size_t capacity, pgs_io * mirror, char * err) {
     pgs_io * io = calloc(1, sizeof(*io));
     if (io == NULL) {
         snprintf(err, PGS_ERR, "no memory for the step's inputs");
@@ -43,10 +45,11 @@ pgs_io * pgs_io_new(ggml_backend_t backend, size_t capacity, char * err) {
     io->home    = ggml_new_tensor_1d(io->ctx, GGML_TYPE_I8, (int64_t) capacity);
     io->buffer  = ggml_backend_alloc_ctx_tensors(io->ctx, backend);
     const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(ggml_backend_get_device(backend));
-    if (pinned != NULL) {
+    io->shared = mirror != NULL;
+    if (pinned != NULL && !io->shared) {
         io->host_buffer = ggml_backend_buft_alloc_buffer(pinned, capacity);
     }
-    io->host = io->host_buffer != NULL ? ggml_backend_buffer_get_base(io->host_buffer) : malloc(capacity);
+    io->host = io->shared ? mirror->host : io->host_buffer != NULL ? ggml_backend_buffer_get_base(io->host_buffer) : malloc(capacity);
     if (io->buffer == NULL || io->host == NULL) {
         snprintf(err, PGS_ERR, "no memory for a step's inputs of %zu bytes on %s", capacity, ggml_backend_name(backend));
         pgs_io_free(io);
@@ -63,6 +66,18 @@ void * pgs_io_host(pgs_io * io) {
 
 struct ggml_tensor * pgs_io_home(pgs_io * io) {
     return io->home;
+}
+
+ggml_backend_t pgs_io_backend(pgs_io * io) {
+    return io->backend;
+}
+
+void pgs_io_upload(pgs_io * io, size_t bytes) {
+    ggml_backend_tensor_set_async(io->backend, io->home, io->host, 0, bytes);
+}
+
+void pgs_io_read(pgs_io * io, size_t offset, size_t bytes) {
+    ggml_backend_tensor_get_async(io->backend, io->home, (char *) io->host + offset, offset, bytes);
 }
 
 // A tensor inside the buffer. With `after`, the tensor carries that node as its source although both have memory of their own: the
@@ -86,7 +101,7 @@ int pgs_step_launch(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t 
                     char * err) {
     const int64_t t0 = ggml_time_us();
     if (upload_bytes > 0) {
-        ggml_backend_tensor_set_async(io->backend, io->home, io->host, 0, upload_bytes);
+        pgs_io_upload(io, upload_bytes);
     }
     const int64_t t1 = ggml_time_us();
     if (pgs_graph_compute(graph, err) != 0) {
@@ -96,7 +111,7 @@ int pgs_step_launch(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t 
     times->upload  = t1 - t0;
     times->compute = ggml_time_us() - t1;
     if (read_bytes > 0) {
-        ggml_backend_tensor_get_async(io->backend, io->home, (char *) io->host + read_offset, read_offset, read_bytes);
+        pgs_io_read(io, read_offset, read_bytes);
     }
     return 0;
 }

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 from .arguments import GenerateOptions, RequestOptions
 from .checks import token_ids, whole
@@ -25,6 +25,7 @@ from .engine.parts import Closable, P
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, pick_device
+from .ggml.devices import in_order, open_backends, pick_devices
 from .ggml.library import versions
 from .gguf_io import GGUFFile
 from .memory.kv_types import KVTypes
@@ -35,6 +36,7 @@ from .models.drafter import Drafter
 from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target, own_drafter
 from .models.rope import ignored_yarn
+from .models.segments import Segment, SplitWeights, check_drafter, split
 from .models.weights import Weights
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
@@ -80,7 +82,8 @@ class Engaged:
 class Session:
     """A target, perhaps a drafter, ready to generate. Use in a ``with`` block, or ``close`` it; closing twice is fine."""
 
-    backend: Backend
+    backend: Backend  # the last of ``backends``, the devices that a step goes through
+    backends: tuple[Backend, ...]
     target: Target
     tokenizer: Tokenizer
     engine: Engine
@@ -89,6 +92,7 @@ class Session:
 
     def __init__(self) -> None:
         self._parts: list[Closable] = []
+        self._order: list[int] = [0]  # of the devices as they were named
         self.notes: list[str] = []
         self.load_seconds = 0.0
         self.drafter: Drafter | None = None
@@ -119,19 +123,22 @@ class Session:
         experts: ExpertOptions | None,
         spec: Methods,
         progress: Progress,
+        tensor_split: Sequence[float] | None,
     ) -> "Session":
         started = time.perf_counter()
-        self.backend = self._own(Backend(pick_device(device), threads, kernels))
+        backends = self._open(device, threads, kernels)
         file = self._own(GGUFFile(target))
         self.target = open_target(file)
-        self.notes += build_notes(self.backend.device)
+        for name in dict.fromkeys(backend.device.name for backend in backends):
+            self.notes += [note for note in build_notes(pick_device(name)) if note not in self.notes]
         self.notes += ignored_yarn(file, self.target.arch)
         self.tokenizer = self._own(Tokenizer(file))
         self.drafter = self._open_drafter(file, draft, spec)
         options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width, spec.lookup is not None))
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
         placement, host = self._place_experts(experts, threads, max(options.chunk, options.width))
-        self.target.weights = self._weights(self.target, lambda done, total: progress("weights", done, total), placement, host)
+        segments = self._split(backends, tensor_split, options)
+        self.target.weights = self._target_weights(segments, lambda done, total: progress("weights", done, total), placement, host)
         if host is not None and placement is not None:
             self.notes.append(
                 f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file stay mapped)"
@@ -183,6 +190,37 @@ class Session:
     ) -> Weights:
         parts = (self.backend, model.file, model.specs(), model.groups(), model.fused_alike())
         return self._own(Weights(*parts, progress, placement, host))
+
+    def _open(self, device: str | None, threads: int | None, kernels: str | None) -> list[Backend]:
+        """The devices, in the order in which layers go through them; ``backend`` is the last one."""
+        found = pick_devices(device)
+        self._order = in_order(found)
+        backends = [self._own(backend) for backend in open_backends(device, threads, kernels)]
+        self.backends = tuple(backends[i] for i in self._order)
+        self.backend = self.backends[-1]
+        return list(self.backends)
+
+    def _split(self, backends: Sequence[Backend], shares: Sequence[float] | None, options: EngineOptions) -> tuple[Segment, ...]:
+        """Which layers each device has."""
+        if len(backends) == 1:
+            if shares is not None and len(shares) != 1:
+                raise EngineError("proportions of a split need several devices: name them with `device`, separated by commas")
+            return ()
+        check_drafter(self.drafter)
+        if shares is not None and len(shares) == len(backends):
+            shares = [shares[i] for i in self._order]
+        sizes, drafter = self.target.file.tensors, self.drafter
+        at_last = sizes["output.weight" if "output.weight" in sizes else "token_embd.weight"].nbytes
+        at_last += drafter.file.nbytes if drafter is not None and drafter.file is not self.target.file else 0
+        per_layer = options.n_ctx * sum(map(options.kv.row_bytes, self.target.kv_shapes())) // self.target.n_layer
+        return split(self.target, backends, shares, [free_bytes(b.device) for b in backends], at_last, per_layer)
+
+    def _target_weights(
+        self, segments: tuple[Segment, ...], progress: Callable[[int, int], None], placement: Placement | None, host: Backend | None
+    ) -> Weights:
+        if not segments:
+            return self._weights(self.target, progress, placement, host)
+        return cast(Weights, self._own(SplitWeights(self.target, segments, self.drafter, placement, host, progress)))
 
     def _place_experts(self, options: ExpertOptions | None, threads: int | None, rows: int) -> tuple[Placement | None, Backend | None]:
         """Where the target's experts go, and the CPU that computes those of the host."""
@@ -575,6 +613,11 @@ class Session:
         apart = self.target.ggml_attention
         return f"own ({level.name}){share}" + (f", attention by ggml's because {apart}" if apart else "")
 
+    def _devices(self) -> str:
+        """What computes, and which layers where there are several."""
+        segments = self.target.weights.segments
+        return ", ".join(map(str, segments)) if segments else self.backend.device.name
+
     def engaged(self) -> Engaged:
         """What is in use: read it before trusting a speed."""
         self._check_open()
@@ -584,8 +627,8 @@ class Session:
             self.target.file.path.name,
             drafter,
             self.lookup.method if self.lookup is not None else None,
-            self.backend.device.name,
-            self.backend.threads,
+            self._devices(),
+            max(backend.threads for backend in self.backends),
             width,
             tuple(useful_widths(self.costs)) if self.costs else (),
             self.engine.options.n_ctx,
@@ -636,13 +679,15 @@ def load(
     experts: ExpertOptions | None = None,
     spec: Sequence[str] | None = None,
     no_spec: Sequence[str] = (),
+    tensor_split: Sequence[float] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
     """Loads a target and perhaps its drafter; without a target, the embedded pair.
 
     Args:
         target, draft: GGUF files. A target without a drafter, and without an MTP layer of its own, decodes plainly.
-        device: name as in ``devices()``; None takes the first GPU, or the CPU.
+        device: name as in ``devices()``; None takes the first GPU, or the CPU. Several, separated by commas: the target's layers are split over
+            them; a CPU among GPUs has the first layers, whatever the order.
         threads: CPU threads; None takes the cores of this process, at most 16.
         kernels: "own" or "ggml" for products on a CPU; None takes our own where they run (x86 with AVX2). ggml's are llama.cpp's bit for bit.
         n_ctx: tokens of context; 0 takes what the model was trained with, None that or 4096, whichever is less.
@@ -658,6 +703,8 @@ def load(
         spec: ways of drafting, of ``decode.methods.METHODS`` and named as llama.cpp's `--spec-type` names them; None takes the drafter of ``draft``,
             or else the target's own MTP layer if its file has one. An empty one takes none.
         no_spec: ways that are not to draft, whatever there is.
+        tensor_split: how many layers each of several devices gets, in proportion and in the order in which they are named; None takes their free
+            memory, and gives a CPU what GPUs have no room for.
 
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.
@@ -681,7 +728,18 @@ def load(
         prefix = (prefix_cache, prefix_memory, prefix_disk)
         draft = Path(draft) if draft is not None else None
         return session._load(
-            Path(target), draft, device, threads, kernels, options, draft_width, prefix, experts, methods(spec, no_spec), progress
+            Path(target),
+            draft,
+            device,
+            threads,
+            kernels,
+            options,
+            draft_width,
+            prefix,
+            experts,
+            methods(spec, no_spec),
+            progress,
+            tensor_split,
         )
     except BaseException:
         session.close()

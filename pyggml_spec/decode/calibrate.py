@@ -75,6 +75,7 @@ def cost_key(engine: Engine, widths: tuple[int, ...], given: bool = False) -> st
         given,
         engine.options,
         versions(),
+        *(map(str, engine.parts.segments) if len(engine.parts.segments) > 1 else ()),
     ]
     paths = [engine.target.file.path, *([engine.drafter.file.path] if engine.drafter is not None else [])]
     for path in paths:

@@ -3,7 +3,6 @@
 import numpy as np
 
 from ..errors import EngineError
-from ..ggml.library import ffi
 from ..memory.features import RING
 from ..memory.slots import SlotRange
 from .parts import Parts
@@ -68,7 +67,7 @@ class Commits:
         assert delta is not None
         replay = delta.unfolded or not delta.inline
         step = self._parts.graphs.get("commit", delta.width, 0, covered, width_to, replay)
-        delta.fill_commit(step.fields.at["tail"], step.fields.at.get("keep", ffi.NULL), covered)
+        delta.fill_commit(step.fields.at, covered)
         step.fields.run()
         delta.accepted[covered.part] = 0
 

@@ -338,8 +338,8 @@ class Engine:
 
     def expert_counts(self) -> dict[str, int] | None:
         """Choices of routed experts so far, hits among them, and the host's microseconds; None where all experts are on the device."""
-        host = self.target.weights.host_experts
-        return asdict(host.counts()) if host is not None else None
+        counts = self.target.weights.expert_counts()
+        return asdict(counts) if counts is not None else None
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose."""

@@ -74,7 +74,7 @@ class Fill:
     def _commit(self, step: Step, covered: SlotRange) -> None:
         """What of the blocks before is folded into the states first."""
         assert self._delta is not None
-        self._delta.fill_commit(step.fields.at["tail"], step.fields.at.get("keep", ffi.NULL), covered)
+        self._delta.fill_commit(step.fields.at, covered)
 
     def _rows(self, step: Step, width: int, rows: Rows, covered: SlotRange) -> None:
         """Positions, cache rows and what is switched off. A slot without work looks at its first row, and writes trash."""

@@ -1,6 +1,6 @@
 """The graphs that an engine keeps: one per (role, width, span, slots) and what else its steps differ in; built once, planned once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -9,11 +9,12 @@ import numpy as np
 
 from ..checks import whole
 from ..errors import EngineError
-from ..ggml.device import Backend
+from ..ggml.chain import ChainFields, ChainGraph
 from ..ggml.graph import Graph, Role, RoleCounters
 from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepFields, StepIO
 from ..memory.slots import SlotRange
+from ..models.segments import Segment
 
 MEASURED_SPANS = 16
 # outputs with a value per row, which is not finite if anything in the row is not
@@ -80,16 +81,25 @@ class GraphStore:
     """Owns the roles and their graphs; a subclass knows how each is built."""
 
     def __init__(
-        self, backend: Backend, io: StepIO, widths: dict[str, tuple[int, ...]], spans: list[int], slots: int, widest: int, nodes: int
+        self,
+        segments: Sequence[Segment],
+        io: StepIO,
+        widths: dict[str, tuple[int, ...]],
+        spans: list[int],
+        slots: int,
+        widest: int,
+        nodes: int,
     ) -> None:
         """
         Args:
+            segments: the devices that a step goes through.
             widths: of each role whose largest graph is planned first.
             spans: all that the caches have, ascending.
             widest: the most rows per slot that any graph has.
             nodes: that no graph exceeds.
         """
-        self.backend, self.io, self._widths, self.spans, self.slots = backend, io, widths, spans, slots
+        self.segments, self.backend, self.split = tuple(segments), segments[-1].backend, len(segments) > 1
+        self.io, self._widths, self.spans, self.slots = io, widths, spans, slots
         self._widest, self._nodes = widest, nodes
         self.every = SlotRange(0, slots)
         self.roles: dict[str, Role] = {}
@@ -145,16 +155,17 @@ class GraphStore:
         ranges = {"prefill": [SlotRange(0, 1)], "plain": list(dict.fromkeys((self.every, SlotRange(0, 1))))}.get(role, [self.every])
         shapes = list(product(self._widths[role], dict.fromkeys((*self.spans[::few], live)), ranges))
         kept: dict[tuple, Step] = {}
-        sizes: dict[tuple, int] = {}
+        sizes: dict[tuple, list[int]] = {}  # of each part, in bytes
         drafting, self.drafting = self.drafting, self.can_draft
         try:
             for shape in shapes:
                 step = kept[shape] = self._make(role, *shape)
-                sizes[shape] = step.graph.measure()
+                sizes[shape] = [part.measure() for part in step.graph.parts]
                 if self.slots > 1 or shape[1] != live:
                     kept.pop(shape).graph.close()
-            largest = max(sizes, key=sizes.__getitem__)
-            self._keep(kept.pop(largest) if largest in kept else self._make(role, *largest), role, *largest)
+            count = len(next(iter(sizes.values())))
+            for largest in dict.fromkeys(max(sizes, key=lambda shape: sizes[shape][i]) for i in range(count)):
+                self._keep(kept.pop(largest) if largest in kept else self._make(role, *largest), role, *largest)
             for shape in list(kept):
                 self._keep(kept.pop(shape), role, *shape)
             self._reserved.add((role, self.candidates, self.kept))
@@ -172,16 +183,29 @@ class GraphStore:
         if role not in self._builders:
             raise EngineError(f"there is no step called {role!r}: use one of {', '.join(self._builders)}")
         width = whole(width, f"the width of a {role} step", 0 if role == "commit" else 1, self._widest)
-        if role not in self.roles:
-            self.roles[role] = Role(self.backend, role, self._nodes)
-        graph = Graph(self.roles[role])
+        graph, fields = self._new(role)
         try:
-            fields = StepFields(self.io, graph)
             extra = self._builders[role](graph, fields, width, span, covered, *more) or {}
         except BaseException:
             graph.close()
             raise
         return Step(graph, fields, extra)
+
+    def _new(self, role: str) -> tuple[Graph, StepFields]:
+        """An empty graph, over several devices one that has no part yet."""
+        if not self.split:
+            graph = Graph(self._role(role, -1))
+            return graph, StepFields(self.io, graph)
+        chain = ChainGraph(self.io, lambda part, segment: self._role(f"{role}.{part}" if part else role, segment), self._entered)
+        return chain, ChainFields(self.io, chain)
+
+    def _role(self, name: str, segment: int) -> Role:
+        if name not in self.roles:
+            self.roles[name] = Role(self.segments[segment].backend, name, self._nodes)
+        return self.roles[name]
+
+    def _entered(self, segment: int) -> None:
+        """Nodes are added for this segment from now on."""
 
     def _keep(self, step: Step, role: str, *shape: Any) -> Step:
         """Plans the step's graph and keeps it; it is closed if it cannot be planned."""

@@ -13,17 +13,20 @@ catchup   RING, of one slot           -                             K/V rows of 
 logits    an exact chunk              written directly              -        (all logits readable; parity checks)
 capture   an exact chunk              written directly              -        (inputs of named target layers readable; doctor)
 
+Over several devices a step is a chain of graphs (``ggml/chain.py``): drafts on the last device, then the layers from the first device on, then what
+the drafter keeps of them, on the last again. The builders below are written for one device; ``_forward`` changes devices where layers do.
+
 What one slot alone has for speed, and several cannot have: [history ; block] lies as it is read, drafts are the verifier's token ids in place,
 drafter and target write the same rows, and the drafter's rows of plain tokens wait in a ring until they are due.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from ..errors import EngineError
-from ..ggml.device import Backend
+from ..ggml.chain import ChainGraph
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
@@ -34,6 +37,7 @@ from ..memory.kv import SPAN, KVCache, padded, spans_up_to
 from ..memory.slots import SlotRange
 from ..models.base import Rows, Seen, Target
 from ..models.drafter import ContextRows, Drafter
+from ..models.segments import Segment
 from .drafting import drafting_of
 from .graph_store import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore
 from .masked import MaskedRows
@@ -53,6 +57,24 @@ class Carry(NamedTuple):
 WITHOUT_LAYERS = 4096  # nodes planned for what stands before and behind the layers; a test counts them
 
 
+class Given(NamedTuple):
+    """What the layers of a step are given on the device that computes them: ``rows`` as ``_rows`` makes them, ``delta`` and ``carry`` where there
+    are such, ``tokens`` I32 [T]."""
+
+    rows: dict
+    delta: DeltaRows | None
+    carry: Carry | None
+    tokens: Tensor
+
+
+class Done(NamedTuple):
+    """What the target made of its rows: ``hidden`` F32 [n_embd, T], ``features`` that were captured; both, and what was ``given``, on the last device."""
+
+    hidden: Tensor
+    features: list[Tensor]
+    given: Given
+
+
 def most_nodes(target: Target, drafter: Drafter | None) -> int:
     """Nodes that no step of this pair exceeds: layers take 28 to 66, and three for each expert that a token uses; slots, scales, biases and
     the rotation of quantised rows take at most 40 more.
@@ -68,7 +90,7 @@ class StepGraphs(GraphStore):
 
     def __init__(
         self,
-        backend: Backend,
+        segments: Sequence[Segment],
         io: StepIO,
         target: Target,
         drafter: Drafter | None,
@@ -81,7 +103,7 @@ class StepGraphs(GraphStore):
         slots: int,
     ) -> None:
         widest = max(RING, *(width for of_role in widths.values() for width in of_role))
-        super().__init__(backend, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter))
+        super().__init__(segments, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter))
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta, self.ring, self.boundary = kv, draft_kv, delta, ring, boundary
         self.draft_part = drafting_of(drafter, target, kv, draft_kv, slots == 1) if drafter is not None and draft_kv is not None else None
@@ -163,29 +185,36 @@ class StepGraphs(GraphStore):
         total = width * covered.count
         positions, kv_rows = f.input("positions", "i32", total), f.input("kv_rows", "i64", total)
         q_last = f.input("q_last", "f32", 1, total)
-        mask = g.span_mask(self.kv.near, q_last, None, span, covered.count)
+        mask = g.span_mask(self.kv.nears[g.segment], q_last, None, span, covered.count)
         sliding = self._sliding(g, f, kv_rows, q_last, span, covered.count) if self.target.window else None
         kv = self._caches(g, self.kv, covered)
         return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "span": span, "sliding": sliding, "kv": kv}
 
     def _caches(self, g: Graph, kv: KVCache, covered: SlotRange) -> tuple:
-        """The K/V tensors of these slots; rows are counted from the first one."""
+        """The K/V tensors of these slots; rows are counted from the first one. Of another device's layers they are as they are: nobody asks."""
         if self.slots == 1:
             return kv.layers
-        views = []
-        for layer in kv.layers:
-            k, v = (g.slots(tensor, covered.first, covered.count) for tensor in (layer.k, layer.v))
+        views = list(kv.layers)
+        for i in self._own_caches(g, kv):
+            k, v = (g.slots(tensor, covered.first, covered.count) for tensor in (views[i].k, views[i].v))
             g.expand(k)  # now: between rope and row write it would keep ggml-cuda from fusing them
             g.expand(v)
-            views.append(layer._replace(k=k, v=v))
+            views[i] = views[i]._replace(k=k, v=v)
         return tuple(views)
+
+    def _own_caches(self, g: Graph, kv: KVCache) -> range:
+        """Which of the caches are on the device whose part is being built."""
+        if kv is not self.kv:
+            return range(len(kv.layers))
+        segment = self.segments[g.segment]
+        return range(self.target.caches_before(segment.first)[0], self.target.caches_before(segment.end)[0])
 
     def _sliding(self, g: Graph, f: StepFields, kv_rows: Tensor, q_last: Tensor, span: int, slots: int) -> Seen:
         """What sliding layers write and see: a ring of rows, or all rows where the context is no longer than one.
 
         Rows of a ring beyond the span hold nothing yet. All of gemma4's would be 1.3 GB per step at 31B, 7 % of what its weights are.
         """
-        rows, near = kv_rows, self.kv.near
+        rows, near = kv_rows, self.kv.nears[g.segment]
         q_first = f.input("q_first", "f32", 1, kv_rows.ne[0])
         if self.kv.ring:
             span = min(span, self.kv.ring)
@@ -195,8 +224,11 @@ class StepGraphs(GraphStore):
     def _replay(self, g: Graph, f: StepFields, covered: SlotRange, width: int, width_to: int, replay: bool) -> None:
         """Commits what these slots' blocks of ``width`` rows left."""
         assert self.delta is not None
+        pool = self.delta.pool(g.segment)
+        if pool is None:
+            return
         keep = f.input("keep", "f32", 1, width * covered.count) if replay else None
-        tail = f.input("tail", "i32", *self.delta.tail_shape(covered))
+        tail = f.input(pool.tail, "i32", *self.delta.tail_shape(covered, pool))
         self.delta.begin(g, covered, width, width_to, keep, tail)
 
     def _block_states(self, g: Graph, f: StepFields, width: int, covered: SlotRange) -> DeltaRows | None:
@@ -228,9 +260,41 @@ class StepGraphs(GraphStore):
         assert self.delta is not None
         return None if self.delta.inline else f.input("take", "i32", (self.delta.history_rows + width) * covered.count)
 
-    def _forward(self, g: Graph, tokens: Tensor, rows: dict, delta: DeltaRows | None) -> tuple[Tensor, list[Tensor]]:
-        capture = self.drafter.captures if self.drafter is not None and self.drafting else ()
-        return self.target.forward(g, Rows(tokens=tokens, delta=delta, **rows), capture)
+    def _entered(self, segment: int) -> None:
+        self.target.weights.enter(segment)
+
+    def _begin(self, g: Graph, segment: int = 0) -> None:
+        """The first device of a step."""
+        if isinstance(g, ChainGraph):
+            g.enter(segment % len(self.segments))
+
+    def _captures(self) -> tuple[int, ...]:
+        return self.drafter.captures if self.drafter is not None and self.drafting else ()
+
+    def _forward(self, g: Graph, given: Callable[[], Given], now: Given | None = None, capture: tuple[int, ...] | None = None) -> Done:
+        """The layers. ``given`` makes what they are given on the device whose part is being built; ``now``: it has, on the first."""
+        capture = self._captures() if capture is None else capture
+        now = given() if now is None else now
+        if not self.split:
+            return Done(*self.target.forward(g, Rows(tokens=now.tokens, delta=now.delta, **now.rows), capture), now)
+        chain, here = cast(ChainGraph, g), [now]
+        parts = [chain.part]  # of each segment's layers
+
+        def rows() -> Rows:
+            return Rows(tokens=here[-1].tokens, delta=here[-1].delta, cross=cross, **here[-1].rows)
+
+        def cross(layer: int, tensors: tuple) -> tuple[Rows, tuple] | None:
+            if len(parts) == len(self.segments) or layer != self.segments[len(parts)].first:
+                return None
+            chain.enter(len(parts))
+            parts.append(chain.part)
+            here.append(given())
+            return rows(), tuple(x if x is None else chain.bring(x, parts[-2]) for x in tensors)
+
+        hidden, features = self.target.forward(g, rows(), capture)
+        ends = [segment.end for segment in self.segments]
+        made = [next((i for i, end in enumerate(ends) if v < end), len(ends) - 1) for v in capture]
+        return Done(hidden, [chain.bring(x, parts[i]) for x, i in zip(features, made, strict=True)], here[-1])
 
     def _carry(self, g: Graph, f: StepFields, rows: int, covered: SlotRange) -> Carry | None:
         """What each slot's last committed token left, and where what ``rows`` rows leave goes; None where no drafter reads it."""
@@ -239,15 +303,14 @@ class StepGraphs(GraphStore):
         return Carry(g.rows(self.boundary.table, f.input("before", "i32", covered.count)), f.input("boundary", "i64", rows))
 
     def _context(
-        self, g: Graph, f: StepFields, tokens: Tensor, done: tuple[Tensor, list[Tensor]], carry: Carry | None, rows: dict, draft_kv: tuple,
-        certain: bool = False, last: Tensor | None = None
+        self, g: Graph, f: StepFields, done: Done, draft_kv: tuple, certain: bool = False, last: Tensor | None = None
     ) -> None:  # fmt: skip
         """The drafter's K/V rows of the target's rows, which are ``done``: hidden, and what was captured. ``certain``: they are not those of blocks,
         and ``last`` I32 [slots] says which of them is each slot's last one, where it has several."""
         if not self.drafting:
             return
         assert self.drafter is not None
-        hidden, features = done
+        hidden, features, (rows, _, carry, tokens) = done
         shifted, positions = None, rows["positions"]
         if carry is not None:
             left = self.drafter.left(g, hidden, features, self.target)
@@ -292,43 +355,52 @@ class StepGraphs(GraphStore):
     # -- the graphs
 
     def _prefill(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
-        rows = self._rows(g, f, width, span, covered)
-        delta = self._chunk_states(g, f, width, covered)
-        out_row, carry = f.input("out_row", "i32", covered.count), self._carry(g, f, covered.count, covered)
-        tokens = f.tokens(width * covered.count)
-        done = self._forward(g, tokens, rows, delta)
-        out = self._emit(g, f, g.rows(done[0], out_row))
-        self._context(g, f, tokens, done, carry, rows, self._draft_caches(g, covered), True, out_row)
+        out_row: list[Tensor] = []
+
+        def given() -> Given:
+            rows, delta = self._rows(g, f, width, span, covered), self._chunk_states(g, f, width, covered)
+            out_row[:] = [f.input("out_row", "i32", covered.count)]
+            return Given(rows, delta, self._carry(g, f, covered.count, covered), f.tokens(width * covered.count))
+
+        self._begin(g)
+        done = self._forward(g, given)
+        out = self._emit(g, f, g.rows(done.hidden, out_row[0]))
+        self._context(g, f, done, self._draft_caches(g, covered), True, out_row[0])
         return out
 
     def _plain(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
-        rows = self._rows(g, f, 1, span, covered)
-        delta, carry = self._direct_states(g, f, 1, covered), self._carry(g, f, covered.count, covered)
-        tokens = f.tokens(covered.count)
-        hidden, features = self._forward(g, tokens, rows, delta)
-        out = self._emit(g, f, hidden)
+        def given() -> Given:
+            rows, delta = self._rows(g, f, 1, span, covered), self._direct_states(g, f, 1, covered)
+            return Given(rows, delta, self._carry(g, f, covered.count, covered), f.tokens(covered.count))
+
+        self._begin(g)
+        done = self._forward(g, given)
+        out = self._emit(g, f, done.hidden)
         if self.drafting and self.ring is not None:
-            g.kv_write_rows(self.ring.rows, g.concat(features), f.input("ring_row", "i64", 1))
+            g.kv_write_rows(self.ring.rows, g.concat(done.features), f.input("ring_row", "i64", 1))
         else:
-            self._context(g, f, tokens, (hidden, features), carry, rows, self._draft_caches(g, covered), True)
+            self._context(g, f, done, self._draft_caches(g, covered), True)
         return out
 
     def _verify(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
-        rows = self._rows(g, f, width, span, covered)
-        delta, carry = self._block_states(g, f, width, covered), self._carry(g, f, (width + 1) * covered.count, covered)
-        tokens = f.tokens(width * covered.count)
-        done = self._forward(g, tokens, rows, delta)
-        out = self._emit(g, f, done[0])
-        self._context(g, f, tokens, done, carry, rows, self._draft_caches(g, covered))
+        def given() -> Given:
+            rows, delta = self._rows(g, f, width, span, covered), self._block_states(g, f, width, covered)
+            return Given(rows, delta, self._carry(g, f, (width + 1) * covered.count, covered), f.tokens(width * covered.count))
+
+        self._begin(g)
+        done = self._forward(g, given)
+        out = self._emit(g, f, done.hidden)
+        self._context(g, f, done, self._draft_caches(g, covered))
         return out
 
     def _fused(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, drafts: int | None = None) -> dict:
         """``drafts``: of each slot, one less than its rows unless it is said."""
         assert self.draft_part is not None and self.draft_kv is not None
         total, drafts = width * covered.count, width - 1 if drafts is None else drafts
+        self._begin(g, -1)
         rows, draft_kv = self._rows(g, f, width, span, covered), self._draft_caches(g, covered)
         carry = self._carry(g, f, (width + 1) * covered.count, covered)
-        delta = self._block_states(g, f, width, covered)
+        delta = self._block_states(g, f, width, covered) if not self.split else None
         drafted = self.draft_part.nodes(g, f, rows, width, drafts, span, covered, draft_kv, carry.before if carry is not None else None)
         if self.slots == 1 and drafts == width - 1:
             tokens = f.drafted_tokens(width, drafted.ids)
@@ -336,14 +408,23 @@ class StepGraphs(GraphStore):
         else:
             tokens = f.picked_tokens(total, drafted.ids)
         f.output(DRAFT_SUM, "f32", g.sum_rows(drafted.hidden))
-        done = self._forward(g, tokens, rows, delta)
-        out = self._emit(g, f, done[0])
-        self._context(g, f, tokens, done, carry, rows, draft_kv)
+        now = Given(rows, delta, carry, tokens)
+
+        def given() -> Given:
+            """On another device than that of the drafter."""
+            rows, delta = self._rows(g, f, width, span, covered), self._block_states(g, f, width, covered)
+            return Given(rows, delta, self._carry(g, f, (width + 1) * covered.count, covered), cast(ChainGraph, g).bring(tokens, 0))
+
+        self._begin(g)
+        done = self._forward(g, given, None if self.split else now)
+        out = self._emit(g, f, done.hidden)
+        self._context(g, f, done, self._draft_caches(g, covered) if self.split else draft_kv)
         return {**out, "draft_logits": drafted.logits}
 
     def _draft(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         """Its K/V rows are written again by the verification, from what the target makes of the tokens."""
         assert self.draft_part is not None and self.draft_kv is not None
+        self._begin(g, -1)
         rows = {"positions": f.input("positions", "i32", width * covered.count)}
         before = None if self.boundary is None else g.rows(self.boundary.table, f.input("before", "i32", covered.count))
         draft_kv = self._draft_caches(g, covered)
@@ -356,26 +437,32 @@ class StepGraphs(GraphStore):
         """``width`` is the one that is left; ``span`` plays no part."""
         if self.delta is None:
             raise EngineError("a model without recurrent state has nothing to commit")
-        self._replay(g, f, covered, width, width_to, replay)
+        for segment in self.delta.segments:
+            self._begin(g, segment)
+            self._replay(g, f, covered, width, width_to, replay)
 
     def _catchup(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> None:
         assert self.ring is not None
         assert self.drafter is not None and self.draft_kv is not None
+        self._begin(g, -1)
         rows = ContextRows(None, [self.ring.rows], None, f.input("positions", "i32", width), f.input("kv_rows", "i64", width))
         self.drafter.context_rows(g, rows, self._caches(g, self.draft_kv, covered), self.target)
 
+    def _exact(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, capture: tuple[int, ...]) -> Done:
+        def given() -> Given:
+            rows, delta = self._rows(g, f, width, span, covered), self._chunk_states(g, f, width, covered)
+            return Given(rows, delta, None, f.tokens(width * covered.count))
+
+        self._begin(g)
+        return self._forward(g, given, None, capture)
+
     def _logits(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
-        rows = self._rows(g, f, width, span, covered)
-        delta = self._chunk_states(g, f, width, covered)
-        hidden, _ = self._forward(g, f.tokens(width * covered.count), rows, delta)
-        logits = self.target.logits(g, hidden)
+        logits = self.target.logits(g, self._exact(g, f, width, span, covered, ()).hidden)
         g.expand(logits)
         return {"logits": logits}
 
     def _capture(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, layers: tuple[int, ...]) -> dict:
-        rows = self._rows(g, f, width, span, covered)
-        delta = self._chunk_states(g, f, width, covered)
-        hidden, features = self.target.forward(g, Rows(tokens=f.tokens(width * covered.count), delta=delta, **rows), layers)
-        for feature in features:
+        done = self._exact(g, f, width, span, covered, layers)
+        for feature in done.features:
             g.keep(feature)
-        return {**self._emit(g, f, hidden), "features": features}
+        return {**self._emit(g, f, done.hidden), "features": done.features}

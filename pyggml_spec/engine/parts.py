@@ -1,5 +1,6 @@
 """What an engine is made of: its slots, caches, step buffer and graphs."""
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from ..errors import EngineError
@@ -7,13 +8,14 @@ from ..ggml.device import Backend
 from ..ggml.step_io import StepIO
 from ..memory.boundary import BoundaryRows
 from ..memory.cursor import Cursor
-from ..memory.delta import DeltaState
+from ..memory.delta import DeltaHome, DeltaState
 from ..memory.features import FeatureRing
 from ..memory.kv import KVCache
 from ..memory.kv_types import KVTypes, check_types
 from ..memory.snapshot import SequenceMemory
 from ..models.base import KVShape, Target
 from ..models.drafter import Drafter
+from ..models.segments import Segment, check_drafter
 from .graph_store import Step
 from .graphs import MOST_CANDIDATES, StepGraphs
 from .masked import MaskedRows
@@ -32,9 +34,10 @@ P = TypeVar("P", bound=Closable)
 
 
 class Parts:
-    """Owns caches, graphs and the step buffer; borrows models (with their weights) and the backend.
+    """Owns caches, graphs and the step buffer; borrows models (with their weights) and the backends.
 
     Attributes:
+        segments: of the target's layers, one for each device; ``backend`` is the last one's, which has the drafter too.
         slots: the sequences.
         kv, draft_kv, delta, ring, boundary: caches; None where the models have nothing to keep in them.
         sequence: where in them each sequence lies.
@@ -47,6 +50,9 @@ class Parts:
 
     def __init__(self, backend: Backend, target: Target, drafter: Drafter | None, options: EngineOptions) -> None:
         check_options(options, target, drafter)
+        self.segments: tuple[Segment, ...] = target.weights.segments or (Segment(backend, 0, target.n_layer),)
+        if len(self.segments) > 1:
+            check_drafter(drafter)
         self.backend, self.target, self.drafter, self.options = backend, target, drafter, options
         self.slots = [Slot(Cursor(options.n_ctx), drafting=drafter is not None) for _ in range(options.slots)]
         self.epoch = 0
@@ -67,14 +73,14 @@ class Parts:
         opt, shape = self.options, self.target.delta_shape()
         widest = max(opt.chunk, opt.width)
         self.chunks, blocks = prefill_widths(opt.chunk), candidate_widths(opt.width)
-        self.kv = self._cache(self.target.kv_shapes(), opt.kv, self.target.window, widest)
+        self.kv = self._cache(self.target.kv_shapes(), opt.kv, self.target.window, widest, homes=self._kv_homes())
         self.draft_kv: KVCache | None = None
         self.delta: DeltaState | None = None
         self.ring: FeatureRing | None = None
         if self.drafter is not None:
             self.draft_kv = self._cache(self.drafter.kv_shapes(), opt.draft_kv, draft=True)
         if shape is not None:
-            self.delta = self._own(DeltaState(self.backend, shape, self.target.delta_row(), opt.width, opt.slots, self.planned))
+            self.delta = self._own(DeltaState(self._delta_homes(), shape, opt.width, opt.slots, self.planned))
         self.boundary: BoundaryRows | None = None
         if self.drafter is not None and self.drafter.chained:
             self.boundary = self._own(BoundaryRows(self.backend, self.drafter.carried(self.target), opt.width, opt.slots))
@@ -83,22 +89,47 @@ class Parts:
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         rings = 2 if self.drafter is not None and self.drafter.borrows else 1
         of_slot = ROW_BYTES * widest + tail + 4 * rings * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
-        self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192))
+        before = [segment.backend for segment in self.segments[:-1]]
+        self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192, before))
         if self.drafter is not None and self.drafter.late and opt.slots == 1:
             self.ring = self._own(FeatureRing(self.backend, self.target.n_embd * len(self.drafter.captures)))
         widths = {"prefill": self.chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks, "fused": blocks, "draft": blocks}
         caches = self.kv, self.draft_kv, self.delta, self.ring, self.boundary
-        self.graphs = self._own(self.graphs_class(self.backend, self.io, self.target, self.drafter, *caches, widths, opt.slots))
+        self.graphs = self._own(self.graphs_class(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
+
+    def _kv_homes(self) -> list[tuple[Backend, int]]:
+        """Where the target's K/V rows are: with their layers."""
+        before = self.target.caches_before
+        return [(s.backend, before(s.end)[0] - before(s.first)[0]) for s in self.segments]
+
+    def _delta_homes(self) -> list[DeltaHome]:
+        """And the recurrent states."""
+        homes, weights = [], self.target.weights
+        for index, s in enumerate(self.segments):
+            layers = self.target.caches_before(s.end)[1] - self.target.caches_before(s.first)[1]
+            if layers:
+                weights.enter(index)
+                homes.append(DeltaHome(index, s.backend, layers, self.target.delta_row(s.first)))
+        weights.enter(len(self.segments) - 1)
+        return homes
 
     def keep_masked(self, rows: MaskedRows | None) -> None:
         """Owns these from now on, and has graphs leave their logits there where somebody asks."""
         self.graphs.masked = self._own(rows) if rows is not None else None
 
-    def _cache(self, shapes: list[KVShape], types: KVTypes, window: int = 0, widest: int = 0, draft: bool = False) -> KVCache:
-        check_types(types, shapes, self.backend, draft)
-        return self._own(
-            self.kv_class(self.backend, shapes, self.options.n_ctx, TRASH_ROWS, window, widest, types=types, slots=self.options.slots)
-        )
+    def _cache(
+        self,
+        shapes: list[KVShape],
+        types: KVTypes,
+        window: int = 0,
+        widest: int = 0,
+        draft: bool = False,
+        homes: Sequence[tuple[Backend, int]] = (),
+    ) -> KVCache:
+        for backend in dict.fromkeys(home for home, _ in homes or ((self.backend, 0),)):
+            check_types(types, shapes, backend, draft)
+        sizes = (shapes, self.options.n_ctx, TRASH_ROWS, window, widest)
+        return self._own(self.kv_class(self.backend, *sizes, types=types, slots=self.options.slots, homes=homes))
 
     def check_open(self) -> None:
         if self.graphs.closed:

@@ -203,7 +203,7 @@ class Sequences:
         self._commits.settle(slot)
         n = s.cursor.committed
         with p.sequence.whole(n, s.drafting, slot) as pieces:
-            copy = pieces.copy(p.backend)
+            copy = pieces.copy()
         if copy is None:
             name = p.backend.device.name
             raise DeviceError(f"no memory on {name} for a snapshot of {n} tokens; close another one or use a smaller `n_ctx`")
@@ -216,7 +216,7 @@ class Sequences:
         if self._only:
             self.begin(slot, snapshot.drafting)
         with p.sequence.whole(snapshot.committed, snapshot.drafting, slot) as pieces:
-            snapshot.pieces.write_to(pieces, p.backend)
+            snapshot.pieces.write_to(pieces)
         s.cursor.reset()
         s.drafting = snapshot.drafting
         self.resume(snapshot.committed, snapshot.pending, slot)

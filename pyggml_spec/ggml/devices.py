@@ -32,6 +32,12 @@ def pick_devices(names: str | None = None) -> list[Device]:
     return found
 
 
+def in_order(found: Sequence[Device]) -> list[int]:
+    """Which of the named devices computes first: CPUs, beside GPUs, have the first layers wherever they are named, because the last device has the
+    head and the drafter too."""
+    return sorted(range(len(found)), key=lambda i: found[i].kind != "cpu")
+
+
 def open_backends(names: str | None = None, threads: int | None = None, kernels: str | None = None) -> list[Backend]:
     """A backend on each of these devices; the caller closes them. Arguments as of ``pick_devices`` and ``Backend``.
 

@@ -58,6 +58,8 @@ class Graph:
     Tensors are opaque handles; shapes are in ggml order, innermost first. Methods named like a ggml function are that function.
     """
 
+    segment = -1  # of the devices that a step goes through, the one that computes it: the last, and mostly the only one
+
     def __init__(self, role: Role) -> None:
         self.role = role
         self._err = new_err()
@@ -469,6 +471,11 @@ class Graph:
     def plan(self) -> None:
         """Checks that the backend runs every node, plans memory, allocates. Raises EngineError with the node that it cannot run."""
         check(lib.pgs_graph_plan(self.handle, self._err), self._err)
+
+    @property
+    def parts(self) -> "list[Graph]":
+        """The graphs that it is computed as, one per device that takes part (see chain.py)."""
+        return [self]
 
     def measure(self) -> int:
         """Bytes of the compute buffer that this graph alone would ask for. Nothing is allocated."""

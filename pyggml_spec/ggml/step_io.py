@@ -30,26 +30,50 @@ _BITS, _ONE = 128, np.frombuffer(np.float16(1).tobytes(), np.uint8)  # of a bloc
 _ALIGN = 64  # CUDA kernels read inputs as vectors
 
 
-class StepIO:
-    """Owns the buffer and its mirror. One per engine: steps of all roles run one after the other."""
+def field_type(kind: str) -> int:
+    """ggml's type of a field of this kind."""
+    return _TYPES[kind][0]
 
-    def __init__(self, backend: Backend, capacity: int) -> None:
+
+class StepIO:
+    """Owns the buffer and its mirror. One per engine: steps of all roles run one after the other.
+
+    ``before``: the devices that a step goes through before it comes to ``backend``. Each has a buffer of its own, uploaded from the same mirror.
+
+    Attributes:
+        handles, homes: of every device's buffer, in that order; ``handle`` is the last one, which is read.
+    """
+
+    def __init__(self, backend: Backend, capacity: int, before: Sequence[Backend] = ()) -> None:
         self.capacity = capacity
         self._err = new_err()
-        self.handle: Any = lib.pgs_io_new(backend.handle, capacity, self._err)
-        if self.handle == ffi.NULL:
-            raise EngineError(text(self._err))
-        self.home = lib.pgs_io_home(self.handle)
+        self.handles: list[Any] = []
+        self.handle = self._new(backend, ffi.NULL)
+        for other in reversed(before):
+            self._new(other, self.handle)
+        self.homes = [lib.pgs_io_home(handle) for handle in self.handles]
         self.host = ffi.cast("char *", lib.pgs_io_host(self.handle))
         self.mirror: np.ndarray = np.frombuffer(ffi.buffer(self.host, capacity), np.uint8)
         self.uploads = self.upload_bytes = self.reads = self.read_bytes = 0
         self.replay = ReplayCounters() if backend.device.name.startswith("CUDA") else None
 
+    def _new(self, backend: Backend, mirror: Any) -> Any:
+        handle = lib.pgs_io_new(backend.handle, self.capacity, mirror, self._err)
+        if handle == ffi.NULL:
+            self._free()
+            raise EngineError(text(self._err))
+        self.handles.insert(0, handle)
+        return handle
+
+    def _free(self) -> None:
+        for handle in self.handles:
+            lib.pgs_io_free(handle)
+        self.handles, self.handle = [], None
+
     def close(self) -> None:
         if self.handle is not None:
             del self.mirror  # a view of what is freed now
-            lib.pgs_io_free(self.handle)
-            self.handle = None
+            self._free()
 
 
 @dataclass(slots=True)
@@ -100,7 +124,7 @@ class StepFields:
         return start, ggml_type
 
     def _tensor(self, ggml_type: int, ne0: int, ne1: int, offset: int, after: Tensor = ffi.NULL) -> Tensor:
-        t = lib.pgs_io_tensor(self.io.handle, self.graph.ctx, ggml_type, ne0, ne1, offset, after, self._err)
+        t = lib.pgs_io_tensor(self.io.handles[self.graph.segment], self.graph.ctx, ggml_type, ne0, ne1, offset, after, self._err)
         if t == ffi.NULL:
             raise EngineError(text(self._err))
         return t
@@ -150,7 +174,7 @@ class StepFields:
 
     def _place_behind(self, offset: int, nodes: Sequence[Tensor]) -> None:
         for node in nodes:
-            self.graph.place(self.io.home, offset, node)
+            self.graph.place(self.io.homes[self.graph.segment], offset, node)
             offset += 4 * _values(node)
 
     def picked_tokens(self, count: int, drafts: Sequence[Tensor]) -> Tensor:
@@ -171,7 +195,7 @@ class StepFields:
         if self._read_start is None:
             self._read_start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
         offset, _ = self._take(name, kind, count)
-        self.graph.place(self.io.home, offset, node)
+        self.graph.place(self.io.homes[self.graph.segment], offset, node)
         self.graph.expand(node)
 
     def outputs(self, name: str, nodes: Sequence[Tensor]) -> None:
@@ -188,8 +212,7 @@ class StepFields:
         """Queues the upload, the graph and the read. On a GPU the host is free until ``wait``; on the CPU the step is over on return."""
         read_start = self._end if self._read_start is None else self._read_start
         size = self._end - read_start
-        args = (self.io.handle, self.graph.handle, self._upload_end, read_start, size, self._times, self._err)
-        check(lib.pgs_step_launch(*args), self._err)
+        self._queue(read_start, size)
         self.io.uploads += 1
         self.io.upload_bytes += self._upload_end
         if size:
@@ -197,6 +220,10 @@ class StepFields:
             self.io.read_bytes += size
         if self.io.replay is not None and not self.graph.cuts:  # a launch with cuts waits for the host, so its time tells nothing
             self._count_replay(self.io.replay)
+
+    def _queue(self, read_start: int, size: int) -> None:
+        args = (self.io.handle, self.graph.handle, self._upload_end, read_start, size, self._times, self._err)
+        check(lib.pgs_step_launch(*args), self._err)
 
     def _count_replay(self, counters: ReplayCounters) -> None:
         self._calls += 1

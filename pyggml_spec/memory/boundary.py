@@ -18,7 +18,7 @@ class BoundaryRows:
     """F32 [n_embd, rows * slots], zeroed. Owns its buffer. ``at``: I64 [slots], the row of each slot's last committed token."""
 
     def __init__(self, backend: Backend, n_embd: int, width: int, slots: int) -> None:
-        self.rows = width + 2
+        self.rows, self.backend = width + 2, backend
         params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
         self._ctx = lib.ggml_init(params[0])
         self.table = lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 2, (n_embd, self.rows * slots))

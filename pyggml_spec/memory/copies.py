@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..ggml.device import Backend
 from .snapshot import Pieces
 
 ROWS, STATE = "rows", "state"
@@ -52,8 +51,8 @@ def end_keys(ids: np.ndarray, before: bytes) -> list[bytes]:
 class Copies:
     """Owns the copies. ``clock`` is the time that they are marked with; the longest unused ones make room for others."""
 
-    def __init__(self, backend: Backend, budget: int) -> None:
-        self.backend, self.budget = backend, budget
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
         self.used_bytes = self.clock = 0
         self.chunks: dict[bytes, Chunk] = {}
 
@@ -67,7 +66,7 @@ class Copies:
             chunk.used[kind] = self.clock
         if not self._make_room(pieces.nbytes, {id(c) for c in spare} | {id(chunk)}):
             return False
-        copy = pieces.copy(self.backend)
+        copy = pieces.copy()
         if copy is None:
             return False
         chunk.copies[kind] = copy

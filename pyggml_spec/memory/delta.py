@@ -9,20 +9,39 @@ One slot has its history right before its block (``inline``), which several cann
 the width needs no graph but cleared pools. This is decided here and nowhere else.
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
-from ..ggml.library import Tensor, check, ffi, lib, new_err, text
+from ..ggml.library import Context, Tensor, check, ffi, lib, new_err, text
 from ..models.base import DeltaShape
 from .slots import SlotRange
 
 
+class DeltaHome(NamedTuple):
+    """Some neighbouring layers' states: the ``segment`` of a split model that has them, how many ``layers``, and floats per projected ``row``."""
+
+    segment: int
+    backend: Backend
+    layers: int
+    row: int
+
+
+class _Pool(NamedTuple):
+    """The states of one device: C's handle, the first of its layers, and the step's field that says which rows become its histories."""
+
+    home: DeltaHome
+    handle: Any
+    first: int
+    tail: str
+
+
 class DeltaState:
-    """Owns the device pools, or with ``planned`` only their sizes.
+    """Owns the device pools, or with ``planned`` only their sizes. ``homes``: where the layers are, in order.
 
     Attributes:
         width: rows of the blocks that the pools are laid out for; of one slot 0 after a prompt, and 1 after plain tokens.
@@ -31,35 +50,47 @@ class DeltaState:
         unfolded: whether the last step has left blocks that are not in the states.
     """
 
-    def __init__(self, backend: Backend, shape: DeltaShape, row: int, max_width: int, slots: int = 1, planned: bool = False) -> None:
+    def __init__(self, homes: Sequence[DeltaHome], shape: DeltaShape, max_width: int, slots: int = 1, planned: bool = False) -> None:
         self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1
         self._err = new_err()
-        sizes = [
-            shape.layers,
-            shape.head_size,
-            shape.n_head_k,
-            shape.n_head_v,
-            shape.repeat,
-            shape.conv,
-            row,
-            max_width,
-            0 if self.inline else slots,
-        ]
-        spec = ffi.new("pgs_delta_shape *", [*sizes, planned, backend.level_handle])
-        self.handle: Any = lib.pgs_delta_new(backend.handle, spec, self._err)
-        if self.handle == ffi.NULL:
-            raise EngineError(text(self._err))
+        self._pools: list[_Pool] = []
+        first = 0
+        for home in homes:
+            self._pools.append(_Pool(home, self._new(home, planned), first, "tail" if not self._pools else f"tail_{home.segment}"))
+            first += home.layers
         self._every = np.arange(slots).reshape(-1, 1)
         self._taken: dict[tuple, np.ndarray] = {}  # what fill_take has been asked for
         self.width, self.accepted, self.unfolded = 0, np.zeros(slots, np.int64), False
         self._accepted = ffi.cast("int64_t *", self.accepted.ctypes.data)
+
+    def _new(self, home: DeltaHome, planned: bool) -> Any:
+        shape = self.shape
+        sizes = [home.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.repeat, shape.conv, home.row, self.max_width]
+        spec = ffi.new("pgs_delta_shape *", [*sizes, 0 if self.inline else self.slots, planned, home.backend.level_handle])
+        handle = lib.pgs_delta_new(home.backend.handle, spec, self._err)
+        if handle == ffi.NULL:
+            self.close()
+            raise EngineError(text(self._err))
+        return handle
+
+    def pool(self, segment: int) -> _Pool | None:
+        """The states of one segment's layers; None where it has none. A model that is not split has one pool, whatever it is asked for."""
+        if segment < 0:
+            return self._pools[0]
+        return next((pool for pool in self._pools if pool.home.segment == segment), None)
+
+    @property
+    def segments(self) -> list[int]:
+        """Those that have states."""
+        return [pool.home.segment for pool in self._pools]
 
     # -- host side
 
     def lay_out(self, width: int) -> None:
         """Blocks of ``width`` rows from now on; nothing may be left to fold."""
         if not self.inline and width != self.width:
-            lib.pgs_delta_clear_blocks(self.handle, width)
+            for pool in self._pools:
+                lib.pgs_delta_clear_blocks(pool.handle, width)
         self.width, self.unfolded = width, False
         if self.inline:
             self.accepted[0] = 0
@@ -81,26 +112,30 @@ class DeltaState:
     def fill_slot(self, slot: int, value: int) -> None:
         """Sets every byte that belongs to one slot: 0 is the state before the first token, by a write and not by 0 * what was there."""
         if self.inline:
-            lib.pgs_delta_fill(self.handle, value)
+            for pool in self._pools:
+                lib.pgs_delta_fill(pool.handle, value)
             self.width, self.unfolded = 0, False
         else:
-            lib.pgs_delta_fill_slot(self.handle, slot, self.width, value)
+            for pool in self._pools:
+                lib.pgs_delta_fill_slot(pool.handle, slot, self.width, value)
         self.accepted[slot] = 0
 
     @property
     def history_rows(self) -> int:
         return self.shape.conv - 1
 
-    def tail_shape(self, covered: SlotRange) -> tuple[int, ...]:
+    def tail_shape(self, covered: SlotRange, pool: _Pool) -> tuple[int, ...]:
         """Of the input "tail", in ggml order: a row per layer, or rows of the whole table."""
-        hist, layers = self.history_rows, self.shape.layers
+        hist, layers = self.history_rows, pool.home.layers
         return (hist, layers) if self.inline else (hist * covered.count * layers,)
 
-    def fill_commit(self, tail: Any, keep: Any, covered: SlotRange) -> None:
-        """Fills in the inputs of a commit, C's pointers: ``tail`` I32, the rows that become the histories, which are the d_conv - 1 before the
-        first that is not accepted, of [history ; block] or of the table; ``keep`` F32, 1 for the rows of blocks that count (NULL: no input)."""
-        replay = self.unfolded or not self.inline
-        lib.pgs_delta_fill_commit(self.handle, self._accepted, replay, covered.first, covered.count, self.width, tail, keep)
+    def fill_commit(self, at: Mapping[str, Any], covered: SlotRange) -> None:
+        """Fills in the inputs of a commit, C's pointers ``at`` a step's fields: of each pool its tail, I32, the rows that become the histories,
+        which are the d_conv - 1 before the first that is not accepted, of [history ; block] or of the table; of all ``keep`` F32, 1 for the rows
+        of blocks that count (not there: no input)."""
+        replay, keep = self.unfolded or not self.inline, at.get("keep", ffi.NULL)
+        for _, handle, _, tail in self._pools:
+            lib.pgs_delta_fill_commit(handle, self._accepted, replay, covered.first, covered.count, self.width, at[tail], keep)
 
     def fill_take(self, take: np.ndarray, width: int, covered: SlotRange, single: bool = False) -> None:
         """Of one layer's table, the rows [history ; block of ``width`` rows] of every slot; ``single``: the block is one plain token."""
@@ -121,23 +156,39 @@ class DeltaState:
         """Adds the commit of these slots' last blocks, and the convolution histories of the next; ``keep`` and ``tail`` None where there is
         nothing to commit."""
         keep, tail = (x if x is not None else ffi.NULL for x in (keep, tail))
-        status = lib.pgs_delta_begin(self.handle, g.ctx, g.gf, covered.first, covered.count, width_from, width_to, keep, tail, self._err)
+        pool = self.pool(g.segment)
+        if pool is None:
+            return
+        status = lib.pgs_delta_begin(pool.handle, g.ctx, g.gf, covered.first, covered.count, width_from, width_to, keep, tail, self._err)
         check(status, self._err)
+
+    def kept(self, ctx: Context, slot: int, layer: int) -> tuple[Tensor, Tensor, Backend]:
+        """Views of one layer's state and convolution history, and whose memory they are in."""
+        pool = next(pool for pool in reversed(self._pools) if pool.first <= layer)
+        out = ffi.new("struct ggml_tensor *[2]")
+        lib.pgs_delta_kept(pool.handle, ctx, slot, layer - pool.first, out, out + 1)
+        return out[0], out[1], pool.home.backend
 
     def read(self) -> np.ndarray:
         """The committed states, F32, as one flat array (tests)."""
-        out = np.empty(lib.pgs_delta_state_bytes(self.handle) // 4, np.float32)
-        lib.pgs_delta_read_state(self.handle, ffi.from_buffer(out))
-        return out
+        out = []
+        for pool in self._pools:
+            out.append(np.empty(lib.pgs_delta_state_bytes(pool.handle) // 4, np.float32))
+            lib.pgs_delta_read_state(pool.handle, ffi.from_buffer(out[-1]))
+        return np.concatenate(out)
 
     @property
     def nbytes(self) -> int:
-        return lib.pgs_delta_bytes(self.handle)
+        return sum(self.nbytes_by_segment.values())
+
+    @property
+    def nbytes_by_segment(self) -> dict[int, int]:
+        return {pool.home.segment: lib.pgs_delta_bytes(pool.handle) for pool in self._pools}
 
     def close(self) -> None:
-        if self.handle is not None:
-            lib.pgs_delta_free(self.handle)
-            self.handle = None
+        for pool in self._pools:
+            lib.pgs_delta_free(pool.handle)
+        self._pools = []
 
 
 class DeltaRows:
@@ -164,8 +215,9 @@ class DeltaRows:
         self, g: Graph, index: int, proj: Tensor, beta: Tensor, alpha: Tensor, conv_w: Tensor, dt: Tensor, a: Tensor, eps: float
     ) -> Tensor:
         inputs = ffi.new("pgs_delta_inputs *", [proj, beta, alpha, conv_w, dt, a, self.on, self.last, self.take, eps])
-        err = new_err()
-        out = lib.pgs_delta_layer(self.state.handle, g.ctx, g.gf, index, self.width, self.mode, inputs, err)
+        err, pool = new_err(), self.state.pool(g.segment)
+        assert pool is not None
+        out = lib.pgs_delta_layer(pool.handle, g.ctx, g.gf, index - pool.first, self.width, self.mode, inputs, err)
         if out == ffi.NULL:
             raise EngineError(text(err))
         return out

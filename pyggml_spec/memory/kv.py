@@ -7,6 +7,8 @@ A row is live for positions below the cursor. Rows of rejected tokens are not cl
 see, and the next block writes over them.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from ..errors import DeviceError
 from ..ggml.device import Backend, free_bytes
-from ..ggml.library import Buffer, Tensor, ffi, lib
+from ..ggml.library import Buffer, Context, Tensor, ffi, lib
 from ..models.base import KVLayer, KVShape
 from .kv_types import KVTypes, hadamard
 
@@ -60,6 +62,18 @@ def spans_up_to(live: int) -> list[int]:
     return out
 
 
+@dataclass
+class _Home:
+    """The rows on one device, and the constants that its masks are computed from."""
+
+    backend: Backend
+    ctx: Context
+    near: Tensor = ffi.NULL
+    rotations: dict[int, Tensor] = field(default_factory=dict)
+    tensors: list[Tensor] = field(default_factory=list)
+    buffer: Any = None
+
+
 class KVCache:
     """One K and one V tensor [size * n_head_kv, rows] per attention layer, of the types that ``types`` names. Owns its buffer.
 
@@ -68,6 +82,8 @@ class KVCache:
     ``ring`` rows are live in sliding layers, 0 if they keep every position (no window, or a context that is no longer than the ring).
     ``near`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
     With ``slots`` sequences the tensors are [size * n_head_kv, rows, slots], each slot with trash rows of its own.
+
+    ``homes``: where the layers are split over several devices, how many are on each, in order; ``nears`` has the constant of each device then.
     """
 
     def __init__(
@@ -80,47 +96,62 @@ class KVCache:
         widest: int = 0,
         types: KVTypes = KVTypes(),
         slots: int = 1,
+        homes: Sequence[tuple[Backend, int]] = (),
     ) -> None:
         self.live = padded(n_ctx)
         self.ring = padded(window + widest) if window and padded(window + widest) < self.live else 0
         self.trash, self.slots = trash, slots
         self._iota = np.arange(MAX_ROWS)
         rows = self.live + trash
+        self._homes: list[_Home] = []
+        layers: list[KVLayer] = []
+        for home_backend, count in homes or ((backend, len(shapes)),):
+            layers += self._layers_on(home_backend, shapes[len(layers) : len(layers) + count], rows, types)
+        self.layers = tuple(layers)
+        self.nears = [home.near for home in self._homes]
+        self.near = self.nears[-1]
+        row_bytes = sum(tensor.nb[1] for layer in self.layers for tensor in layer.stored)
+        self._least = SPAN if backend.device.kind == "cpu" else least_span(row_bytes)
+        try:
+            for home in self._homes:
+                home.buffer = self._allocate(home, n_ctx)
+        except BaseException:
+            self.close()
+            raise
+        self.fill(0)
+
+    def _layers_on(self, backend: Backend, shapes: Sequence[KVShape], rows: int, types: KVTypes) -> list[KVLayer]:
         sizes = {n for s in shapes for n in types.rotations(s) if n}
         params = ffi.new(
             "struct ggml_init_params *", {"mem_size": (2 * len(shapes) + len(sizes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True}
         )
-        self._ctx = lib.ggml_init(params[0])
-        self._tensors: list[Tensor] = []
-        self.near = self._tensor(lib.GGML_TYPE_F32, rows)
-        self._rotations = {n: self._tensor(lib.GGML_TYPE_F32, n, n) for n in sizes}
-        self.layers = tuple(self._layer(s, self.ring + trash if s.sliding and self.ring else rows, types) for s in shapes)
-        row_bytes = sum(tensor.nb[1] for layer in self.layers for tensor in layer.stored)
-        self._least = SPAN if backend.device.kind == "cpu" else least_span(row_bytes)
-        self._buffer: Any = self._allocate(backend, n_ctx)
-        self.fill(0)
+        home = _Home(backend, lib.ggml_init(params[0]))
+        self._homes.append(home)
+        home.near = self._tensor(home, lib.GGML_TYPE_F32, rows)
+        home.rotations = {n: self._tensor(home, lib.GGML_TYPE_F32, n, n) for n in sizes}
+        return [self._layer(home, s, self.ring + self.trash if s.sliding and self.ring else rows, types) for s in shapes]
 
-    def _allocate(self, backend: Backend, n_ctx: int) -> Buffer:
-        buffer = backend.allocate(self._ctx)
+    def _allocate(self, home: _Home, n_ctx: int) -> Buffer:
+        buffer = home.backend.allocate(home.ctx)
         if buffer == ffi.NULL:
-            need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(self._ctx, backend.default_buffer_type)
-            lib.ggml_free(self._ctx)
-            free = free_bytes(backend.device) >> 20
+            need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(home.ctx, home.backend.default_buffer_type)
+            device = home.backend.device
             raise DeviceError(
-                f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {backend.device.name}, which has {free} MiB free; use a smaller `n_ctx`"
+                f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {device.name}, which has {free_bytes(device) >> 20} MiB free; "
+                "use a smaller `n_ctx`"
             )
         return buffer
 
-    def _tensor(self, kind: int, *ne: int) -> Tensor:
-        self._tensors.append(lib.ggml_new_tensor(self._ctx, kind, len(ne), ne))
-        return self._tensors[-1]
+    def _tensor(self, home: _Home, kind: int, *ne: int) -> Tensor:
+        home.tensors.append(lib.ggml_new_tensor(home.ctx, kind, len(ne), ne))
+        return home.tensors[-1]
 
-    def _layer(self, s: KVShape, rows: int, types: KVTypes) -> KVLayer:
+    def _layer(self, home: _Home, s: KVShape, rows: int, types: KVTypes) -> KVLayer:
         if s.latent:
-            k = self._tensor(types.ids[0], s.size, rows, self.slots)
-            return KVLayer(k, lib.ggml_view_3d(self._ctx, k, s.latent, rows, self.slots, k.nb[1], k.nb[2], 0))
-        k, v = (self._tensor(kind, s.size * s.n_head_kv, rows, self.slots) for kind in types.ids)
-        return KVLayer(k, v, *(self._rotations.get(n) for n in types.rotations(s)))
+            k = self._tensor(home, types.ids[0], s.size, rows, self.slots)
+            return KVLayer(k, lib.ggml_view_3d(home.ctx, k, s.latent, rows, self.slots, k.nb[1], k.nb[2], 0))
+        k, v = (self._tensor(home, kind, s.size * s.n_head_kv, rows, self.slots) for kind in types.ids)
+        return KVLayer(k, v, *(home.rotations.get(n) for n in types.rotations(s)))
 
     def span(self, n: int, least: int | None = None) -> int:
         """Rows that attention reads for ``n`` tokens, by default in a step of a generation on this device; see span_for."""
@@ -128,11 +159,12 @@ class KVCache:
 
     def fill(self, value: int) -> None:
         """Sets every byte of every row (0 at creation; tests poison with 0xff, which is NaN, and 0x3e)."""
-        lib.ggml_backend_buffer_clear(self._buffer, value)
-        constants = {self.near: 0.5 - np.arange(self.live + self.trash, dtype=np.float32)}
-        constants |= {tensor: hadamard(n) for n, tensor in self._rotations.items()}
-        for tensor, values in constants.items():
-            lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
+        for home in self._homes:
+            lib.ggml_backend_buffer_clear(home.buffer, value)
+            constants = {home.near: 0.5 - np.arange(self.live + self.trash, dtype=np.float32)}
+            constants |= {tensor: hadamard(n) for n, tensor in home.rotations.items()}
+            for tensor, values in constants.items():
+                lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
 
     def fill_slot(self, slot: int, value: int) -> None:
         """Sets every byte of the rows of one slot: 0 between two sequences, because a masked row of NaN poisons attention (0 * NaN)."""
@@ -154,12 +186,22 @@ class KVCache:
         np.subtract(0.5, held, out=out, casting="unsafe")
         out[held < 0] = NOWHERE
 
+    def backend_of(self, tensor: Tensor) -> Backend:
+        """Whose memory one of the layers' tensors is in."""
+        return next(home.backend for home in self._homes if tensor in home.tensors)
+
     @property
     def nbytes(self) -> int:
-        return lib.ggml_backend_buffer_get_size(self._buffer)
+        return sum(self.nbytes_by_home)
+
+    @property
+    def nbytes_by_home(self) -> list[int]:
+        """Bytes on each device."""
+        return [lib.ggml_backend_buffer_get_size(home.buffer) for home in self._homes]
 
     def close(self) -> None:
-        if self._buffer is not None:
-            lib.ggml_backend_buffer_free(self._buffer)
-            lib.ggml_free(self._ctx)
-            self._buffer = None
+        for home in self._homes:
+            if home.buffer is not None:
+                lib.ggml_backend_buffer_free(home.buffer)
+            lib.ggml_free(home.ctx)
+        self._homes = []

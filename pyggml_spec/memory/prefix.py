@@ -95,7 +95,7 @@ class PrefixCache:
     """
 
     def __init__(self, engine: Any, budget: int, files: PrefixFiles | None = None, shared: bool = False) -> None:
-        self.engine, self.files, self._copies = engine, files, Copies(engine.backend, budget)
+        self.engine, self.files, self._copies = engine, files, Copies(budget)
         self.notes: list[str] = []
         self._alone = not shared
         self.grain: int = engine.options.chunk if self._alone else min(engine.options.chunk, GRAIN)  # tokens per chunk
@@ -273,7 +273,7 @@ class PrefixCache:
             chunk.used[ROWS] = self._copies.clock
             with self._rows(slot, chunk, drafting) as pieces:
                 if ROWS in chunk.copies:
-                    chunk.copies[ROWS].write_to(pieces, self.engine.backend)
+                    chunk.copies[ROWS].write_to(pieces)
                 else:
                     pieces.write(next(contents))
             yield "memory" if ROWS in chunk.copies else "disk"
@@ -312,7 +312,7 @@ class PrefixCache:
         chunk.used[STATE] = self._copies.clock
         with self.engine.sequence.state(self._behind(chunk), slot) as pieces:
             if STATE in chunk.copies:
-                chunk.copies[STATE].write_to(pieces, self.engine.backend)
+                chunk.copies[STATE].write_to(pieces)
             else:
                 assert self.files is not None  # or _deepest would not have come here
                 pieces.write(self.files.load(chunk.key, STATE, pieces.nbytes))
@@ -426,6 +426,7 @@ def layout_of(
         "chunk": engine.options.chunk,
         "cache": engine.sequence.describe(),
         "device": f"{device.kind} {device.description}, {engine.backend.threads} threads, {engine.backend.kernels} kernels",  # attention on the CPU sums by thread
+        **({"split": ", ".join(map(str, engine.parts.segments))} if len(engine.parts.segments) > 1 else {}),
         "build": hashlib.sha256(repr(kernels_in_use()).encode()).hexdigest()[
             :32
         ],  # with a patch, kernels of the same version round in another way

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..ggml.device import Backend
-from ..ggml.library import Tensor, ffi, lib
+from ..ggml.library import Buffer, Context, Tensor, ffi, lib
 from ..models.base import KVShape
 from .boundary import BoundaryRows
 from .delta import DeltaState
@@ -22,54 +22,68 @@ from .kv import KVCache
 
 
 class Pieces:
-    """Contiguous tensors in a fixed order: views of where a part of a sequence lies, or a copy of it with memory of its own."""
+    """Contiguous tensors in a fixed order: views of where a part of a sequence lies, or a copy of it with memory of its own.
+
+    Attributes:
+        tensors, backends: the tensors, and whose memory each is in.
+    """
 
     def __init__(self, most: int) -> None:
         params = ffi.new("struct ggml_init_params *", {"mem_size": (most + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
         self._ctx: Any = lib.ggml_init(params[0])
-        self._buffer: Any = None
+        self._copies: list[tuple[Context, Buffer]] = []
         self.tensors: list[Tensor] = []
+        self.backends: list[Backend] = []
 
-    def add_view(self, view: Tensor) -> None:
+    def add_view(self, view: Tensor, backend: Backend) -> None:
         lib.ggml_backend_view_init(view)
         self.tensors.append(view)
+        self.backends.append(backend)
 
-    def add_rows(self, tensor: Tensor, slot: int, first: int, count: int) -> None:
+    def add_rows(self, tensor: Tensor, backend: Backend, slot: int, first: int, count: int) -> None:
         """Rows first .. first + count - 1 of one slot of ``tensor``."""
         if count:
-            self.add_view(
-                lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], slot * tensor.nb[2] + first * tensor.nb[1])
-            )
+            view = lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], slot * tensor.nb[2] + first * tensor.nb[1])
+            self.add_view(view, backend)
 
     def add_delta(self, delta: DeltaState, slot: int, layer: int) -> None:
         """The state and the convolution history of one delta-net layer."""
-        out = ffi.new("struct ggml_tensor *[2]")
-        lib.pgs_delta_kept(delta.handle, self._ctx, slot, layer, out, out + 1)
-        self.add_view(out[0])
-        self.add_view(out[1])
+        state, history, backend = delta.kept(self._ctx, slot, layer)
+        self.add_view(state, backend)
+        self.add_view(history, backend)
 
     @property
     def nbytes(self) -> int:
         return sum(lib.ggml_nbytes(t) for t in self.tensors)
 
-    def copy(self, backend: Backend) -> "Pieces | None":
-        """The same contents in memory of its own; None if the device has none left."""
-        out = Pieces(len(self.tensors))
-        out.tensors = [lib.ggml_new_tensor(out._ctx, t.type, 2, (t.ne[0], t.ne[1])) for t in self.tensors]
-        if out.tensors:
-            buffer = backend.allocate(out._ctx)
-            if buffer == ffi.NULL:
+    def copy(self) -> "Pieces | None":
+        """The same contents in memory of their own, on the same devices; None if one has none left."""
+        out = Pieces(0)
+        out.tensors, out.backends = list(self.tensors), list(self.backends)
+        for backend in dict.fromkeys(self.backends):
+            if not out._copy_on(backend):
                 out.close()
                 return None
-            out._buffer = buffer
-        self.write_to(out, backend)
+        self.write_to(out)
         return out
 
-    def write_to(self, other: "Pieces", backend: Backend) -> None:
-        """Copies into ``other``, which has the same shapes, on the device."""
-        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+    def _copy_on(self, backend: Backend) -> bool:
+        """Puts new tensors in the place of those on ``backend``."""
+        mine = [i for i, other in enumerate(self.backends) if other is backend]
+        params = ffi.new("struct ggml_init_params *", {"mem_size": (len(mine) + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
+        ctx = lib.ggml_init(params[0])
+        for i in mine:
+            self.tensors[i] = lib.ggml_new_tensor(ctx, self.tensors[i].type, 2, (self.tensors[i].ne[0], self.tensors[i].ne[1]))
+        buffer = backend.allocate(ctx)
+        self._copies.append((ctx, buffer))
+        return buffer != ffi.NULL
+
+    def write_to(self, other: "Pieces") -> None:
+        """Copies into ``other``, which has the same shapes on the same devices."""
+        for mine, theirs, backend in zip(self.tensors, other.tensors, self.backends, strict=True):
             lib.ggml_backend_tensor_copy_async(backend.handle, backend.handle, mine, theirs)
-        backend.synchronize()
+        for backend in dict.fromkeys(self.backends):
+            backend.synchronize()
 
     def read(self) -> np.ndarray:
         """The contents as bytes, U8 [nbytes], one tensor behind the other."""
@@ -96,11 +110,11 @@ class Pieces:
 
     def close(self) -> None:
         if self._ctx is not None:
-            if self._buffer is not None:
-                lib.ggml_backend_buffer_free(self._buffer)
+            for ctx, buffer in self._copies:
+                lib.ggml_backend_buffer_free(buffer)
+                lib.ggml_free(ctx)
             lib.ggml_free(self._ctx)
-            self._ctx = self._buffer = None
-            self.tensors = []
+            self._ctx, self._copies, self.tensors, self.backends = None, [], [], []
 
     def __enter__(self) -> Self:
         return self
@@ -124,6 +138,9 @@ class SequenceMemory:
         self._full = [t for layer, ring in zip(kv.layers, in_ring) if not ring for t in layer.stored]
         self._ringed = [t for layer, ring in zip(kv.layers, in_ring) if ring for t in layer.stored]
         self._drafter = [t for layer in draft_kv.layers for t in layer.stored] if draft_kv is not None else []
+        self._backends = {
+            t: cache.backend_of(t) for cache in (kv, draft_kv) if cache is not None for layer in cache.layers for t in layer.stored
+        }
 
     @property
     def stateful(self) -> bool:
@@ -148,14 +165,14 @@ class SequenceMemory:
         layers = delta.shape.layers if delta is not None else 0
         pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed) + 1)
         for tensor in tensors:
-            pieces.add_rows(tensor, slot, first, count)
+            pieces.add_rows(tensor, self._backends[tensor], slot, first, count)
         if delta is not None:
             for layer in range(layers):
                 pieces.add_delta(delta, slot, layer)
         if state_of is not None:
             self._add_window(pieces, slot, state_of)
             if self._boundary is not None:
-                pieces.add_rows(self._boundary.table, 0, self._boundary.row(slot), 1)
+                pieces.add_rows(self._boundary.table, self._boundary.backend, 0, self._boundary.row(slot), 1)
         return pieces
 
     def _add_window(self, pieces: Pieces, slot: int, n: int) -> None:
@@ -163,8 +180,8 @@ class SequenceMemory:
         for tensor in self._ringed:
             first = (n - count) % self._kv.ring
             before_wrap = min(count, self._kv.ring - first)
-            pieces.add_rows(tensor, slot, first, before_wrap)
-            pieces.add_rows(tensor, slot, 0, count - before_wrap)
+            pieces.add_rows(tensor, self._backends[tensor], slot, first, before_wrap)
+            pieces.add_rows(tensor, self._backends[tensor], slot, 0, count - before_wrap)
 
     def describe(self) -> str:
         """The layout in words: types, widths and the ring."""

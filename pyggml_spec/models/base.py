@@ -5,8 +5,9 @@ a drafter adds a denoising block, or the K/V rows of freshly captured features. 
 that comes in through ``Rows`` and ``BlockRows``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
@@ -99,6 +100,7 @@ class Rows:
         sliding: rows, mask and span of the layers with a sliding window; None for models without one.
         kv: a KVLayer per attention layer, in layer order.
         delta: the recurrent state, or None for models without one.
+        cross: where the layers are split over several devices, what ``at`` does at the first layer of another one.
     """
 
     tokens: Tensor
@@ -109,6 +111,15 @@ class Rows:
     sliding: Seen | None
     kv: tuple[KVLayer, ...]
     delta: DeltaLayers | None
+    cross: Callable[[int, tuple], tuple["Rows", tuple] | None] | None = None
+
+    def at(self, layer: int, *tensors: Any) -> tuple[Any, ...]:
+        """The rows, and the ``tensors`` that are carried from layer to layer, where ``layer`` is computed: call it before each layer.
+
+        If that is on another device, nodes are added there from now on. A tensor may be None.
+        """
+        crossed = self.cross(layer, tensors) if self.cross is not None else None
+        return (self, *tensors) if crossed is None else (crossed[0], *crossed[1])
 
     @property
     def of_sliding(self) -> Seen:
@@ -138,7 +149,13 @@ class Target(Protocol):
     def kv_shapes(self) -> list[KVShape]: ...
     def fused_alike(self) -> list[tuple[str, ...]]: ...
     def delta_shape(self) -> DeltaShape | None: ...
-    def delta_row(self) -> int: ...
+    def delta_row(self, first: int = 0) -> int: ...
+    def caches_before(self, layer: int) -> tuple[int, int]:
+        """How many K/V caches and how many recurrent states the layers before ``layer`` have."""
+
+    def last_cut(self) -> int:
+        """The last layer that may be the first one on another device: some layers read what earlier ones wrote."""
+
     def embed(self, g: Graph, tokens: Tensor) -> Tensor: ...
     def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]: ...
     def logits(self, g: Graph, hidden: Tensor) -> Tensor: ...

@@ -188,6 +188,13 @@ class Gemma4(Qwen3):
     def kv_shapes(self) -> list[KVShape]:
         return [KVShape(self.hp.n_head_kv[i], self.hp.kind(i).head_size, self.hp.sliding[i]) for i in range(self.hp.n_own_kv)]
 
+    def caches_before(self, layer: int) -> tuple[int, int]:
+        return min(layer, self.hp.n_own_kv), 0
+
+    def last_cut(self) -> int:
+        """The layers whose rows later ones read stay with these."""
+        return min((self.hp.kv_of(i) for i in range(self.hp.n_own_kv, self.n_layer)), default=self.n_layer - 1)
+
     # -- the graph
 
     def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
@@ -196,6 +203,7 @@ class Gemma4(Qwen3):
         x = g.scale(self.embed(g, rows.tokens), self.embedding_scale)
         extra = self._per_layer_inputs(g, x, rows.tokens) if hp.n_per_layer else None
         for i in range(hp.n_layer):
+            rows, x, extra = rows.at(i, x, extra)
             captured[i] = x
             x = self._layer(g, rows, x, i)
             if extra is not None:

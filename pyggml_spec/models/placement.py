@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ class Placement:
     n_used: int
     glu: str
     rows: int = 512
+
+    def within(self, first: int, end: int) -> "Placement":
+        """The part of it for the layers ``first`` to ``end`` - 1."""
+        return replace(self, hot={layer: hot for layer, hot in self.hot.items() if first <= layer < end})
 
     def description(self, target: Any) -> str:
         """One line for people."""

@@ -120,8 +120,14 @@ class Qwen3(Model):
     def delta_shape(self) -> DeltaShape | None:
         return None
 
-    def delta_row(self) -> int:
+    def delta_row(self, first: int = 0) -> int:
         return 0
+
+    def caches_before(self, layer: int) -> tuple[int, int]:
+        return layer, 0
+
+    def last_cut(self) -> int:
+        return self.n_layer - 1
 
     # -- the graph
 
@@ -140,6 +146,7 @@ class Qwen3(Model):
         hp, w = self.hp, self.weights
         x, captured = self._first(g, rows.tokens), {}
         for i in range(hp.n_layer):
+            rows, x = rows.at(i, x)
             captured[i] = x
             h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
             x = g.add(self._attention(g, rows, h, i), x)

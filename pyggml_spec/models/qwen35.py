@@ -172,10 +172,18 @@ class Qwen35(Model):
     def delta_shape(self) -> DeltaShape:
         return self.hp.delta
 
-    def delta_row(self) -> int:
-        """Floats per projected row that the recurrent state keeps: a fused projection is kept whole, the channels come first in it."""
-        group = self.weights.group(f"blk.{self.hp.recurrent.index(True)}.mixer")
+    def delta_row(self, first: int = 0) -> int:
+        """Floats per projected row that the recurrent states keep from layer ``first`` on: a fused projection is kept whole, the channels come
+        first in it."""
+        group = self.weights.group(f"blk.{self.hp.recurrent.index(True, first)}.mixer")
         return sum(group.fused_rows) or group.rows[0]
+
+    def caches_before(self, layer: int) -> tuple[int, int]:
+        recurrent = sum(self.hp.recurrent[:layer])
+        return layer - recurrent, recurrent
+
+    def last_cut(self) -> int:
+        return self.n_layer - 1
 
     # -- the graph
 
@@ -190,6 +198,7 @@ class Qwen35(Model):
         hp, w = self.hp, self.weights
         x, captured, n_delta, n_attn = self.embed(g, rows.tokens), {}, 0, 0
         for i in range(hp.n_layer):
+            rows, x = rows.at(i, x)
             captured[i] = x
             h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
             g.expand(h)

@@ -54,8 +54,8 @@ class Qwen3Next(Qwen35MoE):
     def _recurrent_members(self) -> tuple[str, ...]:
         return (JOINED, "ssm_ba") if self._joined else ("attn_qkv", "attn_gate", "ssm_ba")
 
-    def delta_row(self) -> int:
-        return self.hp.delta.channels if self._joined else super().delta_row()
+    def delta_row(self, first: int = 0) -> int:
+        return self.hp.delta.channels if self._joined else super().delta_row(first)
 
     # -- the graph
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend, free_bytes
-from ..ggml.host_experts import HostExperts, fillers
+from ..ggml.host_experts import ExpertCounts, HostExperts, fillers
 from ..ggml.kernels import LANES, Packed, new_packed, pack, packed_shape
 from ..ggml.library import Buffer, BufferType, CData, Context, Tensor, check, ffi, lib, new_err, text
 from ..ggml.shapes import NOT_WEIGHTS
@@ -129,6 +129,8 @@ class Weights:
     of which the same number is fused in each. ``placement`` and ``host``, a CPU backend: experts that are in host memory, and who computes
     them; ``weights[name]`` holds the hot ones then.
     """
+
+    segments: tuple = ()  # of layers on several devices; see segments.py
 
     def __init__(
         self,
@@ -470,6 +472,9 @@ class Weights:
 
     # -- access
 
+    def enter(self, segment: int) -> None:
+        """There is one device: everything is on it."""
+
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
@@ -494,6 +499,14 @@ class Weights:
 
     def group(self, name: str) -> Group:
         return self._groups[name]
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """What was chosen of experts so far, where some are in host memory, or are counted."""
+        return self.host_experts.counts() if self.host_experts is not None else None
+
+    def experts_chosen(self) -> dict[int, np.ndarray]:
+        """How often each expert was chosen so far, I64 [n_expert] by layer."""
+        return self.host_experts.chosen() if self.host_experts is not None else {}
 
     @property
     def buffer_bytes(self) -> int:

@@ -34,8 +34,7 @@ def profile(session: Session, tokens: Sequence[int], progress: Callable[[int, in
         ContextError: fewer tokens than two chunks.
         ModelError: the session counts nothing.
     """
-    host = session.target.weights.host_experts
-    if host is None:
+    if session.target.weights.expert_counts() is None:
         raise ModelError(f"{session.target.file.path.name} was loaded without counting its routers' choices")
     chunk = CHUNKS[0]
     total = len(tokens) // chunk * chunk
@@ -62,9 +61,7 @@ def profile(session: Session, tokens: Sequence[int], progress: Callable[[int, in
 
 
 def _routing(session: Session, tokens: int) -> Routing:
-    host = session.target.weights.host_experts
-    assert host is not None  # the session was loaded with experts=
-    return Routing(session.target.file.path.name, tokens, host.chosen())
+    return Routing(session.target.file.path.name, tokens, session.target.weights.experts_chosen())
 
 
 def expert_bytes(session: Session, fraction: float) -> int:

@@ -82,16 +82,16 @@ class PlannedWeights(Weights):
 class PlannedKV(KVCache):
     """K/V rows without memory."""
 
-    def _allocate(self, backend: Backend, n_ctx: int):
-        pretence = _Pretence(self._ctx, self._tensors, backend.default_buffer_type)
-        self._planned = pretence.nbytes
+    def _allocate(self, home, n_ctx: int):
+        pretence = _Pretence(home.ctx, home.tensors, home.backend.default_buffer_type)
+        self._planned = [*getattr(self, "_planned", []), pretence.nbytes]
         return pretence.buffer
 
     def fill(self, value: int) -> None:
         """There is nothing to fill."""
 
     @property
-    def nbytes(self) -> int:
+    def nbytes_by_home(self) -> list[int]:
         return self._planned
 
 
@@ -103,8 +103,9 @@ class PlannedGraphs(StepGraphs):
         self.bytes_by_role: dict[str, int] = {}
 
     def _plan(self, step: Step) -> None:
-        role = step.graph.role.name
-        self.bytes_by_role[role] = max(self.bytes_by_role.get(role, 0), step.graph.measure())
+        for part in step.graph.parts:
+            role = part.role.name
+            self.bytes_by_role[role] = max(self.bytes_by_role.get(role, 0), part.measure())
 
     def _stale(self, step: Step) -> bool:
         return False

@@ -313,11 +313,11 @@ def write_laguna(
 
 def write_gemma4(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False,
-    n_per_layer: int = 64, shared: bool = True, routed: bool = False, softcap: float | None = 30.0, alike: bool = False
+    n_per_layer: int = 64, shared: bool = True, routed: bool = False, softcap: float | None = 30.0, alike: bool = False, n_own: int = 2
 ) -> Path:  # fmt: skip
     """Writes a random gemma4 target: the last of every ``full_every`` layers is full, with K/V heads of twice the size and no attn_v.
 
-    ``shared`` lets all layers but the first two read the K/V of those; ``routed`` adds experts to every layer but the first.
+    ``shared`` lets all layers but the first ``n_own`` read the K/V of the last of those; ``routed`` adds experts to every layer but the first.
     ``alike`` routes in the first one too and stores gate and up of all layers as one tensor, as published files do.
     """
     s, w = shape, Writer(Path(path), "gemma4", quant, seed)
@@ -329,7 +329,7 @@ def write_gemma4(
     out.add_uint32("gemma4.attention.value_length_swa", s.head_size)
     out.add_sliding_window(s.target_window)
     out.add_array("gemma4.attention.sliding_window_pattern", [not f for f in full])
-    out.add_uint32("gemma4.attention.shared_kv_layers", s.n_layer - 2 if shared else 0)
+    out.add_uint32("gemma4.attention.shared_kv_layers", s.n_layer - n_own if shared else 0)
     out.add_uint32("gemma4.embedding_length_per_layer_input", n_per_layer)
     out.add_rope_dimension_count(2 * s.head_size)
     out.add_uint32("gemma4.rope.dimension_count_swa", s.head_size)
@@ -347,7 +347,7 @@ def write_gemma4(
         w.norms("", {"per_layer_proj_norm": n_per_layer})
     kinds = {"ffn_down": type_id("q6_K")} if mixed else {}
     for i in range(s.n_layer):
-        own_kv, size = i < 2 or not shared, (2 if full[i] else 1) * s.head_size
+        own_kv, size = i < n_own or not shared, (2 if full[i] else 1) * s.head_size
         norms, shapes = _gemma4_layer(s, size, heads_kv[i], own_kv, full[i], n_per_layer)
         if routed and (i > 0 or alike):
             norms |= dict.fromkeys(("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), s.n_embd)

@@ -24,7 +24,7 @@ class Part:
     def __init__(self, nbytes: int, memory: bool = True):
         self.nbytes, self.memory, self.made = nbytes, memory, []
 
-    def copy(self, backend):
+    def copy(self):
         if not self.memory:
             return None
         self.made.append(Copied(self.nbytes))
@@ -41,14 +41,14 @@ def held(copies: Copies) -> set[int]:
 
 def test_what_is_kept_stays_within_the_budget():
     """With the budget ignored the whole suite passed."""
-    copies = Copies(None, 100)
+    copies = Copies(100)
     assert kept(copies, 0, 60) and kept(copies, 1, 40) and copies.used_bytes == 100
     assert kept(copies, 2, 30) and copies.used_bytes <= 100 and 2 in held(copies)
     assert not kept(copies, 3, 101) and 2 in held(copies)  # what never fits drives nothing out
 
 
 def test_the_longest_unused_goes_first_and_of_equals_the_deepest():
-    copies = Copies(None, 100)
+    copies = Copies(100)
     for number in range(4):
         assert kept(copies, number, 25)
     copies.chunks[b"\0"].used[ROWS] = copies.chunks[b"\3"].used[ROWS] = 5
@@ -57,14 +57,14 @@ def test_the_longest_unused_goes_first_and_of_equals_the_deepest():
 
 
 def test_what_is_spared_stays_even_if_the_new_part_does_not_fit_then():
-    copies = Copies(None, 100)
+    copies = Copies(100)
     assert kept(copies, 0, 50) and kept(copies, 1, 50)
     spared = [copies.chunks[b"\0"], copies.chunks[b"\1"]]
     assert not kept(copies, 2, 10, spare=spared) and held(copies) == {0, 1} and copies.used_bytes == 100
 
 
 def test_a_device_without_memory_costs_no_account():
-    copies = Copies(None, 100)
+    copies = Copies(100)
     assert not copies.keep(copies.chunk(b"a", 0, 1), ROWS, Part(10, memory=False)) and copies.used_bytes == 0
 
 
@@ -72,7 +72,7 @@ def test_a_device_without_memory_costs_no_account():
 def test_any_order_of_keeping_and_using(seed):
     """The account is what is held, it never passes the budget, and everything that was dropped was freed once."""
     rng, parts = random.Random(seed), []
-    copies = Copies(None, budget := rng.choice([0, 50, 300, 1000]))
+    copies = Copies(budget := rng.choice([0, 50, 300, 1000]))
     for clock in range(200):
         copies.clock = clock
         chunk, kind = copies.chunk(bytes([number := rng.randrange(12)]), number, 1), rng.choice([ROWS, STATE])

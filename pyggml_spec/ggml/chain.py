@@ -1,0 +1,158 @@
+"""A step over several devices: one graph for each stretch of it that a device computes, and what is copied from one to the next.
+
+To the models it is one graph: verbs add to the part that is being built, ``enter`` begins the next one on another device, and ``bring`` gives a
+tensor of an earlier part as an input of this one. Copies are queued behind the part that makes them (csrc/step_chain.c); the host takes no part.
+
+Fields have the same place in every device's step buffer. There is one mirror, which is uploaded to each device; what is read comes from the last.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import EngineError
+from .graph import Graph, Role
+from .library import Tensor, check, ffi, lib, text
+from .step_io import StepFields, StepIO, StepTimes, field_type
+
+
+class ChainGraph(Graph):
+    """Owns the graphs of its parts.
+
+    Attributes:
+        segment, part: which device's part is being built, and its number in the order in which they run.
+    """
+
+    def __init__(self, io: StepIO, role_of: Callable[[int, int], Role], entered: Callable[[int], None]) -> None:
+        """``role_of``: the role of a part, by its number and segment. ``entered`` is told which segment is being built."""
+        self._io, self._role_of, self._entered = io, role_of, entered
+        self._segments: list[int] = []
+        self._graphs: list[Graph] = []
+        self._hops: list[tuple[int, int, Tensor, Tensor]] = []
+        self._brought: dict[tuple[int, int], Tensor] = {}
+        self._activations = {}
+        self._chain: Any = None
+        self.part, self.segment = -1, -1
+
+    # -- building
+
+    def enter(self, segment: int) -> None:
+        """What is added from now on is computed by this segment's device, behind everything that was added before."""
+        if segment == self.segment:
+            return
+        self.part, self.segment = self.part + 1, segment
+        graph = Graph(self._role_of(self.part, segment))
+        self._graphs.append(graph)
+        self._segments.append(segment)
+        self.role, self.handle, self.ctx, self.gf, self._err = graph.role, graph.handle, graph.ctx, graph.gf, graph._err
+        self._entered(segment)
+
+    def bring(self, tensor: Tensor, part: int) -> Tensor:
+        """``tensor`` of this or an earlier ``part``, for nodes of this one. An input that nobody reads costs nothing."""
+        if part == self.part:
+            return tensor
+        key = int(ffi.cast("uintptr_t", tensor)), self.part
+        if key not in self._brought:
+            if not lib.ggml_is_contiguous(tensor):
+                raise EngineError("only a contiguous tensor can go from one device to another")
+            landing = lib.ggml_new_tensor(self.ctx, tensor.type, 4, tuple(tensor.ne))
+            lib.ggml_set_output(tensor)  # its memory is its own until the copy is done
+            lib.ggml_build_forward_expand(self._graphs[part].gf, tensor)
+            self._hops.append((part, self.part, tensor, landing))
+            self._brought[key] = landing
+        return self._brought[key]
+
+    # -- life
+
+    def plan(self) -> None:
+        for graph in self._graphs:
+            graph.plan()
+        read = [hop for hop in self._hops if hop[3].data != ffi.NULL]
+        hops = ffi.new("pgs_hop[]", [list(hop) for hop in sorted(read, key=lambda hop: hop[0])])
+        parts = ffi.new("pgs_graph *[]", [graph.handle for graph in self._graphs])
+        ios = ffi.new("pgs_io *[]", [self._io.handles[segment] for segment in self._segments])
+        self._chain = lib.pgs_chain_new(parts, ios, len(self._graphs), hops, len(read), self._err)
+        if self._chain == ffi.NULL:
+            raise EngineError(text(self._err))
+
+    @property
+    def chain(self) -> Any:
+        """C's handle, after ``plan``."""
+        return self._chain
+
+    @property
+    def parts(self) -> list[Graph]:
+        return list(self._graphs)
+
+    @property
+    def hops(self) -> list[tuple[int, int, int]]:
+        """What is copied: behind which part, to which, and how many bytes."""
+        return [(after, to, lib.ggml_nbytes(tensor)) for after, to, tensor, landing in self._hops if landing.data != ffi.NULL]
+
+    def measure(self) -> int:
+        return sum(graph.measure() for graph in self._graphs)
+
+    @property
+    def cuts(self) -> int:
+        return sum(graph.cuts for graph in self._graphs)
+
+    @property
+    def stale(self) -> bool:
+        return any(graph.stale for graph in self._graphs)
+
+    @property
+    def n_nodes(self) -> int:
+        return sum(graph.n_nodes for graph in self._graphs)
+
+    def expand(self, node: Tensor) -> None:
+        self._graphs[-1].expand(node)
+
+    def op_counts(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for graph in self._graphs:
+            for name, count in graph.op_counts().items():
+                counts[name] = counts.get(name, 0) + count
+        return counts
+
+    def traffic(self) -> int:
+        return sum(graph.traffic() for graph in self._graphs)
+
+    def close(self) -> None:
+        if self._chain is not None and self._chain != ffi.NULL:
+            lib.pgs_chain_free(self._chain)
+        self._chain = None
+        for graph in self._graphs:
+            graph.close()
+        self._graphs = []
+
+
+class ChainFields(StepFields):
+    """The fields of such a step: a field that is asked for again, in another part, is the same one on another device."""
+
+    graph: ChainGraph
+
+    def __init__(self, io: StepIO, graph: ChainGraph) -> None:
+        super().__init__(io, graph)
+        self._here: dict[tuple[int, str], Tensor] = {}
+
+    def _once(self, name: str, kind: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Tensor:
+        key = (self.graph.part, name)
+        if key not in self._here:
+            known = self._offsets.get(name)
+            ne0, ne1 = (*shape, 1)[:2]
+            self._here[key] = make() if known is None else self._tensor(field_type(kind), ne0, ne1, known[0])
+        return self._here[key]
+
+    def input(self, name: str, kind: str, *shape: int) -> Tensor:
+        make = super().input
+        return self._once(name, kind, shape, lambda: make(name, kind, *shape))
+
+    def tokens(self, count: int) -> Tensor:
+        make = super().tokens
+        return self._once("tokens", "i32", (count,), lambda: make(count))
+
+    def _queue(self, read_start: int, size: int) -> None:
+        check(lib.pgs_chain_launch(self.graph.chain, self._upload_end, read_start, size, self._times, self._err), self._err)
+
+    def wait(self) -> StepTimes:
+        lib.pgs_chain_wait(self.graph.chain, self._times)
+        return StepTimes(self._times.upload, self._times.compute, self._times.read)
