@@ -28,7 +28,7 @@ def llama_cpp_options(command):
                 raise click.UsageError(f"-ngl 0 and --device {more['device']} contradict each other")
             more["device"] = "CPU"
         elif gpu_layers is not None:
-            _check_layers(gpu_layers, more["target"])
+            _place_layers(gpu_layers, more)
         if draft_gpu_layers == 0 and more["device"] != "CPU":
             raise click.UsageError(
                 "-ngld 0 would put the drafter on another device than the target; leave it out, or use --device CPU for both"
@@ -62,13 +62,18 @@ class _Layers(click.ParamType):
         return layers if layers >= 0 else self.fail(f"{value!r} is not a number of layers", param, ctx)
 
 
-def _check_layers(asked: int, target: str | None) -> None:
-    """Layers are on the device all together or not at all."""
+def _place_layers(asked: int, more: dict) -> None:
+    """Fewer layers than there are: the first ones are computed by the CPU, as llama.cpp has it, for which the head is a layer too."""
+    from ..ggml.devices import pick_devices
     from ..gguf_io import GGUFFile
     from ..session import DEMO_TARGET
 
-    with GGUFFile(target if target is not None else DEMO_TARGET) as file:
+    with GGUFFile(more["target"] if more["target"] is not None else DEMO_TARGET) as file:
         there = file.get(f"{file.get('general.architecture', str)}.block_count", int, 0)
-    if asked < there:
-        raise PyspecError(f"-ngl {asked} would leave {there - asked} of {there} layers in host memory, which is not supported: leave it out, use -ngl 0 "
-                          "for the CPU, or move routed experts with --n-cpu-moe")  # fmt: skip
+    on_cpu, found = there + 1 - asked, pick_devices(more["device"])
+    if on_cpu <= 0 or all(device.kind == "cpu" for device in found):
+        return
+    if len(found) > 1 or more.get("tensor_split") is not None or on_cpu >= there:
+        raise PyspecError(f"-ngl {asked} would leave {on_cpu} of {there} layers in host memory; with several devices say which share the CPU gets: "
+                          "--device CPU,GPU --tensor-split")  # fmt: skip
+    more["device"], more["tensor_split"] = f"CPU,{found[0].name}", [on_cpu, there - on_cpu]

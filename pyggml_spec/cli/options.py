@@ -19,7 +19,7 @@ kernels_option = click.option(
 
 def target_options(
     command,
-    device: str = "Device name, as `pyspec devices` lists it. Default: the first GPU, or the CPU.",
+    device: str = "Device name, as `pyspec devices` lists it; several, separated by commas, share the layers. Default: the first GPU, or the CPU.",
     context: str = "4096, or what the model was trained with if that is less",
 ):
     """-m, -md, -hf, -hfd, --device, -t, --kernels, -c: which pair, where, and how much context.
@@ -163,9 +163,55 @@ chunk_option = click.option("-ub", "--ubatch-size", "chunk", type=click.IntRange
                             help="Prompt tokens per pass; prompts are reused in whole passes.")  # fmt: skip
 
 
+class Proportions(click.ParamType):
+    """Numbers separated by commas, or by slashes as llama-bench has them."""
+
+    name = "N,N"
+
+    def convert(self, value, param, ctx):
+        try:
+            return [float(part) for part in value.replace("/", ",").split(",")] if isinstance(value, str) else value
+        except ValueError:
+            return self.fail(f"{value!r} is not a list of proportions, like 3,1", param, ctx)
+
+
+def split_options(command):
+    """-ts, -sm: the keyword argument ``tensor_split`` as ``load`` takes it."""
+
+    @wraps(command)
+    def wrapped(*args, split_mode, **more):
+        if split_mode in ("row", "tensor"):
+            raise click.UsageError(
+                f"-sm {split_mode} would split each product over the devices; here whole layers are on one device each: leave it out"
+            )
+        if split_mode == "none" and "," in (more["device"] or ""):
+            raise click.UsageError(f"-sm none and --device {more['device']} contradict each other")
+        return command(*args, **more)
+
+    for option in (
+        click.option("-sm", "--split-mode", type=click.Choice(["none", "layer", "row", "tensor"]), hidden=True),
+        click.option(
+            "-ts",
+            "--tensor-split",
+            type=Proportions(),
+            help="How many layers each device of --device gets, in proportion. Default: by free memory; a CPU gets what GPUs have no room for.",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
 def loading_options(command):
     """How a pair is loaded, beside ``target_options``: what every command takes that generates."""
-    for options in (draft_cache_type_options, cache_type_options, spec_options, expert_options, graphs_option, llama_cpp_options):
+    for options in (
+        draft_cache_type_options,
+        cache_type_options,
+        spec_options,
+        expert_options,
+        graphs_option,
+        llama_cpp_options,
+        split_options,
+    ):
         command = options(command)
     return command
 

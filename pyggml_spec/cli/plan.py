@@ -17,6 +17,7 @@ from .options import (
     expert_options,
     prefix_memory_option,
     spec_options,
+    split_options,
     target_options,
 )
 from .terminal import size
@@ -35,8 +36,9 @@ TOLERATED = 0.01
 
 
 @click.command("plan", cls=GroupedCommand)
-@partial(target_options, device="Plan for this device only. Default: every device.")
+@partial(target_options, device="Plan for this device only, or for a split over several. Default: every device.")
 @llama_cpp_options
+@split_options
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: the drafter's block.")
 @click.option(
     "--slots",
@@ -80,6 +82,9 @@ def _show(one: Plan | NoPlan) -> None:
         click.echo(f"{one.device}: cannot run it: {one.reason}")
         return
     click.echo(f"{one.device}, context {one.n_ctx}: {'fits' if one.fits else 'DOES NOT FIT'}, {size(one.total)} of {size(one.free)} free")
+    for part in one.split:
+        room = "" if part.fits else ", WHICH IS TOO MUCH"
+        click.echo(f"  {part.layers:<16} {size(part.total):>10}  of {size(part.free)} free{room}")
     for key, name in _PURPOSES.items():
         if key in one.memory:
             click.echo(f"  {name:<16} {size(one.memory[key]):>10}  {_detail(one, key)}".rstrip())

@@ -345,5 +345,9 @@ class Engine:
         """Bytes on the device by purpose."""
         return self.parts.memory()
 
+    def memory_by_segment(self) -> list[dict[str, int]]:
+        """The same, of each device that has some of the layers, in their order."""
+        return self.parts.memory_by_segment()
+
     def close(self) -> None:
         self.parts.close()

@@ -10,6 +10,7 @@ import numpy as np
 from ..checks import whole
 from ..errors import EngineError
 from ..ggml.chain import ChainFields, ChainGraph
+from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role, RoleCounters
 from ..ggml.library import ffi, lib
 from ..ggml.step_io import StepFields, StepIO
@@ -242,7 +243,14 @@ class GraphStore:
 
     @property
     def compute_bytes(self) -> int:
-        return sum(role.buffer_bytes for role in self.roles.values())
+        return sum(self.bytes_of(role) for role in self.roles.values())
+
+    def compute_bytes_on(self, backend: Backend) -> int:
+        """Those of one device."""
+        return sum(self.bytes_of(role) for role in self.roles.values() if role.backend is backend)
+
+    def bytes_of(self, role: Role) -> int:
+        return role.buffer_bytes
 
     def close(self) -> None:
         for step in self._steps.values():

@@ -148,6 +148,21 @@ class Parts:
             out["compute"] += self.graphs.masked.nbytes
         return out
 
+    def memory_by_segment(self) -> list[dict[str, int]]:
+        """The same, of each segment's device."""
+        whole, last = self.memory(), len(self.segments) - 1
+        parts, kv = getattr(self.target.weights, "parts", [self.target.weights]), self.kv.nbytes_by_home
+        states = self.delta.nbytes_by_segment if self.delta is not None else {}
+        out = []
+        for index, segment in enumerate(self.segments):
+            mine = {"weights": parts[index].nbytes, "kv": kv[index], "compute": self.graphs.compute_bytes_on(segment.backend)}
+            if index in states or (last == 0 and states):
+                mine["recurrent"] = sum(states.values()) if last == 0 else states[index]
+            out.append(mine)
+        out[last] |= {name: nbytes for name, nbytes in whole.items() if name.startswith("draft_")}
+        out[last]["compute"] += whole["compute"] - sum(mine["compute"] for mine in out)  # logits that are kept there
+        return out
+
     def close(self) -> None:
         for part in reversed(self._owned):
             part.close()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..checks import whole
 from ..decode.methods import Methods, methods
@@ -20,13 +20,16 @@ from ..engine.graphs import StepGraphs
 from ..engine.options import EngineOptions
 from ..engine.parts import P, Parts
 from ..errors import PyspecError
-from ..ggml.device import Backend, Device, devices, free_bytes, pick_device
+from ..ggml.device import Backend, devices, free_bytes, pick_device
+from ..ggml.devices import pick_devices
+from ..ggml.graph import Role
 from ..ggml.library import ffi, lib
 from ..gguf_io import GGUFFile
 from ..memory.kv import SPAN, KVCache
 from ..memory.kv_types import KVTypes
 from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_target
+from ..models.segments import SplitWeights
 from ..models.weights import Weights
 from ..session import DEMO_DRAFTER, DEMO_TARGET, MOST_BYTES, Session, load
 
@@ -49,6 +52,14 @@ class PlannedWeights(Weights):
     def __init__(self, backend: Backend, model, placement: Placement | None = None, host: Backend | None = None):
         self._planned = 0
         super().__init__(backend, model.file, model.specs(), model.groups(), model.fused_alike(), None, placement, host)
+
+    @classmethod
+    def of_part(cls, *args) -> "PlannedWeights":
+        """Of some layers, as ``Weights`` is made."""
+        weights = cls.__new__(cls)
+        weights._planned = 0
+        Weights.__init__(weights, *args)
+        return weights
 
     def _allocate(self, home: int, jobs: list) -> None:
         ctx = self._context(len(jobs))
@@ -110,9 +121,8 @@ class PlannedGraphs(StepGraphs):
     def _stale(self, step: Step) -> bool:
         return False
 
-    @property
-    def compute_bytes(self) -> int:
-        return sum(self.bytes_by_role.values())
+    def bytes_of(self, role: Role) -> int:
+        return self.bytes_by_role.get(role.name, 0)
 
 
 class PlannedParts(Parts):
@@ -125,6 +135,20 @@ class PlannedEngine(Engine):
     """An engine that cannot run."""
 
     parts_class = PlannedParts
+
+
+@dataclass(frozen=True)
+class PlanPart:
+    """What one device of several takes: ``layers`` in words, ``total`` of its bytes, and what it had ``free`` of those."""
+
+    device: str
+    layers: str
+    total: int
+    free: int
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.free
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,7 @@ class Plan:
         kv_per_token: K/V of one token of context, drafter included.
         free: what the device had free, before anything was loaded.
         largest_context: the longest context up to the trained one that fits, a multiple of 256 or the trained one; 0 if none does.
+        split: the devices that share the layers; empty for one. A device that is named twice is one that has to have room for both.
     """
 
     device: str
@@ -157,6 +182,7 @@ class Plan:
     kv_per_token: int
     free: int
     largest_context: int
+    split: tuple[PlanPart, ...] = ()
 
     @property
     def total(self) -> int:
@@ -171,10 +197,15 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether that is no more than what is free."""
-        return self.total <= self.free
+        return self.total <= self.free and _fit(self.split)
 
     def as_dict(self) -> dict:
         return {**asdict(self), "total": self.total, "fits": self.fits, "per_slot": self.per_slot}
+
+
+def _fit(parts: Sequence[PlanPart]) -> bool:
+    """Whether every device has room for all that it has to hold."""
+    return all(sum(other.total for other in parts if other.device == part.device) <= part.free for part in parts)
 
 
 @dataclass(frozen=True)
@@ -208,10 +239,12 @@ def plan(
     kernels: str | None = None,
     spec: Sequence[str] | None = None,
     no_spec: Sequence[str] = (),
+    tensor_split: Sequence[float] | None = None,
 ) -> Plan:
     """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
 
     Args:
+        device, tensor_split: as of ``load``; None takes the first GPU, or the CPU.
         threads: no number of them changes what is allocated.
         slots: more than 1: ``Session.concurrent`` with so many slots is planned too.
         prefix_memory: counted as if it were full.
@@ -229,7 +262,8 @@ def plan(
     kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
     options = {"chunk": chunk, "kv": kv, "draft_kv": draft_kv}
     return _plan_on(
-        pick_device(device),
+        device,
+        tensor_split,
         Path(target),
         draft,
         threads,
@@ -320,19 +354,21 @@ def check(
     Raises:
         PyspecError: it does not fit, or cannot be loaded.
     """
-    picked = pick_device(device)
-    before = free_bytes(picked)
-    planned = plan(target, draft, device=picked.name, slots=slots, prefix_memory=prefix_memory, free=free, **options)
+    names = device if device is not None else pick_device().name
+    picked = list(dict.fromkeys(pick_devices(names)))
+    before = [free_bytes(one) for one in picked]
+    planned = plan(target, draft, device=names, slots=slots, prefix_memory=prefix_memory, free=free, **options)
     if not planned.fits:
         raise PyspecError(
-            f"{planned.total} bytes are planned and {planned.free} are free on {picked.name}, so nothing was loaded; "
+            f"{planned.total} bytes are planned and {planned.free} are free on {planned.device}, so nothing was loaded; "
             f"the longest context that fits is {planned.largest_context} (`n_ctx`)"
         )
     of_slots = {}
     with ExitStack() as stack:
         # one thread where it only has to be right: several wait for each other
-        threads = threads or (1 if picked.kind == "cpu" else None)
-        session = stack.enter_context(load(target, draft, device=picked.name, threads=threads, prefix_memory=0, **options))
+        on_cpu = any(one.kind == "cpu" for one in picked)
+        threads = threads or (1 if on_cpu else None)
+        session = stack.enter_context(load(target, draft, device=names, threads=threads, prefix_memory=0, **options))
         room = planned.n_ctx - 1
         prompt = [i % session.target.n_vocab for i in range(max(1, min(700, room // 2)))]
         for mode in ("speculative", "plain") if session.drafter is not None else ("plain",):
@@ -343,12 +379,13 @@ def check(
                 scheduler.submit(prompt[: 40 + i], LoopOptions(min(16, room // 4), PLAIN if session.drafter is None else SPECULATIVE))
             scheduler.run()
             of_slots = {name: n for name, n in scheduler.engine.memory().items() if name not in ("weights", "draft_weights")}
-        taken = before - free_bytes(pick_device(picked.name)) if picked.kind != "cpu" else None
+        taken = sum(before) - sum(free_bytes(pick_device(one.name)) for one in picked) if not on_cpu else None
         return Checked(planned, session.engine.memory(), of_slots, taken)
 
 
 def _plan_on(
-    device: Device,
+    names: str | None,
+    shares: Sequence[float] | None,
     target_path: Path,
     draft_path: Path | None,
     threads: int | None,
@@ -373,17 +410,26 @@ def _plan_on(
         target = session.target = open_target(file)
         drafter = session.drafter = session._open_drafter(file, draft_path, spec)
         n_ctx, width = session._context(n_ctx), session._width(draft_width, spec.lookup is not None)
-        backend = own(Backend(device, threads, kernels))
+        backends = session._open(names, threads, kernels)
+        backend, found = backends[-1], [b.device for b in backends]
         options = EngineOptions(n_ctx=n_ctx, width=width, **asked)
-        target.weights = own(PlannedWeights(backend, target, *session._place_experts(experts, threads, max(options.chunk, width))))
+        segments, placed = session._split(backends, shares, options), session._place_experts(experts, threads, max(options.chunk, width))
+        if segments:
+            split = SplitWeights(target, segments, drafter, *placed, lambda done, total: None, PlannedWeights.of_part)
+            target.weights = cast(Weights, own(split))
+        else:
+            target.weights = own(PlannedWeights(backend, target, *placed))
         if drafter is not None:
             drafter.weights = own(PlannedWeights(backend, drafter))
 
-        def memory_of(context: int, slots: int) -> tuple[dict[str, int], dict[str, int]]:
+        def memory_of(context: int, slots: int) -> tuple[dict[str, int], dict[str, int], list[int]]:
+            """By purpose, by role, and on each device: of several slots without the weights."""
             engine = PlannedEngine(backend, target, drafter, replace(options, n_ctx=context, slots=slots))
             try:
                 assert isinstance(engine.graphs, PlannedGraphs)
-                return engine.memory(), dict(engine.graphs.bytes_by_role)
+                apart = ("weights", "draft_weights") if slots != 1 else ()
+                by_part = [sum(n for name, n in part.items() if name not in apart) for part in engine.memory_by_segment()]
+                return engine.memory(), dict(engine.graphs.bytes_by_role), by_part
             finally:
                 engine.close()
 
@@ -391,23 +437,30 @@ def _plan_on(
             memory = memory_of(context, slots)[0] if slots != 1 else {}
             return {name: nbytes for name, nbytes in memory.items() if name not in ("weights", "draft_weights")}  # which are shared
 
-        def total(context: int) -> int:
-            return sum(memory_of(context, 1)[0].values()) + sum(of_slots(context).values())
+        def on_devices(context: int) -> tuple[PlanPart, ...]:
+            one = memory_of(context, 1)[2]
+            more = memory_of(context, slots)[2] if slots != 1 else [0] * len(one)
+            more[-1] += prefix_memory
+            totals = [a + b for a, b in zip(one, more, strict=True)]
+            rooms = [free_bytes(d) if free is None else free for d in found]
+            layers = [str(segment) for segment in segments] or [""]
+            return tuple(PlanPart(d.name, *part) for d, *part in zip(found, layers, totals, rooms, strict=True))
 
-        (memory, roles), slots_memory = memory_of(n_ctx, 1), of_slots(n_ctx)
+        (memory, roles, _), slots_memory = memory_of(n_ctx, 1), of_slots(n_ctx)
         by_type: dict[str, int] = {}
         for model in (target, drafter):
             for name, nbytes in model.weights.bytes_by_type.items() if model is not None else ():
                 by_type[name] = by_type.get(name, 0) + nbytes
-        free = free_bytes(device) if free is None else free
         trained = target.context_length
-        largest = _largest(lambda context: total(context) + prefix_memory <= free, trained)
+        largest, parts = _largest(lambda context: _fit(on_devices(context)), trained), on_devices(n_ctx)
+        room = sum({part.device: part.free for part in parts}.values())
         draft_shapes = drafter.kv_shapes() if drafter is not None else ()
         per_token = sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, draft_shapes))
         host_bytes = target.weights.host_bytes
         return Plan(
-            device.name, n_ctx, trained, memory, slots, slots_memory, prefix_memory, by_type, roles, host_bytes, per_token, free, largest
-        )
+            ",".join(d.name for d in found), n_ctx, trained, memory, slots, slots_memory, prefix_memory, by_type, roles, host_bytes, per_token,
+            room, largest, parts if segments else ()
+        )  # fmt: skip
 
 
 def _largest(fits, trained: int) -> int:

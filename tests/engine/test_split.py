@@ -271,3 +271,29 @@ def test_drafters_that_need_their_target_on_one_device_say_so():
 )
 def test_where_layers_are_cut(shares, sizes, last, cuts):
     assert cuts_by(shares, sizes, last) == cuts
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_plan_of_a_split_is_what_each_device_allocates(tmp_path, slots):
+    from pyggml_spec.tools.plan import check
+
+    target, draft = write_pair(tmp_path, "qwen35")
+    found = check(target, draft, device="CPU,CPU,CPU", tensor_split=[1, 2, 1], n_ctx=256, slots=slots)
+    assert (found.plan.memory, found.plan.slots_memory) == (found.memory, found.slots_memory)
+    assert sum(part.total for part in found.plan.split) == found.plan.total == found.total
+    with loaded(target, draft, (1, 3), n_ctx=256, draft_width=None) as session:
+        session.generate(PROMPT, 8, ignore_end=True)
+        by_segment = [sum(part.values()) for part in session.engine.memory_by_segment()]
+        assert sum(by_segment) == sum(session.engine.memory().values())
+        if slots == 1:
+            assert by_segment == [part.total for part in found.plan.split]
+
+
+def test_a_plan_fits_where_every_device_has_room(tmp_path):
+    from pyggml_spec.tools.plan import plan
+
+    target, draft = write_pair(tmp_path, "qwen35")
+    options = {"device": "CPU,CPU", "tensor_split": [1, 3], "n_ctx": 256}
+    need = plan(target, draft, **options)
+    assert need.fits and plan(target, draft, free=need.total, **options).fits  # one memory, named twice
+    assert not plan(target, draft, free=need.total - 1, **options).fits
