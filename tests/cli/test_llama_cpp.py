@@ -1,8 +1,14 @@
 """Command lines of llama.cpp's tools can be pasted; what they ask for and cannot have is refused by name."""
 
+from dataclasses import replace
+
 import pytest
 from cli.conftest import PROMPT
-from cli.process import one_sentence, pyspec
+from cli.process import pyspec
+
+from pyggml_spec.cli.llama_cpp import _place_layers
+from pyggml_spec.errors import PyspecError
+from pyggml_spec.ggml.device import pick_device
 
 PASTED = ["-ngl", 99, "-ngld", "all", "-fa", "on", "--spec-type", "draft-dflash", "--spec-draft-n-max", 3]
 
@@ -20,11 +26,21 @@ def test_no_layers_on_the_device_is_the_cpu(pair):
     assert done.returncode == 0 and " on CPU " in done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "bench"])
-def test_some_layers_only_are_refused(pair, command):
-    one_sentence(
-        pyspec(command, "-m", pair[0], "-ngl", 2, "-q" if command != "bench" else "--json", stdin=b""), "-ngl 2", "2 of 4 layers", "-ngl 0"
-    )
+def test_some_layers_only_where_everything_is_on_the_cpu_anyway(pair):
+    done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 2, "-p", PROMPT, "-n", 2)
+    assert done.returncode == 0 and " on CPU " in done.stderr
+
+
+@pytest.mark.parametrize("asked, shares", [(5, None), (4, [1, 3]), (2, [3, 1])])
+def test_fewer_layers_than_there_are_leave_the_first_to_the_cpu(pair, monkeypatch, asked, shares):
+    """The head counts as a layer, as in llama.cpp: 4 of 4 layers leave one to the CPU."""
+    gpu = replace(pick_device("CPU"), name="CUDA0", kind="gpu")
+    monkeypatch.setattr("pyggml_spec.ggml.devices.pick_devices", lambda names: [gpu])
+    more = {"target": pair[0], "device": None}
+    _place_layers(asked, more)
+    assert more == {"target": pair[0], **({"device": None} if shares is None else {"device": "CPU,CUDA0", "tensor_split": shares})}
+    with pytest.raises(PyspecError, match="-ngl 1 would leave 4 of 4 layers in host memory"):
+        _place_layers(1, more)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +48,8 @@ def test_some_layers_only_are_refused(pair, command):
     [
         (["-fa", "off"], "always flash attention"), (["--spec-type", "draft-simple"], "would be a second engine"), (["-ngl", "some"], "'some'"),
         (["--spec-draft-n-max", 0], "x<=1023"), (["--spec-draft-n-max", 3, "--draft-width", 8], "contradict"), (["-ngl", 0, "--device", "CUDA0"], "contradict"),
-        (["-ngld", 0], "another device"),
+        (["-ngld", 0], "another device"), (["-sm", "row"], "whole layers are on one device"), (["-sm", "none", "--device", "CPU,CPU"], "contradict"),
+        (["-ts", "1,x"], "'1,x' is not a list of proportions"),
     ],
 )  # fmt: skip
 def test_what_they_cannot_have(options, words):
