@@ -444,7 +444,7 @@ def _plan_on(
             totals = [a + b for a, b in zip(one, more, strict=True)]
             rooms = [free_bytes(d) if free is None else free for d in found]
             layers = [str(segment) for segment in segments] or [""]
-            return tuple(PlanPart(d.name, *part) for d, *part in zip(found, layers, totals, rooms, strict=True))
+            return tuple(PlanPart(d.name, what, n, room) for d, what, n, room in zip(found, layers, totals, rooms, strict=True))
 
         (memory, roles, _), slots_memory = memory_of(n_ctx, 1), of_slots(n_ctx)
         by_type: dict[str, int] = {}
