@@ -76,7 +76,7 @@ def spec_options(command):
         click.option(
             "--spec-type",
             metavar="LIST",
-            help="Ways of drafting, separated by commas: draft-dflash, draft-mtp, draft-eagle3, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
+            help="Ways of drafting, separated by commas: draft-dflash, draft-mtp, draft-eagle3, draft-dspark, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
             "Default: the drafter of -md, or else the model's own MTP layer.",
         ),
     ):

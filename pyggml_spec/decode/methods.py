@@ -6,12 +6,11 @@ from typing import NamedTuple
 from ..errors import PyspecError
 from .suffix import LOOKUPS
 
-MODELS = ("draft-dflash", "draft-mtp", "draft-eagle3")
+MODELS = ("draft-dflash", "draft-mtp", "draft-eagle3", "draft-dspark")
 METHODS = (*MODELS, *LOOKUPS)
 NONE = "none"
 _REFUSED = {
     "draft-simple": "a separate small model would be a second engine; an MTP layer or a DFlash drafter gives more tokens per step for less",
-    "draft-dspark": "DSpark drafters are not supported",
     "ngram-map-k4v": "matches with several continuations are not counted; suffix takes the longest match",
     "ngram-cache": "there are no lookup files; suffix keeps the sequences of the session",
 }

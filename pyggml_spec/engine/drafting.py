@@ -69,15 +69,20 @@ class BlockDrafting:
     def nodes(
         self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
     ) -> Drafted:
-        total = width * covered.count
+        own = self.drafter.block_rows(width)
+        total, alike = own * covered.count, own == width
         block = f.input("block", "i32", total)
-        draft_rows = rows["kv_rows"] if self.alone and "kv_rows" in rows else f.input("draft_rows", "i64", total)
+        draft_rows = rows["kv_rows"] if self.alone and alike and "kv_rows" in rows else f.input("draft_rows", "i64", total)
+        positions = rows["positions"] if alike else f.input("draft_positions", "i32", total)
         masks = self._masks(g, f, total, span, covered)
-        hidden = self.drafter.denoise(g, BlockRows(block, rows["positions"], draft_rows, masks, span, kv, covered.count), self.target)
-        # row 0 of a block is the pending token itself: its logits are never needed
-        drafted = g.tail_rows(hidden, 1) if self.alone else g.tails(hidden, width, 1)
+        hidden = self.drafter.denoise(g, BlockRows(block, positions, draft_rows, masks, span, kv, covered.count), self.target)
+        drafted = hidden if not alike else self._behind_pending(g, hidden, width)
         ids, logits = self.drafter.drafts(g, drafted, block, covered.count, self.target)
         return Drafted(ids, hidden, logits)
+
+    def _behind_pending(self, g: Graph, hidden: Tensor, width: int) -> Tensor:
+        """Without row 0 of each block: it is the pending token itself, whose logits are not needed."""
+        return g.tail_rows(hidden, 1) if self.alone else g.tails(hidden, width, 1)
 
     def _masks(self, g: Graph, f: StepFields, total: int, span: int, covered: SlotRange) -> tuple[Tensor, ...]:
         """One mask per drafter layer; layers with the same window share theirs."""
@@ -98,19 +103,24 @@ class BlockDrafting:
         covered: SlotRange,
         slots: Sequence[Slot],
     ) -> None:
-        block, last = host["block"], host["draft_last"]
+        block, last, width = host["block"], host["draft_last"], self.drafter.block_rows(width)
         block[:] = self.drafter.hp.mask_token
+        positions = host.get("draft_positions", host["positions"])
+        if "draft_positions" in host:
+            for at, slot in enumerate(covered.slots):
+                n = slots[slot].cursor.committed if isinstance(work.get(slot), Draft) else 0
+                positions[at * width : (at + 1) * width] = n + np.arange(width)
         for window in set(self.drafter.hp.window) - {0}:
-            host[f"draft_first_{window}"][:] = host["positions"] - window + 1
+            host[f"draft_first_{window}"][:] = positions - window + 1
         last[:] = 0
         for at, slot in enumerate(covered.slots):
             item, n, first = work.get(slot), slots[slot].cursor.committed, at * width
             real = 0
             if isinstance(item, Draft):
-                real = item.width
+                real = self.drafter.block_rows(item.width)
                 block[first] = slots[slot].cursor.pending
                 if item.masks is not None:
-                    block[first + 1 : first + real] = item.masks
+                    block[first + 1 : first + real] = item.masks[: real - 1]
                 last[first : first + real] = self.drafter.last_seen(n, real)
                 last[first + real : first + width] = n + real - 1
             if "draft_rows" in host:

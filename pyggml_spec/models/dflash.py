@@ -231,10 +231,10 @@ class DFlash(Drafter):
             if tokens != target.n_vocab:
                 raise PairError(f"{pair}: its {name} has {tokens} tokens, the target has {target.n_vocab}")
         if TOKENS in self.file.tensors:
-            chosen = self.file.tensors[HEAD].shape[-1] if HEAD in self.file.tensors else target.n_vocab
             known = self.file.tensors[TOKENS].shape[0]
-            if chosen != known:
-                raise PairError(f"{pair}: its head has {chosen} tokens, but {TOKENS} has {known}")
+            for name, chosen in ({HEAD: target.n_vocab} | self.chosen_among()).items():
+                if chosen != known:
+                    raise PairError(f"{pair}: its {name} has {chosen} tokens, but {TOKENS} has {known}")
             check_tokens(self.file, target.n_vocab)
         if not 0 <= hp.mask_token < target.n_vocab:
             raise PairError(f"{pair}: its mask token is {hp.mask_token}, but the target's vocabulary has {target.n_vocab} tokens")
@@ -243,6 +243,14 @@ class DFlash(Drafter):
         """Tokens of the tensors that have to know all of the target's."""
         names = (EMBEDDING,) if TOKENS in self.file.tensors else (EMBEDDING, HEAD)
         return {name: self.file.tensors[name].shape[-1] for name in names if name in self.file.tensors}
+
+    def chosen_among(self) -> dict[str, int]:
+        """Tokens of the tensors that have to know those of the file's own list, if it has one."""
+        return {HEAD: self.file.tensors[HEAD].shape[-1]} if HEAD in self.file.tensors else {}
+
+    def block_rows(self, width: int) -> int:
+        """Rows of the block that drafts for ``width`` verified rows, the pending token's included; where there are fewer, it drafts too."""
+        return width
 
     # -- the graphs
 
@@ -313,7 +321,7 @@ class DFlash(Drafter):
         return x
 
     def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The drafts of each slot's rows behind its pending token, whose hidden states are ``hidden``, F32 [n_embd, T], of the ``block`` I32;
+        """The drafts of those of each slot's rows that draft, whose hidden states are ``hidden``, F32 [n_embd, T], of the ``block`` I32;
         and the logits that they were chosen by."""
         logits = self.logits(g, hidden, target)
         return (self.choose(g, logits),), logits

@@ -24,7 +24,7 @@ _TENSORS = {f"{prefix}fc.weight": "fc.weight" for prefix in ("dflash.", "dflash_
 _TENSORS |= {f"{prefix}hidden_norm.weight": "enc.output_norm.weight" for prefix in ("dflash.", "dflash_", "")}
 # method: what its architecture, its keys (behind the architecture) or its tensors are called, or begin with
 _OTHERS = {
-    "DSpark": ("markov_", "conf_proj", "dspark", "dflash.dspark", "has_confidence_head", "hyper_connection.", "deepseek4-dflash-draft"),
+    "DeepSeek-V4 DSpark": ("hyper_connection.", "dspark", "dflash.dspark", "deepseek4-dflash-draft"),
     "Domino": ("domino", "dflash.domino"),
     "EAGLE": ("eagle",),
     "MTP": ("mtp", "nextn."),

@@ -9,6 +9,7 @@ from .dflash2 import GATE, DFlash2
 from .dialects import ARCHS as DRAFTERS
 from .dialects import SUPPORTED, as_dflash, refuse_other_methods
 from .drafter import Drafter
+from .dspark import FROM, DSpark
 from .eagle3 import Eagle3
 from .gemma4 import Gemma4
 from .gemma4_assistant import Gemma4Assistant
@@ -67,7 +68,9 @@ def open_drafter(file: GGUFFile) -> Drafter:
     if arch not in DRAFTERS:
         raise ModelError(f"{file.path} has the architecture {arch!r}; {SUPPORTED}")
     read = as_dflash(file)
-    return DFlash2(read) if GATE in read.tensors else DFlash(read)
+    if GATE in read.tensors:
+        return DFlash2(read)
+    return DSpark(read) if FROM in read.tensors else DFlash(read)
 
 
 def own_drafter(file: GGUFFile) -> MTP | None:

@@ -31,3 +31,24 @@ def write_dflash2(
                 w.matrix(f"blk.{i}.{part}_conv_proj.weight", s.n_embd, 2 * taps * (s.n_embd // group_size), gain=0.5)
 
     return write_dflash(path, s, quant, seed, block=block, more=more, **dflash)
+
+
+def write_dspark(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, *,
+    rank: int = 32, from_anchor: bool | None = None, confidence: bool = False, block: int = 8, tokens: int = 0, **dflash: Any
+) -> Path:  # fmt: skip
+    """Writes a random DSpark drafter. ``from_anchor``: the key, None for none; ``tokens`` and ``dflash`` as for `write_dflash`."""
+    s = shape
+
+    def more(w: Writer) -> None:
+        if from_anchor is not None:
+            w.out.add_bool("dflash.sample_from_anchor", from_anchor)
+        w.out.add_bool("dflash.has_confidence_head", confidence)
+        # as large as the differences of logits: a smaller bias would choose the largest logit every time
+        w.matrix("markov_w1.weight", rank, s.n_vocab, gain=rank**0.5)
+        w.matrix("markov_w2.weight", rank, tokens or s.n_vocab)
+        if confidence:
+            w.matrix("conf_proj.weight", s.n_embd + rank, 1)
+            w.vector("conf_proj.bias", 1, -1.0, 1.0)
+
+    return write_dflash(path, s, quant, seed, block=block, tokens=tokens, more=more, **dflash)

@@ -5,7 +5,7 @@ import re
 import pytest
 from ggml.kernel_graphs import LEVELS
 from random_gguf.archs import write_gemma4, write_llama
-from random_gguf.dflash2 import write_dflash2
+from random_gguf.dflash2 import write_dflash2, write_dspark
 from random_gguf.eagle3 import write_eagle3
 from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash, write_qwen35
@@ -18,6 +18,8 @@ KINDS = {
     "eagle3": (write_llama, write_eagle3, {}),
     "dflash2": (write_qwen35, write_dflash2, {"taps": 3}),
     "dflash, d2t": (write_qwen35, write_dflash, {"own": ("head",), "tokens": 90}),
+    "dspark": (write_gemma4, write_dspark, {"own": ("head",), "tokens": 90}),
+    "dspark, not from the anchor": (write_qwen35, write_dspark, {"from_anchor": False}),
     "gemma4-assistant": (write_gemma4, write_gemma4_assistant, {}),
     "eagle3, d2t": (write_llama, write_eagle3, {"tokens": 90, "norm_before_fc": True}),
 }

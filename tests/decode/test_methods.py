@@ -69,7 +69,6 @@ def test_what_is_not_there_is_said(files, target, draft, options, words):
 @pytest.mark.parametrize(
     "names, words",
     [
-        (["draft-dspark"], "DSpark"),
         (["draft-simple"], "second engine"),
         (["draft-mtpp"], "not a way"),
         (["none", "draft-mtp"], "no drafts at all"),

@@ -10,7 +10,7 @@ from pyggml_spec.errors import EngineError
 WIDTHS = (8, 2, 1, 4, 8, 1, 3)
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3", "assistant", "dflash2"])
+@pytest.fixture(scope="module", params=["mtp", "eagle3", "assistant", "dflash2", "dspark"])
 def pair(request, tmp_path_factory):
     made = Pair(tmp_path_factory.mktemp("pair"), request.param)
     yield made

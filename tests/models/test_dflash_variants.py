@@ -117,7 +117,7 @@ def test_dialects_draft_what_the_original_drafts(tmp_path, target, arch, prefix)
 
 
 OTHERS = {
-    "DSpark": [("tensor", "markov_w1.weight"), ("key", "dflash.dspark.enabled"), ("key", "dflash.hyper_connection.count")],
+    "DeepSeek-V4 DSpark": [("key", "dflash.dspark.enabled"), ("key", "dflash.hyper_connection.count")],
     "Domino": [("tensor", "dflash.domino.start")],
     "EAGLE": [("arch", "eagle")],
     "MTP": [("tensor", "blk.0.nextn.eh_proj.weight")],

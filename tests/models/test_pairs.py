@@ -79,6 +79,6 @@ def test_what_does_not_run_has_its_reason(monkeypatch):
     assert "architecture deepseek9" in pair.refused
     monkeypatch.setitem(pairs.TARGETS, "deepseek9", object)
     assert pair.refused == ""
-    assert "DSpark drafters" in pairs.Published("T", "qwen3", 1, 1, 0, "a/b", "DSpark").refused
+    assert "Domino drafters" in pairs.Published("T", "qwen3", 1, 1, 0, "a/b", "Domino").refused
     assert "layout Other" in pairs.Published("T", "qwen3", 1, 1, 0, "a/b", layout="Other").refused
     assert {p.arch for p in PUBLISHED if not p.refused} <= TARGETS.keys()

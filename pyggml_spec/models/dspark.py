@@ -1,0 +1,75 @@
+"""dspark: DFlash with a Markov head, so that each draft depends on the one before it.
+
+    draft_i = argmax(u_i + W_2 W_1[draft_{i-1}]), u_i the logits of the block's row i, without scale or cap; W_1 and W_2 of a small rank
+The chain begins with the pending token. Whether its own row drafts too (`sample_from_anchor`, as in most files) or only the mask rows behind
+it: in the first case a block of B rows gives B drafts, and B + 1 rows are verified.
+Source of the formulae: llama.cpp, src/models/dflash.cpp (build_dspark_markov_head) and common/speculative.cpp (which rows draft).
+"""
+
+from ..errors import ModelError
+from ..ggml.graph import Graph
+from ..ggml.library import Tensor
+from ..gguf_io import GGUFFile
+from .base import Target
+from .blocks import product
+from .dflash import HEAD, DFlash
+from .drafter import TOKENS
+from .weights import ROWS, Spec
+
+FROM, TO = "markov_w1.weight", "markov_w2.weight"
+CONFIDENCE = ("conf_proj.weight", "conf_proj.bias")
+
+
+class DSpark(DFlash):
+    """The drafter."""
+
+    method = "draft-dspark"
+    by_position = True
+
+    def __init__(self, file: GGUFFile) -> None:
+        super().__init__(file)
+        for name in (FROM, TO):
+            if name not in file.tensors or len(file.tensors[name].shape) != 2:
+                raise ModelError(f"{file.path} has no matrix {name!r}, which a drafter with a Markov head needs; convert it again")
+        self.rank = file.tensors[FROM].shape[0]
+        self.from_anchor = file.get(f"{self.arch}.sample_from_anchor", bool, True)
+
+    @property
+    def block_size(self) -> int:
+        return self.hp.block_size + self.from_anchor
+
+    def block_rows(self, width: int) -> int:
+        return width - self.from_anchor
+
+    # -- what it reads
+
+    def tensors(self) -> list[Spec]:
+        tensors = self.file.tensors
+        out = [Spec(FROM, (self.rank, tensors[FROM].shape[1]), ROWS), Spec(TO, (self.rank, tensors[TO].shape[1]))]
+        return super().tensors() + out
+
+    def idle(self) -> dict[str, str]:
+        return super().idle() | dict.fromkeys(CONFIDENCE, "how many drafts are verified follows from how many were right")
+
+    def known_tokens(self) -> dict[str, int]:
+        names = (FROM,) if TOKENS in self.file.tensors else (FROM, TO)
+        return super().known_tokens() | {name: self.file.tensors[name].shape[1] for name in names}
+
+    def chosen_among(self) -> dict[str, int]:
+        return super().chosen_among() | {TO: self.file.tensors[TO].shape[1]}
+
+    # -- the graph
+
+    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+        """Those that the Markov head adds to: neither scaled nor capped."""
+        return product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden)
+
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> tuple[tuple[Tensor, ...], Tensor]:
+        w, count = self.weights, hidden.ne[1] // slots
+        logits = self.logits(g, hidden, target)
+        token, ids = g.firsts(block, block.ne[0] // slots), []
+        for i in range(count):
+            after = product(g, w.matrix(TO), g.rows(w[FROM], token))
+            ids.append(self.choose(g, g.add(after, g.every(logits, count, i))))
+            token = g.shaped(ids[-1], slots) if ids[-1].ne[0] != slots else ids[-1]
+        return tuple(ids), logits
