@@ -38,8 +38,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--ctx", type=int, default=4096, help="per slot")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("server_args", nargs="*", metavar="-- SERVER ARGUMENTS")
     args = parser.parse_args()
-    args.ngl, args.server_args = 0 if args.device == "CPU" else 99, []
+    args.ngl = 0 if args.device == "CPU" else 99
     options = BenchOptions(prompts=(), tokens=args.tokens, repetitions=1, synthetic=args.synthetic_acceptance)
     args.ctx = max(args.ctx, tokens_needed(options))
     results = []
