@@ -38,6 +38,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--ctx", type=int, default=4096, help="per slot")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--no-backend-sampling", action="store_true", help="llama-server samples on the host: with 16 slots and drafts it ends otherwise"
+    )
     parser.add_argument("server_args", nargs="*", metavar="-- SERVER ARGUMENTS")
     args = parser.parse_args()
     args.ngl = 0 if args.device == "CPU" else 99
@@ -47,7 +50,8 @@ def main() -> None:
     with ps.load(args.model, args.drafter, device=args.device, n_ctx=args.ctx, threads=args.threads or None) as session:
         for slots in map(int, args.slots.split(",")):
             before = device_memory_used(args.device)
-            with LlamaServer(args.tools, Path(f"{args.out}.np{slots}.log"), *server_options(slots, args)) as server:
+            told = [o for o in server_options(slots, args) if o != "--backend-sampling" or not args.no_backend_sampling]
+            with LlamaServer(args.tools, Path(f"{args.out}.np{slots}.log"), *told) as server:
                 server.wait()
                 server_round(server, 0, slots, 64)
                 results.append(measure(session, server, options, args, slots, device_memory_used(args.device) - before))
