@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Has a row the bits that it has alone, however many rows are computed beside it? For libggml-cuda with patches/0024 and GGML_CUDA_BATCH_INVARIANT=1.
+
+    GGML_CUDA_BATCH_INVARIANT=1 check_invariance.py --device CUDA0                                # tiny random models
+    GGML_CUDA_BATCH_INVARIANT=1 check_invariance.py --device CUDA0 -m target.gguf -md drafter.gguf
+
+Logits of plain steps of one sequence against those of blocks of every width, and of steps of 2 to 4 sequences with 1 to 16 rows each. Prompts are
+shorter than the 64 rows up to which it holds. Prints "same / all rows" per step, in brackets where it is not promised: plain tokens of several
+sequences with delta-net layers, whose graph is another one. Exit code 1 if a row differs where it is.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from check_replay import pairs
+
+import pyggml_spec as ps
+from pyggml_spec.engine.options import candidate_widths
+from pyggml_spec.engine.slot import Prompt, Verify
+
+PROMPT, ROWS, SEQUENCES = 24, 16, 4
+TOGETHER = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (4, 8), (2, 16), (3, 16), (4, 16))  # sequences, rows of each
+# tiny models with matrices of fewer than 256 inputs, which no small-batch product takes
+UNCOVERED = ("qwen35, ", "qwen35moe", "qwen3next", "gemma4, shared K/V", "gemma4, Q")
+
+
+def alone(engine, tokens: list[int]) -> list[np.ndarray]:
+    """F32 [n_vocab] behind each of ROWS tokens that are computed one by one."""
+    begin(engine, tokens)
+    out = []
+    for at in range(PROMPT, PROMPT + ROWS):
+        engine.cursor.advance(0, tokens[at])
+        engine.plain_step()
+        out.append(engine.candidates(0)[1].copy())
+        engine.accept(1, 0)
+    return out
+
+
+def block(engine, tokens: list[int], width: int) -> list[np.ndarray]:
+    begin(engine, tokens)
+    engine.cursor.advance(0, tokens[PROMPT])
+    engine.verify_step(tokens[PROMPT + 1 : PROMPT + width])
+    out = [engine.candidates(row)[1].copy() for row in range(width)]
+    engine.accept(1, 0)
+    return out
+
+
+def begin(engine, tokens: list[int]) -> None:
+    engine.reset()
+    engine.read_candidates(None)
+    engine.prefill(tokens[:PROMPT])
+
+
+def together(session: ps.Session, texts: list[list[int]], width: int, count: int) -> list[list[np.ndarray]]:
+    """The same of ``count`` sequences in one step."""
+    with session.batch(count) as scheduler:
+        engine = scheduler.engine
+        slots = [engine.admit(drafting=False, candidates=None) for _ in range(count)]
+        for slot, text in zip(slots, texts):
+            engine.step({slot: Prompt(text[:PROMPT])})
+            engine.choose(text[PROMPT], slot)
+        drafts = {slot: np.array(text[PROMPT + 1 : PROMPT + width], np.int32) for slot, text in zip(slots, texts)}
+        engine.step({slot: Verify(drafts[slot]) if width > 1 else Verify() for slot in slots})
+        return [[engine.candidates(row, slot)[1].copy() for row in range(width)] for slot in slots]
+
+
+def check(name: str, target: str, drafter: str, device: str, promised: bool) -> bool:
+    """Prints the table's line; whether all rows are the same where that is promised."""
+    with ps.load(target, drafter, device=device, n_ctx=512, draft_width=16) as session:
+        rng, engine = np.random.default_rng(3), session.engine
+        texts = [rng.integers(0, min(256, session.target.n_vocab), PROMPT + ROWS).tolist() for _ in range(SEQUENCES)]
+        want = [alone(engine, text) for text in texts]
+        cells, right = [], True
+        for count, width in (*((1, w) for w in candidate_widths(ROWS) if w > 1), *TOGETHER):
+            got = [block(engine, texts[0], width)] if count == 1 else together(session, texts, width, count)
+            same = sum(np.array_equal(row, want[i][j]) for i, rows in enumerate(got) for j, row in enumerate(rows))
+            sure = promised and (width > 1 or session.target.delta_shape() is None)
+            right &= same == count * width or not sure
+            cells.append(f"{count}x{width} {same}/{count * width}" if sure else f"({count}x{width} {same}/{count * width})")
+    print(f"{name}: {', '.join(cells)}", flush=True)
+    return right
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="CUDA0")
+    parser.add_argument("-m", "--model")
+    parser.add_argument("-md", "--model-draft")
+    args = parser.parse_args()
+    right = True
+    with tempfile.TemporaryDirectory() as folder:
+        for name, target, drafter in pairs(args, Path(folder)):
+            if args.model or name.endswith("Q4_K"):
+                right &= check(name, str(target), str(drafter), args.device, bool(args.model) or not name.startswith(UNCOVERED))
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
