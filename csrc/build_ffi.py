@@ -126,6 +126,8 @@ ggml_backend_buffer_type_t ggml_backend_dev_buffer_type(ggml_backend_dev_t);
 bool ggml_backend_dev_supports_op(ggml_backend_dev_t, const struct ggml_tensor *);
 ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t);
 void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t, const char * name);
+size_t ggml_backend_reg_dev_count(ggml_backend_reg_t);
+ggml_backend_dev_t ggml_backend_reg_dev_get(ggml_backend_reg_t, size_t index);
 void ggml_backend_free(ggml_backend_t);
 const char * ggml_backend_name(ggml_backend_t);
 void ggml_backend_synchronize(ggml_backend_t);

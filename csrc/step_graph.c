@@ -128,12 +128,24 @@ static void dims(const struct ggml_tensor * t, char * out, size_t n) {
              (long long) t->ne[2], (long long) t->ne[3]);
 }
 
+// A worker is asked about all nodes at once, one round trip per graph (patches/0030). The first node that it cannot compute, -1 if there is none;
+// UNKNOWN of devices of this machine, and of workers that do not say.
+enum { UNKNOWN = -2 };
+
+static int remote_check(ggml_backend_t backend, struct ggml_cgraph * gf) {
+    typedef int (*check_graph_t)(ggml_backend_t, struct ggml_cgraph *);
+    const ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+    const check_graph_t check = reg != NULL ? (check_graph_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_rpc_check_graph") : NULL;
+    return check != NULL ? check(backend, gf) : UNKNOWN;
+}
+
 // A backend asserts, and ends the process, on an operation that it cannot run: ask first.
 static int check_supported(const pgs_graph * graph, char * err) {
-    struct ggml_cgraph * gf = graph->gf;
+    struct ggml_cgraph * gf     = graph->gf;
+    const int            remote = remote_check(graph->role->backend, gf);
     for (int i = 0; i < ggml_graph_n_nodes(gf); i++) {
         const struct ggml_tensor * node = ggml_graph_node(gf, i);
-        if (!ggml_backend_supports_op(graph->role->backend, node)) {
+        if (i == remote || (remote == UNKNOWN && !ggml_backend_supports_op(graph->role->backend, node))) {
             char a[64] = "", b[64] = "";
             dims(node->src[0] ? node->src[0] : node, a, sizeof(a));
             dims(node, b, sizeof(b));

@@ -24,7 +24,7 @@ from .engine.options import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_w
 from .engine.parts import Closable, P
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .events import StepEvent
-from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, pick_device
+from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, pick_device, present
 from .ggml.devices import in_order, open_backends, pick_devices
 from .ggml.library import versions
 from .gguf_io import GGUFFile
@@ -249,7 +249,7 @@ class Session:
     def _prefix_memory(self, asked: int | None) -> int:
         """Bytes for copies of prompts; None: of what is free now."""
         if asked is None:
-            return min(PREFIX_MEMORY, free_bytes(devices()[self.backend.device.index]) // 8)
+            return min(PREFIX_MEMORY, free_bytes(present(self.backend.device)) // 8)
         return whole(asked, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
 
     def _check_vocabularies(self, target: GGUFFile, draft: GGUFFile) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from .. import building
+from .. import building, rpc_library
 from ..errors import BuildError
 from ..pin import LLAMA_CPP_PYTHON, installed_libraries, pip_command
 from .terminal import progress_line, say
@@ -20,13 +20,19 @@ from .terminal import progress_line, say
     "--patches/--no-patches", "patched", default=None, help="With the patches that `pyspec patches list` names. Default: with --cuda."
 )
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write the wheel there, and install nothing.")
+@click.option("--rpc", is_flag=True, help="Only the library that `pyspec worker` and devices of workers need; seconds.")
 @click.option("--fresh", is_flag=True, help="Build even if the same build was kept from an earlier time.")
-def command(cuda: bool, arch: str | None, patched: bool | None, out: Path | None, fresh: bool):
+def command(cuda: bool, arch: str | None, patched: bool | None, out: Path | None, rpc: bool, fresh: bool):
     """Builds the llama-cpp-python that this package is made for, and puts its libraries in the place of the installed ones.
 
     For this machine's processor; minutes, half an hour with --cuda. The libraries are exchanged in one step when they are built and have been
     started once: what fails or is interrupted leaves the environment as it was. Without --cuda it goes back to a build for the CPU alone.
     """
+    if rpc:
+        if cuda or arch is not None or patched is not None or out is not None:
+            raise click.UsageError("--rpc builds a library of its own, which goes with every build: give it alone, or with --fresh")
+        say(f"in place in {_rpc(fresh)}")
+        return
     if arch is not None and not cuda:
         raise click.UsageError("--arch names GPUs: give --cuda, too")
     libraries = installed_libraries()
@@ -52,6 +58,15 @@ def command(cuda: bool, arch: str | None, patched: bool | None, out: Path | None
         if cuda
         else f"in place in {libraries}"
     )
+
+
+def _rpc(fresh: bool) -> Path:
+    try:
+        return rpc_library.build(fresh)
+    except BuildError as error:
+        for line in error.log:
+            say(line)
+        raise
 
 
 def _build(plan: building.Plan) -> Path:

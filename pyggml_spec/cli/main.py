@@ -29,6 +29,7 @@ class Commands(click.Group):
         "convert": "Converts a DFlash drafter in safetensors to GGUF.",
         "experts": "Counts which routed experts a text needs.",
         "devices": "Lists the devices that this build of llama-cpp-python offers.",
+        "worker": "Serves this machine's devices to other machines.",
         "build": "Builds llama-cpp-python again, for this processor or for NVIDIA GPUs.",
         "patches": "The patch set for those who build llama.cpp themselves.",
     }

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..ggml.library import Tensor, ffi, lib
+from ..ggml.library import Tensor, read_tensor
 from ..memory.slots import SlotRange
 from .graph_store import Step
 from .parts import Parts
@@ -60,4 +60,4 @@ def _chunks(parts: Parts, steps: Steps, role: str, ids: np.ndarray, slot: int, *
 
 
 def _read(tensor: Tensor, out: np.ndarray, at: int = 0) -> None:
-    lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), at, out.nbytes)
+    read_tensor(tensor, out, at)

@@ -12,7 +12,7 @@ from ..errors import EngineError
 from ..ggml.chain import ChainFields, ChainGraph
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role, RoleCounters
-from ..ggml.library import ffi, lib
+from ..ggml.library import lib, read_tensor
 from ..ggml.step_io import StepFields, StepIO
 from ..memory.slots import SlotRange
 from ..models.segments import Segment
@@ -72,7 +72,7 @@ class Step:
             return None, self._host_logits()[row]
         logits = self.extra["logits"]
         out = np.empty(logits.ne[0], np.float32)
-        lib.ggml_backend_tensor_get(logits, ffi.from_buffer(out), row * logits.nb[1], out.nbytes)
+        read_tensor(logits, out, row * logits.nb[1])
         self.fields.io.reads += 1
         self.fields.io.read_bytes += out.nbytes
         return None, out

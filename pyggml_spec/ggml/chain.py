@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import EngineError
 from .graph import Graph, Role
-from .library import Tensor, check, ffi, lib, text
+from .library import LOST, Tensor, check, check_present, ffi, lib, text
 from .step_io import StepFields, StepIO, StepTimes, field_type
 
 
@@ -155,4 +155,6 @@ class ChainFields(StepFields):
 
     def wait(self) -> StepTimes:
         lib.pgs_chain_wait(self.graph.chain, self._times)
+        if LOST:
+            check_present()
         return StepTimes(self._times.upload, self._times.compute, self._times.read)

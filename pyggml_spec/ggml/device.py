@@ -3,13 +3,17 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checks import whole
 from ..errors import DeviceError
 from ..pin import installed_libraries
 from .kernels import pick_level
-from .library import FITNESS, Buffer, BufferType, CData, Context, LevelHandle, Tensor, ffi, lib, text
+from .library import FITNESS, Buffer, BufferType, CData, Context, DeviceHandle, LevelHandle, Tensor, check_present, ffi, lib, text
+from .workers import is_worker
+
+if TYPE_CHECKING:
+    from .rpc import Traffic
 
 _KINDS = {
     lib.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
@@ -24,7 +28,10 @@ SMALL_BATCH = "SMALL_BATCH"  # how the products of patches/0020 load, where ggml
 
 @dataclass(frozen=True)
 class Device:
-    """One device: ``name`` is what ``--device`` takes; memory in bytes; ``kind`` is cpu, gpu, igpu or accel."""
+    """One device: ``name`` is what ``--device`` takes; memory in bytes; ``kind`` is cpu, gpu, igpu, accel, or rpc for one of a worker.
+
+    ``index``: in ggml's list, -1 of a worker's.
+    """
 
     name: str
     description: str
@@ -49,11 +56,16 @@ def devices() -> list[Device]:
 
 
 def pick_device(name: str | None = None) -> Device:
-    """The device called ``name`` (any case), or the first GPU, or the CPU.
+    """The device called ``name`` (any case), or the first GPU, or the CPU. ``RPC:host:port`` is a worker's, which is connected to.
 
     Raises:
-        DeviceError: no device has that name; the message lists those that exist.
+        DeviceError: no device has that name; the message lists those that exist. What is wrong with a worker.
     """
+    if is_worker(name):
+        from .rpc import open_worker
+
+        address, description, free, total = open_worker(str(name))
+        return Device(address.name, description, "rpc", free, total, -1)
     found = devices()
     if name is None:
         return next((d for d in found if d.kind in ("gpu", "igpu")), next(d for d in found if d.kind == "cpu"))
@@ -64,9 +76,23 @@ def pick_device(name: str | None = None) -> Device:
     raise DeviceError(f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(d.name for d in found)}{remedy}")
 
 
+def device_handle(device: Device) -> DeviceHandle:
+    """ggml's device."""
+    if device.kind == "rpc":
+        from .rpc import handle_of
+
+        return handle_of(device.name)
+    return lib.ggml_backend_dev_get(device.index)
+
+
+def present(device: Device) -> Device:
+    """The same device with the memory that is free now."""
+    return pick_device(device.name) if device.kind == "rpc" else devices()[device.index]
+
+
 def device_feature(device: Device, name: str) -> str | None:
     """What the device's backend says of itself by this name, None where it says nothing."""
-    value = lib.device_feature(lib.ggml_backend_dev_get(device.index), name.encode())
+    value = lib.device_feature(device_handle(device), name.encode())
     return text(value) if value != ffi.NULL else None
 
 
@@ -74,6 +100,10 @@ def build_notes(device: Device) -> list[str]:
     """What there is to say about the installed build on this device: buffer types that are not used, whose kernels run on an NVIDIA GPU."""
     if device.kind == "cpu":
         return FITNESS.notes
+    if device.kind == "rpc":
+        from .rpc import notes_of
+
+        return notes_of(device.name)
     if not device.name.startswith("CUDA"):
         return []
     loader = device_feature(device, SMALL_BATCH)
@@ -146,9 +176,10 @@ class Backend:
         self.level = pick_level(kernels, device.kind)
         Backend.opened += 1
         self.device = device
-        self._dev = lib.ggml_backend_dev_get(device.index)
+        self._dev = device_handle(device)
         self.handle: Any = lib.ggml_backend_dev_init(self._dev, ffi.NULL)
         if self.handle == ffi.NULL:
+            check_present()
             raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another `device`")
         self.threads = 0
         if device.kind == "cpu":
@@ -184,6 +215,8 @@ class Backend:
         if self.device.kind == "cpu" and need > free_bytes(self.device) + _meminfo("SwapFree", 0):
             return ffi.NULL
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buffer_type)
+        if buffer == ffi.NULL:
+            check_present()
         if self.device.kind == "cpu" and buffer != ffi.NULL:
             lib.pgs_large_pages(buffer)
         return buffer
@@ -207,6 +240,15 @@ class Backend:
         the logits 0.004 to 0.3, or NaN.
         """
         return text(lib.ggml_backend_buft_name(buffer_type)) != "AMX" or n_in > 32 or lib.ggml_blck_size(ggml_type) != n_in
+
+    @property
+    def traffic(self) -> "Traffic | None":
+        """What went over the network so far; None of a device of this machine."""
+        if self.device.kind != "rpc":
+            return None
+        from .rpc import traffic
+
+        return traffic(self.device.name)
 
     def supports(self, node: Tensor) -> bool:
         """Whether the device can run this (possibly not yet allocated) operation."""

@@ -27,7 +27,7 @@ def pick_devices(names: str | None = None) -> list[Device]:
         raise DeviceError(f"{len(wanted)} devices are named; a model is split over at most {MOST}")
     found = [pick_device(name) for name in wanted]
     for device in found:
-        if device.kind != "cpu" and found.count(device) > 1:
+        if device.kind != "cpu" and [other.name for other in found].count(device.name) > 1:
             raise DeviceError(f"{device.name} is named twice; a model is split over different devices")
     return found
 

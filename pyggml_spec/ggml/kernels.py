@@ -51,7 +51,9 @@ def pick_level(kernels: str | None, device_kind: str) -> Level | None:
     if kernels == "ggml" or (kernels is None and device_kind != "cpu"):
         return None
     if device_kind != "cpu":
-        raise DeviceError(f"our own kernels run on CPUs, and this device is a {device_kind.upper()}; leave the kernels to ggml there")
+        raise DeviceError(
+            f"our own kernels run on CPUs, and this device is {'a worker' if device_kind == 'rpc' else f'a {device_kind.upper()}'}; leave the kernels to ggml there"
+        )
     found = levels()
     wanted = os.environ.get(FEATURES, "").strip().lower()
     if wanted and wanted not in ALL_LEVELS:

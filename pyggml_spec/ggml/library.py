@@ -5,10 +5,13 @@ Two copies of ggml in one process have two sets of global tables and crash far f
 
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import LibraryError
+import numpy as np
+
+from ..errors import DeviceError, EngineError, LibraryError
 from ..pin import LLAMA_CPP_PYTHON, installed_libraries, installed_version, pip_command
 from . import probe
 
@@ -61,11 +64,12 @@ if TYPE_CHECKING:
     from .._native import CData
     from .._native import ggml_backend_buffer as Buffer
     from .._native import ggml_backend_buffer_type as BufferType
+    from .._native import ggml_backend_device as DeviceHandle
     from .._native import ggml_context as Context
     from .._native import ggml_tensor as Tensor
     from .._native import pgs_level as LevelHandle
 else:  # to cffi, every pointer is of one class
-    Buffer = BufferType = CData = Context = LevelHandle = Tensor = _native.ffi.CData
+    Buffer = BufferType = CData = Context = DeviceHandle = LevelHandle = Tensor = _native.ffi.CData
 
 
 def text(c_string: CData) -> str:
@@ -85,12 +89,28 @@ llama_cpp.llama_backend_init()
 lib.ask_extra_bufts()  # the first time, ggml writes to stderr if the kernel refuses AMX
 
 
-def check(status: int, err: CData) -> None:
-    """Turns the (status, message) of a C call into an EngineError."""
-    from ..errors import EngineError
+LOST: list[Callable[[], str | None]] = []  # who knows why a device that was there is gone (rpc.py); empty without workers
 
+
+def check_present() -> None:
+    """Raises DeviceError where a worker is lost: what is read of one is zero, and what is asked of one fails for no other reason."""
+    for ask in LOST:
+        if (why := ask()) is not None:
+            raise DeviceError(why)
+
+
+def check(status: int, err: CData) -> None:
+    """Turns the (status, message) of a C call into an EngineError, or a DeviceError where a worker is lost."""
     if status != 0:
+        check_present()
         raise EngineError(text(err))
+
+
+def read_tensor(tensor: Tensor, out: np.ndarray, at: int = 0) -> None:
+    """Fills ``out`` from the bytes of ``tensor`` behind ``at``; raises DeviceError if they lie on a worker that is lost."""
+    lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), at, out.nbytes)
+    if LOST:
+        check_present()
 
 
 def new_err() -> CData:

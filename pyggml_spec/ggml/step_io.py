@@ -14,7 +14,7 @@ from ..checks import whole
 from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
-from .library import Tensor, check, ffi, lib, new_err, text
+from .library import LOST, Tensor, check, check_present, ffi, lib, new_err, text
 from .replay import ReplayCounters
 from .shapes import require
 
@@ -234,6 +234,8 @@ class StepFields:
     def wait(self) -> StepTimes:
         """Blocks until the outputs are there (the GIL is released)."""
         lib.pgs_step_wait(self.io.handle, self._times)
+        if LOST:
+            check_present()
         return StepTimes(self._times.upload, self._times.compute, self._times.read)
 
     def run(self) -> StepTimes:

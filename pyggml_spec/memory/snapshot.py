@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..ggml.device import Backend
-from ..ggml.library import Buffer, Context, Tensor, ffi, lib
+from ..ggml.library import Buffer, Context, Tensor, ffi, lib, read_tensor
 from ..models.base import KVShape
 from .boundary import BoundaryRows
 from .delta import DeltaState
@@ -90,7 +90,7 @@ class Pieces:
         out, at = np.empty(self.nbytes, np.uint8), 0
         for t in self.tensors:
             size = lib.ggml_nbytes(t)
-            lib.ggml_backend_tensor_get(t, ffi.from_buffer(out[at : at + size]), 0, size)
+            read_tensor(t, out[at : at + size])
             at += size
         return out
 

@@ -158,6 +158,7 @@ class Weights:
         self.own_bytes, self.other_matrix_bytes = 0, 0  # of matrices whose products our own kernels make, and of the others
         own = [OWN] if backend.level is not None else []
         self._bufts: list[BufferType | None] = [*own, *backend.extra_buffer_types(), backend.default_buffer_type]
+        self._chosen: dict[tuple[int, tuple[int, ...], str], int] = {}
         try:
             specs = list(specs)
             self._load(specs, groups, alike, progress or (lambda done, total: None))
@@ -171,7 +172,13 @@ class Weights:
     # -- planning
 
     def _choose_buffer(self, ggml_type: int, shape: tuple[int, ...], use: str) -> int:
-        """Index into the buffer types of the first one that can run the tensor's operation."""
+        """Index into the buffer types of the first one that can run the tensor's operation; asked once per shape, as a worker answers from afar."""
+        asked = ggml_type, shape, use
+        if asked not in self._chosen:
+            self._chosen[asked] = self._first_that_fits(ggml_type, shape, use)
+        return self._chosen[asked]
+
+    def _first_that_fits(self, ggml_type: int, shape: tuple[int, ...], use: str) -> int:
         if use not in (MATMUL, EXPERTS, HEADS):
             return len(self._bufts) - 1
         for i, buft in enumerate(self._bufts):

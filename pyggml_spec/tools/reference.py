@@ -18,9 +18,10 @@ class LlamaReference:
 
     def __init__(self, path: str | Path, device: Device, n_ctx: int, chunk: int, threads: int, kv: KVTypes = KVTypes()):
         params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 0 if device.kind == "cpu" else -1
+        here = device.kind not in ("cpu", "rpc")  # of a worker, the processor of this machine is the reference
+        params.n_gpu_layers = -1 if here else 0
         params.use_extra_bufts = not FITNESS.refused  # all of them or none
-        if device.kind != "cpu":
+        if here:
             gpus = [d.name for d in devices() if d.kind in ("gpu", "igpu")]
             params.split_mode, params.main_gpu = llama_cpp.LLAMA_SPLIT_MODE_NONE, gpus.index(device.name)
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)

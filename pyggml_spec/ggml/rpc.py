@@ -1,0 +1,126 @@
+"""Devices of workers: ggml's RPC backend as a library of its own (`pyspec build --rpc`), loaded when the first worker is named.
+
+They are not in ggml's list of devices, so that nobody who goes through that waits for another machine.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from .. import rpc_library
+from ..errors import DeviceError
+from .library import LOST, DeviceHandle, ffi, lib, text
+from .workers import Address, parse, probe
+
+UNENCRYPTED = "what goes between here and the worker is not encrypted (docs/workers.md says how to send it through SSH)"
+UNASKED = "this worker is llama.cpp's own: it does not say which operations its device lacks, and ends where one is missing"
+
+
+class _Library:
+    """The functions of the library, called without the interpreter's lock."""
+
+    def __init__(self) -> None:
+        path = rpc_library.kept()
+        if path is None:
+            raise DeviceError(f"workers need ggml's RPC backend, which was not built yet; {rpc_library.BUILD_IT}")
+        try:
+            self._loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise DeviceError(f"ggml's RPC backend cannot be loaded ({error}); run `pyspec build --rpc --fresh`") from None
+        self.add_server = self._get("ggml_backend_reg_t (*)(char *)", "add_server")
+        self.start_server = self._get("void (*)(char *, char *, size_t, size_t, ggml_backend_dev_t *)", "start_server")
+        self.lost = self._get("char * (*)(char *)", "lost")
+        self.connected = self._get("bool (*)(char *)", "connected")
+        self.traffic = self._get("void (*)(char *, uint64_t *)", "traffic")
+
+    def _get(self, kind: str, name: str) -> Any:
+        address = ctypes.cast(getattr(self._loaded, f"ggml_backend_rpc_{name}"), ctypes.c_void_p).value
+        return ffi.cast(kind, address)
+
+
+_library: _Library | None = None
+_handles: dict[
+    str, tuple[DeviceHandle, Address, tuple[str, ...]]
+] = {}  # of the workers named so far: device, address, what there is to say
+
+
+def library() -> _Library:
+    """Loads it the first time.
+
+    Raises:
+        DeviceError: it was not built, or does not load.
+    """
+    global _library  # noqa: PLW0603  (a library stays loaded as long as the process runs)
+    if _library is None:
+        _library = _Library()
+        LOST.append(why_lost)
+    return _library
+
+
+def open_worker(name: str) -> tuple[Address, str, int, int]:
+    """Looks at the worker called ``name`` and connects. Returns its address, a description, and (free, total) bytes of its memory.
+
+    Raises:
+        DeviceError: as ``library`` and ``workers.probe``.
+    """
+    rpc, address = library(), parse(name)
+    endpoint = address.endpoint.encode()
+    known = _handles.get(address.name)
+    if known is None or not rpc.connected(endpoint):  # a worker serves one connection: while there is one, a second would wait for its end
+        answer = probe(address)
+        reg = rpc.add_server(endpoint)
+        if reg == ffi.NULL or lib.ggml_backend_reg_dev_count(reg) <= address.device:
+            raise DeviceError(f"the worker {address} was there, and is gone; start it again")
+        notes = (UNENCRYPTED, *(() if answer.ours else (UNASKED,)))
+        _handles[address.name] = known = lib.ggml_backend_reg_dev_get(reg, address.device), address, notes
+        free, total = answer.memory[address.device]
+    else:
+        free, total = memory(known[0])
+    return address, f"a device of the worker {address.host}:{address.port}", free, total
+
+
+def memory(handle: DeviceHandle) -> tuple[int, int]:
+    """(free, total) bytes of the worker's device."""
+    free, total = ffi.new("size_t *"), ffi.new("size_t *")
+    lib.ggml_backend_dev_memory(handle, free, total)
+    return free[0], total[0]
+
+
+def handle_of(name: str) -> DeviceHandle:
+    """ggml's device of a worker that ``open_worker`` looked at."""
+    return _handles[name][0]
+
+
+def notes_of(name: str) -> list[str]:
+    """What there is to say about a worker that is used."""
+    return list(_handles[name][2])
+
+
+def why_lost() -> str | None:
+    """What to say of the first worker whose connection is lost; None while none is."""
+    for _, address, _ in _handles.values():
+        why = library().lost(address.endpoint.encode())
+        if why != ffi.NULL:
+            return (
+                f"the worker {address.host}:{address.port} is lost: {text(why)}; what was computed there is gone, so load the model again "
+                "once the worker answers"
+            )
+    return None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Since the connection was made: bytes sent and received, requests that were answered, graphs sent whole, and computed again."""
+
+    sent: int
+    received: int
+    answers: int
+    graphs: int
+    graphs_again: int
+
+
+def traffic(name: str) -> Traffic:
+    """Of the connection to a worker that ``open_worker`` looked at."""
+    out = ffi.new("uint64_t[5]")
+    library().traffic(_handles[name][1].endpoint.encode(), out)
+    return Traffic(*out)

@@ -1,0 +1,99 @@
+"""ggml's RPC backend: a library beside those of llama-cpp-python, which come without it. Built once from two files of its source, and kept.
+
+It is C below C++, links to the installed libggml-base alone and uses no instruction that a processor may lack, so one build does for the CPU's
+libraries, those for GPUs and those with patches. Like ``building`` this needs the standard library alone.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from . import building, patching
+from .errors import BuildError
+from .folders import build_folder
+from .pin import LLAMA_CPP_PYTHON, installed_libraries, pip_command
+
+FOLDER = "ggml/src/ggml-rpc"
+SOURCES = ("ggml-rpc.cpp", "transport.cpp")
+OPTIONS = (
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-DGGML_BUILD",
+    "-DGGML_SHARED",
+    "-DGGML_BACKEND_BUILD",
+    "-DGGML_BACKEND_SHARED",
+)
+BUILD_IT = "run `pyspec build --rpc`, which takes seconds"
+
+
+def rpc_patches() -> list[patching.Patch]:
+    """Those of the series that change the RPC backend, and nothing outside of it and its header."""
+    return [patch for patch in patching.series() if any(name.startswith(f"{FOLDER}/") for name in patch.files)]
+
+
+def place() -> Path:
+    """Where the library is, or would be: named by all that decides it."""
+    parts = [LLAMA_CPP_PYTHON.encode(), sysconfig.get_platform().encode(), repr(OPTIONS).encode()]
+    parts += [patch.path.read_bytes() for patch in rpc_patches()]
+    key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+    return build_folder() / f"rpc-{key}" / "libggml-rpc.so"
+
+
+def kept() -> Path | None:
+    """The library, if it was built."""
+    path = place()
+    return path if path.is_file() else None
+
+
+def build(fresh: bool = False) -> Path:
+    """The library; built unless it is kept.
+
+    Raises:
+        BuildError: llama-cpp-python is not installed, there is no compiler, or it failed; ``log`` has its last lines.
+        PatchError: the source cannot be had.
+    """
+    path = place()
+    if path.is_file() and not fresh:
+        return path
+    libraries = installed_libraries()
+    base = (
+        next((lib for lib in libraries.glob("libggml-base.*") if lib.suffix in (".so", ".dylib")), None) if libraries is not None else None
+    )
+    if base is None:
+        raise BuildError(f"llama-cpp-python {LLAMA_CPP_PYTHON} is not installed in this environment; run: {pip_command()}")
+    building.find_compilers()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as folder:
+        tree = patching.unpack(patching.fetch_sdist(build_folder()), Path(folder), only=_needed)
+        patching.apply(tree, rpc_patches())
+        built = Path(folder) / path.name
+        command = [*(os.environ.get("CXX") or "c++").split(), *OPTIONS, *os.environ.get("CXXFLAGS", "").split()]
+        command += [f"-I{tree / 'ggml' / sub}" for sub in ("include", "src")] + [str(tree / FOLDER / name) for name in SOURCES]
+        building.run(
+            [*command, "-o", str(built), str(base), *os.environ.get("LDFLAGS", "").split()], "ggml's RPC backend could not be built"
+        )
+        _try(base, built)
+        os.replace(built, path)  # whole or not at all
+    return path
+
+
+def _needed(name: str) -> bool:
+    """Files of the tree that the build reads, and the two by which the tree is known."""
+    headers = re.fullmatch(r"ggml/(include|src)/[^/]+\.h", name)
+    return bool(headers) or name.startswith(f"{FOLDER}/") or name in ("ggml/CMakeLists.txt", "src/llama-context.cpp")
+
+
+def _try(base: Path, built: Path) -> None:
+    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); ctypes.CDLL(sys.argv[2]).ggml_backend_rpc_reg()"
+    done = subprocess.run([sys.executable, "-c", code, base, built], check=False, capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
+        raise BuildError(f"ggml's RPC backend was built, but cannot be loaded: {why}")

@@ -1,0 +1,322 @@
+"""Models on workers: the same tokens as on this machine, few bytes per step, and a lost worker is a sentence."""
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from workers import CHECK_GRAPH, GRAPH_COMPUTE, HELLO, Worker, between, exactly, fake_server, need_library
+
+import pyggml_spec as ps
+from pyggml_spec.errors import DeviceError, PyspecError
+from pyggml_spec.ggml import rpc
+from pyggml_spec.ggml.device import Backend, pick_device, present
+from pyggml_spec.pin import installed_libraries
+
+PROMPT = "def fibonacci(n):\n    "
+OPTIONS = {"n_ctx": 512, "draft_width": 4, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def worker():
+    need_library()
+    with Worker() as running:
+        yield running
+
+
+def texts(device: str, kernels: str | None = None, **more) -> list[str]:
+    """With the embedded pair: speculative, plain, sampled, behind a prompt that begins alike, and two sequences at once."""
+    with ps.load(device=device, kernels=kernels, **{**OPTIONS, **more}) as session:
+        found = [session.generate(PROMPT, 40, ignore_end=True)[0], session.generate(PROMPT, 24, mode="plain", ignore_end=True)[0]]
+        sampled = ps.Sampling(temperature=0.9, top_k=20, seed=7)
+        found += [
+            session.generate(PROMPT, 16, sampling=sampled, ignore_end=True)[0],
+            session.generate(PROMPT * 30 + "x", 16, ignore_end=True)[0],
+        ]
+        found += [session.generate(PROMPT * 30 + "y", 16, ignore_end=True)[0]]
+        return found + [text for text, _ in session.generate_all([PROMPT, "import os\n"], 16, slots=2)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return texts("CPU", "ggml")
+
+
+def test_text_is_that_of_one_cpu(worker, expected):
+    assert texts(worker.device) == expected
+
+
+def test_text_is_the_same_where_the_server_is_llama_cpps(worker, expected):
+    """One that keeps one graph, and checks none."""
+    seen = set()
+
+    def watched(command, body, answer):
+        seen.add(command)
+        return llama_cpps(command, body, answer)
+
+    with fake_server(between(worker, watched)) as port:
+        assert texts(f"RPC:127.0.0.1:{port}") == expected
+    assert GRAPH_COMPUTE in seen and not any(command >= CHECK_GRAPH for command in seen)
+
+
+def test_text_is_the_same_over_two_workers(worker, expected):
+    """Layers on either, with copies between them; and on this CPU beside a worker."""
+    with Worker() as second:
+        assert texts(f"{worker.device},{second.device}") == expected
+    assert texts(f"CPU,{worker.device}", "ggml") == expected
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_worker_lost_in_the_middle_of_a_split_is_named(worker, last):
+    with Worker() as second:
+        devices = [worker.device, second.device] if last else [second.device, worker.device]
+        with ps.load(device=",".join(devices), **OPTIONS) as session:
+            session.generate(PROMPT, 4)
+            second.kill()
+            with pytest.raises(DeviceError, match=rf"the worker 127\.0\.0\.1:{second.port} is lost"):
+                session.generate(PROMPT, 40, ignore_end=True)
+
+
+def test_a_worker_is_a_segment_once(worker):
+    with pytest.raises(DeviceError, match=r"is named twice"):
+        ps.load(device=f"{worker.device},{worker.device}", **OPTIONS)
+
+
+def test_what_is_engaged_says_that_nothing_is_encrypted(worker):
+    with ps.load(device=worker.device, **OPTIONS) as session:
+        assert rpc.UNENCRYPTED in session.engaged().notes and rpc.UNASKED not in session.engaged().notes
+        assert session.engaged().device == worker.device
+
+
+def test_steps_send_kilobytes_and_no_graphs(worker):
+    """178.7 KB with the graph in each step. A width that comes back costs no more: the worker keeps 32 graphs."""
+    with ps.load(device=worker.device, **OPTIONS) as session:
+        engine = session.engine
+        engine.prefill(session.prompt_ids(PROMPT))
+        for width in (4, 2, 4, 2):  # both graphs, and those between them
+            engine.accept(1, int(engine.fused_step(width).ids[0]))
+        before = session.backend.traffic
+        for width in (4, 2, 4, 4, 2, 2, 4, 2):
+            engine.accept(1, int(engine.fused_step(width).ids[0]))
+        after = session.backend.traffic
+        assert after.graphs == before.graphs and after.graphs_again >= before.graphs_again + 8
+        assert (after.sent - before.sent) / 8 < 12_000 and after.answers - before.answers == 8  # one round trip per step
+
+
+def llama_cpps(command: int, body: bytes, answer: bytes) -> bytes | None:
+    """Makes a worker one of llama.cpp: it keeps one graph, and drops it when any memory is freed; it checks none."""
+    return answer[:3] + b"\0" + answer[4:] if command == HELLO else None
+
+
+@pytest.mark.parametrize("change, sent_again", [(lambda *_: None, 0), (llama_cpps, 1)])
+def test_a_graph_is_sent_again_only_if_the_worker_dropped_it(worker, change, sent_again):
+    """Asked to compute what it does not have, the server closes the connection."""
+    with fake_server(between(worker, change)) as port, ps.load(device=f"RPC:127.0.0.1:{port}", **OPTIONS) as session:
+        engine = session.engine
+        engine.prefill(session.prompt_ids(PROMPT))
+        snapshot = engine.snapshot()
+        for _ in range(3):
+            engine.accept(1, int(engine.plain_step().ids[0]))
+        before = session.backend.traffic.graphs
+        snapshot.close()  # memory is freed that no graph reads
+        for _ in range(2):
+            engine.accept(1, int(engine.plain_step().ids[0]))
+        assert session.backend.traffic.graphs == before + sent_again
+
+
+@pytest.mark.parametrize(
+    "alone, words",
+    [
+        (True, r"target\.gguf stores matrices as \w+, which RPC:\S+ cannot multiply"),
+        (False, r"the backend RPC\S+ cannot run \w+ on .* -> "),
+    ],
+)
+def test_an_operation_that_the_worker_lacks_is_named(worker, alone, words):
+    """Products are asked for before weights are sent, graphs before they are computed; ggml's server would end."""
+
+    def lacking(command, body, answer):
+        asked = command == CHECK_GRAPH and (struct.unpack_from("<I", body, 4)[0] == 1) == alone
+        return struct.pack("<i", 0 if alone else 7) if asked else None
+
+    with fake_server(between(worker, lacking)) as port:
+        with pytest.raises(PyspecError, match=words):
+            ps.load(device=f"RPC:127.0.0.1:{port}", **OPTIONS)
+
+
+class Raw:
+    """A program that speaks the protocol as it likes."""
+
+    def __init__(self, worker: Worker):
+        self.socket = socket.create_connection(("127.0.0.1", worker.port), 20)
+        assert self.ask(HELLO, bytes(24), 28)[:4] == b"\x07\x00\x00\x01"
+
+    def send(self, command: int, body: bytes) -> None:
+        self.socket.sendall(struct.pack("<BQ", command, len(body)) + body)
+
+    def ask(self, command: int, body: bytes, size: int) -> bytes:
+        self.send(command, body)
+        assert struct.unpack("<Q", exactly(self.socket, 8)) == (size,)
+        return exactly(self.socket, size)
+
+    def closed(self) -> bool:
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionError:
+            return True
+
+
+def custom_node(op: int) -> bytes:
+    """A graph of one node F32 [1] whose parameters are the address of a function."""
+    parameters = struct.pack("<QiQ", 0x4141414141414141, 1, 0).ljust(64, b"\0")
+    tensor = (
+        struct.pack("<QIQ4I4II", 1, 0, 0, 1, 1, 1, 1, 4, 4, 4, 4, op) + parameters + struct.pack("<i", 0) + bytes(80 + 8 + 8 + 8 + 64 + 4)
+    )
+    assert len(tensor) == 296
+    return struct.pack("<IIQI", 0, 1, 1, 1) + tensor
+
+
+def op_number(name: bytes) -> int:
+    base = ctypes.CDLL(str(next(installed_libraries().glob("libggml-base.*"))))
+    base.ggml_op_name.restype = ctypes.c_char_p
+    return next(op for op in range(128) if base.ggml_op_name(op) == name)
+
+
+def test_a_worker_calls_no_function_that_a_program_names(worker):
+    """A custom node carries an address; ggml's server jumped to it."""
+    client = Raw(worker)
+    with client.socket:
+        assert client.ask(CHECK_GRAPH, custom_node(op_number(b"CUSTOM")), 4) == struct.pack("<i", 0)
+        client.send(GRAPH_COMPUTE, custom_node(op_number(b"CUSTOM")))
+        assert client.closed()
+    again = Raw(worker)  # it is there, and was not started anew
+    again.socket.close()
+
+
+def test_two_sessions_share_a_connection(worker, expected):
+    with ps.load(device=worker.device, **OPTIONS) as first, ps.load(device=worker.device, **OPTIONS) as second:
+        assert first.generate(PROMPT, 40, ignore_end=True)[0] == second.generate(PROMPT, 40, ignore_end=True)[0] == expected[0]
+        assert first.generate(PROMPT, 24, mode="plain", ignore_end=True)[0] == expected[1]
+
+
+def test_memory_is_the_workers(worker):
+    device = pick_device(worker.device)
+    backend = Backend(device)
+    try:
+        assert device.kind == "rpc" and 0 < device.memory_free <= device.memory_total
+        assert present(device).memory_total == device.memory_total
+    finally:
+        backend.close()
+
+
+def test_own_kernels_are_refused_by_name(worker):
+    with pytest.raises(DeviceError, match=r"our own kernels run on CPUs, and this device is a worker"):
+        Backend(pick_device(worker.device), kernels="own")
+
+
+def test_a_worker_that_dies_is_a_sentence_and_one_that_comes_back_is_used(expected):
+    need_library()
+    with Worker() as first:
+        with ps.load(device=first.device, **OPTIONS) as session:
+            session.generate(PROMPT, 4)
+            first.kill()
+            began = time.monotonic()
+            for _ in range(2):  # and the next one, too
+                with pytest.raises(DeviceError, match=rf"the worker 127\.0\.0\.1:{first.port} is lost: .*load the model again"):
+                    session.generate(PROMPT, 40, ignore_end=True)
+            assert time.monotonic() - began < 5
+        with pytest.raises(DeviceError, match="nothing listens at"):
+            ps.load(device=first.device, **OPTIONS)
+        with Worker(port=first.port) as second, ps.load(device=second.device, **OPTIONS) as session:
+            assert session.generate(PROMPT, 40, ignore_end=True)[0] == expected[0]
+
+
+def test_a_worker_that_dies_while_weights_are_sent(monkeypatch):
+    """What is asked of it later gives zero: an alignment of 0 ended the process, a buffer of no bytes would have been memory's fault."""
+    need_library()
+    from pyggml_spec.models import weights
+
+    with Worker() as worker:
+        upload, left = weights.Weights._upload, [2]
+
+        def slow(self, *args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                worker.kill()
+            return upload(self, *args, **kwargs)
+
+        monkeypatch.setattr(weights.Weights, "_upload", slow)
+        with pytest.raises(DeviceError, match=r"is lost: "):
+            with ps.load(device=worker.device, **OPTIONS) as session:
+                session.generate(PROMPT, 4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_ends_the_command_with_1(number):
+    """Killed, and stopped: the kernel of a machine whose programs hang answers for them."""
+    need_library()
+    with Worker() as worker:
+        command = [
+            sys.executable,
+            "-m",
+            "pyggml_spec",
+            "run",
+            "--device",
+            worker.device,
+            "-p",
+            PROMPT,
+            "--ignore-eos",
+            "--draft-width",
+            "4",
+        ]
+        process = subprocess.Popen(
+            [*command, "-c", "2048", "-n", "1900"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "GGML_RPC_TIMEOUT": "2"},
+        )
+        process.stdout.read(1)
+        server = worker.server()
+        os.kill(server, number)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 10
+        assert process.returncode == 1 and b"Traceback" not in err
+        assert err.decode().splitlines()[-1].startswith(f"pyspec: the worker 127.0.0.1:{worker.port} is lost: ")
+        if number == signal.SIGSTOP:
+            os.kill(server, signal.SIGKILL)
+
+
+def test_a_second_program_is_told_that_the_worker_is_taken(worker):
+    script = f"""
+import sys
+from pyggml_spec.ggml import workers
+try:
+    workers.probe(workers.parse("{worker.device}"), 0.5)
+except workers.DeviceError as error:
+    print(error)
+"""
+    with ps.load(device=worker.device, **OPTIONS):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "said nothing within 0.5 s: a worker that another program uses (one at a time)" in done.stdout, done
+
+
+def test_threads_of_two_sessions_do_not_mix_their_graphs(worker, expected):
+    """Whether the worker keeps a graph is decided and queued in one step; graphs of two backends have numbers of their own."""
+    found = {}
+
+    def run(name):
+        with ps.load(device=worker.device, **OPTIONS) as session:
+            found[name] = session.generate(PROMPT, 40, ignore_end=True)[0], session.generate(PROMPT, 24, mode="plain", ignore_end=True)[0]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert found == {0: tuple(expected[:2]), 1: tuple(expected[:2])}

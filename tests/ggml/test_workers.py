@@ -1,0 +1,129 @@
+"""What is wrong at a worker's address is one sentence, said within seconds, before ggml connects to it."""
+
+import struct
+import time
+
+import pytest
+from workers import COUNT, HELLO, MEMORY, fake_server, free_port, request, say
+
+from pyggml_spec.errors import DeviceError
+from pyggml_spec.ggml.workers import PROTOCOL, Address, Answer, is_worker, parse, probe
+
+
+def at(port: int, device: int = 0) -> Address:
+    return Address("127.0.0.1", port, device, "127.0.0.1")
+
+
+def hello(version=PROTOCOL, flags: int = 0) -> bytes:
+    return bytes([*version, flags]) + bytes(24)
+
+
+def answers(version=PROTOCOL, flags=0, devices=1):
+    def serve(connection):
+        while True:
+            command, body = request(connection)
+            if command == HELLO:
+                assert len(body) == 24
+                say(connection, hello(version, flags))
+            elif command == COUNT:
+                say(connection, struct.pack("<I", devices))
+            elif command == MEMORY:
+                say(connection, struct.pack("<QQ", 5 + struct.unpack("<I", body)[0], 9))
+
+    return serve
+
+
+def test_an_address_is_a_host_a_port_and_a_device():
+    assert parse("RPC:127.0.0.1:123") == Address("127.0.0.1", 123, 0, "127.0.0.1")
+    assert parse("rpc:localhost") == Address("localhost", 50052, 0, "127.0.0.1")
+    assert parse("RPC:localhost:7/2") == Address("localhost", 7, 2, "127.0.0.1")
+    assert (parse("rpc:localhost:7/2").name, parse("rpc:localhost:7/2").endpoint) == ("RPC:localhost:7/2", "127.0.0.1:7")
+    assert is_worker("rpc:x") and not is_worker("CPU") and not is_worker(None) and not is_worker("RPC0")
+
+
+@pytest.mark.parametrize(
+    "name", ["RPC:", "RPC:a:0", "RPC:a:65536", "RPC:a:b", "RPC:::1:5", "RPC:a:5/", "RPC:a:5/x", "RPC:a:5/1/2", "RPC:a b:5"]
+)
+def test_what_is_no_address_is_named(name):
+    with pytest.raises(DeviceError, match=r"names no worker: write RPC:host:port"):
+        parse(name)
+
+
+def test_an_unknown_host_is_named():
+    with pytest.raises(DeviceError, match=r"host 'nowhere\.invalid' is not known"):
+        parse("RPC:nowhere.invalid:50052")
+
+
+def test_a_worker_says_what_it_has():
+    with fake_server(answers(devices=2)) as port:
+        assert probe(at(port, 1)) == Answer(PROTOCOL, ((5, 9), (6, 9)), False)
+    with fake_server(answers(flags=1)) as port:
+        assert probe(at(port)).ours
+
+
+def test_a_closed_port_is_refused_with_the_command_that_opens_it():
+    port = free_port()
+    with pytest.raises(DeviceError, match=rf"nothing listens at 127\.0\.0\.1:{port}; start `pyspec worker --port {port}` there"):
+        probe(at(port))
+
+
+@pytest.mark.parametrize("version", [(6, 9, 9), (8, 0, 0), (7, 1, 0)])
+def test_another_version_is_named(version):
+    with fake_server(answers(version)) as port:
+        with pytest.raises(
+            DeviceError, match=rf"speaks version {'.'.join(map(str, version))} of ggml's RPC protocol, and this ggml 7\.0\.0"
+        ):
+            probe(at(port))
+
+
+def test_a_newer_patch_version_is_fine():
+    with fake_server(answers((7, 0, 9))) as port:
+        assert probe(at(port)).version == (7, 0, 9)
+
+
+def test_a_device_that_is_not_there_is_named():
+    with fake_server(answers(devices=2)) as port:
+        with pytest.raises(DeviceError, match=r"has 2 devices, and /2 is none of them"):
+            probe(at(port, 2))
+
+
+def web_server(connection):
+    connection.recv(9)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+def closes(connection):
+    connection.recv(1)
+
+
+def half(connection):
+    request(connection)
+    connection.sendall(struct.pack("<Q", 28) + hello()[:10])
+
+
+@pytest.mark.parametrize("serve", [web_server, closes, half])
+def test_what_is_no_worker_is_said_to_be_none(serve):
+    with fake_server(serve) as port:
+        with pytest.raises(DeviceError, match=r"does not answer as a worker does"):
+            probe(at(port))
+
+
+def hangs(connection):
+    connection.settimeout(10)
+    while connection.recv(1 << 16):
+        pass
+
+
+def counts_slowly(connection):
+    request(connection)
+    say(connection, hello())
+    hangs(connection)
+
+
+@pytest.mark.parametrize("serve", [hangs, counts_slowly])
+def test_a_server_that_hangs_is_given_up(serve):
+    with fake_server(serve) as port:
+        began = time.monotonic()
+        with pytest.raises(DeviceError, match=r"said nothing within 0\.3 s: a worker that another program uses"):
+            probe(at(port), 0.3)
+        assert time.monotonic() - began < 3
