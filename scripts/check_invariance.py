@@ -24,7 +24,8 @@ from pyggml_spec.engine.slot import Prompt, Verify
 PROMPT, ROWS, SEQUENCES = 24, 16, 4
 TOGETHER = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (4, 8), (2, 16), (3, 16), (4, 16))  # sequences, rows of each
 # tiny models with matrices of fewer than 256 inputs, which no small-batch product takes
-UNCOVERED = ("qwen35, ", "qwen35moe", "qwen3next", "gemma4, shared K/V", "gemma4, Q")
+# or attention that the vector kernel does not take
+UNCOVERED = ("qwen35, ", "qwen35moe", "qwen3next", "gemma4, shared K/V", "gemma4, Q", "deepseek2")
 
 
 def alone(engine, tokens: list[int]) -> list[np.ndarray]:
@@ -94,7 +95,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name, target, drafter in pairs(args, Path(folder)):
             if args.model or name.endswith("Q4_K"):
-                right &= check(name, str(target), str(drafter), args.device, bool(args.model) or not name.startswith(UNCOVERED))
+                promised = bool(args.model) or not name.startswith(UNCOVERED)
+                try:
+                    right &= check(name, str(target), str(drafter), args.device, promised)
+                except ps.PyspecError as why:
+                    print(f"{name}: {why}", flush=True)
+                    right &= not promised
     return 0 if right else 1
 
 
