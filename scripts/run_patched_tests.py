@@ -41,6 +41,7 @@ REFUSED = {
     "qwen3next-moe": "reads and does not apply to qwen3next models",
     "minimax-m2-moe": "reads and does not apply to minimax-m2 models",
     "muse-glimmer-dense": "reads and does not apply to muse-glimmer models",
+    "deepseek2-moe": "reads and does not apply to deepseek2 models",
     "llama-moe": "has routed experts, which llama models here do not",
 }
 

@@ -107,6 +107,7 @@ def _find(file: GGUFFile, spec: Spec) -> TensorInfo:
     shape = info.shape
     while len(shape) > len(spec.shape) and shape[-1] == 1:
         shape = shape[:-1]
+    shape += (1,) * (len(spec.shape) - len(shape))  # of one head, or of one expert
     if shape != spec.shape:
         raise ModelError(
             f"{file.path}: tensor {name!r} has the shape {list(info.shape)}, but its metadata calls for {list(spec.shape)}; "

@@ -11,18 +11,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gguf_io.build import U32, Model
-from random_gguf.archs import (
-    write_gpt_oss,
-    write_laguna,
-    write_llama,
-    write_minimax_m2,
-    write_muse_glimmer,
-    write_qwen3,
-    write_qwen3moe,
-    write_qwen3next,
-    write_qwen35moe,
-)
-from random_gguf.model import Shape, write_qwen35
+from random_gguf.archs import WRITERS
+from random_gguf.model import Shape
 
 from pyggml_spec import patching as patches
 from pyggml_spec.cli.patches import command
@@ -128,26 +118,21 @@ def test_models_that_llama_cpp_writes_are_equal_or_refused_for_the_named_reason(
     monkeypatch.syspath_prepend(SCRIPTS)
     script = importlib.import_module("run_patched_tests")
     shape = Shape(n_layer=2, target_window=8)
-    written = {
-        "qwen3-dense": write_qwen3,
-        "qwen3moe-moe": write_qwen3moe,
-        "qwen35-dense": write_qwen35,
-        "qwen35moe-moe": write_qwen35moe,
-        "llama-dense": write_llama,
-    }
-    for name, write in written.items():
-        write(tmp_path / f"{name}.gguf", replace(shape, every=2) if "qwen35" in name else shape)
-    parts = Model(write_laguna(tmp_path / "laguna-moe.gguf", shape))
+    written = ("qwen3-dense", "qwen3moe-moe", "qwen35-dense", "qwen35moe-moe", "llama-dense")
+    for name in written:
+        WRITERS[name.rsplit("-", 1)[0]](tmp_path / f"{name}.gguf", replace(shape, every=2) if "qwen35" in name else shape)
+    parts = Model(WRITERS["laguna"](tmp_path / "laguna-moe.gguf", shape))
     parts.tensors["output.scale"] = [(1,), 0, np.float32(2).tobytes()]
     parts.write(tmp_path / "laguna-moe.gguf")
     refused = {
-        "gpt-oss-moe": (write_gpt_oss, "ffn_up_exps", 8),
-        "qwen3next-moe": (write_qwen3next, "ssm_out", 1),
-        "minimax-m2-moe": (write_minimax_m2, "ffn_up_exps", 8),
-        "muse-glimmer-dense": (write_muse_glimmer, "ffn_up", 1),
+        "gpt-oss-moe": ("ffn_up_exps", 8),
+        "qwen3next-moe": ("ssm_out", 1),
+        "minimax-m2-moe": ("ffn_up_exps", 8),
+        "muse-glimmer-dense": ("ffn_up", 1),
+        "deepseek2-moe": ("ffn_up", 1),
     }
-    for name, (write, tensor, n) in refused.items():
-        others = Model(write(tmp_path / f"{name}.gguf", replace(shape, every=2)))
+    for name, (tensor, n) in refused.items():
+        others = Model(WRITERS[name.rsplit("-", 1)[0]](tmp_path / f"{name}.gguf", replace(shape, every=2)))
         others.tensors[f"blk.0.{tensor}.scale"] = [(n,), 0, np.full(n, 2, np.float32).tobytes()]
         others.write(tmp_path / f"{name}.gguf")
     assert script.compare(tmp_path) == 2  # a head of F32 has no scale in llama.cpp: that is another reason; and there is no llama-moe
