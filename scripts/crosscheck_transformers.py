@@ -37,6 +37,11 @@ GEMMA = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64, "beta_slow": 1.0, "beta_fast": 32.0,
         "partial_rotary_factor": 0.5}  # fmt: skip
+MLA = {
+    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 96, "num_key_value_heads": 4, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 128, "n_shared_experts": 2, "first_k_dense_replace": 1, "scoring_func": "sigmoid",
+    "num_mtp_layers": 0, "head_dim": 32,
+}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
 
@@ -61,6 +66,13 @@ MODELS = {  # name: (configuration, model, what differs from COMMON)
     "minimax-m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 32, "scoring_func": "sigmoid",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
     }),
+    "deepseek2": ("DeepseekV3Config", "DeepseekV3ForCausalLM", MLA | {
+        "n_group": 4, "topk_group": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }),
+    "deepseek2 yarn": ("DeepseekV3Config", "DeepseekV3ForCausalLM", MLA | {
+        "n_group": 1, "topk_group": 1,
+        "rope_parameters": {k: v for k, v in YARN.items() if k != "partial_rotary_factor"} | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    }),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA3}),
     "qwen35": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", HYBRID),
     "qwen35moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", HYBRID | EXPERTS),
@@ -83,9 +95,13 @@ def make(name: str, folder: Path):
     torch.manual_seed(7)
     model = getattr(transformers, model_name)._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for key, value in [*model.named_parameters(), *((k, b) for k, b in model.named_buffers() if k.endswith("layer_scalar"))]:
+        for key, value in [
+            *model.named_parameters(),
+            *((k, b) for k, b in model.named_buffers() if k.endswith(("layer_scalar", "e_score_correction_bias"))),
+        ]:
             if value.ndim == 1:  # norms, of which some store the weight less 1; gates, biases, decays
-                value.add_(torch.empty_like(value).uniform_(-0.4, 0.4))
+                most = 0.2 if "correction" in key else 0.4  # with more a token of minimax-m2 chooses between two experts that are equal
+                value.add_(torch.empty_like(value).uniform_(-most, most))
             elif "embed" in key:
                 value.normal_()
             else:
