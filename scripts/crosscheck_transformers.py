@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 TOKENS, VOCAB, GAP, TOLERANCE = 96, 320, 1e-3, 1e-5
+SUPPRESSED = [7, 9]
 COMMON = {
     "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": None,
@@ -80,6 +81,7 @@ MODELS = {  # name: (configuration, model, what differs from COMMON)
     "gemma4 routed": ("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA | {
         "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 128,
     }),
+    "gemma4 unified": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM", {k: v for k, v in GEMMA.items() if "per_layer" not in k}),
     "laguna": ("LagunaConfig", "LagunaForCausalLM", laguna()),
     "laguna factor 1": ("LagunaConfig", "LagunaForCausalLM", laguna(attention_factor=1.0)),
 }  # fmt: skip
@@ -109,6 +111,11 @@ def make(name: str, folder: Path):
         ids = torch.randint(0, 256, (1, TOKENS))
         out = model(ids, output_hidden_states=True)
     model.save_pretrained(folder)
+    if name == "gemma4 unified":  # the text part is published as part of this, with tokens that are not to be generated beside it
+        config_file = Path(folder) / "config.json"
+        more = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "moe_intermediate_size": None}  # which the converter looks for
+        config_file.write_text(json.dumps(json.loads(config_file.read_text()) | more))
+        (Path(folder) / "generation_config.json").write_text(json.dumps({"suppress_tokens": SUPPRESSED}))
     inputs = torch.cat(out.hidden_states[: config.num_hidden_layers])  # what follows them has passed the last norm
     return ids[0].tolist(), out.logits[0].float().numpy(), inputs.float().numpy()
 
@@ -166,6 +173,8 @@ def main() -> None:
                 ours = session.engine.logits(ids)
                 session.engine.reset()
                 _, features = session.engine.capture(ids, range(len(inputs)))
+                suppressed = session.target.file.metadata.get("tokenizer.ggml.suppress_tokens")
+                assert name != "gemma4 unified" or list(suppressed) == SUPPRESSED
         top = theirs.copy()
         top.sort(axis=1)
         clear = top[:, -1] - top[:, -2] > GAP
