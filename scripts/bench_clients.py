@@ -51,7 +51,7 @@ def request(clients: int, round_: int, client: int, number: int, ids: bool, limi
     scale = min(1.0, limit / (BEGINNING + OWN[1] + ANSWER[-1] + 16))
     lengths = int(scale * BEGINNING), max(1, int(scale * own)), max(8, int(scale * answer))
     if ids:
-        prompt: Any = [*(shared.randrange(100, 5000) for _ in range(lengths[0])), *(rng.randrange(100, 5000) for _ in range(lengths[1]))]
+        prompt: Any = [*(shared.randrange(100, 4000) for _ in range(lengths[0])), *(rng.randrange(100, 4000) for _ in range(lengths[1]))]
     else:
         prompt = " ".join([*shared.choices(WORDS, k=lengths[0]), "\n", *rng.choices(WORDS, k=lengths[1])])
     return {

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Several `pyspec serve` behind one address: as many workers as one likes, and a router that keeps what begins alike on one of them.
+
+    python scripts/serve_workers.py [--workers 2] [--router sglang|nginx] [--port 8080] -- [options of pyspec serve]
+    python scripts/serve_workers.py --devices CUDA0,CUDA1 -- -m target.gguf -md drafter.gguf --slots 16     # a worker per GPU
+
+sglang (`pip install sglang-router`) looks at the prompts themselves; nginx (`apt-get install nginx-light`) at the header x-session-id. Ends with
+SIGTERM or SIGINT, which the workers get as well, or with the router; a worker that dies is said to, and the others go on. docs/scaling.md explains.
+"""
+
+import argparse
+import importlib.util
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+NGINX = """
+daemon off;
+worker_processes 1;
+pid {folder}/nginx.pid;
+error_log stderr warn;
+events {{ worker_connections 4096; }}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+    map $http_x_session_id $affinity {{ "" $request_id; default $http_x_session_id; }}
+    upstream workers {{
+        hash $affinity consistent;
+        {servers}
+        keepalive 64;
+    }}
+    server {{
+        listen {host}:{port};
+        client_max_body_size 32m;
+        location / {{
+            proxy_pass http://workers;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_set_header Host $host;
+            proxy_buffering off;
+            proxy_read_timeout 1h;
+            proxy_connect_timeout 2s;
+            proxy_next_upstream error timeout http_503 http_429 non_idempotent;
+        }}
+    }}
+}}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def missing(router: str) -> str | None:
+    """The command that installs a router that is not here."""
+    if router == "sglang":
+        return None if importlib.util.find_spec("sglang_router") is not None else "pip install sglang-router"
+    return None if shutil.which("nginx") is not None or Path("/usr/sbin/nginx").exists() else "apt-get install nginx-light"
+
+
+def start_worker(number: int, options: list[str], device: str | None) -> tuple[subprocess.Popen[str], str]:
+    """A worker that takes requests, and its address; its lines go on to stderr with its number before them."""
+    command = [sys.executable, "-m", "pyggml_spec", "serve", *options, "--port", "0", *(["--device", device] if device else [])]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    found: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        for line in process.stderr or ():
+            print(f"worker {number}: {line}", end="", file=sys.stderr, flush=True)
+            if address := re.match(r"serving .* at (https?://\S+)/ with", line):
+                found.append(address[1])
+                ready.set()
+        ready.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    ready.wait()
+    if not found:
+        sys.exit(f"worker {number} did not start")
+    return process, found[0]
+
+
+def router_command(router: str, urls: list[str], host: str, port: int, folder: str) -> list[str]:
+    if router == "nginx":
+        # max_fails=0: a worker that says 429 would count as dead; one that is gone refuses connections at once
+        servers = "\n        ".join(f"server {url.removeprefix('http://')} max_fails=0;" for url in urls)
+        conf = Path(folder) / "nginx.conf"
+        conf.write_text(NGINX.format(folder=folder, servers=servers, host=host, port=port))
+        return [shutil.which("nginx") or "/usr/sbin/nginx", "-c", str(conf), "-p", folder, "-e", "stderr"]
+    # No circuit breaker: it takes 429 for a worker's failure. One that is gone is found by its health, and asked again elsewhere meanwhile.
+    more = {
+        "policy": "cache_aware", "balance-abs-threshold": 2, "balance-rel-threshold": 1.2,
+        "retry-max-retries": 6, "retry-initial-backoff-ms": 200, "health-check-interval-secs": 1, "health-failure-threshold": 2, "health-success-threshold": 1,
+        "prometheus-port": free_port(), "log-level": "warn",
+    }  # fmt: skip
+    settings = ["--disable-circuit-breaker", *(str(part) for name, value in more.items() for part in (f"--{name}", value))]
+    return [sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", *urls, "--host", host, "--port", str(port), *settings]
+
+
+def main() -> None:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    ours, theirs = sys.argv[1:at], sys.argv[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--devices", help="a worker on each, with commas between them")
+    parser.add_argument("--router", choices=["sglang", "nginx"], default="sglang")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8080)
+    asked = parser.parse_args(ours)
+    if (command := missing(asked.router)) is not None:
+        sys.exit(f"the router {asked.router} is not installed: {command}")
+    devices: list[str | None] = list(asked.devices.split(",")) if asked.devices else []
+    devices += [None] * (max(asked.workers or (0 if devices else 2), len(devices)) - len(devices))
+    workers: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        urls = []
+        try:
+            for i, device in enumerate(devices):
+                process, url = start_worker(i, theirs, device)
+                workers.append(process)
+                urls.append(url)
+                print(f"worker {i} is process {process.pid} at {url}", file=sys.stderr, flush=True)
+            router = subprocess.Popen(router_command(asked.router, urls, asked.host, asked.port, folder))
+            workers.append(router)  # ended like them
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: router.terminate())
+            print(f"{asked.router} is at http://{asked.host}:{asked.port}/", file=sys.stderr, flush=True)
+            router.wait()
+        finally:
+            for process in workers:
+                process.terminate()
+            for process in workers:
+                process.wait()
+
+
+if __name__ == "__main__":
+    main()
