@@ -10,8 +10,8 @@ from .errors import HubError
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
-_DRAFTER = "dflash-"
-_OTHERS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dspark-", _DRAFTER)  # parts of the names of GGUFs that are no target
+_DRAFTERS = ("dflash-", "dspark-", "eagle3-", "mtp-")  # the first kind that a repository has is taken
+_OTHERS = ("mmproj", "imatrix", *_DRAFTERS)  # parts of the names of GGUFs that are no target
 _DEFAULTS = ("Q4_K_M", "Q8_0")
 PATIENCE = 10  # seconds until the hub has to answer
 _SHOWN = 8  # names of files in a message
@@ -29,7 +29,7 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
     Args:
         repo: "USER/MODEL" or "USER/MODEL:QUANT", in any case. Without QUANT: Q4_K_M, else Q8_0, else the first file.
         file: this file of the repository, whatever QUANT says.
-        drafter: files whose name begins with "dflash-" come before others.
+        drafter: files whose name begins with "dflash-", "dspark-", "eagle3-" or "mtp-", in this order, come before others.
         progress: called with ("download", done, total) in bytes; for a model in several files ("download 2 of 5", done, total), file by file.
 
     Raises:
@@ -98,7 +98,8 @@ def _cached(hub: Any, repo: str) -> dict[str, Path]:
 def _chosen(names: Sequence[str], quant: str | None, drafter: bool) -> str | None:
     """The file of this quantisation, or the default one; None if there is none."""
     first = [n for n in names if (part := _PART.search(n)) is None or int(part[1]) == 1]
-    drafters = [n for n in first if _DRAFTER in n.rsplit("/")[-1]]
+    kinds = ([n for n in first if kind in n.rsplit("/")[-1]] for kind in _DRAFTERS)
+    drafters = next((found for found in kinds if found), [])
     models = [n for n in first if not any(word in n.rsplit("/")[-1] for word in _OTHERS)]
     usable = drafters if drafter and drafters else models
     for wanted in _DEFAULTS if quant is None else (quant,):

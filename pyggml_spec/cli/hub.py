@@ -27,7 +27,7 @@ def hub_options(command):
 
     for option in (
         click.option("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf", "hf_repo_draft", metavar="REPO[:QUANT]",
-                     help="The same for the drafter; files named dflash-* come first."),
+                     help="The same for the drafter; files named dflash-*, dspark-*, eagle3-* or mtp-* come first."),
         click.option("-hff", "--hf-file", metavar="NAME", help="This file of the repository, whatever QUANT says."),
         click.option("-hf", "-hfr", "--hf-repo", metavar="REPO[:QUANT]",
                      help="Target from the Hugging Face hub (USER/MODEL). Default of QUANT: Q4_K_M, else Q8_0, else the first file."),

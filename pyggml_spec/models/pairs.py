@@ -48,12 +48,12 @@ class Published:
 
 
 _QWEN35 = (("4B", 32, 2560), ("9B", 32, 4096), ("27B", 64, 5120))
-_LAGUNA, _DFLASH2 = "DFlashLagunaForCausalLM", "DFlash2DraftModel"
+_LAGUNA = "DFlashLagunaForCausalLM"
 PUBLISHED = (
     *(Published(f"Qwen3.5-{size}", "qwen35", n, width, 0, f"z-lab/Qwen3.5-{size}-DFlash") for size, n, width in _QWEN35),
     Published("Qwen3.5-27B", "qwen35", 64, 5120, 0, "spiritbuun/Qwen3.5-27B-DFlash-GGUF", gguf=True),
     Published("Qwen3.6-27B", "qwen35", 64, 5120, 0, "z-lab/Qwen3.6-27B-DFlash"),
-    Published("Qwen3.8-27B", "qwen35", 64, 5120, 0, "incoai/Qwen3.8-27B-DFlash2", "DFlash2", layout=_DFLASH2),
+    Published("Qwen3.8-27B", "qwen35", 64, 5120, 0, "incoai/Qwen3.8-27B-DFlash2", "DFlash2"),
     Published("Qwen3.8-27B", "qwen35", 64, 5120, 0, "incoai/Qwen3.8-27B-DFlash2-GGUF", "DFlash2", gguf=True),
     Published("Qwen3.5-35B-A3B", "qwen35moe", 40, 2048, 256, "z-lab/Qwen3.5-35B-A3B-DFlash"),
     Published("Qwen3.6-35B-A3B", "qwen35moe", 40, 2048, 256, "z-lab/Qwen3.6-35B-A3B-DFlash"),
@@ -72,7 +72,7 @@ PUBLISHED = (
     Published("Laguna-S-2.1", "laguna", 48, UNKNOWN, 256, "poolside/Laguna-S-2.1-GGUF", gguf=True),
     Published("MiniMax-M2.5", "minimax-m2", 62, 3072, 256, "z-lab/MiniMax-M2.5-DFlash"),
     Published("MiniMax-M2.7", "minimax-m2", 62, 3072, 256, "z-lab/MiniMax-M2.7-DFlash"),
-    Published("Muse-Glimmer-30B", "muse-glimmer", 52, 6656, 0, "incoai/Muse-Glimmer-30B-DFlash2", "DFlash2", layout=_DFLASH2),
+    Published("Muse-Glimmer-30B", "muse-glimmer", 52, 6656, 0, "incoai/Muse-Glimmer-30B-DFlash2", "DFlash2"),
     Published("Kimi-K2.5", "deepseek2", 61, 7168, 384, "z-lab/Kimi-K2.5-DFlash"),
     Published("Kimi-K2.6", "deepseek2", 61, 7168, 384, "z-lab/Kimi-K2.6-DFlash"),
     Published("GLM-5.1", "glm-dsa", 78, UNKNOWN, 256, "z-lab/GLM-5.1-FP8-DFlash"),

@@ -1,4 +1,4 @@
-"""A DFlash drafter in safetensors and its target to a drafter GGUF. No torch; one tensor in memory at a time."""
+"""A DFlash or DFlash2 drafter in safetensors and its target to a drafter GGUF. No torch; one tensor in memory at a time."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -80,8 +80,8 @@ def _place(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
 
 
 def _choose(name: str, shape: tuple[int, ...], kind: int, notes: list[str]) -> int:
-    """The type a tensor is stored in: vectors F32; rows that the type's blocks do not divide Q8_0 or F16."""
-    if len(shape) < 2:
+    """The type a tensor is stored in: vectors and kernels of convolutions F32; rows that the type's blocks do not divide Q8_0 or F16."""
+    if len(shape) < 2 or not name.endswith(".weight"):
         return lib.GGML_TYPE_F32
     if shape[1] % lib.ggml_blck_size(kind) == 0:
         return kind
@@ -203,7 +203,7 @@ def _write_tensors(writer: gguf.GGUFWriter, layout, kinds, places, pool: ThreadP
     total = sum(places[theirs].tensors[theirs].nbytes for theirs, _ in layout.tensors.values())
     done = 0
     for name, (theirs, shape) in layout.tensors.items():
-        rows = shape[0] if len(shape) > 1 else 1
+        rows = int(np.prod(shape[:-1]))
         step = max(1, CHUNK_VALUES // shape[-1])
         jobs = [pool.submit(_chunk, places[theirs], theirs, i, min(step, rows - i), kinds[name]) for i in range(0, rows, step)]
         try:

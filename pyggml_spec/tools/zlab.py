@@ -1,4 +1,4 @@
-"""The z-lab layout of DFlash drafters: what its config.json and tensors become in a GGUF.
+"""The z-lab layout of DFlash and DFlash2 drafters: what its config.json and tensors become in a GGUF.
 
 config.json counts layers by their outputs: id k is what layer k returns. The GGUF counts by inputs, so it holds k + 1.
 Sources: llama.cpp's conversion/qwen.py for keys and names; the reference implementation for what the config means.
@@ -15,7 +15,8 @@ from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from ..models.dflash import GELU
 
-SUPPORTED = "DFlash drafters in the z-lab layout (DFlashDraftModel) are supported"
+SUPPORTED = "DFlash drafters in the z-lab layout (DFlashDraftModel, DFlash2DraftModel) are supported"
+ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 ARCH = "dflash"
 
 _TOP = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight"}
@@ -32,6 +33,7 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_CONVOLUTIONS = {"attn_conv": "attention_conv", "ffn_conv": "mlp_conv"}
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,6 @@ def refuse_other_layouts(config: dict, names) -> None:
             "DSpark",
             any_name("markov_", "confidence_") or ("DSpark" in archs and archs) or ("markov_head_type" in config and "markov_head_type"),
         ),
-        (
-            "DFlash2",
-            any_name("selector_", "candidate_selector")
-            or ("DFlash2" in archs and archs)
-            or ("selector_rank" in dflash and "selector_rank"),
-        ),
         ("EAGLE-3", any_name("midlayer.", "eagle") or ("eagle" in archs.lower() and archs)),
         ("MTP", any_name("mtp.", "nextn.", "eh_proj") or (any(a in archs.lower() for a in ("mtp", "nextn")) and archs)),
         ("speculators", "speculators_config" in config and "speculators_config"),
@@ -73,7 +69,7 @@ def refuse_other_layouts(config: dict, names) -> None:
     for layout, sign in found:
         if sign:
             raise ConvertError(f"this is a {layout} drafter (it has {brief(sign)}), which is not supported; {SUPPORTED}")
-    if archs and "DFlashDraftModel" not in archs.split():
+    if archs and not set(archs.split()) & {*ARCHITECTURES}:
         raise ConvertError(f"config.json names the architecture {brief(archs)}; {SUPPORTED}")
     if not archs and not dflash:
         raise ConvertError(f"config.json has neither architectures nor dflash_config; {SUPPORTED}")
@@ -317,11 +313,43 @@ def read_layout(config: dict, names, target: GGUFFile) -> Layout:
     }
     shapes |= {"attn_output": (n_embd, n_head * size), "ffn_gate": (n_ff, n_embd), "ffn_up": (n_ff, n_embd), "ffn_down": (n_embd, n_ff)}
     shapes |= {"attn_norm": (n_embd,), "ffn_norm": (n_embd,), "attn_q_norm": (size,), "attn_k_norm": (size,)}
+    more, selector = _selector(c, names, n_layer, n_embd, len(tokens))
+    meta |= more
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {"fc.weight": ("fc.weight", (n_embd, n_embd * len(layers)))}
     wanted |= {ours: (theirs, (n_embd,)) for theirs, ours in _TOP.items() if ours != "fc.weight"}
     for i in range(n_layer):
         wanted |= {f"blk.{i}.{ours}.weight": (f"layers.{i}.{theirs}.weight", shapes[ours]) for theirs, ours in _LAYER.items()}
-    return Layout(meta, _match(wanted, names, len(tokens), n_embd), notes)
+    return Layout(meta, _match(wanted | selector, names, len(tokens), n_embd), notes)
+
+
+def _selector(
+    c: _Config, names, n_layer: int, n_embd: int, n_vocab: int
+) -> tuple[dict[str, tuple], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Keys and tensors that a DFlash2 has besides, none for a DFlash."""
+    plain = {name.removeprefix("model.") for name in names}
+    if c.get("selector_rank") is None and not any(name.startswith("candidate_selector.") for name in plain):
+        return {}, {}
+    keys = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    taps, size, rank, top_k = (c.integer(key, high=1 << 16) for key in keys)
+    if n_embd % size or n_embd < top_k * (top_k + 1):
+        raise ConvertError(f"config.json: conv_group_size {size} or selector_top_k {top_k} does not fit hidden states of {n_embd} values")
+
+    def codebook(name: str) -> str:
+        return name if name in plain else f"{name}.weight"
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        "selector_predecessor.weight": (codebook("candidate_selector.predecessor_codebook"), (n_vocab, rank)),
+        "selector_successor.weight": (codebook("candidate_selector.successor_codebook"), (n_vocab, rank)),
+        "selector_hidden.weight": ("candidate_selector.hidden_projection.weight", (rank, n_embd)),
+    }
+    for i in range(n_layer):
+        for ours, theirs in _CONVOLUTIONS.items():
+            tensors[f"blk.{i}.{ours}_base"] = (f"layers.{i}.{theirs}.base_kernel", (2, taps, n_embd))
+            tensors[f"blk.{i}.{ours}_proj.weight"] = (
+                f"layers.{i}.{theirs}.kernel_projection.weight",
+                (2 * taps * (n_embd // size), n_embd),
+            )
+    return {f"{ARCH}.{key}": (Kind.UINT32, value) for key, value in zip(keys, (taps, size, rank, top_k), strict=True)}, tensors
 
 
 def _match(wanted: dict, names, n_vocab: int, n_embd: int) -> dict:

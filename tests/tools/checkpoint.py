@@ -8,7 +8,7 @@ import numpy as np
 
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.tools.quants import dequantise
-from pyggml_spec.tools.zlab import _LAYER, _TOP
+from pyggml_spec.tools.zlab import _CONVOLUTIONS, _LAYER, _TOP
 
 _NAMES = {"<f4": "F32", "<f2": "F16", "<f8": "F64", "<u2": "BF16", "|i1": "I8"}
 
@@ -36,8 +36,14 @@ def floats(path: str | Path) -> dict[str, np.ndarray]:
 
 def _source_name(name: str) -> str:
     top = {ours: theirs for theirs, ours in _TOP.items()}
+    top |= {f"selector_{kind}.weight": f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor")}
+    top["selector_hidden.weight"] = "candidate_selector.hidden_projection.weight"
     if name in top:
         return top[name]
+    if "_conv_" in name:
+        _, layer, part = name.removesuffix(".weight").split(".")
+        which, what = part.rsplit("_", 1)
+        return f"layers.{layer}.{_CONVOLUTIONS[which]}.{'base_kernel' if what == 'base' else 'kernel_projection.weight'}"
     _, layer, part, _ = name.split(".")
     return f"layers.{layer}.{ {ours: theirs for theirs, ours in _LAYER.items()}[part] }.weight"
 

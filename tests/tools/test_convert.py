@@ -5,6 +5,9 @@ import pytest
 from decode.helpers import count_matched
 from gguf_io.build import F32, Model
 from llama_oracle import LlamaDFlash
+from random_gguf.archs import write_qwen3
+from random_gguf.dflash2 import write_dflash2
+from random_gguf.model import Shape
 from tools.checkpoint import export, floats
 
 import pyggml_spec as ps
@@ -202,9 +205,39 @@ def _set(**values):
     return lambda config, tensors: config.update(values)
 
 
+DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_dflash2_comes_back_bit_by_bit(tmp_path, prefix):
+    """Convolutions, whose kernels stay F32, and the selector; with another type the matrices alone are in it."""
+    target = write_qwen3(tmp_path / "t.gguf", Shape())
+    before = write_dflash2(tmp_path / "d.gguf", Shape(), taps=3)
+    with GGUFFile(before) as file:
+        numbers = {key: file.get(f"dflash.{key}", int) for key in DFLASH2}
+
+    def change(config, tensors):
+        config["architectures"] = ["DFlash2DraftModel"]
+        config["dflash_config"] |= numbers
+
+    folder = export(before, tmp_path / "checkpoint", change, prefix)
+    convert_drafter(folder, target, tmp_path / "f32.gguf", "f32")
+    left, right = floats(before), floats(tmp_path / "f32.gguf")
+    assert left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+    with ps.load(target, tmp_path / "f32.gguf", device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        text, stats = session.generate(PROMPT, 20)
+        assert stats.drafted > 0
+    with ps.load(target, before, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        other = session.generate(PROMPT, 20)
+        assert (text, stats.matched) == (other[0], other[1].matched)
+    done = convert_drafter(folder, target, tmp_path / "q8.gguf", "q8_0")
+    with GGUFFile(tmp_path / "q8.gguf") as file:
+        kinds = {t.type_name for name, t in file.tensors.items() if name.endswith("_conv_base")}
+    assert kinds == {"f32"} and set(done.types) == {"q8_0", "f32"}
+
+
 REFUSED = [
-    (_add("candidate_selector.predecessor_codebook"), "DFlash2"),
-    (_set(architectures=["DFlash2DraftModel"]), "DFlash2"),
+    (_add("candidate_selector.predecessor_codebook"), "no conv_kernel_size"),
     (_add("markov_head.w1.weight"), "DSpark"),
     (_set(architectures=["Qwen3DSparkModel"]), "DSpark"),
     (_add("midlayer.self_attn.q_proj.weight"), "EAGLE-3"),
