@@ -19,7 +19,7 @@ class Ahead:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._graphs = parts, parts.graphs
         self.overlaps, self.built = parts.backend.device.kind != "cpu", 0
-        self._kinds: tuple[tuple[str, int], ...] = ()  # steps that are expected, see prepare
+        self._kinds: tuple[tuple, ...] = ()  # steps that are expected, see prepare
         self._epoch = self._last_span = 0
         self._complete_to = -1  # tokens up to which every graph of the next span is there
 
@@ -30,18 +30,18 @@ class Ahead:
     def _span(self, width: int) -> int:
         return self._parts.kv.span(self._committed + width)
 
-    def prepare(self, kinds: Sequence[tuple[str, int]], tokens: int) -> None:
-        """Announces the (role, width) of the steps that the next ``tokens`` tokens of the first slot will take."""
+    def prepare(self, kinds: Sequence[tuple], tokens: int) -> None:
+        """Announces the (role, width), and what else their graphs differ in, of the steps that the next ``tokens`` tokens of the first slot will take."""
         kv, graphs = self._parts.kv, self._graphs
         self._kinds, self._epoch, self._last_span = tuple(kinds), self._parts.epoch, kv.span(self._committed + tokens)
         self._complete_to = -1
         graphs.aim(self._parts.slots[:1])
         ahead = min(tokens, SPAN // 4 if self.overlaps else PREPARE_TOKENS)
-        for role, width in self._kinds:
+        for role, width, *more in self._kinds:
             span, last = 0, kv.span(self._committed + ahead + width)
             while span < last:
                 span = max(self._span(width), kv.span(span + 1))
-                graphs.get(role, width, span)
+                graphs.get(role, width, span, None, *more)
 
     def prepare_transitions(self, widths: Sequence[int]) -> None:
         """Builds the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
@@ -53,7 +53,7 @@ class Ahead:
                 if left != entered:
                     self._graphs.get("commit", left, 0, None, entered, left > 1)
 
-    def while_computing(self, role: str, width: int, covered: SlotRange, longest: int) -> None:
+    def while_computing(self, role: str, width: int, covered: SlotRange, longest: int, *more: int) -> None:
         """The device computes a step of this kind, whose sequences are at most ``longest`` tokens long."""
         if role in ("logits", "capture"):
             return
@@ -62,7 +62,7 @@ class Ahead:
                 self._build_expected()
         elif self._graphs.candidates is not None and self._graphs.reserves(role, width, covered):
             # only where the buffer will do, which is being computed in, and holds the logits that somebody is still to read
-            self._graphs.get(role, width, self._parts.kv.span(longest + width + max(width, AHEAD)), covered)
+            self._graphs.get(role, width, self._parts.kv.span(longest + width + max(width, AHEAD)), covered, *more)
 
     def between_steps(self) -> None:
         """On the CPU: computing keeps the host busy, and building may move the logits that were read until now."""
@@ -75,10 +75,10 @@ class Ahead:
 
     def _build_expected(self) -> None:
         """Builds one graph of the next span, of the steps that were announced, if one is missing."""
-        for role, width in self._kinds:
+        for role, width, *more in self._kinds:
             span = self._parts.kv.span(self._span(width) + 1)
-            if span <= self._last_span and not self._graphs.has(role, width, span):
-                self._graphs.get(role, width, span)
+            if span <= self._last_span and not self._graphs.has(role, width, span, None, *more):
+                self._graphs.get(role, width, span, None, *more)
                 self.built += 1
                 return
-        self._complete_to = min(self._span(width) - width for _, width in self._kinds)
+        self._complete_to = min(self._span(width) - width for _, width, *_ in self._kinds)

@@ -24,7 +24,7 @@ from ..memory.cursor import Cursor
 from ..memory.slots import SlotRange, covering
 from ..memory.snapshot import Snapshot
 from ..models.base import Target
-from ..models.drafter import Drafter
+from ..models.team import Drafts
 from . import exact
 from .ahead import Ahead
 from .candidates import Ask, Candidates
@@ -41,7 +41,7 @@ class Engine:
 
     parts_class = Parts  # planning has some without memory
 
-    def __init__(self, backend: Backend, target: Target, drafter: Drafter | None, options: EngineOptions) -> None:
+    def __init__(self, backend: Backend, target: Target, drafter: Drafts | None, options: EngineOptions) -> None:
         self.parts = p = self.parts_class(backend, target, drafter, options)
         self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, p.slots
         self.graphs, self.io, self.sequence = p.graphs, p.io, p.sequence
@@ -242,9 +242,11 @@ class Engine:
         """Computes the pending token alone, which is committed by it. Follow with ``accept(1, ids[0])``."""
         return self._by_name(slot, Verify())
 
-    def fused_step(self, width: int | None = None, masks: np.ndarray | None = None, slot: int = 0) -> StepResult:
-        """Drafts a block behind the pending token and verifies it, in one graph. Follow with ``accept``. ``masks``: as in ``Draft``."""
-        return self._by_name(slot, Draft(self.options.width if width is None else width, masks))
+    def fused_step(
+        self, width: int | None = None, masks: np.ndarray | None = None, slot: int = 0, drafter: str = "", verified: int = 0
+    ) -> StepResult:
+        """Drafts a block behind the pending token and verifies it, in one graph. Follow with ``accept``. The others are as in ``Draft``."""
+        return self._by_name(slot, Draft(self.options.width if width is None else width, masks, verified=verified, drafter=drafter))
 
     def verify_step(self, drafts: Sequence[int], slot: int = 0) -> StepResult:
         """Verifies given ids behind the pending token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
@@ -282,9 +284,15 @@ class Engine:
 
     # -- graphs ahead of their steps
 
-    def prepare(self, kinds: Sequence[tuple[str, int]], tokens: int) -> None:
-        """Announces the (role, width) of the steps that the next ``tokens`` tokens of the first slot will take, so that none of them waits for
-        its graph.
+    def drafting_role(self, kind: str, method: str, width: int, rows: int) -> tuple:
+        """(role, width, ...) for ``prepare`` of the steps in which ``method`` drafts ``width`` - 1 tokens behind the pending one, of which the graph
+        has ``rows`` rows; ``kind``: "fused", or "draft" for the drafts alone."""
+        role, more, _ = self.graphs.of_drafts(kind, self.graphs.method_of(method), rows, width - 1)
+        return role, rows, *more
+
+    def prepare(self, kinds: Sequence[tuple], tokens: int) -> None:
+        """Announces the (role, width), as of ``drafting_role`` where somebody drafts, of the steps that the next ``tokens`` tokens of the first slot
+        will take, so that none of them waits for its graph.
 
         What is needed at once is built here. The graphs of the next span are built one per step, while the device computes; the CPU has no
         such time to spare and builds the spans of PREPARE_TOKENS tokens here.

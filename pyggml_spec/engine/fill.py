@@ -21,7 +21,7 @@ class Fill:
     def __init__(self, parts: Parts) -> None:
         self._slots, self._target = parts.slots, parts.target
         self._kv, self._delta, self._ring, self._boundary = parts.kv, parts.delta, parts.ring, parts.boundary
-        self._drafting = parts.graphs.draft_part
+        self._drafting = parts.graphs.draft_parts
         self._committed, self._real = (ffi.new("int64_t[]", len(parts.slots)) for _ in range(2))
 
     def certain(self, step: Step, width: int, work: Given, rows: Rows, covered: SlotRange) -> None:
@@ -46,8 +46,8 @@ class Fill:
             assert self._ring is not None
             host["ring_row"][0] = self._ring.waiting
 
-    def block(self, step: Step, width: int, drafts: int, work: Given, rows: Rows, covered: SlotRange) -> None:
-        """The inputs of blocks, given, or with so many drafts of each slot that are to be made."""
+    def block(self, step: Step, width: int, method: str, drafts: int, work: Given, rows: Rows, covered: SlotRange) -> None:
+        """The inputs of blocks, given, or with so many drafts of each slot that ``method`` is to make."""
         self._rows(step, width, rows, covered)
         host = step.host
         known = host.get("given", host["tokens"])
@@ -65,7 +65,7 @@ class Fill:
         if self._boundary is not None:
             self._boundary_rows(host, rows, covered)
         if drafting:
-            self._drafts(host, width, drafts, work, covered)
+            self._drafts(host, width, method, drafts, work, covered)
         if self._delta is not None:
             self._commit(step, covered)
             if "take" in host:
@@ -95,22 +95,21 @@ class Fill:
         names = ("positions", "kv_rows", "q_last", "q_first", "sliding_rows", "sliding_near", "on", "last", "out_row")
         return ffi.new("pgs_rows *", sizes | {name: step.fields.at[name] for name in names if name in step.fields.at})
 
-    def drafts(self, step: Step, width: int, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
-        """The inputs of blocks that are drafted alone."""
-        assert self._drafting is not None
+    def drafts(self, step: Step, width: int, method: str, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
+        """The inputs of blocks that ``method`` drafts alone."""
         host = step.host
         host["positions"][:] = 0
         for slot in drafting:
             at = (slot - covered.first) * width
             host["positions"][at : at + width] = self._slots[slot].cursor.committed + np.arange(width)
-        if self._boundary is not None:
+        if self._boundary is not None and "before" in host:
             host["before"][:] = [self._boundary.row(slot) for slot in covered.slots]
-        self._drafting.fill(host, width, width - 1, drafting, covered, self._slots)
+        self._drafting[method].fill(host, width, width - 1, drafting, covered, self._slots)
 
-    def _drafts(self, host: dict[str, np.ndarray], width: int, drafts: int, work: Given, covered: SlotRange) -> None:
+    def _drafts(self, host: dict[str, np.ndarray], width: int, method: str, drafts: int, work: Given, covered: SlotRange) -> None:
         """What the drafter reads, and which of its ids are whose."""
-        assert self._drafting is not None
-        self._drafting.fill(host, width, drafts, work, covered, self._slots)
+        drafting = self._drafting[method]
+        drafting.fill(host, width, drafts, work, covered, self._slots)
         if "source" not in host:  # one slot, whose drafts are the target's ids in place
             return
         total = width * covered.count
@@ -118,7 +117,7 @@ class Fill:
         for at, slot in enumerate(covered.slots):
             if isinstance(item := work.get(slot), Draft):
                 first, real = at * width + 1, item.width - 1
-                host["source"][first : first + real] = total + self._drafting.order(at, drafts, covered.count)[:real]
+                host["source"][first : first + real] = total + drafting.order(at, drafts, covered.count)[:real]
 
     def _boundary_rows(self, host: dict[str, np.ndarray], rows: Rows, covered: SlotRange) -> None:
         """Which hidden state each slot goes on from, and where those of this step go: of certain rows the last, of blocks the one before and all."""

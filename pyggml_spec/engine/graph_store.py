@@ -130,13 +130,13 @@ class GraphStore:
             step = self._steps.get(key)
             if step is not None:
                 return step
-        self._make_room(role, width)
+        self._make_room(role, width, more)
         shape = (width, span, covered, *more)
         return self._keep(self._make(role, *shape), role, *shape)
 
-    def has(self, role: str, width: int, span: int, covered: SlotRange | None = None) -> bool:
+    def has(self, role: str, width: int, span: int, covered: SlotRange | None = None, *more: Any) -> bool:
         """Whether ``get`` would not have to build."""
-        step = self._steps.get((role, width, span, covered or self.every, self.drafting, self.candidates, self.kept))
+        step = self._steps.get((role, width, span, covered or self.every, *more, self.drafting, self.candidates, self.kept))
         return step is not None and not self._stale(step)
 
     def reserves(self, role: str, width: int, covered: SlotRange) -> bool:
@@ -227,8 +227,8 @@ class GraphStore:
     def _stale(self, step: Step) -> bool:
         return step.graph.stale
 
-    def _make_room(self, role: str, width: int) -> None:
-        family = [key for key in self._steps if key[:2] == (role, width)]
+    def _make_room(self, role: str, width: int, more: tuple = ()) -> None:
+        family = [key for key in self._steps if key[:2] == (role, width) and key[4:-3] == more]
         widest = max((key[2] for key in family), default=0)
         most = KEEP_SPANS if self.slots == 1 else KEEP_GRAPHS - 1
         for key in [key for key in family if key[2] != widest or self.slots > 1][: max(0, len(family) - most)]:

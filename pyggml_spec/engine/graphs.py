@@ -21,6 +21,7 @@ drafter and target write the same rows, and the drafter's rows of plain tokens w
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -38,7 +39,8 @@ from ..memory.slots import SlotRange
 from ..models.base import Rows, Seen, Target
 from ..models.drafter import ContextRows, Drafter
 from ..models.segments import Segment
-from .drafting import drafting_of
+from ..models.team import Drafts
+from .drafting import Drafting, drafting_of
 from .graph_store import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore
 from .masked import MaskedRows
 from .slot import Slot
@@ -75,13 +77,14 @@ class Done(NamedTuple):
     given: Given
 
 
-def most_nodes(target: Target, drafter: Drafter | None) -> int:
+def most_nodes(target: Target, drafter: Drafts | None) -> int:
     """Nodes that no step of this pair exceeds: layers take 28 to 66, and three for each expert that a token uses; slots, scales, biases and
     the rotation of quantised rows take at most 40 more.
     """
     experts = getattr(target, "experts", None)
     per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
-    passes = 0 if drafter is None else drafter.n_layer * (drafter.block_size if drafter.chained else 1)
+    members = drafter.members if drafter is not None else ()
+    passes = sum(member.n_layer * (member.block_size if member.chained else 1) for member in members)
     return WITHOUT_LAYERS + (target.n_layer + passes) * per_layer
 
 
@@ -93,7 +96,7 @@ class StepGraphs(GraphStore):
         segments: Sequence[Segment],
         io: StepIO,
         target: Target,
-        drafter: Drafter | None,
+        drafter: Drafts | None,
         kv: KVCache,
         draft_kv: KVCache | None,
         delta: DeltaState | None,
@@ -106,7 +109,9 @@ class StepGraphs(GraphStore):
         super().__init__(segments, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter))
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta, self.ring, self.boundary = kv, draft_kv, delta, ring, boundary
-        self.draft_part = drafting_of(drafter, target, kv, draft_kv, slots == 1) if drafter is not None and draft_kv is not None else None
+        self.draft_parts: dict[str, Drafting] = {}
+        if drafter is not None and draft_kv is not None:
+            self.draft_parts = {member.method: drafting_of(member, target, kv, draft_kv, slots == 1) for member in drafter.members}
         self.masked: MaskedRows | None = None
         self.drafting = self.can_draft
         self._blocks = widths["verify"]
@@ -116,11 +121,12 @@ class StepGraphs(GraphStore):
             "capture": self._capture,
             "plain": self._plain,
             "verify": self._verify,
-            "fused": self._fused,
-            "draft": self._draft,
             "commit": self._commit,
             "catchup": self._catchup,
         }
+        for method in self.draft_parts:
+            self._builders[self.role("fused", method)] = partial(self._fused, method)
+            self._builders[self.role("draft", method)] = partial(self._draft, method)
 
     @property
     def can_draft(self) -> bool:
@@ -146,14 +152,33 @@ class StepGraphs(GraphStore):
         """The narrowest block that is planned for and holds ``rows``; 1 for a plain token."""
         return next(w for w in (1, *self._blocks) if rows <= w)
 
-    def drafts(self, width: int, most: int) -> int:
-        """Drafts of each slot in a fused step of ``width`` rows, of which ``most`` are asked for."""
-        return self.draft_part.count(width, most) if self.draft_part is not None else width - 1
+    def role(self, kind: str, method: str) -> str:
+        """The role of steps in which ``method`` drafts, "" being the first drafter's: each has its own, because their topologies differ."""
+        return kind if method in ("", self._first) else f"{kind} {method}"
 
-    def draft_order(self, at: int, drafts: int, covered: SlotRange) -> np.ndarray:
+    def method_of(self, name: str) -> str:
+        """Who drafts where ``name`` is asked for, "" being the first drafter's.
+
+        Raises:
+            EngineError: nobody of that name.
+        """
+        method = name or self._first
+        if method not in self.draft_parts:
+            raise EngineError(f"nobody drafts as {method!r} here: {' and '.join(self.draft_parts) or 'there is no drafter'}")
+        return method
+
+    def of_drafts(self, kind: str, method: str, width: int, most: int) -> tuple[str, tuple[int, ...], int]:
+        """Role, what else its graph differs in, and drafts of each slot, of a step of ``width`` rows in which ``method`` drafts ``most`` or more."""
+        drafts = self.draft_parts[method].count(width, most)
+        return self.role(kind, method), (drafts,) if drafts < width - 1 else (), drafts
+
+    def draft_order(self, method: str, at: int, drafts: int, covered: SlotRange) -> np.ndarray:
         """Where the drafts of the ``at``-th slot are among those of all, I64 [drafts]."""
-        assert self.draft_part is not None
-        return self.draft_part.order(at, drafts, covered.count)
+        return self.draft_parts[method].order(at, drafts, covered.count)
+
+    @property
+    def _first(self) -> str:
+        return self.drafter.method if self.drafter is not None else ""
 
     def chunk_width(self, rows: int) -> int:
         """Rows per slot of the graph that computes ``rows`` rows of a prompt."""
@@ -173,8 +198,10 @@ class StepGraphs(GraphStore):
         self.get("plain", 1, live)
         if self.ring is not None:
             self.get("catchup", RING, 0)
-        if self.drafter is not None and width > 1:
-            self.get("fused", width, live)
+        if width > 1:
+            for method in self.draft_parts:
+                role = self.role("fused", method)
+                self.get(role, self._widths[role][-1], live)
         if self.delta is not None:
             inline = self.delta.inline
             self.get("commit", width, 0, None, 0 if inline else width, width > 1 or not inline)
@@ -312,23 +339,39 @@ class StepGraphs(GraphStore):
         assert self.drafter is not None
         hidden, features, (rows, _, carry, tokens) = done
         shifted, positions = None, rows["positions"]
-        if carry is not None:
-            left = self.drafter.left(g, hidden, features, self.target)
+        by_layer = dict(zip(self.drafter.captures, features))
+        chain = next((member for member in self.drafter.members if member.chained), None)
+        if carry is not None and chain is not None:
+            left = chain.left(g, hidden, [by_layer[layer] for layer in chain.captures], self.target)
             joined = g.behind(carry.before, left)
             shifted = g.leading(joined, joined.ne[1] - 1)
             kept = joined if not certain else left if last is None else g.rows(left, last)
-            if self.drafter.behind:
+            if chain.behind:
                 positions = f.input("draft_context", "i32", positions.ne[0])
-        context = ContextRows(tokens, features, shifted, positions, rows["kv_rows"])
-        self.drafter.context_rows(g, context, draft_kv, self.target)
+        for member in self.drafter.members:
+            at = positions if member.behind else rows["positions"]
+            context = ContextRows(
+                tokens, [by_layer[layer] for layer in member.captures], shifted if member.chained else None, at, rows["kv_rows"]
+            )
+            member.context_rows(g, context, self._own_layers(member, draft_kv), self.target)
         if carry is not None and self.boundary is not None:
             g.kv_write_rows(self.boundary.table, g.shaped(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
 
+    def _own_layers(self, drafter: Drafter, draft_kv: tuple) -> tuple:
+        """Those of all drafters' caches that are this one's."""
+        assert self.drafter is not None
+        before = self.drafter.members[: self.drafter.members.index(drafter)]
+        first = sum(len(member.kv_shapes()) for member in before)
+        return draft_kv[first : first + len(drafter.kv_shapes())]
+
+    def _layers_of(self, g: Graph, method: str, draft_kv: tuple, covered: SlotRange) -> tuple:
+        """What ``method`` drafts from: layers of its own, unless it borrows the target's."""
+        assert self.drafter is not None
+        member = next(member for member in self.drafter.members if member.method == method)
+        return self._caches(g, self.kv, covered) if member.borrows else self._own_layers(member, draft_kv)
+
     def _draft_caches(self, g: Graph, covered: SlotRange) -> tuple:
-        """Those that drafts are made from: the drafter's own, unless it borrows the target's."""
-        if not self.drafting or self.drafter is None or self.draft_kv is None:
-            return ()
-        return self._caches(g, self.kv if self.drafter.borrows else self.draft_kv, covered)
+        return self._caches(g, self.draft_kv, covered) if self.drafting and self.draft_kv is not None else ()
 
     def _emit(self, g: Graph, f: StepFields, hidden: Tensor) -> dict:
         """Greedy ids of all rows, and the sum of each hidden row: not finite if anything in it is NaN or Inf.
@@ -393,15 +436,15 @@ class StepGraphs(GraphStore):
         self._context(g, f, done, self._draft_caches(g, covered))
         return out
 
-    def _fused(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, drafts: int | None = None) -> dict:
-        """``drafts``: of each slot, one less than its rows unless it is said."""
-        assert self.draft_part is not None and self.draft_kv is not None
+    def _fused(self, method: str, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, drafts: int | None = None) -> dict:
+        """``method`` drafts; ``drafts``: of each slot, one less than its rows unless it is said."""
         total, drafts = width * covered.count, width - 1 if drafts is None else drafts
         self._begin(g, -1)
         rows, draft_kv = self._rows(g, f, width, span, covered), self._draft_caches(g, covered)
         carry = self._carry(g, f, (width + 1) * covered.count, covered)
         delta = self._block_states(g, f, width, covered) if not self.split else None
-        drafted = self.draft_part.nodes(g, f, rows, width, drafts, span, covered, draft_kv, carry.before if carry is not None else None)
+        own, before = self._layers_of(g, method, draft_kv, covered), carry.before if carry is not None else None
+        drafted = self.draft_parts[method].nodes(g, f, rows, width, drafts, span, covered, own, before)
         if self.slots == 1 and drafts == width - 1:
             tokens = f.drafted_tokens(width, drafted.ids)
             g.expand(drafted.ids[-1])
@@ -421,14 +464,15 @@ class StepGraphs(GraphStore):
         self._context(g, f, done, self._draft_caches(g, covered) if self.split else draft_kv)
         return {**out, "draft_logits": drafted.logits}
 
-    def _draft(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
+    def _draft(self, method: str, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         """Its K/V rows are written again by the verification, from what the target makes of the tokens."""
-        assert self.draft_part is not None and self.draft_kv is not None
+        assert self.drafter is not None and self.draft_kv is not None
         self._begin(g, -1)
         rows = {"positions": f.input("positions", "i32", width * covered.count)}
-        before = None if self.boundary is None else g.rows(self.boundary.table, f.input("before", "i32", covered.count))
-        draft_kv = self._draft_caches(g, covered)
-        drafted = self.draft_part.nodes(g, f, rows, width, width - 1, span, covered, draft_kv, before)
+        chained = self.boundary is not None and any(m.chained for m in self.drafter.members if m.method == method)
+        before = g.rows(self.boundary.table, f.input("before", "i32", covered.count)) if chained and self.boundary is not None else None
+        draft_kv = self._layers_of(g, method, self._draft_caches(g, covered), covered)
+        drafted = self.draft_parts[method].nodes(g, f, rows, width, width - 1, span, covered, draft_kv, before)
         f.outputs("drafts", drafted.ids)
         f.output(DRAFT_SUM, "f32", g.sum_rows(drafted.hidden))
         return {}
@@ -446,7 +490,8 @@ class StepGraphs(GraphStore):
         assert self.drafter is not None and self.draft_kv is not None
         self._begin(g, -1)
         rows = ContextRows(None, [self.ring.rows], None, f.input("positions", "i32", width), f.input("kv_rows", "i64", width))
-        self.drafter.context_rows(g, rows, self._caches(g, self.draft_kv, covered), self.target)
+        (member,) = self.drafter.members  # the rows of several cannot wait
+        member.context_rows(g, rows, self._caches(g, self.draft_kv, covered), self.target)
 
     def _exact(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, capture: tuple[int, ...]) -> Done:
         def given() -> Given:

@@ -6,7 +6,7 @@ from ..checks import whole
 from ..errors import ContextError, PairError
 from ..memory.kv_types import KVTypes
 from ..models.base import Target
-from ..models.drafter import Drafter
+from ..models.team import Drafts
 
 WIDTHS = (2, 4, 8, 16)
 MOST_SLOTS, MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK = 64, 1 << 24, 1024, 1 << 14
@@ -41,7 +41,7 @@ def prefill_widths(chunk: int) -> tuple[int, ...]:
     return tuple(sorted({*(c for c in CHUNKS if c < chunk), chunk}))
 
 
-def check_options(options: EngineOptions, target: Target, drafter: Drafter | None) -> None:
+def check_options(options: EngineOptions, target: Target, drafter: Drafts | None) -> None:
     """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
     whole(options.slots, "the number of slots", 1, MOST_SLOTS)
     whole(options.n_ctx, "the context (`n_ctx`)", 1, MOST_CONTEXT, ContextError)
@@ -51,6 +51,6 @@ def check_options(options: EngineOptions, target: Target, drafter: Drafter | Non
         drafter.check_pair(target)
         if options.width > drafter.block_size:
             raise PairError(
-                f"a draft width of {options.width} is wider than the block of {drafter.block_size} that {drafter.file.path.name} "
+                f"a draft width of {options.width} is wider than the block of {drafter.block_size} that {drafter.title} "
                 f"was trained for; use `draft_width` {drafter.block_size} or less"
             )

@@ -14,8 +14,8 @@ from ..memory.kv import KVCache
 from ..memory.kv_types import KVTypes, check_types
 from ..memory.snapshot import SequenceMemory
 from ..models.base import KVShape, Target
-from ..models.drafter import Drafter
 from ..models.segments import Segment, check_drafter
+from ..models.team import Drafts
 from .graph_store import Step
 from .graphs import MOST_CANDIDATES, StepGraphs
 from .masked import MaskedRows
@@ -48,7 +48,7 @@ class Parts:
 
     kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
 
-    def __init__(self, backend: Backend, target: Target, drafter: Drafter | None, options: EngineOptions) -> None:
+    def __init__(self, backend: Backend, target: Target, drafter: Drafts | None, options: EngineOptions) -> None:
         check_options(options, target, drafter)
         self.segments: tuple[Segment, ...] = target.weights.segments or (Segment(backend, 0, target.n_layer),)
         if len(self.segments) > 1:
@@ -93,7 +93,10 @@ class Parts:
         self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192, before))
         if self.drafter is not None and self.drafter.late and opt.slots == 1:
             self.ring = self._own(FeatureRing(self.backend, self.target.n_embd * len(self.drafter.captures)))
-        widths = {"prefill": self.chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks, "fused": blocks, "draft": blocks}
+        widths = {"prefill": self.chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks}
+        for at, member in enumerate(self.drafter.members if self.drafter is not None else ()):
+            own = tuple(w for w in blocks if w <= member.block_size) or blocks[:1]
+            widths |= {role if at == 0 else f"{role} {member.method}": own for role in ("fused", "draft")}
         caches = self.kv, self.draft_kv, self.delta, self.ring, self.boundary
         self.graphs = self._own(self.graphs_class(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
 
@@ -112,6 +115,12 @@ class Parts:
                 homes.append(DeltaHome(index, s.backend, layers, self.target.delta_row(s.first)))
         weights.enter(len(self.segments) - 1)
         return homes
+
+    def widest(self, method: str) -> int:
+        """Rows of the widest block of the drafter that drafts as ``method``."""
+        assert self.drafter is not None
+        method = self.graphs.method_of(method)
+        return next(member.block_size for member in self.drafter.members if member.method == method)
 
     def keep_masked(self, rows: MaskedRows | None) -> None:
         """Owns these from now on, and has graphs leave their logits there where somebody asks."""
@@ -140,7 +149,7 @@ class Parts:
         self.check_open()
         out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
         if self.drafter is not None and self.draft_kv is not None:
-            out["draft_weights"] = self.drafter.weights.nbytes
+            out["draft_weights"] = sum(member.weights.nbytes for member in self.drafter.members)
             out["draft_kv"] = self.draft_kv.nbytes + sum(part.nbytes for part in (self.ring, self.boundary) if part is not None)
         if self.delta is not None:
             out["recurrent"] = self.delta.nbytes

@@ -78,6 +78,8 @@ class Sequences:
         if isinstance(item, Draft) and not s.drafting:
             why = "there is no drafter" if self._parts.drafter is None else f"the sequence in slot {slot} was started without drafting"
             raise EngineError(f"{why}: use Verify or a plain step")
+        if isinstance(item, Draft) and (most := self._parts.widest(item.drafter)) < width:
+            raise EngineError(f"a block of {width} rows is wider than the {most} that {self._parts.graphs.method_of(item.drafter)} drafts")
         if isinstance(item, Draft) and item.verified:
             whole(item.verified, "the number of verified rows", width, options.width)
         return width

@@ -1,6 +1,6 @@
 """One forward pass: which graph, its inputs, the run, and what it brought each slot. What it is asked for has been checked."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -60,12 +60,13 @@ class Steps:
 
     def _drafts(self, drafting: Mapping[int, Draft], covered: SlotRange) -> tuple[np.ndarray, np.ndarray]:
         """I32 [slots, width - 1] drafts of the blocks, and F32 [slots, width] sums that are finite if the drafter is sound."""
-        width = self._graphs.width_for(max(item.width for item in drafting.values()))
+        width, method = self._graphs.width_for(max(item.width for item in drafting.values())), self._who(drafting.values())
         self._commits.catch_up()
-        step = self._graphs.get("draft", width, self._parts.kv.span(self._longest(covered) + width), covered)
-        self._fill.drafts(step, width, drafting, covered)
+        role = self._graphs.role("draft", method)
+        step = self._graphs.get(role, width, self._parts.kv.span(self._longest(covered) + width), covered)
+        self._fill.drafts(step, width, method, drafting, covered)
         step.fields.run()
-        order = [self._graphs.draft_order(at, width - 1, covered) for at in range(covered.count)]
+        order = [self._graphs.draft_order(method, at, width - 1, covered) for at in range(covered.count)]
         return step.host["drafts"][np.array(order)], step.host["draft_sum"].reshape(covered.count, -1).copy()
 
     def certain(
@@ -126,13 +127,15 @@ class Steps:
         for slot in covered.slots if len(work) < covered.count else ():
             if self._slots[slot].open_rows and slot not in work:
                 raise EngineError(f"this step covers slot {slot} and would take its open block away: call accept or rollback there first")
+        method, role, more, drafts = "", "verify", (), 0
+        if drafting:
+            method = self._who(drafting)
+            role, more, drafts = self._graphs.of_drafts("fused", method, width, max(item.width for item in drafting) - 1)
         self._commits.before_block(width)
-        role, longest = "fused" if drafting else "verify", self._longest(covered)
-        drafts = self._graphs.drafts(width, max((item.width for item in drafting), default=1) - 1)
-        more = (drafts,) if drafting and drafts < width - 1 else ()
+        longest = self._longest(covered)
         step = self._graphs.get(role, width, self._parts.kv.span(longest + width), covered, *more)
-        self._fill.block(step, width, drafts, work, rows, covered)
-        times = self._run(step, role, width, covered, longest, meanwhile)
+        self._fill.block(step, width, method, drafts, work, rows, covered)
+        times = self._run(step, role, width, covered, longest, meanwhile, *more)
         self._count(width * covered.count, rows)
         for slot in covered.slots:  # whatever was unfolded there is in the state now
             self._slots[slot].folded()
@@ -162,20 +165,31 @@ class Steps:
     def _drafts_finite(step: Step, at: int, covered: SlotRange) -> bool:
         return bool(np.isfinite(step.host["draft_sum"].reshape(covered.count, -1)[at]).all())
 
+    def _who(self, drafting: Iterable[Draft]) -> str:
+        """The method of the one drafter of a step.
+
+        Raises:
+            EngineError: several are asked for, or one that is not here.
+        """
+        methods = {self._graphs.method_of(item.drafter) for item in drafting}
+        if len(methods) > 1:
+            raise EngineError(f"{' and '.join(sorted(methods))} cannot draft in one step: a step has one drafter for all of its slots")
+        return methods.pop()
+
     def _leave(self, step: Step, rows: Mapping[int, int]) -> None:
         """The first of the hidden states that a step leaves is that of the slot's last committed token, until more rows count."""
         if "boundary" in step.host:
             assert self._parts.boundary is not None
             self._parts.boundary.at[list(rows)] = 0
 
-    def _run(self, step: Step, role: str, width: int, covered: SlotRange, longest: int, meanwhile: Meanwhile) -> StepTimes:
+    def _run(self, step: Step, role: str, width: int, covered: SlotRange, longest: int, meanwhile: Meanwhile, *more: int) -> StepTimes:
         self._parts.last = step
         step.fields.launch()
         try:
             if meanwhile is not None:
                 meanwhile()
             if self._ahead.overlaps:
-                self._ahead.while_computing(role, width, covered, longest)
+                self._ahead.while_computing(role, width, covered, longest, *more)
         finally:
             times = step.fields.wait()
         return times

@@ -412,8 +412,8 @@ def layout_of(
     by a scheduler's slots, whatever their number.
     """
     device, files = engine.backend.device, {"target": engine.target.file}
-    if engine.drafter is not None:
-        files["drafter"] = engine.drafter.file
+    members = engine.drafter.members if engine.drafter is not None else ()
+    files |= {"drafter" if at == 0 else f"drafter {at + 1}": member.file for at, member in enumerate(members)}
     placement = engine.target.weights.placement  # beside a GPU, the host's experts round in another way
     experts = {"experts": hashlib.sha256(repr(placement).encode()).hexdigest()[:32]} if placement is not None else {}
     lines = {

@@ -86,6 +86,11 @@ class Drafter(Model):
         self._weights = weights
 
     @property
+    def members(self) -> "tuple[Drafter, ...]":
+        """Itself; of a ``Team`` all of them."""
+        return (self,)
+
+    @property
     def title(self) -> str:
         """What it is called where there is one line for everything."""
         return self.file.path.name
