@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack, cast
 from .arguments import GenerateOptions, RequestOptions
 from .checks import token_ids, whole
 from .concurrent import ConcurrentSession
-from .decode.calibrate import cached_costs, step_cost
+from .decode.calibrate import cached_costs, cached_kinds, step_cost
 from .decode.lookup import LookupControl
 from .decode.methods import Methods, methods
 from .decode.request import PLAIN, SPECULATIVE, LoopOptions
@@ -18,7 +18,7 @@ from .decode.scheduler import Scheduler
 from .decode.stats import Stats
 from .decode.synthetic import SyntheticAcceptance
 from .decode.turns import ENDED, Turns
-from .decode.width import NEVER_PAYS, WidthControl, useful_widths
+from .decode.width import NEVER_PAYS, Kind, WidthControl, chain_kinds, useful_widths, worth_keeping
 from .engine.engine import Engine
 from .engine.options import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_widths, check_options
 from .engine.parts import Closable, P
@@ -37,6 +37,7 @@ from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target, own_drafter
 from .models.rope import ignored_yarn
 from .models.segments import Segment, SplitWeights, check_drafter, split
+from .models.team import Drafts, together
 from .models.weights import Weights
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
@@ -44,7 +45,7 @@ from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer, first_difference
 
 DEMO = Path(__file__).parent / "demo"
-DEMO_TARGET, DEMO_DRAFTER = DEMO / "target.gguf", DEMO / "drafter.gguf"
+DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp-demo.gguf"
 DEFAULT_CONTEXT = 4096
 GREEDY = Sampling(temperature=0)
 
@@ -95,9 +96,10 @@ class Session:
         self._order: list[int] = [0]  # of the devices as they were named
         self.notes: list[str] = []
         self.load_seconds = 0.0
-        self.drafter: Drafter | None = None
+        self.drafter: Drafts | None = None
         self.lookup: LookupControl | None = None  # what drafts without a model
-        self.costs: dict[int, float] | None = None  # milliseconds per step by width; None where the width is pinned
+        self.costs: dict[int, float] | None = None  # milliseconds per step by width, of the first drafter; None where the width is pinned
+        self.other_costs: dict[Kind, float] = {}  # of other kinds of steps: further drafters, and graphs of more rows than there are drafts
         self.costs_cached = False
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
         self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
@@ -113,7 +115,7 @@ class Session:
     def _load(
         self,
         target: Path,
-        draft: Path | None,
+        draft: Sequence[Path],
         device: str | None,
         threads: int | None,
         kernels: str | None,
@@ -133,7 +135,7 @@ class Session:
             self.notes += [note for note in build_notes(pick_device(name)) if note not in self.notes]
         self.notes += ignored_yarn(file, self.target.arch)
         self.tokenizer = self._own(Tokenizer(file))
-        self.drafter = self._open_drafter(file, draft, spec)
+        self.drafter = self._open_drafters(file, draft, spec)
         options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width, spec.lookup is not None))
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
         placement, host = self._place_experts(experts, threads, max(options.chunk, options.width))
@@ -143,8 +145,8 @@ class Session:
             self.notes.append(
                 f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file stay mapped)"
             )
-        if self.drafter is not None:
-            self.drafter.weights = self._weights(self.drafter, lambda done, total: progress("drafter weights", done, total))
+        for member in self.drafter.members if self.drafter is not None else ():
+            member.weights = self._weights(member, lambda done, total: progress("drafter weights", done, total))
         self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
         self.lookup = self._lookup_control(spec.lookup) if spec.lookup is not None else None
         self.scheduler = Scheduler(self.engine, options.width, lookup=self.lookup)
@@ -158,19 +160,25 @@ class Session:
     @property
     def methods(self) -> tuple[str, ...]:
         """Who drafts here, by the names of `--spec-type`."""
-        return tuple(who.method for who in (self.drafter, self.lookup) if who is not None)
+        models = tuple(member.method for member in self.drafter.members) if self.drafter is not None else ()
+        return models if self.lookup is None else (*models, self.lookup.method)
 
-    def _open_drafter(self, file: GGUFFile, draft: Path | None, spec: Methods) -> Drafter | None:
-        """The drafter of the file ``draft``, or without one the MTP layer of the target's own ``file``; None if there is none that may draft."""
-        if draft is None:
-            own = own_drafter(file) if "draft-mtp" in spec.model else None
-            if own is None and spec.asked:
-                raise PairError(
-                    f"{file.path.name} has nothing that drafts as {' or '.join(sorted(spec.asked))}: give its drafter with `draft`"
-                )
+    def _open_drafters(self, file: GGUFFile, drafts: Sequence[Path], spec: Methods) -> Drafts | None:
+        """Those of the files ``drafts``, and the MTP layer of the target's own ``file`` where it was asked for, or where there are no others;
+        None if nobody may draft."""
+        members = [self._open_drafter(file, path, spec) for path in drafts]
+        found = {member.method for member in members}
+        if "draft-mtp" in (spec.asked - found if spec.asked or members else spec.model):
+            own = own_drafter(file)
             if own is not None:
                 own.check_pair(self.target)
-            return own
+                members.append(own)
+                found.add(own.method)
+        if missing := sorted(spec.asked - found):
+            raise PairError(f"{file.path.name} has nothing that drafts as {' or '.join(missing)}: give its drafter with `draft`")
+        return together(members)
+
+    def _open_drafter(self, file: GGUFFile, draft: Path, spec: Methods) -> Drafter:
         draft_file = self._own(GGUFFile(draft))
         drafter = open_drafter(draft_file)
         if drafter.method not in spec.model:
@@ -211,7 +219,8 @@ class Session:
             shares = [shares[i] for i in self._order]
         sizes, drafter = self.target.file.tensors, self.drafter
         at_last = sizes["output.weight" if "output.weight" in sizes else "token_embd.weight"].nbytes
-        at_last += drafter.file.nbytes if drafter is not None and drafter.file is not self.target.file else 0
+        members = drafter.members if drafter is not None else ()
+        at_last += sum(member.file.nbytes for member in members if member.file is not self.target.file)
         per_layer = options.n_ctx * sum(map(options.kv.row_bytes, self.target.kv_shapes())) // self.target.n_layer
         return split(self.target, backends, shares, [free_bytes(b.device) for b in backends], at_last, per_layer)
 
@@ -265,12 +274,19 @@ class Session:
         return LookupControl(method, cached_costs(self.engine, tuple(w for w in widths if w > 1), given=True)[0])
 
     def _measure_costs(self, fresh: bool = False) -> None:
-        widths = candidate_widths(self.engine.options.width)
-        self.costs, self.costs_cached = cached_costs(self.engine, widths, fresh)
+        assert self.drafter is not None
+        widths, (first, *_) = candidate_widths(self.engine.options.width), self.drafter.members
+        self.costs, self.costs_cached = cached_costs(self.engine, tuple(w for w in widths if w <= first.block_size), fresh)
+        kinds = [kind for member in self.drafter.members for kind in _kinds_of(member, widths)]
+        known = {Kind(first.method, width): ms for width, ms in self.costs.items() if width > 1}
+        costs = known | cached_kinds(self.engine, tuple(kind for kind in kinds if kind not in known), fresh) if known else {}
+        self.other_costs = {kind: ms for kind, ms in worth_keeping(costs).items() if kind not in known}
 
     def width_control(self) -> WidthControl | None:
         """A new one, with the costs that were measured of this session; None where the width is pinned."""
-        return WidthControl.measured_for(self.drafter.method, self.costs) if self.drafter is not None and self.costs else None
+        if self.drafter is None or not self.costs:
+            return None
+        return WidthControl.measured_for(self.drafter.method, self.costs, self.other_costs)
 
     def _context(self, n_ctx: int | None) -> int:
         trained = self.target.context_length
@@ -543,10 +559,10 @@ class Session:
             engine.close()
             raise
         lookup = self.lookup.for_slots() if self.lookup is not None else None
-        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files)
+        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files, self.other_costs)
         if slots == 1:  # the same graphs
             scheduler.widths = self.width_control()
-        elif self.costs and len(useful_widths(self.costs)) == 1:
+        elif self.costs and (control := self.width_control()) is not None and control.never_pays:
             scheduler.pin_width(1, NEVER_PAYS)  # where W rows cost W plain steps, those of several sequences are no cheaper
         return scheduler
 
@@ -607,7 +623,7 @@ class Session:
         level = self.backend.level
         if level is None:
             return "ggml"
-        loaded = [self.target.weights, *([self.drafter.weights] if self.drafter is not None else [])]
+        loaded = [self.target.weights, *(member.weights for member in (self.drafter.members if self.drafter is not None else ()))]
         own, rest = sum(w.own_bytes for w in loaded), sum(w.other_matrix_bytes for w in loaded)
         share = "" if not rest else f" for {100 * own / (own + rest):.0f} % of the weights"
         apart = self.target.ggml_attention
@@ -630,13 +646,20 @@ class Session:
             self._devices(),
             max(backend.threads for backend in self.backends),
             width,
-            tuple(useful_widths(self.costs)) if self.costs else (),
+            self._widths_in_use(),
             self.engine.options.n_ctx,
             self._kv_types(),
             self._kernels(),
             {} if self.engine.graphs.closed else self.engine.memory(),
             tuple(self.notes),
         )
+
+    def _widths_in_use(self) -> tuple[int, ...]:
+        """Those that control chooses from, 1 being plain decoding; empty where the width is pinned."""
+        if not self.costs:
+            return ()
+        others = {kind.width for kind, ms in self.other_costs.items() if kind.width * self.costs[1] > ms}
+        return tuple(sorted({*useful_widths(self.costs), *others}))
 
     def close(self) -> None:
         """Frees everything that ``load`` made.
@@ -658,9 +681,26 @@ class Session:
         self.close()
 
 
+def _kinds_of(member: Drafter, rows: Sequence[int]) -> list[Kind]:
+    """Kinds of steps in which this drafter drafts, for graphs of these rows."""
+    fitting = [r for r in rows if r <= member.block_size]
+    return chain_kinds(member.method, fitting) if member.chained else [Kind(member.method, r) for r in fitting]
+
+
+def draft_files(draft: "str | Path | Sequence[str | Path] | None") -> tuple[Path, ...]:
+    """The drafters' files that a caller named."""
+    return () if draft is None else (Path(draft),) if isinstance(draft, (str, Path)) else tuple(map(Path, draft))
+
+
+def demo_drafters(spec: Methods) -> tuple[Path, ...]:
+    """Those of the embedded pair: the block drafter, and its MTP layer where that is asked for."""
+    found = {"draft-dflash": DEMO_DRAFTER} if not spec.asked else {"draft-dflash": DEMO_DRAFTER, "draft-mtp": DEMO_MTP}
+    return tuple(path for method, path in found.items() if method in spec.model and path.exists())
+
+
 def load(
     target: str | Path | None = None,
-    draft: str | Path | None = None,
+    draft: str | Path | Sequence[str | Path] | None = None,
     *,
     device: str | None = None,
     threads: int | None = None,
@@ -685,7 +725,8 @@ def load(
     """Loads a target and perhaps its drafter; without a target, the embedded pair.
 
     Args:
-        target, draft: GGUF files. A target without a drafter, and without an MTP layer of its own, decodes plainly.
+        target, draft: GGUF files. A target without a drafter, and without an MTP layer of its own, decodes plainly. Of several drafters, one that
+            drafts blocks and one that drafts chains, the one with the most expected tokens per millisecond drafts each step.
         device: name as in ``devices()``; None takes the first GPU, or the CPU. Several, separated by commas: the target's layers are split over
             them; a CPU among GPUs has the first layers, whatever the order.
         threads: CPU threads; None takes the cores of this process, at most 16.
@@ -714,7 +755,7 @@ def load(
             raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
         if not DEMO_TARGET.exists():
             raise PyspecError("this installation has no embedded pair; name a target with `target`")
-        target, draft = DEMO_TARGET, DEMO_DRAFTER
+        target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec))
     if not graphs:
         disable_graph_replay()
     session = Session()
@@ -726,10 +767,9 @@ def load(
             "draft_kv": KVTypes(draft_cache_type_k, draft_cache_type_v),
         }
         prefix = (prefix_cache, prefix_memory, prefix_disk)
-        draft = Path(draft) if draft is not None else None
         return session._load(
             Path(target),
-            draft,
+            draft_files(draft),
             device,
             threads,
             kernels,

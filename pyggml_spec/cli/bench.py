@@ -156,7 +156,10 @@ def command(
         if as_json:
             about = {"versions": versions(), "device": session.backend.device.description, "threads": session.backend.threads}
             about["kernels"] = session.backend.kernels
-            files = {"target": str(session.target.file.path), "drafter": str(session.drafter.file.path) if session.drafter else None}
+            files = {
+                "target": str(session.target.file.path),
+                "drafter": " and ".join(str(m.file.path) for m in session.drafter.members) if session.drafter else None,
+            }
             click.echo(json.dumps({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
                                    "anatomy": [p.as_dict() for p in parts]}))  # fmt: skip
     if interrupted:

@@ -78,7 +78,9 @@ def measure(
 
 def _conditions(session: Session, source: dict, options: PromptsOptions, progress) -> dict:
     """What somebody needs who wants to see the same figures."""
-    files = {"target": session.target, "drafter": session.drafter}
+    files = {"target": session.target.file}
+    for at, member in enumerate(session.drafter.members if session.drafter is not None else ()):
+        files["drafter" if at == 0 else f"drafter {at + 1}"] = member.file
     return {
         "command": " ".join(["pyspec", *sys.argv[1:]]).encode("utf-8", "replace").decode(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -86,7 +88,7 @@ def _conditions(session: Session, source: dict, options: PromptsOptions, progres
         "device": session.backend.device.description,
         "threads": session.backend.threads,
         "kernels": session.backend.kernels,
-        **{name: _noted(model.file.path, progress) for name, model in files.items() if model is not None},
+        **{name: _noted(file.path, progress) for name, file in files.items()},
         "prompts": source,
         "context": session.engine.options.n_ctx,
         "width": "chosen while running" if session.costs else session.engine.options.width,

@@ -36,7 +36,8 @@ def target_options(
                 "--spec-draft-model",
                 "draft",
                 type=click.Path(),
-                help="Drafter GGUF (dflash, eagle3, gemma4-assistant, or an MTP layer) made for the target.",
+                multiple=True,
+                help="Drafter GGUF (dflash, eagle3, gemma4-assistant, or an MTP layer) made for the target. Twice for one that drafts blocks and one that drafts chains.",
             ),
             click.option("--device", help=device),
             click.option(
@@ -77,7 +78,7 @@ def spec_options(command):
             "--spec-type",
             metavar="LIST",
             help="Ways of drafting, separated by commas: draft-dflash, draft-mtp, draft-eagle3, draft-dspark, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
-            "Default: the drafter of -md, or else the model's own MTP layer.",
+            "Default: what -md names, or else the model's own MTP layer. Of several, the one with most tokens per millisecond drafts each step.",
         ),
     ):
         wrapped = option(wrapped)

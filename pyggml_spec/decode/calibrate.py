@@ -4,8 +4,9 @@ import hashlib
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -16,11 +17,25 @@ from ..folders import cache_folder
 from ..ggml.device import graph_replay_enabled, kernels_in_use, waited_for_core
 from ..ggml.library import versions
 from .stats import MUCH_WAITING
+from .width import Kind
 
 WARMUP = 3  # ggml-cuda captures on the second identical call and replays from the third on
 MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
 START = [0] * 8  # tokens that the measured steps follow
 SEED = 1
+
+
+K = TypeVar("K", int, Kind)
+
+
+def kind_costs(engine: Engine, kinds: tuple[Kind, ...]) -> dict[Kind, float]:
+    """``step_cost`` of drafting steps by kind. Forgets the sequence. Those that the context is too short for are left out."""
+    random = np.random.default_rng(SEED)
+    return {
+        kind: step_cost(engine, kind.width, random, who=kind.drafter, rows=kind.verified)
+        for kind in kinds
+        if engine.options.n_ctx > len(START) + kind.verified
+    }
 
 
 def step_costs(engine: Engine, widths: tuple[int, ...], given: bool = False) -> dict[int, float]:
@@ -34,20 +49,32 @@ def step_costs(engine: Engine, widths: tuple[int, ...], given: bool = False) -> 
     return {width: step_cost(engine, width, random, given=given) for width in fitting}
 
 
-def step_cost(engine: Engine, width: int, random: np.random.Generator | None = None, most: int = MOST, given: bool = False) -> float:
+def step_cost(
+    engine: Engine,
+    width: int,
+    random: np.random.Generator | None = None,
+    most: int = MOST,
+    given: bool = False,
+    who: str = "",
+    rows: int = 0,
+) -> float:
     """Milliseconds of one step of ``width`` rows: the median of at most ``most`` of them, host work included. Forgets the sequence.
 
-    ``random`` chooses the tokens of blocks. ``given``: they are verified as they are, and nobody drafts. The fastest step instead of the median was tried: on a shared two-core machine it flattered wide
+    ``random`` chooses the tokens of blocks. ``given``: they are verified as they are, and nobody drafts. ``who`` drafts, the first one if that is
+    empty, and a graph of ``rows`` rows verifies, of ``width`` if that is 0. The fastest step instead of the median was tried: on a shared two-core machine it flattered wide
     blocks by a quarter.
     """
     engine.reset(drafting=width > 1 and engine.drafter is not None)
     engine.prefill(START[: max(1, engine.options.n_ctx - width)])
     runs: list[float] = []
     random, started = random or np.random.default_rng(SEED), time.perf_counter()
-    while len(runs) < WARMUP + most and engine.cursor.room >= width:
+    while len(runs) < WARMUP + most and engine.cursor.room >= max(width, rows):
         began = time.perf_counter()
         ids = random.integers(0, engine.target.n_vocab, width - 1)
-        result = engine.plain_step() if width == 1 else engine.verify_step(ids.tolist()) if given else engine.fused_step(width, ids)
+        if width == 1:
+            result = engine.plain_step()
+        else:
+            result = engine.verify_step(ids.tolist()) if given else engine.fused_step(width, ids, drafter=who, verified=rows)
         engine.accept(1, int(result.ids[0]))
         runs.append(time.perf_counter() - began)
         spent = time.perf_counter() - started
@@ -59,7 +86,7 @@ def step_cost(engine: Engine, width: int, random: np.random.Generator | None = N
     return 1000 * statistics.median(runs[WARMUP:] or runs)
 
 
-def cost_key(engine: Engine, widths: tuple[int, ...], given: bool = False) -> str:
+def cost_key(engine: Engine, widths: tuple[int, ...] | tuple[Kind, ...], given: bool = False) -> str:
     """Names what the costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
     device, placement = engine.backend.device, engine.target.weights.placement
     parts = [
@@ -77,7 +104,7 @@ def cost_key(engine: Engine, widths: tuple[int, ...], given: bool = False) -> st
         versions(),
         *(map(str, engine.parts.segments) if len(engine.parts.segments) > 1 else ()),
     ]
-    paths = [engine.target.file.path, *([engine.drafter.file.path] if engine.drafter is not None else [])]
+    paths = [engine.target.file.path, *(member.file.path for member in (engine.drafter.members if engine.drafter is not None else ()))]
     for path in paths:
         with open(path, "rb") as file:
             parts += [path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()]
@@ -90,12 +117,9 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, g
     ``fresh``: measure whatever the cache says. Costs that were measured while other work had the processor are not kept.
     """
     path = cache_folder() / f"costs-{cost_key(engine, widths, given)}.json"
-    try:
-        stored = {int(k): float(v) for k, v in json.loads(path.read_text()).items()}
-        if not fresh and 1 in stored and set(stored) <= {1, *widths} and all(0 < v < 1e6 for v in stored.values()):
-            return stored, True
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        pass
+    stored = None if fresh else _kept(path, {str(width): width for width in (1, *widths)})
+    if stored is not None and 1 in stored:
+        return stored, True
     with Waiting() as waiting:
         costs = step_costs(engine, widths, given)
     if 1 not in costs:
@@ -105,7 +129,32 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, g
     return costs, False
 
 
-def _keep(path: Path, costs: dict[int, float]) -> None:
+def cached_kinds(engine: Engine, kinds: tuple[Kind, ...], fresh: bool = False) -> dict[Kind, float]:
+    """``kind_costs`` as ``cached_costs`` has those of widths."""
+    if not kinds:
+        return {}
+    path = cache_folder() / f"costs-{cost_key(engine, kinds)}.json"
+    names = {"/".join(map(str, kind)): kind for kind in kinds}
+    stored = None if fresh else _kept(path, names)
+    if stored is not None:
+        return stored
+    with Waiting() as waiting:
+        costs = kind_costs(engine, kinds)
+    if costs and not waiting.much:
+        _keep(path, {name: costs[kind] for name, kind in names.items() if kind in costs})
+    return costs
+
+
+def _kept(path: Path, names: dict[str, K]) -> dict[K, float] | None:
+    """The costs of an entry by what its names stand for; None if there is none, or it is damaged."""
+    try:
+        stored = {names[name]: float(ms) for name, ms in json.loads(path.read_text()).items()}
+        return stored if all(0 < ms < 1e6 for ms in stored.values()) else None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return None
+
+
+def _keep(path: Path, costs: Mapping[Any, float]) -> None:
     try:
         make_private(path.parent)
         with replacing(path) as file:

@@ -18,10 +18,18 @@ from .guided import Guide
 from .limits import Limits
 from .stats import Stats
 from .synthetic import SyntheticAcceptance
+from .width import PLAIN_STEP, Kind
 
 SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
 
-ALONE, drafted = Verify(), cache(Draft)  # work that says nothing of its sequence is made once: half a microsecond each
+ALONE = Verify()  # work that says nothing of its sequence is made once: half a microsecond each
+
+
+@cache
+def drafted(kind: Kind) -> Draft:
+    """A step of this kind."""
+    return Draft(kind.width, verified=kind.rows, drafter=kind.drafter)
+
 
 Drafts = Callable[[Sequence[int], int], Sequence[int]]
 """A scripted drafter: (all tokens so far, count) -> that many draft ids."""
@@ -117,7 +125,7 @@ class Request:
         self._begin(drafts)
         self.forced, self.found = [], drafts if self.guide is None else drafts[: self.guide.check(np.array(drafts))]
         if not self.found:
-            return self.work(1)
+            return self.work(PLAIN_STEP)
         rows = next(w for w in widths if len(self.found) < w)
         return Verify([*self.found, *[self.found[-1]] * (rows - 1 - len(self.found))])
 
@@ -131,16 +139,16 @@ class Request:
         self._begin(self.forced)
         return Verify([*self.forced, *[self.forced[-1]] * (self._forced.width(self.forced) - 1 - len(self.forced))])
 
-    def work(self, width: int) -> Work:
-        """What it does in a step whose blocks have ``width`` rows."""
+    def work(self, kind: Kind) -> Work:
+        """What it does in a step of this kind."""
         self._begin()
         self.found = []
         if self.speculating:
-            if width == 1:
+            if kind.width == 1:
                 return ALONE
             if self.options.drafts is None:
-                return drafted(width) if self.guide is None else Draft(width, check=self.guide.check)
-            drafts = self.options.drafts(self.history, width - 1)
+                return drafted(kind) if self.guide is None else Draft(kind.width, check=self.guide.check, drafter=kind.drafter)
+            drafts = self.options.drafts(self.history, kind.width - 1)
             self._begin(drafts)
             return Verify(drafts)
         return ALONE if self.options.mode != REFERENCE else Verify([self.history[-1]] * (self.width - 1))
@@ -197,7 +205,7 @@ class Request:
         if self.forced:
             who = "constraint"
         elif isinstance(item, Draft) and engine.drafter is not None:
-            who = engine.drafter.method
+            who = item.drafter or engine.drafter.method
         self.stats.credit(who, len(self.drafts), matched)
 
     def _offered(self, result: StepResult) -> list[int]:

@@ -20,13 +20,13 @@ and the others wait for it. A single generation is a stream of a scheduler with 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Self
 
 from ..checks import token_ids
 from ..engine.engine import Engine
 from ..engine.options import candidate_widths
-from ..engine.slot import Prompt, StepResult, Verify, Work
+from ..engine.slot import Draft, Prompt, StepResult, Verify, Work
 from ..errors import ContextError, EngineError
 from ..memory.prefix import PrefixCache
 from ..memory.prefix_files import PrefixFiles
@@ -37,7 +37,7 @@ from .lookup import Choice, LookupControl
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
 from .stats import BatchStats, Stats
 from .stream import Stream
-from .width import PLAIN_STEP, Drafted, WidthControl
+from .width import PLAIN_STEP, Drafted, Kind, WidthControl
 
 BESIDE = 128  # prompt tokens per step while others decode
 LEAST_SHARED = 32  # tokens of a prompt that several sequences have: computing fewer costs no more than copying what they leave
@@ -71,19 +71,22 @@ class Scheduler:
     """Runs the sequences of one engine, which it owns. ``width`` pins the rows per block; None learns what pays.
 
     ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole. ``files``: where they outlive
-    this process. ``lookup``: verifies what came
-    before, where that wins more than what would run instead.
+    this process. ``lookup``: verifies what came before, where that wins more than what would run instead. ``kinds``: of steps that are tried
+    beside each drafter's widths.
     """
 
     def __init__(
         self, engine: Engine, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None,
-        files: PrefixFiles | None = None,
+        files: PrefixFiles | None = None, kinds: Iterable[Kind] = (),
     ) -> None:  # fmt: skip
         self.engine, self._stats, self.lookup = engine, BatchStats(), lookup
         self.prefixes = PrefixCache(engine, prefix_memory, files, shared=True) if prefix_memory else None
         self.widths: WidthControl | None = None
         if width is None and engine.drafter is not None:
-            self.widths = WidthControl({engine.drafter.method: candidate_widths(engine.options.width)})
+            self.widths = WidthControl(
+                {m.method: [w for w in candidate_widths(engine.options.width) if w <= m.block_size] for m in engine.drafter.members},
+                more=kinds,
+            )
         self._kind = PLAIN_STEP  # of the last decoding step
         self._sequences: list[Drafted | None] = []  # those that decode, as width control sees them
         self.width, self._width_reason = width or engine.options.width, ""
@@ -288,22 +291,32 @@ class Scheduler:
     def _begin_decoding(self, stream: Stream) -> None:
         """Builds every graph that the coming tokens of a sequence alone can need, so that no step waits for one."""
         if len(self.engine.slots) == 1:
-            request, widths = stream._request, {1}
-            if request.options.mode == REFERENCE:
-                widths = {request.width}
-            elif request.speculating:
-                widths = {self.width} if self.widths is None else {kind.width for kind in self.widths.kinds}
-            block = "fused" if request.speculating and request.options.drafts is None else "verify"
-            kinds = [(block if width > 1 else "plain", width) for width in sorted(widths)]
-            every = [("verify", w) for w in candidate_widths(request.options.width) if w > 1]
-            if block == "fused" and request.guide is not None:  # drafts are looked at before they are verified
-                request.guide.widths = self.widths.useful if self.widths is not None else ()
-                kinds = [("plain", 1), *(("draft", w) for w in widths if w > 1), *(kind for kind in every if kind[1] <= max(widths))]
+            request, every = stream._request, [("verify", w) for w in candidate_widths(stream._request.options.width) if w > 1]
+            kinds: list[tuple] = self._kinds_of(request, every)
             if request.may_force or stream._suffix is not None:
                 kinds += [kind for kind in every if kind not in kinds]
-            self.engine.prepare_transitions(sorted({width for _, width in kinds}))
+            self.engine.prepare_transitions(sorted({width for role, width, *_ in kinds}))
             self.engine.prepare(kinds, request.limits.left)
         stream._begin_decoding()
+
+    def _kinds_of(self, request: Request, every: list[tuple]) -> list[tuple]:
+        """(role, width, ...) of the steps that a sequence alone may take; ``every``: of those that verify what is given."""
+        if request.options.mode == REFERENCE:
+            return [("verify" if request.width > 1 else "plain", request.width)]
+        if not request.speculating:
+            return [("plain", 1)]
+        kinds = [Kind("", self.width)] if self.widths is None else self.widths.kinds
+        if request.options.drafts is not None:
+            return [("verify" if width > 1 else "plain", width) for width in sorted({kind.width for kind in kinds})]
+        engine, drafting = self.engine, [kind for kind in kinds if kind.width > 1]
+        plain: list[tuple] = [("plain", 1)] if len(drafting) < len(kinds) else []
+        if request.guide is None:
+            return [*plain, *(engine.drafting_role("fused", kind.drafter, kind.width, kind.verified) for kind in drafting)]
+        # drafts are looked at before they are verified
+        request.guide.widths = self.widths.useful if self.widths is not None else ()
+        rows = [(kind.drafter, engine.graphs.width_for(kind.width)) for kind in drafting]
+        alone = dict.fromkeys(engine.drafting_role("draft", drafter, width, width) for drafter, width in rows)
+        return [("plain", 1), *alone, *(kind for kind in every if kind[1] <= max((width for _, width in rows), default=1))]
 
     def _cancel_all(self) -> None:
         with self._queue:
@@ -411,15 +424,15 @@ class Scheduler:
         for s in self._forcing:
             if (item := s._request.forced_work()) is not None:
                 work[s.slot] = item
-        width, self._looked = self.width, None
+        kind, self._looked = Kind("", self.width), None
         if self.widths is not None and len(work) < len(decoding):
-            self._kind = self.widths.choose(self._covered, self._sequences)
-            width = self._kind.width
-        if self.lookup is not None:
-            width = self._look_up(self.lookup, decoding, width, work)
+            kind = self._kind = self.widths.choose(self._covered, self._sequences)
+        if self.lookup is not None and self._look_up(self.lookup, decoding, kind.width, work) == 1:
+            kind = PLAIN_STEP
+        width = kind.verified
         for s in decoding:
             if s.slot not in work:
-                work[s.slot] = s._request.work(width)
+                work[s.slot] = s._request.work(kind)
         if filling and any(item.rows > 1 for item in work.values()):
             for s in filling:  # twice the rows are still less than a step of its own
                 if s._left <= width and covering((*work, s.slot), len(self.engine.slots)).count <= 2 * self._covered:
@@ -458,7 +471,8 @@ class Scheduler:
             block = request.take(item, result, self.engine, stream.slot)
             if stream._suffix is not None:
                 stream._suffix.extend(block)
-            stream._rows, stream._matched = item.rows, len(block) - 1  # forbidden drafts are rejected ones, of blocks that cost less
+            stream._rows = item.verified or item.width if isinstance(item, Draft) else item.rows
+            stream._matched = len(block) - 1  # forbidden drafts are rejected ones, of blocks that cost less
         if block:
             stream.tokens += block
             self._stats.emitted += len(block)
@@ -565,7 +579,9 @@ class Scheduler:
             if not any(sequences):
                 return
         matched = [s._matched for s in decoding]
-        self.widths.observe(self._covered, self._kind, milliseconds, sequences, matched, alone and width == self._kind.width)
+        self.widths.observe(
+            self._covered, self._kind, milliseconds, sequences, matched, alone and width == self._padded[self._kind.verified]
+        )
         if any(s is not None and not stream._request.speculating for s, stream in zip(sequences, decoding)):
             self._changed = True  # a drafter has failed
 

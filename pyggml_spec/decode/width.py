@@ -1,8 +1,10 @@
-"""Width control: who drafts the next block and how many rows it has, or none of them where plain decoding is faster. For one slot or for many.
+"""Width control: who drafts the next block, how many drafts, and in how many rows they are verified, or none of that where plain decoding is
+faster. For one slot or for many.
 
 Expected tokens of a block of W rows are E(W) = 1 + a_1 + ... + a_{W-1}, where a_i is the probability that the first i drafts are all
-accepted; of several sequences that share a step, the sum of theirs. The kind of step, a drafter and a width, with the most tokens per
-millisecond, E(W) / cost, is used. Costs are measured, because they are not even monotonic (27B shape on one H200: 1 row 11.1 ms, 2 13.6,
+accepted; of several sequences that share a step, the sum of theirs. The kind of step, a drafter, a width and the rows of the graph, with the
+most tokens per millisecond, E(W) / cost, is used: each draft of a chain costs a pass of its own, and graphs there are for a few numbers of
+rows, of which more can cost less. Costs are measured, because they are not even monotonic (27B shape on one H200: 1 row 11.1 ms, 2 13.6,
 4 19.8, 8 28.9, 16 24.4), and because they depend on how many slots a step covers (there, 16 rows 24 ms, 64 rows 39): beforehand
 (``calibrate.py``), or from the steps themselves, each kind TRIES times when a number of slots is first seen, unless fewer and more slots are
 known, between which the costs then are taken to lie. Acceptance is tracked per sequence and drafter.
@@ -13,17 +15,30 @@ when blocks are tried. What one sequence teaches is the next one's prior.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """A kind of step: who drafts ("" where nobody does), and rows per sequence."""
+    """A kind of step: who drafts ("" where nobody does), rows per sequence that count, and those of the graph, 0 for as many."""
 
     drafter: str
     width: int
+    rows: int = 0
+
+    @property
+    def verified(self) -> int:
+        """Rows of the graph."""
+        return self.rows or self.width
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        if self.width == 1:
+            return "plain decoding"
+        return f"width {self.width}" + (f" in {self.rows} rows" if self.verified > self.width else "")
 
 
 PLAIN_STEP = Kind("", 1)
@@ -45,6 +60,7 @@ TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by t
 COST_RATE = 0.05  # weight of one step in the running cost of its kind
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand: what the steps of this text take is learnt soon
 WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
+CHAINS = (2, 3, 4, 5, 6, 8, 12, 16)  # rows that count of a chain's blocks: each draft costs a pass of its own
 WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
 TRIES = WARMUP + 2
 NEVER_PAYS = "plain decoding: no block width would be faster here even if every draft were accepted"
@@ -108,6 +124,28 @@ def useful_widths(costs: dict[int, float]) -> list[int]:
     return out
 
 
+def chain_kinds(drafter: str, rows: Sequence[int]) -> list[Kind]:
+    """Kinds of steps of a drafter that drafts one by one, for graphs of these ``rows``: each number of drafts in the narrowest of them, and in the
+    next one too where that is no more than four times as wide, because it may cost less."""
+    out = []
+    for width in (w for w in CHAINS if w <= max(rows)):
+        fitting = [r for r in sorted(rows) if r >= width][:2]
+        out += [Kind(drafter, width, 0 if r == width else r) for r in fitting if r <= 2 * width or r == fitting[0]]
+    return out
+
+
+def worth_keeping(costs: Mapping[Kind, float]) -> dict[Kind, float]:
+    """Without the kinds of steps that can never be best, because one of the same drafter with as many drafts or more costs no more."""
+    return {
+        kind: ms
+        for kind, ms in costs.items()
+        if not any(
+            other.drafter == kind.drafter and other != kind and other.width >= kind.width and (cost, -other.width) < (ms, -kind.width)
+            for other, cost in costs.items()
+        )
+    }
+
+
 class Drafted:
     """What width control knows of one sequence: the acceptance of each drafter."""
 
@@ -127,13 +165,19 @@ class _Use:
 
 
 class WidthControl:
-    """Chooses the kind of each step. ``widths``: of every drafter; ``costs``: milliseconds by kind for one slot, None to learn them."""
+    """Chooses the kind of each step. ``widths``: of every drafter; ``costs``: milliseconds by kind for one slot, None to learn them; ``more``:
+    further kinds of these drafters."""
 
-    def __init__(self, widths: Mapping[str, Sequence[int]], costs: Mapping[Kind, float] | None = None) -> None:
+    def __init__(self, widths: Mapping[str, Sequence[int]], costs: Mapping[Kind, float] | None = None, more: Iterable[Kind] = ()) -> None:
         self.widths = {name: tuple(sorted(w for w in of if w > 1)) for name, of in widths.items() if any(w > 1 for w in of)}
         self.measured: dict[Kind, float] = dict(costs or {})
         self.costs: dict[tuple[int, Kind], float] = {}  # milliseconds by (slots that the graph covers, kind)
-        self.kinds = [PLAIN_STEP, *(Kind(name, width) for name, of in self.widths.items() for width in of)]
+        others = {kind for kind in (*(costs or ()), *more) if kind.drafter in self.widths and kind.width <= max(self.widths[kind.drafter])}
+        named = {name: {kind for kind in others if kind.drafter == name} for name in self.widths}
+        self.kinds = [
+            PLAIN_STEP,
+            *(kind for name, of in self.widths.items() for kind in sorted({*named[name], *(Kind(name, width) for width in of)})),
+        ]
         if costs:
             # not only useful_widths: where a wide block seemed cheaper than a narrow one in a busy moment, the steps themselves tell
             plain = costs[PLAIN_STEP]
@@ -152,10 +196,13 @@ class WidthControl:
         self._fast: Counter = Counter()
 
     @classmethod
-    def measured_for(cls, drafter: str, costs: Mapping[int, float]) -> "WidthControl":
-        """Of one drafter, from milliseconds by width, 1 being plain decoding."""
-        kinds = {Kind(drafter, width) if width > 1 else PLAIN_STEP: ms for width, ms in costs.items()}
-        return cls({drafter: [width for width in costs if width > 1]}, kinds)
+    def measured_for(cls, drafter: str, costs: Mapping[int, float], others: Mapping[Kind, float] | None = None) -> "WidthControl":
+        """Of one drafter, from milliseconds by width, 1 being plain decoding; ``others``: of other kinds of steps, other drafters' too."""
+        kinds = {Kind(drafter, width) if width > 1 else PLAIN_STEP: ms for width, ms in costs.items()} | dict(others or {})
+        widths = {drafter: [width for width in costs if width > 1]}
+        for kind in others or ():
+            widths.setdefault(kind.drafter, []).append(kind.width)
+        return cls(widths, kinds)
 
     # -- a sequence
 
@@ -210,7 +257,7 @@ class WidthControl:
             wider = [kind for kind in affordable if kind.drafter == use.kind.drafter and kind.width > use.kind.width]
             if wider:
                 use.probing = True
-                return wider[0]
+                return min(wider, key=lambda kind: (kind.width, self.costs[covered, kind]))
         if use.kind in affordable:
             return use.kind
         return max((PLAIN_STEP, *affordable), key=speed.__getitem__)  # until more has been won
@@ -329,7 +376,13 @@ class WidthControl:
     @property
     def useful(self) -> list[int]:
         """``useful_widths`` by what steps of one slot cost now; empty where that is not known."""
-        return useful_widths({kind.width: self.costs[1, kind] for kind in self.kinds}) if 1 in self._settled else []
+        if 1 not in self._settled:
+            return []
+        least: dict[int, float] = {}
+        for kind in self.kinds:
+            if kind.verified == kind.width:
+                least[kind.width] = min(self.costs[1, kind], least.get(kind.width, float("inf")))
+        return useful_widths(least)
 
     def reason(self, sequence: Drafted) -> str:
         """Why the last step of one sequence alone was what it was, in one sentence."""
@@ -343,6 +396,8 @@ class WidthControl:
             acceptance = sequence.acceptance[best.drafter]
             share = f"{100 * acceptance.survival()[0]:.0f} %"
             known = f"first draft accepted {share}" if acceptance.all_tries else f"no draft yet, {share} of the first ones assumed right"
-            return f"plain decoding: {speed[mine]:.0f} tok/s expected, width {best.width} would give {speed[best]:.0f} ({known})"
-        name = "plain decoding" if best == PLAIN_STEP else f"width {best.width}"
-        return f"width {mine.width}: {speed[mine]:.0f} tok/s expected, {name} would give {speed[best]:.0f}"
+            return f"plain decoding: {speed[mine]:.0f} tok/s expected, {self._named(best)} would give {speed[best]:.0f} ({known})"
+        return f"{self._named(mine)}: {speed[mine]:.0f} tok/s expected, {self._named(best)} would give {speed[best]:.0f}"
+
+    def _named(self, kind: Kind) -> str:
+        return f"{kind.label} of {kind.drafter}" if len(self.widths) > 1 and kind.drafter else kind.label

@@ -133,6 +133,8 @@ def examine(
     Raises:
         PyspecError: the target cannot be run at all, or one of the files cannot be read.
     """
+    if isinstance(draft, (list, tuple)):
+        raise PyspecError(f"the doctor examines one drafter at a time: name one of {', '.join(map(str, draft))} with `draft`")
     if target is None and draft is None:
         target, draft = DEMO_TARGET, DEMO_DRAFTER
     if target is not None and draft is None:

@@ -127,7 +127,8 @@ class Steps:
         for slot in covered.slots if len(work) < covered.count else ():
             if self._slots[slot].open_rows and slot not in work:
                 raise EngineError(f"this step covers slot {slot} and would take its open block away: call accept or rollback there first")
-        method, role, more, drafts = "", "verify", (), 0
+        more: tuple[int, ...] = ()
+        method, role, drafts = "", "verify", 0
         if drafting:
             method = self._who(drafting)
             role, more, drafts = self._graphs.of_drafts("fused", method, width, max(item.width for item in drafting) - 1)

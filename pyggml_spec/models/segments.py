@@ -15,7 +15,7 @@ from ..ggml.host_experts import ExpertCounts
 from ..ggml.library import Tensor
 from .base import Target
 from .dflash import DFlash
-from .drafter import Drafter
+from .team import Drafts
 from .mtp import MTP
 from .placement import Placement
 from .weights import Group, Matrix, Spec, Weights
@@ -117,15 +117,17 @@ def _shares(on_cpu: Sequence[bool], free: Sequence[int], need: int) -> list[floa
     return [rest if cpu else min(1.0, need / of_gpus) * nbytes for nbytes, cpu in zip(room, on_cpu, strict=True)]
 
 
-def check_drafter(drafter: Drafter | None) -> None:
+def check_drafter(drafter: Drafts | None) -> None:
     """Raises PairError for a drafter that reads what may be on another device."""
-    if drafter is not None and not isinstance(drafter, (DFlash, MTP)):
-        raise PairError(f"{drafter.title} drafts as {drafter.method}, which needs its target on one device: name one with `device`")
+    for member in drafter.members if drafter is not None else ():
+        if not isinstance(member, (DFlash, MTP)):
+            raise PairError(f"{member.title} drafts as {member.method}, which needs its target on one device: name one with `device`")
 
 
-def borrows_embedding(drafter: Drafter | None) -> bool:
-    """Whether the drafter looks tokens up in the target's embedding."""
-    return drafter is not None and all(spec.name != EMBEDDING for spec in drafter.specs())
+def borrows_embedding(drafter: Drafts | None) -> bool:
+    """Whether a drafter looks tokens up in the target's embedding."""
+    members = drafter.members if drafter is not None else ()
+    return any(all(spec.name != EMBEDDING for spec in member.specs()) for member in members)
 
 
 def specs_on(specs: Sequence[Spec], segments: Sequence[Segment], index: int, borrowed: bool) -> list[Spec]:
@@ -164,7 +166,7 @@ class SplitWeights:
         self,
         target: Target,
         segments: Sequence[Segment],
-        drafter: Drafter | None,
+        drafter: Drafts | None,
         placement: Placement | None,
         host: Backend | None,
         progress: Callable[[int, int], None],

@@ -31,7 +31,7 @@ from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_target
 from ..models.segments import SplitWeights
 from ..models.weights import Weights
-from ..session import DEMO_DRAFTER, DEMO_TARGET, MOST_BYTES, Session, load
+from ..session import DEMO_TARGET, MOST_BYTES, Session, demo_drafters, draft_files, load
 
 _ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
 
@@ -221,7 +221,7 @@ class NoPlan:
 
 def plan(
     target: str | Path | None = None,
-    draft: str | Path | None = None,
+    draft: str | Path | Sequence[str | Path] | None = None,
     *,
     device: str | None = None,
     threads: int | None = None,
@@ -256,16 +256,15 @@ def plan(
     if target is None:
         if draft is not None:
             raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
-        target, draft = DEMO_TARGET, DEMO_DRAFTER
+        target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec))
     prefix_memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
-    draft = Path(draft) if draft is not None else None
     kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
     options = {"chunk": chunk, "kv": kv, "draft_kv": draft_kv}
     return _plan_on(
         device,
         tensor_split,
         Path(target),
-        draft,
+        draft_files(draft),
         threads,
         kernels,
         n_ctx,
@@ -340,7 +339,7 @@ class Checked:
 
 def check(
     target: str | Path | None = None,
-    draft: str | Path | None = None,
+    draft: str | Path | Sequence[str | Path] | None = None,
     *,
     device: str | None = None,
     threads: int | None = None,
@@ -387,7 +386,7 @@ def _plan_on(
     names: str | None,
     shares: Sequence[float] | None,
     target_path: Path,
-    draft_path: Path | None,
+    drafts: Sequence[Path],
     threads: int | None,
     kernels: str | None,
     n_ctx: int | None,
@@ -408,7 +407,7 @@ def _plan_on(
         session = own(Session())  # only for what it makes of the arguments
         file = own(GGUFFile(target_path))
         target = session.target = open_target(file)
-        drafter = session.drafter = session._open_drafter(file, draft_path, spec)
+        drafter = session.drafter = session._open_drafters(file, drafts, spec)
         n_ctx, width = session._context(n_ctx), session._width(draft_width, spec.lookup is not None)
         backends = session._open(names, threads, kernels)
         backend, found = backends[-1], [b.device for b in backends]
@@ -419,8 +418,9 @@ def _plan_on(
             target.weights = cast(Weights, own(split))
         else:
             target.weights = own(PlannedWeights(backend, target, *placed))
-        if drafter is not None:
-            drafter.weights = own(PlannedWeights(backend, drafter))
+        members = drafter.members if drafter is not None else ()
+        for member in members:
+            member.weights = own(PlannedWeights(backend, member))
 
         def memory_of(context: int, slots: int) -> tuple[dict[str, int], dict[str, int], list[int]]:
             """By purpose, by role, and on each device: of several slots without the weights."""
@@ -448,8 +448,8 @@ def _plan_on(
 
         (memory, roles, _), slots_memory = memory_of(n_ctx, 1), of_slots(n_ctx)
         by_type: dict[str, int] = {}
-        for model in (target, drafter):
-            for name, nbytes in model.weights.bytes_by_type.items() if model is not None else ():
+        for weights in (target.weights, *(member.weights for member in members)):
+            for name, nbytes in weights.bytes_by_type.items():
                 by_type[name] = by_type.get(name, 0) + nbytes
         trained = target.context_length
         largest, parts = _largest(lambda context: _fit(on_devices(context)), trained), on_devices(n_ctx)

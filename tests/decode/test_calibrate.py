@@ -118,7 +118,7 @@ def test_blocks_of_routed_models_are_measured_with_varied_rows(tmp_path):
     with ps.load(model, draft, device="CPU", threads=1, n_ctx=128, draft_width=16) as session:
         engine, seen = session.engine, []
         step = engine.fused_step
-        engine.fused_step = lambda *args: seen.append(step(*args)) or seen[-1]
+        engine.fused_step = lambda *args, **more: seen.append(step(*args, **more)) or seen[-1]
         step_costs(engine, (16,))
         assert min(len(set(result.tokens.tolist())) for result in seen) > 8
         engine.prefill([0] * 8)

@@ -1,0 +1,151 @@
+"""Several drafters of one target: each drafts what it drafts alone, whoever drafted before, and the text is the plain one."""
+
+import itertools
+from contextlib import ExitStack
+
+import pytest
+from ggml.kernel_graphs import LEVELS
+from random_gguf.model import Shape, write_dflash, write_qwen35
+from random_gguf.mtp import write_mtp, write_mtp_target
+
+import pyggml_spec as ps
+from pyggml_spec.decode.width import PLAIN_STEP, Kind, WidthControl
+from pyggml_spec.engine.slot import Draft
+from pyggml_spec.errors import EngineError, PairError
+
+BLOCKS, CHAIN, BOTH = "draft-dflash", "draft-mtp", ["draft-dflash", "draft-mtp"]
+PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range("]
+KINDS = [Kind(BLOCKS, 4), Kind(CHAIN, 3, 4), Kind(CHAIN, 2), PLAIN_STEP, Kind(BLOCKS, 8), Kind(CHAIN, 5, 8)]
+VALUES = {
+    "greedy": {},
+    "sampled": {"sampling": ps.Sampling(seed=7, temperature=0.8)},
+    "regex": {"sampling": ps.Sampling(seed=3, temperature=1.0, regex=r"def [a-z]{3,9}\(self\):\n    return [^\n]{3,20}\n")},
+}
+
+
+class InTurn(WidthControl):
+    """Takes the kinds one after the other, whatever they give."""
+
+    def __init__(self, kinds=KINDS):
+        super().__init__({BLOCKS: (4, 8), CHAIN: (2, 4, 8)}, dict.fromkeys((PLAIN_STEP, *kinds), 1.0))
+        self.kinds, self._turn = list(kinds), itertools.cycle(kinds)
+
+    def choose(self, covered, sequences):
+        return next(self._turn) if any(sequences) else PLAIN_STEP
+
+    def observe(self, *args, **more):
+        pass
+
+    def reason(self, sequence):
+        return "in turn"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder, shape = tmp_path_factory.mktemp("files"), Shape()
+    return {
+        "target": write_mtp_target(folder / "own.gguf", shape, "Q8_0"),
+        "blocks": write_dflash(folder / "dflash.gguf", shape, "Q8_0"),
+        "layer": write_mtp(folder / "layer.gguf", shape, "Q8_0"),
+        "plain": write_qwen35(folder / "plain.gguf", shape, "Q8_0"),
+    }
+
+
+@pytest.fixture(scope="module")
+def team(files):
+    with ps.load(files["target"], files["blocks"], spec=BOTH, device="CPU", threads=1, n_ctx=512, draft_width=8) as session:
+        yield session
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_each_drafts_what_it_drafts_alone(files, team, slots):
+    """Behind every token both draft; what the other one did before leaves no trace in caches, boundary and states."""
+    with ExitStack() as stack:
+        alone = [
+            stack.enter_context(ps.load(files["target"], draft, spec=[method], device="CPU", threads=1, n_ctx=512, draft_width=8))
+            for method, draft in ((BLOCKS, files["blocks"]), (CHAIN, None))
+        ]
+        engines = [session.engine if slots == 1 else stack.enter_context(session.batch(slots)).engine for session in (team, *alone)]
+        drafts = []
+        for engine, methods in zip(engines, (BOTH, [BLOCKS], [CHAIN])):
+            drafts.append({method: [] for method in methods})
+            slot = engine.admit() if slots > 1 else 0
+            if slots == 1:
+                engine.reset()
+            engine.prefill(list(range(40)), slot=slot)
+            for i in range(24):
+                kept = 1 + i % 3
+                for method in methods:
+                    result = engine.fused_step(4, slot=slot, drafter=method, verified=8 if method == CHAIN else 0)
+                    drafts[-1][method].append(result.tokens[1:].tolist())
+                    engine.rollback(engine.rollback_range(slot)[0], slot)
+                ids = engine.verify_step([7, 7, 7], slot=slot)
+                engine.accept(kept, int(ids.ids[kept - 1]), slot)
+    assert drafts[0] == {**drafts[1], **drafts[2]} and drafts[0][BLOCKS] != drafts[0][CHAIN]
+
+
+@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+@pytest.mark.parametrize("values", VALUES)
+def test_the_text_is_the_plain_one_whoever_drafts(team, values):
+    team.scheduler.widths = InTurn()
+    for prompt in (PROMPTS[0], PROMPTS[0] + PROMPTS[1], PROMPTS[0]):  # behind what was kept of the first
+        plain, _ = team.generate(prompt, 48, mode="plain", **VALUES[values])
+        whole, _ = team.generate(prompt, 48, mode="reference", **VALUES[values])
+        text, stats = team.generate(prompt, 48, mode="speculative", **VALUES[values])
+        assert text == plain == whole
+        assert {*stats.drafters} >= {*BOTH} and all(stats.drafters[method][1] > 0 for method in BOTH)
+
+
+def test_nothing_is_built_while_drafters_take_turns(team):
+    team.scheduler.widths = InTurn()
+    team.generate(PROMPTS[0], 16, ignore_end=True)
+    stats = team.generate(PROMPTS[0], 300, ignore_end=True)[1]
+    assert len(stats.drafters) == 2 and (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
+
+
+@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+@pytest.mark.parametrize("values", VALUES)
+def test_the_text_does_not_depend_on_slots(team, values):
+    want = [team.generate(prompt, 24, mode="plain", **VALUES[values])[0] for prompt in PROMPTS]
+    with team.concurrent(slots=4) as server:
+        server._scheduler.widths = InTurn()
+        got = [server.submit(prompt, 24, **VALUES[values]) for prompt in PROMPTS]
+        results = [handle.result() for handle in got]
+    assert [text for text, _ in results] == want
+    assert values == "regex" or {*BOTH} <= {name for _, stats in results for name in stats.drafters}
+
+
+def test_two_of_one_kind_and_missing_ones_are_named(files):
+    both = {"device": "CPU", "threads": 1, "n_ctx": 256}
+    with pytest.raises(PairError, match="both draft blocks"):
+        ps.load(files["plain"], [files["blocks"], files["blocks"]], **both)
+    with pytest.raises(PairError, match="nothing that drafts as draft-mtp"):
+        ps.load(files["plain"], files["blocks"], spec=BOTH, **both)
+    with ps.load(files["plain"], [files["layer"], files["blocks"]], draft_width=4, **both) as session:
+        assert session.methods == (CHAIN, BLOCKS) and session.engaged().drafter == "layer.gguf and dflash.gguf"
+
+
+def test_one_drafter_drafts_in_a_step(team):
+    with team.batch(2) as scheduler:
+        engine = scheduler.engine
+        for slot in (engine.admit(), engine.admit()):
+            engine.prefill([1, 2, 3], slot=slot)
+        with pytest.raises(EngineError, match="cannot draft in one step"):
+            engine.step({0: Draft(4, drafter=BLOCKS), 1: Draft(4, drafter=CHAIN)})
+        with pytest.raises(EngineError, match="nobody drafts as 'suffix'"):
+            engine.step({0: Draft(4, drafter="suffix")})
+
+
+def test_a_layer_of_nan_switches_speculation_off_and_keeps_the_text(files):
+    """Of a chain every draft behind the first NaN is token 0: it has to be noticed, counted, and the text has to stay the target's."""
+    from pyggml_spec.ggml.library import lib
+
+    for draft, spec in ((None, [CHAIN]), (files["blocks"], BOTH)):
+        with ps.load(files["target"], draft, spec=spec, device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
+            want = session.generate(PROMPTS[0], 20, mode="plain")[0]
+            chain = session.drafter.members[-1]
+            weight = chain.weights[f"{chain.prefix}nextn.hnorm.weight"]
+            lib.ggml_backend_tensor_memset(weight, 0xFF, 0, 4)
+            session.scheduler.widths = InTurn([Kind(CHAIN, 4), Kind(CHAIN, 3, 4)])
+            text, stats = session.generate(PROMPTS[0], 20)
+            assert stats.nan_drafts == 1 and stats.widths[1] == stats.steps - 1 and text == want
