@@ -15,9 +15,9 @@ from ..ggml.host_experts import ExpertCounts
 from ..ggml.library import Tensor
 from .base import Target
 from .dflash import DFlash
-from .team import Drafts
 from .mtp import MTP
 from .placement import Placement
+from .team import Drafts
 from .weights import Group, Matrix, Spec, Weights
 
 EMBEDDING = "token_embd.weight"
