@@ -730,7 +730,7 @@ def load(
         device: name as in ``devices()``; None takes the first GPU, or the CPU. Several, separated by commas: the target's layers are split over
             them; a CPU among GPUs has the first layers, whatever the order.
         threads: CPU threads; None takes the cores of this process, at most 16.
-        kernels: "own" or "ggml" for products on a CPU; None takes our own where they run (x86 with AVX2). ggml's are llama.cpp's bit for bit.
+        kernels: "own" or "ggml" for products on a CPU; None takes our own on x86 with AVX2, and ggml's elsewhere, which are llama.cpp's bit for bit.
         n_ctx: tokens of context; 0 takes what the model was trained with, None that or 4096, whichever is less.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
         graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).

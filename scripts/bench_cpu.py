@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Whether speculation pays on this CPU: own kernels against ggml's, and against llama.cpp's tools on the same files in the same minutes.
 
-    bench_cpu.py --tools DIR [--small 0.8B.gguf] [--pair 4B.gguf 4B-drafter.gguf] [-t 1] [-r 7] [--out FILE.json]
+    bench_cpu.py --tools DIR [--small 0.8B.gguf] [--pair 4B.gguf 4B-drafter.gguf] [-t 1] [-r 7] [--only prompts,server] [--out FILE.json]
 
-The embedded pair is always measured; `make_random_gguf.py 0.8B --quant Q4_K` and `make_random_gguf.py 4B --quant Q4_K` write the other files. Every
+The embedded pair is measured unless `--only` leaves it out; `make_random_gguf.py 0.8B --quant Q4_K` and `make_random_gguf.py 4B --quant Q4_K` write the other files. Every
 figure is the median of rounds in which both sides take turns; only the ratios mean anything, and only on an idle machine: the share of the time
 in which other work had the core is printed, too. PYSPEC_CPU_FEATURES=avx2 measures a lower level.
 """
@@ -168,6 +168,9 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, nargs=2, help="target and drafter of the 4B shape in Q4_K")
     parser.add_argument("-t", "--threads", type=int, default=default_threads())
     parser.add_argument("-r", "--rounds", type=int, default=7)
+    parser.add_argument(
+        "--only", default="bench,prompts,server,steps", help="which of these of the embedded pair; none of them: the other files alone"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     figures: dict[str, float] = {}
@@ -185,13 +188,17 @@ def main() -> None:
             "versions": versions(),
         }
     print(f"{about['cpu']}, {args.threads} threads, kernels: {about['kernels']}\n\n| work | figure |\n|---|---|")
-    against_llama_bench(args, say, "embedded pair", DEMO_TARGET, (512,))
-    held_out_prompts(args, say)
-    if args.tools:
+    only = args.only.split(",")
+    if "bench" in only:
+        against_llama_bench(args, say, "embedded pair", DEMO_TARGET, (512,))
+    if "prompts" in only:
+        held_out_prompts(args, say)
+    if args.tools and "server" in only:
         against_llama_server(args, say)
-    step_costs(args, say, "embedded pair", DEMO_TARGET, DEMO_DRAFTER)
+    if "steps" in only:
+        step_costs(args, say, "embedded pair", DEMO_TARGET, DEMO_DRAFTER)
     if args.small:
-        against_llama_bench(args, say, args.small.name, args.small, (512, 4096))
+        against_llama_bench(args, say, args.small.name, args.small, (512, 4096) if args.rounds > 1 else (512,))
         step_costs(args, say, args.small.name, args.small)
     if args.pair:
         synthetic_pair(args, say)

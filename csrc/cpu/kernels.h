@@ -68,7 +68,7 @@ struct pgs_level {
     void (*delta)(const pgs_head * h, int64_t first, int64_t end);  // columns; a multiple of 4
 };
 
-extern const struct pgs_level pgs_level_avx512vnni, pgs_level_avxvnni, pgs_level_avxvnni_evex, pgs_level_avx2;
+extern const struct pgs_level pgs_level_avx512vnni, pgs_level_avxvnni, pgs_level_avxvnni_evex, pgs_level_avx2, pgs_level_neondot;
 
 // The kernel for a type of weight, or NULL.
 const pgs_kernel * pgs_kernel_of(const struct pgs_level * level, int type);

@@ -23,6 +23,20 @@ static bool has_avxvnni(void) {
 }
 #endif
 
+#ifdef PGS_HAVE_NEONDOT
+#if defined(__APPLE__)
+static bool has_dot_products(void) {
+    return true;  // every processor that macOS 11 or later runs on
+}
+#else
+#include <sys/auxv.h>
+
+static bool has_dot_products(void) {
+    return (getauxval(AT_HWCAP) >> 20 & 1) != 0;  // HWCAP_ASIMDDP
+}
+#endif
+#endif
+
 // Best first.
 static const pgs_level * const LEVELS[] = {
 #ifdef PGS_HAVE_AVX512VNNI
@@ -36,6 +50,9 @@ static const pgs_level * const LEVELS[] = {
 #endif
 #ifdef PGS_HAVE_AVX2
     &pgs_level_avx2,
+#endif
+#ifdef PGS_HAVE_NEONDOT
+    &pgs_level_neondot,
 #endif
     NULL,
 };
@@ -59,6 +76,11 @@ static bool runs_here(const pgs_level * level) {
 #ifdef PGS_HAVE_AVX2
     if (level == &pgs_level_avx2) {
         return has_avx2();
+    }
+#endif
+#ifdef PGS_HAVE_NEONDOT
+    if (level == &pgs_level_neondot) {
+        return has_dot_products();
     }
 #endif
     return false;

@@ -13,7 +13,7 @@ from .llama_cpp import llama_cpp_options
 kernels_option = click.option(
     "--kernels",
     type=click.Choice(["own", "ggml"]),
-    help="Kernels for products on a CPU. Default: our own where they run (x86 with AVX2); ggml's are llama.cpp's bit for bit.",
+    help="Kernels for products on a CPU. Default: our own on x86 with AVX2, ggml's elsewhere, which are llama.cpp's bit for bit.",
 )
 
 

@@ -13,7 +13,8 @@ from .library import CData, Context, LevelHandle, Tensor, ffi, lib, text
 
 KERNELS = ("own", "ggml")
 FEATURES = "PYSPEC_CPU_FEATURES"
-ALL_LEVELS = ("avx512vnni", "avxvnni", "avx2", "none")
+ALL_LEVELS = ("avx512vnni", "avxvnni", "avx2", "neondot", "none")
+UNTIMED = "neondot"  # the same bits under emulation, but never timed: who wants it asks for it
 LANES = 16  # outputs that are packed together
 PACK_ROWS = 256  # rows that a thread packs at a time, a multiple of LANES
 
@@ -41,7 +42,8 @@ def pick_level(kernels: str | None, device_kind: str) -> Level | None:
     """The level of our kernels that a device uses; None if it uses ggml's.
 
     Args:
-        kernels: "own", "ggml", or None for our own wherever they run. ``PYSPEC_CPU_FEATURES`` names a lower level than the processor has.
+        kernels: "own", "ggml", or None for our own wherever they run, and are known to gain, which is x86. ``PYSPEC_CPU_FEATURES``
+            names a level, lower than the processor has or of ARM.
 
     Raises:
         DeviceError: an unknown word, or our kernels were asked for where they do not run.
@@ -63,8 +65,12 @@ def pick_level(kernels: str | None, device_kind: str) -> Level | None:
         raise DeviceError(f"{FEATURES} is {wanted!r}, which this processor or this build does not have; it has {has}")
     if wanted:
         found = [level for level in found if level.name == wanted]
+    elif kernels is None:
+        found = [level for level in found if level.name != UNTIMED]
     if kernels == "own" and not found:
-        raise DeviceError("our own kernels do not run on this processor (they need AVX2, or are switched off); leave the kernels to ggml")
+        raise DeviceError(
+            "our own kernels do not run on this processor (they need AVX2, or dot products of ARM, or are switched off); leave the kernels to ggml"
+        )
     return found[0] if found else None
 
 

@@ -5,7 +5,7 @@ import pytest
 from ggml.kernel_graphs import LEVELS, bench, compute, matrix, product
 
 from pyggml_spec.errors import DeviceError, EngineError
-from pyggml_spec.ggml.kernels import ALL_LEVELS, FEATURES, packed_shape, pick_level
+from pyggml_spec.ggml.kernels import ALL_LEVELS, FEATURES, Level, packed_shape, pick_level
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.tools.quants import dequantise, type_id
 
@@ -212,6 +212,15 @@ def test_the_level_is_chosen_by_name(monkeypatch):
     monkeypatch.setenv(FEATURES, "sse9")
     with pytest.raises(DeviceError, match="'sse9'; it has to be one of"):
         pick_level(None, "cpu")
+
+
+def test_a_level_that_was_never_timed_is_taken_by_name_alone(monkeypatch):
+    arm = Level("neondot", LEVELS[0].handle if LEVELS else None)
+    monkeypatch.setattr("pyggml_spec.ggml.kernels.levels", lambda: [arm])
+    monkeypatch.delenv(FEATURES, raising=False)
+    assert pick_level(None, "cpu") is None and pick_level("own", "cpu") == arm
+    monkeypatch.setenv(FEATURES, "neondot")
+    assert pick_level(None, "cpu") == arm
 
 
 def test_wrong_kernels_are_refused(monkeypatch):

@@ -1,0 +1,209 @@
+// Every function of one level of instructions (-DLEVEL=pgs_level_...) on the same numbers: results go to standard output, NaN as one pattern.
+// Ends with 1 if a row of a product has other bits beside others than alone.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu/kernels.h"
+#include "cpu/layout.h"
+#include "ggml.h"
+
+extern const struct pgs_level LEVEL;
+
+float ggml_fp16_to_fp32(ggml_fp16_t x) {
+    _Float16 h;
+    memcpy(&h, &x, sizeof(h));
+    return (float) h;
+}
+
+ggml_fp16_t ggml_fp32_to_fp16(float x) {
+    const _Float16 h = (_Float16) x;
+    ggml_fp16_t    out;
+    memcpy(&out, &h, sizeof(out));
+    return out;
+}
+
+static uint64_t state = 1;
+
+static uint32_t bits(void) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return (uint32_t) (state >> 32);
+}
+
+static float number(float most) { return most * ((float) (bits() >> 8) / 8388608.0f - 1.0f); }
+
+static void fill(float * x, int64_t n, float most) {
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = number(most);
+    }
+}
+
+static void say(const float * x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t out = 0x7fc00000u;
+        if (x[i] == x[i]) {
+            memcpy(&out, x + i, sizeof(out));
+        }
+        fwrite(&out, sizeof(out), 1, stdout);
+    }
+}
+
+static void half_floats(uint16_t * to, int n, int bf16) {
+    for (int i = 0; i < n; i++) {
+        const float x = number(0.1f);
+        if (bf16) {
+            uint32_t whole;
+            memcpy(&whole, &x, sizeof(whole));
+            to[i] = (uint16_t) (whole >> 16);
+        } else {
+            to[i] = ggml_fp32_to_fp16(x);
+        }
+    }
+}
+
+static void record(char * to, const pgs_kernel * k) {
+    for (size_t i = 0; i < k->record; i++) {
+        to[i] = (char) bits();
+    }
+    switch (k->type) {
+        case GGML_TYPE_Q8_0: half_floats(((rec_q8_0 *) to)->d, LANES, 0); break;
+        case GGML_TYPE_Q4_0: half_floats(((rec_q4_0 *) to)->d, LANES, 0); break;
+        case GGML_TYPE_Q4_K:
+        case GGML_TYPE_Q5_K:
+            for (int j = 0; j < 8 * LANES; j++) {  // six bits each
+                ((uint8_t *) ((head_k *) to)->scale)[j] &= 63;
+                ((uint8_t *) ((head_k *) to)->min)[j] &= 63;
+            }
+            half_floats(((head_k *) to)->d, LANES, 0);
+            half_floats(((head_k *) to)->dmin, LANES, 0);
+            break;
+        case GGML_TYPE_Q6_K: half_floats(((rec_q6_k *) to)->d, LANES, 0); break;
+        case GGML_TYPE_F32: fill((float *) to, 32 * LANES, 0.1f); break;
+        default: half_floats((uint16_t *) to, 32 * LANES, k->type == GGML_TYPE_BF16);
+    }
+}
+
+static int products(const pgs_kernel * k, int blocks) {
+    char *  records = malloc(k->record * (size_t) blocks), * tile = calloc(k->act, (size_t) blocks);
+    float * x = malloc(sizeof(float) * (size_t) (blocks * k->block));
+    int     wrong = 0;
+    for (int b = 0; b < blocks; b++) {
+        record(records + (size_t) b * k->record, k);
+    }
+    for (int row = 0; row < TILE; row++) {
+        fill(x, (int64_t) blocks * k->block, row == 2 ? 1e-20f : row == 3 ? 1e4f : 1.0f);
+        if (row == 4) {
+            memset(x, 0, sizeof(float) * (size_t) k->block);
+        }
+        if (row >= 5 && row <= 6) {
+            x[7] = row == 5 ? NAN : INFINITY;
+        }
+        k->activations(x, (int64_t) blocks * k->block, tile, row);
+    }
+    float alone[TILE][LANES], sums[TILE][LANES];
+    for (int rows = 1; rows <= TILE; rows++) {
+        memset(sums, 0, sizeof(sums));
+        k->product(records, blocks, tile, rows, sums[0]);
+        say(sums[0], rows * LANES);
+        memcpy(alone[rows - 1], sums[rows - 1], sizeof(sums[0]));
+        for (int row = 0; row < rows; row++) {
+            for (int j = 0; j < LANES; j++) {
+                wrong |= memcmp(&alone[row][j], &sums[row][j], sizeof(float)) != 0 && alone[row][j] == alone[row][j];
+            }
+        }
+    }
+    free(records), free(tile), free(x);
+    return wrong;
+}
+
+static void attention(int size, int rows, int64_t span, int type) {
+    static float    k[128 * 256], v[128 * 256], q[MOST_ROWS * 256], out[MOST_ROWS * 256];
+    static uint16_t mask[MOST_ROWS][128];
+    const size_t    step = (size_t) size * (type == GGML_TYPE_F32 ? 4 : 2);
+    pgs_attention   a    = { .rows = rows, .span = span, .scale = 0.125f };
+    if (type == GGML_TYPE_F32) {
+        fill(k, span * size, 1.0f);
+        fill(v, span * size, 1.0f);
+    } else {
+        half_floats((uint16_t *) k, (int) span * size, type == GGML_TYPE_BF16);
+        half_floats((uint16_t *) v, (int) span * size, type == GGML_TYPE_BF16);
+    }
+    fill(q, (int64_t) rows * size, 4.0f);
+    a.k = (pgs_cache) { (const char *) k, step, type, size, NULL };
+    a.v = (pgs_cache) { (const char *) v, step, type, size, NULL };
+    for (int r = 0; r < rows; r++) {
+        for (int64_t j = 0; j < span; j++) {
+            mask[r][j] = r == 1 || (j > 0 && bits() % 4 == 0) ? HIDDEN : 0;
+        }
+        a.q[r] = q + r * size, a.mask[r] = mask[r], a.out[r] = out + r * size;
+    }
+    LEVEL.attend(&a);
+    say(out, (int64_t) rows * size);
+}
+
+static void rows_of_values(int64_t n) {
+    float x[512], weight[512], by[512], out[512];
+    fill(x, n, 3.0f);
+    fill(weight, n, 1.0f);
+    fill(by, n, 30.0f);
+    for (int how = 0; how < 4; how++) {
+        LEVEL.norm(x, how & 1 ? weight : NULL, how & 2 ? by : NULL, 1e-6f, n, out);
+        say(out, n);
+    }
+    for (int silus = 0; silus < 2; silus++) {
+        LEVEL.gate(x, by, n, silus, out);
+        say(out, n);
+    }
+    const float sum = LEVEL.sum(x, n), at = (float) LEVEL.argmax(x, n);
+    say(&sum, 1);
+    say(&at, 1);
+    x[n / 2] = NAN;
+    const float most = (float) LEVEL.argmax(x, n);
+    say(&most, 1);
+}
+
+static void delta(int64_t size, int64_t rows, bool keeps) {
+    static float kept[256 * 256], q[4 * 256], k[4 * 256], v[4 * 256], out[4 * 256];
+    float        decay[4], beta[4];
+    fill(kept, size * size, 0.1f);
+    fill(q, rows * size, 1.0f);
+    fill(k, rows * size, 0.1f);
+    fill(v, rows * size, 1.0f);
+    fill(decay, rows, 1.0f);
+    fill(beta, rows, 1.0f);
+    const pgs_head h = { size, rows, q, k, v, (size_t) size, (size_t) size, decay, beta, 0.125f, kept, keeps, out, (size_t) size };
+    LEVEL.delta(&h, 0, size);
+    say(out, rows * size);
+    say(kept, size * size);
+}
+
+int main(void) {
+    int wrong = 0;
+    for (int i = 0; i < LEVEL.count; i++) {
+        for (int blocks = 1; blocks <= 5; blocks += 2) {
+            wrong |= products(&LEVEL.kernels[i], blocks);
+        }
+    }
+    const int types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16 };
+    for (int i = 0; i < 9; i++) {
+        const int rows[] = { 1, 2, 3, 7, 8, 9, 16, 31, 32 };
+        attention(i % 2 ? 64 : 256, rows[i], i % 3 == 0 ? 1 : i % 3 == 1 ? 33 : 100, types[i / 3]);
+    }
+    const int64_t sizes[] = { 1, 5, 16, 17, 63, 64, 100, 256, 500 };
+    for (int i = 0; i < 9; i++) {
+        rows_of_values(sizes[i]);
+    }
+    static float x[9 * 48], taps[48 * 4], out[6 * 48];
+    fill(x, 9 * 48, 2.0f);
+    fill(taps, 48 * 4, 1.0f);
+    LEVEL.convolve(x, 48, taps, 4, 6, 48, out, 48);
+    say(out, 6 * 48);
+    for (int64_t size = 16; size <= 256; size *= 2) {
+        delta(size, 1, true);
+        delta(size, 3, false);
+    }
+    return wrong;
+}

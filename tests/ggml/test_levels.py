@@ -1,0 +1,95 @@
+"""Every level of our kernels gives the same bits, the one for ARM under emulation: the file of a level and a small program, without the package.
+
+The ARM level needs a cross compiler and an emulator (Debian: gcc-aarch64-linux-gnu, qemu-user), or an ARM machine; it is untimed.
+"""
+
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pyggml_spec.ggml.kernels import ALL_LEVELS, levels
+from pyggml_spec.pin import installed_libraries
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
+X86 = {  # file, name in C, flags, features of the processor
+    "avx2": ("level_avx2.c", "pgs_level_avx2", AVX2),
+    "avxvnni": ("level_avxvnni.c", "pgs_level_avxvnni_evex", AVX512),
+    "avx512vnni": ("level_avx512vnni.c", "pgs_level_avx512vnni", AVX512),
+}
+ARM = ("level_neondot.c", "pgs_level_neondot", ["-march=armv8.2-a+dotprod"])
+x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86 processor to compare with")
+
+
+def build(folder: Path, compiler: str, level: tuple[str, str, list[str]], *flags: str) -> Path:
+    source, name, of_level = level
+    program = folder / name
+    parts = [HERE / "level_bits.c", ROOT / "csrc" / "cpu" / source]
+    includes = ["-I", ROOT / "csrc", "-I", headers()]
+    command = [
+        compiler,
+        "-std=gnu11",
+        "-O3",
+        "-ffp-contract=off",
+        f"-DLEVEL={name}",
+        *of_level,
+        *flags,
+        *includes,
+        *parts,
+        "-lm",
+        "-o",
+        program,
+    ]
+    subprocess.run(list(map(str, command)), check=True)
+    return program
+
+
+def headers() -> Path:
+    libraries = installed_libraries()
+    assert libraries is not None
+    return next(path.parent for path in libraries.parents[1].glob("**/include/ggml.h"))
+
+
+def output(*command: object) -> bytes:
+    done = subprocess.run(list(map(str, command)), capture_output=True, check=False)
+    assert done.returncode == 0, "a row has other bits beside others than alone" if done.returncode == 1 else done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def avx2(tmp_path_factory) -> bytes:
+    return output(build(tmp_path_factory.mktemp("level"), "cc", X86["avx2"]))
+
+
+@x86
+@pytest.mark.parametrize("name", ["avxvnni", "avx512vnni"])
+def test_every_level_of_x86(avx2, tmp_path, name):
+    if name not in [level.name for level in levels()]:
+        pytest.skip(f"this processor has no {name}")
+    assert output(build(tmp_path, "cc", X86[name])) == avx2
+
+
+def cross() -> tuple[str, str] | None:
+    compiler, emulator = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+    return (compiler, emulator) if shutil.which(compiler) and shutil.which(emulator) else None
+
+
+@x86
+@pytest.mark.skipif(cross() is None, reason="the level for ARM needs gcc-aarch64-linux-gnu and qemu-user here")
+@pytest.mark.parametrize("flags", [("-O2",), ("-fsanitize=undefined", "-fno-sanitize-recover=all")])
+def test_the_level_for_arm(avx2, tmp_path, flags):
+    compiler, emulator = cross()
+    assert output(emulator, build(tmp_path, compiler, ARM, "-static", *flags)) == avx2
+
+
+def test_every_level_is_named_and_built():
+    files = {path.name for path in (ROOT / "csrc" / "cpu").glob("level_*.c")}
+    assert {source for source, *_ in (*X86.values(), ARM)} == files
+    assert {*X86, "neondot", "none"} == set(ALL_LEVELS)
+    assert set(re.findall(r"level_\w+\.c", (ROOT / "CMakeLists.txt").read_text())) == files
