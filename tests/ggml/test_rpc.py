@@ -72,6 +72,19 @@ def test_text_is_the_same_over_two_workers(worker, expected):
     assert texts(f"CPU,{worker.device}", "ggml") == expected
 
 
+def test_a_split_step_is_three_round_trips(worker):
+    """Drafted ids to the first worker, rows of three layers from it, together, and the outcome. One by one they were five, the host waiting."""
+    with Worker() as second, ps.load(device=f"{worker.device},{second.device}", **OPTIONS) as session:
+        engine = session.engine
+        engine.prefill(session.prompt_ids(PROMPT))
+        for _ in range(2):
+            engine.accept(1, int(engine.fused_step(4).ids[0]))
+        before = [backend.traffic.answers for backend in session.backends]
+        engine.accept(1, int(engine.fused_step(4).ids[0]))
+        first, last = (backend.traffic.answers - n for backend, n in zip(session.backends, before, strict=True))
+        assert first <= 2 and last == 2  # two, where the sending thread is faster than this one
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_worker_lost_in_the_middle_of_a_split_is_named(worker, last):
     with Worker() as second:
