@@ -35,6 +35,9 @@ class DFlash2(DFlash):
     def __init__(self, file: GGUFFile) -> None:
         super().__init__(file)
         n, arch = self.hp.n_embd, self.arch
+        for name in (PREDECESSOR, SUCCESSOR):
+            if name not in file.tensors or len(file.tensors[name].shape) != 2:
+                raise ModelError(f"{file.path} has no matrix {name!r}, which a drafter with a selector needs; convert it again")
         self.taps = positive(file, f"{arch}.conv_kernel_size", limit=64)
         self.group_size = positive(file, f"{arch}.conv_group_size", limit=n)
         self.rank = positive(file, f"{arch}.selector_rank", limit=1 << 16)
@@ -52,7 +55,7 @@ class DFlash2(DFlash):
     # -- what it reads
 
     def tensors(self) -> list[Spec]:
-        n, n_vocab = self.hp.n_embd, self.file.tensors[PREDECESSOR].shape[-1] if PREDECESSOR in self.file.tensors else 0
+        n, n_vocab = self.hp.n_embd, self.file.tensors[PREDECESSOR].shape[1]
         out = super().tensors()
         out += [Spec(PREDECESSOR, (self.rank, n_vocab), ROWS), Spec(SUCCESSOR, (self.rank, n_vocab), ROWS), Spec(GATE, (n, self.rank))]
         for i in range(self.hp.n_layer):
@@ -62,7 +65,7 @@ class DFlash2(DFlash):
         return out
 
     def known_tokens(self) -> dict[str, int]:
-        return super().known_tokens() | {name: self.file.tensors[name].shape[-1] for name in (PREDECESSOR, SUCCESSOR)}
+        return super().known_tokens() | {name: self.file.tensors[name].shape[1] for name in (PREDECESSOR, SUCCESSOR)}
 
     # -- the graphs
 

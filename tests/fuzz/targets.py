@@ -25,6 +25,9 @@ from gguf_io.test_hostile import BROKEN
 from gguf_io.test_mutations import EVERY_VALUE
 from models.test_arch_lies import TINY, WRITERS
 from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
+from random_gguf.dflash2 import write_dflash2, write_dspark
+from random_gguf.eagle3 import write_eagle3
+from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import write_dflash, write_qwen35
 from text.test_template import CHATML, GEMMA, LLAMA, TALK
 from tools.checkpoint import config_of, export
@@ -81,7 +84,7 @@ def _small_models(folder: Path) -> list[bytes]:
     out = [write(folder / "model.gguf", SMALL).read_bytes() for write in (write_qwen35, write_dflash)]
     for name, write in WRITERS.items():
         out.append(Path(write(folder / f"{name}.gguf")).read_bytes())
-    return out
+    return out + [write(folder / "drafter.gguf").read_bytes() for write, _ in OTHER_DRAFTERS.values()]
 
 
 class Gguf(Target):
@@ -116,7 +119,7 @@ class Gguf(Target):
                 with file.read(info.name) as view:
                     assert len(view) == info.nbytes
             check_vocabulary(file)
-            model = (open_drafter if file.get("general.architecture", str) == "dflash" else open_target)(file)
+            model = (open_drafter if file.get("general.architecture", str) in DRAFTS else open_target)(file)
             for spec in model.specs():
                 _find(file, spec)
         return "read"
@@ -126,6 +129,16 @@ DRAFTERS = {
     "plain": {}, "norms": {"norms_behind": True, "shared_kv": True, "gelu": True, "factors": True}, "causal": {"causal": True, "value_scale": 0.5},
     "own": {"own": ("token_embd", "output"), "softcap": 5.0}, "laguna": {"feature_norms": True, "gate": "head"},
 }  # fmt: skip
+
+
+# written for a target of the name behind it
+OTHER_DRAFTERS = {
+    "dflash2": (lambda path: write_dflash2(path, SMALL, top_k=3, group_size=8, rank=8, taps=3), "qwen3"),
+    "dspark": (lambda path: write_dspark(path, SMALL, rank=8, confidence=True, own=("head",), tokens=40), "qwen3"),
+    "eagle3": (lambda path: write_eagle3(path, replace(SMALL, target_layers=(0, 1, 1)), tokens=40, norm_before_fc=True, factors=True), "llama"),
+    "gemma4-assistant": (lambda path: write_gemma4_assistant(path, TINY, n_embd=64, layers=2, tables=True), "gemma4"),
+}  # fmt: skip
+DRAFTS = ("dflash", "eagle3", "gemma4-assistant")
 
 
 class Pair(Target):
@@ -145,8 +158,12 @@ class Pair(Target):
             if name in ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "gemma4", "qwen3next", "minimax-m2", "deepseek2")
         ]
         self.partners = [(None, drafters[0])] * len(targets) + [(targets[0], None)] * len(drafters)
-        self.models = [Model(path) for path in (*targets, *drafters)]
-        return [Path(path).read_bytes() for path in (*targets, *drafters)]
+        others = {}
+        for name, (write, arch) in OTHER_DRAFTERS.items():
+            others[write(self.folder / f"d-{name}.gguf")] = targets[1 + [*WRITERS].index(arch)]
+        self.partners += [(target, None) for target in others.values()]
+        self.models = [Model(path) for path in (*targets, *drafters, *others)]
+        return [Path(path).read_bytes() for path in (*targets, *drafters, *others)]
 
     def change(self, rng: random.Random) -> bytes:
         which = rng.randrange(len(self.partners))
