@@ -26,6 +26,7 @@ typedef struct pgs_role  pgs_role;
 typedef struct pgs_graph pgs_graph;
 typedef struct pgs_io    pgs_io;
 typedef struct pgs_chain pgs_chain;
+typedef struct pgs_flow  pgs_flow;
 typedef struct pgs_delta pgs_delta;
 typedef struct pgs_experts pgs_experts;
 typedef struct pgs_level pgs_level;
@@ -82,8 +83,8 @@ void                 pgs_io_free(pgs_io * io);
 void *               pgs_io_host(pgs_io * io);
 struct ggml_tensor * pgs_io_home(pgs_io * io);
 ggml_backend_t       pgs_io_backend(pgs_io * io);
-void                 pgs_io_upload(pgs_io * io, size_t bytes);               // queued, as is
-void                 pgs_io_read(pgs_io * io, size_t offset, size_t bytes);  // this
+void                 pgs_io_upload(pgs_io * io, const void * from, size_t bytes);  // queued, as is
+void                 pgs_io_read(pgs_io * io, size_t offset, size_t bytes);        // this
 struct ggml_tensor * pgs_io_tensor(pgs_io * io, struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1, size_t offset,
                                    struct ggml_tensor * after, char * err);
 int  pgs_step_launch(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times,
@@ -105,8 +106,13 @@ typedef struct pgs_hop {  // behind the part `after`, `src` of its graph is copi
 // Parts that were planned, in their order; `ios`: of each one's device. Borrows both.
 pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const pgs_hop * hops, int n_hops, char * err);
 void        pgs_chain_free(pgs_chain * chain);
-int  pgs_chain_launch(pgs_chain * chain, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times, char * err);
-void pgs_chain_wait(pgs_chain * chain, pgs_step_times * times);
+
+// What several steps that are under way must not take from each other, of all devices of an engine; `capacity`: bytes of a step's inputs.
+pgs_flow * pgs_flow_new(pgs_io ** ios, int n_ios, size_t capacity, char * err);
+void       pgs_flow_free(pgs_flow * flow);
+void       pgs_flow_settle(pgs_flow * flow);  // waits for all of them
+int pgs_chain_launch(pgs_chain * chain, pgs_flow * flow, size_t upload_bytes, size_t read_offset, size_t read_bytes, bool ahead,
+                     pgs_step_times * times, char * err);
 
 // ---- step_rows.c
 

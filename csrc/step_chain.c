@@ -2,22 +2,110 @@
 //
 // Everything is queued: where two devices copy to each other by themselves, the host is free until pgs_chain_wait, and a device waits for the
 // rows that it needs, not for the host. Where they do not (one of them is the CPU), ggml waits and copies through the host.
+//
+// Several steps may be under way, one behind the other (prompts, chunk by chunk): the second device computes one while the first computes the next.
+// What then must not be written before it was read is in pgs_flow: inputs are uploaded from stages of the mirror, and rows are copied to a device
+// only behind what it computed before.
 #include "pgs.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+enum { STAGES = 8, MOST_DEVICES = 16 };
+
+struct pgs_flow {
+    int                   n_ios, next;
+    pgs_io *              ios[MOST_DEVICES];
+    ggml_backend_event_t  done[MOST_DEVICES];  // what a device computed last; NULL where a device has no events: it waits for itself
+    bool                  busy[MOST_DEVICES];
+    ggml_backend_buffer_t buffer;  // pinned, where the last device offers it
+    char *                stages;
+    size_t                capacity;
+    ggml_backend_event_t  read[STAGES][MOST_DEVICES];  // a stage was uploaded to a device
+    bool                  full[STAGES];
+};
+
+void pgs_flow_free(pgs_flow * flow) {
+    if (flow == NULL) {
+        return;
+    }
+    for (int i = 0; i < flow->n_ios; i++) {
+        ggml_backend_event_free(flow->done[i]);
+        for (int stage = 0; stage < STAGES; stage++) {
+            ggml_backend_event_free(flow->read[stage][i]);
+        }
+    }
+    if (flow->buffer != NULL) {
+        ggml_backend_buffer_free(flow->buffer);
+    } else {
+        free(flow->stages);
+    }
+    free(flow);
+}
+
+pgs_flow * pgs_flow_new(pgs_io ** ios, int n_ios, size_t capacity, char * err) {
+    pgs_flow * flow = n_ios <= MOST_DEVICES ? calloc(1, sizeof(*flow)) : NULL;
+    if (flow != NULL) {
+        const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(ggml_backend_get_device(pgs_io_backend(ios[n_ios - 1])));
+        flow->buffer = pinned != NULL ? ggml_backend_buft_alloc_buffer(pinned, STAGES * capacity) : NULL;
+        flow->stages = flow->buffer != NULL ? ggml_backend_buffer_get_base(flow->buffer) : malloc(STAGES * capacity);
+    }
+    if (flow == NULL || flow->stages == NULL) {
+        snprintf(err, PGS_ERR, "no memory for the inputs of %d steps on %d devices", STAGES, n_ios);
+        free(flow);
+        return NULL;
+    }
+    flow->n_ios    = n_ios;
+    flow->capacity = capacity;
+    for (int i = 0; i < n_ios; i++) {
+        const ggml_backend_dev_t dev = ggml_backend_get_device(pgs_io_backend(ios[i]));
+        flow->ios[i]                 = ios[i];
+        flow->done[i]                = ggml_backend_event_new(dev);
+        for (int stage = 0; stage < STAGES; stage++) {
+            flow->read[stage][i] = ggml_backend_event_new(dev);
+        }
+    }
+    return flow;
+}
+
+// Its number in the flow.
+static int number(const pgs_flow * flow, const pgs_io * io) {
+    int i = 0;
+    while (i < flow->n_ios - 1 && flow->ios[i] != io) {
+        i++;
+    }
+    return i;
+}
+
+// A stage with the inputs of a step that is not waited for.
+static char * staged(pgs_flow * flow, const char * host, size_t bytes) {
+    const int stage = flow->next;
+    for (int i = 0; flow->full[stage] && i < flow->n_ios; i++) {
+        if (flow->read[stage][i] != NULL) {
+            ggml_backend_event_synchronize(flow->read[stage][i]);
+        } else {
+            ggml_backend_synchronize(pgs_io_backend(flow->ios[i]));
+        }
+    }
+    flow->full[stage] = true;
+    char * at         = flow->stages + (size_t) stage * flow->capacity;
+    memcpy(at, host, bytes);
+    return at;
+}
+
 struct pgs_chain {
     int          n_parts, n_hops, n_ios;
     pgs_graph ** parts;
-    pgs_io **    ios;  // the step buffers of the devices that take part, the last part's last
+    pgs_io **    part_ios;  // the step buffer of each part's device
+    pgs_io **    ios;       // of the devices that take part, the last part's last
     pgs_hop *    hops;  // in the order of the parts behind which they are
 };
 
 void pgs_chain_free(pgs_chain * chain) {
     if (chain != NULL) {
         free(chain->parts);
+        free(chain->part_ios);
         free(chain->ios);
         free(chain->hops);
         free(chain);
@@ -27,11 +115,12 @@ void pgs_chain_free(pgs_chain * chain) {
 pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const pgs_hop * hops, int n_hops, char * err) {
     pgs_chain * chain = calloc(1, sizeof(*chain));
     if (chain != NULL) {
-        chain->parts = malloc(sizeof(*parts) * (size_t) n_parts);
-        chain->ios   = malloc(sizeof(*ios) * (size_t) n_parts);
-        chain->hops  = malloc(sizeof(*hops) * (size_t) (n_hops > 0 ? n_hops : 1));
+        chain->parts    = malloc(sizeof(*parts) * (size_t) n_parts);
+        chain->part_ios = malloc(sizeof(*ios) * (size_t) n_parts);
+        chain->ios      = malloc(sizeof(*ios) * (size_t) n_parts);
+        chain->hops     = malloc(sizeof(*hops) * (size_t) (n_hops > 0 ? n_hops : 1));
     }
-    if (chain == NULL || chain->parts == NULL || chain->ios == NULL || chain->hops == NULL) {
+    if (chain == NULL || chain->parts == NULL || chain->part_ios == NULL || chain->ios == NULL || chain->hops == NULL) {
         snprintf(err, PGS_ERR, "no memory for a step of %d parts", n_parts);
         pgs_chain_free(chain);
         return NULL;
@@ -47,6 +136,7 @@ pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const 
     chain->n_parts = n_parts;
     chain->n_hops  = n_hops;
     memcpy(chain->parts, parts, sizeof(*parts) * (size_t) n_parts);
+    memcpy(chain->part_ios, ios, sizeof(*ios) * (size_t) n_parts);
     memcpy(chain->hops, hops, sizeof(*hops) * (size_t) n_hops);
     for (int i = 0; i < n_parts; i++) {  // each device once, in the order of its last part
         bool later = false;
@@ -60,38 +150,63 @@ pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const 
     return chain;
 }
 
-static void settle(const pgs_chain * chain) {
-    for (int i = chain->n_ios - 1; i >= 0; i--) {
-        ggml_backend_synchronize(pgs_io_backend(chain->ios[i]));
+void pgs_flow_settle(pgs_flow * flow) {
+    for (int i = flow->n_ios - 1; i >= 0; i--) {
+        ggml_backend_synchronize(pgs_io_backend(flow->ios[i]));
+        flow->busy[i] = false;
+    }
+    memset(flow->full, 0, sizeof(flow->full));
+}
+
+static void upload(const pgs_chain * chain, pgs_flow * flow, size_t bytes, bool ahead) {
+    const char * from = pgs_io_host(chain->ios[0]);
+    if (ahead) {
+        from = staged(flow, from, bytes);
+    }
+    for (int i = 0; i < chain->n_ios; i++) {
+        pgs_io_upload(chain->ios[i], from, bytes);
+        const int n = number(flow, chain->ios[i]);
+        if (ahead && flow->read[flow->next][n] != NULL) {
+            ggml_backend_event_record(flow->read[flow->next][n], pgs_io_backend(chain->ios[i]));
+        }
+    }
+    if (ahead) {
+        flow->next = (flow->next + 1) % STAGES;
     }
 }
 
-int pgs_chain_launch(pgs_chain * chain, size_t upload_bytes, size_t read_offset, size_t read_bytes, pgs_step_times * times, char * err) {
+// `ahead`: the step is not waited for; the next one may be launched behind it.
+int pgs_chain_launch(pgs_chain * chain, pgs_flow * flow, size_t upload_bytes, size_t read_offset, size_t read_bytes, bool ahead,
+                     pgs_step_times * times, char * err) {
     const int64_t t0 = ggml_time_us();
-    for (int i = 0; upload_bytes > 0 && i < chain->n_ios; i++) {
-        pgs_io_upload(chain->ios[i], upload_bytes);
+    if (upload_bytes > 0) {
+        upload(chain, flow, upload_bytes, ahead);
     }
     const int64_t t1 = ggml_time_us();
     for (int part = 0, hop = 0; part < chain->n_parts; part++) {
+        const ggml_backend_t from = pgs_graph_backend(chain->parts[part]);
         if (pgs_graph_compute(chain->parts[part], err) != 0) {
-            settle(chain);
+            pgs_flow_settle(flow);
             return 1;
+        }
+        const int n = number(flow, chain->part_ios[part]);
+        if (ahead && flow->done[n] != NULL) {
+            ggml_backend_event_record(flow->done[n], from);
+            flow->busy[n] = true;
         }
         for (; hop < chain->n_hops && chain->hops[hop].after == part; hop++) {
             const pgs_hop * h = &chain->hops[hop];
-            ggml_backend_tensor_copy_async(pgs_graph_backend(chain->parts[part]), pgs_graph_backend(chain->parts[h->to]), h->src, h->dst);
+            const int       m = number(flow, chain->part_ios[h->to]);
+            if (flow->busy[m] && flow->done[n] != NULL && n != m) {  // behind what that device still reads
+                ggml_backend_event_wait(from, flow->done[m]);
+            }
+            ggml_backend_tensor_copy_async(from, pgs_graph_backend(chain->parts[h->to]), h->src, h->dst);
         }
     }
     times->upload  = t1 - t0;
     times->compute = ggml_time_us() - t1;
-    if (read_bytes > 0) {
+    if (read_bytes > 0 && !ahead) {
         pgs_io_read(chain->ios[chain->n_ios - 1], read_offset, read_bytes);
     }
     return 0;
-}
-
-void pgs_chain_wait(pgs_chain * chain, pgs_step_times * times) {
-    const int64_t t0 = ggml_time_us();
-    settle(chain);
-    times->read = ggml_time_us() - t0;
 }

@@ -72,8 +72,8 @@ ggml_backend_t pgs_io_backend(pgs_io * io) {
     return io->backend;
 }
 
-void pgs_io_upload(pgs_io * io, size_t bytes) {
-    ggml_backend_tensor_set_async(io->backend, io->home, io->host, 0, bytes);
+void pgs_io_upload(pgs_io * io, const void * from, size_t bytes) {
+    ggml_backend_tensor_set_async(io->backend, io->home, from, 0, bytes);
 }
 
 void pgs_io_read(pgs_io * io, size_t offset, size_t bytes) {
@@ -101,7 +101,7 @@ int pgs_step_launch(pgs_io * io, pgs_graph * graph, size_t upload_bytes, size_t 
                     char * err) {
     const int64_t t0 = ggml_time_us();
     if (upload_bytes > 0) {
-        pgs_io_upload(io, upload_bytes);
+        pgs_io_upload(io, io->host, upload_bytes);
     }
     const int64_t t1 = ggml_time_us();
     if (pgs_graph_compute(graph, err) != 0) {

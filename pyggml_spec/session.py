@@ -620,7 +620,7 @@ class Session:
 
     def _kernels(self) -> str:
         """Whose kernels multiply; on devices other than CPUs ggml's always do."""
-        level = self.backend.level
+        level = next((backend.level for backend in self.backends if backend.level is not None), None)
         if level is None:
             return "ggml"
         loaded = [self.target.weights, *(member.weights for member in (self.drafter.members if self.drafter is not None else ()))]

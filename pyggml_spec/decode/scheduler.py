@@ -415,7 +415,9 @@ class Scheduler:
         for stream in chosen:  # the others come first in the next step
             self._active.remove(stream)
             self._active.append(stream)
-        return {s.slot: Prompt(s._part(rows)) for s in chosen}
+        parts = {s: s._part(rows) for s in chosen}
+        more = not others_decode and all(s._filled + len(part) < len(s._prompt) for s, part in parts.items())
+        return {s.slot: Prompt(part, more) for s, part in parts.items()}
 
     def _decode_work(self, decoding: list[Stream], filling: list[Stream]) -> dict[int, Work]:
         """A block or a plain token of each; tokens that a constraint leaves no choice about come before what a drafter could say, and what came

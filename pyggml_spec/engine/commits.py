@@ -65,6 +65,7 @@ class Commits:
     def _commit(self, covered: SlotRange, width_to: int) -> None:
         delta = self._delta
         assert delta is not None
+        self._parts.arrive()
         replay = delta.unfolded or not delta.inline
         step = self._parts.graphs.get("commit", delta.width, 0, covered, width_to, replay)
         delta.fill_commit(step.fields.at, covered)
@@ -77,6 +78,7 @@ class Commits:
         if ring is None or not ring.waiting:
             return
         assert draft_kv is not None
+        self._parts.arrive()
         step, count = self._parts.graphs.get("catchup", RING, 0), ring.waiting
         first = self._parts.slots[0].cursor.committed - count
         step.host["positions"][:] = first + np.arange(RING)

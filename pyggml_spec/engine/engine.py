@@ -59,6 +59,7 @@ class Engine:
 
         ``drafting`` False: it will not be drafted for. ``candidates``, ``masked``: as in ``read_candidates``.
         """
+        self.parts.arrive()
         self.parts.check_open()
         slot = self._sequences.free()
         if slot is not None:
@@ -71,11 +72,13 @@ class Engine:
 
         ``drafting`` False: the next sequence will not be drafted for, and its drafter rows are not computed.
         """
+        self.parts.arrive()
         self.parts.check_open()
         self._sequences.begin(slot, drafting)
 
     def release(self, slot: int) -> None:
         """Ends the sequence; the slot can be admitted again."""
+        self.parts.arrive()
         self._sequences.release(slot)
 
     def accept(self, rows: int, pending: int, slot: int = 0) -> None:
@@ -93,6 +96,7 @@ class Engine:
         ``masked``: ``likeliest`` and ``largest`` will be asked, too, if the slot's ``masked`` says so afterwards. If not, because the device
         lacks an operation or memory for it, ``candidates`` gives all. On the CPU all logits lie in host memory, and nothing has to be read.
         """
+        self.parts.arrive()
         self._candidates.announce(count, slot, masked)
 
     def candidates(self, row: int, slot: int = 0) -> tuple[np.ndarray | None, np.ndarray]:
@@ -130,10 +134,12 @@ class Engine:
         Raises:
             EngineError: any other length; nothing has changed then.
         """
+        self.parts.arrive()
         self._sequences.rollback(n, slot)
 
     def settle(self, slot: int | None = None) -> None:
         """Commits what is accepted in one slot, or in all: caches and recurrent states hold the whole sequences, whose lengths are final."""
+        self.parts.arrive()
         self.parts.check_open()
         self._commits.settle(slot)
 
@@ -142,6 +148,7 @@ class Engine:
 
         Open blocks stay open.
         """
+        self.parts.arrive()
         self._commits.flush(covered or self.graphs.every)
 
     def snapshot(self, slot: int = 0) -> Snapshot:
@@ -151,6 +158,7 @@ class Engine:
             DeviceError: the device has no memory for it.
             EngineError: the slot has no sequence, or a block that was not accepted yet.
         """
+        self.parts.arrive()
         self.parts.check_open()
         return self._sequences.snapshot(slot, self)
 
@@ -160,6 +168,7 @@ class Engine:
         Raises:
             EngineError: the slot has no sequence; the snapshot was closed, or taken of another engine.
         """
+        self.parts.arrive()
         self.parts.check_open()
         self._sequences.restore(snapshot, slot, self)
 
@@ -186,6 +195,8 @@ class Engine:
         if not (type(work) is dict or isinstance(work, Mapping)) or not work:
             raise EngineError("a step needs work for at least one slot, as {slot: Prompt(...), Verify(...) or Draft(...)}")
         rows, covered = self._checked(work)
+        if self.parts.under_way is not None and not all(isinstance(item, Prompt) for item in work.values()):
+            self.parts.arrive()
         for item in work.values():
             if isinstance(item, Draft) and item.check is not None:
                 return self._steps.looked_at(work, rows, covered, meanwhile)
@@ -230,10 +241,11 @@ class Engine:
             if stop is not None and stop():
                 return None
             part = ids[done : done + self.options.chunk]
-            result = self.step({slot: Prompt(part)})[slot]
+            more = done + part.size < ids.size
+            result = self.step({slot: Prompt(part, more)})[slot]
             if not result.target_finite:
                 raise EngineError(self.not_finite(slot))
-            pending = int(result.ids[0])
+            pending = int(result.ids[0]) if result.ids.size else None
             if progress is not None:
                 progress(done + part.size, ids.size)
         return pending
@@ -261,11 +273,13 @@ class Engine:
 
         This is llama.cpp's batch shape, so results can be compared bit for bit. Commits the tokens; no drafter rows are written.
         """
+        self.parts.arrive()
         return exact.logits(self.parts, self._steps, self._sequences.next_tokens(tokens, slot), slot)
 
     def logits_together(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
         most). Commits the tokens; no token becomes pending, and no drafter rows are written."""
+        self.parts.arrive()
         work = {slot: Prompt(tokens) for slot, tokens in prompts.items()}
         return exact.logits_together(self.parts, self._steps, work, *self._checked(work))
 
@@ -279,6 +293,7 @@ class Engine:
             ContextError: as ``prefill``.
             EngineError: a layer that the target does not have.
         """
+        self.parts.arrive()
         layers = [whole(v, "a captured layer", 0, self.target.n_layer) for v in layers]
         return exact.capture(self.parts, self._steps, self._sequences.next_tokens(tokens, slot), layers, slot)
 
@@ -297,10 +312,12 @@ class Engine:
         What is needed at once is built here. The graphs of the next span are built one per step, while the device computes; the CPU has no
         such time to spare and builds the spans of PREPARE_TOKENS tokens here.
         """
+        self.parts.arrive()
         self.ahead.prepare(kinds, tokens)
 
     def prepare_transitions(self, widths: Sequence[int]) -> None:
         """Builds the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
+        self.parts.arrive()
         self.ahead.prepare_transitions(widths)
 
     def step_graph(self, role: str, width: int) -> Graph:

@@ -44,6 +44,7 @@ class Parts:
         chunks: rows of the graphs that prompts are computed by, ascending.
         epoch: sequences begun so far: whoever remembers what lies in the caches can tell whether it still does.
         last: the step whose logits can be read.
+        under_way: a step that nobody has waited for yet.
     """
 
     kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
@@ -57,6 +58,7 @@ class Parts:
         self.slots = [Slot(Cursor(options.n_ctx), drafting=drafter is not None) for _ in range(options.slots)]
         self.epoch = 0
         self.last: Step | None = None
+        self.under_way: Step | None = None
         self._owned: list[Closable] = []
         try:
             self._allocate()
@@ -144,6 +146,12 @@ class Parts:
         if self.graphs.closed:
             raise EngineError("the session is closed: load the model again")
 
+    def arrive(self) -> None:
+        """Waits for steps that are still under way. What reads or writes memory of devices in another way than by a step comes behind it."""
+        if self.under_way is not None:
+            step, self.under_way = self.under_way, None
+            step.fields.wait()
+
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose."""
         self.check_open()
@@ -173,6 +181,8 @@ class Parts:
         return out
 
     def close(self) -> None:
+        if self._owned:
+            self.arrive()
         for part in reversed(self._owned):
             part.close()
         self._owned = []

@@ -111,6 +111,7 @@ class Sequences:
 
     def _begin(self, index: int, drafting: bool) -> None:
         s, p = self._slots[index], self._parts
+        p.arrive()
         self._clean(index)
         if self._delta is not None and self._delta.inline:  # whatever stays of the rows
             self._delta.fill_slot(index, 0)
@@ -143,6 +144,7 @@ class Sequences:
         s, p = self._slots[index], self._parts
         if s.clean:
             return
+        p.arrive()
         p.kv.fill_slot(index, 0)
         if p.draft_kv is not None:
             p.draft_kv.fill_slot(index, 0)

@@ -26,9 +26,14 @@ NOTHING = np.empty(0, np.int32)
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens that certainly come next: they are committed by the step, and the choice after the last one becomes pending."""
+    """Tokens that certainly come next: they are committed by the step, and the choice after the last one becomes pending.
+
+    ``more``: others follow at once, and nobody asks what this step chose. Over several devices nobody waits for it then: the first device goes on
+    with the next step while the others compute this one. Nothing is pending before the last one.
+    """
 
     tokens: Ids
+    more: bool = False
 
     @property
     def rows(self) -> int:

@@ -77,6 +77,8 @@ class Steps:
         # of the only slot one token of a prompt is a chunk, as it is in a longer prompt; among several it may share a step of plain tokens
         chunk = need > 1 or (len(self._slots) == 1 and isinstance(work[0], Prompt))
         role, width = ("prefill", self._graphs.chunk_width(need)) if chunk else ("plain", 1)
+        if self._parts.graphs.split and all(isinstance(item, Prompt) and item.more for item in work.values()):
+            return self._ahead_of(role, width, work, rows, covered, meanwhile)
         step, times = self.rows(role, work, rows, covered, width, meanwhile)
         ids, sound, out = step.ids(), step.finite(), {}
         for slot, n in rows.items():
@@ -89,6 +91,20 @@ class Steps:
             out[slot] = StepResult(tokens, ids[at : at + 1], True, self._sound(slot, finite), times)
         return out
 
+    def _ahead_of(
+        self, role: str, width: int, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile
+    ) -> dict[int, StepResult]:
+        """Prompts that go on in the next step, which is launched behind this one. What is not finite stays so until their ends."""
+        _, times = self.rows(role, work, rows, covered, width, meanwhile, ahead=True)
+        out = {}
+        for slot, n in rows.items():
+            s = self._slots[slot]
+            s.cursor.advance(n, None)
+            s.folded()
+            s.row = 0
+            out[slot] = StepResult(np.empty(0, np.int32), np.empty(0, np.int32), True, True, times)
+        return out
+
     def rows(
         self,
         role: str,
@@ -98,13 +114,14 @@ class Steps:
         width: int,
         meanwhile: Meanwhile = None,
         *more: Any,
+        ahead: bool = False,
     ) -> tuple[Step, StepTimes]:
-        """Computes rows that are certain, ``width`` of each slot. Cursors stay where they are."""
+        """Computes rows that are certain, ``width`` of each slot. Cursors stay where they are. ``ahead``: nobody waits for them."""
         plain, longest = role == "plain", self._longest(covered)
         self._commits.before_rows(covered, plain)
         step = self._graphs.get(role, width, self._graphs.certain_span(role, longest + width), covered, *more)
         self._fill.certain(step, width, work, rows, covered)
-        times = self._run(step, role, width, covered, longest, meanwhile)
+        times = self._run(step, role, width, covered, longest, meanwhile, ahead=ahead)
         self._count(width * covered.count, rows)
         if self._delta is not None:
             self._delta.after_rows(int(plain))
@@ -183,9 +200,17 @@ class Steps:
             assert self._parts.boundary is not None
             self._parts.boundary.at[list(rows)] = 0
 
-    def _run(self, step: Step, role: str, width: int, covered: SlotRange, longest: int, meanwhile: Meanwhile, *more: int) -> StepTimes:
-        self._parts.last = step
+    def _run(
+        self, step: Step, role: str, width: int, covered: SlotRange, longest: int, meanwhile: Meanwhile, *more: int, ahead: bool = False
+    ) -> StepTimes:
+        self._parts.last = None if ahead else step
+        if step.fields.ahead != ahead:
+            step.fields.ahead = ahead
         step.fields.launch()
+        if ahead:
+            self._parts.under_way = step
+            return StepTimes(0, 0, 0)
+        self._parts.under_way = None  # this one is waited for, and so are those before it
         try:
             if meanwhile is not None:
                 meanwhile()

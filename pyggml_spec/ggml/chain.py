@@ -6,6 +6,7 @@ tensor of an earlier part as an input of this one. Copies are queued behind the 
 Fields have the same place in every device's step buffer. There is one mirror, which is uploaded to each device; what is read comes from the last.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -151,10 +152,12 @@ class ChainFields(StepFields):
         return self._once("tokens", "i32", (count,), lambda: make(count))
 
     def _queue(self, read_start: int, size: int) -> None:
-        check(lib.pgs_chain_launch(self.graph.chain, self._upload_end, read_start, size, self._times, self._err), self._err)
+        args = (self.graph.chain, self.io.flow, self._upload_end, read_start, size, self.ahead, self._times, self._err)
+        check(lib.pgs_chain_launch(*args), self._err)
 
     def wait(self) -> StepTimes:
-        lib.pgs_chain_wait(self.graph.chain, self._times)
+        start = time.perf_counter_ns()
+        lib.pgs_flow_settle(self.io.flow)
         if LOST:
             check_present()
-        return StepTimes(self._times.upload, self._times.compute, self._times.read)
+        return StepTimes(self._times.upload, self._times.compute, (time.perf_counter_ns() - start) // 1000)

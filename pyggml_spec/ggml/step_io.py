@@ -48,12 +48,18 @@ class StepIO:
         self.capacity = capacity
         self._err = new_err()
         self.handles: list[Any] = []
+        self.flow: Any = None  # of several devices: what steps that are under way together need
         self.handle = self._new(backend, ffi.NULL)
         for other in reversed(before):
             self._new(other, self.handle)
         self.homes = [lib.pgs_io_home(handle) for handle in self.handles]
         self.host = ffi.cast("char *", lib.pgs_io_host(self.handle))
         self.mirror: np.ndarray = np.frombuffer(ffi.buffer(self.host, capacity), np.uint8)
+        if before:
+            self.flow = lib.pgs_flow_new(ffi.new("pgs_io *[]", self.handles), len(self.handles), capacity, self._err)
+            if self.flow == ffi.NULL:
+                self._free()
+                raise EngineError(text(self._err))
         self.uploads = self.upload_bytes = self.reads = self.read_bytes = 0
         self.replay = ReplayCounters() if backend.device.name.startswith("CUDA") else None
 
@@ -66,6 +72,9 @@ class StepIO:
         return handle
 
     def _free(self) -> None:
+        if self.flow is not None and self.flow != ffi.NULL:
+            lib.pgs_flow_free(self.flow)
+        self.flow = None
         for handle in self.handles:
             lib.pgs_io_free(handle)
         self.handles, self.handle = [], None
@@ -94,7 +103,10 @@ class StepFields:
 
     Attributes:
         host, at: the fields by name, as arrays of the mirror and as C's pointers to them.
+        ahead: whether the next launch is not waited for (see chain.py): another step may be launched behind it then, and nothing is read.
     """
+
+    ahead = False
 
     def __init__(self, io: StepIO, graph: Graph) -> None:
         self.io, self.graph = io, graph

@@ -59,14 +59,14 @@ class Copies:
     def chunk(self, key: bytes, index: int, count: int) -> Chunk:
         return self.chunks.setdefault(key, Chunk(key, index, count))
 
-    def keep(self, chunk: Chunk, kind: str, pieces: Pieces, spare: Iterable[Chunk] = ()) -> bool:
-        """Copies ``pieces``; False if that does not fit the budget without the chunks to ``spare``, or the device has no memory."""
+    def keep(self, chunk: Chunk, kind: str, pieces: Pieces, spare: Iterable[Chunk] = (), wait: bool = True) -> bool:
+        """Copies ``pieces`` (``wait`` as in ``Pieces.copy``); False if that does not fit the budget without the chunks to ``spare``, or the device has no memory."""
         chunk.used.setdefault(kind, 0)
         if kind == STATE:
             chunk.used[kind] = self.clock
         if not self._make_room(pieces.nbytes, {id(c) for c in spare} | {id(chunk)}):
             return False
-        copy = pieces.copy()
+        copy = pieces.copy(wait)
         if copy is None:
             return False
         chunk.copies[kind] = copy

@@ -343,7 +343,8 @@ class PrefixCache:
         return True
 
     def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
-        kept, need, budget = self._copies.keep(chunk, kind, pieces, keep), pieces.nbytes, self._copies.budget
+        wait = self.engine.parts.under_way is None
+        kept, need, budget = self._copies.keep(chunk, kind, pieces, keep, wait), pieces.nbytes, self._copies.budget
         if kind == STATE and need > budget and (budget or self.files is not None):
             self._say(
                 f"the prefix cache of {budget / (1 << 20):.1f} MiB cannot hold one state of this model, {need / (1 << 20):.1f} MiB: "

@@ -56,15 +56,15 @@ class Pieces:
     def nbytes(self) -> int:
         return sum(lib.ggml_nbytes(t) for t in self.tensors)
 
-    def copy(self) -> "Pieces | None":
-        """The same contents in memory of their own, on the same devices; None if one has none left."""
+    def copy(self, wait: bool = True) -> "Pieces | None":
+        """The same contents in memory of their own, on the same devices; None if one has none left. ``wait`` as in ``write_to``."""
         out = Pieces(0)
         out.tensors, out.backends = list(self.tensors), list(self.backends)
         for backend in dict.fromkeys(self.backends):
             if not out._copy_on(backend):
                 out.close()
                 return None
-        self.write_to(out)
+        self.write_to(out, wait)
         return out
 
     def _copy_on(self, backend: Backend) -> bool:
@@ -78,15 +78,21 @@ class Pieces:
         self._copies.append((ctx, buffer))
         return buffer != ffi.NULL
 
-    def write_to(self, other: "Pieces") -> None:
-        """Copies into ``other``, which has the same shapes on the same devices."""
+    def write_to(self, other: "Pieces", wait: bool = True) -> None:
+        """Copies into ``other``, which has the same shapes on the same devices. ``wait``: False between steps that nobody waits for; the copies
+        are queued among them."""
         for mine, theirs, backend in zip(self.tensors, other.tensors, self.backends, strict=True):
             lib.ggml_backend_tensor_copy_async(backend.handle, backend.handle, mine, theirs)
+        if wait:
+            self._synchronize()
+
+    def _synchronize(self) -> None:
         for backend in dict.fromkeys(self.backends):
             backend.synchronize()
 
     def read(self) -> np.ndarray:
         """The contents as bytes, U8 [nbytes], one tensor behind the other."""
+        self._synchronize()
         out, at = np.empty(self.nbytes, np.uint8), 0
         for t in self.tensors:
             size = lib.ggml_nbytes(t)
@@ -98,6 +104,7 @@ class Pieces:
         """Overwrites the contents with what ``read`` gave for the same shapes."""
         if contents.nbytes != self.nbytes:
             raise ValueError(f"{contents.nbytes} bytes for tensors of {self.nbytes}")
+        self._synchronize()
         at = 0
         for t in self.tensors:
             size = lib.ggml_nbytes(t)
@@ -110,6 +117,8 @@ class Pieces:
 
     def close(self) -> None:
         if self._ctx is not None:
+            if self._copies:
+                self._synchronize()
             for ctx, buffer in self._copies:
                 lib.ggml_backend_buffer_free(buffer)
                 lib.ggml_free(ctx)

@@ -297,3 +297,40 @@ def test_a_plan_fits_where_every_device_has_room(tmp_path):
     need = plan(target, draft, **options)
     assert need.fits and plan(target, draft, free=need.total, **options).fits  # one memory, named twice
     assert not plan(target, draft, free=need.total - 1, **options).fits
+
+
+@pytest.mark.parametrize("name", ["qwen35", "mtp", "laguna"])
+def test_chunks_of_a_prompt_that_nobody_waits_for(tmp_path, name):
+    """Ten chunks and more are launched one behind the other: more than there are stages for their inputs."""
+    target, draft = write_pair(tmp_path, name)
+    ids, runs = PROMPT * 3, []
+    for cuts in ((), (2,), (1, 3)):
+        with loaded(target, draft, cuts, chunk=16, draft_width=4) as session:
+            engine, out = session.engine, []
+            out.append(np.array([engine.prefill(ids)]))
+            result = engine.fused_step(4)
+            out += [result.tokens, result.ids, *seen(engine, 4)]
+            runs.append(out)
+    assert all(equal(runs[0], other) for other in runs[1:])
+
+
+def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
+    """Two of its chunks are launched; then there is another sequence, a snapshot is refused, or the session ends."""
+    target, draft = write_pair(tmp_path, "qwen35")
+    with loaded(target, draft, (2,), chunk=16) as session:
+        engine = session.engine
+        expected = engine.prefill(PROMPT)
+        for give_up in (engine.reset, engine.settle, lambda: engine.prepare([("plain", 1)], 8)):
+            engine.reset()
+            for first in (0, 16):
+                assert engine.step({0: Prompt(PROMPT[first : first + 16], True)})[0].ids.size == 0
+            assert engine.parts.under_way is not None and engine.cursor.pending is None
+            with pytest.raises(EngineError, match="no pending token"):
+                engine.plain_step()
+            give_up()
+            assert engine.parts.under_way is None
+            engine.reset()
+            assert engine.prefill(PROMPT) == expected
+        engine.reset()
+        engine.step({0: Prompt(PROMPT[:16], True)})
+    assert session.engine.graphs.closed

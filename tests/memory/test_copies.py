@@ -24,7 +24,7 @@ class Part:
     def __init__(self, nbytes: int, memory: bool = True):
         self.nbytes, self.memory, self.made = nbytes, memory, []
 
-    def copy(self):
+    def copy(self, wait):
         if not self.memory:
             return None
         self.made.append(Copied(self.nbytes))
