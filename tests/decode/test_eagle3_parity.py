@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from llama_oracle import LlamaEagle3
 from random_gguf.archs import write_gpt_oss, write_llama, write_qwen3
+from random_gguf.dflash2 import write_dflash2
 from random_gguf.eagle3 import write_eagle3
 from random_gguf.model import Shape, write_qwen35
 
@@ -63,6 +64,25 @@ def test_ids_equal_llama_cpp(tmp_path, quant, arch, options, prompt, blocks):
     finally:
         oracle.close()
         session.close()
+
+
+def test_ids_do_not_depend_on_who_else_is_loaded(tmp_path):
+    """A DFlash2 that reads other layers, and drafts some of the blocks: what the chain carries from block to block stays its own."""
+    target, draft = write_llama(tmp_path / "t.gguf", Shape()), write_eagle3(tmp_path / "d.gguf", Shape(), tokens=100)
+    other, ids = write_dflash2(tmp_path / "o.gguf", Shape(target_layers=(0, 2))), list(range(40))
+    options = {"device": "CPU", "threads": 1, "kernels": "ggml", "n_ctx": 512, "draft_width": 5, "chunk": UB}
+    with ps.load(target, [other, draft], **options) as session:
+        engine, oracle = session.engine, LlamaEagle3(target, draft, Shape().target_layers, n_ctx=512, n_ubatch=UB, width=5)
+        try:
+            assert engine.prefill(ids) == oracle.prefill(ids)
+            for i, accepted in enumerate((1, 0, 4, 2, 3, 4, 0, 0, 1, 2)):
+                result = engine.fused_step(drafter="draft-eagle3" if i % 3 else "draft-dflash")
+                drafts = result.tokens[1:].tolist()
+                assert i % 3 == 0 or drafts == oracle.draft(4), f"block {i}"
+                oracle.verify(drafts, accepted)
+                engine.accept(accepted + 1, int(result.ids[accepted]))
+        finally:
+            oracle.close()
 
 
 def test_the_next_draft_reads_what_is_before_the_norm(tmp_path, monkeypatch):
