@@ -31,6 +31,7 @@ class LoadOptions(TypedDict, total=False):
     experts: ExpertOptions | None
     spec: Sequence[str] | None
     no_spec: Sequence[str]
+    draft_vocab: int | None
     progress: Callable[[str, int, int], None]
 
 

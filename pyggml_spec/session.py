@@ -176,6 +176,9 @@ class Session:
                 found.add(own.method)
         if missing := sorted(spec.asked - found):
             raise PairError(f"{file.path.name} has nothing that drafts as {' or '.join(missing)}: give its drafter with `draft`")
+        for member in members:
+            if spec.tokens:
+                member.keep_tokens(spec.tokens, self.target)
         return together(members)
 
     def _open_drafter(self, file: GGUFFile, draft: Path, spec: Methods) -> Drafter:
@@ -719,6 +722,7 @@ def load(
     experts: ExpertOptions | None = None,
     spec: Sequence[str] | None = None,
     no_spec: Sequence[str] = (),
+    draft_vocab: int | None = None,
     tensor_split: Sequence[float] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
@@ -744,6 +748,8 @@ def load(
         spec: ways of drafting, of ``decode.methods.METHODS`` and named as llama.cpp's `--spec-type` names them; None takes the drafter of ``draft``,
             or else the target's own MTP layer if its file has one. An empty one takes none.
         no_spec: ways that are not to draft, whatever there is.
+        draft_vocab: drafters choose among the first so many tokens of the vocabulary, which are the frequent ones where it was made of merges: their
+            heads take less time, and some drafts are not made. None for all of it.
         tensor_split: how many layers each of several devices gets, in proportion and in the order in which they are named; None takes their free
             memory, and gives a CPU what GPUs have no room for.
 
@@ -755,7 +761,7 @@ def load(
             raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
         if not DEMO_TARGET.exists():
             raise PyspecError("this installation has no embedded pair; name a target with `target`")
-        target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec))
+        target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec, draft_vocab))
     if not graphs:
         disable_graph_replay()
     session = Session()
@@ -777,7 +783,7 @@ def load(
             draft_width,
             prefix,
             experts,
-            methods(spec, no_spec),
+            methods(spec, no_spec, draft_vocab),
             progress,
             tensor_split,
         )

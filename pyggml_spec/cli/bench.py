@@ -101,7 +101,7 @@ class _Numbers(click.ParamType):
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True, help="Form of the rows.")
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
 def command(
-    target, draft, device, threads, n_ctx, graphs, experts, spec, no_spec, lengths, tokens, depths, repetitions, synthetic, rates, draft_width, slots, prompts, thinking,
+    target, draft, device, threads, n_ctx, graphs, experts, spec, no_spec, draft_vocab, lengths, tokens, depths, repetitions, synthetic, rates, draft_width, slots, prompts, thinking,
     output, as_json, **cache_types,
 ):  # fmt: skip
     """Measures speed, or acceptance on real prompts.
@@ -121,6 +121,7 @@ def command(
         "experts": experts,
         "spec": spec,
         "no_spec": no_spec,
+        "draft_vocab": draft_vocab,
         **cache_types,
     }
     if prompts is not None:

@@ -58,7 +58,7 @@ def target_options(
 
 
 def spec_options(command):
-    """--spec-type, --no-spec: the keyword arguments ``spec`` and ``no_spec`` as ``load`` takes them."""
+    """--spec-type, --no-spec, --draft-vocab: the keyword arguments ``spec``, ``no_spec`` and ``draft_vocab`` as ``load`` takes them."""
 
     @wraps(command)
     def wrapped(*args, spec_type, no_spec, **more):
@@ -73,6 +73,12 @@ def spec_options(command):
         return command(*args, spec=names, no_spec=no_spec, **more)
 
     for option in (
+        click.option(
+            "--draft-vocab",
+            type=click.IntRange(64),
+            metavar="N",
+            help="Draft none but the first N tokens of the vocabulary: the drafter's head takes less time. The text stays the same.",
+        ),
         click.option("--no-spec", multiple=True, metavar="TYPE", help="Do not draft in this way. May be given several times."),
         click.option(
             "--spec-type",

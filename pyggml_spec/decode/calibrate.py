@@ -104,7 +104,9 @@ def cost_key(engine: Engine, widths: tuple[int, ...] | tuple[Kind, ...], given: 
         versions(),
         *(map(str, engine.parts.segments) if len(engine.parts.segments) > 1 else ()),
     ]
-    paths = [engine.target.file.path, *(member.file.path for member in (engine.drafter.members if engine.drafter is not None else ()))]
+    members = engine.drafter.members if engine.drafter is not None else ()
+    parts += [f"{member.draft_tokens} tokens" for member in members if member.draft_tokens]
+    paths = [engine.target.file.path, *(member.file.path for member in members)]
     for path in paths:
         with open(path, "rb") as file:
             parts += [path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()]

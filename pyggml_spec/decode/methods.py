@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..checks import whole
 from ..errors import PyspecError
 from .suffix import LOOKUPS
 
 MODELS = ("draft-dflash", "draft-mtp", "draft-eagle3", "draft-dspark")
 METHODS = (*MODELS, *LOOKUPS)
 NONE = "none"
+LEAST_TOKENS = 64  # of the vocabulary; a head of fewer would be no faster
 _REFUSED = {
     "draft-simple": "a separate small model would be a second engine; an MTP layer or a DFlash drafter gives more tokens per step for less",
     "ngram-map-k4v": "matches with several continuations are not counted; suffix takes the longest match",
@@ -18,23 +20,26 @@ _REFUSED = {
 
 class Methods(NamedTuple):
     """Ways that may draft: ``model``, of MODELS; ``asked``: those that somebody named, and that have to be there;
-    ``lookup``: of LOOKUPS, or None."""
+    ``lookup``: of LOOKUPS, or None; ``tokens``: models draft none but the first so many of the vocabulary, 0 for all."""
 
     model: frozenset[str] = frozenset(MODELS)
     asked: frozenset[str] = frozenset()
     lookup: str | None = None
+    tokens: int = 0
 
 
-def methods(names: Iterable[str] | None, without: Iterable[str] = ()) -> Methods:
+def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: int | None = None) -> Methods:
     """The ways that may draft.
 
     Args:
         names: of METHODS, or "none" alone; None for whatever there is: a drafter's file, or the target's own MTP layer.
         without: names that may not, whatever there is.
+        tokens: models draft none but the first so many tokens of the vocabulary; None for all of them.
 
     Raises:
         PyspecError: another name; the message says why llama.cpp's are not among them.
     """
+    tokens = 0 if tokens is None else whole(tokens, "the vocabulary of drafts (`draft_vocab`)", LEAST_TOKENS, 1 << 30, PyspecError)
     asked, refused = None if names is None else list(names), list(without)
     for name in (*(asked or ()), *refused):
         if name in METHODS or name == NONE:
@@ -42,11 +47,11 @@ def methods(names: Iterable[str] | None, without: Iterable[str] = ()) -> Methods
         why = f": {_REFUSED[name]}" if name in _REFUSED else ""
         raise PyspecError(f"{name!r} is not a way of drafting here{why}; use {', '.join(METHODS)}, or {NONE}")
     if asked is None:
-        return Methods(frozenset(MODELS) - {*refused})
+        return Methods(frozenset(MODELS) - {*refused}, tokens=tokens)
     if NONE in asked and len(asked) > 1:
         raise PyspecError(f"{NONE!r} stands for no drafts at all; leave it out, or the other names")
     lookups = [name for name in asked if name in LOOKUPS and name not in refused]
     if len(lookups) > 1:
         raise PyspecError(f"{' and '.join(lookups)} look for matches in the same text; name one of them")
     wanted = frozenset(name for name in asked if name in MODELS) - {*refused}
-    return Methods(wanted, wanted, lookups[0] if lookups else None)
+    return Methods(wanted, wanted, lookups[0] if lookups else None, tokens)

@@ -1,14 +1,14 @@
 """Roles (one graph allocator each) and graphs (built once, recomputed ever after), with the few verbs that models are written in."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import EngineError
 from .device import Backend
-from .kernels import Packed
+from .kernels import Packed, packed_shape
 from .library import Tensor, check, ffi, lib, new_err, text
 from .shapes import F32, I32, I64, inside, multiplies, part, repeats, require, reshapes
 
@@ -78,6 +78,17 @@ class Graph:
             return self._packed_matmul(weight, x)
         require(multiplies(weight, x), "matmul", weight=weight, x=x)
         return lib.ggml_mul_mat(self.ctx, weight, x)
+
+    def outputs(self, weight: Tensor, count: int) -> Tensor:
+        """The first ``count`` outputs of a matrix [n_in, n_out], as a view."""
+        fits = 0 < count <= weight.ne[1] and weight.ne[2] == weight.ne[3] == 1
+        require(fits, "outputs", weight=weight.ne[0:2], count=count)
+        if isinstance(weight, Packed):
+            _, blocks, groups = packed_shape(weight.type, (weight.ne[0], count)) or (0, 0, 0)
+            t = weight.tensor  # groups of outputs lie one behind the other
+            part_of = lib.ggml_view_3d(self.ctx, t, t.ne[0], blocks, groups, t.nb[1], t.nb[2], 0)
+            return replace(weight, ne=(weight.ne[0], count, 1, 1), tensor=part_of)
+        return lib.ggml_view_2d(self.ctx, weight, weight.ne[0], count, weight.nb[1], 0)
 
     def _packed_matmul(self, weight: Packed, x: Tensor) -> Tensor:
         """By our own kernels. What products read of ``x`` is made once, however many matrices it is multiplied with."""

@@ -1,11 +1,20 @@
 """Parts of graphs that several architectures share."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from .base import KVLayer
 from .weights import Group, Matrix
+
+
+def head_product(g: Graph, matrix: Matrix, x: Tensor, tokens: int = 0) -> Tensor:
+    """``product`` of a head, of its first so many tokens only where ``tokens`` is not 0."""
+    if not tokens or tokens >= matrix.weight.ne[1]:
+        return product(g, matrix, x)
+    scale, bias = (v if v is None or v.ne[0] == 1 else g.stretch(v, 0, tokens) for v in (matrix.scale, matrix.bias))
+    return product(g, replace(matrix, weight=g.outputs(matrix.weight, tokens), scale=scale, bias=bias), x)
 
 
 def product(g: Graph, matrix: Matrix, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
-from .blocks import attend, geglu_ffn, product, project, softplus_gated, swiglu_ffn, write_kv
+from .blocks import attend, geglu_ffn, head_product, product, project, softplus_gated, swiglu_ffn, write_kv
 from .drafter import TOKENS, ContextRows, Drafter, check_tokens
 from .hparams import epsilon, inverse_root, kv_heads, positive, size_of_heads
 from .model import SCALED
@@ -332,5 +332,6 @@ class DFlash(Drafter):
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         """By the drafter's own head or the target's, capped once (a target caps for itself)."""
         own = HEAD in self.weights
-        logits = product(g, self.weights.matrix(HEAD), hidden) if own else target.logits(g, hidden)
+        n = self.draft_tokens
+        logits = head_product(g, self.weights.matrix(HEAD), hidden, n) if own else target.logits(g, hidden, n)
         return g.soft_cap(logits, self.hp.softcap if own or not target.softcap else 0.0)

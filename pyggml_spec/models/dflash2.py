@@ -17,7 +17,7 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import Target
-from .blocks import product
+from .blocks import head_product, product
 from .dflash import HEAD, BlockRows, DFlash
 from .drafter import TOKENS
 from .hparams import positive
@@ -102,7 +102,7 @@ class DFlash2(DFlash):
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         """Scaled and capped as this file says, whatever the target does with its own."""
-        logits = product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden)
+        logits = head_product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden, self.draft_tokens)
         if self.logit_scale:
             logits = g.scale(logits, self.logit_scale)
         return g.soft_cap(logits, self.hp.softcap)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ModelError
+from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
@@ -68,6 +68,7 @@ class Drafter(Model):
         chained: whether it drafts one by one, and reads the hidden state of the token before.
         late: whether context rows of plain tokens may wait, so that many are computed at once: they need captured states only.
         borrows: whether a chain writes no rows, and reads the target's: all of its drafts see the committed tokens.
+        draft_tokens: it drafts none but the first so many tokens of the vocabulary; 0 for all of them.
         behind: how far positions are behind those of the tokens, 1 where a row counts as the hidden state's; the first row is nobody's then.
     """
 
@@ -75,6 +76,7 @@ class Drafter(Model):
     chained = False
     late = False
     borrows = False
+    draft_tokens = 0
     behind = 0
 
     @property
@@ -148,7 +150,18 @@ class Drafter(Model):
         """Of the tokens of ``rows``: what the head reads, and what they leave to the next draft, F32 [carried, S]."""
         raise NotImplementedError
 
-    # -- heads with tokens of their own
+    # -- heads with fewer tokens than the target
+
+    def keep_tokens(self, count: int, target: Target) -> None:
+        """Drafts none but the first ``count`` tokens from now on: in vocabularies of merges the frequent ones come first. Before graphs are built.
+
+        Raises:
+            PairError: its head cannot be cut, or knows fewer tokens already.
+        """
+        if TOKENS in self.file.tensors:
+            known = self.file.tensors[TOKENS].shape[0]
+            raise PairError(f"{self.title} chooses among {known} tokens of its own ({TOKENS}): leave `draft_vocab` out")
+        self.draft_tokens = count if count < target.n_vocab else 0
 
     def own_tokens(self) -> list[Spec]:
         """The table of a head that knows fewer tokens than the target, if the file has one."""

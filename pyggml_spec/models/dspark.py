@@ -6,7 +6,7 @@ it: in the first case a block of B rows gives B drafts, and B + 1 rows are verif
 Source of the formulae: llama.cpp, src/models/dflash.cpp (build_dspark_markov_head) and common/speculative.cpp (which rows draft).
 """
 
-from ..errors import ModelError
+from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
@@ -63,6 +63,9 @@ class DSpark(DFlash):
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         """Those that the Markov head adds to: neither scaled nor capped."""
         return product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden)
+
+    def keep_tokens(self, count: int, target: Target) -> None:
+        raise PairError(f"{self.title} adds to the logits of every token: its head cannot be cut, so leave `draft_vocab` out")
 
     def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> tuple[tuple[Tensor, ...], Tensor]:
         w, count = self.weights, hidden.ne[1] // slots

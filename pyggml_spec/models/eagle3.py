@@ -16,7 +16,7 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
-from .blocks import attend, product, project, swiglu_ffn, write_kv
+from .blocks import attend, head_product, product, project, swiglu_ffn, write_kv
 from .dflash import F16_MAX
 from .drafter import TOKENS, ChainRow, ContextRows, Drafter, check_tokens
 from .hparams import inverse_root, positive
@@ -157,7 +157,9 @@ class Eagle3(Drafter):
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         """By the drafter's own head or the target's."""
-        return product(g, self.weights.matrix(HEAD), hidden) if HEAD in self.weights else target.logits(g, hidden)
+        if HEAD in self.weights:
+            return head_product(g, self.weights.matrix(HEAD), hidden, self.draft_tokens)
+        return target.logits(g, hidden, self.draft_tokens)
 
     def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Target) -> tuple[Tensor, Tensor]:
         """[e ; n] of tokens I32 [T] and of what the tokens before left, F32 of as many rows: F32 [2 n_embd, T], and n alone."""

@@ -215,9 +215,9 @@ class Gemma4(Qwen3):
         captured[hp.n_layer] = x
         return g.rms_norm(x, self.weights["output_norm.weight"], hp.eps), [captured[v] for v in capture]
 
-    def logits(self, g: Graph, hidden: Tensor) -> Tensor:
+    def logits(self, g: Graph, hidden: Tensor, tokens: int = 0) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T], capped where the file says so."""
-        return g.soft_cap(super().logits(g, hidden), self.softcap)
+        return g.soft_cap(super().logits(g, hidden, tokens), self.softcap)
 
     def _w(self, i: int, name: str) -> Tensor:
         return self.weights[f"blk.{i}.{name}.weight"]

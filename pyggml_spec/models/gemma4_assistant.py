@@ -15,7 +15,7 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
-from .blocks import attend, geglu_ffn, product
+from .blocks import attend, geglu_ffn, head_product, product
 from .drafter import ChainRow, ContextRows, Drafter
 from .gemma4 import FACTORS, Gemma4, Kind, kinds
 from .hparams import epsilon, per_layer, positive, sliding_layers, vocabulary
@@ -143,4 +143,4 @@ class Gemma4Assistant(Drafter):
         return y, product(g, w.matrix(BEHIND), y)
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
-        return product(g, self.weights.matrix(EMBEDDING), hidden)
+        return head_product(g, self.weights.matrix(EMBEDDING), hidden, self.draft_tokens)

@@ -17,7 +17,7 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
-from .blocks import product, project, write_kv
+from .blocks import head_product, product, project, write_kv
 from .drafter import ChainRow, ContextRows, Drafter
 from .model import SCALED
 from .qwen3next import Qwen3Next
@@ -149,7 +149,9 @@ class MTP(Drafter):
         return h, h
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
-        return product(g, self.weights.matrix(HEAD), hidden) if HEAD in self._own else target.logits(g, hidden)
+        if HEAD in self._own:
+            return head_product(g, self.weights.matrix(HEAD), hidden, self.draft_tokens)
+        return target.logits(g, hidden, self.draft_tokens)
 
     def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Target) -> Tensor:
         """eh_proj of tokens I32 [T] and hidden states F32 of as many rows; F32 [n_embd, T]."""

@@ -124,9 +124,9 @@ class MuseGlimmer(Qwen3):
     def _first(self, g: Graph, tokens: Tensor) -> Tensor:
         return g.norm(self.embed(g, tokens), self.hp.eps)
 
-    def logits(self, g: Graph, hidden: Tensor) -> Tensor:
+    def logits(self, g: Graph, hidden: Tensor, tokens: int = 0) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T], scaled, and capped where the file says so."""
-        return g.soft_cap(g.scale(super().logits(g, hidden), self.hp.logit_scale), self.softcap)
+        return g.soft_cap(g.scale(super().logits(g, hidden, tokens), self.hp.logit_scale), self.softcap)
 
     def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int) -> Tensor:
         hp, w, b, size = self.hp, self.weights, f"blk.{i}.", self.hp.head_size

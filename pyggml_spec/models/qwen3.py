@@ -14,7 +14,7 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import DeltaShape, KVShape, Rows
-from .blocks import attend, product, project, swiglu_ffn
+from .blocks import attend, head_product, product, project, swiglu_ffn
 from .hparams import ends, epsilon, inverse_root, kv_heads, positive, size_of_heads, vocabulary
 from .model import ATTENTION, Model
 from .rope import Rope
@@ -155,9 +155,9 @@ class Qwen3(Model):
         captured[hp.n_layer] = x
         return g.rms_norm(x, w["output_norm.weight"], hp.eps), [captured[v] for v in capture]
 
-    def logits(self, g: Graph, hidden: Tensor) -> Tensor:
-        """F32 [n_embd, T] -> F32 [n_vocab, T]."""
-        return product(g, self.weights.matrix("output.weight"), hidden)
+    def logits(self, g: Graph, hidden: Tensor, tokens: int = 0) -> Tensor:
+        """F32 [n_embd, T] -> F32 [n_vocab, T]; of the first ``tokens`` only unless that is 0."""
+        return head_product(g, self.weights.matrix("output.weight"), hidden, tokens)
 
     def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int) -> Tensor:
         hp, size = self.hp, self.hp.head_size

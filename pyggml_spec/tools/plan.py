@@ -239,6 +239,7 @@ def plan(
     kernels: str | None = None,
     spec: Sequence[str] | None = None,
     no_spec: Sequence[str] = (),
+    draft_vocab: int | None = None,
     tensor_split: Sequence[float] | None = None,
 ) -> Plan:
     """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
@@ -256,7 +257,7 @@ def plan(
     if target is None:
         if draft is not None:
             raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
-        target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec))
+        target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec, draft_vocab))
     prefix_memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
     kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
     options = {"chunk": chunk, "kv": kv, "draft_kv": draft_kv}
@@ -274,7 +275,7 @@ def plan(
         prefix_memory,
         free,
         experts,
-        methods(spec, no_spec),
+        methods(spec, no_spec, draft_vocab),
     )
 
 
