@@ -50,6 +50,7 @@ DECAY = 0.95  # per step, plain ones too: half of the weight lies on the last 13
 LONG_DECAY = 0.98
 PRIOR_ACCEPTANCE = 0.8  # of the first draft, before anything was seen
 PRIOR_WEIGHT = 4.0  # steps that the prior counts for
+PRIOR_STEPS = 4.0  # that the sequences before count for, position by position, where drafters are compared
 MARGIN = 1.03  # another kind has to be this much better to be worth a change
 FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubled each time it does not pay
 LAST_PROBE = 768
@@ -61,6 +62,7 @@ COST_RATE = 0.05  # weight of one step in the running cost of its kind
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand: what the steps of this text take is learnt soon
 WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
 CHAINS = (2, 3, 4, 5, 6, 8, 12, 16)  # rows that count of a chain's blocks: each draft costs a pass of its own
+OTHER_PROBE, OTHER_LOOK = 24, 2  # steps between looks at another drafter than the one in use, and steps of a look
 WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
 TRIES = WARMUP + 2
 NEVER_PAYS = "plain decoding: no block width would be faster here even if every draft were accepted"
@@ -92,6 +94,12 @@ class Acceptance:
         self.all_tries = LONG_DECAY * self.all_tries + offered
         self.all_hits = LONG_DECAY * self.all_hits + min(matched, offered)
         self._plain, self._tokens = 0, None
+
+    def successor(self) -> "Acceptance":
+        """Of the next sequence: what was seen here counts for as much as PRIOR_STEPS steps."""
+        out, share = Acceptance(len(self.tries), self.chance()), min(1.0, PRIOR_STEPS / max(self.tries[0], 1e-9))
+        out.tries, out.hits = [share * n for n in self.tries], [share * n for n in self.hits]
+        return out
 
     def chance(self) -> float:
         """That a draft is right, in the long run."""
@@ -161,6 +169,7 @@ class _Use:
     plain: int = 0  # steps since the last block
     wait: int = FIRST_PROBE  # plain steps until blocks are tried again
     since_wider: int = 0
+    since_other: int = 0
     probing: bool = False
 
 
@@ -209,6 +218,8 @@ class WidthControl:
     def begin(self) -> Drafted:
         """A sequence that will be drafted for."""
         self._uses.pop(1, None)
+        if len(self.widths) > 1:
+            return Drafted({name: self.seen[name].successor() for name in self.widths})
         return Drafted({name: Acceptance(max(of) - 1, self.seen[name].chance()) for name, of in self.widths.items()})
 
     # -- a step
@@ -258,9 +269,23 @@ class WidthControl:
             if wider:
                 use.probing = True
                 return min(wider, key=lambda kind: (kind.width, self.costs[covered, kind]))
+        if len(self.widths) > 1 and (other := self._other(use, affordable, speed)) is not None:
+            use.probing = True
+            return other
         if use.kind in affordable:
             return use.kind
         return max((PLAIN_STEP, *affordable), key=speed.__getitem__)  # until more has been won
+
+    def _other(self, use: _Use, affordable: Sequence[Kind], speed: Mapping[Kind, float]) -> Kind | None:
+        """Another drafter's best block, OTHER_LOOK steps in a row, if it is its turn to be looked at: nobody else tells what it is worth now."""
+        use.since_other += 1
+        if use.since_other <= OTHER_PROBE or use.kind is None:
+            return None
+        if use.since_other > OTHER_PROBE + OTHER_LOOK:
+            use.since_other = 0
+            return None
+        others = [kind for kind in affordable if kind.drafter != use.kind.drafter]
+        return max(others, key=speed.__getitem__, default=None)
 
     def _credit(self, extra: float) -> float:
         """As many whole blocks, that cost ``extra`` plain steps more than one, as CREDIT pays for."""
