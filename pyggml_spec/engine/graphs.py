@@ -85,7 +85,7 @@ def most_nodes(target: Target, drafter: Drafts | None) -> int:
     per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
     members = drafter.members if drafter is not None else ()
     passes = sum(member.n_layer * (member.block_size if member.chained else 1) for member in members)
-    return WITHOUT_LAYERS + (target.n_layer + passes) * per_layer
+    return WITHOUT_LAYERS + (target.n_layer + passes) * per_layer + sum(member.more_nodes for member in members)
 
 
 class StepGraphs(GraphStore):

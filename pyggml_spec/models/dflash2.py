@@ -52,6 +52,11 @@ class DFlash2(DFlash):
     def groups_of_values(self) -> int:
         return self.hp.n_embd // self.group_size
 
+    @property
+    def more_nodes(self) -> int:
+        """Of each convolution 13 for a tap and 2 besides, 3 more among several slots; of each draft 13."""
+        return 4 * self.hp.n_layer * (16 * self.taps + 4) + 16 * self.block_size
+
     # -- what it reads
 
     def tensors(self) -> list[Spec]:

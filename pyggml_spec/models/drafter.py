@@ -109,6 +109,11 @@ class Drafter(Model):
     def captures(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def more_nodes(self) -> int:
+        """Nodes that its part of a step has beyond what layers and heads of all kinds have, at most."""
+        return 0
+
     def groups(self) -> dict[str, tuple[str, ...]]:
         return {}
 

@@ -38,6 +38,11 @@ class DSpark(DFlash):
     def block_size(self) -> int:
         return self.hp.block_size + self.from_anchor
 
+    @property
+    def more_nodes(self) -> int:
+        """Of each draft 6, and what its matrices need besides."""
+        return 16 * self.block_size
+
     def block_rows(self, width: int) -> int:
         return width - self.from_anchor
 

@@ -1,5 +1,7 @@
 """Ids that a DFlash2 drafter makes equal llama.cpp's walk through its lattice, block after block, whatever was accepted before."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from llama_oracle import LlamaDFlash
@@ -8,6 +10,10 @@ from random_gguf.dflash2 import write_dflash2
 from random_gguf.model import Shape, write_qwen35
 
 import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.graphs import most_nodes
+from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.slot import Draft, Prompt
 from pyggml_spec.errors import ModelError, PairError
 from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.step_io import StepFields, StepIO
@@ -139,3 +145,21 @@ def test_what_does_not_fit_is_refused(tmp_path, shape, options, words):
     target, draft = write_qwen3(tmp_path / "t.gguf", Shape()), write_dflash2(tmp_path / "d.gguf", shape, **options)
     with pytest.raises((PairError, ModelError), match=words):
         ps.load(target, draft, device="CPU", threads=1, n_ctx=256)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_graphs_have_room_for_many_taps(tmp_path, slots):
+    """As many nodes more for each layer and tap as are planned for, and no more."""
+    target, found = write_qwen3(tmp_path / "t.gguf", Shape()), []
+    for taps, layers in ((2, 2), (8, 2), (8, 6)):
+        draft = write_dflash2(tmp_path / f"{taps}-{layers}.gguf", replace(Shape(), draft_layers=layers), taps=taps, block=16)
+        with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
+            engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, slots=slots))
+            batch = {engine.admit(): Prompt([1, 2, 3]) for _ in range(slots)}
+            engine.step(batch)
+            engine.step({slot: Draft(16) for slot in batch})
+            fused = max(step.graph.n_nodes for key, step in engine.graphs._steps.items() if key[0] == "fused")
+            found.append((fused, most_nodes(session.target, session.drafter)))
+            engine.close()
+    nodes, planned = np.diff(np.array(found), axis=0).T
+    assert (nodes <= planned).all() and (planned < 1.6 * nodes).all()
