@@ -132,10 +132,19 @@ static void dims(const struct ggml_tensor * t, char * out, size_t n) {
 // UNKNOWN of devices of this machine, and of workers that do not say.
 enum { UNKNOWN = -2 };
 
-static int remote_check(ggml_backend_t backend, struct ggml_cgraph * gf) {
-    typedef int (*check_graph_t)(ggml_backend_t, struct ggml_cgraph *);
+typedef int (*check_graph_t)(ggml_backend_t, struct ggml_cgraph *);
+
+static check_graph_t graph_check(ggml_backend_t backend) {
     const ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
-    const check_graph_t check = reg != NULL ? (check_graph_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_rpc_check_graph") : NULL;
+    return reg != NULL ? (check_graph_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_rpc_check_graph") : NULL;
+}
+
+static bool is_remote(ggml_backend_t backend) {
+    return graph_check(backend) != NULL;
+}
+
+static int remote_check(ggml_backend_t backend, struct ggml_cgraph * gf) {
+    const check_graph_t check = graph_check(backend);
     return check != NULL ? check(backend, gf) : UNKNOWN;
 }
 
@@ -237,7 +246,8 @@ int pgs_graph_cuts(const pgs_graph * graph) {
     return graph->n_cuts;
 }
 
-static int compute_part(pgs_graph * graph, int first, int end, char * err) {
+// `number`: of the part, from 1 on, the same in every compute; 0: it is no part that comes again. A worker keeps parts by their numbers.
+static int compute_part(pgs_graph * graph, int first, int end, int number, char * err) {
     if (first == end) {
         return 0;
     }
@@ -245,7 +255,7 @@ static int compute_part(pgs_graph * graph, int first, int end, char * err) {
     part.nodes += first;
     part.n_nodes = end - first;
     part.n_leafs = 0;
-    part.uid     = 0;
+    part.uid     = number > 0 && part.uid != 0 && is_remote(graph->role->backend) ? part.uid | (uint64_t) number << 48 : 0;
     const enum ggml_status status = ggml_backend_graph_compute_async(graph->role->backend, (struct ggml_cgraph *) &part);
     if (status != GGML_STATUS_SUCCESS) {
         snprintf(err, PGS_ERR, "the backend %s failed on a part of a step: %s", ggml_backend_name(graph->role->backend),
@@ -259,14 +269,14 @@ static int compute_parts(pgs_graph * graph, char * err) {
     int first = 0;
     for (int i = 0; i < graph->n_cuts; i++) {
         const graph_cut * cut = &graph->cuts[i];
-        if (compute_part(graph, first, cut->end, err) != 0 ||
+        if (compute_part(graph, first, cut->end, i + 1, err) != 0 ||
             (cut->fetch ? pgs_experts_fetch : pgs_experts_give)(cut->experts, cut->layer, cut->rows, err) != 0) {
             return 1;
         }
         first = cut->end;
     }
     graph->role->counters.computes++;
-    return compute_part(graph, first, ggml_graph_n_nodes(graph->gf), err);
+    return compute_part(graph, first, ggml_graph_n_nodes(graph->gf), graph->n_cuts + 1, err);
 }
 
 int pgs_graph_compute(pgs_graph * graph, char * err) {
@@ -309,7 +319,7 @@ int pgs_graph_times(pgs_graph * graph, double * out, char * err) {
     for (int i = 0, n; i < nodes; i += n) {
         n = i + 1 < nodes && fields->nodes[i]->op == GGML_OP_RMS_NORM && fields->nodes[i + 1]->op == GGML_OP_MUL ? 2 : 1;
         const double start = thread_us();
-        if (compute_part(graph, i, i + n, err) != 0) {
+        if (compute_part(graph, i, i + n, 0, err) != 0) {
             return 1;
         }
         ggml_backend_synchronize(graph->role->backend);

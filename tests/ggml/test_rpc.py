@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from pairs import write_pair
 from workers import CHECK_GRAPH, GRAPH_COMPUTE, HELLO, Worker, between, exactly, fake_server, need_library
 
 import pyggml_spec as ps
@@ -70,6 +71,31 @@ def test_text_is_the_same_over_two_workers(worker, expected):
     with Worker() as second:
         assert texts(f"{worker.device},{second.device}") == expected
     assert texts(f"CPU,{worker.device}", "ggml") == expected
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gpt-oss", "qwen3moe", "qwen3next", "mtp"])
+def test_architectures_on_a_worker(worker, name, tmp_path):
+    """Rings, sinks, routed experts, also half of them in this machine's memory, recurrent states, chains of drafts; and constraints."""
+    target, drafter = write_pair(tmp_path, name)
+    ids = [i % 300 for i in range(7, 90)]
+
+    def found(device: str, kernels: str | None) -> list[str]:
+        experts = ps.ExpertOptions(host_layers=2) if name == "qwen3moe" else None
+        with ps.load(
+            target,
+            None if drafter == target else drafter,
+            device=device,
+            kernels=kernels,
+            chunk=32,
+            experts=experts,
+            **{**OPTIONS, "n_ctx": 256},
+        ) as session:
+            out = [session.generate(part, 12, ignore_end=True)[0] for part in (ids, ids[:60])]
+            if experts is not None and device != "CPU":  # the parts between which the host computes are kept, too
+                assert session.backend.traffic.graphs_again > session.backend.traffic.graphs
+            return [*out, session.generate(ids[:9], 12, sampling=ps.Sampling(regex="[a-z ]{3,12}", seed=3))[0]]
+
+    assert found(worker.device, None) == found("CPU", "ggml")
 
 
 def test_a_split_step_is_three_round_trips(worker):
