@@ -20,7 +20,7 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, geglu_ffn, product, project
-from .hparams import ends, epsilon, inverse_root, layer_heads, per_layer, positive, sliding_layers, vocabulary
+from .hparams import ends, epsilon, inverse_root, layer_heads, per_layer, positive, vocabulary, windowed_layers
 from .moe import Experts
 from .qwen3 import Qwen3
 from .rope import Rope
@@ -72,9 +72,7 @@ class Hparams:
     def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
         n_layer, n_embd = positive(file, f"{arch}.block_count", limit=1024), positive(file, f"{arch}.embedding_length")
         heads, heads_kv = layer_heads(file, arch, n_layer)
-        window, sliding = sliding_layers(file, arch, n_layer)
-        if not window:
-            raise ModelError(f"{file.path} has no attention.sliding_window, which every {arch} model has; convert it again")
+        window, sliding = windowed_layers(file, arch, n_layer)
         full, slide = kinds(file, arch, n_embd // heads[0])
         n_own = n_layer - file.get(f"{arch}.attention.shared_kv_layers", int, 0)
         if not 0 < n_own <= n_layer or any(sliding[i] != sliding[n_own - 1 - sliding[i]] or n_own < 2 for i in range(n_own, n_layer)):

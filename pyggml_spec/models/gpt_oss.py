@@ -18,56 +18,39 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, product, project
-from .hparams import OF_SLIDING, ends, epsilon, inverse_root, kv_heads, positive, size_of_heads, sliding_layers, vocabulary
+from .hparams import OF_SLIDING, ends, inverse_root, vocabulary, windowed_layers
 from .model import ATTENTION, EXPERT
 from .moe import SOFTMAX_OF_CHOSEN, Experts
+from .qwen3 import Hparams as Qwen3Hparams
 from .qwen3 import Qwen3
 from .rope import Rope
 from .weights import VECTOR, Spec
 
 
 @dataclass(frozen=True)
-class Hparams:
+class Hparams(Qwen3Hparams):
     """Hyper-parameters as the GGUF keys give them; ``sliding`` per layer."""
 
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_head_kv: int
-    head_size: int
-    eps: float
-    rope: Rope
     rope_sliding: Rope
     window: int
     sliding: tuple[bool, ...]
     experts: Experts
-    context_length: int
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
-        n_layer, n_embd = positive(file, f"{arch}.block_count", limit=1024), positive(file, f"{arch}.embedding_length")
-        n_head = positive(file, f"{arch}.attention.head_count")
-        size = size_of_heads(file, arch, n_embd // n_head, *OF_SLIDING, "rope.dimension_count")
-        window, sliding = sliding_layers(file, arch, n_layer, period=2, full_last=True)
-        if not window:
-            raise ModelError(f"{file.path} has no attention.sliding_window, which every {arch} model has; convert it again")
-        rope = Rope.from_gguf(file, arch, size, yarn=True)
-        base = file.get(f"{arch}.rope.freq_base_swa", float, rope.base)
+    def from_gguf(cls, file: GGUFFile, arch: str, neox: bool = True, routed: bool = True) -> "Hparams":
+        common = cls.common(file, arch, neox, routed, alike=(*OF_SLIDING, "rope.dimension_count"))
+        window, sliding = windowed_layers(file, arch, common["n_layer"], period=2, full_last=True)
+        base = file.get(f"{arch}.rope.freq_base_swa", float, common["rope"].base)
         if base <= 0:
             raise ModelError(f"{file.path}: rope.freq_base_swa is {base}, but it has to be above 0")
         return cls(
-            n_layer,
-            n_embd,
-            n_head,
-            kv_heads(file, arch, n_head),
-            size,
-            epsilon(file, arch),
-            rope,
-            replace(rope, base=base),
-            window,
-            sliding,
-            Experts.from_gguf(file, arch, n_layer, gating=SOFTMAX_OF_CHOSEN, normalise=False, glu="swiglu_oai", biases=True),
-            positive(file, f"{arch}.context_length", limit=1 << 31),
+            **common,
+            rope_sliding=replace(common["rope"], base=base),
+            window=window,
+            sliding=sliding,
+            experts=Experts.from_gguf(
+                file, arch, common["n_layer"], gating=SOFTMAX_OF_CHOSEN, normalise=False, glu="swiglu_oai", biases=True
+            ),
         )
 
 

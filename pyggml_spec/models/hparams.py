@@ -1,5 +1,7 @@
 """Reading hyper-parameters, every value checked: ggml ends the process on a bad shape."""
 
+from typing import Any
+
 import numpy as np
 
 from ..errors import ModelError
@@ -72,6 +74,18 @@ def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4, ful
     if len(pattern) < n_layer:
         raise ModelError(f"{file.path}: attention.sliding_window_pattern names {len(pattern)} of {n_layer} layers")
     return window, pattern
+
+
+def windowed_layers(file: GGUFFile, arch: str, n_layer: int, **more: Any) -> tuple[int, tuple[bool, ...]]:
+    """``sliding_layers`` of an architecture without models that have none.
+
+    Raises:
+        ModelError: as there, or no window.
+    """
+    window, sliding = sliding_layers(file, arch, n_layer, **more)
+    if not window:
+        raise ModelError(f"{file.path} has no attention.sliding_window, which every {arch} model has; convert it again")
+    return window, sliding
 
 
 OF_SLIDING = ("attention.key_length_swa", "attention.value_length_swa")  # the sizes of sliding layers' heads, where files say them apart

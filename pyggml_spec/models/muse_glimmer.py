@@ -16,66 +16,38 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVShape, Rows
 from .blocks import attend, product, project
-from .hparams import OF_SLIDING, ends, epsilon, inverse_root, kv_heads, positive, size_of_heads, sliding_layers, vocabulary
+from .hparams import OF_SLIDING, ends, inverse_root, vocabulary, windowed_layers
 from .model import ATTENTION, FFN
+from .qwen3 import Hparams as Qwen3Hparams
 from .qwen3 import Qwen3
-from .rope import Rope
 from .weights import VECTOR, Spec
 
 EPS_BEHIND = 1e-8  # of the norms behind attention and FFN
 
 
 @dataclass(frozen=True)
-class Hparams:
+class Hparams(Qwen3Hparams):
     """Hyper-parameters as the GGUF keys give them; ``sliding`` per layer, ``rope`` that of the sliding ones."""
 
-    n_layer: int
-    n_embd: int
-    n_ff: int
-    n_head: int
-    n_head_kv: int
-    head_size: int
-    eps: float
-    rope: Rope
     window: int
     sliding: tuple[bool, ...]
     logit_scale: float
     softcap: float
-    context_length: int
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
-        n_layer, n_embd = positive(file, f"{arch}.block_count", limit=1024), positive(file, f"{arch}.embedding_length")
-        n_head = positive(file, f"{arch}.attention.head_count")
-        size = size_of_heads(file, arch, n_embd // n_head, *OF_SLIDING)
-        window, sliding = sliding_layers(file, arch, n_layer, full_last=True)
-        if not window:
-            raise ModelError(f"{file.path} has no attention.sliding_window, which every {arch} model has; convert it again")
-        if file.get(f"{arch}.expert_count", int, 0):
-            raise ModelError(f"{file.path} has routed experts, which {arch} models do not; use a dense model")
-        rope = Rope.from_gguf(file, arch, size, neox=False)
-        base = file.get(f"{arch}.rope.freq_base_swa", float, rope.base)
+    def from_gguf(cls, file: GGUFFile, arch: str, neox: bool = False, routed: bool = False) -> "Hparams":
+        common = cls.common(file, arch, neox, routed, yarn=False, alike=OF_SLIDING)
+        window, sliding = windowed_layers(file, arch, common["n_layer"], full_last=True)
+        base = file.get(f"{arch}.rope.freq_base_swa", float, common["rope"].base)
         # 30 without the key, as llama.cpp has it
         scale, softcap = file.get(f"{arch}.logit_scale", float), file.get(f"{arch}.final_logit_softcapping", float, 30.0)
         if base <= 0 or scale <= 0 or softcap < 0:
             raise ModelError(
                 f"{file.path}: rope.freq_base_swa {base}, logit_scale {scale} or final_logit_softcapping {softcap} is out of range"
             )
-        return cls(
-            n_layer,
-            n_embd,
-            positive(file, f"{arch}.feed_forward_length"),
-            n_head,
-            kv_heads(file, arch, n_head),
-            size,
-            epsilon(file, arch),
-            replace(rope, base=base, scale=1.0),  # positions are stretched in full layers only, and these have none
-            window,
-            sliding,
-            scale,
-            softcap,
-            positive(file, f"{arch}.context_length", limit=1 << 31),
-        )
+        # positions are stretched in full layers only, and these have none
+        common["rope"] = replace(common["rope"], base=base, scale=1.0)
+        return cls(**common, window=window, sliding=sliding, logit_scale=scale, softcap=softcap)
 
 
 class MuseGlimmer(Qwen3):

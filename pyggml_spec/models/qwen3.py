@@ -37,21 +37,28 @@ class Hparams:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str, neox: bool, routed: bool = False) -> "Hparams":
+        return cls(**cls.common(file, arch, neox, routed))
+
+    @staticmethod
+    def common(
+        file: GGUFFile, arch: str, neox: bool = True, routed: bool = False, yarn: bool = True, alike: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """The fields above by name; ``yarn`` and ``alike`` as in ``Rope.from_gguf`` and ``size_of_heads``."""
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
-        head_size = size_of_heads(file, arch, n_embd // n_head)
+        head_size = size_of_heads(file, arch, n_embd // n_head, *alike)
         if not routed and file.get(f"{arch}.expert_count", int, 0):
             raise ModelError(f"{file.path} has routed experts, which {arch} models here do not; use a dense model")
-        return cls(
-            positive(file, f"{arch}.block_count", limit=1024),
-            n_embd,
-            0 if routed else positive(file, f"{arch}.feed_forward_length"),
-            n_head,
-            kv_heads(file, arch, n_head),
-            head_size,
-            epsilon(file, arch),
-            Rope.from_gguf(file, arch, head_size, neox, yarn=True),
-            positive(file, f"{arch}.context_length", limit=1 << 31),
-        )
+        return {
+            "n_layer": positive(file, f"{arch}.block_count", limit=1024),
+            "n_embd": n_embd,
+            "n_ff": 0 if routed else positive(file, f"{arch}.feed_forward_length"),
+            "n_head": n_head,
+            "n_head_kv": kv_heads(file, arch, n_head),
+            "head_size": head_size,
+            "eps": epsilon(file, arch),
+            "rope": Rope.from_gguf(file, arch, head_size, neox, yarn),
+            "context_length": positive(file, f"{arch}.context_length", limit=1 << 31),
+        }
 
 
 class Qwen3(Model):
