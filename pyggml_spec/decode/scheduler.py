@@ -355,7 +355,7 @@ class Scheduler:
                 if len(engine.slots) == 1:
                     stream._counters = Counters(engine)
                 if request.speculating and self.widths is not None:
-                    stream._drafted = self.widths.begin()
+                    stream._drafted = self.widths.begin(alone=len(engine.slots) == 1)
                 self._enter(stream)
                 self._active.append(stream)
 
