@@ -92,11 +92,15 @@ lib.ask_extra_bufts()  # the first time, ggml writes to stderr if the kernel ref
 LOST: list[Callable[[], str | None]] = []  # who knows why a device that was there is gone (rpc.py); empty without workers
 
 
+def why_absent() -> str | None:
+    """What to say of a worker that is lost; None while all are there."""
+    return next((why for ask in LOST if (why := ask()) is not None), None)
+
+
 def check_present() -> None:
     """Raises DeviceError where a worker is lost: what is read of one is zero, and what is asked of one fails for no other reason."""
-    for ask in LOST:
-        if (why := ask()) is not None:
-            raise DeviceError(why)
+    if (why := why_absent()) is not None:
+        raise DeviceError(why)
 
 
 def check(status: int, err: CData) -> None:

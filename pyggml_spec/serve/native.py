@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from ..ggml.library import why_absent
 from . import fields
 from .answer import Answer, Delta, job_prompt, metrics, speculation
 from .conversation import read_chat, render_chat, sequence_asks
@@ -208,8 +209,10 @@ async def count_chat_tokens(context: Context, request: Request) -> Response:
 
 
 async def health(context: Context, request: Request) -> Response:
-    """Whether it works: 503 where there is work and no step has ended for a while."""
+    """Whether it works: 503 where a worker that it computes on is lost, or there is work and no step has ended for a while."""
     age = context.queue.step_age()
+    if (why := why_absent()) is not None:
+        raise ApiError(503, why)
     if context.queue.stuck:
         raise ApiError(503, f"no step has ended for {age:.0f} s although there is work", headers={"retry-after": "30"})
     return json_response({"status": "ok", "last_step_seconds": round(age, 3)})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cli.process import environment, one_sentence, pyspec
 from serve.running import Running
+from workers import Worker, need_library
 
 
 def test_without_the_extra_one_sentence_names_the_command(tmp_path):
@@ -111,3 +112,17 @@ def test_the_outside_check_is_told_as_it_was():
     assert f"llama-server passes {len(told['cases'])}\nof {every} " in page
     assert f"passes {len(passing)} of these {len(told['cases'])}, and\nthe {len(told['cases']) - len(passing)} others" in page
     assert all(len(how) > 15 for how in told["cases"].values() if how != "passes")
+
+
+def test_a_server_whose_worker_is_lost_says_so():
+    """Whoever balances several servers asks for their health."""
+    need_library()
+    with Worker() as worker:
+        running = Running("--device", worker.device, "--slots", 1, "--draft-width", 2)
+        try:
+            assert running.ok("/v1/completions", prompt="x", max_tokens=2) and running.http.get("/health").status_code == 200
+            worker.kill()
+            for response in (running.post("/v1/completions", prompt="x", max_tokens=2), running.http.get("/health")):
+                assert response.status_code in (500, 503) and f"the worker 127.0.0.1:{worker.port} is lost" in response.text
+        finally:
+            assert running.end() == 0
