@@ -286,7 +286,8 @@ class _Examination:
             return
         with closing(engine):
             yield templates.compare(engine, self.subject.tokenizer, probe, reading, self.subject.prompts[:2], self.subject.tokens)
-            yield from running.examine(engine, self.subject.ids, tokens, base)
+            ranked = probe.measure(replace(reading, ranked=True))
+            yield from running.examine(engine, self.subject.ids, tokens, base, ranked)
 
 
 def _misfit_of(drafter, target) -> str:

@@ -5,9 +5,10 @@ its anchor and itself, as when it is drafted while running; because nothing is v
 one graph per text, and the same blocks are compared draft by draft.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from .evidence import Passage
 
 JUDGED = 6  # drafts of each block whose likelihood is compared
 FLOOR = 1e-6  # smallest probability that is told from 0
+BEST = 8  # of a row's choices, whose ranks are looked at
 KNOWN = 32  # tokens that are known behind every anchor
 MAX_LOGITS = 1 << 26  # values of one graph's draft logits
 
@@ -36,6 +38,7 @@ class Reading:
         feature_scale: what the target's hidden states are multiplied with first.
         features_of: 1 gives every passage the hidden states of the next one.
         capped: whether draft logits are capped as the files say.
+        ranked: whether the best choices of every row are looked at, too.
     """
 
     hp: Hparams
@@ -43,6 +46,7 @@ class Reading:
     feature_scale: float = 1.0
     features_of: int = 0
     capped: bool = True
+    ranked: bool = False
 
     def but(self, **changes: Any) -> "Reading":
         """This reading with other hyper-parameters."""
@@ -56,12 +60,15 @@ class Measured:
     drafts: I32 [blocks * (width - 1)], the drafted ids.
     likelihood: F32 [blocks, JUDGED], log of the probability that the drafter gives to what really comes, for the first drafts of each block.
     finite: whether all hidden states of all blocks were finite.
+    ranks, behind: I32 [blocks], as ``ranks_of`` gives them, of readings that are ``ranked``; empty otherwise.
     """
 
     matched: np.ndarray
     drafts: np.ndarray
     likelihood: np.ndarray
     finite: bool
+    ranks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    behind: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def tokens_per_block(self) -> float:
@@ -84,10 +91,10 @@ class Probe:
             EngineError: no memory for the blocks of one passage.
         """
         parts = [self._passage(reading, i) for i in range(len(self.passages))[passages]]
-        matched, drafts, likelihood = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("matched", "drafts", "likelihood")
+        matched, drafts, likelihood, ranks, behind = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("matched", "drafts", "likelihood", "ranks", "behind")
         )
-        return Measured(matched, drafts, likelihood, all(part.finite for part in parts))
+        return Measured(matched, drafts, likelihood, all(part.finite for part in parts), ranks, behind)
 
     def anchors(self, passage: Passage) -> np.ndarray:
         """Positions of pending tokens, spread over the continuation as far as the longest block's drafts are known."""
@@ -100,7 +107,7 @@ class Probe:
         n_context, n_rows = int(anchors.max()), hp.block_size * len(anchors)
         features = self._features(reading, index, n_context)
         span = padded(n_context + n_rows)
-        room = features.nbytes + 2 * span * n_rows * len(set(hp.window)) + 64 * (n_context + n_rows) + 8192
+        room = features.nbytes + 8 * BEST * n_rows + 2 * span * n_rows * len(set(hp.window)) + 64 * (n_context + n_rows) + 8192
         with ExitStack() as stack:
             kv = stack.enter_context(closing(KVCache(self.backend, self.drafter.kv_shapes(), span, 1)))
             io = stack.enter_context(closing(StepIO(self.backend, room)))
@@ -116,7 +123,12 @@ class Probe:
             chances = fields.host["chances"].reshape(len(anchors), hp.block_size)[:, 1 : 1 + JUDGED]
             likelihood = np.log(np.maximum(np.nan_to_num(chances), FLOOR))
             finite = bool(np.isfinite(fields.host["sum"]).all())
-        return Measured(_matched(drafts, passage.tokens, anchors), drafts.ravel(), likelihood, finite)
+            ranks = behind = np.empty(0, np.int32)
+            if reading.ranked:
+                ids, values = (fields.host[name].reshape(len(anchors), hp.block_size, -1)[:, 1:] for name in ("best", "best_logits"))
+                best = np.take_along_axis(ids, np.argsort(-values, axis=-1, kind="stable"), -1)
+                ranks, behind = ranks_of(best, drafts, passage.tokens, anchors)
+        return Measured(_matched(drafts, passage.tokens, anchors), drafts.ravel(), likelihood, finite, ranks, behind)
 
     def _features(self, reading: Reading, index: int, n_context: int) -> np.ndarray:
         """F32 [n_context, n_embd * layers]."""
@@ -142,6 +154,10 @@ class Probe:
         f.output("sum", "f32", g.sum_rows(hidden))
         logits = self._logits(g, model, hidden, reading.capped)
         f.output("drafts", "i32", g.argmax(logits))
+        if reading.ranked:
+            best, values = g.largest(logits, min(BEST, logits.ne[0]))
+            f.output("best", "i32", best)
+            f.output("best_logits", "f32", values)
         f.output("chances", "f32", g.rows(g.shaped(g.softmax(logits), 1, logits.ne[0] * n_rows), coming))
 
     def _logits(self, g: Graph, model, hidden, capped: bool):
@@ -197,3 +213,23 @@ def _matched(drafted: np.ndarray, tokens: np.ndarray, anchors: np.ndarray) -> np
         wrong = np.flatnonzero(drafted[b, : len(known)] != known)
         out[b] = wrong[0] if wrong.size else len(known)
     return out
+
+
+def ranks_of(
+    best: np.ndarray, drafts: np.ndarray, tokens: np.ndarray, anchors: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each block, I32 [blocks] each: the target's token's rank among the drafter's ``best``, I32 [blocks, drafts, BEST] from the best on, at
+    the first wrong one of its ``drafts``, I32 [blocks, drafts]: 2 to BEST, 0 if it is none of them, -1 if none was wrong where the text is
+    known; and whether the draft behind that one is right, -1 if nobody knows. ``tokens``: the text, ``anchors``: where blocks begin in it."""
+    ranks, behind = np.full(len(anchors), -1, np.int32), np.full(len(anchors), -1, np.int32)
+    for b, anchor in enumerate(anchors):
+        known = tokens[anchor + 1 : anchor + 1 + drafts.shape[1]]
+        wrong = np.flatnonzero(drafts[b, : len(known)] != known)
+        if not wrong.size:
+            continue
+        at = int(wrong[0])
+        place = np.flatnonzero(best[b, at] == known[at])
+        ranks[b] = place[0] + 1 if place.size else 0
+        if at + 1 < len(known):
+            behind[b] = drafts[b, at + 1] == known[at + 1]
+    return ranks, behind

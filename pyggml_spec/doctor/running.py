@@ -14,6 +14,7 @@ from ..decode.stats import Stats
 from ..decode.width import WidthControl
 from ..engine.engine import Engine
 from ..engine.options import candidate_widths
+from . import trees
 from .probe import Measured
 from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
 
@@ -275,8 +276,8 @@ def chain(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Meas
     return Measured(np.array(matched or [0]), np.concatenate(drafts or [np.empty(0, np.int32)]), np.empty((0, 0)), finite)
 
 
-def examine(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, base: Measured) -> list[Check]:
-    """All checks that run generations."""
+def examine(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, base: Measured, ranked: Measured | None = None) -> list[Check]:
+    """All checks that run generations. ``ranked``: the same blocks with the drafter's best choices, where there are such."""
     costs = _costs(engine, base)
     longest = max(prompts, key=len)
     checks = [check(engine, longest, tokens) for check in (micro_batches, repeated_prompt, cache_hit)]
@@ -287,4 +288,4 @@ def examine(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, base:
     for prompt in prompts:  # interleaved: a machine that slows down does so to both
         plain.append(speculate(engine, prompt, tokens, mode=PLAIN))
         chosen.append(speculate(engine, prompt, tokens, widths=WidthControl.measured_for(engine.drafter.method, costs)))
-    return [*checks, time_split(engine, full, engine.options.width), *pays(costs, base, plain, chosen)]
+    return [*checks, time_split(engine, full, engine.options.width), *pays(costs, base, plain, chosen), trees.check(ranked or base, costs)]

@@ -92,7 +92,7 @@ def test_a_whole_examination():
         "build", "tokenizer", "mask embedding", "drafter weights", "target weights", "features", "target layers", "mask token", "block size", "rope base", "rope sections",
         "embedding scale", "attention scale", "activation", "sliding window", "block direction", "soft-cap", "fit to this target", "drafter quantisation",
         "target quantisation", "template and thinking", "micro-batches", "repeated prompt", "cache hit", "acceptance", "graph replay",
-        "repeated step", "time split", "break-even", "speed-up",
+        "repeated step", "time split", "break-even", "speed-up", "trees",
     ]  # fmt: skip
     assert not report.failed, [(c.name, c.found) for c in report.failed]
     assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["passed"] is True
