@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Do replayed CUDA graphs, and kernels that overlap (GGML_CUDA_PDL), compute bit for bit what single launches compute?
 
-    check_replay.py --device CUDA0                                # tiny random models of every architecture
+    check_replay.py --device CUDA0                                # tiny random models of every architecture, and drafters of every kind
+    check_replay.py --device CUDA0 --only drafter                 # those whose names contain a word
     check_replay.py --device CUDA0 -m target.gguf -md drafter.gguf
 
 Each way runs in a process of its own, because ggml-cuda reads its switches once: logits of plain steps, alone and of two slots, and of blocks
@@ -18,11 +19,14 @@ from pathlib import Path
 
 import numpy as np
 from random_gguf import archs
+from random_gguf.dflash2 import write_dflash2, write_dspark
+from random_gguf.eagle3 import write_eagle3
+from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.engine.options import candidate_widths
-from pyggml_spec.engine.slot import Prompt, Verify
+from pyggml_spec.engine.slot import Draft, Prompt, Verify
 
 SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
 WAYS = {"replayed, overlapping": {}, "replayed": {"GGML_CUDA_PDL": "0"}, "overlapping": {"GGML_CUDA_DISABLE_GRAPHS": "1"}}
@@ -32,9 +36,20 @@ TARGETS = archs.WRITERS | {
     "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False),
     "gemma4, routed": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=0, routed=True),
 }
+DRAFTERS = {
+    "dflash2": ("qwen35", lambda path, shape, quant: write_dflash2(path, shape, quant, block=16)),
+    "dspark": ("qwen3", lambda path, shape, quant: write_dspark(path, shape, quant, block=15, own=("head",), tokens=200)),
+    "eagle3": ("llama", lambda path, shape, quant: write_eagle3(path, shape, quant, tokens=200)),
+    "gemma4-assistant": ("gemma4", write_gemma4_assistant),
+}
 
 
 def pairs(args, folder: Path):
+    """Those of ``all_pairs`` that are asked for."""
+    return (found for found in all_pairs(args, folder) if args.only in found[0])
+
+
+def all_pairs(args, folder: Path):
     """(name, target, drafter), tiny ones written one after the other."""
     if args.model:
         yield Path(args.model).stem, args.model, args.model_draft
@@ -43,6 +58,10 @@ def pairs(args, folder: Path):
     for name, write in TARGETS.items():
         for quant in ("F32", "Q8_0", "Q4_K", *(("MXFP4",) if name == "gpt-oss" else ())):
             yield f"{name}, {quant}", write(folder / "target.gguf", Shape(), quant), drafter
+    for name, (arch, write) in DRAFTERS.items():
+        for quant in ("F32", "Q8_0", "Q4_K"):
+            target = TARGETS[arch](folder / "target.gguf", Shape(), quant)
+            yield f"{name} drafter, {quant}", target, write(folder / "drafter.gguf", Shape(), quant)
 
 
 def measure(args) -> None:
@@ -60,6 +79,7 @@ def measure(args) -> None:
                 out[f"{name}|two slots"] = slots(session, tokens)
                 if drafter:
                     out[f"{name}|drafts"] = drafts(engine, tokens)
+                    out[f"{name}|drafts, two slots"] = drafts_of_slots(session, tokens)
     np.savez(args.dump, **out)
 
 
@@ -106,6 +126,21 @@ def drafts(engine, tokens: list[int]) -> np.ndarray:
     return np.stack(out)
 
 
+def drafts_of_slots(session, tokens: list[int]) -> np.ndarray:
+    """I32 [STEPS, 2, width]: blocks of two slots at once."""
+    with session.batch(2) as scheduler:
+        engine = scheduler.engine
+        both = [engine.admit() for _ in range(2)]
+        engine.step({slot: Prompt(tokens[slot : slot + 30]) for slot in both})
+        out = []
+        for at in range(PROMPT, PROMPT + STEPS):
+            done = engine.step({slot: Draft(engine.options.width) for slot in both})
+            out.append(np.stack([done[slot].tokens for slot in both]))
+            for slot in both:
+                engine.accept(1 + slot, tokens[at + slot], slot)
+    return np.stack(out)
+
+
 def run(argv: list[str], folder: Path, name: str, switches: dict[str, str]) -> dict[str, np.ndarray]:
     env = {key: value for key, value in os.environ.items() if key not in SINGLE} | switches
     dump = folder / f"{name}.npz"
@@ -121,6 +156,7 @@ def main() -> int:
     parser.add_argument("-m", "--model")
     parser.add_argument("-md", "--model-draft")
     parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--only", default="", metavar="WORD", help="pairs whose names contain it")
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dump:
