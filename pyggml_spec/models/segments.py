@@ -15,6 +15,7 @@ from ..ggml.host_experts import ExpertCounts
 from ..ggml.library import Tensor
 from .base import Target
 from .dflash import DFlash
+from .eagle3 import Eagle3
 from .mtp import MTP
 from .placement import Placement
 from .team import Drafts
@@ -120,7 +121,7 @@ def _shares(on_cpu: Sequence[bool], free: Sequence[int], need: int) -> list[floa
 def check_drafter(drafter: Drafts | None) -> None:
     """Raises PairError for a drafter that reads what may be on another device."""
     for member in drafter.members if drafter is not None else ():
-        if not isinstance(member, (DFlash, MTP)):
+        if not isinstance(member, (DFlash, Eagle3, MTP)):
             raise PairError(f"{member.title} drafts as {member.method}, which needs its target on one device: name one with `device`")
 
 

@@ -8,6 +8,7 @@ import pytest
 from models.test_archs import TARGETS
 from pairs import write_pair
 from random_gguf.archs import write_gemma4, write_qwen35moe
+from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash
 from random_gguf.mtp import write_mtp_target
 
@@ -244,18 +245,21 @@ def test_what_cannot_be_split(tmp_path):
             ps.load(target, draft, device=device, threads=1, n_ctx=256, tensor_split=shares)
 
 
-def test_drafters_that_need_their_target_on_one_device_say_so():
-    from pyggml_spec.models.drafter import Drafter
-    from pyggml_spec.models.segments import check_drafter
+@pytest.mark.parametrize("name", ["eagle3", "dflash2", "dspark"])
+def test_other_drafters(tmp_path, name):
+    target, draft = write_pair(tmp_path, name)
+    with loaded(target, draft, draft_width=8) as session:
+        alone = trace(session, (1, 2, 7))
+    for cuts in ((1,), (2, 3)):
+        with loaded(target, draft, cuts, draft_width=8) as session:
+            assert equal(alone, trace(session, (1, 2, 7))), cuts
 
-    class Other(Drafter):
-        method, title = "draft-other", "other.gguf"
 
-        def __init__(self):
-            pass
-
-    with pytest.raises(PairError, match=r"other.gguf drafts as draft-other, which needs its target on one device"):
-        check_drafter(Other())
+def test_a_drafter_that_reads_rows_of_its_target_needs_it_on_one_device(tmp_path):
+    target = write_gemma4(tmp_path / "t.gguf", Shape(), shared=False)
+    draft = write_gemma4_assistant(tmp_path / "d.gguf", Shape())
+    with pytest.raises(PairError, match=r"d.gguf drafts as draft-mtp, which needs its target on one device: name one with `device`"):
+        ps.load(target, draft, device="CPU,CPU", threads=1, n_ctx=256)
 
 
 @pytest.mark.parametrize(
