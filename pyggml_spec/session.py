@@ -35,7 +35,7 @@ from .models.base import Target
 from .models.drafter import Drafter
 from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target, own_drafter
-from .models.rope import ignored_yarn
+from .models.rope import RopeOptions, ignored_yarn
 from .models.segments import Segment, SplitWeights, check_drafter, split
 from .models.team import Drafts, together
 from .models.weights import Weights
@@ -126,10 +126,12 @@ class Session:
         spec: Methods,
         progress: Progress,
         tensor_split: Sequence[float] | None,
+        rope: RopeOptions | None,
     ) -> "Session":
         started = time.perf_counter()
         backends = self._open(device, threads, kernels)
         file = self._own(GGUFFile(target))
+        file.rope = rope
         self.target = open_target(file)
         for name in dict.fromkeys(backend.device.name for backend in backends):
             self.notes += [note for note in build_notes(pick_device(name)) if note not in self.notes]
@@ -724,6 +726,7 @@ def load(
     no_spec: Sequence[str] = (),
     draft_vocab: int | None = None,
     tensor_split: Sequence[float] | None = None,
+    rope: RopeOptions | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
     """Loads a target and perhaps its drafter; without a target, the embedded pair.
@@ -752,6 +755,7 @@ def load(
             heads take less time, and some drafts are not made. None for all of it.
         tensor_split: how many layers each of several devices gets, in proportion and in the order in which they are named; None takes their free
             memory, and gives a CPU what GPUs have no room for.
+        rope: what holds of positions in place of what the target's file says, to stretch its context: as llama.cpp's options of these names.
 
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.
@@ -786,6 +790,7 @@ def load(
             methods(spec, no_spec, draft_vocab),
             progress,
             tensor_split,
+            rope,
         )
     except BaseException:
         session.close()

@@ -208,6 +208,39 @@ def split_options(command):
     return wrapped
 
 
+def rope_options(command):
+    """--rope-scaling and its companions: the keyword argument ``rope`` as ``load`` takes it."""
+    names = {
+        "--rope-freq-base": "freq_base", "--rope-freq-scale": "freq_scale", "--yarn-orig-ctx": "orig_ctx", "--yarn-ext-factor": "ext_factor",
+        "--yarn-attn-factor": "attn_factor", "--yarn-beta-slow": "beta_slow", "--yarn-beta-fast": "beta_fast",
+    }  # fmt: skip
+
+    @wraps(command)
+    def wrapped(*args, rope_scaling, rope_scale, **more):
+        given = {name: value for name in names.values() if (value := more.pop(f"rope_{name}")) is not None}
+        if rope_scale is not None:
+            if "freq_scale" in given:
+                raise click.UsageError("--rope-scale and --rope-freq-scale say the same thing; give one of them")
+            given["freq_scale"] = 1.0 / rope_scale
+        if rope_scaling is None and not given:
+            return command(*args, rope=None, **more)
+        from ..models.rope import RopeOptions  # `pyspec --help` needs no ggml
+
+        return command(*args, rope=RopeOptions(rope_scaling, **given), **more)
+
+    for option, name in names.items():
+        kind = click.IntRange(0, 1 << 30) if name == "orig_ctx" else click.FloatRange(0)
+        wrapped = click.option(option, f"rope_{name}", type=kind, hidden=True)(wrapped)
+    scale = click.FloatRange(0, min_open=True)
+    wrapped = click.option("--rope-scale", type=scale, metavar="N", help="Stretch the context to N times its length.")(wrapped)
+    return click.option(
+        "--rope-scaling",
+        type=click.Choice(["none", "linear", "yarn"]),
+        help="How positions are stretched. Default: as the model file says. --rope-freq-base, --rope-freq-scale, --yarn-orig-ctx, "
+        "--yarn-ext-factor, --yarn-attn-factor, --yarn-beta-slow and --yarn-beta-fast are taken too.",
+    )(wrapped)
+
+
 def loading_options(command):
     """How a pair is loaded, beside ``target_options``: what every command takes that generates."""
     for options in (
@@ -218,6 +251,7 @@ def loading_options(command):
         graphs_option,
         llama_cpp_options,
         split_options,
+        rope_options,
     ):
         command = options(command)
     return command

@@ -124,6 +124,7 @@ class GGUFFile:
     """An open GGUF: ``metadata`` (str keys), ``tensors`` (name to TensorInfo). Close it, or use it in a ``with`` block.
 
     A model in several files is opened by any of them, and is one: ``path`` is then that of the first part.
+    ``rope``: what a caller asks for in place of its keys of positions, see ``models.rope.RopeOptions``.
 
     Raises:
         GGUFError: the file is missing, is not a GGUF, or contradicts itself; a part of the model is missing or of another one. One sentence
@@ -134,6 +135,7 @@ class GGUFFile:
     metadata: dict
     tensors: dict[str, TensorInfo]
     version: int
+    rope: Any = None
 
     def __init__(self, path: str | Path) -> None:
         self._parts: list[GGUFFile] = []  # of a model in several files

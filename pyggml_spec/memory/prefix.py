@@ -427,6 +427,7 @@ def layout_of(
         "chunk": engine.options.chunk,
         "cache": engine.sequence.describe(),
         "device": f"{device.kind} {device.description}, {engine.backend.threads} threads, {engine.backend.kernels} kernels",  # attention on the CPU sums by thread
+        **({"rope": repr(engine.target.file.rope)} if engine.target.file.rope is not None else {}),
         **({"split": ", ".join(map(str, engine.parts.segments))} if len(engine.parts.segments) > 1 else {}),
         "build": hashlib.sha256(repr(kernels_in_use()).encode()).hexdigest()[
             :32

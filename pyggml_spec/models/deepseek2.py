@@ -122,7 +122,7 @@ class Hparams:
         if rope.yarn[0] and cls._log_multiplier(file, arch):
             # mscale and mscale_all_dim are taken to be equal, so that rows keep their length: only what ggml multiplies them with is cancelled
             magnitude = np.float32(file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)) * (np.float32(1) / _grown(rope.scale))
-            return Rope(rope.n_rot, rope.base, rope.scale, False, (1.0, float(magnitude), *rope.yarn[2:]), rope.n_ctx_orig)
+            return Rope(rope.n_rot, rope.base, rope.scale, False, (rope.yarn[0], float(magnitude), *rope.yarn[2:]), rope.n_ctx_orig)
         return rope
 
     @classmethod

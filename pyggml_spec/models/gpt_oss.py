@@ -38,7 +38,7 @@ class Hparams(Qwen3Hparams):
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str, neox: bool = True, routed: bool = True) -> "Hparams":
-        common = cls.common(file, arch, neox, routed, alike=(*OF_SLIDING, "rope.dimension_count"))
+        common = cls.common(file, arch, neox, routed, asks=False, alike=(*OF_SLIDING, "rope.dimension_count"))
         window, sliding = windowed_layers(file, arch, common["n_layer"], period=2, full_last=True)
         base = file.get(f"{arch}.rope.freq_base_swa", float, common["rope"].base)
         if base <= 0:

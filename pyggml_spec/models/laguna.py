@@ -50,7 +50,7 @@ class Hparams:
         heads, heads_kv = layer_heads(file, arch, n_layer)
         size = size_of_heads(file, arch, n_embd // heads[0], *OF_SLIDING)
         window, sliding = sliding_layers(file, arch, n_layer)
-        rope = Rope.from_gguf(file, arch, size, yarn=True)
+        rope = Rope.from_gguf(file, arch, size, yarn=True, asks=False)
         gating = file.get(f"{arch}.expert_gating_func", int, SIGMOID) or SIGMOID
         if gating not in (SOFTMAX, SIGMOID):
             raise ModelError(f"{file.path}: expert_gating_func is {gating}; {SOFTMAX} (softmax) and {SIGMOID} (sigmoid) are supported")

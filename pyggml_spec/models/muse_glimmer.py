@@ -36,7 +36,7 @@ class Hparams(Qwen3Hparams):
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str, neox: bool = False, routed: bool = False) -> "Hparams":
-        common = cls.common(file, arch, neox, routed, yarn=False, alike=OF_SLIDING)
+        common = cls.common(file, arch, neox, routed, yarn=False, asks=False, alike=OF_SLIDING)
         window, sliding = windowed_layers(file, arch, common["n_layer"], full_last=True)
         base = file.get(f"{arch}.rope.freq_base_swa", float, common["rope"].base)
         # 30 without the key, as llama.cpp has it

@@ -41,9 +41,15 @@ class Hparams:
 
     @staticmethod
     def common(
-        file: GGUFFile, arch: str, neox: bool = True, routed: bool = False, yarn: bool = True, alike: tuple[str, ...] = ()
+        file: GGUFFile,
+        arch: str,
+        neox: bool = True,
+        routed: bool = False,
+        yarn: bool = True,
+        asks: bool = True,
+        alike: tuple[str, ...] = (),
     ) -> dict[str, Any]:
-        """The fields above by name; ``yarn`` and ``alike`` as in ``Rope.from_gguf`` and ``size_of_heads``."""
+        """The fields above by name; ``yarn``, ``asks`` and ``alike`` as in ``Rope.from_gguf`` and ``size_of_heads``."""
         n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
         head_size = size_of_heads(file, arch, n_embd // n_head, *alike)
         if not routed and file.get(f"{arch}.expert_count", int, 0):
@@ -56,7 +62,7 @@ class Hparams:
             "n_head_kv": kv_heads(file, arch, n_head),
             "head_size": head_size,
             "eps": epsilon(file, arch),
-            "rope": Rope.from_gguf(file, arch, head_size, neox, yarn),
+            "rope": Rope.from_gguf(file, arch, head_size, neox, yarn, asks),
             "context_length": positive(file, f"{arch}.context_length", limit=1 << 31),
         }
 

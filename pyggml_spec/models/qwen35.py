@@ -54,7 +54,7 @@ class Hparams:
         recurrent = tuple((i + 1) % every != 0 for i in range(n_layer)) if flags is None else tuple(bool(flag) for flag in flags)[:n_layer]
         if n_layer < 1 or len(recurrent) != n_layer or not any(recurrent):
             raise ModelError(f"{file.path}: {n_layer} layers with {sum(recurrent)} recurrent ones is not a {arch} model")
-        rope = Rope.from_gguf(file, arch, head_size)
+        rope = Rope.from_gguf(file, arch, head_size, yarn=True)
         if not grouped:
             rope.check_sections(file, arch, interleaved=True)
         return cls(

@@ -10,6 +10,42 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .hparams import positive
 
+KINDS = ("none", "linear", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeOptions:
+    """What a caller asks for in place of what a model file says of positions; None leaves it to the file. Names and meanings are llama.cpp's.
+
+    Attributes:
+        scaling: "none", "linear" or "yarn".
+        freq_scale: positions are multiplied with it: 0.25 for four times the context.
+        freq_base: of the frequencies.
+        orig_ctx: yarn: tokens of context that the model was trained with.
+        ext_factor: yarn: 1 extrapolates fully, 0 interpolates only.
+        attn_factor: what rotated rows are multiplied with, where ``ext_factor`` is 0; llama.cpp takes its own factor otherwise.
+        beta_slow, beta_fast: yarn: between which numbers of rotations a frequency goes from interpolated to extrapolated.
+
+    Raises:
+        ModelError: a value out of range.
+    """
+
+    scaling: str | None = None
+    freq_scale: float | None = None
+    freq_base: float | None = None
+    orig_ctx: int | None = None
+    ext_factor: float | None = None
+    attn_factor: float | None = None
+    beta_slow: float | None = None
+    beta_fast: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling is not None and self.scaling not in KINDS:
+            raise ModelError(f"the rope scaling {self.scaling!r} is none of {', '.join(KINDS)}")
+        for name, value in vars(self).items():
+            if name != "scaling" and value is not None and not 0 <= value < 1 << 31:
+                raise ModelError(f"the rope option `{name}` is {value:g}; it has to be 0 or more, and below {1 << 31}")
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -27,29 +63,44 @@ class Rope:
     n_ctx_orig: int = 0
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, arch: str, head_size: int, neox: bool = True, yarn: bool = False) -> "Rope":
+    def from_gguf(cls, file: GGUFFile, arch: str, head_size: int, neox: bool = True, yarn: bool = False, asks: bool = True) -> "Rope":
         """Reads `rope.dimension_count`, `rope.freq_base` and `rope.scaling.*`; ``yarn`` says whether that scaling is supported too.
+
+        ``asks`` False: a caller cannot ask for something else, because llama.cpp then stretches the sliding layers in a way of their own.
 
         Raises:
             ModelError: another scaling type, which would give wrong positions silently.
         """
-        kinds = ("none", "linear", "yarn") if yarn else ("none", "linear")
+        kinds = KINDS if yarn else KINDS[:2]
+        if file.rope is not None and not asks:
+            raise ModelError(
+                f"{arch} models take no rope options: they have sliding layers, which would keep other positions; leave them out"
+            )
+        asked = file.rope or RopeOptions()
         # a factor without a type is linear scaling, as in llama.cpp
-        kind = file.get(f"{arch}.rope.scaling.type", str, "linear")
+        kind = asked.scaling or file.get(f"{arch}.rope.scaling.type", str, "linear")
         factor = file.get(f"{arch}.rope.scaling.factor", float, file.get(f"{arch}.rope.scale_linear", float, 0.0))
-        if kind not in kinds:
+        if kind not in kinds or (not yarn and asked.ext_factor):
             raise ModelError(f"{file.path} uses rope scaling of the type {kind!r}; {arch} files with {', '.join(kinds)} are supported")
         if factor < 0:
             raise ModelError(f"{file.path}: rope.scaling.factor is {factor}, but it cannot be negative")
         n_rot, base = cls._rotated(file, arch, head_size)
-        scale = float(np.float32(1) / np.float32(factor)) if kind != "none" and factor > 0 else 1.0
+        base = asked.freq_base or base
+        scale = asked.freq_scale or (float(np.float32(1) / np.float32(factor)) if factor > 0 else 1.0)
+        scale = scale if kind != "none" else 1.0
         magnitude = file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)
-        if kind != "yarn":
-            return cls(n_rot, base, scale, neox, (0.0, magnitude, 32.0, 1.0))
+        betas = tuple(default if value is None else value for value, default in ((asked.beta_fast, 32.0), (asked.beta_slow, 1.0)))
+        extrapolation = (1.0 if kind == "yarn" else 0.0) if asked.ext_factor is None else asked.ext_factor
+        if not extrapolation:
+            magnitude *= 1.0 if asked.attn_factor is None else asked.attn_factor
+            return cls(n_rot, base, scale, neox, (0.0, magnitude, *betas))
         if base <= 1 or not 0 < scale <= 1:
-            raise ModelError(f"{file.path}: yarn scaling needs rope.freq_base {base} above 1 and rope.scaling.factor {factor} of 1 or more")
-        n_ctx_orig = positive(file, f"{arch}.rope.scaling.original_context_length", file.get(f"{arch}.context_length", int), (1 << 31) - 1)
-        return cls(n_rot, base, scale, neox, (1.0, float(cls._magnitude(scale) * np.float32(magnitude)), 32.0, 1.0), n_ctx_orig)
+            raise ModelError(
+                f"{file.path}: yarn scaling needs rope.freq_base {base} above 1 and rope.scaling.factor {1 / scale:g} of 1 or more"
+            )
+        trained = file.get(f"{arch}.context_length", int)
+        n_ctx_orig = asked.orig_ctx or positive(file, f"{arch}.rope.scaling.original_context_length", trained, (1 << 31) - 1)
+        return cls(n_rot, base, scale, neox, (extrapolation, float(cls._magnitude(scale) * np.float32(magnitude)), *betas), n_ctx_orig)
 
     @staticmethod
     def _rotated(file: GGUFFile, arch: str, head_size: int, suffix: str = "", default: tuple = (None, 10000.0)) -> tuple[int, float]:

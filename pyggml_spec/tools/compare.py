@@ -12,6 +12,7 @@ from ..ggml.device import Backend, pick_device
 from ..gguf_io import GGUFFile
 from ..memory.kv_types import KVTypes
 from ..models.registry import open_target
+from ..models.rope import RopeOptions
 from ..models.weights import Weights
 from .reference import LlamaReference
 
@@ -50,10 +51,11 @@ def compare_logits(
     kernels: str | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
+    rope: RopeOptions | None = None,
 ) -> Comparison:
     """Feeds ``tokens`` random ids to both engines, in graphs of exactly the same number of rows, then decodes 64 tokens greedily on both.
 
-    ``kernels``: as for ``load``. ggml's give llama.cpp's logits bit for bit; our own sum in another order.
+    ``kernels``, ``rope``: as for ``load``. ggml's give llama.cpp's logits bit for bit; our own sum in another order.
 
     Raises:
         ContextError: more tokens than the model's context.
@@ -69,6 +71,7 @@ def compare_logits(
 
     try:
         file = own(GGUFFile(path))
+        file.rope = rope
         target = open_target(file)
         if tokens + GREEDY_TOKENS > target.context_length:
             raise ContextError(
@@ -78,7 +81,7 @@ def compare_logits(
         target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_alike()))
         n_ctx = tokens + GREEDY_TOKENS
         engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv)))
-        reference = own(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv))
+        reference = own(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope))
         ids = np.random.default_rng(seed).integers(0, target.n_vocab, tokens).tolist()
         ours, theirs = engine.logits(ids), reference.logits(ids)
         greedy = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()))

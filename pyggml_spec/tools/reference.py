@@ -10,13 +10,23 @@ from ..errors import DeviceError, ModelError
 from ..ggml.device import Device, devices
 from ..ggml.library import FITNESS
 from ..memory.kv_types import KVTypes
+from ..models.rope import KINDS, RopeOptions
 from ..text import tokenizer as _quiet  # noqa: F401  (silences llama.cpp's log)
 
 
 class LlamaReference:
     """A llama.cpp model and context: flash attention on, micro-batches as large as the chunk. Owns both."""
 
-    def __init__(self, path: str | Path, device: Device, n_ctx: int, chunk: int, threads: int, kv: KVTypes = KVTypes()):
+    def __init__(
+        self,
+        path: str | Path,
+        device: Device,
+        n_ctx: int,
+        chunk: int,
+        threads: int,
+        kv: KVTypes = KVTypes(),
+        rope: RopeOptions | None = None,
+    ):
         params = llama_cpp.llama_model_default_params()
         here = device.kind not in ("cpu", "rpc")  # of a worker, the processor of this machine is the reference
         params.n_gpu_layers = -1 if here else 0
@@ -32,6 +42,8 @@ class LlamaReference:
         options.n_threads = options.n_threads_batch = max(1, threads)
         options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         options.type_k, options.type_v = kv.ids
+        if rope is not None:
+            self._rotate(options, rope)
         self._ctx = llama_cpp.llama_init_from_model(self._model, options)
         if not self._ctx:
             llama_cpp.llama_model_free(self._model)
@@ -39,6 +51,16 @@ class LlamaReference:
         self._batch = llama_cpp.llama_batch_init(chunk, 0, 1)
         self.chunk, self.used = chunk, 0
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    @staticmethod
+    def _rotate(options, rope: RopeOptions) -> None:
+        if rope.scaling is not None:
+            options.rope_scaling_type = KINDS.index(rope.scaling)
+        given = {"rope_freq_base": rope.freq_base, "rope_freq_scale": rope.freq_scale, "yarn_orig_ctx": rope.orig_ctx}
+        given |= {f"yarn_{name}": getattr(rope, name) for name in ("ext_factor", "attn_factor", "beta_slow", "beta_fast")}
+        for name, value in given.items():
+            if value is not None:
+                setattr(options, name, value)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """Logits of every token, behind what was computed before. F32 [T, n_vocab]."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from cli.conftest import PROMPT
 from cli.process import pyspec
+from random_gguf.archs import write_qwen3
 
 from pyggml_spec.cli.llama_cpp import _place_layers
 from pyggml_spec.errors import PyspecError
@@ -59,3 +60,13 @@ def test_what_they_cannot_have(options, words):
 
 def test_they_are_not_in_the_help():
     assert "-ngl" not in pyspec("run", "--help").stdout.decode()
+
+
+def test_positions_can_be_stretched(tmp_path):
+    run = ["run", "-m", write_qwen3(tmp_path / "t.gguf"), "-t", 1, "-p", PROMPT * 4, "-n", 24, "--ignore-eos"]
+    plain, same = pyspec(*run), pyspec(*run, "--rope-scaling", "linear", "--rope-scale", 1)
+    other = pyspec(*run, "--rope-scaling", "yarn", "--rope-scale", 16, "--yarn-orig-ctx", 64)
+    assert plain.returncode == same.returncode == other.returncode == 0
+    assert plain.stdout == same.stdout != other.stdout
+    twice = pyspec("run", "-p", PROMPT, "--rope-scale", 2, "--rope-freq-scale", 0.5)
+    assert twice.returncode == 2 and "say the same thing" in twice.stderr

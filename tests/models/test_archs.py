@@ -36,6 +36,7 @@ from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.memory.kv import KVCache
 from pyggml_spec.memory.slots import SlotRange
 from pyggml_spec.models.registry import open_target
+from pyggml_spec.models.rope import RopeOptions
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.compare import compare_logits, nmse
 
@@ -531,3 +532,33 @@ def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(
         kernels = [op for op in ops if op not in ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")]
         before = [kernels[i - 1] for i, op in enumerate(kernels) if op == "FLASH_ATTN_EXT"]
         assert len(before) == 4 and before[2:] == ["CONT", "CONT"] and "ROPE" not in before
+
+
+STRETCHED = {
+    "yarn": RopeOptions("yarn", 0.25),
+    "yarn, all of it": RopeOptions("yarn", 0.5, 5e5, 128, 0.75, 1.1, 2.0, 24.0),
+    "linear": RopeOptions("linear", 0.25, 2e4),
+    "factor": RopeOptions("linear", 0.5, attn_factor=1.25),
+    "none": RopeOptions("none", 0.5),
+}
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen35", "qwen35moe"])
+@pytest.mark.parametrize("rope", STRETCHED.values(), ids=STRETCHED)
+def test_positions_as_a_caller_asks_for_them(tmp_path, arch, rope):
+    """Bit for bit llama.cpp's with the same options, over what a file says (qwen3 has yarn of its own here)."""
+    path = TARGETS[arch](tmp_path / "t.gguf", Shape(), **({"yarn": 8.0} if arch == "qwen3" else {}))
+    assert_equal(path, 90, rope=rope)
+
+
+@pytest.mark.parametrize("arch", WINDOWED)
+def test_models_with_sliding_layers_take_no_rope_options(tmp_path, arch):
+    with pytest.raises(ModelError, match=f"{arch} models take no rope options"):
+        assert_equal(TARGETS[arch](tmp_path / "t.gguf"), 8, rope=RopeOptions("none"))
+
+
+def test_rope_options_that_make_no_sense():
+    with pytest.raises(ModelError, match="the rope scaling 'longrope' is none of none, linear, yarn"):
+        RopeOptions("longrope")
+    with pytest.raises(ModelError, match="the rope option `freq_scale` is -1"):
+        RopeOptions(freq_scale=-1.0)
