@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from cli.conftest import PROMPT
 from cli.process import default_interrupt, environment, start
 
@@ -33,6 +34,23 @@ def test_during_decoding(pinned, text, tmp_path):
     assert "ended by: interrupt" in err
     stats = json.loads((tmp_path / "s.json").read_text())
     assert stats["stop_reason"] == "interrupt" and stats["emitted"] == 1 + stats["steps"] + stats["matched"] < 4096
+
+
+@pytest.mark.parametrize("spec", ["draft-mtp", "draft-dflash,draft-mtp"])
+def test_during_decoding_by_chains(spec, tmp_path):
+    """The embedded target's MTP layer, alone and beside the block drafter: the text so far is the plain one, and who drafted what is counted."""
+    args = ["-p", PROMPT, "--ignore-eos", "-c", 2048, "-t", 1, "--device", "CPU"]
+    plain = start("run", *args, "--spec-type", "none", "-n", 64).communicate(timeout=60)[0].decode()
+    process = start("run", *args, "--spec-type", spec, "--stats", tmp_path / "s.json")
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    shown, err = (first + rest).decode(), err.decode()
+    assert process.returncode == 130 and "Traceback" not in err and "ended by: interrupt" in err
+    assert shown.rstrip("\n").startswith(plain.rstrip("\n")) or plain.startswith(shown.rstrip("\n"))
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert stats["stop_reason"] == "interrupt" and stats["emitted"] == 1 + stats["steps"] + stats["matched"] < 2048
+    assert set(stats["drafters"]) <= set(spec.split(","))
 
 
 def test_during_prefill(pinned, tmp_path):

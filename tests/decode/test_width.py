@@ -366,11 +366,21 @@ CHAIN = "draft-mtp"
 
 
 @pytest.mark.parametrize("names", [(DRAFTER,), (CHAIN,), (DRAFTER, CHAIN)], ids=["blocks", "chain", "both"])
-@pytest.mark.parametrize("machine", MACHINES)
-def test_regret_against_the_best_fixed_kind_is_below_four_percent(machine, names):
+@pytest.mark.parametrize(
+    "machine, alone, most",
+    [
+        *((machine, False, 0.04) for machine in MACHINES),
+        ("27B, one H200", True, 0.04),
+        ("the same, patched", True, 0.04),
+        ("own kernels", True, 0.065),
+        ("ggml's kernels", True, 0.105),
+    ],
+)
+def test_regret_against_the_best_fixed_kind_is_bounded(machine, alone, most, names):
     """Recorded drafts of the embedded target's two drafters, 20 texts in six orders: who drafts, how many, and in how many rows they are verified,
     against the one kind of step that hindsight names. With one drafter -1.8 to 2.4 %, with both -0.8 to 3.4 %; both without looks at the other
-    one: 5.5 %, and 9 % in the worst order."""
+    one: 5.5 %, and 9 % in the worst order. A text ``alone`` may lose one plain step only before it has won any, which no fixed choice is bound to:
+    where blocks are dear, that costs more than 4 % of texts of 128 tokens, up to 10 % with ggml's kernels."""
     verify, block, draft = MACHINES[machine]
     costs = {PLAIN_STEP: verify[1]}
     if DRAFTER in names:
@@ -385,12 +395,12 @@ def test_regret_against_the_best_fixed_kind_is_below_four_percent(machine, names
 
         def observe(sequence, kind, matched, control=control):
             if sequence is None:
-                return control.begin()
+                return control.begin(alone)
             return control.observe(1, kind, costs[kind], [sequence], [matched])
 
         order = random.Random(seed).sample(every, len(every))
         gains.append(_replayed(costs, lambda sequence, control=control: control.choose(1, [sequence]), observe, order))
-    assert statistics.mean(gains) > 0.96 * best
+    assert statistics.mean(gains) > (1 - most) * best
 
 
 def test_a_chain_is_verified_in_the_rows_that_cost_least():
