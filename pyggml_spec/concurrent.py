@@ -347,7 +347,6 @@ class ConcurrentSession:
             self._changed.notify()
 
     def _run(self) -> None:
-        meanwhile = None if self._holds else self._deliver
         while True:
             if not self._handles:
                 give_back_threads()  # another session may be going to compute
@@ -355,6 +354,8 @@ class ConcurrentSession:
                 self._changed.wait_for(lambda: self._handles or self._closing)
                 if self._closing and not self._handles:
                     return
+            # the first word about a prompt's progress comes before any of it is computed
+            meanwhile = None if self._holds and not any(handle._told < 0 for handle in self._handles) else self._deliver
             try:
                 if not self._scheduler.step(meanwhile) or self._holds or self._scheduler.idle:
                     self._deliver()

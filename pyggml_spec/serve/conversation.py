@@ -280,7 +280,7 @@ def call_schema(tools: Sequence[dict[str, Any]]) -> str:
     shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     either = []
     for tool in tools:
-        parameters = tool["function"].get("parameters") or {"type": "object"}
+        parameters = fields.meant(tool["function"].get("parameters") or {"type": "object"})
         if isinstance(parameters, dict):
             parameters = dict(parameters)
             for place, known in shared.items():

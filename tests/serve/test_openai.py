@@ -125,6 +125,40 @@ def test_structured_output(client):
     assert got.choices[0].message.content.lstrip().startswith("{")
 
 
+@pytest.mark.parametrize(
+    "schema, right",
+    [
+        ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, lambda value: isinstance(value["a"], int)),
+        ({"items": [{"type": "integer"}]}, lambda value: len(value) == 1 and isinstance(value[0], int)),
+        ({"items": {"enum": [1, 2]}, "maxItems": 3}, lambda value: set(value) <= {1, 2}),
+        (
+            {"type": "object", "properties": {"b": {"properties": {"c": {"const": 1}}, "required": ["c"]}}, "required": ["b"]},
+            lambda value: value["b"]["c"] == 1,
+        ),
+    ],
+)
+def test_types_that_a_schema_leaves_out(server, schema, right):
+    """As llama.cpp means them: an object where there are properties, an array where there are items; as a response format and in a tool."""
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    got = server.ok(
+        "/v1/chat/completions",
+        messages=CHAT,
+        max_tokens=200,
+        temperature=0,
+        response_format=form,
+        logit_bias={str(i): -3 for i in range(15, 25)},
+    )
+    choice = got["choices"][0]
+    assert choice["finish_reason"] != "stop" or right(json.loads(choice["message"]["content"]))
+    assert choice["message"]["content"][0] in "[{"
+    deep = schema
+    for _ in range(200):
+        deep = {"properties": {"x": deep}}
+    assert server.post(
+        "/v1/chat/completions", messages=CHAT, max_tokens=1, response_format={"type": "json_schema", "json_schema": {"schema": deep}}
+    ).status_code in (200, 400)
+
+
 def test_logit_bias(client):
     free = client.chat.completions.create(model="x", messages=CHAT, max_tokens=1, temperature=0, logprobs=True, top_logprobs=2)
     first, second = free.choices[0].logprobs.content[0].top_logprobs
