@@ -106,12 +106,26 @@ graphs_option = click.option(
 )
 
 
+def _overridden(given: tuple[str, ...], target: str | None) -> tuple[int, ...]:
+    """The layers whose experts -ot puts into host memory."""
+    pairs = [part.rpartition("=") for text in given for part in text.split(",")]
+    if not all(pattern and buffer for pattern, _, buffer in pairs):
+        raise click.UsageError(f"-ot {','.join(given)} is not a list of PATTERN=CPU")
+    from ..gguf_io import GGUFFile  # `pyspec --help` needs no ggml
+    from ..models.placement import overridden
+    from ..session import DEMO_TARGET
+
+    with GGUFFile(target if target is not None else DEMO_TARGET) as file:
+        return overridden(file, [(pattern, buffer) for pattern, _, buffer in pairs])
+
+
 def expert_options(command):
     """--cpu-moe, --n-cpu-moe, --expert-residency, --expert-profile: the keyword argument ``experts`` as ``load`` takes it."""
 
     @wraps(command)
-    def wrapped(*args, cpu_moe, n_cpu_moe, expert_residency, expert_profile, **more):
-        asked = cpu_moe or n_cpu_moe is not None or expert_residency is not None
+    def wrapped(*args, cpu_moe, n_cpu_moe, expert_residency, expert_profile, override_tensor, **more):
+        layers = _overridden(override_tensor, more.get("target")) if override_tensor else ()
+        asked = cpu_moe or n_cpu_moe is not None or expert_residency is not None or layers
         if expert_profile is not None and expert_residency is None:
             raise click.UsageError("--expert-profile says which experts are hot, so it needs --expert-residency")
         if cpu_moe and (n_cpu_moe is not None or expert_residency is not None):
@@ -121,10 +135,12 @@ def expert_options(command):
         from ..models.placement import ExpertOptions  # `pyspec --help` needs no ggml
 
         profile = Path(expert_profile) if expert_profile is not None else None
-        return command(*args, experts=ExpertOptions(-1 if cpu_moe else n_cpu_moe or 0, expert_residency, profile), **more)
+        hosted = -1 if cpu_moe else n_cpu_moe or 0
+        return command(*args, experts=ExpertOptions(hosted, expert_residency, profile, layers=layers), **more)
 
     for option in reversed(
         [
+            click.option("-ot", "--override-tensor", multiple=True, hidden=True),
             click.option("-cmoe", "--cpu-moe", is_flag=True, help="Keep all routed experts in host memory."),
             click.option(
                 "-ncmoe",

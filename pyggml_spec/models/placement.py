@@ -1,6 +1,7 @@
 """Which routed experts are on the device and which in host memory, and the routing statistics that this is decided by."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
+from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
 
 FORMAT = "pyggml_spec experts 1"
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|down|gate_up)_exps\.\w+")
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,14 @@ class ExpertOptions:
         residency: fraction of the experts of the other layers that is on the device, hottest first; None all of them.
         profile: routing profile that says which are hot; None: the model's path with `.experts.json` behind it.
         count: counts what routers choose also where every expert is on the device.
+        layers: these layers keep all experts in host memory too.
     """
 
     host_layers: int = 0
     residency: float | None = None
     profile: Path | None = None
     count: bool = False
+    layers: tuple[int, ...] = ()
 
     def placement(self, target: Any, rows: int = 512) -> Placement:
         """Where the experts of ``target`` go; ``rows`` of the widest step.
@@ -125,6 +130,7 @@ class ExpertOptions:
         if self.host_layers < -1:
             raise ModelError(f"{self.host_layers} layers with experts in host memory are impossible; give 0 or more")
         hosted = layers if self.host_layers == -1 else layers[: self.host_layers]
+        hosted = [layer for layer in layers if layer in hosted or layer in self.layers]
         hot: dict[int, tuple[int, ...]] = dict.fromkeys(hosted, ())
         count = hot_count(1.0 if self.residency is None else self.residency, experts.n_expert)
         others = [layer for layer in layers if layer not in hot]
@@ -137,6 +143,43 @@ class ExpertOptions:
         elif self.count:
             hot |= dict.fromkeys(others, tuple(range(experts.n_expert)))
         return Placement(hot, target.n_layer, experts.n_used, experts.glu, rows)
+
+
+def overridden(file: GGUFFile, overrides: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+    """The layers whose experts llama.cpp's `--override-tensor` puts into host memory: (pattern, buffer) each, the first that is found in a name counts.
+
+    Raises:
+        ModelError: a pattern that is no regular expression, a buffer that is not the CPU's, or tensors that cannot be in host memory alone.
+    """
+    hosted: dict[int, set[str]] = {}
+    try:
+        compiled = [(re.compile(pattern), pattern, buffer) for pattern, buffer in overrides]
+    except re.error as error:
+        raise ModelError(f"a pattern of -ot is no regular expression: {error}") from None
+    for name in file.tensors:
+        _, pattern, buffer = next((found for found in compiled if found[0].search(name)), (None, "", ""))
+        if not buffer:
+            continue
+        if buffer.upper() != "CPU":
+            raise ModelError(
+                f"-ot {pattern}={buffer}: tensors can be moved to the CPU only; layers go to other devices with `device` and `tensor_split`"
+            )
+        if (part := _EXPERTS.fullmatch(name)) is None:
+            raise ModelError(
+                f"-ot {pattern}={buffer} would move {name!r} to the CPU, and only the routed experts of whole layers can be moved alone"
+            )
+        hosted.setdefault(int(part[1]), set()).add(name)
+    for layer, names in hosted.items():
+        left = [
+            name for name in file.tensors if (part := _EXPERTS.fullmatch(name)) is not None and int(part[1]) == layer and name not in names
+        ]
+        if left:
+            raise ModelError(
+                f"-ot moves some experts of layer {layer} to the CPU, but not {left[0]!r}; a layer's experts are moved together"
+            )
+    if not hosted:
+        raise ModelError(f"-ot moves nothing: no tensor of {file.path.name} has a name in which a pattern is found")
+    return tuple(sorted(hosted))
 
 
 def hot_count(fraction: float, n_expert: int) -> int:

@@ -89,7 +89,7 @@ class Rope:
         scale = asked.freq_scale or (float(np.float32(1) / np.float32(factor)) if factor > 0 else 1.0)
         scale = scale if kind != "none" else 1.0
         magnitude = file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)
-        betas = tuple(default if value is None else value for value, default in ((asked.beta_fast, 32.0), (asked.beta_slow, 1.0)))
+        betas = (32.0 if asked.beta_fast is None else asked.beta_fast, 1.0 if asked.beta_slow is None else asked.beta_slow)
         extrapolation = (1.0 if kind == "yarn" else 0.0) if asked.ext_factor is None else asked.ext_factor
         if not extrapolation:
             magnitude *= 1.0 if asked.attn_factor is None else asked.attn_factor

@@ -19,7 +19,7 @@ from pyggml_spec.ggml import host_experts
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models import weights as weights_module
-from pyggml_spec.models.placement import ExpertOptions, Placement, Routing, hot_count, routed_layers
+from pyggml_spec.models.placement import ExpertOptions, Placement, Routing, hot_count, overridden, routed_layers
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.experts import profile
@@ -203,3 +203,28 @@ def test_requests_at_once(tmp_path):
                 with pytest.raises(EngineError, match="use fewer slots"):
                     session.concurrent(slots=40)
     assert texts[0] == texts[1]
+
+
+ALL_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\."
+
+
+@pytest.mark.parametrize(
+    "overrides, layers",
+    [
+        ([(ALL_EXPERTS, "CPU")], (0, 1, 2, 3)),
+        ([(r"blk\.[23]\.ffn_.*_exps\.", "CPU")], (2, 3)),
+        ([(r"blk\.0\.ffn_.*_exps", "cpu"), (r"blk\.0\.", "CPU")], "attn"),
+        ([(r"ffn_up_exps", "CPU")], "but not"),
+        ([(r"blk\.9", "CPU")], "moves nothing"),
+        ([(r"exps", "CUDA1")], "to the CPU only"),
+        ([(r"(", "CPU")], "no regular expression"),
+    ],
+)
+def test_tensors_that_are_overridden_as_in_llama_cpp(tmp_path, overrides, layers):
+    with GGUFFile(WRITERS["qwen35moe"](tmp_path / "t.gguf", Shape())) as file:
+        if isinstance(layers, tuple):
+            assert overridden(file, overrides) == layers
+            assert set(ExpertOptions(layers=layers).placement(open_target(file)).hot) == set(layers)
+        else:
+            with pytest.raises(ModelError, match=layers):
+                overridden(file, overrides)
