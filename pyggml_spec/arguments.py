@@ -8,6 +8,7 @@ from .decode.stats import Stats
 from .decode.synthetic import SyntheticAcceptance
 from .events import End, StepEvent
 from .models.placement import ExpertOptions
+from .models.rope import RopeOptions
 from .sampling.sampler import Sampling
 
 
@@ -32,6 +33,8 @@ class LoadOptions(TypedDict, total=False):
     spec: Sequence[str] | None
     no_spec: Sequence[str]
     draft_vocab: int | None
+    tensor_split: Sequence[float] | None
+    rope: RopeOptions | None
     progress: Callable[[str, int, int], None]
 
 
@@ -50,6 +53,7 @@ class SubmitOptions(RequestOptions, total=False):
 
     reuse: bool
     progress: bool
+    synthetic: SyntheticAcceptance | None
     sink: Callable[[StepEvent | End], object] | None
 
 
