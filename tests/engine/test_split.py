@@ -97,11 +97,11 @@ def test_every_architecture(tmp_path, arch, kernels):
 @pytest.mark.parametrize("own", [(), ("embedding", "norm", "head")], ids=["borrowed ends", "own ends"])
 def test_chains_of_drafts(tmp_path, own):
     target = write_mtp_target(tmp_path / "t.gguf", Shape(), own=own)
-    with loaded(target, target) as session:
+    with loaded(target, target, draft_width=6) as session:
         assert session.drafter.chained
-        alone = trace(session, (1, 2, 4, 9))
-    with loaded(target, target, (1, 3)) as session:
-        assert equal(alone, trace(session, (1, 2, 4, 9)))
+        alone = trace(session, (1, 2, 4, 6))
+    with loaded(target, target, (1, 3), draft_width=6) as session:
+        assert equal(alone, trace(session, (1, 2, 4, 6)))
 
 
 def test_layers_that_read_what_earlier_ones_wrote_stay_together(tmp_path):
@@ -122,7 +122,7 @@ def of_slots(session, slots=3):
     from pyggml_spec.engine.engine import Engine
     from pyggml_spec.engine.options import EngineOptions
 
-    engine, out = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=8, slots=slots)), []
+    engine, out = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=6, slots=slots)), []
     try:
         for _ in range(slots):
             engine.admit()
@@ -131,7 +131,7 @@ def of_slots(session, slots=3):
             {1: Prompt(PROMPT[:3]), 2: Verify()},
             {0: Draft(6), 1: Verify(DRAFTS[:3]), 2: Verify()},
             {0: Verify(), 2: Draft(3)},
-            {0: Draft(8), 1: Draft(8), 2: Draft(8)},
+            {0: Draft(6), 1: Draft(6), 2: Draft(6)},
             {1: Verify()},
         ]
         for work in works:
@@ -153,10 +153,10 @@ def of_slots(session, slots=3):
 @pytest.mark.parametrize("name", ["qwen35", "mtp", "laguna"])
 def test_slots_and_snapshots(tmp_path, name):
     target, draft = write_pair(tmp_path, name)
-    with loaded(target, draft) as session:
+    with loaded(target, draft, draft_width=2) as session:
         alone = of_slots(session)
     for cuts in ((2,), (1, 3)):
-        with loaded(target, draft, cuts) as session:
+        with loaded(target, draft, cuts, draft_width=2) as session:
             assert equal(alone, of_slots(session)), cuts
 
 
@@ -338,3 +338,14 @@ def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
         engine.reset()
         engine.step({0: Prompt(PROMPT[:16], True)})
     assert session.engine.graphs.closed
+
+
+def test_what_crosses_a_cut(tmp_path):
+    """The hidden rows, and those captured before the cut; what is captured at the cut is there already. Ids of drafts go to the first device."""
+    target, draft = write_pair(tmp_path, "qwen35")  # captures the inputs of layers 1, 2 and 3
+    rows = 4 * 4 * 256
+    with loaded(target, draft, (2,), draft_width=4) as session:
+        engine = session.engine
+        engine.prefill(PROMPT)
+        assert engine.step_graph("verify", 4).hops == [(0, 1, rows), (0, 1, rows)]
+        assert engine.step_graph("fused", 4).hops == [(0, 1, 4 * 4), (1, 2, rows), (1, 2, rows)]
