@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +28,19 @@ from random_gguf.model import Shape, write_dflash
 import pyggml_spec as ps
 from pyggml_spec.engine.options import candidate_widths
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
+from pyggml_spec.errors import EngineError
 
 SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
 WAYS = {"replayed, overlapping": {}, "replayed": {"GGML_CUDA_PDL": "0"}, "overlapping": {"GGML_CUDA_DISABLE_GRAPHS": "1"}}
 STEPS, PROMPT = 12, 40
+MLA = {
+    "n_latent": 512,
+    "n_rot": 64,
+    "head_size": 192,
+    "head_size_v": 128,
+}  # as published: ggml-cuda's attention takes no other rows of one head
 TARGETS = archs.WRITERS | {
+    "deepseek2": lambda path, shape, quant: archs.write_deepseek2(path, replace(shape, **MLA), quant),
     "gemma4, shared K/V": archs.write_gemma4,
     "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False),
     "gemma4, routed": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=0, routed=True),
@@ -69,9 +78,12 @@ def measure(args) -> None:
     out = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, target, drafter in pairs(args, Path(folder)):
-            with ps.load(
-                target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=16 if drafter else None
-            ) as session:
+            try:
+                loaded = ps.load(target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=16 if drafter else None)
+            except EngineError as why:
+                print(f"{name}: {why}", flush=True)
+                continue
+            with loaded as session:
                 engine = session.engine
                 tokens = np.random.default_rng(3).integers(0, min(256, session.target.n_vocab), PROMPT + STEPS + 16).tolist()
                 for width in (1, *(w for w in candidate_widths(engine.options.width) if w > 1)):
