@@ -82,7 +82,7 @@ class Graph:
     def outputs(self, weight: Tensor, count: int) -> Tensor:
         """The first ``count`` outputs of a matrix [n_in, n_out], as a view."""
         fits = 0 < count <= weight.ne[1] and weight.ne[2] == weight.ne[3] == 1
-        require(fits, "outputs", weight=weight.ne[0:2], count=count)
+        require(fits, "outputs", weight=tuple(weight.ne[0:4]), count=count)
         if isinstance(weight, Packed):
             _, blocks, groups = packed_shape(weight.type, (weight.ne[0], count)) or (0, 0, 0)
             t = weight.tensor  # groups of outputs lie one behind the other

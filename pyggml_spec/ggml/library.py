@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..errors import DeviceError, EngineError, LibraryError
 from ..pin import LLAMA_CPP_PYTHON, installed_libraries, installed_version, pip_command
 from . import probe
@@ -61,6 +59,8 @@ ffi = _native.ffi
 lib = _native.lib
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .._native import CData
     from .._native import ggml_backend_buffer as Buffer
     from .._native import ggml_backend_buffer_type as BufferType
@@ -110,7 +110,7 @@ def check(status: int, err: CData) -> None:
         raise EngineError(text(err))
 
 
-def read_tensor(tensor: Tensor, out: np.ndarray, at: int = 0) -> None:
+def read_tensor(tensor: Tensor, out: "np.ndarray", at: int = 0) -> None:
     """Fills ``out`` from the bytes of ``tensor`` behind ``at``; raises DeviceError if they lie on a worker that is lost."""
     lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), at, out.nbytes)
     if LOST:

@@ -110,9 +110,9 @@ def probe(address: Address, seconds: float = SECONDS) -> Answer:
     try:
         client = _Client(address, seconds)
     except ConnectionRefusedError:
+        command = f"pyspec worker --port {address.port}"
         raise DeviceError(
-            f"nothing listens at {address.host}:{address.port}; start `pyspec worker --port {address.port}` there (with --host and its address "
-            "to be reached from other machines)"
+            f"nothing listens at {address.host}:{address.port}; start `{command}` there, and have it listen on that address"
         ) from None
     except OSError as error:  # a TimeoutError, too
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror or error

@@ -155,18 +155,18 @@ def overridden(file: GGUFFile, overrides: Sequence[tuple[str, str]]) -> tuple[in
     try:
         compiled = [(re.compile(pattern), pattern, buffer) for pattern, buffer in overrides]
     except re.error as error:
-        raise ModelError(f"a pattern of -ot is no regular expression: {error}") from None
+        raise ModelError(f"a pattern of `override_tensor` is no regular expression: {error}") from None
     for name in file.tensors:
         _, pattern, buffer = next((found for found in compiled if found[0].search(name)), (None, "", ""))
         if not buffer:
             continue
         if buffer.upper() != "CPU":
             raise ModelError(
-                f"-ot {pattern}={buffer}: tensors can be moved to the CPU only; layers go to other devices with `device` and `tensor_split`"
+                f"`override_tensor` {pattern}={buffer}: tensors can be moved to the CPU only; layers go to other devices with `device` and `tensor_split`"
             )
         if (part := _EXPERTS.fullmatch(name)) is None:
             raise ModelError(
-                f"-ot {pattern}={buffer} would move {name!r} to the CPU, and only the routed experts of whole layers can be moved alone"
+                f"`override_tensor` {pattern}={buffer} would move {name!r} to the CPU, and only the routed experts of whole layers can be moved alone"
             )
         hosted.setdefault(int(part[1]), set()).add(name)
     for layer, names in hosted.items():
@@ -175,10 +175,10 @@ def overridden(file: GGUFFile, overrides: Sequence[tuple[str, str]]) -> tuple[in
         ]
         if left:
             raise ModelError(
-                f"-ot moves some experts of layer {layer} to the CPU, but not {left[0]!r}; a layer's experts are moved together"
+                f"`override_tensor` moves some experts of layer {layer} to the CPU, but not {left[0]!r}; a layer's experts are moved together"
             )
     if not hosted:
-        raise ModelError(f"-ot moves nothing: no tensor of {file.path.name} has a name in which a pattern is found")
+        raise ModelError(f"`override_tensor` moves nothing: no tensor of {file.path.name} has a name in which a pattern is found")
     return tuple(sorted(hosted))
 
 

@@ -74,7 +74,7 @@ class Worker:
     def _greet(self) -> None:
         for i, device in enumerate(self.devices):
             name = f"RPC:{self.host}:{self.port}{f'/{i}' if i else ''}"
-            self.say(f"{device.name} ({device.description}, {free_bytes(device) >> 20} MiB free) is --device {name}")
+            self.say(f"{device.name} ({device.description}, {free_bytes(device) >> 20} MiB free) is the device {name}")
         self.say(
             f"protocol {'.'.join(map(str, PROTOCOL))}; nothing is encrypted, and whoever reaches the port may use it"
             + ("" if self.host.startswith(LOCAL) else ": have only machines that you trust on this network (docs/workers.md)")

@@ -32,7 +32,7 @@ def test_a_signal_ends_it_and_its_server(number):
     err = worker.process.communicate(timeout=20)[1]
     assert worker.process.returncode == 0 and "Traceback" not in err
     first, second = err.splitlines()[:2]
-    assert re.match(rf"CPU \(.*MiB free\) is --device RPC:127\.0\.0\.1:{worker.port}$", first)
+    assert re.match(rf"CPU \(.*MiB free\) is the device RPC:127\.0\.0\.1:{worker.port}$", first)
     assert f"protocol {'.'.join(map(str, PROTOCOL))}; nothing is encrypted" in second
     assert not listens(worker.port) and not os.path.exists(f"/proc/{server}")
 
