@@ -197,10 +197,14 @@ int pgs_chain_launch(pgs_chain * chain, pgs_flow * flow, size_t upload_bytes, si
         for (; hop < chain->n_hops && chain->hops[hop].after == part; hop++) {
             const pgs_hop * h = &chain->hops[hop];
             const int       m = number(flow, chain->part_ios[h->to]);
-            if (flow->busy[m] && flow->done[n] != NULL && n != m) {  // behind what that device still reads
+            const ggml_backend_t to = pgs_graph_backend(chain->parts[h->to]);
+            const bool alike = ggml_backend_dev_backend_reg(ggml_backend_get_device(from)) ==
+                               ggml_backend_dev_backend_reg(ggml_backend_get_device(to));
+            // behind what that device still reads; events are one backend's own, and between two of them a copy waits for both
+            if (flow->busy[m] && alike && n != m) {
                 ggml_backend_event_wait(from, flow->done[m]);
             }
-            ggml_backend_tensor_copy_async(from, pgs_graph_backend(chain->parts[h->to]), h->src, h->dst);
+            ggml_backend_tensor_copy_async(from, to, h->src, h->dst);
         }
     }
     times->upload  = t1 - t0;

@@ -227,6 +227,7 @@ class Handle:
             self._sampler.close()
         self._held.append(End(error))
         self._hand_over()
+        self._sink = None  # it knows who asked, who knows this: a circle would keep a request until the collector finds it
 
 
 class ConcurrentSession:

@@ -178,6 +178,8 @@ class Session:
                 found.add(own.method)
         if missing := sorted(spec.asked - found):
             raise PairError(f"{file.path.name} has nothing that drafts as {' or '.join(missing)}: give its drafter with `draft`")
+        if spec.tokens and not members:
+            raise PairError("`draft_vocab` is for drafters that are models, and there is none: give one with `draft`, or leave it out")
         for member in members:
             if spec.tokens:
                 member.keep_tokens(spec.tokens, self.target)
@@ -307,7 +309,15 @@ class Session:
             if width not in (None, 1) and not lookup:
                 raise PairError(f"a draft width of {width} needs a drafter: give one with `draft`, or leave the width out")
             return 16 if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
-        return self.drafter.block_size if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
+        if width is None:
+            return self.drafter.block_size
+        width, first = max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError)), self.drafter.members[0]
+        if len(self.drafter.members) > 1 and width > first.block_size:
+            raise PairError(
+                f"a draft width of {width} is wider than the {first.block_size} that {first.method} drafts, which drafts alone where the width is "
+                f"given; use `draft_width` {first.block_size} or less"
+            )
+        return width
 
     # -- generating
 

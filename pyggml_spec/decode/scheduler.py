@@ -21,13 +21,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from typing import Self
 
 from ..checks import token_ids
 from ..engine.engine import Engine
 from ..engine.options import candidate_widths
 from ..engine.slot import Draft, Prompt, StepResult, Verify, Work
-from ..errors import ContextError, EngineError
+from ..errors import ContextError, DeviceError, EngineError
 from ..memory.prefix import PrefixCache
 from ..memory.prefix_files import PrefixFiles
 from ..memory.slots import covering
@@ -355,7 +356,7 @@ class Scheduler:
                 if len(engine.slots) == 1:
                     stream._counters = Counters(engine)
                 if request.speculating and self.widths is not None:
-                    stream._drafted = self.widths.begin(alone=len(engine.slots) == 1)
+                    stream._drafted = self.widths.begin()
                 self._enter(stream)
                 self._active.append(stream)
 
@@ -443,7 +444,7 @@ class Scheduler:
 
     def _look_up(self, lookup: LookupControl, decoding: list[Stream], width: int, work: dict[int, Work]) -> int:
         """Adds those that verify what came before, if that wins more than a step of this ``width``; returns the width of the others."""
-        if not any(s._suffix for s in decoding):
+        if len(work) == len(decoding) or not any(s._suffix for s in decoding):  # all forced: nobody drafts, and no kind was chosen
             return width
         drafting = [s._request.speculating and width > 1 for s in decoding]
         tokens, milliseconds = [1.0] * len(decoding), None
@@ -520,8 +521,9 @@ class Scheduler:
 
     def _fail(self, stream: Stream, error: BaseException) -> None:
         self._stats.finished["error"] += 1
-        self._leave(stream)
         stream.error = error
+        with suppress(DeviceError):  # a worker is lost: its slots are not asked any more
+            self._leave(stream)
 
     def _leave(self, stream: Stream) -> None:
         self._changed = True

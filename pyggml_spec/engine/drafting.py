@@ -173,7 +173,7 @@ class ChainDrafting:
             item, n = work.get(slot), slots[slot].cursor.committed
             real = item.width - 1 if isinstance(item, Draft) else 0
             host["draft_tokens"][at] = slots[slot].cursor.pending if real else 0
-            last[:, at] = n + np.arange(drafts) if real else 0
+            last[:, at] = n + np.arange(drafts) if real else self.drafter.behind  # a row that it may see: attention to none is NaN
             positions[:, at] = np.maximum(last[:, at] - self.drafter.behind, 0)
             own = np.empty(drafts, np.int64)
             self.kv.rows_for(n, drafts, real, own)

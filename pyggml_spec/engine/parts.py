@@ -1,9 +1,10 @@
 """What an engine is made of: its slots, caches, step buffer and graphs."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
-from ..errors import EngineError
+from ..errors import DeviceError, EngineError
 from ..ggml.device import Backend
 from ..ggml.step_io import StepIO
 from ..memory.boundary import BoundaryRows
@@ -181,8 +182,9 @@ class Parts:
         return out
 
     def close(self) -> None:
-        if self._owned:
-            self.arrive()
+        with suppress(DeviceError):  # of a worker that is lost there is nothing to wait for
+            if self._owned:
+                self.arrive()
         for part in reversed(self._owned):
             part.close()
         self._owned = []

@@ -209,6 +209,8 @@ class Steps:
         step.fields.launch()
         if ahead:
             self._parts.under_way = step
+            if meanwhile is not None:
+                meanwhile()
             return StepTimes(0, 0, 0)
         self._parts.under_way = None  # this one is waited for, and so are those before it
         try:

@@ -1,13 +1,11 @@
 """The devices of one run: what `--device A,B` names, in the order in which layers go through them."""
 
-import os
 from collections.abc import Sequence
 
 from ..errors import DeviceError
 from .device import Backend, Device, pick_device
 
 MOST = 16  # devices of one run
-_PEERS = "GGML_CUDA_P2P"  # ggml-cuda reads it when it first counts devices: GPUs then copy to each other, and not through the host
 
 
 def pick_devices(names: str | None = None) -> list[Device]:
@@ -27,8 +25,6 @@ def pick_devices(names: str | None = None) -> list[Device]:
         )
     if len(wanted) > MOST:
         raise DeviceError(f"{len(wanted)} devices are named; a model is split over at most {MOST}")
-    if sum(name.upper().startswith("CUDA") for name in wanted) > 1:
-        os.environ.setdefault(_PEERS, "1")
     found = [pick_device(name) for name in wanted]
     for device in found:
         if device.kind != "cpu" and [other.name for other in found].count(device.name) > 1:

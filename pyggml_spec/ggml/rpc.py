@@ -76,7 +76,7 @@ def open_worker(name: str) -> tuple[Address, str, int, int]:
         free, total = answer.memory[address.device]
     else:
         free, total = memory(known[0])
-    return address, f"a device of the worker {address.host}:{address.port}", free, total
+    return address, f"a device of the worker {address}", free, total
 
 
 def memory(handle: DeviceHandle) -> tuple[int, int]:

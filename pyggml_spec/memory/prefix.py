@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from ..ggml.device import kernels_in_use
+from ..ggml.library import why_absent
 from .copies import ROWS, STATE, Chunk, Copies, chunk_keys, end_keys
 from .prefix_files import PrefixFiles, PrefixWriter, Refused
 from .snapshot import Pieces
@@ -397,7 +398,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Writes what is still to be written, and frees the copies."""
-        if not self.engine.graphs.closed:
+        if not self.engine.graphs.closed and why_absent() is None:  # nothing can be read of a worker that is lost
             self.save()
         if self._writer is not None:
             self._writer.close()
@@ -412,7 +413,7 @@ def layout_of(
     The model files are named by a hash of all their bytes; ``progress`` (which file, bytes done, all) is told while one is computed. ``shared``:
     by a scheduler's slots, whatever their number.
     """
-    device, files = engine.backend.device, {"target": engine.target.file}
+    files = {"target": engine.target.file}
     members = engine.drafter.members if engine.drafter is not None else ()
     files |= {"drafter" if at == 0 else f"drafter {at + 1}": member.file for at, member in enumerate(members)}
     placement = engine.target.weights.placement  # beside a GPU, the host's experts round in another way
@@ -426,7 +427,10 @@ def layout_of(
         },
         "chunk": engine.options.chunk,
         "cache": engine.sequence.describe(),
-        "device": f"{device.kind} {device.description}, {engine.backend.threads} threads, {engine.backend.kernels} kernels",  # attention on the CPU sums by thread
+        "device": "; ".join(  # attention on the CPU sums by thread
+            f"{b.device.kind} {b.device.description}, {b.threads} threads, {b.kernels} kernels"
+            for b in (s.backend for s in engine.parts.segments)
+        ),
         **({"rope": repr(engine.target.file.rope)} if engine.target.file.rope is not None else {}),
         **({"split": ", ".join(map(str, engine.parts.segments))} if len(engine.parts.segments) > 1 else {}),
         "build": hashlib.sha256(repr(kernels_in_use()).encode()).hexdigest()[

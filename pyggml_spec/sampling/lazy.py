@@ -169,6 +169,6 @@ def _over_the_end(vocabulary: Vocabulary, words: tuple[bytes, ...]) -> tuple[int
     return tuple(
         i
         for i, piece in enumerate(vocabulary.pieces)
-        if any(word in piece and not piece.endswith(word) for word in words)
+        if any(0 <= piece.find(word) < len(piece) - len(word) for word in words)
         or (piece.startswith(ends) and any(len(piece) > len(end) and piece.startswith(end) for end in ends))
     )

@@ -374,6 +374,7 @@ class Sampler:
         if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
             self._chain = None
+        self._tokens, self._all_ids = np.zeros(0, TOKEN_DATA), np.zeros(0, np.int32)  # 4 MB at 250,000 tokens, and a request may live long
 
 
 def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:

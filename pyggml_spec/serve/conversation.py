@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..errors import SamplingError
 from . import fields
 from .answer import Answer
 from .errors import ApiError
@@ -82,12 +84,15 @@ def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
     if forced:
         constraint = "json_schema", call_schema(forced)
     prompt = read_prompt(served, body, called, closed=constraint is not None and not fields.flag(body, "grammar_lazy"))
-    triggers: tuple[str, ...] | None = None
+    progress = fields.flag(body, "return_progress") and fields.flag(body, "stream")
+    common = progress, fields.flag(body, "speculation")
+    asks: list[Ask] | None = None
     if called and not forced and _calls_in_json(served.template.source) and not _may_think(served, body):
         several = fields.flag(body, "parallel_tool_calls", True)
-        constraint, triggers = ("lark", calls_grammar(called, several)), (CALL,)
-    progress = fields.flag(body, "return_progress") and fields.flag(body, "stream")
-    asks = sequence_asks(served, body, prompt.ids, n_probs, constraint, key, progress, fields.flag(body, "speculation"), triggers)
+        with suppress(ApiError, SamplingError):  # what cannot be promised of a call that may come is read from the text
+            asks = sequence_asks(served, body, prompt.ids, n_probs, ("lark", calls_grammar(called, several)), key, *common, (CALL,))
+    if asks is None:
+        asks = sequence_asks(served, body, prompt.ids, n_probs, constraint, key, *common)
     reasoning = _reasoning(served, body) and (constraint is None or bool(asks[0].sampling and asks[0].sampling.triggers))
     return Chat(asks, prompt, n_probs, forced or called, bool(forced), reasoning)
 

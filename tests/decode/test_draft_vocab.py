@@ -61,3 +61,8 @@ def test_a_head_that_knows_few_tokens_is_not_cut(tmp_path):
 def test_an_impossible_vocabulary_is_refused(files):
     with pytest.raises(PyspecError, match="draft_vocab"):
         ps.load(*files, device="CPU", threads=1, n_ctx=64, draft_vocab=3)
+
+
+def test_without_a_drafter_that_is_a_model_it_is_refused():
+    with pytest.raises(PairError, match="`draft_vocab` is for drafters that are models"):
+        ps.load(device="CPU", threads=1, n_ctx=64, spec=["suffix"], draft_vocab=80)

@@ -68,6 +68,15 @@ def test_under_a_constraint_only_what_may_come_is_verified(session):
     assert session.generate(PROMPT, 40, sampling=sampling)[0] == want
 
 
+def test_a_step_whose_tokens_are_all_forced_asks_what_no_drafter_costs():
+    """The constraint decides the first step behind a plain generation, and no kind of step was chosen: its drafter had no name."""
+    sampling = ps.Sampling(temperature=0, regex="item one: value = [0-9], item two: value = [0-9]")
+    with ps.load(device="CPU", threads=1, n_ctx=256, spec=["draft-dflash", "suffix"]) as session:
+        want = session.generate("a\n", 40, mode="plain", sampling=sampling)[0]
+        text, stats = session.generate("a\n", 40, sampling=sampling)
+    assert text == want and "constraint" in stats.drafters
+
+
 def test_plain_and_reference_modes_look_nothing_up(session):
     for mode in ("plain", "reference"):
         assert not session.generate(PROMPT, 20, mode=mode, ignore_end=True)[1].drafters

@@ -149,3 +149,10 @@ def test_a_layer_of_nan_switches_speculation_off_and_keeps_the_text(files):
             session.scheduler.widths = InTurn([Kind(CHAIN, 4), Kind(CHAIN, 3, 4)])
             text, stats = session.generate(PROMPTS[0], 20)
             assert stats.nan_drafts == 1 and stats.widths[1] == stats.steps - 1 and text == want
+
+
+def test_a_width_that_the_first_drafter_does_not_draft_is_refused_at_load(tmp_path):
+    """Every generation had failed, with a sentence that named no remedy."""
+    target, blocks = write_mtp_target(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0", block=8)
+    with pytest.raises(PairError, match="use `draft_width` 8 or less"):
+        ps.load(target, blocks, device="CPU", threads=1, n_ctx=256, spec=BOTH, draft_width=16)

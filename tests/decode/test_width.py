@@ -172,7 +172,6 @@ def test_widths_of_the_same_speed_are_not_exchanged_all_the_time(p, costs):
 
 
 OWN_KERNELS = {1: 1.0, 2: 1.24, 4: 1.33, 8: 1.73, 16: 3.27}  # the embedded pair on an idle two-core EPYC, in plain steps
-DEAR_BLOCKS = {1: 1.0, 2: 1.59, 4: 1.71, 8: 2.28, 16: 4.41}  # there, in another hour
 GGML = {1: 3.0, 2: 4.7, 4: 6.2, 8: 10.5, 16: 17.5}  # the same on two cores with ggml's kernels
 
 
@@ -181,7 +180,7 @@ def _session(costs, rows, tokens=128, real=None):
     control, real, out = One(costs), real or costs, []
     for row in rows:
         right = {int(width): [int(digit, 16) for digit in digits] for width, digits in row.items()}
-        control.sequence, at, spent = control.control.begin(alone=True), 0, 0.0
+        control.sequence, at, spent = control.control.begin(), 0, 0.0
         while at < tokens:
             width = control.next()
             matched = min(right[width][at], tokens - 1 - at) if width > 1 else 0
@@ -203,7 +202,7 @@ def _thinned(share, seed=2):
 
 
 @pytest.mark.parametrize(
-    "costs, mean, least", [(OWN_KERNELS, 2.1, 1.5), (GGML, 1.31, 1.04), (H200_27B, 1.63, 1.3), (SLOW_BLOCKS, 1.16, 0.98)]
+    "costs, mean, least", [(OWN_KERNELS, 2.1, 1.5), (GGML, 1.38, 1.04), (H200_27B, 1.63, 1.3), (SLOW_BLOCKS, 1.2, 0.96)]
 )
 def test_recorded_prompts_gain(costs, mean, least):
     """With rules under which a text could lose what others had won: 2.13, 1.39, 1.65 and 1.21 on average, and 1.50, 1.07, 1.33 and 0.967 at least."""
@@ -217,14 +216,6 @@ def test_no_text_is_expected_to_lose(costs, share):
     """Drafters that know little of the text, or nothing, cost at most 2 % on average: every prompt lost 4 %."""
     gains = _session(costs, _thinned(share))
     assert statistics.mean(gains) > 0.98
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-@pytest.mark.parametrize("costs", [OWN_KERNELS, DEAR_BLOCKS, GGML, H200_27B, SLOW_BLOCKS, FAST_PLAIN])
-def test_no_text_loses_what_others_have_won(costs, share):
-    """Texts that the drafter knows and such that it does not take turns: the latter ran at 0.88 of plain decoding, one of 20 measured ones at 0.886."""
-    texts = [row for both in zip(RECORDED, _thinned(share), strict=True) for row in both]
-    assert min(_session(costs, texts, tokens=100)) > 0.98
 
 
 def test_costs_that_were_measured_wrong_are_learnt_from_the_steps():
@@ -366,21 +357,11 @@ CHAIN = "draft-mtp"
 
 
 @pytest.mark.parametrize("names", [(DRAFTER,), (CHAIN,), (DRAFTER, CHAIN)], ids=["blocks", "chain", "both"])
-@pytest.mark.parametrize(
-    "machine, alone, most",
-    [
-        *((machine, False, 0.04) for machine in MACHINES),
-        ("27B, one H200", True, 0.04),
-        ("the same, patched", True, 0.04),
-        ("own kernels", True, 0.065),
-        ("ggml's kernels", True, 0.105),
-    ],
-)
-def test_regret_against_the_best_fixed_kind_is_bounded(machine, alone, most, names):
+@pytest.mark.parametrize("machine", MACHINES)
+def test_regret_against_the_best_fixed_kind_is_bounded(machine, names):
     """Recorded drafts of the embedded target's two drafters, 20 texts in six orders: who drafts, how many, and in how many rows they are verified,
     against the one kind of step that hindsight names. With one drafter -1.8 to 2.4 %, with both -0.8 to 3.4 %; both without looks at the other
-    one: 5.5 %, and 9 % in the worst order. A text ``alone`` may lose one plain step only before it has won any, which no fixed choice is bound to:
-    where blocks are dear, that costs more than 4 % of texts of 128 tokens, up to 10 % with ggml's kernels."""
+    one: 5.5 %, and 9 % in the worst order."""
     verify, block, draft = MACHINES[machine]
     costs = {PLAIN_STEP: verify[1]}
     if DRAFTER in names:
@@ -395,12 +376,12 @@ def test_regret_against_the_best_fixed_kind_is_bounded(machine, alone, most, nam
 
         def observe(sequence, kind, matched, control=control):
             if sequence is None:
-                return control.begin(alone)
+                return control.begin()
             return control.observe(1, kind, costs[kind], [sequence], [matched])
 
         order = random.Random(seed).sample(every, len(every))
         gains.append(_replayed(costs, lambda sequence, control=control: control.choose(1, [sequence]), observe, order))
-    assert statistics.mean(gains) > (1 - most) * best
+    assert statistics.mean(gains) > 0.96 * best
 
 
 def test_a_chain_is_verified_in_the_rows_that_cost_least():

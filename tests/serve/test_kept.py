@@ -13,7 +13,7 @@ def ask(prompt, tokens=60, **more):
 
 
 def test_the_next_turn_computes_what_is_new(server):
-    """The embedded target is a hybrid. The text is that without reuse."""
+    """The embedded target is a hybrid. The text is that without reuse (its drafts: test_prefix_ends.py)."""
     first = server.ok("/completion", **ask(PROMPT), return_tokens=True)
     ids = server.ok("/tokenize", content=PROMPT)["tokens"]
     turn = [*ids, *first["tokens"], *server.ok("/tokenize", content="\n\ndef merge(a, b):\n")["tokens"]]
@@ -21,7 +21,6 @@ def test_the_next_turn_computes_what_is_new(server):
     assert second["timings"]["cache_n"] == len(ids) + 59
     whole = server.ok("/completion", **ask(turn), cache_prompt=False)
     assert whole["timings"]["cache_n"] == 0 and whole["content"] == second["content"]
-    assert whole["timings"]["draft_n_accepted"] > 0 and second["timings"]["draft_n_accepted"] > 0
 
 
 def test_a_conversation(server):
