@@ -22,7 +22,6 @@ $(READY): pyproject.toml CMakeLists.txt scripts/set_up.py $(wildcard csrc/*.c cs
 
 run: $(READY)
 	$(BIN)/pyspec run
-	$(BIN)/pyspec run --spec-type draft-dflash,draft-mtp -n 96
 
 serve: $(READY)
 	$(BIN)/pyspec serve $(ARGS)

@@ -137,7 +137,7 @@ def useful_widths(costs: dict[int, float]) -> list[int]:
 
 def chain_kinds(drafter: str, rows: Sequence[int]) -> list[Kind]:
     """Kinds of steps of a drafter that drafts one by one, for graphs of these ``rows``: each number of drafts in the narrowest of them, and in the
-    next one too where that is no more than four times as wide, because it may cost less."""
+    next one too where that is no more than twice as wide, because it may cost less."""
     out = []
     for width in (w for w in CHAINS if w <= max(rows)):
         fitting = [r for r in sorted(rows) if r >= width][:2]
