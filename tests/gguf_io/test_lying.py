@@ -93,7 +93,7 @@ LYING_TARGETS = {
     "rope base negative": (put(T + "rope.freq_base", F32, -1.0), "freq_base"),
     "rope sections a number": (put(T + "rope.dimension_sections", U32, 1), "dimension_sections"),
     "rope sections strings": (put(T + "rope.dimension_sections", ARR, (STR, ["a"])), "dimension_sections"),
-    "rope scaling unknown": (put(T + "rope.scaling.type", STR, "yarn"), "yarn"),
+    "rope scaling unknown": (put(T + "rope.scaling.type", STR, "longrope"), "longrope"),
     "ssm state_size 0": (put(T + "ssm.state_size", U32, 0), "state_size"),
     "ssm group_count 3": (put(T + "ssm.group_count", U32, 3), "group_count"),
     "ssm conv_kernel 1": (put(T + "ssm.conv_kernel", U32, 1), "ssm_conv1d"),
