@@ -46,9 +46,8 @@ class Kind(NamedTuple):
 PLAIN_STEP = Kind("", 1)
 
 # Chosen on the drafts of the embedded pair's 20 held-out prompts, replayed one after the other, 128 tokens each, with the step costs of several
-# machines: mean speed-up 2.11 (two fast cores, own kernels), 1.32 (two cores, ggml's), 1.66 (27B shape on one H200); the best fixed width for
-# all of them reaches 2.18, 1.40 and 1.63, and a text that may lose what others have won 2.13, 1.39 and 1.65, but 0.88 of plain decoding where texts
-# that the drafter does not know follow such that it does. A drafter that is never right costs 2 % of the first prompt's time and 1 % of the others'.
+# machines: mean speed-up 2.13 (two fast cores, own kernels), 1.39 (two cores, ggml's), 1.65 (27B shape on one H200); the best fixed width for
+# all of them reaches 2.15, 1.40 and 1.57. A drafter that is never right costs 3 % of the first prompt's time and 1.2 % of those that follow.
 DECAY = 0.95  # per step, plain ones too: half of the weight lies on the last 13 steps
 LONG_DECAY = 0.98
 PRIOR_ACCEPTANCE = 0.8  # of the first draft, before anything was seen
@@ -57,7 +56,7 @@ PRIOR_STEPS = 4.0  # that the sequences before count for, position by position, 
 MARGIN = 1.03  # another kind has to be this much better to be worth a change
 FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubled each time it does not pay
 LAST_PROBE = 768
-CREDIT = 3.8  # plain steps, as many whole blocks as they pay for, of texts that share steps: 3 % of 128 tokens, once per session
+CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 tokens, once per session
 PROBE_LOSS = 0.01  # of the time, ever after
 SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong

@@ -202,10 +202,10 @@ def _thinned(share, seed=2):
 
 
 @pytest.mark.parametrize(
-    "costs, mean, least", [(OWN_KERNELS, 2.1, 1.5), (GGML, 1.38, 1.04), (H200_27B, 1.63, 1.3), (SLOW_BLOCKS, 1.2, 0.96)]
+    "costs, mean, least", [(OWN_KERNELS, 2.1, 1.6), (GGML, 1.38, 1.04), (H200_27B, 1.63, 1.3), (SLOW_BLOCKS, 1.2, 0.97)]
 )
 def test_recorded_prompts_gain(costs, mean, least):
-    """With rules under which a text could lose what others had won: 2.13, 1.39, 1.65 and 1.21 on average, and 1.50, 1.07, 1.33 and 0.967 at least."""
+    """The rules before this one gave 2.12, 1.40, 1.64 and 1.19 on average, and 1.50, 1.07, 1.33 and 0.967 at least."""
     gains = _session(costs, RECORDED)
     assert statistics.mean(gains) > mean and min(gains) > least
 
