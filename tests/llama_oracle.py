@@ -108,7 +108,45 @@ def _put_back(ctx, data):
     assert L.llama_state_seq_set_data(ctx, data, len(data), 0) == len(data)
 
 
-class LlamaDFlash:
+class _Pair:
+    """What the three have in common: they own models, contexts and batches."""
+
+    def _rows(self, tokens, hidden, first, last=False):
+        _ext_clear(self.pairs)
+        hidden = np.ascontiguousarray(hidden, np.float32)
+        for i, token in enumerate(tokens):
+            assert _ext_add_token(self.pairs, 0, int(token)) == i
+            row = _Embd(hidden[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, self.n_embd)
+            assert _ext_set_embd(self.pairs, i, row)
+            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
+            assert _ext_set_pos(self.pairs, i, pos)
+            assert _ext_set_output(self.pairs, i, last and i == len(tokens) - 1)
+        assert _process(self.dft, _DECODE, self.pairs) == 0
+
+    def _keep(self, rows, ids, accepted, before):
+        """How many drafts of the verified ``rows`` stay: ``accepted``, or those that are right. The target's memory ends behind them: where llama.cpp
+        cannot roll it back, the state ``before`` is put back, and the rows that stay are decoded again."""
+        matched, first = 0, self.n
+        while matched < len(rows) - 1 and ids[matched] == rows[matched + 1]:
+            matched += 1
+        matched = matched if accepted is None else accepted
+        self.n += matched + 1
+        if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
+            assert before is not None
+            _put_back(self.tgt, before)
+            _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
+        return matched
+
+    def close(self):
+        L.llama_batch_free(self.batch)
+        _ext_free(self.pairs)
+        L.llama_free(self.dft)
+        L.llama_free(self.tgt)
+        for model in self.models:
+            L.llama_model_free(model)
+
+
+class LlamaDFlash(_Pair):
     """A target and a drafter in llama.cpp, one sequence, greedy. Owns models and contexts."""
 
     def __init__(
@@ -131,7 +169,7 @@ class LlamaDFlash:
         if top_k:
             X.llama_set_embeddings_nextn(self.dft, True, False)
         self.batch = L.llama_batch_init(n_ubatch, 0, 1)
-        self.inject = _ext_init(self.dft)
+        self.pairs = _ext_init(self.dft)
         self.n = 0
 
     def _capture(self, count, first):
@@ -140,14 +178,14 @@ class LlamaDFlash:
         else:
             parts = [np.ctypeslib.as_array(_get_layer_input(self.tgt, v), (count, self.n_embd)) for v in self.layers]
         features = np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32)
-        _ext_clear(self.inject)
+        _ext_clear(self.pairs)
         for i in range(count):
             row = _Embd(features[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, features.shape[1])
-            index = _ext_add_embd(self.inject, 0, row)
+            index = _ext_add_embd(self.pairs, 0, row)
             assert index == i
             pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
-            assert _ext_set_pos(self.inject, index, pos)
-        assert _process(self.dft, _DECODE, self.inject) == 0
+            assert _ext_set_pos(self.pairs, index, pos)
+        assert _process(self.dft, _DECODE, self.pairs) == 0
         return features
 
     def prefill(self, tokens):
@@ -194,33 +232,17 @@ class LlamaDFlash:
 
         Where llama.cpp cannot roll recurrent states back (qwen3next) the state from before the block is put back, and the accepted rows decoded again.
         """
-        rows, first = [self.pending, *drafts], self.n
+        rows = [self.pending, *drafts]
         before = _state(self.tgt) if L.llama_model_is_hybrid(self.models[0]) else None
         ids = _decode(self.tgt, self.batch, rows, self.n, self.n_vocab).argmax(axis=1)
         self._capture(len(drafts) + 1, self.n)
-        matched = 0
-        while matched < len(drafts) and ids[matched] == drafts[matched]:
-            matched += 1
-        matched = matched if accepted is None else accepted
-        self.n += matched + 1
+        matched = self._keep(rows, ids, accepted, before)
         assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
-        if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
-            assert before is not None
-            _put_back(self.tgt, before)
-            _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
         self.pending = int(ids[matched])
         return ids, matched
 
-    def close(self):
-        L.llama_batch_free(self.batch)
-        _ext_free(self.inject)
-        L.llama_free(self.dft)
-        L.llama_free(self.tgt)
-        for model in self.models:
-            L.llama_model_free(model)
 
-
-class LlamaMTP:
+class LlamaMTP(_Pair):
     """A target and its MTP layer in llama.cpp, one sequence, greedy: the steps of its `draft-mtp`. Owns models and contexts.
 
     Each token is paired with the target's hidden state (behind output_norm) of the token before it, the first one with zeros. ``draft``: the
@@ -245,20 +267,8 @@ class LlamaMTP:
         logits = _decode(self.tgt, self.batch, tokens, first, self.n_vocab)
         hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn(self.tgt), (len(tokens), self.n_embd)).copy()
         if not self.shared:
-            self._layer(tokens, np.concatenate([self.boundary[None], hidden[:-1]]), first)
+            self._rows(tokens, np.concatenate([self.boundary[None], hidden[:-1]]), first)
         return logits, hidden
-
-    def _layer(self, tokens, hidden, first, last=False):
-        _ext_clear(self.pairs)
-        hidden = np.ascontiguousarray(hidden, np.float32)
-        for i, token in enumerate(tokens):
-            assert _ext_add_token(self.pairs, 0, int(token)) == i
-            row = _Embd(hidden[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, self.n_embd)
-            assert _ext_set_embd(self.pairs, i, row)
-            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
-            assert _ext_set_pos(self.pairs, i, pos)
-            assert _ext_set_output(self.pairs, i, last and i == len(tokens) - 1)
-        assert _process(self.dft, _DECODE, self.pairs) == 0
 
     def prefill(self, tokens):
         for first in range(0, len(tokens), self.n_ubatch):
@@ -267,11 +277,11 @@ class LlamaMTP:
         self.n, self.pending = len(tokens), int(logits[-1].argmax())
         return self.pending
 
-    def draft(self, count):
-        """The drafts behind the pending token; the layer's memory is as before then."""
+    def draft(self, width):
+        """The drafts of a block of ``width`` rows, the pending token included; the layer's memory is as before then."""
         token, hidden, out = self.pending, self.boundary, []
-        for i in range(count):
-            self._layer([token], hidden[None], self.n + (0 if self.shared else i), last=True)
+        for i in range(width - 1):
+            self._rows([token], hidden[None], self.n + (0 if self.shared else i), last=True)
             token = int(np.ctypeslib.as_array(L.llama_get_logits_ith(self.dft, 0), (self.n_vocab,)).argmax())
             hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn_ith(self.dft, 0), (self.n_embd,)).copy()
             out.append(token)
@@ -280,30 +290,16 @@ class LlamaMTP:
 
     def verify(self, drafts, accepted=None):
         """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
-        rows, first, before = [self.pending, *drafts], self.n, _state(self.tgt)
-        logits, hidden = self._target(rows, first)
-        ids, matched = logits.argmax(axis=1), 0
-        while matched < len(drafts) and ids[matched] == drafts[matched]:
-            matched += 1
-        matched = matched if accepted is None else accepted
-        self.n += matched + 1
+        rows, before = [self.pending, *drafts], _state(self.tgt)
+        logits, hidden = self._target(rows, self.n)
+        ids = logits.argmax(axis=1)
+        matched = self._keep(rows, ids, accepted, before)
         assert self.shared or L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
-        if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
-            _put_back(self.tgt, before)
-            _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
         self.boundary, self.pending = hidden[matched], int(ids[matched])
         return ids, matched
 
-    def close(self):
-        L.llama_batch_free(self.batch)
-        _ext_free(self.pairs)
-        L.llama_free(self.dft)
-        L.llama_free(self.tgt)
-        for model in self.models:
-            L.llama_model_free(model)
 
-
-class LlamaEagle3:
+class LlamaEagle3(_Pair):
     """A target and its EAGLE-3 drafter in llama.cpp, one sequence, greedy: the steps of its `draft-eagle3`. Owns models and contexts.
 
     The row at position p is the pair (token p + 1, g_p), g_p what the encoder makes of the target's layers at p. The last pair of a batch waits
@@ -336,18 +332,6 @@ class LlamaEagle3:
         assert _process(self.dft, _ENCODE, self.pairs) == 0
         return np.ctypeslib.as_array(X.llama_get_embeddings_nextn(self.dft), (count, self.n_embd)).copy()
 
-    def _rows(self, tokens, hidden, first, last=False):
-        _ext_clear(self.pairs)
-        hidden = np.ascontiguousarray(hidden, np.float32)
-        for i, token in enumerate(tokens):
-            assert _ext_add_token(self.pairs, 0, int(token)) == i
-            row = _Embd(hidden[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, self.n_embd)
-            assert _ext_set_embd(self.pairs, i, row)
-            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
-            assert _ext_set_pos(self.pairs, i, pos)
-            assert _ext_set_output(self.pairs, i, last and i == len(tokens) - 1)
-        assert _process(self.dft, _DECODE, self.pairs) == 0
-
     def _target(self, tokens, first):
         """Logits and g of all rows; the drafter's rows of the same tokens are computed too."""
         logits = _decode(self.tgt, self.batch, tokens, first, self.n_vocab)
@@ -366,11 +350,11 @@ class LlamaEagle3:
         self.n, self.pending = len(tokens), int(logits[-1].argmax())
         return self.pending
 
-    def draft(self, count):
-        """The drafts behind the pending token."""
+    def draft(self, width):
+        """The drafts of a block of ``width`` rows, the pending token included."""
         token, hidden, out = self.pending, self.waiting, []
         assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n - 1, -1)
-        for i in range(count):
+        for i in range(width - 1):
             self._rows([token], hidden[None], self.n - 1 + i, last=True)
             token = int(np.ctypeslib.as_array(L.llama_get_logits_ith(self.dft, 0), (self.n_vocab,)).argmax())
             hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn_ith(self.dft, 0), (self.n_embd,)).copy()
@@ -379,23 +363,9 @@ class LlamaEagle3:
 
     def verify(self, drafts, accepted=None):
         """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
-        rows, first, before = [self.pending, *drafts], self.n, _state(self.tgt)
-        logits, g = self._target(rows, first)
-        ids, matched = logits.argmax(axis=1), 0
-        while matched < len(drafts) and ids[matched] == drafts[matched]:
-            matched += 1
-        matched = matched if accepted is None else accepted
-        self.n += matched + 1
-        if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
-            _put_back(self.tgt, before)
-            _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
+        rows, before = [self.pending, *drafts], _state(self.tgt)
+        logits, g = self._target(rows, self.n)
+        ids = logits.argmax(axis=1)
+        matched = self._keep(rows, ids, accepted, before)
         self.waiting, self.pending = g[matched], int(ids[matched])
         return ids, matched
-
-    def close(self):
-        L.llama_batch_free(self.batch)
-        _ext_free(self.pairs)
-        L.llama_free(self.dft)
-        L.llama_free(self.tgt)
-        for model in self.models:
-            L.llama_model_free(model)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from decode.parity import LAST, UB, disagreement
 from llama_oracle import LlamaMTP
 from random_gguf.archs import write_gemma4, write_llama
 from random_gguf.gemma4_assistant import write_gemma4_assistant
@@ -15,10 +16,6 @@ from pyggml_spec.memory.kv_types import KVTypes
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
 
-UB = 32  # tokens of a micro-batch, and of a chunk
-LAST = 3 * UB + 7
-LENGTHS = (0, 1, 2, 3, 4, 4, 0, 0, 2, 4, 1, 1, 3)
-
 
 def both(target, draft, prompt, n_ctx=512, width=5, kv=KVTypes()):
     """A session and llama.cpp with the same files; the prompt is in both."""
@@ -27,19 +24,6 @@ def both(target, draft, prompt, n_ctx=512, width=5, kv=KVTypes()):
     oracle = LlamaMTP(target, draft, n_ctx=n_ctx, n_ubatch=UB, width=width, kv=kv, draft_kv=kv, shared=True)
     assert session.engine.prefill(prompt) == oracle.prefill(prompt)
     return session, oracle
-
-
-def disagreement(session, oracle, blocks, lengths=LENGTHS):
-    """The first block whose drafts differ, None if none does; ``lengths``: how many drafts of each block are accepted."""
-    engine, width = session.engine, session.engine.options.width
-    for i in range(blocks):
-        result, accepted = engine.fused_step(), lengths[i % len(lengths)]
-        if result.tokens[1:].tolist() != oracle.draft(width - 1):
-            return i
-        ids, _ = oracle.verify(result.tokens[1:].tolist(), accepted)
-        assert result.ids.tolist() == ids.tolist(), f"verified ids of block {i}"
-        engine.accept(accepted + 1, int(result.ids[accepted]))
-    return None
 
 
 CASES = [

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from decode.parity import LAST, UB, disagreement
 from llama_oracle import LlamaDFlash
 from random_gguf.archs import write_gemma4, write_qwen3
 from random_gguf.dflash2 import write_dspark
@@ -13,9 +14,6 @@ from pyggml_spec.models.dspark import DSpark
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
 
-UB = 32  # tokens of a micro-batch, and of a chunk
-LAST = 3 * UB + 7
-LENGTHS = (0, 1, 2, 3, 4, 4, 0, 0, 2, 4, 1, 1, 3)
 TARGETS = {"qwen3": write_qwen3, "qwen35": write_qwen35, "gemma4": write_gemma4}
 
 
@@ -27,19 +25,6 @@ def both(target, draft, prompt, n_ctx=512, width=5):
     oracle = LlamaDFlash(target, draft, drafter.hp.target_layers, drafter.hp.mask_token, n_ctx, UB, block=width, **options)
     assert session.engine.prefill(prompt) == oracle.prefill(prompt)
     return session, oracle
-
-
-def disagreement(session, oracle, blocks, lengths=LENGTHS):
-    """The first block whose drafts differ, None if none does; ``lengths``: how many drafts of each block are accepted."""
-    engine, width = session.engine, session.engine.options.width
-    for i in range(blocks):
-        result, accepted = engine.fused_step(), min(lengths[i % len(lengths)], width - 1)
-        if result.tokens[1:].tolist() != oracle.draft(width):
-            return i
-        ids, _ = oracle.verify(result.tokens[1:].tolist(), accepted)
-        assert result.ids.tolist() == ids.tolist(), f"verified ids of block {i}"
-        engine.accept(accepted + 1, int(result.ids[accepted]))
-    return None
 
 
 CASES = [

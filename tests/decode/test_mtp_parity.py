@@ -4,6 +4,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from decode.parity import LAST, LENGTHS, UB, disagreement
 from llama_oracle import LlamaMTP
 from random_gguf.model import Shape
 from random_gguf.mtp import write_mtp, write_mtp_target
@@ -15,8 +16,6 @@ from pyggml_spec.session import DEMO, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
 from pyggml_spec.tools.prompts import read_prompts
 
-UB = 32  # tokens of a micro-batch, and of a chunk
-LAST = 3 * UB + 7
 FUNCTION = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
 
@@ -28,20 +27,6 @@ def both(target, draft, prompt, n_ctx=512, width=5):
     return session, oracle
 
 
-def disagreement(session, oracle, blocks, lengths):
-    """The first block whose drafts differ, None if none does; ``lengths``: how many drafts of each block are accepted."""
-    engine, width = session.engine, session.engine.options.width
-    for i in range(blocks):
-        result, accepted = engine.fused_step(), lengths[i % len(lengths)]
-        if result.tokens[1:].tolist() != oracle.draft(width - 1):
-            return i
-        ids, _ = oracle.verify(result.tokens[1:].tolist(), accepted)
-        assert result.ids.tolist() == ids.tolist(), f"verified ids of block {i}"
-        engine.accept(accepted + 1, int(result.ids[accepted]))
-    return None
-
-
-LENGTHS = (0, 1, 2, 3, 4, 4, 0, 0, 2, 4, 1, 1, 3)
 CASES = [
     *((quant, "qwen35", False, 20, 60) for quant in ("F32", "Q8_0", "Q4_K")),
     *((quant, "qwen35moe", False, 20, 60) for quant in ("F32", "Q8_0", "Q4_K")),
@@ -109,7 +94,7 @@ def test_the_embedded_layer_drafts_real_text_as_llama_cpp_does():
         for _ in range(60):
             result = session.engine.fused_step()
             drafts = result.tokens[1:].tolist()
-            assert drafts == oracle.draft(7)
+            assert drafts == oracle.draft(8)
             right = next((i for i, (a, b) in enumerate(zip(drafts, result.ids)) if a != b), 7)
             ids, _ = oracle.verify(drafts, right)
             assert result.ids.tolist() == ids.tolist()
