@@ -24,7 +24,7 @@ from .engine.options import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_w
 from .engine.parts import Closable, P
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
 from .events import StepEvent
-from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, pick_device, present
+from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, present
 from .ggml.devices import in_order, open_backends, pick_devices
 from .ggml.library import versions
 from .gguf_io import GGUFFile
@@ -133,8 +133,8 @@ class Session:
         file = self._own(GGUFFile(target))
         file.rope = rope
         self.target = open_target(file)
-        for name in dict.fromkeys(backend.device.name for backend in backends):
-            self.notes += [note for note in build_notes(pick_device(name)) if note not in self.notes]
+        for one in dict.fromkeys(backend.device for backend in backends):
+            self.notes += [note for note in build_notes(one) if note not in self.notes]
         self.notes += ignored_yarn(file, self.target.arch)
         self.tokenizer = self._own(Tokenizer(file))
         self.drafter = self._open_drafters(file, draft, spec)
@@ -210,7 +210,7 @@ class Session:
         """The devices, in the order in which layers go through them; ``backend`` is the last one."""
         found = pick_devices(device)
         self._order = in_order(found)
-        backends = [self._own(backend) for backend in open_backends(device, threads, kernels)]
+        backends = [self._own(backend) for backend in open_backends(found, threads, kernels)]
         self.backends = tuple(backends[i] for i in self._order)
         self.backend = self.backends[-1]
         return list(self.backends)

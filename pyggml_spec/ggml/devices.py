@@ -38,16 +38,12 @@ def in_order(found: Sequence[Device]) -> list[int]:
     return sorted(range(len(found)), key=lambda i: found[i].kind != "cpu")
 
 
-def open_backends(names: str | None = None, threads: int | None = None, kernels: str | None = None) -> list[Backend]:
-    """A backend on each of these devices; the caller closes them. Arguments as of ``pick_devices`` and ``Backend``.
+def open_backends(found: Sequence[Device], threads: int | None = None, kernels: str | None = None) -> list[Backend]:
+    """A backend on each of these devices; the caller closes them. ``threads`` and ``kernels`` as of ``Backend``.
 
     Raises:
-        DeviceError: as ``pick_devices``, or a device that cannot be opened; none is open then.
+        DeviceError: a device that cannot be opened; none is open then.
     """
-    return _open(pick_devices(names), threads, kernels)
-
-
-def _open(found: Sequence[Device], threads: int | None, kernels: str | None) -> list[Backend]:
     opened: list[Backend] = []
     try:
         for device in found:

@@ -36,10 +36,6 @@ class Team:
         return max(member.block_size for member in self.members)
 
     @property
-    def n_layer(self) -> int:
-        return sum(member.n_layer for member in self.members)
-
-    @property
     def captures(self) -> tuple[int, ...]:
         """Of all of them, each layer once."""
         return tuple(sorted({layer for member in self.members for layer in member.captures}))
@@ -55,10 +51,6 @@ class Team:
     @property
     def borrows(self) -> bool:
         return any(member.borrows for member in self.members)
-
-    @property
-    def behind(self) -> int:
-        return self._chain.behind if self._chain is not None else 0
 
     def kv_shapes(self) -> list[KVShape]:
         return [shape for member in self.members for shape in member.kv_shapes()]

@@ -31,7 +31,7 @@ def test_a_gpu_is_named_once(monkeypatch):
 
 
 def test_every_mention_of_the_cpu_is_a_backend_of_its_own():
-    first, second = open_backends("CPU,CPU", 1, "ggml")
+    first, second = open_backends(pick_devices("CPU,CPU"), 1, "ggml")
     assert first.handle != second.handle and first.threads == second.threads == 1
     for backend in (first, second):
         backend.close()
