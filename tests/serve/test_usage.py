@@ -2,12 +2,13 @@
 
 import random
 import threading
+import time
 
 import anthropic
 import openai
 import pytest
 from serve.running import Running
-from serve.test_queue import ask, started
+from serve.test_queue import ask
 
 PROMPT = "def quicksort(items):\n"
 CHAT = [{"role": "user", "content": "write a function"}]
@@ -80,14 +81,18 @@ def test_clients_that_get_429_come_again(small, who):
     holding = [threading.Thread(target=small.post, args=("/completion",), kwargs=ask(700)) for _ in range(3)]
     for thread in holding:
         thread.start()
-    started(small, 1)
+
+    def metric(*names):
+        lines = small.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
 
     def rejected():
-        lines = small.http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("pyspec:") and "reject" in line)
+        return metric("pyspec:rejected_total")
 
-    while small.post("/completion", **ask(1)).status_code != 429:
-        pass
+    until = time.monotonic() + 60
+    while metric("llamacpp:requests_processing", "llamacpp:requests_deferred") < len(holding):
+        assert time.monotonic() < until, small.lines
+        time.sleep(0.01)
     before = rejected()
     if who == "openai":
         client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="none", max_retries=30)
