@@ -5,6 +5,7 @@
 //   pgs_graph   one arena (ggml_context) and one graph inside it; kept and recomputed, never rebuilt
 //   pgs_io      the device buffer that all small inputs and outputs of a step live in, and its pinned host mirror
 //   pgs_chain   the order of a step's graphs on several devices, and what is copied between them
+//   pgs_lane    a thread that runs such a step, one part behind the other, beside those of other lanes
 //   pgs_experts what moves between host and device where experts are in host memory, and the host's own small graphs
 //   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the unfolded block
 //
@@ -27,6 +28,8 @@ typedef struct pgs_graph pgs_graph;
 typedef struct pgs_io    pgs_io;
 typedef struct pgs_chain pgs_chain;
 typedef struct pgs_flow  pgs_flow;
+typedef struct pgs_turns pgs_turns;
+typedef struct pgs_lane  pgs_lane;
 typedef struct pgs_delta pgs_delta;
 typedef struct pgs_experts pgs_experts;
 typedef struct pgs_level pgs_level;
@@ -113,6 +116,32 @@ void       pgs_flow_free(pgs_flow * flow);
 void       pgs_flow_settle(pgs_flow * flow);  // waits for all of them
 int pgs_chain_launch(pgs_chain * chain, pgs_flow * flow, size_t upload_bytes, size_t read_offset, size_t read_bytes, bool ahead,
                      pgs_step_times * times, char * err);
+
+// What it is made of, for those who run it otherwise.
+int             pgs_chain_parts(const pgs_chain * chain);
+int             pgs_chain_hops(const pgs_chain * chain);
+pgs_graph *     pgs_chain_graph(const pgs_chain * chain, int part);
+pgs_io *        pgs_chain_io(const pgs_chain * chain, int part);
+const pgs_hop * pgs_chain_hop(const pgs_chain * chain, int hop);
+
+// ---- step_lanes.c
+
+typedef struct pgs_spent {  // by one device, on the steps of all lanes
+    int64_t parts, computed_us;                // parts computed, uploads and reads included
+    int64_t copies, copied_us, copied_bytes;   // to other devices, behind them
+    int64_t queued_us;                         // that lanes waited for their turn on it
+} pgs_spent;
+
+// Whose turn it is on each device of an engine; `ios`: of all of them, the last one's last.
+pgs_turns * pgs_turns_new(pgs_io ** ios, int n_ios, char * err);
+void        pgs_turns_free(pgs_turns * turns);
+void        pgs_turns_spent(pgs_turns * turns, pgs_spent * out);  // [n_ios], since it was asked last
+
+pgs_lane * pgs_lane_new(pgs_turns * turns, char * err);
+void       pgs_lane_free(pgs_lane * lane);
+void       pgs_lane_start(pgs_lane * lane, pgs_chain * chain, size_t upload_bytes, size_t read_offset, size_t read_bytes);
+int        pgs_lane_wait(pgs_lane * lane, char * err);
+bool       pgs_lane_busy(pgs_lane * lane);
 
 // ---- step_rows.c
 

@@ -150,6 +150,26 @@ pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const 
     return chain;
 }
 
+int pgs_chain_parts(const pgs_chain * chain) {
+    return chain->n_parts;
+}
+
+int pgs_chain_hops(const pgs_chain * chain) {
+    return chain->n_hops;
+}
+
+pgs_graph * pgs_chain_graph(const pgs_chain * chain, int part) {
+    return chain->parts[part];
+}
+
+pgs_io * pgs_chain_io(const pgs_chain * chain, int part) {
+    return chain->part_ios[part];
+}
+
+const pgs_hop * pgs_chain_hop(const pgs_chain * chain, int hop) {
+    return &chain->hops[hop];
+}
+
 void pgs_flow_settle(pgs_flow * flow) {
     for (int i = flow->n_ios - 1; i >= 0; i--) {
         ggml_backend_synchronize(pgs_io_backend(flow->ios[i]));

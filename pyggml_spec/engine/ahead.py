@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ..memory.kv import SPAN
 from ..memory.slots import SlotRange
+from .graphs import StepGraphs
 from .parts import Parts
 
 AHEAD = 64  # tokens, or a whole step, before a span ends the graph of the next one is built
@@ -16,8 +17,9 @@ class Ahead:
     built: graphs built while the device computed, or between steps.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._graphs = parts, parts.graphs
+    def __init__(self, parts: Parts, graphs: StepGraphs | None = None) -> None:
+        """``graphs``: a lane's; None: those of the engine."""
+        self._parts, self._graphs = parts, parts.graphs if graphs is None else graphs
         self.overlaps, self.built = parts.backend.device.kind != "cpu", 0
         self._kinds: tuple[tuple, ...] = ()  # steps that are expected, see prepare
         self._epoch = self._last_span = 0

@@ -34,6 +34,7 @@ class Commits:
     def settle(self, slot: int | None = None) -> None:
         """Commits what is accepted in one slot, or in all: caches and recurrent states hold the whole sequences, whose lengths are final."""
         covered = self._parts.graphs.every if slot is None else SlotRange(slot, 1)
+        self._parts.check_landed(covered)
         for index in covered.slots:
             if rows := self._parts.slots[index].open_rows:
                 raise EngineError(f"the last block of {rows} rows in slot {index} is neither accepted nor given up: call accept first")
@@ -45,6 +46,7 @@ class Commits:
 
         Open blocks stay open.
         """
+        self._parts.check_landed(covered)
         if self._delta is not None and self._delta.is_behind(covered):
             self.lay_out(0) if self._delta.inline else self._commit(covered, self._delta.width)
         for s in self._parts.slots[covered.part]:

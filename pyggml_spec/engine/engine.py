@@ -12,12 +12,13 @@ candidates.py (what they leave to choose from), commits.py (what they leave for 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
 
 from ..checks import token_ids, whole
-from ..errors import EngineError
+from ..errors import DeviceError, EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..memory.cursor import Cursor
@@ -29,7 +30,9 @@ from . import exact
 from .ahead import Ahead
 from .candidates import Ask, Candidates
 from .commits import Commits
-from .options import EngineOptions
+from .graphs import StepGraphs
+from .lanes import Flight
+from .options import MOST_SLOTS, EngineOptions
 from .parts import Parts
 from .sequences import Sequences
 from .slot import Draft, Prompt, StepResult, Verify, Work
@@ -51,6 +54,8 @@ class Engine:
         self._sequences = Sequences(p, self._commits)
         self._steps = Steps(p, self._commits, self._sequences, self.ahead)
         self._candidates = Candidates(p, self._sequences)
+        self._groups = [Steps(p, self._commits, self._sequences, Ahead(p, lane.graphs), lane.graphs) for lane in p.lanes]
+        self._flights: dict[int, Flight] = {}
 
     # -- sequences
 
@@ -192,6 +197,8 @@ class Engine:
             EngineError: a slot without a sequence, a block that was not accepted yet, a width that was not planned for.
         """
         self.parts.check_open()
+        if self._flights:
+            raise EngineError("a group's step is still under way: land it first")
         if not (type(work) is dict or isinstance(work, Mapping)) or not work:
             raise EngineError("a step needs work for at least one slot, as {slot: Prompt(...), Verify(...) or Draft(...)}")
         rows, covered = self._checked(work)
@@ -202,10 +209,51 @@ class Engine:
                 return self._steps.looked_at(work, rows, covered, meanwhile)
         return self._steps.run(work, rows, covered, meanwhile)
 
-    def _checked(self, work: Mapping[int, Work]) -> tuple[dict[int, int], SlotRange]:
+    # -- groups of slots of a split target, whose steps are under way together
+
+    @property
+    def groups(self) -> int:
+        """Steps that can be under way together; 0 where the target is not split, or there is one slot (lanes.py)."""
+        return len(self._groups)
+
+    def launch(self, group: int, work: Mapping[int, Work]) -> None:
+        """Begins a pass of plain tokens and blocks over the slots named in ``work``, none of them of another group; follow with ``land``.
+
+        Until then nothing can be asked of these slots, and no block of another width can be computed.
+
+        Raises:
+            EngineError: as ``step``; a group that there is not, or one that is under way, prompts, slots that another group's step covers, drafts
+                that are to be looked at.
+        """
+        self.parts.check_open()
+        if not 0 <= whole(group, "the group", 0, MOST_SLOTS) < len(self._groups) or group in self._flights:
+            raise EngineError(f"group {group} cannot begin a step: it is under way, or there is none of this number")
+        if any(isinstance(item, Prompt) or (isinstance(item, Draft) and item.check is not None) for item in work.values()):
+            raise EngineError("prompts, and drafts that are looked at, are no group's work: use step")
+        if self.parts.under_way is not None:
+            self.parts.arrive()
+        rows, covered = self._checked(work, self.parts.lanes[group].graphs)
+        self.parts.check_landed(covered)
+        self._flights[group] = self._groups[group].launch(work, rows, covered)
+
+    def land(self, group: int) -> dict[int, StepResult]:
+        """Waits for a group's step; results as of ``step``."""
+        if group not in self._flights:
+            raise EngineError(f"group {group} has no step under way: launch one")
+        return self._groups[group].land(self._flights.pop(group))
+
+    def abandon(self) -> None:
+        """Waits for every group's step, and forgets what it brought: its slots can only be released."""
+        with suppress(DeviceError):
+            self.parts.arrive()
+        for group, flight in self._flights.items():
+            self._groups[group].forget(flight)
+        self._flights = {}
+
+    def _checked(self, work: Mapping[int, Work], graphs: StepGraphs | None = None) -> tuple[dict[int, int], SlotRange]:
         """The rows of each slot, and the slots that the step covers."""
         rows = {slot: self._sequences.rows_of(slot, item) for slot, item in work.items()}
-        self.graphs.aim([self.slots[slot] for slot in rows])
+        (self.graphs if graphs is None else graphs).aim([self.slots[slot] for slot in rows])
         covered = covering(rows, len(self.slots))
         if covered.count > len(rows):
             self._sequences.clean_unused(covered)
@@ -344,15 +392,15 @@ class Engine:
 
     @property
     def forwards(self) -> int:
-        return self._steps.forwards
+        return self._steps.forwards + sum(steps.forwards for steps in self._groups)
 
     @property
     def rows_computed(self) -> int:
-        return self._steps.rows_computed
+        return self._steps.rows_computed + sum(steps.rows_computed for steps in self._groups)
 
     @property
     def rows_used(self) -> int:
-        return self._steps.rows_used
+        return self._steps.rows_used + sum(steps.rows_used for steps in self._groups)
 
     def not_finite(self, slot: int = 0) -> str:
         """What to say of a slot whose target produced NaN or Inf."""

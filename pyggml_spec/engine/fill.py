@@ -8,6 +8,7 @@ import numpy as np
 from ..ggml.library import ffi, lib
 from ..memory.slots import SlotRange
 from .graph_store import Step
+from .graphs import StepGraphs
 from .parts import Parts
 from .slot import Draft, Prompt, Verify, Work
 
@@ -18,10 +19,10 @@ Rows = Mapping[int, int]
 class Fill:
     """Writes the host's side of a step's fields, for the slots that it covers: ``width`` rows each, of which ``rows`` says how many count."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, graphs: StepGraphs) -> None:
         self._slots, self._target = parts.slots, parts.target
         self._kv, self._delta, self._ring, self._boundary = parts.kv, parts.delta, parts.ring, parts.boundary
-        self._drafting = parts.graphs.draft_parts
+        self._drafting = graphs.draft_parts
         self._committed, self._real = (ffi.new("int64_t[]", len(parts.slots)) for _ in range(2))
 
     def certain(self, step: Step, width: int, work: Given, rows: Rows, covered: SlotRange) -> None:

@@ -90,6 +90,7 @@ class GraphStore:
         slots: int,
         widest: int,
         nodes: int,
+        most: int = 0,
     ) -> None:
         """
         Args:
@@ -98,11 +99,12 @@ class GraphStore:
             spans: all that the caches have, ascending.
             widest: the most rows per slot that any graph has.
             nodes: that no graph exceeds.
+            most: slots that any graph covers, 0 for all.
         """
         self.segments, self.backend, self.split = tuple(segments), segments[-1].backend, len(segments) > 1
         self.io, self._widths, self.spans, self.slots = io, widths, spans, slots
         self._widest, self._nodes = widest, nodes
-        self.every = SlotRange(0, slots)
+        self.every = SlotRange(0, most or slots)
         self.roles: dict[str, Role] = {}
         self.closed = False
         self.drafting = False  # whether target graphs also write drafter rows

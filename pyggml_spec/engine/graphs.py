@@ -104,9 +104,11 @@ class StepGraphs(GraphStore):
         boundary: BoundaryRows | None,
         widths: dict[str, tuple[int, ...]],
         slots: int,
+        most: int = 0,
     ) -> None:
+        """``most``: slots that any of these graphs covers, 0 for all."""
         widest = max(RING, *(width for of_role in widths.values() for width in of_role))
-        super().__init__(segments, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter))
+        super().__init__(segments, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter), most)
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta, self.ring, self.boundary = kv, draft_kv, delta, ring, boundary
         self.draft_parts: dict[str, Drafting] = {}
@@ -195,16 +197,20 @@ class StepGraphs(GraphStore):
         """Plans the largest graph of every role that a generation uses: what does not fit is said now, and no buffer grows later."""
         live, width = self.kv.live, self._blocks[-1]
         self.get("prefill", self._widths["prefill"][-1], live, SlotRange(0, 1))
-        self.get("plain", 1, live)
         if self.ring is not None:
             self.get("catchup", RING, 0)
-        if width > 1:
-            for method in self.draft_parts:
-                role = self.role("fused", method)
-                self.get(role, self._widths[role][-1], live)
+        self.plan_decoding()
         if self.delta is not None:
             inline = self.delta.inline
             self.get("commit", width, 0, None, 0 if inline else width, width > 1 or not inline)
+
+    def plan_decoding(self) -> None:
+        """Those of them that tokens are decoded by."""
+        live = self.kv.live
+        self.get("plain", 1, live)
+        for method in self.draft_parts if self._blocks[-1] > 1 else ():
+            role = self.role("fused", method)
+            self.get(role, self._widths[role][-1], live)
 
     # -- parts
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from ..errors import DeviceError, EngineError
+from ..ggml.chain import Turns
 from ..ggml.device import Backend
 from ..ggml.step_io import StepIO
 from ..memory.boundary import BoundaryRows
@@ -13,12 +14,14 @@ from ..memory.delta import DeltaHome, DeltaState
 from ..memory.features import FeatureRing
 from ..memory.kv import KVCache
 from ..memory.kv_types import KVTypes, check_types
+from ..memory.slots import SlotRange
 from ..memory.snapshot import SequenceMemory
 from ..models.base import KVShape, Target
 from ..models.segments import Segment, check_drafter
 from ..models.team import Drafts
 from .graph_store import Step
 from .graphs import MOST_CANDIDATES, StepGraphs
+from .lanes import GROUPS, Lane, half_of, ready_for
 from .masked import MaskedRows
 from .options import EngineOptions, candidate_widths, check_options, prefill_widths
 from .slot import Slot
@@ -46,6 +49,9 @@ class Parts:
         epoch: sequences begun so far: whoever remembers what lies in the caches can tell whether it still does.
         last: the step whose logits can be read.
         under_way: a step that nobody has waited for yet.
+        lanes: of two groups of slots whose steps can be under way together; none where the target is not split.
+        flying: slots whose step is under way in a lane, until it has landed.
+        turns: of the devices of a split target, for whoever wants steps part by part.
     """
 
     kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
@@ -60,10 +66,15 @@ class Parts:
         self.epoch = 0
         self.last: Step | None = None
         self.under_way: Step | None = None
+        self.lanes: list[Lane] = []
+        self.flying: dict[int, Step] = {}
+        self.turns: Turns | None = None
         self._owned: list[Closable] = []
         try:
             self._allocate()
             self.graphs.plan_largest()
+            for lane in self.lanes:
+                lane.graphs.plan_decoding()
         except BaseException:
             self.close()
             raise
@@ -102,6 +113,17 @@ class Parts:
             widths |= {role if at == 0 else f"{role} {member.method}": own for role in ("fused", "draft")}
         caches = self.kv, self.draft_kv, self.delta, self.ring, self.boundary
         self.graphs = self._own(self.graphs_class(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
+        if len(self.segments) > 1:
+            self.turns = self._own(Turns(self.io))
+        if (
+            self.turns is not None
+            and opt.groups
+            and not ready_for(self.segments, opt.slots, self.target.weights.expert_counts() is not None)
+        ):
+            for _ in range(GROUPS):
+                io = self._own(StepIO(self.backend, half_of(opt.slots) * of_slot + 8192, before, self.turns.handle))
+                graphs = self.graphs_class(self.segments, io, self.target, self.drafter, *caches, widths, opt.slots, half_of(opt.slots))
+                self.lanes.append(Lane(io, self._own(graphs)))
 
     def _kv_homes(self) -> list[tuple[Backend, int]]:
         """Where the target's K/V rows are: with their layers."""
@@ -152,6 +174,15 @@ class Parts:
         if self.under_way is not None:
             step, self.under_way = self.under_way, None
             step.fields.wait()
+        if self.flying:
+            for step in {id(step): step for step in self.flying.values()}.values():
+                step.fields.wait()
+
+    def check_landed(self, covered: SlotRange) -> None:
+        """Raises EngineError if the step of one of these slots is under way in a lane."""
+        for slot in covered.slots if self.flying else ():
+            if slot in self.flying:
+                raise EngineError(f"the step of slot {slot} is still under way: land its group first")
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose."""
@@ -164,6 +195,7 @@ class Parts:
             out["recurrent"] = self.delta.nbytes
         if self.graphs.masked is not None:
             out["compute"] += self.graphs.masked.nbytes
+        out["compute"] += sum(lane.graphs.compute_bytes for lane in self.lanes)
         return out
 
     def memory_by_segment(self) -> list[dict[str, int]]:
@@ -171,9 +203,9 @@ class Parts:
         whole, last = self.memory(), len(self.segments) - 1
         parts, kv = getattr(self.target.weights, "parts", [self.target.weights]), self.kv.nbytes_by_home
         states = self.delta.nbytes_by_segment if self.delta is not None else {}
-        out = []
+        out, graphs = [], [self.graphs, *(lane.graphs for lane in self.lanes)]
         for index, segment in enumerate(self.segments):
-            mine = {"weights": parts[index].nbytes, "kv": kv[index], "compute": self.graphs.compute_bytes_on(segment.backend)}
+            mine = {"weights": parts[index].nbytes, "kv": kv[index], "compute": sum(of.compute_bytes_on(segment.backend) for of in graphs)}
             if index in states or (last == 0 and states):
                 mine["recurrent"] = sum(states.values()) if last == 0 else states[index]
             out.append(mine)

@@ -17,7 +17,7 @@ class Sequences:
 
     def __init__(self, parts: Parts, commits: Commits) -> None:
         self._parts, self._commits = parts, commits
-        self._slots, self._delta = parts.slots, parts.delta
+        self._slots, self._delta, self._flying = parts.slots, parts.delta, parts.flying
         self._only = (
             len(parts.slots) == 1
         )  # which need not be admitted, and whose rows may stay: only what is below its cursor is ever read
@@ -34,6 +34,8 @@ class Sequences:
             if slot >= len(slots):
                 raise EngineError(f"slot {slot} has no sequence: there are {len(slots)} slots")
         s = slots[slot]
+        if self._flying and slot in self._flying:
+            raise EngineError(f"the step of slot {slot} is still under way: land its group first")
         if not s.used:
             if not self._only:
                 raise EngineError(f"slot {slot} has no sequence: admit one first")

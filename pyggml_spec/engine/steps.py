@@ -13,6 +13,8 @@ from .ahead import Ahead
 from .commits import Commits
 from .fill import Fill
 from .graph_store import Step
+from .graphs import StepGraphs
+from .lanes import Flight
 from .parts import Parts
 from .sequences import Sequences
 from .slot import Draft, Prompt, StepResult, Verify, Work
@@ -25,9 +27,11 @@ class Steps:
     forwards: passes so far; ``rows_computed`` and ``rows_used``: rows of their graphs, and those that a slot had work for.
     """
 
-    def __init__(self, parts: Parts, commits: Commits, sequences: Sequences, ahead: Ahead) -> None:
+    def __init__(self, parts: Parts, commits: Commits, sequences: Sequences, ahead: Ahead, graphs: StepGraphs | None = None) -> None:
+        """``graphs``: a lane's; None: those of the engine."""
+        graphs = parts.graphs if graphs is None else graphs
         self._parts, self._commits, self._sequences, self._ahead = parts, commits, sequences, ahead
-        self._slots, self._delta, self._graphs, self._fill = parts.slots, parts.delta, parts.graphs, Fill(parts)
+        self._slots, self._delta, self._graphs, self._fill = parts.slots, parts.delta, graphs, Fill(parts, graphs)
         self.forwards = self.rows_computed = self.rows_used = 0
 
     def run(
@@ -77,9 +81,15 @@ class Steps:
         # of the only slot one token of a prompt is a chunk, as it is in a longer prompt; among several it may share a step of plain tokens
         chunk = need > 1 or (len(self._slots) == 1 and isinstance(work[0], Prompt))
         role, width = ("prefill", self._graphs.chunk_width(need)) if chunk else ("plain", 1)
-        if self._parts.graphs.split and all(isinstance(item, Prompt) and item.more for item in work.values()):
+        more = all(isinstance(item, Prompt) and item.more for item in work.values())
+        if more and self._graphs.split and self._parts.io.lane is None:
             return self._ahead_of(role, width, work, rows, covered, meanwhile)
         step, times = self.rows(role, work, rows, covered, width, meanwhile)
+        return self._of_certain(step, width, work, rows, covered, times)
+
+    def _of_certain(
+        self, step: Step, width: int, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, times: StepTimes
+    ) -> dict[int, StepResult]:
         ids, sound, out = step.ids(), step.finite(), {}
         for slot, n in rows.items():
             s, at = self._slots[slot], slot - covered.first
@@ -117,25 +127,41 @@ class Steps:
         ahead: bool = False,
     ) -> tuple[Step, StepTimes]:
         """Computes rows that are certain, ``width`` of each slot. Cursors stay where they are. ``ahead``: nobody waits for them."""
-        plain, longest = role == "plain", self._longest(covered)
-        self._commits.before_rows(covered, plain)
+        step, longest = self._rows(role, work, rows, covered, width, *more)
+        times = self._run(step, role, width, covered, longest, meanwhile, ahead=ahead)
+        self._after_rows(step, role, width, rows, covered)
+        return step, times
+
+    def _rows(
+        self, role: str, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, width: int, *more: Any
+    ) -> tuple[Step, int]:
+        """What is to be run, and the length of the longest sequence."""
+        longest = self._longest(covered)
+        self._commits.before_rows(covered, role == "plain")
         step = self._graphs.get(role, width, self._graphs.certain_span(role, longest + width), covered, *more)
         self._fill.certain(step, width, work, rows, covered)
-        times = self._run(step, role, width, covered, longest, meanwhile, ahead=ahead)
+        return step, longest
+
+    def _after_rows(self, step: Step, role: str, width: int, rows: Mapping[int, int], covered: SlotRange) -> None:
         self._count(width * covered.count, rows)
         if self._delta is not None:
-            self._delta.after_rows(int(plain))
+            self._delta.after_rows(int(role == "plain"))
         if self._parts.boundary is not None:
             self._leave(step, rows)
         if "ring_row" in step.host:
             assert self._parts.ring is not None
             self._parts.ring.waiting += 1
-        return step, times
 
     def blocks(
         self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
     ) -> dict[int, StepResult]:
         """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left unfolded."""
+        step, role, width, longest, more = self._block(work, rows, covered)
+        times = self._run(step, role, width, covered, longest, meanwhile, *more)
+        return self._of_blocks(step, width, work, rows, covered, times)
+
+    def _block(self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange) -> tuple[Step, str, int, int, tuple[int, ...]]:
+        """What is to be run: its role, rows per slot, the length of the longest sequence, and what else its graph differs in."""
         drafting = [item for item in work.values() if isinstance(item, Draft)]
         need = max(*rows.values(), *(item.verified for item in drafting), 0)
         width = self._graphs.block_width(need)
@@ -153,7 +179,11 @@ class Steps:
         longest = self._longest(covered)
         step = self._graphs.get(role, width, self._parts.kv.span(longest + width), covered, *more)
         self._fill.block(step, width, method, drafts, work, rows, covered)
-        times = self._run(step, role, width, covered, longest, meanwhile, *more)
+        return step, role, width, longest, more
+
+    def _of_blocks(
+        self, step: Step, width: int, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, times: StepTimes
+    ) -> dict[int, StepResult]:
         self._count(width * covered.count, rows)
         for slot in covered.slots:  # whatever was unfolded there is in the state now
             self._slots[slot].folded()
@@ -163,6 +193,41 @@ class Steps:
             self._leave(step, rows)
         ids, sound = step.ids(), step.finite()
         return {slot: self._of_block(step, ids, sound, width, slot, item, rows[slot], covered, times) for slot, item in work.items()}
+
+    # -- in a lane, beside others
+
+    def launch(self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange) -> Flight:
+        """Begins a pass of plain tokens and blocks, which is waited for by ``land``."""
+        more: tuple[int, ...] = ()
+        block = any(n > 1 for n in rows.values())
+        if block:
+            step, role, width, longest, more = self._block(work, rows, covered)
+        else:
+            role, width = "plain", 1
+            step, longest = self._rows(role, work, rows, covered, width)
+        step.fields.launch()
+        self._parts.flying.update(dict.fromkeys(covered.slots, step))
+        if self._ahead.overlaps:
+            self._ahead.while_computing(role, width, covered, longest, *more)
+        return Flight(step, block, width, work, rows, covered)
+
+    def land(self, flight: Flight) -> dict[int, StepResult]:
+        """Waits for a pass, and gives what it brought."""
+        step, block, width, work, rows, covered = flight
+        try:
+            times = step.fields.wait()
+        finally:
+            self.forget(flight)
+        self._parts.last = step
+        if block:
+            return self._of_blocks(step, width, work, rows, covered, times)
+        self._after_rows(step, "plain", width, rows, covered)
+        return self._of_certain(step, width, work, rows, covered, times)
+
+    def forget(self, flight: Flight) -> None:
+        """Nobody asks any more for what it brings."""
+        for slot in flight.covered.slots:
+            self._parts.flying.pop(slot, None)
 
     def _of_block(
         self, step: Step, ids: np.ndarray, sound: bool, width: int, slot: int, item: Work, n: int, covered: SlotRange, times: StepTimes

@@ -4,15 +4,19 @@ To the models it is one graph: verbs add to the part that is being built, ``ente
 tensor of an earlier part as an input of this one. Copies are queued behind the part that makes them (csrc/step_chain.c); the host takes no part.
 
 Fields have the same place in every device's step buffer. There is one mirror, which is uploaded to each device; what is read comes from the last.
+
+A step runs in its caller's thread, or in its step buffer's lane (csrc/step_lanes.c): then others run beside it, each in a lane of its own, and every
+device computes for one of them at a time. ``Turns`` knows whose turn it is, and what each device's time went into.
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EngineError
 from .graph import Graph, Role
-from .library import LOST, Tensor, check, check_present, ffi, lib, text
+from .library import LOST, Tensor, check, check_present, ffi, lib, new_err, text
 from .step_io import StepFields, StepIO, StepTimes, field_type
 
 
@@ -152,12 +156,55 @@ class ChainFields(StepFields):
         return self._once("tokens", "i32", (count,), lambda: make(count))
 
     def _queue(self, read_start: int, size: int) -> None:
+        if self.io.lane is not None:
+            self._times.upload = self._times.compute = 0
+            lib.pgs_lane_start(self.io.lane, self.graph.chain, self._upload_end, read_start, size)
+            return
         args = (self.graph.chain, self.io.flow, self._upload_end, read_start, size, self.ahead, self._times, self._err)
         check(lib.pgs_chain_launch(*args), self._err)
 
     def wait(self) -> StepTimes:
-        start = time.perf_counter_ns()
-        lib.pgs_flow_settle(self.io.flow)
+        start, status = time.perf_counter_ns(), 0
+        if self.io.lane is not None:
+            status = lib.pgs_lane_wait(self.io.lane, self._err)
+        else:
+            lib.pgs_flow_settle(self.io.flow)
         if LOST:
             check_present()
+        check(status, self._err)
         return StepTimes(self._times.upload, self._times.compute, (time.perf_counter_ns() - start) // 1000)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one device did in the steps of lanes: parts computed, uploads and reads included; copies to other devices behind them; microseconds of
+    both, and those that lanes waited for their turn on it."""
+
+    parts: int
+    computed_us: int
+    copies: int
+    copied_us: int
+    copied_bytes: int
+    queued_us: int
+
+
+class Turns:
+    """Whose turn it is on each of the devices that a step goes through. ``handle``: C's, for step buffers with a lane."""
+
+    def __init__(self, io: StepIO) -> None:
+        """``io``: a step buffer of the same devices."""
+        self.count, err = len(io.handles), new_err()
+        self.handle: Any = lib.pgs_turns_new(ffi.new("pgs_io *[]", io.handles), self.count, err)
+        if self.handle == ffi.NULL:
+            raise EngineError(text(err))
+
+    def spent(self) -> list[Spent]:
+        """By each device, since it was asked last."""
+        out = ffi.new("pgs_spent[]", self.count)
+        lib.pgs_turns_spent(self.handle, out)
+        return [Spent(s.parts, s.computed_us, s.copies, s.copied_us, s.copied_bytes, s.queued_us) for s in out]
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.pgs_turns_free(self.handle)
+            self.handle = None

@@ -39,42 +39,49 @@ class StepIO:
     """Owns the buffer and its mirror. One per engine: steps of all roles run one after the other.
 
     ``before``: the devices that a step goes through before it comes to ``backend``. Each has a buffer of its own, uploaded from the same mirror.
+    ``turns``: of these devices (chain.py), where steps run in a thread of their own, beside those of other step buffers.
 
     Attributes:
         handles, homes: of every device's buffer, in that order; ``handle`` is the last one, which is read.
+        lane: that thread; None where the caller's does all.
     """
 
-    def __init__(self, backend: Backend, capacity: int, before: Sequence[Backend] = ()) -> None:
+    def __init__(self, backend: Backend, capacity: int, before: Sequence[Backend] = (), turns: Any = None) -> None:
         self.capacity = capacity
         self._err = new_err()
         self.handles: list[Any] = []
         self.flow: Any = None  # of several devices: what steps that are under way together need
+        self.lane: Any = None
         self.handle = self._new(backend, ffi.NULL)
         for other in reversed(before):
             self._new(other, self.handle)
         self.homes = [lib.pgs_io_home(handle) for handle in self.handles]
         self.host = ffi.cast("char *", lib.pgs_io_host(self.handle))
         self.mirror: np.ndarray = np.frombuffer(ffi.buffer(self.host, capacity), np.uint8)
-        if before:
-            self.flow = lib.pgs_flow_new(ffi.new("pgs_io *[]", self.handles), len(self.handles), capacity, self._err)
-            if self.flow == ffi.NULL:
-                self._free()
-                raise EngineError(text(self._err))
+        if turns is not None:
+            self.lane = self._made(lib.pgs_lane_new(turns, self._err))
+        elif before:
+            self.flow = self._made(lib.pgs_flow_new(ffi.new("pgs_io *[]", self.handles), len(self.handles), capacity, self._err))
         self.uploads = self.upload_bytes = self.reads = self.read_bytes = 0
         self.replay = ReplayCounters() if backend.device.name.startswith("CUDA") else None
 
     def _new(self, backend: Backend, mirror: Any) -> Any:
-        handle = lib.pgs_io_new(backend.handle, self.capacity, mirror, self._err)
-        if handle == ffi.NULL:
-            self._free()
-            raise EngineError(text(self._err))
+        handle = self._made(lib.pgs_io_new(backend.handle, self.capacity, mirror, self._err))
         self.handles.insert(0, handle)
         return handle
 
+    def _made(self, handle: Any) -> Any:
+        if handle == ffi.NULL:
+            self._free()
+            raise EngineError(text(self._err))
+        return handle
+
     def _free(self) -> None:
-        if self.flow is not None and self.flow != ffi.NULL:
+        if self.lane is not None:
+            lib.pgs_lane_free(self.lane)
+        if self.flow is not None:
             lib.pgs_flow_free(self.flow)
-        self.flow = None
+        self.lane = self.flow = None
         for handle in self.handles:
             lib.pgs_io_free(handle)
         self.handles, self.handle = [], None

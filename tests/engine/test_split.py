@@ -349,3 +349,52 @@ def test_what_crosses_a_cut(tmp_path):
         engine.prefill(PROMPT)
         assert engine.step_graph("verify", 4).hops == [(0, 1, rows), (0, 1, rows)]
         assert engine.step_graph("fused", 4).hops == [(0, 1, 4 * 4), (1, 2, rows), (1, 2, rows)]
+
+
+def lanes_trace(session, grouped, slots=4, width=8):
+    """Tokens, choices and logits of several sequences in blocks and plain tokens, in steps of all of them or of two groups beside each other."""
+    from pyggml_spec.engine.engine import Engine
+    from pyggml_spec.engine.lanes import halves
+    from pyggml_spec.engine.options import EngineOptions
+
+    options = EngineOptions(n_ctx=256, width=width, slots=slots, groups=grouped)
+    engine, out = Engine(session.backend, session.target, session.drafter, options), []
+
+    def took(results):
+        for slot, result in results.items():
+            rows = 1 + len(result.ids) // 2
+            out.append((slot, result.tokens, result.ids, *(engine.candidates(row, slot)[1].copy() for row in range(rows))))
+            engine.accept(rows, int(result.ids[rows - 1]), slot)
+
+    try:
+        for slot in range(slots):
+            engine.admit()
+            engine.step({slot: Prompt(PROMPT[slot : 20 + 2 * slot])})
+        for drafts in (1, 1, width, width, 4, width, 1, 1, width):
+            work = {
+                slot: Verify() if drafts == 1 else Draft(drafts) if session.drafter else Verify(DRAFTS[: drafts - 1])
+                for slot in range(slots)
+            }
+            if not grouped:
+                took(engine.step(work))
+                continue
+            assert engine.groups == 2
+            groups = halves(range(slots), slots)
+            for group, members in enumerate(groups):
+                engine.launch(group, {slot: work[slot] for slot in members})
+            for group in range(len(groups)):
+                took(engine.land(group))
+        return [x for _, *arrays in sorted(out, key=lambda item: item[0]) for x in arrays]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("arch, cuts, slots", [("qwen35", (2,), 4), ("qwen35", (1, 3), 3), ("gemma4", (1,), 2), ("laguna", (2,), 5)])
+def test_groups_of_slots_beside_each_other_give_the_bits_of_steps_of_all(tmp_path, arch, cuts, slots):
+    if arch == "gemma4":
+        target, draft = write_gemma4(tmp_path / "t.gguf", Shape(), "Q8_0", shared=False), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
+    else:
+        target, draft = write_pair(tmp_path, arch)
+    with loaded(target, draft, cuts) as session:
+        alone = lanes_trace(session, False, slots)
+        assert equal(alone, lanes_trace(session, True, slots))

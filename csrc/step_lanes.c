@@ -1,0 +1,276 @@
+// Steps over several devices that run beside each other: each in a lane, which is a thread. A device computes for one lane at a time.
+//
+// While the steps of one group of slots are on the second device, those of another group are on the first. Devices that compute while their caller
+// waits (the CPU) can do that in threads only, and workers answer one after the other; so a lane waits for each part of its step and for each copy,
+// on whatever device, and nothing that it reads or writes is another lane's: graphs, step buffers and what is copied into are its own.
+//
+// A device is taken in the order in which lanes come, but whoever begins a step there comes first: the drafts of a step are made on its last
+// device, and all the others wait for them.
+#include "pgs.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#include <time.h>
+
+enum { MOST_DEVICES = 16 };
+
+struct pgs_turns {
+    pthread_mutex_t mutex;
+    pthread_cond_t  changed;
+    int             n;
+    ggml_backend_t  devices[MOST_DEVICES];
+    bool            taken[MOST_DEVICES];
+    int             urgent[MOST_DEVICES];  // lanes that wait for it to begin a step
+    pgs_spent       spent[MOST_DEVICES];
+};
+
+void pgs_turns_free(pgs_turns * turns) {
+    if (turns != NULL) {
+        pthread_cond_destroy(&turns->changed);
+        pthread_mutex_destroy(&turns->mutex);
+        free(turns);
+    }
+}
+
+pgs_turns * pgs_turns_new(pgs_io ** ios, int n_ios, char * err) {
+    pgs_turns * turns = n_ios <= MOST_DEVICES ? calloc(1, sizeof(*turns)) : NULL;
+    if (turns == NULL) {
+        snprintf(err, PGS_ERR, "no memory for the turns of %d devices", n_ios);
+        return NULL;
+    }
+    turns->n = n_ios;
+    for (int i = 0; i < n_ios; i++) {
+        turns->devices[i] = pgs_io_backend(ios[i]);
+    }
+    pthread_mutex_init(&turns->mutex, NULL);
+    pthread_cond_init(&turns->changed, NULL);
+    return turns;
+}
+
+void pgs_turns_spent(pgs_turns * turns, pgs_spent * out) {
+    pthread_mutex_lock(&turns->mutex);
+    memcpy(out, turns->spent, sizeof(*out) * (size_t) turns->n);
+    memset(turns->spent, 0, sizeof(turns->spent));
+    pthread_mutex_unlock(&turns->mutex);
+}
+
+static int number(const pgs_turns * turns, ggml_backend_t backend) {
+    int i = 0;
+    while (i < turns->n - 1 && turns->devices[i] != backend) {
+        i++;
+    }
+    return i;
+}
+
+static void take(pgs_turns * turns, int device, bool urgent) {
+    const int64_t start = ggml_time_us();
+    pthread_mutex_lock(&turns->mutex);
+    turns->urgent[device] += urgent;
+    while (turns->taken[device] || (!urgent && turns->urgent[device] > 0)) {
+        pthread_cond_wait(&turns->changed, &turns->mutex);
+    }
+    turns->urgent[device] -= urgent;
+    turns->taken[device] = true;
+    turns->spent[device].queued_us += ggml_time_us() - start;
+    pthread_mutex_unlock(&turns->mutex);
+}
+
+static void give(pgs_turns * turns, int device, const pgs_spent * spent) {
+    pthread_mutex_lock(&turns->mutex);
+    turns->taken[device] = false;
+    turns->spent[device].parts += spent->parts;
+    turns->spent[device].computed_us += spent->computed_us;
+    turns->spent[device].copies += spent->copies;
+    turns->spent[device].copied_us += spent->copied_us;
+    turns->spent[device].copied_bytes += spent->copied_bytes;
+    pthread_cond_broadcast(&turns->changed);
+    pthread_mutex_unlock(&turns->mutex);
+}
+
+typedef enum { IDLE, ASKED, OVER } lane_state;
+
+struct pgs_lane {
+    pgs_turns *     turns;
+    pthread_t       thread;
+    pthread_mutex_t mutex;
+    pthread_cond_t  changed;
+    lane_state      state;
+    bool            warm;  // the thread has computed since it gave back what ggml computes with
+    pgs_chain *     chain;
+    size_t          upload_bytes, read_offset, read_bytes;
+    int             status;
+    char            err[PGS_ERR];
+};
+
+static int run(pgs_lane * lane) {
+    pgs_turns *   turns = lane->turns;
+    const int     parts = pgs_chain_parts(lane->chain), hops = pgs_chain_hops(lane->chain);
+    bool          uploaded[MOST_DEVICES] = { false };
+    int           hop = 0;
+    for (int part = 0; part < parts; part++) {
+        pgs_io *             io      = pgs_chain_io(lane->chain, part);
+        const ggml_backend_t backend = pgs_io_backend(io);
+        const int            device  = number(turns, backend);
+        pgs_spent            spent   = { 0 };
+        take(turns, device, part == 0 && parts > 1 && device == turns->n - 1);
+        const int64_t start = ggml_time_us();
+        if (!uploaded[device] && lane->upload_bytes > 0) {
+            pgs_io_upload(io, pgs_io_host(io), lane->upload_bytes);
+        }
+        uploaded[device] = true;
+        int status = pgs_graph_compute(pgs_chain_graph(lane->chain, part), lane->err);
+        if (status == 0 && part == parts - 1 && lane->read_bytes > 0) {
+            pgs_io_read(io, lane->read_offset, lane->read_bytes);
+        }
+        ggml_backend_synchronize(backend);
+        const int64_t computed = ggml_time_us();
+        for (; status == 0 && hop < hops && pgs_chain_hop(lane->chain, hop)->after == part; hop++) {
+            const pgs_hop * h = pgs_chain_hop(lane->chain, hop);
+            ggml_backend_tensor_copy(h->src, h->dst);
+            spent.copies++;
+            spent.copied_bytes += (int64_t) ggml_nbytes(h->src);
+        }
+        spent.parts       = 1;
+        spent.computed_us = computed - start;
+        spent.copied_us   = spent.copies > 0 ? ggml_time_us() - computed : 0;
+        give(turns, device, &spent);
+        if (status != 0) {
+            return status;
+        }
+    }
+    return 0;
+}
+
+// Ends ggml's threads of this one when nothing was asked for a while: teams of more threads than there are cores sleep at every barrier.
+static void wait_for_work(pgs_lane * lane) {
+    while (lane->state == IDLE) {
+        if (!lane->warm) {
+            pthread_cond_wait(&lane->changed, &lane->mutex);
+            continue;
+        }
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += 20000000;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        if (pthread_cond_timedwait(&lane->changed, &lane->mutex, &until) != 0 && lane->state == IDLE) {
+            lane->warm = false;
+            pgs_give_back_threads();
+        }
+    }
+}
+
+static void * live(void * arg) {
+    pgs_lane * lane = arg;
+    pthread_mutex_lock(&lane->mutex);
+    for (;;) {
+        wait_for_work(lane);
+        if (lane->state == OVER) {
+            break;
+        }
+        pthread_mutex_unlock(&lane->mutex);
+        const int status = run(lane);
+        pthread_mutex_lock(&lane->mutex);
+        lane->status = status;
+        lane->warm   = true;
+        lane->state  = IDLE;
+        pthread_cond_broadcast(&lane->changed);
+    }
+    pthread_mutex_unlock(&lane->mutex);
+    pgs_give_back_threads();
+    return NULL;
+}
+
+pgs_lane * pgs_lane_new(pgs_turns * turns, char * err) {
+    pgs_lane * lane = calloc(1, sizeof(*lane));
+    if (lane != NULL) {
+        lane->turns = turns;
+        pthread_mutex_init(&lane->mutex, NULL);
+        pthread_cond_init(&lane->changed, NULL);
+        if (pthread_create(&lane->thread, NULL, live, lane) == 0) {
+            return lane;
+        }
+        pthread_cond_destroy(&lane->changed);
+        pthread_mutex_destroy(&lane->mutex);
+        free(lane);
+    }
+    snprintf(err, PGS_ERR, "no thread could be started for the steps of a group of slots");
+    return NULL;
+}
+
+void pgs_lane_free(pgs_lane * lane) {
+    if (lane == NULL) {
+        return;
+    }
+    pgs_lane_wait(lane, NULL);
+    pthread_mutex_lock(&lane->mutex);
+    lane->state = OVER;
+    pthread_cond_broadcast(&lane->changed);
+    pthread_mutex_unlock(&lane->mutex);
+    pthread_join(lane->thread, NULL);
+    pthread_cond_destroy(&lane->changed);
+    pthread_mutex_destroy(&lane->mutex);
+    free(lane);
+}
+
+void pgs_lane_start(pgs_lane * lane, pgs_chain * chain, size_t upload_bytes, size_t read_offset, size_t read_bytes) {
+    pthread_mutex_lock(&lane->mutex);
+    while (lane->state == ASKED) {
+        pthread_cond_wait(&lane->changed, &lane->mutex);
+    }
+    lane->chain        = chain;
+    lane->upload_bytes = upload_bytes;
+    lane->read_offset  = read_offset;
+    lane->read_bytes   = read_bytes;
+    lane->status       = 0;
+    lane->state        = ASKED;
+    pthread_cond_broadcast(&lane->changed);
+    pthread_mutex_unlock(&lane->mutex);
+}
+
+int pgs_lane_wait(pgs_lane * lane, char * err) {
+    pthread_mutex_lock(&lane->mutex);
+    while (lane->state == ASKED) {
+        pthread_cond_wait(&lane->changed, &lane->mutex);
+    }
+    const int status = lane->status;
+    if (status != 0 && err != NULL) {
+        memcpy(err, lane->err, PGS_ERR);
+    }
+    pthread_mutex_unlock(&lane->mutex);
+    return status;
+}
+
+bool pgs_lane_busy(pgs_lane * lane) {
+    pthread_mutex_lock(&lane->mutex);
+    const bool busy = lane->state == ASKED;
+    pthread_mutex_unlock(&lane->mutex);
+    return busy;
+}
+#else
+static const char NO_THREADS[] = "groups of slots need POSIX threads, which this system does not have";
+
+pgs_turns * pgs_turns_new(pgs_io ** ios, int n_ios, char * err) {
+    (void) ios;
+    (void) n_ios;
+    snprintf(err, PGS_ERR, "%s", NO_THREADS);
+    return NULL;
+}
+void       pgs_turns_free(pgs_turns * turns) { (void) turns; }
+void       pgs_turns_spent(pgs_turns * turns, pgs_spent * out) { (void) turns; (void) out; }
+pgs_lane * pgs_lane_new(pgs_turns * turns, char * err) { (void) turns; snprintf(err, PGS_ERR, "%s", NO_THREADS); return NULL; }
+void       pgs_lane_free(pgs_lane * lane) { (void) lane; }
+void       pgs_lane_start(pgs_lane * lane, pgs_chain * chain, size_t upload_bytes, size_t read_offset, size_t read_bytes) {
+    (void) lane;
+    (void) chain;
+    (void) upload_bytes;
+    (void) read_offset;
+    (void) read_bytes;
+}
+int  pgs_lane_wait(pgs_lane * lane, char * err) { (void) lane; snprintf(err, PGS_ERR, "%s", NO_THREADS); return 1; }
+bool pgs_lane_busy(pgs_lane * lane) { (void) lane; return false; }
+#endif
