@@ -50,6 +50,7 @@ size_t     pgs_role_buffer_size(const pgs_role * role);
 
 pgs_graph *           pgs_graph_new(pgs_role * role, size_t max_nodes, char * err);
 void                  pgs_graph_free(pgs_graph * graph);
+size_t                pgs_graph_host_bytes(const pgs_graph * graph);
 struct ggml_context * pgs_graph_context(pgs_graph * graph);
 struct ggml_cgraph *  pgs_graph_cgraph(pgs_graph * graph);
 ggml_backend_t        pgs_graph_backend(const pgs_graph * graph);
@@ -74,6 +75,10 @@ void pgs_attach(ggml_backend_buffer_t buffer, size_t offset, struct ggml_tensor 
 
 // Asks for large pages for a buffer in host memory.
 void pgs_large_pages(ggml_backend_buffer_t buffer);
+
+// A buffer of host memory for the tensors of ``ctx`` in pages of its own, NULL if there is none; freed by the other one.
+ggml_backend_buffer_t pgs_pages_buffer(struct ggml_context * ctx);
+void                  pgs_pages_buffer_free(ggml_backend_buffer_t buffer);
 
 // ---- step_io.c
 

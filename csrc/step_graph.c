@@ -48,6 +48,8 @@ typedef struct graph_cut {
 
 struct pgs_graph {
     pgs_role *            role;
+    void *                arena;
+    size_t                arena_size;
     struct ggml_context * ctx;
     struct ggml_cgraph *  gf;
     uint32_t              generation;
@@ -81,21 +83,71 @@ size_t pgs_role_buffer_size(const pgs_role * role) {
     return ggml_gallocr_get_buffer_size(role->galloc, 0);
 }
 
-pgs_graph * pgs_graph_new(pgs_role * role, size_t max_nodes, char * err) {
-    pgs_graph * graph = calloc(1, sizeof(*graph));
-    if (graph == NULL) {
-        snprintf(err, PGS_ERR, "no memory for a graph of %zu nodes", max_nodes);
+// Memory in pages of its own, for what comes and goes while a server runs: all of it is given back at once. malloc keeps blocks of these sizes once one
+// of them was freed, and what lies between them keeps the rest: 1,800 requests left 56 MiB free in it that no request could use.
+static void * pages_new(size_t size) {
+#ifdef __linux__
+    void * pages = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (pages == MAP_FAILED) {
         return NULL;
     }
-    const struct ggml_init_params params = {
-        .mem_size   = ggml_tensor_overhead() * max_nodes + ggml_graph_overhead_custom(max_nodes, false),
-        .mem_buffer = NULL,
-        .no_alloc   = true,
-    };
-    graph->role = role;
-    graph->ctx  = ggml_init(params);
-    if (graph->ctx == NULL) {
+    madvise(pages, size, MADV_NOHUGEPAGE);
+    return pages;
+#else
+    return malloc(size);
+#endif
+}
+
+static void pages_free(void * pages, size_t size) {
+#ifdef __linux__
+    if (pages != NULL) {
+        munmap(pages, size);
+    }
+#else
+    (void) size;
+    free(pages);
+#endif
+}
+
+ggml_backend_buffer_t pgs_pages_buffer(struct ggml_context * ctx) {
+    size_t size = 0;
+    for (struct ggml_tensor * t = ggml_get_first_tensor(ctx); t != NULL; t = ggml_get_next_tensor(ctx, t)) {
+        size += GGML_PAD(ggml_nbytes(t), 64);
+    }
+    char *                pages  = size > 0 ? pages_new(size) : NULL;
+    ggml_backend_buffer_t buffer = pages != NULL ? ggml_backend_cpu_buffer_from_ptr(pages, size) : NULL;
+    if (buffer == NULL) {
+        pages_free(pages, size);
+        return NULL;
+    }
+    for (struct ggml_tensor * t = ggml_get_first_tensor(ctx); t != NULL; t = ggml_get_next_tensor(ctx, t)) {
+        ggml_backend_tensor_alloc(buffer, t, pages);
+        pages += GGML_PAD(ggml_nbytes(t), 64);
+    }
+    return buffer;
+}
+
+void pgs_pages_buffer_free(ggml_backend_buffer_t buffer) {
+    void *       pages = ggml_backend_buffer_get_base(buffer);
+    const size_t size  = ggml_backend_buffer_get_size(buffer);
+    ggml_backend_buffer_free(buffer);
+    pages_free(pages, size);
+}
+
+pgs_graph * pgs_graph_new(pgs_role * role, size_t max_nodes, char * err) {
+    const size_t size  = GGML_PAD(ggml_tensor_overhead() * max_nodes + ggml_graph_overhead_custom(max_nodes, false), GGML_MEM_ALIGN);
+    pgs_graph *  graph = calloc(1, sizeof(*graph));
+    // made for the most nodes that a graph may have, and most have a tenth of them: pages cost memory only where a node lies
+    void * arena = graph != NULL ? pages_new(size) : NULL;
+    if (arena != NULL) {
+        graph->role       = role;
+        graph->arena      = arena;
+        graph->arena_size = size;
+        graph->ctx        = ggml_init((struct ggml_init_params){ .mem_size = size, .mem_buffer = arena, .no_alloc = true });
+    }
+    if (arena == NULL || graph->ctx == NULL) {
         snprintf(err, PGS_ERR, "no memory for a graph of %zu nodes", max_nodes);
+        pages_free(arena, size);
         free(graph);
         return NULL;
     }
@@ -106,9 +158,14 @@ pgs_graph * pgs_graph_new(pgs_role * role, size_t max_nodes, char * err) {
 void pgs_graph_free(pgs_graph * graph) {
     if (graph != NULL) {
         ggml_free(graph->ctx);
+        pages_free(graph->arena, graph->arena_size);
         free(graph->cuts);
         free(graph);
     }
+}
+
+size_t pgs_graph_host_bytes(const pgs_graph * graph) {
+    return ggml_used_mem(graph->ctx);
 }
 
 struct ggml_context * pgs_graph_context(pgs_graph * graph) {

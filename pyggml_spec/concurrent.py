@@ -246,6 +246,12 @@ class ConcurrentSession:
         self._holds = not scheduler.engine.ahead.overlaps  # the thread of the steps computes, and events come after it
         self._handed_over = self._stepped = 0.0  # when events were, and when the last step had ended
         self._failure: BaseException | None = None  # what ended everything
+        self._sizes: tuple[int, dict[str, int], int] = (
+            -1,
+            {},
+            0,
+        )  # of graphs and caches, as of so many changes of the graphs; written by the thread of the steps
+        self._measure()
         self._thread = threading.Thread(target=self._run, name="pyggml_spec steps", daemon=True)
         self._thread.start()
 
@@ -266,8 +272,18 @@ class ConcurrentSession:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose, without what the beginnings of prompts take; nothing once it is closed."""
+        return {} if self._scheduler.engine.graphs.closed else dict(self._sizes[1])
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of host memory that the graphs of its steps take, of which the ones used last are kept (``KEEP_ALL`` in engine/graph_store.py)."""
+        return self._sizes[2]
+
+    def _measure(self) -> None:
+        """Between steps: while one is planned, the sizes of its role's buffer are nobody else's to read."""
         engine = self._scheduler.engine
-        return {} if engine.graphs.closed else engine.memory()
+        if self._sizes[0] != engine.graphs.changes:
+            self._sizes = engine.graphs.changes, engine.memory(), engine.graphs.host_bytes
 
     @property
     def ended(self) -> bool:
@@ -370,6 +386,7 @@ class ConcurrentSession:
 
     def _deliver(self) -> bool:
         """Makes events of what there is, and brings them to their readers when it is time; whether a request has ended."""
+        self._measure()
         with self._changed:
             before = self._handles
             self._handles = [handle for handle in before if handle._collect()]

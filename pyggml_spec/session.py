@@ -594,11 +594,11 @@ class Session:
 
         This session itself generates nothing while it is open: both would use one device stream from two threads.
         """
+        if self._concurrent is not None and self._concurrent.ended and self._concurrent in self._parts:
+            self._concurrent.close()  # an error may have ended it, and its thread still be about to end: the turn is its own till then
+            self._parts.remove(self._concurrent)
         turn = self._turns.take(MANY)
         try:
-            if self._concurrent is not None and self._concurrent in self._parts:
-                self._concurrent.close()  # an error may have ended it
-                self._parts.remove(self._concurrent)
             if only:
                 self._give_up_own_caches()
             memory = self._prefix_memory(prefix_memory)

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """A long run against `pyspec serve`: clients that leave at any moment, requests that nobody would write, more clients than the queue takes.
 
-    python scripts/fuzz_server.py [--disconnects 1000] [--malformed 10000] [--crowd 200] [--seed 1]
+    python scripts/fuzz_server.py [--disconnects 1000] [--malformed 10000] [--schemas 1000] [--crowd 200] [--seed 1] [--growth 8]
 
-Some clients read slowly meanwhile, and in the end the server is told to end while it streams. Says how many of each there were, how they were answered, whether another stream's text stayed what it was, whether every slot is free
-afterwards, and the server's memory before and after. Exit code 1 if anything was wrong.
+Every phase comes twice, with the same requests, half of the count each: what the second round adds to the server's memory is growth, and more than
+``--growth`` MiB of it is wrong. Some clients read slowly then, and in the end the server is told to end while it streams. Says how many of each there
+were, how they were answered, whether another stream's text stayed what it was, whether every slot is free afterwards, and the memory behind each
+phase, beside the parts of it that have budgets: copies of prompts, and graphs. Exit code 1 if anything was wrong.
 """
 
 import argparse
@@ -27,10 +29,30 @@ from serve.running import Running  # noqa: E402
 from serve.test_malformed import PATHS, body, check  # noqa: E402
 from serve.test_queue import ask, leave, started  # noqa: E402
 
+CLIENTS = 8  # that stream when the server is told to end
 
-def resident_mib(pid: int) -> float:
-    with open(f"/proc/{pid}/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
+
+def memory(server: Running) -> str:
+    said = server.http.get("/props").json()["pyspec"]
+    mib = {name: said[name] / (1 << 20) for name in ("prefix_bytes", "graph_bytes")}
+    return f"{server.resident_mib:.1f} MiB, of them {mib['prefix_bytes']:.1f} of prompts and {mib['graph_bytes']:.1f} of graphs"
+
+
+def schemas(server: Running, rng: random.Random, count: int) -> collections.Counter:
+    """Constraints that no request had before: each is compiled, and begins an answer."""
+    seen: collections.Counter = collections.Counter()
+    for _ in range(count):
+        name = "".join(rng.choices("abcdefgh", k=8))
+        said = rng.choice([
+            {"json_schema": {"type": "object", "properties": {name: {"type": rng.choice(["string", "integer"])}}, "required": [name]}},
+            {"regex": f"({name[:3]}|{name[3:6]})*{name[6]}[a-z]{{{rng.randint(2, 12)}}}"},
+            {"grammar": f'root ::= "{name}" [0-9]{{1,{rng.randint(2, 9)}}} | "{name[:4]}" root'},
+            {"grammar": f'root ::= "{name}" [a-z ]+', "grammar_lazy": True, "grammar_triggers": [{"type": "word", "value": name}]},
+        ])  # fmt: skip
+        response = server.post("/completion", prompt="x", n_predict=6, temperature=0, **said)
+        check(response, said)
+        seen[response.status_code] += 1
+    return seen
 
 
 def malformed(server: Running, rng: random.Random, count: int) -> collections.Counter:
@@ -99,7 +121,9 @@ def end_under_load(server: Running, clients: int, drain: float) -> tuple[int, fl
         try:
             with httpx.Client(base_url=server.url, timeout=120) as client:
                 text = client.post("/completion", json=ask(100_000, stream=True)).text
-            ends["whole" if '"stop":true' in text else "an error event" if "was cut off" in text else "cut short"] += 1
+            last = [line for line in text.splitlines() if line.startswith("data: ")][-1:]
+            said = json.loads(last[0][6:]) if last else {}
+            ends["whole" if said.get("stop") is True else "an error event" if "was cut off" in str(said.get("error")) else "cut short"] += 1
         except httpx.HTTPError as error:
             ends[type(error).__name__] += 1
 
@@ -117,23 +141,30 @@ def end_under_load(server: Running, clients: int, drain: float) -> tuple[int, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("disconnects", 1000), ("malformed", 10_000), ("crowd", 200), ("seed", 1)):
+    for name, default in (("disconnects", 1000), ("malformed", 10_000), ("schemas", 1000), ("crowd", 200), ("seed", 1), ("growth", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    rng, server = random.Random(asked.seed), Running("--slots", 4, "--queue", 32, "--drain", 2, "--prefix-memory", 32)
+    server = Running("--slots", 4, "--queue", 32, "--drain", 2, "--prefix-memory", 32)
     want = server.ok("/completion", **ask(200))["content"]
-    malformed(server, rng, 200)
-    crowd(server, 40)
-    disconnects(server, rng, 20)  # what is allocated once is there now
-    print(f"memory before: {resident_mib(server.process.pid):.1f} MiB", flush=True)
-    print(f"malformed: {dict(malformed(server, rng, asked.malformed))}; {resident_mib(server.process.pid):.1f} MiB", flush=True)
-    texts = disconnects(server, rng, asked.disconnects)
-    alike = sum(text == want for text in texts)
-    print(
-        f"disconnects: {asked.disconnects}; {alike} of {len(texts)} texts of the one that stayed are alike; {resident_mib(server.process.pid):.1f} MiB",
-        flush=True,
-    )
-    print(f"{asked.crowd} clients at once on a queue of 32: {dict(crowd(server, asked.crowd))}", flush=True)
+    print(f"memory before: {memory(server)}", flush=True)
+    behind, right, texts = [], True, []
+    for part in (1, 2):
+        rng = random.Random(asked.seed)
+        print(f"part {part}: malformed: {dict(malformed(server, rng, asked.malformed // 2))}; {memory(server)}", flush=True)
+        print(f"part {part}: schemas: {dict(schemas(server, rng, asked.schemas // 2))}; {memory(server)}", flush=True)
+        texts = disconnects(server, rng, asked.disconnects // 2)
+        alike = sum(text == want for text in texts)
+        right &= alike == len(texts) > 0
+        print(
+            f"part {part}: disconnects: {asked.disconnects // 2}; {alike} of {len(texts)} texts of the one that stayed are alike; {memory(server)}",
+            flush=True,
+        )
+        print(
+            f"part {part}: {asked.crowd} clients at once on a queue of 32: {dict(crowd(server, asked.crowd))}; {memory(server)}", flush=True
+        )
+        behind.append(server.resident_mib)
+    growth = behind[1] - behind[0]
+    print(f"the second part added {growth:.1f} MiB; at most {asked.growth} are right", flush=True)
     slow = [threading.Thread(target=read_slowly, args=(server, 10)) for _ in range(3)]
     for thread in slow:
         thread.start()
@@ -142,14 +173,12 @@ def main() -> None:
         thread.join()
     print(f"3 slow readers: {sum(beside)} of 5 texts beside them are alike", flush=True)
     free = server.slots_are_free()
-    print(f"memory after: {resident_mib(server.process.pid):.1f} MiB; every slot is {'free' if free else 'NOT free'}", flush=True)
-    status, took, ends = end_under_load(server, 8, 2)
+    print(f"memory after: {memory(server)}; every slot is {'free' if free else 'NOT free'}", flush=True)
+    status, took, ends = end_under_load(server, CLIENTS, 2)
     print(f"SIGTERM under load, --drain 2: status {status} after {took:.1f} s; streams: {dict(ends)}")
+    ended = ends["whole"] + ends["an error event"] == sum(ends.values()) == CLIENTS
     wrong = (
-        not free
-        or not all(beside)
-        or ends["cut short"]
-        or alike != len(texts)
+        not (free and all(beside) and right and ended and growth <= asked.growth)
         or status
         or any("Traceback" in line for line in server.lines)
     )

@@ -207,6 +207,28 @@ def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monk
                 server.submit(PROMPTS[0], 5)
 
 
+def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monkeypatch):
+    """Its readers hear of the error before its thread has ended; who made another one then was told that the session is in use."""
+    give_up = ConcurrentSession._give_up
+    monkeypatch.setattr(ConcurrentSession, "_give_up", lambda self, error: (give_up(self, error), time.sleep(0.3)))
+    failed = session.concurrent(slots=1)
+    monkeypatch.setattr(failed._scheduler.engine, "step", lambda *work: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failed.submit(PROMPTS[0], 5).result(WAIT)
+    with session.concurrent(slots=1) as another:
+        assert failed.closed and another.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
+
+
+def test_sizes_are_those_of_the_last_step_for_whoever_asks(server, want):
+    """They are taken in the thread of the steps: buffers that are being planned are nobody else's to look at."""
+    engine = server._scheduler.engine
+    before, asked = server.graph_bytes, []
+    engine.memory = lambda: asked.append(threading.current_thread().name) or type(engine).memory(engine)
+    server.submit(PROMPTS[0], 20).result(WAIT)
+    assert set(server.memory()) >= {"weights", "kv", "compute"} and server.graph_bytes == engine.graphs.host_bytes > before
+    assert set(asked) == {"pyggml_spec steps"}
+
+
 def test_events_that_cannot_be_made_end_their_request_alone(server, want, monkeypatch):
     """They are made while a step is under way: neither the step nor the other requests may notice."""
     with server._changed:

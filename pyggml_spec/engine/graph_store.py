@@ -20,7 +20,8 @@ from ..models.segments import Segment
 MEASURED_SPANS = 16
 # outputs with a value per row, which is not finite if anything in the row is not
 SUMS = IDS_SUM, LOGITS_SUM, DRAFT_SUM = "ids_sum", "logits_sum", "draft_sum"
-KEEP_SPANS, KEEP_GRAPHS = 12, 32  # kept per (role, width) besides the widest span: of one slot, of several; about 2 MB of host memory each
+KEEP_SPANS, KEEP_GRAPHS = 12, 32  # kept per (role, width) besides the widest span: of one slot, of several
+KEEP_ALL = 192  # kept of all kinds together: 0.4 MB of host memory each for 6 layers, 2 MB for 64
 
 
 @dataclass
@@ -110,7 +111,8 @@ class GraphStore:
         self.drafting = False  # whether target graphs also write drafter rows
         self.candidates: int | None = 0  # how many of a row's largest logits are read with the ids; None: whole rows, on demand
         self.kept = False  # whether logits stay on the device until the next step, for choices among some of the tokens
-        self._steps: dict[tuple, Step] = {}
+        self._steps: dict[tuple, Step] = {}  # the least recently used one first
+        self.changes = 0  # grows whenever a graph was planned: what there is to say of their memory may be another
         self._reserved: set[tuple] = set()
         self._builders: dict[str, Callable[..., dict | None]] = {}
 
@@ -221,6 +223,7 @@ class GraphStore:
         if key in self._steps:  # of a reservation that failed half-way
             self._steps[key].graph.close()
         self._steps[key] = step
+        self.changes += 1
         return step
 
     def _plan(self, step: Step) -> None:
@@ -233,7 +236,10 @@ class GraphStore:
         family = [key for key in self._steps if key[:2] == (role, width) and key[4:-3] == more]
         widest = max((key[2] for key in family), default=0)
         most = KEEP_SPANS if self.slots == 1 else KEEP_GRAPHS - 1
-        for key in [key for key in family if key[2] != widest or self.slots > 1][: max(0, len(family) - most)]:
+        surplus = [key for key in family if key[2] != widest or self.slots > 1][: max(0, len(family) - most)]
+        left = len(self._steps) - len(surplus)
+        surplus += [key for key in self._steps if key not in surplus][: max(0, left - KEEP_ALL + 1)]
+        for key in surplus:
             self._steps.pop(key).graph.close()
 
     def counters(self) -> dict[str, RoleCounters]:
@@ -250,6 +256,11 @@ class GraphStore:
     def compute_bytes_on(self, backend: Backend) -> int:
         """Those of one device."""
         return sum(self.bytes_of(role) for role in self.roles.values() if role.backend is backend)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the kept graphs take, whatever the device: their nodes."""
+        return sum(part.host_bytes for step in self._steps.values() for part in step.graph.parts)
 
     def bytes_of(self, role: Role) -> int:
         return role.buffer_bytes

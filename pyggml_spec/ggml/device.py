@@ -221,6 +221,18 @@ class Backend:
             lib.pgs_large_pages(buffer)
         return buffer
 
+    def borrow(self, ctx: Context) -> Buffer:
+        """``allocate`` for what comes and goes: on the CPU in pages of its own, which go back to the system with ``give_back``."""
+        if self.device.kind != "cpu":
+            return self.allocate(ctx)
+        need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, self.default_buffer_type)
+        return lib.pgs_pages_buffer(ctx) if need <= free_bytes(self.device) + _meminfo("SwapFree", 0) else ffi.NULL
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Frees what ``borrow`` gave."""
+        free = lib.pgs_pages_buffer_free if self.device.kind == "cpu" and buffer != ffi.NULL else lib.ggml_backend_buffer_free
+        free(buffer)
+
     def extra_buffer_types(self) -> list[BufferType]:
         """Buffer types that store matmul weights in a layout of their own (the CPU's repacked one, AMX), best first; none that the probe refused."""
         proc = self._proc("ggml_backend_dev_get_extra_bufts")

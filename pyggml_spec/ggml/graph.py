@@ -488,6 +488,11 @@ class Graph:
         """The graphs that it is computed as, one per device that takes part (see chain.py)."""
         return [self]
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that its nodes take."""
+        return lib.pgs_graph_host_bytes(self.handle)
+
     def measure(self) -> int:
         """Bytes of the compute buffer that this graph alone would ask for. Nothing is allocated."""
         sizes = ffi.new("size_t[1]")

@@ -16,10 +16,10 @@ import numpy as np
 from .snapshot import Pieces
 
 ROWS, STATE = "rows", "state"
-REMEMBERED = 1 << 14  # chunks without copies whose keys are remembered, to see where prompts part
+REMEMBERED = 1 << 12  # chunks, of 0.5 kB each; beyond them those without copies, whose keys say where prompts part, are forgotten
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Chunk:
     """``index`` whole chunks come before it; it has ``count`` tokens. ``used``: when each kind of copy was last of use."""
 
@@ -61,6 +61,8 @@ class Copies:
 
     def keep(self, chunk: Chunk, kind: str, pieces: Pieces, spare: Iterable[Chunk] = (), wait: bool = True) -> bool:
         """Copies ``pieces`` (``wait`` as in ``Pieces.copy``); False if that does not fit the budget without the chunks to ``spare``, or the device has no memory."""
+        if self.chunks.setdefault(chunk.key, chunk) is not chunk:  # it was forgotten, and somebody came with the same tokens
+            return False
         chunk.used.setdefault(kind, 0)
         if kind == STATE:
             chunk.used[kind] = self.clock

@@ -137,7 +137,7 @@ class PrefixCache:
         if self._alone:
             n = len(keys)
             place.wanted = {d for d in range(1, n + 1) if d % STATE_EVERY == 0 or d > n - 2 or d == known}
-        self._copies.forget(chunks)
+        self._forget()
         return place
 
     def bring_back(self, slot: int = 0) -> Reuse:
@@ -198,7 +198,7 @@ class PrefixCache:
             else:
                 with engine.sequence.state(n, slot) as pieces:
                     self._keep(chunks[-1], STATE, pieces, chunks)
-        self._copies.forget(chunks)
+        self._forget()
         if write and self._writer is not None:
             self._write(chunks, place.resumed if place.damaged else len(chunks))
 
@@ -342,6 +342,10 @@ class PrefixCache:
                     if not self._keep(chunk, ROWS, pieces, keep):
                         return False
         return True
+
+    def _forget(self) -> None:
+        """What is known of more prompts than are remembered; the slots' own ones may still get copies."""
+        self._copies.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, place.ends[1]))
 
     def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
         wait = self.engine.parts.under_way is None

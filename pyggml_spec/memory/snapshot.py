@@ -31,7 +31,7 @@ class Pieces:
     def __init__(self, most: int) -> None:
         params = ffi.new("struct ggml_init_params *", {"mem_size": (most + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
         self._ctx: Any = lib.ggml_init(params[0])
-        self._copies: list[tuple[Context, Buffer]] = []
+        self._copies: list[tuple[Backend, Context, Buffer]] = []
         self.tensors: list[Tensor] = []
         self.backends: list[Backend] = []
 
@@ -74,8 +74,8 @@ class Pieces:
         ctx = lib.ggml_init(params[0])
         for i in mine:
             self.tensors[i] = lib.ggml_new_tensor(ctx, self.tensors[i].type, 2, (self.tensors[i].ne[0], self.tensors[i].ne[1]))
-        buffer = backend.allocate(ctx)
-        self._copies.append((ctx, buffer))
+        buffer = backend.borrow(ctx)
+        self._copies.append((backend, ctx, buffer))
         return buffer != ffi.NULL
 
     def write_to(self, other: "Pieces", wait: bool = True) -> None:
@@ -119,8 +119,8 @@ class Pieces:
         if self._ctx is not None:
             if self._copies:
                 self._synchronize()
-            for ctx, buffer in self._copies:
-                lib.ggml_backend_buffer_free(buffer)
+            for backend, ctx, buffer in self._copies:
+                backend.give_back(buffer)
                 lib.ggml_free(ctx)
             lib.ggml_free(self._ctx)
             self._ctx, self._copies, self.tensors, self.backends = None, [], [], []

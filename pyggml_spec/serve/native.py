@@ -238,7 +238,7 @@ async def props(context: Context, request: Request) -> Response:
         "pyspec": {
             "version": VERSION, "drafter": engaged.drafter, "device": engaged.device, "threads": engaged.threads, "width": engaged.width,
             "widths": engaged.widths, "kv_type": engaged.kv_type, "kernels": engaged.kernels, "memory": queue.engine.memory(), "notes": engaged.notes,
-            "prefix_bytes": queue.engine.prefix_bytes, "queue": {"requests": queue.limits.requests, "tokens": queue.limits.tokens},
+            "prefix_bytes": queue.engine.prefix_bytes, "graph_bytes": queue.engine.graph_bytes, "queue": {"requests": queue.limits.requests, "tokens": queue.limits.tokens},
         },
     })  # fmt: skip
 

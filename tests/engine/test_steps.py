@@ -62,6 +62,21 @@ def test_a_graph_is_known_by_a_number_that_stands_for_its_nodes(pair):
         again.graph.close()
 
 
+def test_graphs_of_all_kinds_together_are_bounded(pair, monkeypatch):
+    """Families of 32 and 13 graphs each had no bound together: a server made more of them for hours. What was used last stays."""
+    monkeypatch.setattr("pyggml_spec.engine.graph_store.KEEP_ALL", 6)
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1024) as session:
+        graphs = session.engine.graphs
+        want, _ = session.generate([5] * 300, 40)
+        before = graphs.changes
+        for role, span in itertools.product(("plain", "verify", "fused"), (256, 512, 768, 1024)):
+            made = graphs.get(role, 1 if role == "plain" else 4, span)
+            assert graphs.get(role, 1 if role == "plain" else 4, span) is made
+        sizes = [step.graph.host_bytes for step in graphs.steps().values()]
+        assert len(sizes) <= 6 and graphs.host_bytes == sum(sizes) and 0.1 < min(sizes) / (1 << 20) < 2 and graphs.changes > before
+        assert session.generate([5] * 300, 40)[0] == want
+
+
 def test_with_a_context_of_4096_every_role_allocates_once(session):
     """Crossing span boundaries re-plans inside the same buffer and never frees device memory."""
     engine = session.engine

@@ -68,6 +68,24 @@ def test_a_device_without_memory_costs_no_account():
     assert not copies.keep(copies.chunk(b"a", 0, 1), ROWS, Part(10, memory=False)) and copies.used_bytes == 0
 
 
+def test_what_was_forgotten_is_known_again_with_a_copy(monkeypatch):
+    """A copy of a chunk that nobody knew was in the account for ever: nothing that makes room would find it."""
+    monkeypatch.setattr("pyggml_spec.memory.copies.REMEMBERED", 2)
+    copies = Copies(100)
+    first = copies.chunk(b"a", 0, 1)
+    for number in range(3):
+        copies.chunk(bytes([number]), number, 1)
+    copies.forget()
+    assert b"a" not in copies.chunks and copies.keep(first, ROWS, Part(60))
+    assert copies.chunks[b"a"] is first
+    assert kept(copies, 9, 80) and held(copies) == {9} and copies.used_bytes == 80
+    for number in (20, 21):
+        copies.chunk(bytes([number]), number, 1)
+    copies.forget()
+    copies.chunk(b"a", 0, 1)  # another prompt, which begins alike
+    assert not copies.keep(first, ROWS, Part(10)) and copies.used_bytes == 80
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_keeping_and_using(seed):
     """The account is what is held, it never passes the budget, and everything that was dropped was freed once."""

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ import pytest
 import pyggml_spec as ps
 from pyggml_spec.errors import EngineError, SamplingError
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.sampling.grammar import Grammar
-from pyggml_spec.sampling.lazy import LazyGrammar
+from pyggml_spec.sampling import lazy as lazy_module
+from pyggml_spec.sampling.grammar import Grammar, Vocabulary
+from pyggml_spec.sampling.lazy import KEPT, LazyGrammar
 from pyggml_spec.sampling.sampler import Sampling
 from pyggml_spec.session import DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
@@ -143,3 +145,31 @@ def test_calls_of_tools_where_the_model_may_choose(tokenizer):
             plain = Grammar("lark", calls_grammar([tool], several), tokenizer)
             tokens = tokenizer.encode(text, bos=False)
             assert (plain.fits(tokens) == len(tokens)) == fits
+
+
+def test_what_a_trigger_forbids_is_found_once(tokenizer, monkeypatch):
+    """A word of one character ends in thousands of tokens of a large vocabulary: asking about each of them in every step held all streams up."""
+    texts = [f'root ::= "{{" [a-z]+ "}}" "{i}"' for i in range(KEPT + 4)]
+    first = LazyGrammar("grammar", texts[0], ["{", "{x"], tokenizer)
+    asked, fits = [], Grammar.fits
+    monkeypatch.setattr(Grammar, "fits", lambda self, tokens: asked.append(tokens) or fits(self, tokens))
+    for lazy in (first, LazyGrammar("grammar", texts[0], ["{", "{x"], tokenizer)):
+        asked.clear()
+        assert len(lazy.ahead(tokenizer.encode("def f(x):\n", bos=False))) > 3 and not asked
+    brute = np.array([first.allows(i) for i in range(tokenizer.n_vocab)])
+    assert np.array_equal(first.mask(), brute) and not brute.all()
+    for text in texts:
+        LazyGrammar("grammar", text, ["{"], tokenizer)
+    assert len(lazy_module._known[Vocabulary.of(tokenizer)]) == KEPT
+
+
+def test_many_long_triggers_are_no_burden(tokenizer):
+    """64 words of 256 characters have 16,000 ends; each token was compared with all of them, minutes for a large vocabulary."""
+    words = [f"{i:02}" + "ab" * 127 for i in range(64)]
+    grammar = "root ::= (" + " | ".join(f'"{word}"' for word in words) + ") [0-9]+"
+    began = time.process_time()
+    lazy = LazyGrammar("grammar", grammar, words, tokenizer)
+    assert time.process_time() - began < 10
+    for token in tokenizer.encode("x" + words[7][:-1], bos=False):
+        lazy.accept(token)
+    assert lazy.fits(tokenizer.encode("b7", bos=False)) == 2 and lazy.fits(tokenizer.encode("bx", bos=False)) < 2

@@ -45,6 +45,12 @@ class Running:
         assert response.status_code == 200, response.text
         return response.json()
 
+    @property
+    def resident_mib(self) -> float:
+        """MiB of memory that the process has."""
+        with open(f"/proc/{self.process.pid}/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
+
     def slots_are_free(self, seconds: float = 30) -> bool:
         """Whether every slot is idle, and nothing waits, before that time is over."""
         until = time.monotonic() + seconds
