@@ -12,11 +12,33 @@
 #define EACH_PART _Pragma("GCC unroll 4") for (int p = 0; p < PARTS; p++)
 #define AHEAD     4096  // bytes that are asked for ahead of use
 
+// s[r] += sums of n quads of w[0 .. n - 1] (0 .. 63) times those of row r. DOTS_OF, of each level, takes an expression of t and the largest weight.
+#define DOTS(s, w, n, x, stride, R) DOTS_OF(s, (w)[t], 63, n, x, stride, R)
+
+// Sums of up to HELD_ROWS rows wait in registers while a block is multiplied, those of more in memory.
+#define HELD_SUMS (R <= HELD_ROWS)
+#define SUM_OF(acc, r) (HELD_SUMS ? (acc)[p][r] : vf_load(sums + LANES * (r) + VL * p))
+#define SUM_IS(acc, r, value)                             \
+    do {                                                  \
+        const vf sum_ = value;                            \
+        if (HELD_SUMS) {                                  \
+            (acc)[p][r] = sum_;                           \
+        } else {                                          \
+            vf_store(sums + LANES * (r) + VL * p, sum_);  \
+        }                                                 \
+    } while (0)
+#define SUM_STAYS(acc, r)                                   \
+    if (HELD_SUMS) {                                        \
+        vf_store(sums + LANES * (r) + VL * p, (acc)[p][r]); \
+    }
+
 // One row waits for memory, which processors fetch ahead by themselves, and faster when nobody interferes: one core of an EPYC 9004 reads weights of
 // Q8_0 at 29 GB/s, and at 20 when it is asked for what comes next (Q4_K 29 and 24, F16 30 and 22). Kernels of Q6_K, and those of Q4_K and Q5_K for
 // several rows, compute long enough between two records to gain by asking.
 
 // ---- blocks of 32
+
+INLINE vb nibbles(const uint8_t * p, int high) { return high ? vb_high(vb_load(p)) : vb_low(vb_load(p)); }
 
 INLINE void q8_0_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R) {
     const rec_q8_0 * w = (const rec_q8_0 *) records;
@@ -32,10 +54,10 @@ INLINE void q8_0_rows(const char * records, int64_t blocks, const char * tile, i
                 EACH_ROW s[r] = bias_dot(s[r], q, x->q[row + r] + 4 * t);
             }
             const vf d = vf_half(w->d + VL * p);
-            EACH_ROW acc[p][r] = vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), acc[p][r]);
+            EACH_ROW SUM_IS(acc, r, vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), SUM_OF(acc, r)));
         }
     }
-    EACH_PART EACH_ROW vf_store(sums + LANES * r + VL * p, acc[p][r]);
+    EACH_PART EACH_ROW SUM_STAYS(acc, r);
 }
 
 INLINE void q4_0_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R) {
@@ -46,23 +68,20 @@ INLINE void q4_0_rows(const char * records, int64_t blocks, const char * tile, i
     for (int64_t b = 0; b < blocks; b++, w++, x++) {
         EACH_PART {
             vi s[ROWS];
-            vb low[4], high[4];
             EACH_ROW s[r] = vi_set(x->by_8[row + r]);
-            _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) {
-                const vb both = vb_load(w->q[t] + 4 * VL * p);
-                low[t]        = vb_low(both);
-                high[t]       = vb_high(both);
-            }
-            DOTS(s, low, 4, x->q[row], 32, R)
-            DOTS(s, high, 4, x->q[row] + 16, 32, R)
+            DOTS_OF(s, nibbles(w->q[t % 4] + 4 * VL * p, t / 4), 15, 8, x->q[row], 32, R)
             const vf d = vf_half(w->d + VL * p);
-            EACH_ROW acc[p][r] = vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), acc[p][r]);
+            EACH_ROW SUM_IS(acc, r, vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), SUM_OF(acc, r)));
         }
     }
-    EACH_PART EACH_ROW vf_store(sums + LANES * r + VL * p, acc[p][r]);
+    EACH_PART EACH_ROW SUM_STAYS(acc, r);
 }
 
 // ---- blocks of 256
+
+INLINE vb q5_k_quads(const rec_q5_k * w, int i, int t, int p, int odd) {
+    return vb_fifth(nibbles(w->q[i][t] + 4 * VL * p, odd), vb_load(w->high[t] + 4 * VL * p), 2 * i + odd);
+}
 
 // Q4_K and Q5_K: d * scale * q - dmin * min
 INLINE void k_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R, const int five) {
@@ -83,20 +102,13 @@ INLINE void k_rows(const char * records, int64_t blocks, const char * tile, int 
                 }
                 _Pragma("GCC unroll 2") for (int odd = 0; odd < 2; odd++) {
                     const int j = 2 * i + odd;
-                    vb        q[8];
                     vi        s[ROWS];
-                    _Pragma("GCC unroll 8") for (int t = 0; t < 8; t++) {
-                        if (five) {
-                            const rec_q5_k * rec = (const rec_q5_k *) w;
-                            const vb both = vb_load(rec->q[i][t] + 4 * VL * p), high = vb_load(rec->high[t] + 4 * VL * p);
-                            q[t] = vb_fifth(odd ? vb_high(both) : vb_low(both), high, j);
-                        } else {
-                            const vb both = vb_load(((const rec_q4_k *) w)->q[i][t] + 4 * VL * p);
-                            q[t] = odd ? vb_high(both) : vb_low(both);
-                        }
-                    }
                     EACH_ROW s[r] = vi_set(0);
-                    DOTS(s, q, 8, x->q[row] + 32 * j, 256, R)
+                    if (five) {
+                        DOTS_OF(s, q5_k_quads((const rec_q5_k *) w, i, t, p, odd), 31, 8, x->q[row] + 32 * j, 256, R)
+                    } else {
+                        DOTS_OF(s, nibbles(((const rec_q4_k *) w)->q[i][t] + 4 * VL * p, odd), 15, 8, x->q[row] + 32 * j, 256, R)
+                    }
                     const vf scale = vf_u8(h->scale[j] + VL * p);
                     EACH_ROW sum[r] = vf_fma(vf_int(s[r]), scale, sum[r]);
                 }
@@ -133,14 +145,10 @@ INLINE void q6_k_rows(const char * records, int64_t blocks, const char * tile, i
                 }
                 _Pragma("GCC unroll 4") for (int v = 0; v < 4; v++) {
                     const int j = 4 * i + v;
-                    vb        q[4];
                     vi        s[ROWS];
-                    _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) {
-                        const vb both = vb_load(w->q[2 * i + v / 2][t] + 4 * VL * p);
-                        q[t]          = vb_join(v % 2 ? vb_high(both) : vb_low(both), vb_load(w->high[i][t] + 4 * VL * p), 2 * v, 2);
-                    }
                     EACH_ROW s[r] = vi_set(x->by_32[row + r][j]);
-                    DOTS(s, q, 4, x->q[row] + 16 * j, 256, R)
+                    DOTS_OF(s, vb_join(nibbles(w->q[2 * i + v / 2][t] + 4 * VL * p, v % 2), vb_load(w->high[i][t] + 4 * VL * p), 2 * v, 2), 63, 4,
+                            x->q[row] + 16 * j, 256, R)
                     const vf scale = vf_i8(w->scale[j] + VL * p);
                     EACH_ROW sum[r] = vf_fma(vf_int(s[r]), scale, sum[r]);
                 }
@@ -193,23 +201,30 @@ INLINE void float_rows(const char * records, int64_t blocks, const char * tile, 
     static __attribute__((noinline)) void name##_##R(const char * records, int64_t blocks, const char * tile, int row, float * sums) { \
         call(records, blocks, tile, row, sums, R);                                                                                \
     }
-#if ROWS == 8
-#define MORE(name, call) ONE(name, 5, call) ONE(name, 6, call) ONE(name, 7, call) ONE(name, 8, call)
-#define MORE_OF(name)    name##_5, name##_6, name##_7, name##_8
-#else
-#define MORE(name, call)
-#define MORE_OF(name)
-#endif
+#define FOUR(name, call)  ONE(name, 1, call) ONE(name, 2, call) ONE(name, 3, call) ONE(name, 4, call)
+#define EIGHT(name, call) FOUR(name, call) ONE(name, 5, call) ONE(name, 6, call) ONE(name, 7, call) ONE(name, 8, call)
+#define FOUR_OF(name)     name##_1, name##_2, name##_3, name##_4
+#define EIGHT_OF(name)    FOUR_OF(name), name##_5, name##_6, name##_7, name##_8
 
-#define PRODUCT(name, call)                                                                                                       \
-    ONE(name, 1, call) ONE(name, 2, call) ONE(name, 3, call) ONE(name, 4, call) MORE(name, call)                                  \
+#define SOME(name, call, most, ONES, ONES_OF)                                                                                     \
+    ONES(name, call)                                                                                                              \
     static void name(const char * records, int64_t blocks, const char * tile, int rows, float * sums) {                           \
         typedef void (*one)(const char *, int64_t, const char *, int, float *);                                                   \
-        static const one of_rows[] = { name##_1, name##_2, name##_3, name##_4, MORE_OF(name) };                                   \
-        for (int row = 0; row < rows; row += ROWS) {                                                                              \
-            of_rows[(rows - row < ROWS ? rows - row : ROWS) - 1](records, blocks, tile, row, sums + LANES * row);                 \
+        static const one of_rows[] = { ONES_OF(name) };                                                                           \
+        for (int row = 0; row < rows; row += most) {                                                                              \
+            of_rows[(rows - row < most ? rows - row : most) - 1](records, blocks, tile, row, sums + LANES * row);                 \
         }                                                                                                                         \
     }
+#if ROWS == 8
+#define PRODUCT(name, call) SOME(name, call, 8, EIGHT, EIGHT_OF)
+#else
+#define PRODUCT(name, call) SOME(name, call, 4, FOUR, FOUR_OF)
+#endif
+#if FLOAT_ROWS == 8
+#define FLOAT_PRODUCT(name, call) SOME(name, call, 8, EIGHT, EIGHT_OF)
+#else
+#define FLOAT_PRODUCT(name, call) SOME(name, call, 4, FOUR, FOUR_OF)
+#endif
 
 #define Q4_K_ROWS(w, n, x, row, sums, R) k_rows(w, n, x, row, sums, R, 0)
 #define Q5_K_ROWS(w, n, x, row, sums, R) k_rows(w, n, x, row, sums, R, 1)
@@ -222,9 +237,9 @@ PRODUCT(q4_0, q4_0_rows)
 PRODUCT(q4_k, Q4_K_ROWS)
 PRODUCT(q5_k, Q5_K_ROWS)
 PRODUCT(q6_k, q6_k_rows)
-PRODUCT(f16, F16_ROWS)
-PRODUCT(bf16, BF16_ROWS)
-PRODUCT(f32, F32_ROWS)
+FLOAT_PRODUCT(f16, F16_ROWS)
+FLOAT_PRODUCT(bf16, BF16_ROWS)
+FLOAT_PRODUCT(f32, F32_ROWS)
 
 static const pgs_kernel kernels[] = {
     { GGML_TYPE_Q8_0, 32, sizeof(rec_q8_0), sizeof(act_32), activations_32, q8_0 },

@@ -8,7 +8,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define VL     8
-#define ROWS   4
+#define ROWS   8  // rows that share a load of weights
+#define FLOAT_ROWS 4  // the same of weights that are not quantised, whose sums are two per output
 
 typedef __m256  vf;
 typedef __m256i vi;
@@ -50,15 +51,21 @@ INLINE vb vb_fifth(vb low, vb high, int j) {
     return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(16)));
 }
 
+// Keeps a sum where it is computed. GCC 12 puts off additions of whole numbers until their sum is needed and keeps the summands in memory meanwhile.
+#define HELD(x) __asm__("" : "+x"(x))
+
 #ifdef DOT_BYTES
+
+#define HELD_ROWS 4
 
 typedef __m256i vbias;
 
-#define DOTS(s, w, n, x, stride, R)                                                       \
-    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                               \
-        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                           \
-            (s)[r] = DOT_BYTES((s)[r], (w)[t], _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t))); \
-        }                                                                                 \
+#define DOTS_OF(s, w, most, n, x, stride, R)                                                          \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                           \
+        const vb quads = w;                                                                           \
+        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                       \
+            (s)[r] = DOT_BYTES((s)[r], quads, _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t)));   \
+        }                                                                                             \
     }
 
 INLINE vbias bias_load(const uint8_t * p) { return _mm256_loadu_si256((const __m256i *) p); }
@@ -67,19 +74,29 @@ INLINE vi    bias_dot(vi s, vbias w, const int8_t * x) { return DOT_BYTES(s, w, 
 
 #else
 
-// The products of two pairs are added in 16 bits, which saturate. Weights up to 63: 2 * 63 * 127 = 16,002 fit, twice; up to 31, four
-// times. Weights + 128 do not fit, so their absolute value is multiplied by the activation with the sign: 2 * 128 * 127 = 32,512.
+#define HELD_ROWS 2
+
+// The products of two pairs are added in 16 bits, which saturate: weights up to 63 fit twice (2 * 2 * 63 * 128 = 32,256), up to 31 four times, up to
+// 15 eight times. Weights + 128 do not fit, so their absolute value is multiplied by the activation with the sign: 2 * 128 * 127 = 32,512.
 typedef struct vbias {
     __m256i sign, abs;
 } vbias;
 
-#define DOTS(s, w, n, x, stride, R)                                                                                  \
-    _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                          \
-        _Pragma("GCC unroll 4") for (int t = 0; t < (n); t += 2) {                                                   \
-            const __m256i a = _mm256_maddubs_epi16((w)[t], _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t)));     \
-            const __m256i b = _mm256_maddubs_epi16((w)[t + 1], _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t + 4))); \
-            (s)[r] = _mm256_add_epi32((s)[r], _mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1)));      \
-        }                                                                                                            \
+INLINE vi wider(vi s, __m256i pairs) { return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
+
+#define DOTS_OF(s, w, most, n, x, stride, R)                                                                                \
+    __m256i pairs[ROWS];                                                                                                    \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                                                 \
+        const vb  quads = w;                                                                                                \
+        const int each = 127 / (most), first = t % each == 0, last = t % each == each - 1 || t == (n) - 1;                  \
+        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                             \
+            const __m256i two = _mm256_maddubs_epi16(quads, _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t)));           \
+            pairs[r]          = first ? two : _mm256_add_epi16(pairs[r], two);                                              \
+            HELD(pairs[r]);                                                                                                 \
+            if (last) {                                                                                                     \
+                (s)[r] = wider((s)[r], pairs[r]);                                                                           \
+            }                                                                                                               \
+        }                                                                                                                   \
     }
 
 INLINE vbias bias_load(const uint8_t * p) {
@@ -91,8 +108,9 @@ INLINE vi bias_start(const int32_t * by_128) {
     return _mm256_setzero_si256();
 }
 INLINE vi bias_dot(vi s, vbias w, const int8_t * x) {
-    const __m256i pairs = _mm256_maddubs_epi16(w.abs, _mm256_sign_epi8(_mm256_set1_epi32(quad(x)), w.sign));
-    return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    vi sum = wider(s, _mm256_maddubs_epi16(w.abs, _mm256_sign_epi8(_mm256_set1_epi32(quad(x)), w.sign)));
+    HELD(sum);
+    return sum;
 }
 
 #endif

@@ -9,6 +9,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #define VL     16
 #define ROWS   8  // rows whose sums fit the registers
+#define FLOAT_ROWS 8
+#define HELD_ROWS 8
 
 typedef __m512  vf;
 typedef __m512i vi;
@@ -52,12 +54,13 @@ INLINE vb vb_fifth(vb low, vb high, int j) {
     return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(16)));
 }
 
-// s[r] += sums of quads of w (0 .. 63) times those of row r, n quads
-#define DOTS(s, w, n, x, stride, R)                                                          \
-    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                  \
-        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                              \
-            (s)[r] = _mm512_dpbusd_epi32((s)[r], (w)[t], _mm512_set1_epi32(quad((x) + r * (stride) + 4 * t))); \
-        }                                                                                    \
+// s[r] += sums of quads of w (an expression of t, 0 .. most) times those of row r, n quads
+#define DOTS_OF(s, w, most, n, x, stride, R)                                                                    \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                                     \
+        const vb quads = w;                                                                                     \
+        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                 \
+            (s)[r] = _mm512_dpbusd_epi32((s)[r], quads, _mm512_set1_epi32(quad((x) + r * (stride) + 4 * t)));   \
+        }                                                                                                       \
     }
 
 INLINE vbias bias_load(const uint8_t * p) { return _mm512_loadu_si512(p); }

@@ -10,6 +10,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #define VL     8
 #define ROWS   4
+#define FLOAT_ROWS 4
+#define HELD_ROWS 4
 
 typedef struct vf { float32x4_t a, b; } vf;
 typedef struct vi { int32x4_t a, b; } vi;
@@ -73,16 +75,12 @@ INLINE vb vb_join(vb low, vb high, int from, int bits) {
 }
 INLINE vb vb_fifth(vb low, vb high, int j) { return vb_join(low, high, j, 1); }
 
-// n is a multiple of 4
-#define DOTS(s, w, n, x, stride, R)                                                           \
-    _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                   \
-        _Pragma("GCC unroll 2") for (int t = 0; t < (n); t += 4) {                            \
-            const int8x16_t four = vld1q_s8((x) + r * (stride) + 4 * t);                      \
-            (s)[r] = vi_dot((s)[r], (w)[t], vdupq_laneq_s32(vreinterpretq_s32_s8(four), 0));     \
-            (s)[r] = vi_dot((s)[r], (w)[t + 1], vdupq_laneq_s32(vreinterpretq_s32_s8(four), 1)); \
-            (s)[r] = vi_dot((s)[r], (w)[t + 2], vdupq_laneq_s32(vreinterpretq_s32_s8(four), 2)); \
-            (s)[r] = vi_dot((s)[r], (w)[t + 3], vdupq_laneq_s32(vreinterpretq_s32_s8(four), 3)); \
-        }                                                                                     \
+#define DOTS_OF(s, w, most, n, x, stride, R)                                                              \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                               \
+        const vb quads = w;                                                                               \
+        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                           \
+            (s)[r] = vi_dot((s)[r], quads, vdupq_n_s32(quad((x) + r * (stride) + 4 * t)));                \
+        }                                                                                                 \
     }
 
 INLINE vi vi_dot(vi s, vb w, int32x4_t x) {
