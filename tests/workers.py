@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Self
 
 import pytest
@@ -70,9 +71,14 @@ class Worker:
 
     def server(self) -> int:
         """The process that ggml's server is."""
-        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-        with open(children) as file:
-            return int(file.read().split()[0])
+        return self.servers()[0]
+
+    def servers(self) -> list[int]:
+        """All of them, with `--programs`."""
+        found = []
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):  # each thread's own
+            found += [int(pid) for pid in children.read_text().split()]
+        return sorted(found)
 
     def signal(self, number: int) -> None:
         os.kill(self.server(), number)
@@ -90,6 +96,22 @@ class Worker:
 
     def __exit__(self, *exc: object) -> None:
         self.kill()
+
+
+@contextmanager
+def bare_server(*devices: str) -> Iterator[int]:
+    """ggml's server with these devices, also one of them twice, which `pyspec worker` refuses; gives its port."""
+    port = free_port()
+    command = [sys.executable, "-m", "pyggml_spec.ggml.rpc_server", f"127.0.0.1:{port}", "1", "", *devices]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not listens(port):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        try:
+            yield port
+        finally:
+            process.kill()
 
 
 def listens(port: int) -> bool:

@@ -17,7 +17,7 @@ def logits(parts: Parts, steps: Steps, ids: np.ndarray, slot: int) -> np.ndarray
     out = np.empty((ids.size, parts.target.n_vocab), np.float32)
     for first, n, step in _chunks(parts, steps, "logits", ids, slot):
         block = out[first : first + n]
-        _read(step.extra["logits"], block)
+        _read(parts, step.extra["logits"], block)
         parts.slots[slot].cursor.pending = int(block[-1].argmax())
     return out
 
@@ -33,7 +33,7 @@ def logits_together(
     for slot, n in rows.items():
         parts.slots[slot].cursor.advance(n, None)
         out[slot] = np.empty((n, parts.target.n_vocab), np.float32)
-        _read(tensor, out[slot], (slot - covered.first) * width * tensor.nb[1])
+        _read(parts, tensor, out[slot], (slot - covered.first) * width * tensor.nb[1])
     return out
 
 
@@ -44,7 +44,7 @@ def capture(parts: Parts, steps: Steps, ids: np.ndarray, layers: Sequence[int], 
     for first, n, step in _chunks(parts, steps, "capture", ids, slot, tuple(layers)):
         chosen[first : first + n] = step.ids()
         for block, feature in zip(out[:, first : first + n], step.extra["features"], strict=True):
-            _read(feature, block)
+            _read(parts, feature, block)
         parts.slots[slot].cursor.pending = int(chosen[first + n - 1])
     return chosen, out
 
@@ -59,5 +59,5 @@ def _chunks(parts: Parts, steps: Steps, role: str, ids: np.ndarray, slot: int, *
         yield first, part.size, step
 
 
-def _read(tensor: Tensor, out: np.ndarray, at: int = 0) -> None:
-    read_tensor(tensor, out, at)
+def _read(parts: Parts, tensor: Tensor, out: np.ndarray, at: int = 0) -> None:
+    read_tensor(tensor, out, at, parts.io.workers)

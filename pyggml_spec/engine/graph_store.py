@@ -73,7 +73,7 @@ class Step:
             return None, self._host_logits()[row]
         logits = self.extra["logits"]
         out = np.empty(logits.ne[0], np.float32)
-        read_tensor(logits, out, row * logits.nb[1])
+        read_tensor(logits, out, row * logits.nb[1], self.fields.io.workers)
         self.fields.io.reads += 1
         self.fields.io.read_bytes += out.nbytes
         return None, out

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import EngineError
 from .graph import Graph, Role
-from .library import LOST, Tensor, check, check_present, ffi, lib, new_err, text
+from .library import Tensor, check, check_present, ffi, lib, new_err, text
 from .step_io import StepFields, StepIO, StepTimes, field_type
 
 
@@ -169,8 +169,7 @@ class ChainFields(StepFields):
             status = lib.pgs_lane_wait(self.io.lane, self._err)
         else:
             lib.pgs_flow_settle(self.io.flow)
-        if LOST:
-            check_present()
+        check_present(self.io.workers)
         check(status, self._err)
         return StepTimes(self._times.upload, self._times.compute, (time.perf_counter_ns() - start) // 1000)
 

@@ -85,6 +85,15 @@ def device_handle(device: Device) -> DeviceHandle:
     return lib.ggml_backend_dev_get(device.index)
 
 
+def workers_of(device: Device) -> tuple[str, ...]:
+    """The address in numbers of the worker whose device this is; empty of a device of this machine. A worker's devices share one connection."""
+    if device.kind != "rpc":
+        return ()
+    from .rpc import endpoint_of
+
+    return (endpoint_of(device.name),)
+
+
 def present(device: Device) -> Device:
     """The same device with the memory that is free now."""
     return pick_device(device.name) if device.kind == "rpc" else devices()[device.index]
@@ -166,7 +175,7 @@ def disable_graph_replay() -> None:
 class Backend:
     """One execution stream on a device. Owns its ggml backend; ``close`` is idempotent.
 
-    ``level``: of our own kernels, None where ggml's are used; ``kernels`` as in ``pick_level``.
+    ``level``: of our own kernels, None where ggml's are used; ``kernels`` as in ``pick_level``. ``workers``: see ``workers_of``.
     """
 
     opened = 0  # backends of this process so far
@@ -177,9 +186,10 @@ class Backend:
         Backend.opened += 1
         self.device = device
         self._dev = device_handle(device)
+        self.workers = workers_of(device)
         self.handle: Any = lib.ggml_backend_dev_init(self._dev, ffi.NULL)
         if self.handle == ffi.NULL:
-            check_present()
+            check_present(self.workers)
             raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another `device`")
         self.threads = 0
         if device.kind == "cpu":
@@ -216,7 +226,7 @@ class Backend:
             return ffi.NULL
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buffer_type)
         if buffer == ffi.NULL:
-            check_present()
+            check_present(self.workers)
         if self.device.kind == "cpu" and buffer != ffi.NULL:
             lib.pgs_large_pages(buffer)
         return buffer

@@ -4,10 +4,11 @@ Two copies of ggml in one process have two sets of global tables and crash far f
 """
 
 import importlib.metadata
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import DeviceError, EngineError, LibraryError
 from ..pin import LLAMA_CPP_PYTHON, installed_libraries, installed_version, pip_command
@@ -89,32 +90,38 @@ llama_cpp.llama_backend_init()
 lib.ask_extra_bufts()  # the first time, ggml writes to stderr if the kernel refuses AMX
 
 
-LOST: list[Callable[[], str | None]] = []  # who knows why a device that was there is gone (rpc.py); empty without workers
+LOST: list[Callable[[Collection[str]], str | None]] = []  # who knows why a device that was there is gone (rpc.py); empty without workers
+_WORKER = re.compile(r"RPC\d+\[(\d+\.\d+\.\d+\.\d+:\d+)\]")  # how ggml calls a worker's backends
 
 
-def why_absent() -> str | None:
-    """What to say of a worker that is lost; None while all are there."""
-    return next((why for ask in LOST if (why := ask()) is not None), None)
+def why_absent(workers: Collection[str]) -> str | None:
+    """What to say of the first of these workers (``Backend.workers``) that is lost; None while all are there."""
+    return next((why for ask in LOST if (why := ask(workers)) is not None), None) if workers else None
 
 
-def check_present() -> None:
-    """Raises DeviceError where a worker is lost: what is read of one is zero, and what is asked of one fails for no other reason."""
-    if (why := why_absent()) is not None:
+def check_present(workers: Collection[str]) -> None:
+    """Raises DeviceError where one of these is lost: what is read of it is zero, and what is asked of it fails for no other reason."""
+    if (why := why_absent(workers)) is not None:
         raise DeviceError(why)
 
 
 def check(status: int, err: CData) -> None:
     """Turns the (status, message) of a C call into an EngineError, or a DeviceError where a worker is lost."""
     if status != 0:
-        check_present()
-        raise EngineError(text(err))
+        refuse(err)
 
 
-def read_tensor(tensor: Tensor, out: "np.ndarray", at: int = 0) -> None:
-    """Fills ``out`` from the bytes of ``tensor`` behind ``at``; raises DeviceError if they lie on a worker that is lost."""
+def refuse(err: CData) -> NoReturn:
+    """The same of a call that gave nothing. Every message of a backend that fails names it."""
+    message = text(err)
+    check_present(_WORKER.findall(message))
+    raise EngineError(message)
+
+
+def read_tensor(tensor: Tensor, out: "np.ndarray", at: int, workers: Collection[str]) -> None:
+    """Fills ``out`` from the bytes of ``tensor`` behind ``at``; raises DeviceError if one of ``workers``, where it may lie, is lost."""
     lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), at, out.nbytes)
-    if LOST:
-        check_present()
+    check_present(workers)
 
 
 def new_err() -> CData:

@@ -4,13 +4,14 @@ They are not in ggml's list of devices, so that nobody who goes through that wai
 """
 
 import ctypes
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from .. import rpc_library
 from ..errors import DeviceError
 from .library import LOST, DeviceHandle, ffi, lib, text
-from .workers import Address, parse, probe
+from .workers import Address, check_count, parse, probe
 
 UNENCRYPTED = "what goes between here and the worker is not encrypted (docs/workers.md says how to send it through SSH)"
 UNASKED = "this worker is llama.cpp's own: it does not say which operations its device lacks, and ends where one is missing"
@@ -65,18 +66,30 @@ def open_worker(name: str) -> tuple[Address, str, int, int]:
     """
     rpc, address = library(), parse(name)
     endpoint = address.endpoint.encode()
-    known = _handles.get(address.name)
-    if known is None or not rpc.connected(endpoint):  # a worker serves one connection: while there is one, a second would wait for its end
-        answer = probe(address)
-        reg = rpc.add_server(endpoint)
-        if reg == ffi.NULL or lib.ggml_backend_reg_dev_count(reg) <= address.device:
-            raise DeviceError(f"the worker {address} was there, and is gone; start it again")
-        notes = (UNENCRYPTED, *(() if answer.ours else (UNASKED,)))
-        _handles[address.name] = known = lib.ggml_backend_reg_dev_get(reg, address.device), address, notes
-        free, total = answer.memory[address.device]
+    if (lost := rpc.lost(endpoint)) != ffi.NULL:  # what was there is gone, and does not come back by itself
+        raise DeviceError(
+            f"the worker {address.host}:{address.port} is lost: {text(lost)}; a session of this program still uses what it had there: close it first"
+        )
+    if rpc.connected(endpoint):  # all devices share a connection: a second one might wait for the end of the first
+        notes = next(known[2] for known in _handles.values() if known[1].endpoint == address.endpoint)
+        handle = _device(address)
+        free, total = memory(handle)
     else:
-        free, total = memory(known[0])
+        answer = probe(address)
+        notes = (UNENCRYPTED, *(() if answer.ours else (UNASKED,)))
+        handle = _device(address)
+        free, total = answer.memory[address.device]
+    _handles[address.name] = handle, address, notes
     return address, f"a device of the worker {address}", free, total
+
+
+def _device(address: Address) -> DeviceHandle:
+    reg = library().add_server(address.endpoint.encode())
+    count = lib.ggml_backend_reg_dev_count(reg) if reg != ffi.NULL else 0
+    if count == 0:
+        raise DeviceError(f"the worker {address} was there, and is gone; start it again")
+    check_count(address, count)
+    return lib.ggml_backend_reg_dev_get(reg, address.device)
 
 
 def memory(handle: DeviceHandle) -> tuple[int, int]:
@@ -96,10 +109,15 @@ def notes_of(name: str) -> list[str]:
     return list(_handles[name][2])
 
 
-def why_lost() -> str | None:
-    """What to say of the first worker whose connection is lost; None while none is."""
-    for _, address, _ in _handles.values():
-        why = library().lost(address.endpoint.encode())
+def endpoint_of(name: str) -> str:
+    """The address in numbers of a worker that ``open_worker`` looked at."""
+    return _handles[name][1].endpoint
+
+
+def why_lost(workers: Collection[str]) -> str | None:
+    """What to say of the first of these whose connection is lost; None while none is."""
+    for _, address, _ in list(_handles.values()):
+        why = library().lost(address.endpoint.encode()) if address.endpoint in workers else ffi.NULL
         if why != ffi.NULL:
             return (
                 f"the worker {address.host}:{address.port} is lost: {text(why)}; what was computed there is gone, so load the model again "

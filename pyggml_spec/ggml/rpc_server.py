@@ -1,8 +1,9 @@
 """The process that serves devices to other machines; `pyspec worker` starts it, and another one where it ends.
 
-    python -m pyggml_spec.ggml.rpc_server HOST PORT THREADS CACHE DEVICE...
+    python -m pyggml_spec.ggml.rpc_server ENDPOINT THREADS CACHE DEVICE...
 
-CACHE is a folder, or empty. It ends with what started it: when its standard input does.
+ENDPOINT is host:port, or fd:N for a socket that is bound and was inherited. CACHE is a folder, or empty. It ends with what started it: when its
+standard input does.
 """
 
 import os
@@ -19,12 +20,12 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def main(host: str, port: str, threads: str, cache: str, *names: str) -> None:
+def main(endpoint: str, threads: str, cache: str, *names: str) -> None:
     """Serves until it is ended; returns only if it cannot listen."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     handles = ffi.new("ggml_backend_dev_t[]", [device_handle(pick_device(name)) for name in names])
     folder = ffi.new("char[]", os.fsencode(cache)) if cache else ffi.NULL
-    library().start_server(f"{host}:{port}".encode(), folder, int(threads), len(names), handles)
+    library().start_server(endpoint.encode(), folder, int(threads), len(names), handles)
 
 
 if __name__ == "__main__":

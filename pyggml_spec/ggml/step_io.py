@@ -14,7 +14,7 @@ from ..checks import whole
 from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
-from .library import LOST, Tensor, check, check_present, ffi, lib, new_err, text
+from .library import Tensor, check, check_present, ffi, lib, new_err, refuse, text
 from .replay import ReplayCounters
 from .shapes import require
 
@@ -44,11 +44,13 @@ class StepIO:
     Attributes:
         handles, homes: of every device's buffer, in that order; ``handle`` is the last one, which is read.
         lane: that thread; None where the caller's does all.
+        workers: those whose loss ends the steps.
     """
 
     def __init__(self, backend: Backend, capacity: int, before: Sequence[Backend] = (), turns: Any = None) -> None:
         self.capacity = capacity
         self._err = new_err()
+        self.workers = tuple(dict.fromkeys(name for b in (*before, backend) for name in b.workers))
         self.handles: list[Any] = []
         self.flow: Any = None  # of several devices: what steps that are under way together need
         self.lane: Any = None
@@ -73,7 +75,7 @@ class StepIO:
     def _made(self, handle: Any) -> Any:
         if handle == ffi.NULL:
             self._free()
-            raise EngineError(text(self._err))
+            refuse(self._err)
         return handle
 
     def _free(self) -> None:
@@ -253,8 +255,7 @@ class StepFields:
     def wait(self) -> StepTimes:
         """Blocks until the outputs are there (the GIL is released)."""
         lib.pgs_step_wait(self.io.handle, self._times)
-        if LOST:
-            check_present()
+        check_present(self.io.workers)
         return StepTimes(self._times.upload, self._times.compute, self._times.read)
 
     def run(self) -> StepTimes:

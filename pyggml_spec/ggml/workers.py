@@ -123,6 +123,14 @@ def probe(address: Address, seconds: float = SECONDS) -> Answer:
         return _greet(client, address, seconds)
 
 
+def check_count(address: Address, count: int) -> None:
+    """Raises DeviceError where a worker of ``count`` devices does not have the one that is named."""
+    if address.device >= count:
+        raise DeviceError(
+            f"the worker {address.host}:{address.port} has {count} device{'s' * (count != 1)}, and /{address.device} is none of them"
+        )
+
+
 def _greet(client: _Client, address: Address, seconds: float) -> Answer:
     who = f"what listens at {address.host}:{address.port}"
     try:
@@ -133,10 +141,7 @@ def _greet(client: _Client, address: Address, seconds: float) -> Answer:
                 f"{'.'.join(map(str, PROTOCOL))}; run the same pyggml_spec on both machines"
             )
         (count,) = struct.unpack("<I", client.ask(_COUNT, b"", 4))
-        if address.device >= count:
-            raise DeviceError(
-                f"the worker {address.host}:{address.port} has {count} device{'s' * (count != 1)}, and /{address.device} is none of them"
-            )
+        check_count(address, count)
         memory = tuple(struct.unpack("<QQ", client.ask(_MEMORY, struct.pack("<I", i), 16)) for i in range(min(count, 64)))
     except TimeoutError:
         raise DeviceError(

@@ -402,7 +402,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Writes what is still to be written, and frees the copies."""
-        if not self.engine.graphs.closed and why_absent() is None:  # nothing can be read of a worker that is lost
+        if not self.engine.graphs.closed and why_absent(self.engine.io.workers) is None:  # nothing can be read of a worker that is lost
             self.save()
         if self._writer is not None:
             self._writer.close()

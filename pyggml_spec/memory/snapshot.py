@@ -94,9 +94,9 @@ class Pieces:
         """The contents as bytes, U8 [nbytes], one tensor behind the other."""
         self._synchronize()
         out, at = np.empty(self.nbytes, np.uint8), 0
-        for t in self.tensors:
+        for t, backend in zip(self.tensors, self.backends, strict=True):
             size = lib.ggml_nbytes(t)
-            read_tensor(t, out[at : at + size])
+            read_tensor(t, out[at : at + size], 0, backend.workers)
             at += size
         return out
 

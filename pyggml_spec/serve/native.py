@@ -211,7 +211,7 @@ async def count_chat_tokens(context: Context, request: Request) -> Response:
 async def health(context: Context, request: Request) -> Response:
     """Whether it works: 503 where a worker that it computes on is lost, or there is work and no step has ended for a while."""
     age = context.queue.step_age()
-    if (why := why_absent()) is not None:
+    if (why := why_absent([name for b in context.served.session.backends for name in b.workers])) is not None:
         raise ApiError(503, why)
     if context.queue.stuck:
         raise ApiError(503, f"no step has ended for {age:.0f} s although there is work", headers={"retry-after": "30"})

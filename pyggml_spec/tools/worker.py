@@ -1,6 +1,8 @@
-"""A machine's devices for other machines: ggml's RPC server in a process of its own, which is started anew where it ends.
+"""A machine's devices for other machines: ggml's RPC server in processes of its own, each of which is started anew where it ends.
 
-It ends by an assertion of ggml on a graph that makes no sense, and there is no other way to end it: it never comes back to Python.
+One process serves one program at a time, and several take turns at one socket, which belongs to this process: programs that wait are not turned
+away where a server ends. That happens by an assertion of ggml, or worse, on a graph that makes no sense, and there is no other way to end one: it
+never comes back to Python.
 """
 
 import os
@@ -8,11 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
+from ..checks import whole
 from ..errors import DeviceError
 from ..files import make_private
 from ..folders import cache_folder
@@ -20,7 +22,8 @@ from ..ggml.device import Device, default_threads, devices, free_bytes, pick_dev
 from ..ggml.rpc import library
 from ..ggml.workers import PROTOCOL
 
-SOON = 2.0  # seconds within which a server that ends has not really begun
+MOST_PROGRAMS = 64
+IN_VAIN = 3  # ends of a server behind each other that nobody had connected to
 LOCAL = "127."
 
 
@@ -28,9 +31,17 @@ class Worker:
     """What ``pyspec worker`` serves."""
 
     def __init__(
-        self, host: str, port: int, names: str | None, threads: int | None, cache: bool, say: Callable[[str], None] = lambda line: None
+        self,
+        host: str,
+        port: int,
+        names: str | None,
+        threads: int | None,
+        cache: bool,
+        programs: int = 1,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """
+        """``programs``: how many are served at a time, each by a process of its own; others wait.
+
         Raises:
             DeviceError: no such device or host, the port is taken, or ggml's RPC backend was not built.
         """
@@ -38,40 +49,55 @@ class Worker:
         self.port, self.say = port, say
         self.devices = _served(names)
         self.threads = threads or default_threads()
-        self.host = _address(host, port)
+        self.programs = whole(programs, "the number of programs at a time", 1, MOST_PROGRAMS, DeviceError)
         self.cache = cache_folder() / "worker" if cache else None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ended = threading.Event()
+        self.host, self._socket = _bind(host, port)
+        self._servers = [_Server(self, i) for i in range(self.programs)]
+        self._greeted = threading.Event()
+        self._over = threading.Event()
+        self._failure: str | None = None
 
     def serve(self) -> None:
         """Until SIGINT or SIGTERM, from the main thread; or ``end``, from any.
 
         Raises:
-            DeviceError: the server ends by itself as soon as it is started.
+            DeviceError: a server ends before it listens, or again and again although nobody uses it.
         """
         before = {number: signal.signal(number, lambda *_: self.end()) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self._greet()
-            while not self._ended.is_set():
-                began = time.monotonic()
-                why = self._run()
-                if self._ended.is_set():
-                    break
-                if time.monotonic() - began < SOON:
-                    raise DeviceError(f"ggml's RPC server at {self.host}:{self.port} {why}")
-                self.say(f"the server {why}; another one was started")
+            if self.cache is not None:
+                make_private(self.cache)
+            threads = [threading.Thread(target=server.run) for server in self._servers]
+            for thread in threads:
+                thread.start()
+            while not self._over.wait(1):  # signals reach a thread that waits with a limit, everywhere
+                pass
+            self.end()
+            for thread in threads:
+                thread.join()
+            if self._failure is not None:
+                raise DeviceError(self._failure)
         finally:
             self.end()
+            self._socket.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def end(self) -> None:
-        """Ends the server; idempotent."""
-        self._ended.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()  # it has nothing to put away: a weight is in the cache whole, or not at all
+        """Ends the servers; idempotent."""
+        self._over.set()
+        for server in self._servers:
+            server.end()
 
-    def _greet(self) -> None:
+    @property
+    def ended(self) -> bool:
+        return self._over.is_set()
+
+    def listens(self) -> None:
+        """A server does; the first time, what is served where is said."""
+        if self._greeted.is_set():
+            return
+        self._greeted.set()
         for i, device in enumerate(self.devices):
             name = f"RPC:{self.host}:{self.port}{f'/{i}' if i else ''}"
             self.say(f"{device.name} ({device.description}, {free_bytes(device) >> 20} MiB free) is the device {name}")
@@ -80,34 +106,94 @@ class Worker:
             + ("" if self.host.startswith(LOCAL) else ": have only machines that you trust on this network (docs/workers.md)")
         )
         if self.cache is not None:
-            make_private(self.cache)
             kept = sum(path.stat().st_size for path in self.cache.iterdir())
             self.say(f"weights of 10 MiB and more are kept in {self.cache} ({kept >> 20} MiB now)")
 
-    def _run(self) -> str:
-        """One server, until it ends; how it did."""
-        arguments = [self.host, str(self.port), str(self.threads), str(self.cache or ""), *(device.name for device in self.devices)]
-        command = [sys.executable, "-P", "-m", "pyggml_spec.ggml.rpc_server", *arguments]
-        with tempfile.TemporaryFile() as errors:
-            with subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True, env=_environment()
-            ) as process:
-                self._process = process
-                if self._ended.is_set():  # a signal came before it was there
-                    process.kill()
-                for line in process.stdout or ():
-                    self._heard(line)
-            errors.seek(0)
-            last = [line for line in errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
-        said = next((line for line in last if "GGML_ASSERT" in line or "error" in line.lower()), last[0] if last else "")
+    def fail(self, why: str) -> None:
+        """Ends all of it."""
+        self._failure = self._failure or f"ggml's RPC server at {self.host}:{self.port} {why}"
+        self._over.set()
+
+    def command(self) -> list[str]:
+        """Of a server."""
+        arguments = [f"fd:{self._socket.fileno()}", str(self.threads), str(self.cache or ""), *(device.name for device in self.devices)]
+        return [sys.executable, "-P", "-m", "pyggml_spec.ggml.rpc_server", *arguments]
+
+    @property
+    def fds(self) -> tuple[int]:
+        """What a server inherits."""
+        return (self._socket.fileno(),)
+
+
+class _Server:
+    """One of them: what it says, and another process where one ended."""
+
+    def __init__(self, worker: Worker, index: int) -> None:
+        self.worker, self.index = worker, index
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        in_vain = 0
+        while not self.worker.ended:
+            self.listened = self.used = False
+            why = self._serve()
+            if self.worker.ended:
+                return
+            in_vain = 0 if self.used else in_vain + 1
+            if not self.listened or in_vain >= IN_VAIN:
+                self.worker.fail(f"{why}{'' if self.listened else ', before it listened'}")
+                return
+            self._say(f"the server {why}; another one was started")
+
+    def end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()  # it has nothing to put away: a weight is in the cache whole, or not at all
+
+    def _say(self, line: str) -> None:
+        self.worker.say(line if self.worker.programs == 1 else f"[{self.index + 1} of {self.worker.programs}] {line}")
+
+    def _serve(self) -> str:
+        """One process, until it ends; how it did."""
+        errors = deque[str](maxlen=50)  # who sends nonsense may have it complain without an end
+        with subprocess.Popen(
+            self.worker.command(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=_environment(),
+            pass_fds=self.worker.fds,
+        ) as process:
+            self._process = process
+            if self.worker.ended:  # a signal came before it was there
+                process.kill()
+            reader = threading.Thread(target=_read, args=(process.stderr, errors))
+            reader.start()
+            for line in process.stdout or ():
+                self._heard(line.decode("utf-8", "replace").strip())
+            reader.join()
+        said = next((line for line in errors if "GGML_ASSERT" in line or "error" in line.lower()), errors[-1] if errors else "")
         how = f"was ended by signal {-process.returncode}" if process.returncode < 0 else f"ended with {process.returncode}"
         return f"{how}{f': {said[:300]}' if said else ''}"
 
-    def _heard(self, line: bytes) -> None:
-        if line.startswith(b"Accepted"):
-            self.say("a program has connected")
-        elif line.startswith(b"Client connection closed"):
-            self.say("it has left")
+    def _heard(self, line: str) -> None:
+        kind, _, why = line.partition(": ")
+        if kind == "Listening":
+            self.listened = True
+            self.worker.listens()
+        elif kind == "Accepted client connection":
+            self.used = True
+            self._say("a program has connected")
+        elif kind == "Client connection closed":
+            self._say("it has left")
+        elif kind == "Client connection ended":
+            self._say(f"its connection was ended: {why}")
+
+
+def _read(pipe: object, lines: deque[str]) -> None:
+    for line in pipe or ():  # type: ignore[attr-defined]
+        if text := line.decode("utf-8", "replace").strip():
+            lines.append(text)
 
 
 def _environment() -> dict[str, str]:
@@ -129,18 +215,19 @@ def _served(names: str | None) -> Sequence[Device]:
     return picked
 
 
-def _address(host: str, port: int) -> str:
-    """The number of ``host``, at which ``port`` is free."""
+def _bind(host: str, port: int) -> tuple[str, socket.socket]:
+    """The number of ``host``, and a socket that has ``port`` there."""
     try:
         ip = str(socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise DeviceError(
             f"the address {host!r} is not known ({getattr(error, 'strerror', None) or error}); name one of this machine"
         ) from None
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((ip, port))
-        except OSError as error:
-            raise DeviceError(f"a worker cannot listen at {host}:{port} ({error.strerror}); pick another `port` or `host`") from None
-    return ip
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((ip, port))
+    except OSError as error:
+        bound.close()
+        raise DeviceError(f"a worker cannot listen at {host}:{port} ({error.strerror}); pick another `port` or `host`") from None
+    return ip, bound

@@ -3,18 +3,20 @@
 import os
 import re
 import signal
-import socket
-import struct
+import sys
 import time
 
 import pytest
 from cli.process import one_sentence, pyspec
+from hostile import Peer, answers
 from random_gguf.archs import write_qwen3
 from random_gguf.model import Shape
-from workers import HELLO, Worker, exactly, fake_server, free_port, listens, need_library
+from workers import Worker, fake_server, free_port, listens, need_library
 
 import pyggml_spec as ps
+from pyggml_spec.errors import DeviceError
 from pyggml_spec.ggml.workers import PROTOCOL
+from pyggml_spec.tools import worker as tools
 
 ARGUMENTS = ("-p", "x", "-n", 4, "--draft-width", 4)
 
@@ -48,30 +50,55 @@ def test_its_server_ends_with_it_however_it_ended():
 
 
 def test_a_server_that_is_broken_is_started_anew():
-    """Memory that lies outside of its buffer ends ggml's server by an assertion."""
+    """Who waits meanwhile is served by the next one."""
     with Worker() as worker:
-        time.sleep(2)  # what ends sooner is taken for one that cannot serve here
-        with socket.create_connection(("127.0.0.1", worker.port), 20) as client:
-
-            def ask(command: int, body: bytes) -> bytes:
-                client.sendall(struct.pack("<BQ", command, len(body)) + body)
-                return exactly(client, struct.unpack("<Q", exactly(client, 8))[0])
-
-            ask(HELLO, bytes(24))
-            buffer, _ = struct.unpack("<QQ", ask(0, struct.pack("<IQ", 0, 64)))
-            outside = (
-                struct.pack("<QIQ4I4I", 1, 0, buffer, 1, 1, 1, 1, 4, 4, 4, 4)
-                + bytes(4 + 64 + 4 + 80 + 8 + 8)
-                + struct.pack("<Q", 8)
-                + bytes(68)
-            )
-            body = outside + struct.pack("<QQ", 0, 4)
-            client.sendall(struct.pack("<BQ", 8, len(body)) + body)  # GET_TENSOR
-            assert client.recv(1) == b""
+        peer = Peer(worker)
+        with peer.socket:
+            peer.break_server()
+        assert answers(worker) < 20
         said = [worker.process.stderr.readline() for _ in range(4)]  # two of greeting, one of the connection
         assert "GGML_ASSERT" in said[3] and "another one was started" in said[3], said
-        done = pyspec("run", "--device", worker.device, *ARGUMENTS)
-        assert done.returncode == 0 and done.stdout
+
+
+def test_a_server_that_cannot_begin_is_told_from_one_that_crashed(monkeypatch):
+    """Two seconds decided: a crash within them ended the worker, and a start that took longer was tried again for ever."""
+    with pytest.raises(DeviceError, match=r"RPC server at 127\.0\.0\.1:\d+ ended with 7, before it listened"):
+        scripted(monkeypatch, "import time, sys; time.sleep(2.1); sys.exit(7)")
+    crashes = "print('Listening\\nAccepted client connection', flush=True); raise SystemExit('error: one')"
+    said = scripted(monkeypatch, crashes, most=4)
+    assert said.count("the server ended with 1: error: one; another one was started") >= 3
+    with pytest.raises(DeviceError, match="ended with 1: error: two$"):
+        scripted(monkeypatch, "print('Listening', flush=True); raise SystemExit('error: two')")
+
+
+def scripted(monkeypatch, code: str, most: int = 99) -> list[str]:
+    """What a worker says whose servers do this; it is ended after ``most`` of them."""
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if sum("another one" in line for line in said) >= most:
+            worker.end()
+
+    worker = tools.Worker("127.0.0.1", free_port(), "CPU", 1, False, say=say)
+    monkeypatch.setattr(worker, "command", lambda: [sys.executable, "-S", "-c", code])
+    worker.serve()
+    return said
+
+
+def test_several_programs_at_a_time():
+    """Each has a server of its own: what one of them ends, the other does not notice."""
+    with Worker("--programs", "2") as worker:
+        deadline = time.monotonic() + 20
+        while len(worker.servers()) < 2:
+            assert time.monotonic() < deadline
+        with ps.load(device=worker.device, n_ctx=256, draft_width=4) as session:
+            text = session.generate("import os", 12, ignore_end=True)[0]
+            assert answers(worker) < 20
+            peer = Peer(worker)
+            with peer.socket:  # it has the other server, and ends that
+                peer.break_server()
+            assert session.generate("import os", 12, ignore_end=True)[0] == text
 
 
 def test_weights_are_sent_once_with_a_cache(tmp_path, monkeypatch):

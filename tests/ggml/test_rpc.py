@@ -12,7 +12,7 @@ import time
 
 import pytest
 from pairs import write_pair
-from workers import CHECK_GRAPH, GRAPH_COMPUTE, HELLO, Worker, between, exactly, fake_server, need_library
+from workers import CHECK_GRAPH, GRAPH_COMPUTE, HELLO, Worker, bare_server, between, exactly, fake_server, need_library
 
 import pyggml_spec as ps
 from pyggml_spec.errors import DeviceError, PyspecError
@@ -120,6 +120,40 @@ def test_a_worker_lost_in_the_middle_of_a_split_is_named(worker, last):
             second.kill()
             with pytest.raises(DeviceError, match=rf"the worker 127\.0\.0\.1:{second.port} is lost"):
                 session.generate(PROMPT, 40, ignore_end=True)
+
+
+def test_a_second_device_of_a_connected_worker_is_used(expected):
+    """It was probed by a connection of its own, which waited for the end of the first: the worker was said to be taken."""
+    with bare_server("CPU", "CPU") as port:
+        name = f"RPC:127.0.0.1:{port}"
+        with ps.load(device=f"{name},{name}/1", **OPTIONS) as split, ps.load(device=f"{name}/1", **OPTIONS) as alone:
+            for session in (split, alone, split):
+                text = session.generate(PROMPT, 12, ignore_end=True)[0]
+                assert text and expected[0].startswith(text)
+            with pytest.raises(DeviceError, match="has 2 devices, and /2 is none of them"):
+                pick_device(f"{name}/2")
+
+
+def test_a_lost_worker_ends_the_sessions_that_use_it_and_no_other(worker, expected):
+    """Every step of the process looked for any lost worker: a session on the CPU failed with it."""
+    with Worker() as second:
+        with (
+            ps.load(device=second.device, **OPTIONS) as lost,
+            ps.load(device=worker.device, **OPTIONS) as other,
+            ps.load(device="CPU", kernels="ggml", **OPTIONS) as here,
+        ):
+            lost.generate(PROMPT, 4)
+            second.kill()
+            with pytest.raises(DeviceError, match="is lost"):
+                lost.generate(PROMPT, 40, ignore_end=True)
+            for session in (other, here):
+                text = session.generate(PROMPT, 12, ignore_end=True)[0]
+                assert text and expected[0].startswith(text)
+                assert session.engine.logits(session.prompt_ids(PROMPT)).any()
+            with Worker(port=second.port), pytest.raises(DeviceError, match=r"is lost: .* still uses what it had there: close it first"):
+                ps.load(device=second.device, **OPTIONS)
+            with pytest.raises(DeviceError, match="is lost"):
+                lost.generate(PROMPT, 40, ignore_end=True)
 
 
 def test_a_worker_is_a_segment_once(worker):
