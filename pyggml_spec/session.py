@@ -20,6 +20,7 @@ from .decode.synthetic import SyntheticAcceptance
 from .decode.turns import ENDED, Turns
 from .decode.width import NEVER_PAYS, Kind, WidthControl, chain_kinds, useful_widths, worth_keeping
 from .engine.engine import Engine
+from .engine.lanes import GROUPS
 from .engine.options import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_widths, check_options
 from .engine.parts import Closable, P
 from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
@@ -534,12 +535,14 @@ class Session:
         stats.seconds["load"] = self.load_seconds
         return stats
 
-    def batch(self, slots: int, n_ctx: int | None = None, prefix_memory: int = 0) -> Scheduler:
+    def batch(self, slots: int, n_ctx: int | None = None, prefix_memory: int = 0, groups: int | None = None) -> Scheduler:
         """A scheduler for ``slots`` sequences at once over this session's weights, with caches of its own; close it before the session.
 
         Args:
             n_ctx: tokens of context of each slot; None takes the session's.
             prefix_memory: bytes on the device for the beginnings of prompts, so that what begins alike is computed once.
+            groups: of sequences that decode beside each other where the layers are split over several devices: 1 for none, 2 for as often as it is
+                possible; None measures what pays.
 
         This session itself generates nothing until it is closed.
 
@@ -550,7 +553,7 @@ class Session:
         self._check_open()
         turn = self._turns.take(MANY)
         try:
-            scheduler = self._scheduler_of(slots, n_ctx, prefix_memory)
+            scheduler = self._scheduler_of(slots, n_ctx, prefix_memory, groups=groups)
         except BaseException:
             self._turns.end(turn)
             raise
@@ -558,10 +561,14 @@ class Session:
         return scheduler
 
     def _scheduler_of(
-        self, slots: int, n_ctx: int | None, prefix_memory: int, folder: str | Path | None = None, disk: int | None = None
-    ) -> Scheduler:
+        self, slots: int, n_ctx: int | None, prefix_memory: int, folder: str | Path | None = None, disk: int | None = None,
+        groups: int | None = None,
+    ) -> Scheduler:  # fmt: skip
         self._check_open()
-        options = replace(self.engine.options, slots=slots, n_ctx=self.engine.options.n_ctx if n_ctx is None else n_ctx)
+        if groups is not None:
+            whole(groups, "the number of groups of sequences", 1, GROUPS)
+        context = self.engine.options.n_ctx if n_ctx is None else n_ctx
+        options = replace(self.engine.options, slots=slots, n_ctx=context, groups=groups != 1)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         if folder is not None and not memory:
             raise PyspecError(
@@ -574,7 +581,7 @@ class Session:
             engine.close()
             raise
         lookup = self.lookup.for_slots() if self.lookup is not None else None
-        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files, self.other_costs)
+        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files, self.other_costs, groups)
         if slots == 1:  # the same graphs
             scheduler.widths = self.width_control()
         elif self.costs and (control := self.width_control()) is not None and control.never_pays:
@@ -583,7 +590,7 @@ class Session:
 
     def concurrent(
         self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None, prefix_cache: str | Path | None = None,
-        prefix_disk: int | None = None, *, only: bool = False,
+        prefix_disk: int | None = None, *, only: bool = False, groups: int | None = None,
     ) -> ConcurrentSession:  # fmt: skip
         """Many requests at once, from threads or asyncio: ``submit`` returns handles. Arguments and errors as of ``batch``; without
         ``prefix_memory`` it is 1 GiB, or an eighth of what is free if that is less.
@@ -602,7 +609,7 @@ class Session:
             if only:
                 self._give_up_own_caches()
             memory = self._prefix_memory(prefix_memory)
-            scheduler = self._scheduler_of(slots, n_ctx, memory, prefix_cache, prefix_disk)
+            scheduler = self._scheduler_of(slots, n_ctx, memory, prefix_cache, prefix_disk, groups)
             made = self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
         except BaseException:
             self._turns.end(turn)

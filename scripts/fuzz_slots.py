@@ -36,6 +36,7 @@ def main() -> int:
     args.add_argument("--tokens", type=int, default=24)
     args.add_argument("--requests", action="store_true")
     args.add_argument("--device", default="CPU")
+    args.add_argument("--groups", action="store_true", help="requests that decode in two groups beside each other, with --device A,B")
     args.add_argument(
         "--tie", type=float, default=TIE, help="a wrong state is off by 0.1 and more; kernels of a GPU round more than the CPU's"
     )
@@ -46,7 +47,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             pair = Pair(Path(folder), arch, device=opt.device, tie=opt.tie)
             for seed in range(opt.first, opt.first + opt.seeds):
-                different, count = (serve(pair, seed), 10) if opt.requests else steps(pair, seed, opt.tokens)
+                different, count = (
+                    (serve(pair, seed, groups=2 if opt.groups else None), 10)
+                    if opt.requests or opt.groups
+                    else steps(pair, seed, opt.tokens)
+                )
                 wrong += [(seed, i) for i in different]
                 streams += count
             ties = pair.ties

@@ -10,6 +10,8 @@ forward pass (``engine.step``), what it brought each of them (``_take``), and wh
 Sequences that decode share every step. While some decode and others still read their prompts, steps of both kinds take turns, and a chunk is
 then at most BESIDE tokens: no decoding sequence waits longer than that chunk. Prompts take turns among each other, chunk by chunk; short ones
 that fit into one step together share it, and a prompt's end that is no longer than the block rides along with the decoding step.
+Where the target is split over devices, two groups of them may decode beside each other (``_rounds``): one group's step is waited for while the
+other one's is under way. Whoever comes, goes or reads its prompt waits until both have landed.
 With a prefix cache, a prompt that begins like another one waits until that one has computed what they share, and goes on behind it; what a
 sequence leaves at its end is kept, for the next turn of its conversation.
 
@@ -20,19 +22,22 @@ and the others wait for it. A single generation is a stream of a scheduler with 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Self
 
 from ..checks import token_ids
 from ..engine.engine import Engine
+from ..engine.lanes import halves
 from ..engine.options import candidate_widths
 from ..engine.slot import Draft, Prompt, StepResult, Verify, Work
 from ..errors import ContextError, DeviceError, EngineError
+from ..ggml.device import give_back_threads
 from ..memory.prefix import PrefixCache
 from ..memory.prefix_files import PrefixFiles
 from ..memory.slots import covering
 from .counters import WARMUP_STEPS, Counters
+from .groups import Flying, control_of
 from .guided import Guide, run_step
 from .lookup import Choice, LookupControl
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
@@ -73,12 +78,12 @@ class Scheduler:
 
     ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole. ``files``: where they outlive
     this process. ``lookup``: verifies what came before, where that wins more than what would run instead. ``kinds``: of steps that are tried
-    beside each drafter's widths.
+    beside each drafter's widths. ``groups``: of sequences that decode beside each other on several devices, 1 or 2; None measures what pays.
     """
 
     def __init__(
         self, engine: Engine, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None,
-        files: PrefixFiles | None = None, kinds: Iterable[Kind] = (),
+        files: PrefixFiles | None = None, kinds: Iterable[Kind] = (), groups: int | None = None,
     ) -> None:  # fmt: skip
         self.engine, self._stats, self.lookup = engine, BatchStats(), lookup
         self.prefixes = PrefixCache(engine, prefix_memory, files, shared=True) if prefix_memory else None
@@ -106,6 +111,12 @@ class Scheduler:
         self._padded = [
             next((w for w in (1, *candidate_widths(engine.options.width)) if n <= w), n) for n in range(engine.options.width + 1)
         ]
+        self.groups = control_of(engine, groups)
+        self._halves: tuple[list[Stream], ...] = ()  # groups that can decode beside each other now
+        self._flying: deque[Flying] = deque()  # their steps under way, the older one first
+        self._next: Kind | None = None  # of the next round, once it is chosen
+        self._landed = self._round_ended = 0  # by the clock of nanoseconds; the latter 0 where the next round is not to be measured
+        self._in_groups = False  # the round that has ended last
         self._driving, self._queue = threading.Lock(), threading.Lock()
 
     # -- for everybody
@@ -169,6 +180,7 @@ class Scheduler:
         """Ends one sequence now."""
         with self._driving:
             stream._cancelled = True
+            self._land_all()
             self._drop_cancelled()
 
     def step(self, meanwhile: Callable[[], object] | None = None) -> bool:
@@ -235,12 +247,17 @@ class Scheduler:
     # -- one step
 
     def _step(self, meanwhile: Callable[[], object] | None = None) -> bool:
+        if self._flying and self._changed:
+            self._land(meanwhile)
+            return True
         if self._changed or self._reading:
             self._arrange()
         if self._asking and self._interrupts():
             self._arrange()
         if not self._active:
             return False
+        if self._halves and self._rounds(meanwhile):
+            return True
         decoding, filling = self._decoding, self._filling() if self._reading else []
         began = time.perf_counter_ns()
         try:
@@ -250,18 +267,129 @@ class Scheduler:
                 work = self._prompt_work(filling, bool(decoding))
             self._prompts_turn = not prompts
             results = run_step(self.engine, self._guides, work, meanwhile) if self._guides else self.engine.step(work, meanwhile)
-            for slot, item in work.items():
-                stream = self._seated[slot]
-                try:
-                    self._take(stream, item, results[slot])
-                except Exception as error:  # one sequence's own: its grammar, its logits, what its caller asks of tokens
-                    self._fail(stream, error)
+            self._bring(work, results)
         except BaseException as error:
-            for stream in list(self._active):
-                self._fail(stream, error)
+            self._fail_all(error)
             raise
-        self._count(work, results, () if prompts else decoding, began)
+        width, milliseconds = self._count(work, results, () if prompts else decoding, began)
+        if not prompts and decoding:
+            self._teach(work, decoding, width, milliseconds)
+        else:
+            self._round_ended = 0
         return True
+
+    def _bring(self, work: Mapping[int, Work], results: Mapping[int, StepResult]) -> None:
+        """Gives each sequence what a step brought it."""
+        for slot, item in work.items():
+            stream = self._seated[slot]
+            try:
+                self._take(stream, item, results[slot])
+            except Exception as error:  # one sequence's own: its grammar, its logits, what its caller asks of tokens
+                self._fail(stream, error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._flying.clear()
+        self.engine.abandon()
+        for stream in list(self._active):
+            self._fail(stream, error)
+
+    # -- groups beside each other
+
+    def _as_groups(self) -> tuple[list[Stream], ...]:
+        """Those that decode, as two groups; none where they have to share steps: with a prompt, where the host looks at drafts or logits before it
+        knows what comes next, and where a caller asks before each step."""
+        if self.groups is None or len(self._decoding) < 2 or self._reading or self._guides or self._forcing or self._asking:
+            return ()
+        for s in self._decoding:
+            options = s._request.options
+            if s._suffix is not None or options.drafts is not None or options.mode == REFERENCE or options.masked:
+                return ()
+        by_slot = {s.slot: s for s in self._decoding}
+        return tuple([by_slot[slot] for slot in slots] for slots in halves(by_slot, len(self.engine.slots)))
+
+    def _rounds(self, meanwhile: Callable[[], object] | None) -> bool:
+        """Launches each group that is not under way, and waits for the older step. False if the next step is one of all, and nothing is under way."""
+        assert self.groups is not None
+        try:
+            if not self._flying or self._flying[0].group == 1:  # a round begins
+                if self._next is None:
+                    self._next = self._choose()
+                costs_known = self.widths is None or self.widths.settled(self._covered)
+                if not costs_known or not self.groups.choose(self._covered, self._next):
+                    if self._flying:
+                        self._land(meanwhile)
+                        return True
+                    return False
+                if self._flying and self._next != self._kind:  # all blocks have one width
+                    self._land(meanwhile)
+                    return True
+                self._kind, self._next = self._next, None
+                if not self._flying:
+                    self._round_ended = 0
+                    give_back_threads()  # this thread's: the groups' have their own
+                    if (
+                        self._kind.width > 1
+                    ):  # one group may decode plainly, and the other one's blocks may be of another width than the last
+                        self.engine.lay_out(self._kind.verified)
+                self._launch(0)
+            if len(self._flying) == 1 and self._flying[0].group == 0:
+                self._launch(1)
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+        self._land(meanwhile)
+        return True
+
+    def _launch(self, group: int) -> None:
+        streams, began = self._halves[group], time.perf_counter_ns()
+        work = {s.slot: s._request.work(self._kind) for s in streams}
+        self.engine.launch(group, work)
+        self._flying.append(Flying(group, streams, work, began))
+
+    def _land(self, meanwhile: Callable[[], object] | None = None) -> None:
+        """Waits for the older step under way, and gives its sequences what it brought."""
+        flying = self._flying.popleft()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            results = self.engine.land(flying.group)
+            self._bring(flying.work, results)
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+        self._count(flying.work, results, flying.streams, max(flying.began, self._landed))
+        self._stats.grouped += 1
+        self._landed = time.perf_counter_ns()
+        self._teach_round(flying)
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land()
+
+    def _round(self, grouped: bool) -> tuple[bool, float]:
+        """A round has ended. Whether another one of its kind came before it at once, and milliseconds since then: what callers do between steps
+        is in it, because it can be done while a group's step is under way."""
+        assert self.groups is not None
+        now, before = time.perf_counter_ns(), self._round_ended if grouped == self._in_groups else 0
+        self._round_ended, self._in_groups = now, grouped
+        if before:
+            self.groups.observe(self._covered, self._kind, grouped, 1e-6 * (now - before))
+        return before > 0, 1e-6 * (now - before)
+
+    def _teach_round(self, flying: Flying) -> None:
+        """Tells width control and group control of a round that has ended, or of the half of one that no other half follows."""
+        assert self.groups is not None
+        whole, alone = flying.group == 1, not self._flying and flying.group == 0
+        if not whole and not alone:
+            return
+        steady, milliseconds = self._round(True)
+        if not whole:
+            self._round_ended, steady = 0, False
+        if self.widths is not None:
+            at = [i for i, s in enumerate(self._decoding) if whole or s in flying.streams]
+            streams, sequences = [self._decoding[i] for i in at], [self._sequences[i] for i in at]
+            self.widths.observe(self._covered, self._kind, milliseconds, sequences, [s._matched for s in streams], steady)
+            self._drafters_failed(streams, sequences)
 
     def _arrange(self) -> None:
         """Who leaves, who comes, who reads its prompt and who decodes."""
@@ -276,6 +404,8 @@ class Scheduler:
         self._forcing = [s for s in self._decoding if s._request.may_force]
         self._sequences = [s._drafted if s._request.speculating else None for s in self._decoding]
         self._covered = len(self._decoding) and covering([s.slot for s in self._decoding], len(self.engine.slots)).count
+        self._halves = self._as_groups()
+        self._next = None
         for stream in self._decoding:
             if not stream._decoding:
                 self._begin_decoding(stream)
@@ -324,6 +454,8 @@ class Scheduler:
             streams = (*self._waiting, *self._active)
         for stream in streams:
             stream.cancel()
+        with suppress(DeviceError, EngineError):  # which have ended all of them, then
+            self._land_all()
         self._drop_cancelled()
 
     def _drop_cancelled(self) -> None:
@@ -428,8 +560,9 @@ class Scheduler:
             if (item := s._request.forced_work()) is not None:
                 work[s.slot] = item
         kind, self._looked = Kind("", self.width), None
-        if self.widths is not None and len(work) < len(decoding):
-            kind = self._kind = self.widths.choose(self._covered, self._sequences)
+        if len(work) < len(decoding):
+            kind = self._kind = self._next if self._next is not None else self._choose()
+        self._next = None
         if self.lookup is not None and self._look_up(self.lookup, decoding, kind.width, work) == 1:
             kind = PLAIN_STEP
         width = kind.verified
@@ -441,6 +574,10 @@ class Scheduler:
                 if s._left <= width and covering((*work, s.slot), len(self.engine.slots)).count <= 2 * self._covered:
                     work[s.slot] = Prompt(s._prompt[s._filled :])
         return work
+
+    def _choose(self) -> Kind:
+        """The kind of the next step of those that decode."""
+        return Kind("", self.width) if self.widths is None else self.widths.choose(self._covered, self._sequences)
 
     def _look_up(self, lookup: LookupControl, decoding: list[Stream], width: int, work: dict[int, Work]) -> int:
         """Adds those that verify what came before, if that wins more than a step of this ``width``; returns the width of the others."""
@@ -540,8 +677,10 @@ class Scheduler:
         else:
             stream._finish()
 
-    def _count(self, work: dict[int, Work], results: dict[int, StepResult], decoding: Sequence[Stream], began: int) -> None:
-        """``decoding``: whom the step brought a block; ``began``: by the clock of nanoseconds."""
+    def _count(
+        self, work: Mapping[int, Work], results: Mapping[int, StepResult], decoding: Sequence[Stream], began: int
+    ) -> tuple[int, float]:
+        """``decoding``: whom the step brought a block; ``began``: by the clock of nanoseconds. Returns rows per sequence, and milliseconds."""
         now = time.perf_counter_ns()
         spent, stats = now - began, self._stats
         stats.steps += 1
@@ -549,7 +688,7 @@ class Scheduler:
         stats.decoding[len(decoding)] += 1
         if not decoding:
             stats.prompt_steps += 1
-            return
+            return 0, 1e-6 * spent
         times, rows = results[decoding[0].slot].times, 1
         upload, compute, read = times.upload, times.compute, times.read
         rest = spent // 1000 - upload - compute - read
@@ -568,11 +707,17 @@ class Scheduler:
             rows = max(rows, width)
         width = self._padded[rows]
         stats.widths[width] += 1
+        return width, 1e-6 * spent
+
+    def _teach(self, work: Mapping[int, Work], decoding: Sequence[Stream], width: int, milliseconds: float) -> None:
+        """Tells whoever chooses what the step of ``width`` rows brought those that decode, and what it took."""
         if self.lookup is not None and len(work) == len(decoding):
             given = all(isinstance(item, Verify) for item in work.values())
-            self.lookup.observe(self._covered, width if given else None, spent / 1e6, sum(s._matched + 1 for s in decoding))
+            self.lookup.observe(self._covered, width if given else None, milliseconds, sum(s._matched + 1 for s in decoding))
+        if self._halves and self.groups is not None:
+            self._round(False)
         if self.widths is not None and (self._looked is None or self._looked.otherwise):
-            self._observe(decoding, width, spent / 1e6, len(work) == len(decoding))
+            self._observe(decoding, width, milliseconds, len(work) == len(decoding))
 
     def _observe(self, decoding: Sequence[Stream], width: int, milliseconds: float, alone: bool) -> None:
         """Tells width control what the step of ``width`` rows brought. ``alone``: no prompt rode along."""
@@ -586,6 +731,9 @@ class Scheduler:
         self.widths.observe(
             self._covered, self._kind, milliseconds, sequences, matched, alone and width == self._padded[self._kind.verified]
         )
+        self._drafters_failed(decoding, sequences)
+
+    def _drafters_failed(self, decoding: Sequence[Stream], sequences: Sequence[Drafted | None]) -> None:
         if any(s is not None and not stream._request.speculating for s, stream in zip(sequences, decoding)):
             self._changed = True  # a drafter has failed
 

@@ -199,6 +199,7 @@ class BatchStats:
         rows_computed, rows_used: rows of the target's graphs, and those that a sequence had work for.
         decoding: how many steps ran with n sequences decoding.
         widths: how many steps with drafts ran at each width.
+        grouped: how many were those of a group of sequences, beside another group's (devices that share the layers).
         longest_wait: most seconds that a decoding sequence had between two of its steps.
         seconds: spent in steps.
     """
@@ -213,6 +214,7 @@ class BatchStats:
     rows_used: int = 0
     decoding: Counter = field(default_factory=Counter)
     widths: Counter = field(default_factory=Counter)
+    grouped: int = 0
     longest_wait: float = 0.0
     seconds: float = 0.0
 

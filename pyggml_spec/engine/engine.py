@@ -242,11 +242,17 @@ class Engine:
             raise EngineError(f"group {group} has no step under way: launch one")
         return self._groups[group].land(self._flights.pop(group))
 
+    def lay_out(self, width: int) -> None:
+        """Makes the states of all slots ready for blocks of ``width`` rows, as the first step with such blocks would, which is too late for a group's
+        beside another one."""
+        self.parts.check_landed(self.graphs.every)
+        self._commits.before_block(self.graphs.width_for(whole(width, "the block width", 2, self.options.width)))
+
     def abandon(self) -> None:
         """Waits for every group's step, and forgets what it brought: its slots can only be released."""
-        with suppress(DeviceError):
-            self.parts.arrive()
         for group, flight in self._flights.items():
+            with suppress(DeviceError, EngineError):
+                flight.step.fields.wait()
             self._groups[group].forget(flight)
         self._flights = {}
 
@@ -423,4 +429,5 @@ class Engine:
         return self.parts.memory_by_segment()
 
     def close(self) -> None:
+        self.abandon()
         self.parts.close()

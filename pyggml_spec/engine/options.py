@@ -30,7 +30,7 @@ class EngineOptions:
     kv: KVTypes = KVTypes()
     draft_kv: KVTypes = KVTypes()
     slots: int = 1
-    groups: bool = False
+    groups: bool = True
 
 
 def candidate_widths(block_size: int) -> tuple[int, ...]:

@@ -104,17 +104,17 @@ def run(batch: Engine, texts: list[list[int]], n: int, work=lambda slot, done: D
     return [out[slot][:n] for slot in slots]
 
 
-def serve(pair: Pair, seed: int, requests: int = 10) -> list[int]:
+def serve(pair: Pair, seed: int, requests: int = 10, groups: int | None = None) -> list[int]:
     """Requests that come, go and are cancelled at random, prompts that begin alike or not, budgets of every size, plain ones among the drafting.
 
-    Returns the numbers of those that got other tokens than alone.
+    ``groups``: as of ``Scheduler``. Returns the numbers of those that got other tokens than alone.
     """
     rng, s = np.random.default_rng(seed), pair.session
     slots, chunk, width = int(rng.integers(2, 6)), int(rng.choice([32, 64, 128])), rng.choice([None, 4, 16])
     own = [rng.integers(0, 256, 300).tolist() for _ in range(2)]
     engine = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, chunk=chunk))
     streams = []
-    with Scheduler(engine, width and int(width), int(rng.choice([0, 1 << 19, 1 << 30]))) as scheduler:
+    with Scheduler(engine, width and int(width), int(rng.choice([0, 1 << 19, 1 << 30])), groups=groups) as scheduler:
         while len(streams) < requests or not scheduler.idle:
             if len(streams) < requests and rng.random() < 0.4:
                 text = own[rng.integers(2)][: int(rng.integers(0, 300))] + rng.integers(0, 256, int(rng.integers(1, 60))).tolist()

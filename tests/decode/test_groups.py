@@ -1,0 +1,192 @@
+"""Two groups of sequences that decode beside each other, where layers are split over devices: here the CPU twice."""
+
+import pytest
+from engine.batch_helpers import Pair, prompts, serve
+
+from pyggml_spec.decode.groups import LOOK, TRIES, GroupControl, control_of
+from pyggml_spec.decode.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
+from pyggml_spec.decode.scheduler import Scheduler
+from pyggml_spec.decode.width import PLAIN_STEP, Kind
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.lanes import halves
+from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.slot import Draft, Prompt, Verify
+from pyggml_spec.errors import EngineError
+from pyggml_spec.memory.slots import covering
+from pyggml_spec.sampling.sampler import Sampler, Sampling
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    made = Pair(tmp_path_factory.mktemp("pair"), "qwen35", n_ctx=512, device="CPU,CPU")
+    yield made
+    made.close()
+
+
+def engine_of(pair, slots, **options):
+    s = pair.session
+    return Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, **options))
+
+
+def scheduler_of(pair, slots, width=None, groups=2):
+    return Scheduler(engine_of(pair, slots), width, groups=groups)
+
+
+@pytest.mark.parametrize("width", [1, 4, None])
+def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
+    """Plain ones beside those that draft, budgets of all sizes, more of them than slots."""
+    texts = prompts(9)
+    with scheduler_of(pair, 5, width) as scheduler:
+        modes = [SPECULATIVE if i % 3 else PLAIN for i in range(len(texts))]
+        streams = [scheduler.submit(text, LoopOptions(12 + 5 * i, mode)) for i, (text, mode) in enumerate(zip(texts, modes, strict=True))]
+        scheduler.run()
+        assert scheduler.stats.grouped > 20
+        assert sum(scheduler.stats.decoding[n] * n for n in scheduler.stats.decoding) <= scheduler.stats.emitted
+        assert scheduler.engine.forwards == scheduler.stats.steps
+    assert [s.tokens for s in streams] == [pair.solo(text, 12 + 5 * i) for i, text in enumerate(texts)]
+    assert all(s.stats.stop_reason == "length" for s in streams)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_at_random(pair, seed):
+    """Some that come, some that are cancelled while a step of theirs is under way, prompts that begin alike. scripts/fuzz_slots.py --groups has more seeds."""
+    assert serve(pair, seed, groups=2) == []
+
+
+def test_samplers_are_per_sequence_and_seeded(pair):
+    tokenizer = pair.session.tokenizer
+
+    def sampled(groups):
+        with scheduler_of(pair, 4, 4, groups) as scheduler:
+            samplers = [Sampler(Sampling(temperature=1.0, seed=i), tokenizer, tokenizer.n_vocab) for i in range(4)]
+            streams = [scheduler.submit(t, LoopOptions(24, SPECULATIVE, sampler=s)) for t, s in zip(prompts(4), samplers, strict=True)]
+            scheduler.run()
+            assert (scheduler.stats.grouped > 0) == (groups == 2)
+            return [s.tokens for s in streams]
+
+    assert sampled(1) == sampled(2)
+
+
+def test_a_sequence_that_fails_while_another_group_is_under_way_fails_alone(pair):
+    texts, calls = prompts(4), iter(range(100))
+
+    def raises(token):
+        if next(calls) == 7:
+            raise IndexError
+        return False
+
+    with scheduler_of(pair, 4, 4) as scheduler:
+        ends = [lambda token: False, raises, lambda token: False, lambda token: False]
+        streams = [scheduler.submit(text, LoopOptions(30, SPECULATIVE, is_end=end)) for text, end in zip(texts, ends, strict=True)]
+        scheduler.run()
+        assert [s.tokens for i, s in enumerate(streams) if i != 1] == [pair.solo(t, 30) for i, t in enumerate(texts) if i != 1]
+        with pytest.raises(IndexError):
+            streams[1].result()
+        assert scheduler.submit(texts[1], LoopOptions(9, SPECULATIVE)).result() == pair.solo(texts[1], 9)
+
+
+def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkeypatch):
+    with scheduler_of(pair, 4, 4) as scheduler:
+        streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
+        while not scheduler.stats.grouped:
+            scheduler.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(scheduler, "_take", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                scheduler.step()
+        assert scheduler.idle and all(isinstance(s.error, KeyboardInterrupt) for s in streams)
+        text = prompts(2)[1]
+        assert scheduler.submit(text, LoopOptions(20, SPECULATIVE)).result() == pair.solo(text, 20)
+
+
+def test_closing_and_cancelling_wait_for_steps_under_way(pair):
+    scheduler = scheduler_of(pair, 4, 4)
+    streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
+    while scheduler.stats.grouped < 3:
+        scheduler.step()
+    assert scheduler.engine.parts.flying
+    streams[3].close()
+    assert streams[3].stats.stop_reason == "cancelled" and not scheduler.engine.parts.flying
+    assert streams[3].tokens == pair.solo(streams[3]._prompt, len(streams[3].tokens))
+    scheduler.step()
+    scheduler.close()
+    assert [s.stats.stop_reason for s in streams] == ["cancelled"] * 4
+
+
+def test_who_has_to_share_steps_is_not_grouped(pair):
+    """Reference blocks have widths of their own, and a caller that is asked before each step is asked before each step."""
+    for options, asked in ((LoopOptions(6, REFERENCE), None), (LoopOptions(6, PLAIN), lambda: False)):
+        with scheduler_of(pair, 3) as scheduler:
+            streams = [scheduler.submit(text, options, interrupted=asked) for text in prompts(3)]
+            scheduler.run()
+            assert scheduler.stats.grouped == 0
+            assert [s.tokens for s in streams] == [pair.solo(s._prompt, 6) for s in streams]
+
+
+def test_what_is_asked_of_a_slot_under_way_is_refused(pair):
+    engine = engine_of(pair, 4)
+    try:
+        for slot in range(4):
+            engine.admit()
+            engine.step({slot: Prompt([1 + slot, 2])})
+        with pytest.raises(EngineError, match="no group's work"):
+            engine.launch(0, {0: Prompt([5])})
+        with pytest.raises(EngineError, match="group 2 cannot begin"):
+            engine.launch(2, {0: Verify()})
+        engine.launch(0, {0: Verify(), 1: Draft(4)})
+        with pytest.raises(EngineError, match="group 0 cannot begin"):
+            engine.launch(0, {2: Verify()})
+        for ask in (engine.settle, lambda: engine.snapshot(1), lambda: engine.launch(1, {1: Verify()})):
+            with pytest.raises(EngineError, match="still under way: land"):
+                ask()
+        with pytest.raises(EngineError, match="step of slot 0 is still under way"):
+            engine.launch(1, {2: Draft(8)})  # blocks of another width: the states of all slots are laid out for one
+        with pytest.raises(EngineError, match="land it first"):
+            engine.step({2: Verify()})
+        results = engine.land(0)
+        assert sorted(results) == [0, 1] and results[1].tokens.size == 4
+        with pytest.raises(EngineError, match="group 0 has no step under way"):
+            engine.land(0)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 13, 64])
+def test_the_halves_of_any_slots_share_no_graph(n_slots):
+    for low in range(n_slots - 1):
+        for high in range(low + 1, n_slots):
+            for slots in ({low, high}, set(range(low, high + 1))):
+                one, other = halves(slots, n_slots)
+                assert {*one, *other} == slots and one and other
+                assert not set(covering(one, n_slots).slots) & set(covering(other, n_slots).slots)
+
+
+def rounds(control, costs, n, kind=PLAIN_STEP):
+    out = []
+    for _ in range(n):
+        out.append(control.choose(8, kind))
+        control.observe(8, kind, out[-1], costs[out[-1]])
+    return out
+
+
+def test_groups_are_used_where_they_were_faster_and_looked_at_again():
+    control = GroupControl()
+    assert rounds(control, {False: 8.0, True: 5.0}, 2 * TRIES) == [False] * TRIES + [True] * TRIES
+    assert control.gain(8, PLAIN_STEP) == pytest.approx(1.6)
+    later = rounds(control, {False: 8.0, True: 5.0}, LOOK + 10)
+    assert later.count(False) == 3
+    assert sum(rounds(control, {False: 2.0, True: 5.0}, 2 * LOOK)[-LOOK // 2 :]) <= 3
+    assert not any(rounds(GroupControl(), {False: 5.0, True: 4.95}, 2 * TRIES + 100)[2 * TRIES :])  # not worth a change
+    assert rounds(control, {False: 8.0, True: 5.0}, 1, Kind("d", 4)) == [False]  # another kind of step has costs of its own
+    assert all(rounds(GroupControl(True), {True: 9.0}, 5))
+
+
+def test_they_are_not_measured_where_threads_would_wait_for_each_others_cores(pair, monkeypatch):
+    engine = engine_of(pair, 2)
+    try:
+        monkeypatch.setattr("pyggml_spec.decode.groups.default_threads", lambda: 1)
+        assert control_of(engine, None) is None and control_of(engine, 2).pinned is True
+        monkeypatch.setattr("pyggml_spec.decode.groups.default_threads", lambda: 2)
+        assert control_of(engine, None).pinned is None and control_of(engine, 1) is None
+    finally:
+        engine.close()
