@@ -59,7 +59,8 @@ def segments_of(target: Target, backends: Sequence[Backend], cuts: Sequence[int]
 
 def cuts_by(shares: Sequence[float], sizes: Sequence[int], last: int) -> list[int]:
     """Where layers of these ``sizes`` are cut so that each device's share of their sum is nearest to ``shares``; no cut is behind ``last``, and
-    each device gets a layer."""
+    each device gets a layer. Where no share is above 0, because no device says that it has memory free, all are alike."""
+    shares = shares if any(shares) else [1.0] * len(shares)
     whole, total, cuts = sum(shares), sum(sizes), list[int]()
     sums = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     for index in range(1, len(shares)):

@@ -255,6 +255,30 @@ def test_other_drafters(tmp_path, name):
             assert equal(alone, trace(session, (1, 2, 7))), cuts
 
 
+def test_two_drafters_at_once(tmp_path):
+    """Blocks and a chain, in turn: both draft on the last device, from rows that earlier ones captured."""
+    both = ["draft-dflash", "draft-mtp"]
+
+    def in_turn(session):
+        engine, out = session.engine, []
+        engine.reset()
+        out.append(np.array([engine.prefill(PROMPT)]))
+        for n, method in enumerate([*both, *both, *both]):
+            result = engine.fused_step(4 + n % 2, drafter=method)
+            assert result.draft_finite and result.target_finite
+            out += [result.tokens, result.ids, *seen(engine, 4)]
+            engine.accept(1 + n % 4, int(result.ids[n % 4]))
+        return out
+
+    target, draft = write_mtp_target(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
+    with loaded(target, draft, spec=both, draft_width=8) as session:
+        alone = in_turn(session)
+        assert [m.method for m in session.drafter.members] == both
+    for cuts in ((2,), (1, 3)):
+        with loaded(target, draft, cuts, spec=both, draft_width=8) as session:
+            assert equal(alone, in_turn(session)), cuts
+
+
 def test_a_drafter_that_reads_rows_of_its_target_needs_it_on_one_device(tmp_path):
     target = write_gemma4(tmp_path / "t.gguf", Shape(), shared=False)
     draft = write_gemma4_assistant(tmp_path / "d.gguf", Shape())
@@ -271,6 +295,7 @@ def test_a_drafter_that_reads_rows_of_its_target_needs_it_on_one_device(tmp_path
         ((1, 1), [1] * 8, 2, [2]),
         ((1000, 1, 1), [1] * 4, 3, [2, 3]),
         ((1, 1, 1000), [1] * 4, 3, [1, 2]),
+        ((0, 0), [1] * 8, 7, [4]),  # two devices that say that nothing is free
     ],
 )
 def test_where_layers_are_cut(shares, sizes, last, cuts):
