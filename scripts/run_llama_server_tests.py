@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--known", action="store_true", help="only the cases that llama-server passes; exit code 1 if one fails without a reason"
     )
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     os.environ.update(
         LLAMA_SERVER_BIN_PATH=str(ROOT / "tests" / "serve" / "llama_server_shim.py"), SHIM_SERVER=asked.server, PORT=str(asked.port),
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

@@ -4,8 +4,9 @@
     python scripts/serve_workers.py [--workers 2] [--router sglang|nginx] [--port 8080] -- [options of pyspec serve]
     python scripts/serve_workers.py --devices CUDA0,CUDA1 -- -m target.gguf -md drafter.gguf --slots 16     # a worker per GPU
 
-sglang (`pip install sglang-router`) looks at the prompts themselves; nginx (`apt-get install nginx-light`) at the header x-session-id. Ends with
-SIGTERM or SIGINT, which the workers get as well, or with the router; a worker that dies is said to, and the others go on. docs/scaling.md explains.
+sglang (`pip install sglang-router`) looks at the prompts themselves; nginx (`apt-get install nginx-light`) at the header x-session-id. SIGTERM or
+SIGINT, at any time, goes on to the workers, and the router ends when all of them have: what runs has their --drain seconds. A second one ends them at
+once. If the router ends, the workers do; a worker that dies is said to, and the others go on. docs/scaling.md explains.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 NGINX = """
@@ -70,10 +72,24 @@ def missing(router: str) -> str | None:
     return None if shutil.which("nginx") is not None or Path("/usr/sbin/nginx").exists() else "apt-get install nginx-light"
 
 
-def start_worker(number: int, options: list[str], device: str | None) -> tuple[subprocess.Popen[str], str]:
-    """A worker that takes requests, and its address; its lines go on to stderr with its number before them."""
+class Workers(list[subprocess.Popen[str]]):
+    """Those that were started. ``ending``: whether they were told to end; processes of a group of their own, so that Ctrl-C reaches them through us alone."""
+
+    ending = False
+
+    def end(self, *_: object) -> None:
+        self.ending = True
+        for process in self:
+            process.terminate()
+
+
+def start_worker(workers: Workers, number: int, options: list[str], device: str | None) -> str | None:
+    """Adds one that takes requests; its address, None where it was told to end meanwhile. Its lines go on to stderr with its number before them."""
     command = [sys.executable, "-m", "pyggml_spec", "serve", *options, "--port", "0", *(["--device", device] if device else [])]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+    workers.append(process)
+    if workers.ending:  # between these two lines
+        process.terminate()
     found: list[str] = []
     ready = threading.Event()
 
@@ -87,9 +103,9 @@ def start_worker(number: int, options: list[str], device: str | None) -> tuple[s
 
     threading.Thread(target=read, daemon=True).start()
     ready.wait()
-    if not found:
+    if not found and not workers.ending:
         sys.exit(f"worker {number} did not start")
-    return process, found[0]
+    return found[0] if found else None
 
 
 def router_command(router: str, urls: list[str], host: str, port: int, folder: str) -> list[str]:
@@ -123,26 +139,28 @@ def main() -> None:
         sys.exit(f"the router {asked.router} is not installed: {command}")
     devices: list[str | None] = list(asked.devices.split(",")) if asked.devices else []
     devices += [None] * (max(asked.workers or (0 if devices else 2), len(devices)) - len(devices))
-    workers: list[subprocess.Popen[str]] = []
+    workers, urls, router = Workers(), [], None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, workers.end)
     with tempfile.TemporaryDirectory() as folder:
-        urls = []
         try:
             for i, device in enumerate(devices):
-                process, url = start_worker(i, theirs, device)
-                workers.append(process)
+                if (url := start_worker(workers, i, theirs, device)) is None or workers.ending:
+                    return
                 urls.append(url)
-                print(f"worker {i} is process {process.pid} at {url}", file=sys.stderr, flush=True)
-            router = subprocess.Popen(router_command(asked.router, urls, asked.host, asked.port, folder))
-            workers.append(router)  # ended like them
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: router.terminate())
+                print(f"worker {i} is process {workers[-1].pid} at {url}", file=sys.stderr, flush=True)
+            router = subprocess.Popen(router_command(asked.router, urls, asked.host, asked.port, folder), process_group=0)
             print(f"{asked.router} is at http://{asked.host}:{asked.port}/", file=sys.stderr, flush=True)
-            router.wait()
+            while router.poll() is None and not workers.ending:
+                time.sleep(0.1)
         finally:
-            for process in workers:
-                process.terminate()
+            if not workers.ending:
+                workers.end()
             for process in workers:
                 process.wait()
+            if router is not None:  # it carries the streams of those that end: the last one
+                router.terminate()
+                router.wait()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ KINDS = {  # llama-server's names, and those that it has no case for
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",

@@ -17,6 +17,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 encode = msgspec.json.Encoder().encode
 PING = b":\n\n"  # a comment, which keeps connections of silent streams open
 DONE = b"data: [DONE]\n\n"
+BODY_SECONDS = 60.0  # between two pieces of a body
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -84,7 +85,7 @@ async def read_body(request: Request, receive: Receive, most: int) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: longer than ``most`` bytes.
+        ApiError: longer than ``most`` bytes, or nothing more of it came for ``BODY_SECONDS``.
         ConnectionResetError: the client has gone.
     """
     too_long = ApiError(413, f"the body is longer than the {most} bytes that this server takes; send less")
@@ -94,7 +95,11 @@ async def read_body(request: Request, receive: Receive, most: int) -> bytes:
     parts: list[bytes] = []
     taken = 0
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(408, f"nothing more of the body came for {BODY_SECONDS:g} s; send the request again") from None
         if message["type"] == "http.disconnect":
             raise ConnectionResetError
         parts.append(message.get("body", b""))

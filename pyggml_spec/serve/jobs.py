@@ -263,6 +263,11 @@ class Queue:
             raise ApiError(503, "the server is ending and takes no more requests; ask another one", headers={"retry-after": "5"})
         free = max(0, self.slots + AHEAD - len(self.running))
         waiting, beyond = sum(map(len, self._waiting.values())), max(0, len(asks) - free)
+        if self.limits.requests is not None and len(asks) > (most := self.slots + AHEAD + self.limits.requests):
+            raise ApiError(
+                400, f"the request asks for {len(asks)} answers, and this server has {most} at once, those that wait among them; ask for fewer, or "
+                "start it with a larger `queue`",
+            )  # fmt: skip
         if self.limits.requests is not None and beyond and waiting + beyond > self.limits.requests:
             self._reject("requests", f"{waiting} requests wait already, and this server's queue holds {self.limits.requests}")
         tokens = sum(len(ask.ids) for ask in asks)

@@ -1,8 +1,10 @@
-"""The HTTP protocol: uvicorn's, with errors below the application as JSON too."""
+"""The HTTP protocol: uvicorn's, with errors below the application as JSON too, and limits to what is no request yet."""
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -10,13 +12,72 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .errors import ApiError
 from .http import encode
 
+MOST_HEAD = 64 << 10  # bytes in which nothing of a request comes to its end: a head, an extension of a chunk, trailers
+HEAD_SECONDS = 30.0
+
 
 class JsonProtocol(HttpToolsProtocol):
-    """What is no HTTP is told so in JSON."""
+    """What is no HTTP is told so in JSON; so is whoever takes too long for a head, or never comes to its end: neither the parser nor uvicorn has limits."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._idle_bytes, self._moved = 0, False
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_there()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._moved = False
+        super().data_received(data)
+        self._idle_bytes = 0 if self._moved else self._idle_bytes + len(data)
+        if self.transport.is_closing():
+            return
+        if self._idle_bytes > MOST_HEAD:
+            self._refuse(ApiError(431, f"the head of this request is longer than the {MOST_HEAD} bytes that this server takes; send less"))
+        elif self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_is_there()
+        self._moved = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._moved = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._moved = True
+        super().on_message_complete()
+
+    def _await_head(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self._too_late)
+
+    def _head_is_there(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _too_late(self) -> None:
+        self._late = None
+        if self._idle_bytes:
+            self._refuse(ApiError(408, f"the head of this request did not come within {HEAD_SECONDS:g} s; send it again"))
+        else:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        body = encode(ApiError(400, "this is no HTTP request that could be read").openai())
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self._refuse(ApiError(400, "this is no HTTP request that could be read"))
+
+    def _refuse(self, error: ApiError) -> None:
+        body = encode(error.openai())
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()
 

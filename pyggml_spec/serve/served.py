@@ -84,6 +84,7 @@ class Served:
         self.template: ChatTemplate = chat_template(session, source)[0]
         eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
         self.eos = eos if isinstance(eos, int) else None
+        self._longest_piece = max(map(len, self.tokenizer.pieces()))  # bytes; no token has more
         self._ends = [i for i in range(self.tokenizer.n_vocab) if self.tokenizer.is_end(i)]
 
     @property
@@ -115,8 +116,19 @@ class Served:
             raise ApiError(400, f"the {name} has to be a text, a list of token ids, or a list of such", param=name)
         ids: list[int] = []
         for i, part in enumerate(prompt):
-            ids += [part] if isinstance(part, int) else self.tokenizer.encode(part, special=True, bos=i == 0)
+            ids += [part] if isinstance(part, int) else self.tokenizer.encode(self._short(part, name), special=True, bos=i == 0)
         return self.checked(ids, name)
+
+    def _short(self, text: str, name: str) -> str:
+        """The text itself, unless even tokens of the greatest length would be too many: to encode megabytes takes a thread of two many seconds.
+
+        Raises:
+            ApiError: it cannot fit the context.
+        """
+        least = len(text) // self._longest_piece
+        if least >= self.n_ctx:
+            raise self._too_many(f"at least {least}", least, name)
+        return text
 
     def checked(self, ids: list[int], name: str = "prompt") -> list[int]:
         """The ids themselves, if they are tokens and fit.
@@ -130,11 +142,14 @@ class Served:
         if outside is not None:
             raise ApiError(400, f"the {name} has the token {outside}, and the vocabulary has {self.tokenizer.n_vocab}", param=name)
         if len(ids) >= self.n_ctx:
-            raise ApiError(
-                400, f"the request has {len(ids)} tokens, which exceeds the available context size of {self.n_ctx}; shorten it, or start the "
-                "server with more", kind="exceed_context_size_error", param=name, n_prompt_tokens=len(ids), n_ctx=self.n_ctx,
-            )  # fmt: skip
+            raise self._too_many(str(len(ids)), len(ids), name)
         return ids
+
+    def _too_many(self, told: str, count: int, name: str) -> ApiError:
+        return ApiError(
+            400, f"the request has {told} tokens, which exceeds the available context size of {self.n_ctx}; shorten it, or start the "
+            "server with more", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
+        )  # fmt: skip
 
     def chat_ids(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool | None = None,
@@ -142,6 +157,9 @@ class Served:
     ) -> Prompt:  # fmt: skip
         """A conversation as the model's template writes it; ``prefix`` begins the assistant's turn. Errors as of ``ChatTemplate.encode``."""
         given: dict[str, Any] = {"thinking": thinking, "tools": tools or None, "variables": variables}
+        self._short(
+            "".join(m["content"] for m in messages if m.get("role") != "assistant" and isinstance(m.get("content"), str)), "messages"
+        )
         ids = self.template.encode(self.tokenizer, messages, add_generation_prompt=open_turn, **given)
         if prefix:
             ids = ids + self.tokenizer.encode(prefix, special=False, bos=False)

@@ -131,6 +131,9 @@ def test_limits_of_the_queue():
                 queue.enter(asks)
             assert raised.value.status == 429 and int(raised.value.headers["retry-after"]) >= 1
         assert queue.counts.rejected["tokens"] == queue.counts.rejected["requests"] == 1
+        with pytest.raises(ApiError, match="asks for 6 answers, and this server has 5 at once") as never:  # however long it waits
+            queue.enter([Ask([1])] * 6)
+        assert never.value.status == 400
         (late,) = await read_all(waits)
         assert late.error.status == 429 and "waited for 0.2 s" in late.error.message
         assert not await queue.drain(0.05)

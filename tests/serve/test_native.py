@@ -151,6 +151,16 @@ def test_bodies_that_are_none(server):
     assert too_long.status_code == 413 and too_long.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_prompt_of_megabytes_is_refused_before_it_is_encoded(server):
+    """18 MB took a thread of two 100 s. No token is longer than the longest one of the vocabulary."""
+    for path, body in (
+        ("/completion", {"prompt": "x = 1\n" * 300_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x = 1\n" * 300_000}]}),
+    ):
+        error = server.post(path, **body).json()["error"]
+        assert error["type"] == "exceed_context_size_error" and "at least" in error["message"] and error["n_prompt_tokens"] > 2048
+
+
 def test_what_is_no_http_is_told_so_in_json(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 20) as sock:

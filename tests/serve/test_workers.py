@@ -150,8 +150,15 @@ def test_429_reaches_the_client_when_all_are_full(workers):
 
 
 def test_a_killed_worker_costs_nobody_an_answer(workers):
-    """The last test: one of the two is gone afterwards."""
+    """The last test: one of the two is gone afterwards. Then all are told to end while one streams: the stream comes whole, through a router that is there."""
     os.kill(workers.workers[0][0], signal.SIGKILL)
     for i in range(6):
         response = workers.chat(f"{i} items in a list", 4, session=f"after {i}")
         assert response.status_code == 200, (i, response.text, workers.lines[-10:])
+    body = {"model": "target.gguf", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with workers.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines)
+        workers.process.terminate()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert workers.process.wait(60) == 0

@@ -1,0 +1,79 @@
+"""Connections that never become a request: each is told so and closed, and none of them grows in memory."""
+
+import asyncio
+import json
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from pyggml_spec.serve import http, protocol
+from pyggml_spec.serve.errors import ApiError
+from pyggml_spec.serve.http import Request, json_response, read_body, send_response
+
+HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\n"
+LONG = b"a" * 50_000
+
+
+async def app(scope, receive, send):
+    try:
+        answer = json_response({"got": len(await read_body(Request(scope), receive, 1 << 20))})
+    except ApiError as error:
+        answer = json_response(error.openai(), error.status)
+    except ConnectionResetError:
+        return
+    await send_response(send, answer)
+
+
+async def say(parts):
+    """What comes back for ``parts``, between which the server has time to answer, until it closes the connection."""
+    config = uvicorn.Config(app, http=protocol.JsonProtocol, ws="none", lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    make = lambda: protocol.JsonProtocol(config=config, server_state=state, app_state={})  # noqa: E731
+    server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+    for part in parts:
+        writer.write(part)
+        await asyncio.sleep(0.02)
+    got = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    server.close()
+    return got
+
+
+@pytest.mark.parametrize(
+    "parts, status, words",
+    [
+        ([b""], None, ""),
+        ([HEAD], 408, "head of this request did not come"),
+        ([b"\r\n", b"\r\n"], 408, "head of this request did not come"),
+        ([HEAD + b"content-length: 2\r\n\r\n{}", b"\r\n"], 408, "head of this request did not come"),
+        ([HEAD + b"content-length: 9\r\n\r\n{", b"}"], 408, "nothing more of the body came"),
+        ([HEAD + b"a: ", LONG, LONG], 431, "head of this request is longer than"),
+        ([b"GET /", LONG, LONG], 431, "head of this request is longer than"),
+        ([HEAD + b"transfer-encoding: chunked\r\n\r\n1;", LONG, LONG], 431, "longer than"),
+        ([HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\na: ", LONG, LONG], 431, "longer than"),
+        ([b"no HTTP at all\r\n\r\n"], 400, "no HTTP request"),
+    ],
+)
+def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
+    got = asyncio.run(say(parts))
+    if status is None:
+        assert got == b""
+        return
+    head, _, body = got[got.rindex(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
+    assert head.split()[1] == b"%d" % status, got
+    error = json.loads(body)["error"]
+    assert error["code"] == status and words in error["message"]
+
+
+def test_what_is_slow_and_long_but_comes_is_answered(monkeypatch):
+    """Heads in pieces, bodies and several requests on one connection, each longer together than what may come without an end."""
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 2)
+    one = [HEAD + b"a: ", LONG, b"\r\ncontent-length: 150000\r\n\r\n", LONG, LONG, LONG]
+    chunks = [HEAD + b"transfer-encoding: chunked\r\n\r\n", *[b"c350\r\n" + LONG + b"\r\n"] * 3, b"0\r\n\r\n"]
+    got = asyncio.run(say([*one, *one, *chunks]))
+    assert got.count(b'{"got":150000}') == 3 and got.count(b"HTTP/1.1 200") == 3
