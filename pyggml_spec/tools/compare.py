@@ -16,7 +16,6 @@ from ..models.rope import RopeOptions
 from ..models.weights import Weights
 from .reference import LlamaReference
 
-GREEDY_TOKENS = 64
 CHUNK = 512
 
 
@@ -52,8 +51,9 @@ def compare_logits(
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
     rope: RopeOptions | None = None,
+    greedy: int = 64,
 ) -> Comparison:
-    """Feeds ``tokens`` random ids to both engines, in graphs of exactly the same number of rows, then decodes 64 tokens greedily on both.
+    """Feeds ``tokens`` random ids to both engines, in graphs of exactly the same number of rows, then decodes ``greedy`` tokens greedily on both.
 
     ``kernels``, ``rope``: as for ``load``. ggml's give llama.cpp's logits bit for bit; our own sum in another order.
 
@@ -73,19 +73,19 @@ def compare_logits(
         file = own(GGUFFile(path))
         file.rope = rope
         target = open_target(file)
-        if tokens + GREEDY_TOKENS > target.context_length:
+        if tokens + greedy > target.context_length:
             raise ContextError(
-                f"{tokens} tokens and {GREEDY_TOKENS} generated ones do not fit the context of {target.context_length}; use fewer `tokens`"
+                f"{tokens} tokens and {greedy} generated ones do not fit the context of {target.context_length}; use fewer `tokens`"
             )
         backend = own(Backend(pick_device(device), threads, kernels))
         target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_alike()))
-        n_ctx = tokens + GREEDY_TOKENS
+        n_ctx = tokens + greedy
         engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv)))
         reference = own(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope))
         ids = np.random.default_rng(seed).integers(0, target.n_vocab, tokens).tolist()
         ours, theirs = engine.logits(ids), reference.logits(ids)
-        greedy = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()))
-        return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), _argmax_agreement(ours, theirs), greedy, tokens)
+        agree = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()), greedy)
+        return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), _argmax_agreement(ours, theirs), agree, tokens)
     finally:
         for part in reversed(parts):
             part.close()
@@ -101,14 +101,14 @@ def _argmax_agreement(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float((ours.argmax(axis=1) == theirs.argmax(axis=1)).mean())
 
 
-def _greedy_agreement(engine: Engine, reference: LlamaReference, ours: int, theirs: int) -> float:
-    """Fraction of GREEDY_TOKENS that agree before the first difference; both sides decode one row at a time."""
+def _greedy_agreement(engine: Engine, reference: LlamaReference, ours: int, theirs: int, tokens: int) -> float:
+    """Fraction of ``tokens`` that agree before the first difference; both sides decode one row at a time."""
     agreed = 0
-    while ours == theirs and agreed < GREEDY_TOKENS:
+    while ours == theirs and agreed < tokens:
         agreed += 1
-        if agreed == GREEDY_TOKENS:
+        if agreed == tokens:
             break
         result = engine.plain_step()
         ours, theirs = int(result.ids[0]), int(reference.logits([theirs])[0].argmax())
         engine.accept(1, ours)
-    return agreed / GREEDY_TOKENS
+    return agreed / tokens

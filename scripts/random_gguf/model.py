@@ -98,6 +98,23 @@ class Mix:
 MIXES = {"Q4_K_M": Mix("q4_K", "q6_K", "q5_K", "q6_K"), "Q5_K_M": Mix("q5_K", "q6_K", "q6_K", "q6_K")}
 
 
+class Drawn(dict[tuple, tuple[np.ndarray, Any]]):
+    """Blocks that were drawn from a state of a generator, with its state behind them: writing models of few seeds again and again is a third of
+    what tests of models take. The oldest go first."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.free = most_bytes
+
+    def put(self, key: tuple, block: np.ndarray, state: Any) -> None:
+        self[key] = block, state
+        self.free -= block.nbytes
+        while self.free < 0 and len(self) > 1:
+            self.free += self.pop(next(iter(self)))[0].nbytes
+
+
+_drawn = Drawn(1 << 27)
+
+
 class Writer:
     """GGUF writer that quantises what can be quantised and leaves vectors in F32. ``quant`` is a tensor type or one of MIXES."""
 
@@ -137,8 +154,13 @@ class Writer:
         self._tiled[name] = tiled
 
     def _block(self, n_in: int, rows: int, gain: float, kind: int) -> np.ndarray:
-        values = self.rng.standard_normal((rows, n_in), np.float32) * (gain / n_in**0.5)
-        return values if kind == lib.GGML_TYPE_F32 else quantise(values, kind)
+        key = (repr(self.rng.bit_generator.state), n_in, rows, gain, kind)
+        if key not in _drawn:
+            values = self.rng.standard_normal((rows, n_in), np.float32) * (gain / n_in**0.5)
+            block = values if kind == lib.GGML_TYPE_F32 else quantise(values, kind)
+            _drawn.put(key, block, self.rng.bit_generator.state)
+        block, self.rng.bit_generator.state = _drawn[key]
+        return block
 
     def _large(self, n_in: int, rows: int, gain: float, kind: int) -> np.ndarray:
         key = (n_in, rows, gain, kind)

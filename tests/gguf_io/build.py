@@ -88,11 +88,12 @@ class Model:
         return self._take(_FORMAT[kind])[0]
 
     def bytes(self) -> bytes:
-        infos, data = [], b""
+        infos, parts, at = [], [], 0
         for name, (shape, kind, content) in self.tensors.items():
-            infos.append(info(name, shape, kind, len(data)))
-            data += aligned(content) + bytes(self.gap)
-        return gguf([key(name, *kv) for name, kv in self.keys.items()], infos, data)
+            infos.append(info(name, shape, kind, at))
+            parts.append(aligned(content) + bytes(self.gap))
+            at += len(parts[-1])
+        return gguf([key(name, *kv) for name, kv in self.keys.items()], infos, b"".join(parts))
 
     def write(self, path: str | Path) -> Path:
         Path(path).write_bytes(self.bytes())

@@ -48,7 +48,7 @@ QUANTS = ["F32", "Q8_0", "Q4_K"]
 
 
 def assert_equal(path, tokens, **types):
-    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, kernels="ggml", **types)
+    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, kernels="ggml", greedy=6, **types)
     assert (result.nmse, result.max_abs) == (0.0, 0.0)
     assert (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
 
@@ -113,9 +113,8 @@ def test_speculative_text_equals_plain(tmp_path, arch):
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     prompt = np.random.default_rng(5).integers(0, 256, 230).tolist()
     with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
-        text = reference(session.engine, prompt, 60)
-        assert run(session.engine, prompt, 60)[0] == text
         text = reference(session.engine, prompt, 140)
+        assert run(session.engine, prompt, 60)[0] == text[:60]
         tokens, stats = run(session.engine, prompt, 140, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
         assert tokens == text and set(stats.block_sizes) == set(range(1, 17))
 
@@ -124,21 +123,24 @@ def test_speculative_text_equals_plain(tmp_path, arch):
 def test_rollback_after_every_accepted_length(tmp_path, arch):
     """What follows a block of which 0 .. 15 drafts were accepted, garbage behind them, is what follows the same tokens committed singly."""
     path, tokens = {**TARGETS, **JOINED}[arch](tmp_path / "t.gguf", Shape()), np.random.default_rng(4).integers(0, 256, 60).tolist()
+
+    def begin(engine):
+        engine.reset()
+        engine.prefill(tokens[:32])
+        engine.cursor.pending = tokens[32]
+
     with open_engine(path, 64, 256) as engine:
+        seen = []
         for accepted in range(16):
-            engine.reset()
-            engine.prefill(tokens[:32])
-            engine.cursor.pending = tokens[32]
+            begin(engine)
             engine.verify_step(tokens[33 : 33 + accepted] + [7] * (15 - accepted))
             engine.accept(accepted + 1, tokens[33 + accepted])
-            after = engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids
-            engine.reset()
-            engine.prefill(tokens[:32])
-            engine.cursor.pending = tokens[32]
-            for i in range(accepted + 1):
-                engine.verify_step([tokens[33 + i]] + [7] * 14)
-                engine.accept(1, tokens[33 + i])
-            assert after.tolist() == engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids.tolist(), accepted
+            seen.append(engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids.tolist())
+        begin(engine)
+        engine.verify_step([7] * 15)
+        for accepted in range(16):
+            engine.accept(1, tokens[33 + accepted])
+            assert seen[accepted] == engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids.tolist(), accepted
 
 
 @pytest.mark.parametrize("arch", TARGETS)

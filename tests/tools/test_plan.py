@@ -129,11 +129,11 @@ def test_the_width_of_passes_and_the_threads(tmp_path, write):
     """`pyspec plan` knew neither -ub nor -t: rings and the buffers of prompts grow with the one, nothing with the other."""
     shape = Shape(window=12)
     pair = write(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
-    plans = [_assert_exact(*pair, n_ctx=2000, chunk=chunk) for chunk in (16, 512, 1024)]
+    plans = [_assert_exact(*pair, n_ctx=1100, chunk=chunk) for chunk in (16, 512, 1024)]
     small, usual, large = (p.compute_by_role["prefill"] for p in plans)
-    assert small < usual < large and plans[1].memory == plan(*pair, device="CPU", n_ctx=2000).memory
+    assert small < usual < large and plans[1].memory == plan(*pair, device="CPU", n_ctx=1100).memory
     assert (plans[0].memory["kv"] < plans[2].memory["kv"]) == (write is write_gemma4)
-    assert plan(*pair, device="CPU", n_ctx=2000, chunk=1024, free=plans[1].total).largest_context < 2000
+    assert plan(*pair, device="CPU", n_ctx=1100, chunk=1024, free=plans[1].total).largest_context < 1100
     assert _assert_exact(*pair, n_ctx=300, threads=2).memory == plan(*pair, device="CPU", n_ctx=300, threads=1).memory
     slots = [plan(*pair, device="CPU", n_ctx=700, chunk=chunk, slots=2) for chunk in (64, 512)]
     assert slots[0].slots_memory["compute"] < slots[1].slots_memory["compute"]
