@@ -18,6 +18,7 @@ from ..tools.anatomy import anatomy
 from ..tools.bench import BenchOptions, Repeated, bench
 from ..tools.bench_prompts import PromptsOptions
 from ..tools.bench_slots import bench_slots, tokens_needed
+from ..tools.split_steps import copy_speeds, split_steps
 from .bench_prompts import chosen_prompts, measure, modes
 from .help import GroupedCommand
 from .main import EXIT_INTERRUPT
@@ -154,6 +155,11 @@ def command(
         parts = anatomy(session, _widths(rows), max(8, depths[-1])) if tokens and not slots and not interrupted else []
         if output == "md" and parts:
             click.echo("\n" + _parts_table(parts))
+        split, copies = [], []
+        if parts and len(session.backends) > 1:
+            split, copies = split_steps(session, tuple(p.width for p in parts), max(8, depths[-1])), copy_speeds(session)
+            if output == "md":
+                click.echo("\n" + _split_tables(split, copies))
         if as_json:
             about = {"versions": versions(), "device": session.backend.device.description, "threads": session.backend.threads}
             about["kernels"] = session.backend.kernels
@@ -162,7 +168,7 @@ def command(
                 "drafter": " and ".join(str(m.file.path) for m in session.drafter.members) if session.drafter else None,
             }
             click.echo(json.dumps({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
-                                   "anatomy": [p.as_dict() for p in parts]}))  # fmt: skip
+                                   "anatomy": [p.as_dict() for p in parts], "split": [s.as_dict() for s in split], "copies": [c.as_dict() for c in copies]}))  # fmt: skip
     if interrupted:
         say("interrupted: the rows hold what was measured until then")
         sys.exit(EXIT_INTERRUPT)
@@ -210,6 +216,22 @@ def _parts_table(parts) -> str:
             f"| {name} | {p.step_ms:.2f} | {p.commit_ms:.2f} | {p.draft_ms:.2f} | {p.verify_ms:.2f} | {p.host_ms:.2f} "
             f"| {p.nodes} | {size(p.bytes)} | {100 * p.bandwidth_share:.0f} % |"
         )
+    return "\n".join(lines)
+
+
+def _split_tables(steps, copies) -> str:
+    lines = ["| step | ms | device | layers | computes | copies | moved | copying | waits |", "|" + "---|" * 9]
+    for step in steps:
+        name = f"width {step.width}" if step.width > 1 else "plain"
+        for d in step.devices:
+            lines.append(
+                f"| {name} | {step.step_ms:.2f} | {d.device} | {d.layers} | {d.compute_ms:.2f} ms | {d.copies} | {size(d.copied_bytes)} "
+                f"| {d.copy_ms:.3f} ms | {100 * d.waits:.0f} % |"
+            )
+    lines += ["", "| copies | 4 KiB | large ones | how |", "|" + "---|" * 4]
+    for c in copies:
+        speed = f"{c.bandwidth / 1e9:.1f} GB/s" if c.bandwidth else "no memory to measure it"
+        lines.append(f"| {c.source} to {c.target} | {c.small_us:.0f} us | {speed} | {c.way} |")
     return "\n".join(lines)
 
 

@@ -52,6 +52,10 @@ class Subject:
         self.effort, self._stack = effort, ExitStack()
         self._passages: list[Passage] = []
         self._noisy: Passage | None = None
+        if device is not None and "," in device:
+            raise PyspecError(
+                f"a drafter is examined on one device, and {device!r} names several: name one with `device`; `pyspec bench` says what a split costs"
+            )
         try:
             self.backend = self._own(Backend(pick_device(device), threads, kernels))
             self.file = self._own(GGUFFile(target))

@@ -1,7 +1,7 @@
 """What an engine is made of: its slots, caches, step buffer and graphs."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 
 from ..errors import DeviceError, EngineError
@@ -177,6 +177,15 @@ class Parts:
         if self.flying:
             for step in {id(step): step for step in self.flying.values()}.values():
                 step.fields.wait()
+
+    @contextmanager
+    def apart(self) -> Iterator[Turns]:
+        """Steps of a split target go through its devices part by part in here, so that ``Turns.spent`` says what each of them did."""
+        if self.turns is None:
+            raise EngineError("the layers are on one device: a step has one part")
+        self.arrive()
+        with self.turns.lane(self.io):
+            yield self.turns
 
     def check_landed(self, covered: SlotRange) -> None:
         """Raises EngineError if the step of one of these slots is under way in a lane."""

@@ -10,7 +10,8 @@ device computes for one of them at a time. ``Turns`` knows whose turn it is, and
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +203,20 @@ class Turns:
         out = ffi.new("pgs_spent[]", self.count)
         lib.pgs_turns_spent(self.handle, out)
         return [Spent(s.parts, s.computed_us, s.copies, s.copied_us, s.copied_bytes, s.queued_us) for s in out]
+
+    @contextmanager
+    def lane(self, io: StepIO) -> Iterator[None]:
+        """Steps of ``io`` run in a lane in here, part by part."""
+        err = new_err()
+        lane = lib.pgs_lane_new(self.handle, err)
+        if lane == ffi.NULL:
+            raise EngineError(text(err))
+        io.lane = lane
+        try:
+            yield
+        finally:
+            io.lane = None
+            lib.pgs_lane_free(lane)
 
     def close(self) -> None:
         if self.handle is not None:

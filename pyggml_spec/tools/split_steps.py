@@ -1,0 +1,172 @@
+"""What the steps of a split model are made of: what each device computes, what a cut costs, which device waits, and how fast devices copy to each other."""
+
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+from ..engine.engine import Engine
+from ..errors import EngineError
+from ..ggml.device import Backend
+from ..ggml.library import ffi, lib
+from ..session import Session
+
+WARMUP, RUNS = 3, 8
+SMALL, LARGE, OVER_NETWORK = 4096, 64 << 20, 1 << 20  # bytes of the copies that are timed
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """What one device does in a step; milliseconds are medians, ``copied_bytes`` of one step.
+
+    Attributes:
+        layers: of the target, in words.
+        compute_ms: uploads and, on the last device, drafts and the read included.
+        copies, copied_bytes, copy_ms: what it sends to other devices.
+        waits: share of what all devices take together in which it neither computes nor copies.
+    """
+
+    device: str
+    layers: str
+    compute_ms: float
+    copies: int
+    copied_bytes: int
+    copy_ms: float
+    waits: float
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """A step of ``width`` rows, 1 for plain decoding: ``step_ms`` as it is run, and its devices' shares, run part by part."""
+
+    width: int
+    step_ms: float
+    devices: tuple[DeviceShare, ...]
+
+    @property
+    def cut_share(self) -> float:
+        """Part of what all devices take together that copies between them are."""
+        copying = sum(share.copy_ms for share in self.devices)
+        return copying / (copying + sum(share.compute_ms for share in self.devices)) if copying else 0.0
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "cut_share": self.cut_share}
+
+
+@dataclass(frozen=True)
+class CopySpeed:
+    """Copies from one device to the next: microseconds of a small one, bytes per second of a large one, and how they go, in words."""
+
+    source: str
+    target: str
+    small_us: float
+    bandwidth: float
+    way: str
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def split_steps(session: Session, widths: tuple[int, ...], depth: int = 8) -> list[SplitStep]:
+    """Takes steps of these widths apart, behind a prompt of ``depth`` tokens. Forgets the sequence. Widths that do not fit the context are left out.
+
+    Raises:
+        EngineError: the layers are on one device.
+    """
+    if len(session.engine.parts.segments) < 2:
+        raise EngineError("the layers are on one device: there is no cut to measure")
+    room = session.engine.options.n_ctx
+    return [_taken_apart(session, width, depth) for width in widths if depth + 2 * (WARMUP + RUNS) + width < room]
+
+
+def _taken_apart(session: Session, width: int, depth: int) -> SplitStep:
+    engine = session.engine
+    engine.reset(drafting=width > 1 and session.drafter is not None)
+    engine.prefill([i % session.target.n_vocab for i in range(depth)])
+    whole = statistics.median(_step(engine, width) for _ in range(WARMUP + RUNS))
+    with engine.parts.apart() as turns:
+        turns.spent()
+        runs = []
+        for _ in range(WARMUP + RUNS):
+            _step(engine, width)
+            runs.append(turns.spent())
+    by_device = [[run[index] for run in runs[WARMUP:]] for index in range(turns.count)]
+    computed, copied = (
+        [statistics.median(getattr(s, name) for s in mine) / 1e3 for mine in by_device] for name in ("computed_us", "copied_us")
+    )
+    total, shares = sum(computed) + sum(copied), []
+    for segment, mine, compute_ms, copy_ms in zip(engine.parts.segments, by_device, computed, copied, strict=True):
+        layers, last = str(segment).rsplit(" on ", 1)[0], mine[-1]
+        waits = 1 - (compute_ms + copy_ms) / total if total else 0.0
+        shares.append(DeviceShare(segment.backend.device.name, layers, compute_ms, last.copies, last.copied_bytes, copy_ms, waits))
+    return SplitStep(width, whole, tuple(shares))
+
+
+def _step(engine: Engine, width: int) -> float:
+    """One step, of which one row counts; milliseconds."""
+    began = time.perf_counter()
+    if width == 1:
+        result = engine.plain_step()
+    elif engine.drafter is not None:
+        result = engine.fused_step(width)
+    else:
+        result = engine.verify_step([0] * (width - 1))
+    took = 1e3 * (time.perf_counter() - began)
+    engine.accept(1, int(result.ids[0]))
+    return took
+
+
+def copy_speeds(session: Session) -> list[CopySpeed]:
+    """Of every device to the next one, and of the last to the first, which drafts go."""
+    backends = [segment.backend for segment in session.engine.parts.segments]
+    session.engine.parts.arrive()
+    pairs = [*zip(backends, backends[1:]), (backends[-1], backends[0])]  # noqa: RUF007
+    return [_copy_speed(a, b) for a, b in pairs]
+
+
+def _copy_speed(source: Backend, target: Backend) -> CopySpeed:
+    large = OVER_NETWORK if "rpc" in (source.device.kind, target.device.kind) else LARGE
+    small_us, large_us = (_copy_us(source, target, nbytes) for nbytes in (SMALL, large))
+    names = source.device.name, target.device.name
+    return CopySpeed(*names, small_us, large / (large_us * 1e-6) if large_us else 0.0, way_of_copies(*names))
+
+
+def way_of_copies(source: str, target: str) -> str:
+    """How rows go from one of these devices to the other."""
+    if source.startswith("CUDA") and target.startswith("CUDA"):
+        if "GGML_CUDA_P2P" in os.environ:
+            return "directly where the driver can, GGML_CUDA_P2P is set"
+        return "without peer access: it takes GGML_CUDA_P2P=1, set before the start"
+    if "RPC" in source or "RPC" in target:
+        return "over the network, through this machine"
+    return "through the host"
+
+
+def _copy_us(source: Backend, target: Backend, nbytes: int) -> float:
+    """Microseconds of a copy, the median of RUNS; 0 where there is no memory for it."""
+    params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
+    ends = []
+    try:
+        for backend in (source, target):
+            ctx = lib.ggml_init(params[0])
+            tensor = lib.ggml_new_tensor(ctx, lib.GGML_TYPE_F32, 1, (nbytes // 4,))
+            buffer = backend.allocate(ctx)
+            ends.append((ctx, tensor, buffer))
+            if buffer == ffi.NULL:
+                return 0.0
+            lib.ggml_backend_buffer_clear(buffer, 0)
+        taken = []
+        for _ in range(WARMUP + RUNS):
+            source.synchronize()
+            target.synchronize()
+            began = time.perf_counter()
+            lib.ggml_backend_tensor_copy_async(source.handle, target.handle, ends[0][1], ends[1][1])
+            source.synchronize()
+            target.synchronize()
+            taken.append(1e6 * (time.perf_counter() - began))
+        return statistics.median(taken[WARMUP:])
+    finally:
+        for ctx, _, buffer in ends:
+            if buffer != ffi.NULL:
+                lib.ggml_backend_buffer_free(buffer)
+            lib.ggml_free(ctx)

@@ -1,0 +1,85 @@
+"""What a cut costs: each device's part of a step, copies between them, and the tables of `pyspec bench`."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from pairs import write_pair
+
+import pyggml_spec as ps
+from pyggml_spec.cli.main import cli
+from pyggml_spec.doctor.examine import Subject
+from pyggml_spec.engine.slot import Draft
+from pyggml_spec.errors import EngineError, PyspecError
+from pyggml_spec.tools.split_steps import copy_speeds, split_steps, way_of_copies
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("pair"), "qwen35")
+
+
+@pytest.fixture(scope="module")
+def session(files):
+    with ps.load(*files, device="CPU,CPU", threads=1, n_ctx=256, draft_width=8, tensor_split=[3, 1], prefix_memory=0) as made:
+        yield made
+
+
+def test_each_devices_part_of_a_step_is_measured(session):
+    engine = session.engine
+    plain, block = split_steps(session, (1, 8))
+    for step, width in ((plain, 1), (block, 8)):
+        engine.reset(drafting=width > 1)
+        engine.prefill([1, 2, 3])
+        chain = engine.step_graph("fused" if width > 1 else "plain", width)
+        sent = [sum(nbytes for after, _, nbytes in chain.hops if chain._segments[after] == index) for index in range(2)]
+        assert step.width == width and [d.copied_bytes for d in step.devices] == sent
+        assert [d.layers for d in step.devices] == ["layers 0 to 2", "layer 3"]
+        assert all(d.compute_ms > 0 for d in step.devices) and sum(d.waits for d in step.devices) == pytest.approx(1)
+        assert 0 < step.cut_share < 1 and step.step_ms > 0
+    assert plain.devices[1].copies == 0 and block.devices[1].copies == 1  # drafts go from the last device to the first
+    assert engine.io.lane is None
+
+
+def test_steps_part_by_part_give_the_same_bits(session):
+    def trace():
+        engine, out = session.engine, []
+        engine.reset()
+        engine.prefill(list(range(20)))
+        for item in (Draft(8), Draft(4), Draft(8)):
+            result = engine.step({0: item})[0]
+            out += [result.tokens, result.ids, engine.candidates(2)[1].copy()]
+            engine.accept(2, int(result.ids[1]))
+        return out
+
+    want = trace()
+    with session.engine.parts.apart():
+        assert all(np.array_equal(a, b) for a, b in zip(want, trace(), strict=True))
+
+
+def test_copies_between_neighbours_and_back(session, files, monkeypatch):
+    there, back = copy_speeds(session)
+    assert there.small_us > 0 and there.bandwidth > 1e7 and (back.source, back.target) == ("CPU", "CPU")
+    monkeypatch.delenv("GGML_CUDA_P2P", raising=False)
+    assert way_of_copies("CUDA0", "CUDA1") == "without peer access: it takes GGML_CUDA_P2P=1, set before the start"
+    monkeypatch.setenv("GGML_CUDA_P2P", "1")
+    assert "GGML_CUDA_P2P is set" in way_of_copies("CUDA0", "CUDA1")
+    assert way_of_copies("RPC:a:1", "CPU") == "over the network, through this machine"
+    with ps.load(files[0], device="CPU", threads=1, n_ctx=256) as alone, pytest.raises(EngineError, match="no cut to measure"):
+        split_steps(alone, (1,))
+
+
+def test_the_doctor_says_that_it_examines_on_one_device(files):
+    with pytest.raises(PyspecError, match="examined on one device, and 'CPU,CPU' names several"):
+        Subject(files[0], device="CPU,CPU")
+
+
+def test_bench_prints_them(files):
+    command = ["bench", "-m", str(files[0]), "--device", "CPU,CPU", "-t", "1", "-p", "0", "-n", "4", "-r", "1", "--json"]
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 0, result.output
+    about = json.loads(result.output.splitlines()[-1])
+    assert [step["width"] for step in about["split"]] == [1] and len(about["split"][0]["devices"]) == 2 == len(about["copies"])
+    assert "| step | ms | device | layers | computes | copies | moved | copying | waits |" in result.output
+    assert "| CPU to CPU |" in result.output
