@@ -7,6 +7,7 @@
 //   pgs_chain   the order of a step's graphs on several devices, and what is copied between them
 //   pgs_lane    a thread that runs such a step, one part behind the other, beside those of other lanes
 //   pgs_experts what moves between host and device where experts are in host memory, and the host's own small graphs
+//   pgs_stream  weights in host memory that are copied to a device, layer by layer, while it computes
 //   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the unfolded block
 //
 // Functions that can fail return 0 on success and write one sentence into `err` (PGS_ERR bytes) otherwise. Nothing here aborts on a
@@ -32,6 +33,7 @@ typedef struct pgs_turns pgs_turns;
 typedef struct pgs_lane  pgs_lane;
 typedef struct pgs_delta pgs_delta;
 typedef struct pgs_experts pgs_experts;
+typedef struct pgs_stream pgs_stream;
 typedef struct pgs_level pgs_level;
 
 typedef struct pgs_counters {
@@ -65,6 +67,8 @@ void                  pgs_graph_memory(const pgs_graph * graph, uintptr_t * begi
 
 // Cuts the graph behind its last node: there the host fetches what experts of `layer` work on (`fetch`), or gives back their results.
 int pgs_graph_cut(pgs_graph * graph, pgs_experts * experts, int64_t layer, int64_t rows, bool fetch, char * err);
+// There the device waits for the weights of `layer` (`arrive`), or is done with them: layers in the order of their numbers, all of one stream.
+int pgs_graph_stream_cut(pgs_graph * graph, pgs_stream * stream, int64_t layer, bool arrive, char * err);
 int pgs_graph_cuts(const pgs_graph * graph);
 
 // Gives `node` (not yet allocated, not a view) the memory at byte `offset` of the allocated tensor `home`.
@@ -284,6 +288,25 @@ int    pgs_experts_give(pgs_experts * e, int64_t index, int64_t rows, char * err
 void   pgs_experts_counters(const pgs_experts * e, pgs_experts_counts * out);
 void   pgs_experts_layer_counts(const pgs_experts * e, int64_t index, int64_t * out);
 size_t pgs_experts_device_bytes(const pgs_experts * e);
+
+// ---- weight_stream.c
+
+typedef struct pgs_stream_counts {
+    int64_t bytes;   // copied so far
+    int64_t chunks;  // steps that computed with them
+} pgs_stream_counts;
+
+// `home`: bytes on the device that the layers lie in; `queue`: another backend on the same device. Borrows all of them.
+pgs_stream * pgs_stream_new(ggml_backend_t device, ggml_backend_t queue, struct ggml_tensor * home, int n_layers, char * err);
+void         pgs_stream_free(pgs_stream * s);
+// A part of a layer's weights: `bytes` of host memory, which stay as and where they are, go to byte `to` of the home.
+int  pgs_stream_add(pgs_stream * s, int layer, const void * from, size_t to, size_t bytes, char * err);
+void pgs_stream_more(pgs_stream * s, bool more);  // whether another chunk comes behind the next one
+void pgs_stream_start(pgs_stream * s);
+void pgs_stream_arrive(pgs_stream * s, int layer);
+void pgs_stream_leave(pgs_stream * s, int layer);
+void pgs_stream_reset(pgs_stream * s);
+void pgs_stream_counters(const pgs_stream * s, pgs_stream_counts * out);
 
 // ---- cpu/: our own kernels on CPUs. Nothing here is for other devices.
 

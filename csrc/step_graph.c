@@ -41,9 +41,9 @@ typedef struct graph_fields {
 
 typedef struct graph_cut {
     int           end;  // nodes before the cut
-    pgs_experts * experts;
+    pgs_experts * experts;  // NULL where weights come from a stream
     int64_t       layer, rows;
-    bool          fetch;
+    bool          first;  // of the two cuts of a layer
 } graph_cut;
 
 struct pgs_graph {
@@ -56,6 +56,7 @@ struct pgs_graph {
     bool                  planned;
     graph_cut *           cuts;
     int                   n_cuts;
+    pgs_stream *          stream;  // NULL for none
 };
 
 pgs_role * pgs_role_new(ggml_backend_t backend) {
@@ -283,8 +284,7 @@ bool pgs_graph_stale(const pgs_graph * graph) {
     return !graph->planned || graph->generation != graph->role->generation;
 }
 
-int pgs_graph_cut(pgs_graph * graph, pgs_experts * experts, int64_t layer, int64_t rows, bool fetch, char * err) {
-    const int nodes = ggml_graph_n_nodes(graph->gf);
+static int add_cut(pgs_graph * graph, graph_cut cut, char * err) {
     if (known_fields(graph) == NULL) {
         snprintf(err, PGS_ERR, "this ggml lays its graphs out in another way, so experts cannot be in host memory with it");
         return 1;
@@ -295,8 +295,21 @@ int pgs_graph_cut(pgs_graph * graph, pgs_experts * experts, int64_t layer, int64
         return 1;
     }
     graph->cuts                  = cuts;
-    graph->cuts[graph->n_cuts++] = (graph_cut) { nodes, experts, layer, rows, fetch };
+    graph->cuts[graph->n_cuts++] = cut;
     return 0;
+}
+
+int pgs_graph_cut(pgs_graph * graph, pgs_experts * experts, int64_t layer, int64_t rows, bool fetch, char * err) {
+    return add_cut(graph, (graph_cut) { ggml_graph_n_nodes(graph->gf), experts, layer, rows, fetch }, err);
+}
+
+int pgs_graph_stream_cut(pgs_graph * graph, pgs_stream * stream, int64_t layer, bool arrive, char * err) {
+    if (graph->stream != NULL && graph->stream != stream) {
+        snprintf(err, PGS_ERR, "a graph takes weights from one stream, and this one would take layer %lld from another", (long long) layer);
+        return 1;
+    }
+    graph->stream = stream;
+    return add_cut(graph, (graph_cut) { ggml_graph_n_nodes(graph->gf), NULL, layer, 0, arrive }, err);
 }
 
 int pgs_graph_cuts(const pgs_graph * graph) {
@@ -322,12 +335,25 @@ static int compute_part(pgs_graph * graph, int first, int end, int number, char 
     return 0;
 }
 
+static int at_cut(const pgs_graph * graph, const graph_cut * cut, char * err) {
+    if (cut->experts != NULL) {
+        return (cut->first ? pgs_experts_fetch : pgs_experts_give)(cut->experts, cut->layer, cut->rows, err);
+    }
+    (cut->first ? pgs_stream_arrive : pgs_stream_leave)(graph->stream, (int) cut->layer);
+    return 0;
+}
+
 static int compute_parts(pgs_graph * graph, char * err) {
     int first = 0;
+    if (graph->stream != NULL) {
+        pgs_stream_start(graph->stream);
+    }
     for (int i = 0; i < graph->n_cuts; i++) {
         const graph_cut * cut = &graph->cuts[i];
-        if (compute_part(graph, first, cut->end, i + 1, err) != 0 ||
-            (cut->fetch ? pgs_experts_fetch : pgs_experts_give)(cut->experts, cut->layer, cut->rows, err) != 0) {
+        if (compute_part(graph, first, cut->end, i + 1, err) != 0 || at_cut(graph, cut, err) != 0) {
+            if (graph->stream != NULL) {
+                pgs_stream_reset(graph->stream);
+            }
             return 1;
         }
         first = cut->end;

@@ -34,6 +34,7 @@ class LoadOptions(TypedDict, total=False):
     no_spec: Sequence[str]
     draft_vocab: int | None
     tensor_split: Sequence[float] | None
+    offload_prompts: int | str | None
     rope: RopeOptions | None
     progress: Callable[[str, int, int], None]
 

@@ -11,6 +11,7 @@ from .arguments import GenerateOptions, RequestOptions
 from .checks import token_ids, whole
 from .concurrent import ConcurrentSession
 from .decode.calibrate import cached_costs, cached_kinds, step_cost
+from .decode.copying import settle
 from .decode.lookup import LookupControl
 from .decode.methods import Methods, methods
 from .decode.request import PLAIN, SPECULATIVE, LoopOptions
@@ -20,10 +21,11 @@ from .decode.synthetic import SyntheticAcceptance
 from .decode.turns import ENDED, Turns
 from .decode.width import NEVER_PAYS, Kind, WidthControl, chain_kinds, useful_widths, worth_keeping
 from .engine.engine import Engine
+from .engine.graphs import STREAMED
 from .engine.lanes import GROUPS
-from .engine.options import MOST_CONTEXT, MOST_WIDTH, EngineOptions, candidate_widths, check_options
+from .engine.options import MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK, EngineOptions, candidate_widths, check_options
 from .engine.parts import Closable, P
-from .errors import ContextError, EngineError, PairError, PyspecError, SamplingError
+from .errors import ContextError, DeviceError, EngineError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, present
 from .ggml.devices import in_order, open_backends, pick_devices
@@ -49,6 +51,7 @@ DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp-demo.gguf"
 DEFAULT_CONTEXT = 4096
 GREEDY = Sampling(temperature=0)
+AUTO = "auto"
 
 PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, and at most an eighth of what is free after loading
 PREFIX_DISK = 8 << 30
@@ -127,6 +130,7 @@ class Session:
         spec: Methods,
         progress: Progress,
         tensor_split: Sequence[float] | None,
+        offload: int | str | None,
         rope: RopeOptions | None,
     ) -> "Session":
         started = time.perf_counter()
@@ -141,7 +145,8 @@ class Session:
         self.drafter = self._open_drafters(file, draft, spec)
         options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width, spec.lookup is not None))
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
-        placement, host = self._place_experts(experts, threads, max(options.chunk, options.width))
+        offload = check_offload(offload)
+        placement, host = self._place_experts(experts, threads, max(options.chunk, options.width), offload is not None)
         segments = self._split(backends, tensor_split, options)
         self.target.weights = self._target_weights(segments, lambda done, total: progress("weights", done, total), placement, host)
         if host is not None and placement is not None:
@@ -150,7 +155,9 @@ class Session:
             )
         for member in self.drafter.members if self.drafter is not None else ():
             member.weights = self._weights(member, lambda done, total: progress("drafter weights", done, total))
-        self.engine = self._own(Engine(self.backend, self.target, self.drafter, options))
+        self._open_streams(offload)
+        self.engine = self._own(self._make_engine(options))
+        self._settle_streams(offload)
         self.lookup = self._lookup_control(spec.lookup) if spec.lookup is not None else None
         self.scheduler = Scheduler(self.engine, options.width, lookup=self.lookup)
         if self.drafter is not None and width is None:
@@ -239,15 +246,73 @@ class Session:
             return self._weights(self.target, progress, placement, host)
         return cast(Weights, self._own(SplitWeights(self.target, segments, self.drafter, placement, host, progress)))
 
-    def _place_experts(self, options: ExpertOptions | None, threads: int | None, rows: int) -> tuple[Placement | None, Backend | None]:
-        """Where the target's experts go, and the CPU that computes those of the host."""
-        if options is None:
+    def _place_experts(
+        self, options: ExpertOptions | None, threads: int | None, rows: int, copied: bool
+    ) -> tuple[Placement | None, Backend | None]:
+        """Where the target's experts go, and the CPU that computes those of the host; ``copied``: for prompts, they are to be copied to the device."""
+        placement = options.placement(self.target, rows, copied) if options is not None else None
+        if copied and (placement is None or all(len(hot) == self.target.experts.n_expert for hot in placement.hot.values())):  # type: ignore[attr-defined]
+            raise EngineError(
+                "`offload_prompts` is for routed experts that lie in host memory, and none do: keep some there (`experts`), or leave it out"
+            )
+        if placement is None:
             return None, None
-        placement = options.placement(self.target, rows)
         if not placement.hot:
             return placement, None
         cpu = next(d for d in devices() if d.kind == "cpu")
         return placement, self._own(Backend(cpu, threads))
+
+    def _open_streams(self, offload: int | str | None) -> None:
+        """Memory on the devices for copies of the host's experts, if all have some for it; ``offload`` as of ``load``."""
+        if offload is None:
+            return None
+        for part in getattr(self.target.weights, "parts", [self.target.weights]):
+            if part.backend.device.kind == "rpc":
+                return self._without_streams(f"copies for {part.backend.device.name} would go over the network")
+            stream = part.open_stream(offload if isinstance(offload, int) else 1)
+            if stream is None or stream.fits:
+                continue
+            free, need = free_bytes(present(part.backend.device)), stream.need
+            stream.close()
+            name = part.backend.device.name
+            return self._without_streams(f"copies of two layers need {need >> 20} MiB on {name}, which has {free >> 20} MiB free")
+        return None
+
+    def _without_streams(self, why: str) -> None:
+        self.target.weights.close_streams()
+        self.notes.append(f"prompts of experts in host memory are computed by the CPU: {why}")
+
+    def _make_engine(self, options: EngineOptions) -> Engine:
+        """Without copies of experts, if it has no memory beside them."""
+        try:
+            return Engine(self.backend, self.target, self.drafter, options)
+        except (DeviceError, EngineError) as error:
+            if not self.target.weights.streams:
+                raise
+            self._without_streams(f"with copies of two layers on the device, {error}")
+        return Engine(self.backend, self.target, self.drafter, options)
+
+    def _settle_streams(self, offload: int | str | None) -> None:
+        """From how many rows on chunks compute with copies: as it was asked for, or as it was measured."""
+        streams = self.target.weights.streams
+        if not streams:
+            return None
+        chunk, where = None, " and ".join(dict.fromkeys(stream.device.device.name for stream in streams))
+        if offload == AUTO:
+            chunk = settle(self.engine)
+            if chunk is None or chunk.copies >= chunk.host:
+                self.engine.graphs.drop("prefill", STREAMED)
+                took = f"a chunk of {chunk.rows} rows takes {chunk.host:.0f} ms there, and {chunk.copies:.0f} ms with copies on {where}" if chunk else (
+                    f"a context of {self.engine.options.n_ctx} holds no chunk that could be measured"
+                )  # fmt: skip
+                return self._without_streams(took)
+        took = f"; {chunk.rows} rows take {chunk.copies:.0f} ms, by the CPU {chunk.host:.0f} ms" if chunk is not None else ""
+        layers, nbytes = sum(len(stream.layers) for stream in streams), sum(stream.nbytes for stream in streams)
+        self.notes.append(
+            f"chunks of prompts of {streams[0].rows} rows or more compute on {where} with copies of the experts of {layers} layer{'s' * (layers > 1)} "
+            f"({nbytes / 2**30:.2f} GiB there{took})"
+        )
+        return None
 
     def _prefix_cache(self, folder: str | Path | None, memory: int | None, disk: int | None, progress: Progress) -> PrefixCache:
         return PrefixCache(self.engine, self._prefix_memory(memory), self._prefix_files(self.engine, folder, disk, progress))
@@ -709,6 +774,13 @@ def _kinds_of(member: Drafter, rows: Sequence[int]) -> list[Kind]:
     return chain_kinds(member.method, fitting) if member.chained else [Kind(member.method, r) for r in fitting]
 
 
+def check_offload(rows: int | str | None) -> int | str | None:
+    """``offload_prompts`` as it is, if it is a number of rows, "auto" or None."""
+    if rows is None or rows == AUTO:
+        return rows
+    return whole(rows, f"what `offload_prompts` asks for beside {AUTO!r}, rows of a chunk,", 1, WIDEST_CHUNK)
+
+
 def draft_files(draft: "str | Path | Sequence[str | Path] | None") -> tuple[Path, ...]:
     """The drafters' files that a caller named."""
     return () if draft is None else (Path(draft),) if isinstance(draft, (str, Path)) else tuple(map(Path, draft))
@@ -743,6 +815,7 @@ def load(
     no_spec: Sequence[str] = (),
     draft_vocab: int | None = None,
     tensor_split: Sequence[float] | None = None,
+    offload_prompts: int | str | None = None,
     rope: RopeOptions | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
@@ -772,6 +845,8 @@ def load(
             heads take less time, and some drafts are not made. None for all of it.
         tensor_split: how many layers each of several devices gets, in proportion and in the order in which they are named; None takes their free
             memory, and gives a CPU what GPUs have no room for.
+        offload_prompts: chunks of prompts of so many rows or more compute on the device with copies of the experts that ``experts`` keeps in host memory,
+            layer by layer; "auto" measures from how many rows on that is faster. None: the CPU computes what lies in its memory.
         rope: what holds of positions in place of what the target's file says, to stretch its context: as llama.cpp's options of these names.
 
     Raises:
@@ -807,6 +882,7 @@ def load(
             methods(spec, no_spec, draft_vocab),
             progress,
             tensor_split,
+            offload_prompts,
             rope,
         )
     except BaseException:

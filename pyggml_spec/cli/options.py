@@ -119,8 +119,20 @@ def _overridden(given: tuple[str, ...], target: str | None) -> tuple[int, ...]:
         return overridden(file, [(pattern, buffer) for pattern, _, buffer in pairs])
 
 
+class OffloadRows(click.IntRange):
+    """``offload_prompts`` as ``load`` takes it."""
+
+    def __init__(self) -> None:
+        super().__init__(min=1)
+
+    def convert(self, value, param, ctx):
+        words = {"off": None, "auto": "auto"}
+        return words[value] if value in words else super().convert(value, param, ctx)
+
+
 def expert_options(command):
-    """--cpu-moe, --n-cpu-moe, --expert-residency, --expert-profile: the keyword argument ``experts`` as ``load`` takes it."""
+    """--cpu-moe, --n-cpu-moe, --expert-residency, --expert-profile: the keyword argument ``experts`` as ``load`` takes it; --offload-prompts:
+    ``offload_prompts``."""
 
     @wraps(command)
     def wrapped(*args, cpu_moe, n_cpu_moe, expert_residency, expert_profile, override_tensor, **more):
@@ -157,6 +169,13 @@ def expert_options(command):
             ),
             click.option(
                 "--expert-profile", type=click.Path(), help="Routing profile (pyspec experts profile). Default: MODEL.experts.json."
+            ),
+            click.option(
+                "--offload-prompts",
+                type=OffloadRows(),
+                metavar="ROWS",
+                help="Chunks of prompts of so many rows or more compute on the device, with copies of the experts that are in host memory; auto: "
+                "from where that is faster, which is measured. Default: off.",
             ),
         ]
     ):

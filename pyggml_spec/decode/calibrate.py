@@ -25,7 +25,7 @@ START = [0] * 8  # tokens that the measured steps follow
 SEED = 1
 
 
-K = TypeVar("K", int, Kind)
+K = TypeVar("K", int, Kind, tuple[int, str])
 
 
 def kind_costs(engine: Engine, kinds: tuple[Kind, ...]) -> dict[Kind, float]:
@@ -119,7 +119,7 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, g
     ``fresh``: measure whatever the cache says. Costs that were measured while other work had the processor are not kept.
     """
     path = cache_folder() / f"costs-{cost_key(engine, widths, given)}.json"
-    stored = None if fresh else _kept(path, {str(width): width for width in (1, *widths)})
+    stored = None if fresh else kept(path, {str(width): width for width in (1, *widths)})
     if stored is not None and 1 in stored:
         return stored, True
     with Waiting() as waiting:
@@ -127,7 +127,7 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, g
     if 1 not in costs:
         return {}, False
     if not waiting.much:
-        _keep(path, costs)
+        keep(path, costs)
     return costs, False
 
 
@@ -137,17 +137,17 @@ def cached_kinds(engine: Engine, kinds: tuple[Kind, ...], fresh: bool = False) -
         return {}
     path = cache_folder() / f"costs-{cost_key(engine, kinds)}.json"
     names = {"/".join(map(str, kind)): kind for kind in kinds}
-    stored = None if fresh else _kept(path, names)
+    stored = None if fresh else kept(path, names)
     if stored is not None:
         return stored
     with Waiting() as waiting:
         costs = kind_costs(engine, kinds)
     if costs and not waiting.much:
-        _keep(path, {name: costs[kind] for name, kind in names.items() if kind in costs})
+        keep(path, {name: costs[kind] for name, kind in names.items() if kind in costs})
     return costs
 
 
-def _kept(path: Path, names: dict[str, K]) -> dict[K, float] | None:
+def kept(path: Path, names: dict[str, K]) -> dict[K, float] | None:
     """The costs of an entry by what its names stand for; None if there is none, or it is damaged."""
     try:
         stored = {names[name]: float(ms) for name, ms in json.loads(path.read_text()).items()}
@@ -156,7 +156,7 @@ def _kept(path: Path, names: dict[str, K]) -> dict[K, float] | None:
         return None
 
 
-def _keep(path: Path, costs: Mapping[Any, float]) -> None:
+def keep(path: Path, costs: Mapping[Any, float]) -> None:
     try:
         make_private(path.parent)
         with replacing(path) as file:

@@ -1,6 +1,7 @@
 """Graphs that are built before their steps: on a GPU while it computes, on the CPU before the text or between two steps."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..memory.kv import SPAN
 from ..memory.slots import SlotRange
@@ -55,7 +56,7 @@ class Ahead:
                 if left != entered:
                     self._graphs.get("commit", left, 0, None, entered, left > 1)
 
-    def while_computing(self, role: str, width: int, covered: SlotRange, longest: int, *more: int) -> None:
+    def while_computing(self, role: str, width: int, covered: SlotRange, longest: int, *more: Any) -> None:
         """The device computes a step of this kind, whose sequences are at most ``longest`` tokens long."""
         if role in ("logits", "capture"):
             return

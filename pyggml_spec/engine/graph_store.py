@@ -158,7 +158,8 @@ class GraphStore:
         again = self.slots > 1 and any(reserved == role for reserved, *_ in self._reserved)
         few, live = len(self.spans) if again else max(1, len(self.spans) // MEASURED_SPANS), self.spans[-1]
         ranges = {"prefill": [SlotRange(0, 1)], "plain": list(dict.fromkeys((self.every, SlotRange(0, 1))))}.get(role, [self.every])
-        shapes = list(product(self._widths[role], dict.fromkeys((*self.spans[::few], live)), ranges))
+        sized = product(self._widths[role], dict.fromkeys((*self.spans[::few], live)), ranges)
+        shapes = [(*shape, *more) for shape in sized for more in self.variants(role, shape[0])]
         kept: dict[tuple, Step] = {}
         sizes: dict[tuple, list[int]] = {}  # of each part, in bytes
         drafting, self.drafting = self.drafting, self.can_draft
@@ -183,6 +184,15 @@ class GraphStore:
     def can_draft(self) -> bool:
         """Whether graphs can write drafter rows at all."""
         return False
+
+    def variants(self, role: str, width: int) -> list[tuple]:
+        """What else the graphs of a role differ in that are planned for at load."""
+        return [()]
+
+    def drop(self, role: str, *more: Any) -> None:
+        """Closes the graphs of a role that differ in this from others."""
+        for key in [key for key in self._steps if key[0] == role and key[4:-3] == more]:
+            self._steps.pop(key).graph.close()
 
     def _make(self, role: str, width: int, span: int, covered: SlotRange, *more: Any) -> Step:
         if role not in self._builders:

@@ -3,7 +3,7 @@
 Every graph has ``width`` rows for each slot of its range, one slot after the other; rows that a slot does not need are switched off.
 
 role      rows                        recurrent state               drafter
-prefill   a padded chunk              written directly              K/V rows of the chunk
+prefill   a padded chunk              written directly              K/V rows of the chunk (STREAMED: with copies of the host's weights)
 plain     1                           written directly              features into the ring (one slot), K/V rows (several)
 verify    W, ids from the host        replay, then left unfolded    K/V rows of the block
 draft     -                           -                             drafts the blocks alone, to be looked at before they are verified
@@ -56,6 +56,7 @@ class Carry(NamedTuple):
     rows: Tensor
 
 
+STREAMED = "streamed"
 WITHOUT_LAYERS = 4096  # nodes planned for what stands before and behind the layers; a test counts them
 
 
@@ -185,6 +186,14 @@ class StepGraphs(GraphStore):
     def chunk_width(self, rows: int) -> int:
         """Rows per slot of the graph that computes ``rows`` rows of a prompt."""
         return next(w for w in self._widths["prefill"] if rows <= w)
+
+    def copies(self, rows: int) -> tuple[str, ...]:
+        """What graphs of chunks of so many rows differ in: STREAMED where they compute with copies of weights that lie in host memory."""
+        streams = self.target.weights.streams
+        return (STREAMED,) if streams and rows >= min(stream.rows for stream in streams) else ()
+
+    def variants(self, role: str, width: int) -> list[tuple]:
+        return [(), (STREAMED,)] if role == "prefill" and self.copies(width) else [()]
 
     def certain_span(self, role: str, rows: int) -> int:
         """Cache rows that a step reads which leaves ``rows`` tokens, all of them certain. Exact ones read what llama.cpp would: where a sum
@@ -403,7 +412,14 @@ class StepGraphs(GraphStore):
 
     # -- the graphs
 
-    def _prefill(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
+    def _prefill(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, *more: str) -> dict:
+        self.target.weights.streaming = STREAMED in more
+        try:
+            return self._chunk(g, f, width, span, covered)
+        finally:
+            self.target.weights.streaming = False
+
+    def _chunk(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         out_row: list[Tensor] = []
 
         def given() -> Given:

@@ -81,10 +81,13 @@ class Steps:
         # of the only slot one token of a prompt is a chunk, as it is in a longer prompt; among several it may share a step of plain tokens
         chunk = need > 1 or (len(self._slots) == 1 and isinstance(work[0], Prompt))
         role, width = ("prefill", self._graphs.chunk_width(need)) if chunk else ("plain", 1)
+        copies = self._graphs.copies(width * covered.count) if chunk else ()
+        if copies:
+            self._expect(any(isinstance(item, Prompt) and item.more for item in work.values()))
         more = all(isinstance(item, Prompt) and item.more for item in work.values())
         if more and self._graphs.split and self._parts.io.lane is None:
-            return self._ahead_of(role, width, work, rows, covered, meanwhile)
-        step, times = self.rows(role, work, rows, covered, width, meanwhile)
+            return self._ahead_of(role, width, work, rows, covered, meanwhile, *copies)
+        step, times = self.rows(role, work, rows, covered, width, meanwhile, *copies)
         return self._of_certain(step, width, work, rows, covered, times)
 
     def _of_certain(
@@ -101,11 +104,23 @@ class Steps:
             out[slot] = StepResult(tokens, ids[at : at + 1], True, self._sound(slot, finite), times)
         return out
 
+    def _expect(self, more: bool) -> None:
+        """Whether another chunk of a prompt comes behind the next one."""
+        for stream in self._parts.target.weights.streams:
+            stream.expect(more)
+
     def _ahead_of(
-        self, role: str, width: int, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile
+        self,
+        role: str,
+        width: int,
+        work: Mapping[int, Work],
+        rows: Mapping[int, int],
+        covered: SlotRange,
+        meanwhile: Meanwhile,
+        *more: str,
     ) -> dict[int, StepResult]:
         """Prompts that go on in the next step, which is launched behind this one. What is not finite stays so until their ends."""
-        _, times = self.rows(role, work, rows, covered, width, meanwhile, ahead=True)
+        _, times = self.rows(role, work, rows, covered, width, meanwhile, *more, ahead=True)
         out = {}
         for slot, n in rows.items():
             s = self._slots[slot]
@@ -128,7 +143,7 @@ class Steps:
     ) -> tuple[Step, StepTimes]:
         """Computes rows that are certain, ``width`` of each slot. Cursors stay where they are. ``ahead``: nobody waits for them."""
         step, longest = self._rows(role, work, rows, covered, width, *more)
-        times = self._run(step, role, width, covered, longest, meanwhile, ahead=ahead)
+        times = self._run(step, role, width, covered, longest, meanwhile, *more, ahead=ahead)
         self._after_rows(step, role, width, rows, covered)
         return step, times
 
@@ -266,7 +281,7 @@ class Steps:
             self._parts.boundary.at[list(rows)] = 0
 
     def _run(
-        self, step: Step, role: str, width: int, covered: SlotRange, longest: int, meanwhile: Meanwhile, *more: int, ahead: bool = False
+        self, step: Step, role: str, width: int, covered: SlotRange, longest: int, meanwhile: Meanwhile, *more: Any, ahead: bool = False
     ) -> StepTimes:
         self._parts.last = None if ahead else step
         if step.fields.ahead != ahead:

@@ -96,6 +96,13 @@ class Experts:
         weights, chosen = self._route(g, w, prefix, self._router(g, w, prefix, x) if logits is None else logits)
         # early, so that ggml-cuda finds the whole router in one piece
         g.expand(weights)
+        if w.streams_layer(layer):
+            with w.arrived(g, layer):
+                out = g.mul(
+                    self._beside(g, w, f"{prefix}ffn_down_exps.weight", self._results(g, w, prefix, x, chosen, chosen), chosen), weights
+                )
+                g.expand(out)
+            return self._sum(g, out)
         if w.host_experts is not None and layer in w.host_experts:
             out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots, chosen))
         else:

@@ -21,7 +21,8 @@ _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|down|gate_up)_exps\.\w+")
 class Placement:
     """``hot``: by layer, the experts that the device has, in their order there; a layer that is not named has all of them as always.
 
-    ``n_layer``, ``n_used``, ``glu``: layers of the model, experts per token, and how they gate; ``rows``: rows of the widest step.
+    ``n_layer``, ``n_used``, ``glu``: layers of the model, experts per token, and how they gate; ``rows``: rows of the widest step. ``pinned``: those
+    of the host are to be where the device copies fastest from.
     """
 
     hot: dict[int, tuple[int, ...]]
@@ -29,6 +30,7 @@ class Placement:
     n_used: int
     glu: str
     rows: int = 512
+    pinned: bool = False
 
     def within(self, first: int, end: int) -> "Placement":
         """The part of it for the layers ``first`` to ``end`` - 1."""
@@ -116,8 +118,8 @@ class ExpertOptions:
     count: bool = False
     layers: tuple[int, ...] = ()
 
-    def placement(self, target: Any, rows: int = 512) -> Placement:
-        """Where the experts of ``target`` go; ``rows`` of the widest step.
+    def placement(self, target: Any, rows: int = 512, pinned: bool = False) -> Placement:
+        """Where the experts of ``target`` go; ``rows`` and ``pinned`` as of ``Placement``.
 
         Raises:
             ModelError: the model routes nothing, a fraction outside [0, 1], or a profile that is missing or does not fit.
@@ -142,7 +144,7 @@ class ExpertOptions:
             hot |= {layer: routing.hottest(layer, count) for layer in others}
         elif self.count:
             hot |= dict.fromkeys(others, tuple(range(experts.n_expert)))
-        return Placement(hot, target.n_layer, experts.n_used, experts.glu, rows)
+        return Placement(hot, target.n_layer, experts.n_used, experts.glu, rows, pinned)
 
 
 def overridden(file: GGUFFile, overrides: Sequence[tuple[str, str]]) -> tuple[int, ...]:

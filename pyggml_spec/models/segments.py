@@ -5,14 +5,17 @@ each of them; an embedding that the drafter borrows is on the last one too.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..errors import EngineError, PairError
 from ..ggml.device import Backend
+from ..ggml.graph import Graph
 from ..ggml.host_experts import ExpertCounts
 from ..ggml.library import Tensor
+from ..ggml.weight_stream import WeightStream
 from .base import Target
 from .dflash import DFlash
 from .eagle3 import Eagle3
@@ -226,11 +229,34 @@ class SplitWeights:
     def host_experts(self) -> Any:
         return self._here.host_experts
 
+    def streams_layer(self, layer: int) -> bool:
+        return self._here.streams_layer(layer)
+
+    def arrived(self, g: Graph, layer: int) -> AbstractContextManager[None]:
+        return self._here.arrived(g, layer)
+
     @property
     def backend(self) -> Backend:
         return self._here.backend
 
     # -- of all
+
+    @property
+    def streams(self) -> list[WeightStream]:
+        return [stream for part in self.parts for stream in part.streams]
+
+    @property
+    def streaming(self) -> bool:
+        return self.parts[0].streaming
+
+    @streaming.setter
+    def streaming(self, on: bool) -> None:
+        for part in self.parts:
+            part.streaming = on
+
+    def close_streams(self) -> None:
+        for part in self.parts:
+            part.close_streams()
 
     def expert_counts(self) -> ExpertCounts | None:
         counts = [count for part in self.parts if (count := part.expert_counts()) is not None]

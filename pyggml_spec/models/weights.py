@@ -10,18 +10,21 @@ Experts may be in host memory, all of a layer or all but the hot ones (``placeme
 nothing is copied. On the CPU no expert is repacked then, so that those of both sides go through the same kernel.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
 from ..errors import DeviceError, ModelError
-from ..ggml.device import Backend, free_bytes
+from ..ggml.device import Backend, device_handle, free_bytes
+from ..ggml.graph import Graph
 from ..ggml.host_experts import ExpertCounts, HostExperts, fillers
 from ..ggml.kernels import LANES, Packed, new_packed, pack, packed_shape
 from ..ggml.library import Buffer, BufferType, CData, Context, Tensor, check, ffi, lib, new_err, text
 from ..ggml.shapes import NOT_WEIGHTS
+from ..ggml.weight_stream import WeightStream
 from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
 
@@ -128,10 +131,12 @@ class Weights:
     ``weights[name]`` is a tensor; ``weights.matrix(name)`` a matrix with its scale and bias; ``weights.group(name)`` the matrices of one
     input, as many of them fused as can be. ``alike`` names groups
     of which the same number is fused in each. ``placement`` and ``host``, a CPU backend: experts that are in host memory, and who computes
-    them; ``weights[name]`` holds the hot ones then.
+    them; ``weights[name]`` holds the hot ones then. ``stream``: they are copied to the device for wide chunks of prompts; graphs that are built while
+    ``streaming`` is set compute with the copies.
     """
 
     segments: tuple = ()  # of layers on several devices; see segments.py
+    stream_class = WeightStream  # planning puts one without memory here
 
     def __init__(
         self,
@@ -147,6 +152,10 @@ class Weights:
         self.backend, self.file, self.placement = backend, file, placement
         self.host_experts: HostExperts | None = None
         self.host_bytes = 0
+        self.stream: WeightStream | None = None
+        self.streaming = False
+        self._hosted: dict[int, dict[str, Tensor]] = {}  # by layer and name, experts of which some are the host's
+        self._here: dict[str, Tensor] = {}  # copies of the layer whose nodes are being added
         self._host_buffers: list[Buffer] = []
         self._held: list[tuple[CData, memoryview]] = []  # views of the file's pages that tensors point into
         self._tensors: dict[str, Tensor] = {}
@@ -406,6 +415,7 @@ class Weights:
             layers.setdefault(_layer(spec.name), {})[name] = self._host_tensor(ctx, info, spec.shape)
             if len(hot) < spec.shape[2]:
                 self.host_bytes += info.nbytes
+                self._hosted.setdefault(_layer(spec.name), {})[spec.name] = layers[_layer(spec.name)][name]
         down = next(iter(layers.values()))["down"]
         sizes = {"n_ff": down.ne[0], "n_embd": down.ne[1], "n_expert": down.ne[2]}
         sizes |= {"n_layer": placement.n_layer, "n_used": placement.n_used, "max_rows": placement.rows}
@@ -425,9 +435,9 @@ class Weights:
         tensor = lib.ggml_new_tensor(ctx, info.type, len(shape), shape)
         view = self.file.read(info.name)
         data = ffi.from_buffer(view)
-        address = int(ffi.cast("uintptr_t", data))
-        if address % HOST_ALIGNMENT:
-            buffer = lib.ggml_backend_buft_alloc_buffer(lib.ggml_backend_cpu_buffer_type(), info.nbytes)
+        address, pinned = int(ffi.cast("uintptr_t", data)), self._pinned_type()
+        if address % HOST_ALIGNMENT or pinned is not None:
+            buffer = lib.ggml_backend_buft_alloc_buffer(pinned or lib.ggml_backend_cpu_buffer_type(), info.nbytes)
             if buffer == ffi.NULL:
                 raise DeviceError(f"{self.file.path} needs {info.nbytes >> 20} MiB of host memory for experts, which are not free")
             lib.pgs_attach(buffer, 0, tensor)
@@ -441,6 +451,51 @@ class Weights:
         lib.ggml_backend_buffer_set_usage(buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         self._host_buffers.append(buffer)
         return tensor
+
+    def _pinned_type(self) -> BufferType | None:
+        """Of host memory that the device copies from by itself, at the speed of the bus, where it has such and that is asked for: pages of a file
+        go through a buffer of its driver first."""
+        if self.placement is None or not self.placement.pinned:
+            return None
+        return lib.ggml_backend_dev_host_buffer_type(device_handle(self.backend.device)) or None
+
+    # -- copies of them on the device, for wide chunks of prompts
+
+    def open_stream(self, rows: int) -> WeightStream | None:
+        """Chunks of ``rows`` rows and more compute with copies of the host's experts from now on. Owns the stream, unless there was no memory for it
+        (see its ``fits``); None where all experts are on the device."""
+        if not self._hosted:
+            return None
+        stream = self.stream_class(self.backend, self._hosted, rows)
+        if stream.fits:
+            self.stream = stream
+        return stream
+
+    @property
+    def streams(self) -> list[WeightStream]:
+        return [self.stream] if self.stream is not None else []
+
+    def close_streams(self) -> None:
+        """The host computes all that it has again. No graph over copies may be left."""
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+
+    def streams_layer(self, layer: int) -> bool:
+        """Whether nodes of this layer, added now, are to compute with copies of its experts."""
+        return self.streaming and self.stream is not None and layer in self.stream.layers
+
+    @contextmanager
+    def arrived(self, g: Graph, layer: int) -> Iterator[None]:
+        """Within, ``weights[name]`` are the copies of this layer's experts. All nodes that read them have to be in the graph at the end."""
+        assert self.stream is not None
+        self.stream.begin(g, layer)
+        self._here = self.stream.layers[layer]
+        try:
+            yield
+        finally:
+            self._here = {}
+        self.stream.end(g, layer)
 
     def _make_groups(self, groups: dict, found: dict, fused: dict[str, int]) -> None:
         ctx = self._context(sum(len(members) for members in groups.values()))
@@ -484,14 +539,14 @@ class Weights:
         """There is one device: everything is on it."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return self._here[name] if name in self._here else self._tensors[name]
 
     def get(self, name: str) -> Tensor | None:
         """The tensor, or None where the file has none of that name."""
         return self._tensors.get(name)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._tensors or name in self._here
 
     def matrix(self, name: str) -> Matrix:
         """The matrix ``name`` with its scale and its bias."""
@@ -523,10 +578,12 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device: weights, and the rows that go to and from experts in host memory."""
-        return self.buffer_bytes + (self.host_experts.nbytes if self.host_experts is not None else 0)
+        """Bytes on the device: weights, the rows that go to and from experts in host memory, and copies of those."""
+        rows = self.host_experts.nbytes if self.host_experts is not None else 0
+        return self.buffer_bytes + rows + sum(stream.nbytes for stream in self.streams)
 
     def close(self) -> None:
+        self.close_streams()
         if self.host_experts is not None:
             self.host_experts.close()
         for buffer in self._host_buffers:

@@ -24,6 +24,7 @@ from ..ggml.device import Backend, devices, free_bytes, pick_device
 from ..ggml.devices import pick_devices
 from ..ggml.graph import Role
 from ..ggml.library import ffi, lib
+from ..ggml.weight_stream import WeightStream
 from ..gguf_io import GGUFFile
 from ..memory.kv import SPAN, KVCache
 from ..memory.kv_types import KVTypes
@@ -31,7 +32,7 @@ from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_target
 from ..models.segments import SplitWeights
 from ..models.weights import Weights
-from ..session import DEMO_TARGET, MOST_BYTES, Session, demo_drafters, draft_files, load
+from ..session import DEMO_TARGET, MOST_BYTES, Session, check_offload, demo_drafters, draft_files, load
 
 _ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
 
@@ -46,8 +47,24 @@ class _Pretence:
             tensor.data, tensor.buffer = ffi.cast("void *", _ADDRESS), self.buffer
 
 
+class PlannedStream(WeightStream):
+    """Copies without memory, and nothing to copy."""
+
+    def _allocate(self, home):
+        return _Pretence(self._home_ctx, [home], self.device.default_buffer_type).buffer
+
+    def _fill(self, *_) -> None:
+        """There is nothing to fill."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.need
+
+
 class PlannedWeights(Weights):
     """Weights without memory: each tensor has the buffer type and the fusion that it will have."""
+
+    stream_class = PlannedStream
 
     def __init__(self, backend: Backend, model, placement: Placement | None = None, host: Backend | None = None):
         self._planned = 0
@@ -167,6 +184,7 @@ class Plan:
         free: what the device had free, before anything was loaded.
         largest_context: the longest context up to the trained one that fits, a multiple of 256 or the trained one; 0 if none does.
         split: the devices that share the layers; empty for one. A device that is named twice is one that has to have room for both.
+        copied: bytes of the weights in ``memory`` that are copies of experts in host memory, for prompts (``offload_prompts``).
     """
 
     device: str
@@ -183,6 +201,7 @@ class Plan:
     free: int
     largest_context: int
     split: tuple[PlanPart, ...] = ()
+    copied: int = 0
 
     @property
     def total(self) -> int:
@@ -241,11 +260,13 @@ def plan(
     no_spec: Sequence[str] = (),
     draft_vocab: int | None = None,
     tensor_split: Sequence[float] | None = None,
+    offload_prompts: int | str | None = None,
 ) -> Plan:
     """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
 
     Args:
         device, tensor_split: as of ``load``; None takes the first GPU, or the CPU.
+        offload_prompts: as of ``load``; with "auto", what is taken where copies pay. What does not fit with them is planned without, as it is loaded.
         threads: no number of them changes what is allocated.
         slots: more than 1: ``Session.concurrent`` with so many slots is planned too.
         prefix_memory: counted as if it were full.
@@ -276,6 +297,7 @@ def plan(
         free,
         experts,
         methods(spec, no_spec, draft_vocab),
+        check_offload(offload_prompts),
     )
 
 
@@ -398,6 +420,7 @@ def _plan_on(
     free: int | None,
     experts: ExpertOptions | None,
     spec: Methods,
+    offload: int | str | None,
 ) -> Plan:
     with ExitStack() as stack:
 
@@ -413,7 +436,8 @@ def _plan_on(
         backends = session._open(names, threads, kernels)
         backend, found = backends[-1], [b.device for b in backends]
         options = EngineOptions(n_ctx=n_ctx, width=width, **asked)
-        segments, placed = session._split(backends, shares, options), session._place_experts(experts, threads, max(options.chunk, width))
+        segments = session._split(backends, shares, options)
+        placed = session._place_experts(experts, threads, max(options.chunk, width), offload is not None)
         if segments:
             split = SplitWeights(target, segments, drafter, *placed, lambda done, total: None, PlannedWeights.of_part)
             target.weights = cast(Weights, own(split))
@@ -422,6 +446,7 @@ def _plan_on(
         members = drafter.members if drafter is not None else ()
         for member in members:
             member.weights = own(PlannedWeights(backend, member))
+        session._open_streams(offload)
 
         def memory_of(context: int, slots: int) -> tuple[dict[str, int], dict[str, int], list[int]]:
             """By purpose, by role, and on each device: of several slots without the weights."""
@@ -447,20 +472,24 @@ def _plan_on(
             layers = [str(segment) for segment in segments] or [""]
             return tuple(PlanPart(d.name, what, n, room) for d, what, n, room in zip(found, layers, totals, rooms, strict=True))
 
+        parts = on_devices(n_ctx)
+        if target.weights.streams and not _fit(parts):  # nor are they taken at load
+            target.weights.close_streams()
+            parts = on_devices(n_ctx)
         (memory, roles, _), slots_memory = memory_of(n_ctx, 1), of_slots(n_ctx)
         by_type: dict[str, int] = {}
         for weights in (target.weights, *(member.weights for member in members)):
             for name, nbytes in weights.bytes_by_type.items():
                 by_type[name] = by_type.get(name, 0) + nbytes
         trained = target.context_length
-        largest, parts = _largest(lambda context: _fit(on_devices(context)), trained), on_devices(n_ctx)
+        largest = _largest(lambda context: _fit(on_devices(context)), trained)
         room = sum({part.device: part.free for part in parts}.values())
         draft_shapes = drafter.kv_shapes() if drafter is not None else ()
         per_token = sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, draft_shapes))
         host_bytes = target.weights.host_bytes
         return Plan(
             ",".join(d.name for d in found), n_ctx, trained, memory, slots, slots_memory, prefix_memory, by_type, roles, host_bytes, per_token,
-            room, largest, parts if segments else ()
+            room, largest, parts if segments else (), sum(stream.nbytes for stream in target.weights.streams)
         )  # fmt: skip
 
 

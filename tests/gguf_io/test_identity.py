@@ -112,7 +112,7 @@ def test_it_is_remembered_whoever_made_the_cache_folder(model, cache, monkeypatc
     """With a umask of 002, usual where users have groups of their own, the folder that others of us made was open to the group, and never believed."""
     old = os.umask(0o002)
     try:
-        probe._remember(cache / "probe-x.json", probe.Fitness()) if first == "probe" else calibrate._keep(cache / "costs-x.json", {1: 1.0})
+        probe._remember(cache / "probe-x.json", probe.Fitness()) if first == "probe" else calibrate.keep(cache / "costs-x.json", {1: 1.0})
     finally:
         os.umask(old)
     named(model)

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from random_gguf.archs import WRITERS, write_gemma4, write_laguna, write_qwen35moe
+from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
@@ -84,6 +84,17 @@ def test_experts_in_host_memory(tmp_path, write, host_layers, residency):
     whole = plan(*pair, device="CPU", n_ctx=300)
     saved = sum(whole.weights_by_type.values()) - sum(planned.weights_by_type.values())
     assert (planned.host_bytes > 0) == (saved > 0) == (residency != 1.0) and saved <= planned.host_bytes
+
+
+@pytest.mark.parametrize("write", [write_qwen35moe, write_gpt_oss])
+def test_copies_of_experts_for_prompts(tmp_path, write):
+    """Two layers of them, of the largest; what has no room is planned without, as it is loaded."""
+    path = write(tmp_path / "t.gguf", Shape(), "Q4_K")
+    options = {"device": "CPU", "n_ctx": 300, "experts": ExpertOptions(3)}
+    without, planned = plan(path, **options), _assert_exact(path, None, n_ctx=300, experts=ExpertOptions(3), offload_prompts=1)
+    assert 0 < planned.copied == planned.memory["weights"] - without.memory["weights"] < planned.host_bytes
+    tight = plan(path, **options, offload_prompts=1, free=without.total)
+    assert tight.fits and (tight.copied, tight.memory) == (0, without.memory)
 
 
 def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):

@@ -1,0 +1,236 @@
+"""Prompts with experts in host memory, computed on the device with copies of them: the bits of a model that is wholly there, and memory that is
+taken only where it fits. One CPU plays the device, another the host."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from models.test_placement import WRITERS
+from pairs import write_pair
+from random_gguf.archs import write_gpt_oss, write_qwen35moe
+from random_gguf.model import Shape, write_dflash
+
+import pyggml_spec as ps
+from pyggml_spec.decode import copying
+from pyggml_spec.decode.request import SPECULATIVE, LoopOptions
+from pyggml_spec.errors import EngineError
+from pyggml_spec.ggml.device import Backend
+from pyggml_spec.ggml.library import ffi
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.memory.prefix import layout_of
+from pyggml_spec.models.placement import ExpertOptions, Routing, routed_layers
+from pyggml_spec.models.registry import open_target
+
+IDS = np.random.default_rng(4).integers(0, 256, 150).tolist()
+ALL = ExpertOptions(-1)
+
+
+@contextmanager
+def loaded(target, draft=None, experts=ALL, rows=1, **more):
+    more = {"device": "CPU", "threads": 1, "n_ctx": 256, "chunk": 64, "kernels": "ggml", "prefix_memory": 0} | more
+    with ps.load(target, draft, experts=experts, offload_prompts=rows, **more) as session:
+        yield session
+
+
+def counts(session):
+    """Bytes copied, and chunks that computed with copies."""
+    found = [stream.counts() for stream in session.target.weights.streams]
+    return [(count.bytes, count.chunks) for count in found]
+
+
+def seen(session, ids=IDS):
+    """The logits behind prompts of one, two and three chunks, and text."""
+    out = []
+    for end in (1, 40, 65, len(ids)):
+        session.engine.reset()
+        session.engine.prefill(ids[:end])
+        out.append(session.engine.candidates(0)[1].copy())
+    return np.array(out), session.generate(ids[:90], 12, ignore_end=True)[0]
+
+
+def resident(path):
+    """What a model gives all of whose experts are on the device, where none is repacked."""
+    with loaded(path, experts=ExpertOptions(count=True), rows=None) as session:
+        found = seen(session)
+        assert np.isfinite(found[0]).all()
+        return found
+
+
+def check_same(path, want, experts, hosted):
+    with loaded(path, experts=experts) as session:
+        found = seen(session)
+        np.testing.assert_array_equal(found[0], want[0])
+        assert found[1] == want[1]
+        (stream,) = session.target.weights.streams
+        assert (len(stream.layers), stream.counts().chunks) == (hosted, 1 + 1 + 2 + 3 + 2)
+
+
+@pytest.mark.parametrize("arch", ["qwen35moe-joined", "laguna", "gemma4", "deepseek2"])
+def test_bits_are_those_of_experts_on_the_device(tmp_path, arch):
+    path = WRITERS[arch](tmp_path / "t.gguf", Shape(), "Q4_K")
+    with GGUFFile(path) as file:
+        hosted = len(routed_layers(open_target(file)))
+    check_same(path, resident(path), ALL, hosted)
+
+
+@pytest.mark.parametrize("quant", ["F32", "MXFP4"])
+def test_wherever_the_others_are(tmp_path, quant):
+    """Of one layer, of two, and of layers of which half is on the device."""
+    path, profile = write_gpt_oss(tmp_path / "t.gguf", Shape(), quant), tmp_path / "p.json"
+    profile.write_text(Routing("t", 1, dict.fromkeys(range(4), np.arange(8))).to_json())
+    want = resident(path)
+    for experts, hosted in ((ExpertOptions(1), 1), (ExpertOptions(2), 2), (ExpertOptions(0, 0.5, profile), 4)):
+        check_same(path, want, experts, hosted)
+    if quant == "F32":
+        with loaded(path, experts=None, rows=None) as session:
+            np.testing.assert_array_equal(seen(session)[0], want[0])
+
+
+def test_each_chunk_copies_each_layer_once_and_what_is_there_stays(tmp_path):
+    """Behind a chunk that another one follows, its first layers are on their way; two layers and fewer are copied once for all."""
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(n_layer=5))
+    for layers, first, then in ((1, 1, 0), (2, 2, 0), (3, 3, 2), (4, 4, 4), (5, 5, 5)):
+        with loaded(path, experts=ExpertOptions(layers)) as session:
+            (stream,) = session.target.weights.streams
+            one = stream.layer_bytes // layers
+            session.engine.prefill(IDS[:60])
+            assert counts(session) == [(first * one, 1)]
+            session.engine.reset()
+            session.engine.prefill(IDS[:60])
+            assert counts(session) == [((first + then) * one, 2)]
+            session.engine.reset()
+            session.engine.prefill(IDS)
+            assert counts(session) == [((first + 4 * then) * one, 5)]
+
+
+def test_narrow_chunks_are_the_hosts(tmp_path):
+    path = write_qwen35moe(tmp_path / "t.gguf")
+    with loaded(path, rows=64) as session:
+        session.engine.prefill(IDS[:130])  # 64, 64 and 2, in a chunk of 32
+        assert counts(session)[0][1] == 2
+        assert session.engine.expert_counts()["chosen"] == 32 * session.target.experts.n_used * session.target.n_layer
+        assert "chunks of prompts of 64 rows or more compute on CPU with copies of the experts of 4 layers" in " ".join(session.notes)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2, 3)])
+def test_several_devices(tmp_path, cuts):
+    """Each with copies of its own layers; chunks follow each other without anybody waiting."""
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0")
+    with loaded(path, rows=None) as session:
+        want = seen(session)
+    bounds = [0, *cuts, 4]
+    shares = [b - a for a, b in zip(bounds, bounds[1:])]  # noqa: RUF007
+    with loaded(path, device=",".join(["CPU"] * len(shares)), tensor_split=shares) as session:
+        found = seen(session)
+        assert [chunks for _, chunks in counts(session)] == [9] * len(shares)
+        assert sum(stream.nbytes for stream in session.target.weights.streams) > 0
+    np.testing.assert_array_equal(found[0], want[0])
+    assert found[1] == want[1]
+
+
+def test_slots_and_prefixes(tmp_path):
+    shape = Shape()
+    target, draft = write_qwen35moe(tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
+    texts, layouts = [], []
+    for rows in (None, 1, 33):
+        with loaded(target, draft, rows=rows, draft_width=4, prefix_memory=1 << 24) as session:
+            layouts.append(layout_of(session.engine, dict.fromkeys(("pyggml_spec", "llama_cpp_python", "ggml_commit"), "")))
+            texts.append([session.generate(IDS[:end], 10, ignore_end=True)[0] for end in (70, 140, 140)])
+            with session.batch(3) as scheduler:
+                streams = [scheduler.submit(IDS[: 50 + 30 * i], LoopOptions(10, SPECULATIVE)) for i in range(4)]
+                scheduler.run()
+                texts[-1] += [list(stream.tokens) for stream in streams]
+            if rows is not None:
+                assert counts(session)[0][1] > 3
+    assert texts[0] == texts[1] == texts[2]
+    assert len(set(layouts)) == 3
+
+
+def test_what_has_no_room_is_said_and_left(tmp_path, monkeypatch):
+    path = write_qwen35moe(tmp_path / "t.gguf")
+    with loaded(path, rows=None) as session:
+        want, memory = seen(session), session.engine.memory()["weights"]
+    allocate = Backend.allocate
+    monkeypatch.setattr(
+        Backend, "allocate", lambda self, ctx, *more: ffi.NULL if "weight_stream" in _caller() else allocate(self, ctx, *more)
+    )
+    with loaded(path) as session:
+        assert "prompts of experts in host memory are computed by the CPU: copies of two layers need" in session.notes[-1]
+        assert session.engine.memory()["weights"] == memory and counts(session) == []
+        np.testing.assert_array_equal(seen(session)[0], want[0])
+
+
+def _caller() -> str:
+    import sys
+
+    return sys._getframe(2).f_code.co_filename
+
+
+def test_an_engine_that_has_no_room_beside_copies_goes_without(tmp_path, monkeypatch):
+    path = write_qwen35moe(tmp_path / "t.gguf")
+    from pyggml_spec import session as session_module
+
+    class Tight(session_module.Engine):
+        def __init__(self, backend, target, drafter, options):
+            if target.weights.streams:
+                raise EngineError("there is no memory for a compute buffer")
+            super().__init__(backend, target, drafter, options)
+
+    monkeypatch.setattr(session_module, "Engine", Tight)
+    with loaded(path) as session:
+        assert session.notes[-1].endswith("with copies of two layers on the device, there is no memory for a compute buffer")
+        assert not session.target.weights.streams
+
+
+@pytest.mark.parametrize("faster", [32, 64, None])
+def test_copies_are_taken_from_where_they_are_faster(tmp_path, monkeypatch, faster):
+    """Measured once: the next session knows. What never pays gives its memory back."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, asked = write_qwen35moe(tmp_path / "t.gguf"), []
+
+    def cost(engine, rows, copies):
+        asked.append((rows, copies))
+        return 20.0 if copies else 30.0 if faster is not None and rows >= faster else 10.0
+
+    monkeypatch.setattr(copying, "chunk_cost", cost)
+    monkeypatch.setattr(copying.Waiting, "__exit__", lambda *_: None)
+    for _ in range(2):
+        with loaded(path, rows="auto") as session:
+            streams, note = session.target.weights.streams, session.notes[-1]
+            memory = session.engine.memory()["weights"]
+            session.engine.prefill(IDS[:40])
+            if faster is None:
+                assert not streams and "a chunk of 64 rows takes 10 ms there, and 20 ms with copies on CPU" in note
+            else:
+                assert (
+                    streams[0].rows == faster
+                    and f"of {faster} rows or more" in note
+                    and f"{faster} rows take 20 ms, by the CPU 30 ms" in note
+                )
+                assert counts(session)[0][1] == 1  # 40 rows are a chunk of 64
+    assert asked == [(rows, copies) for rows in (32, 64) if rows <= (faster or 64) for copies in (False, True)]
+    with loaded(path, rows=None) as session:
+        assert (session.engine.memory()["weights"] == memory) == (faster is None)
+
+
+def test_what_a_chunk_takes_is_measured_in_both_ways(tmp_path):
+    with loaded(write_qwen35moe(tmp_path / "t.gguf"), rows="auto") as session:
+        if not session.target.weights.streams:
+            session.target.weights.open_stream(1)
+        before = counts(session)[0][1]
+        assert copying.chunk_cost(session.engine, 32, False) > 0 and counts(session)[0][1] == before
+        assert copying.chunk_cost(session.engine, 32, True) > 0 and counts(session)[0][1] == before + 1 + copying.RUNS
+
+
+def test_refusals(tmp_path):
+    routed, (dense, _) = write_qwen35moe(tmp_path / "r.gguf"), write_pair(tmp_path, "qwen35")
+    for path, experts, rows, words in (
+        (routed, None, 1, "`offload_prompts` is for routed experts that lie in host memory, and none do"),
+        (routed, ExpertOptions(0, 1.0), 1, "and none do"),
+        (routed, ExpertOptions(count=True), 1, "and none do"),
+        (dense, None, "auto", "and none do"),
+        (routed, ALL, 0, "has to be a whole number from 1 to"),
+        (routed, ALL, "always", "what `offload_prompts` asks for beside 'auto', rows of a chunk, is 'always'"),
+    ):
+        with pytest.raises(EngineError, match=words), loaded(path, experts=experts, rows=rows):
+            pass
