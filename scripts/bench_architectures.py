@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from make_random_gguf import MODELS, write_pair
+from make_random_gguf import DRAFTERS, MODELS, write_pair
 
 DEFAULT = ("35B-A3B", "gemma4-26B-A4B", "laguna-XS.2", "gemma4-31B", "qwen3-8B", "llama-8B")
 TESTS = {"pp512": "prompt, 512 tokens", "pp4096": "prompt, 4096 tokens", "tg128": "plain decoding", "spec": "DFlash"}
@@ -42,12 +42,14 @@ def run_within(command: list[str], seconds: float, log: Path) -> str:
 def measure(name: str, args, out: Path) -> str:
     """Writes the pair, measures it, deletes it. Returns why there are no figures, or nothing."""
     started = time.monotonic()
-    pair = write_pair(name, args.quant, args.models_dir, args.layers)
+    pair = write_pair(name, args.quant, args.models_dir, args.layers, args.drafter)
     print(f"{name}: written in {time.monotonic() - started:.0f} s, {sum(p.stat().st_size for p in pair) / 1e9:.1f} GB", flush=True)
     script = Path(__file__).with_name("bench_vs_llamacpp.py")
     command = [sys.executable, str(script), "--tools", str(args.tools), "-m", str(pair[0]), "-md", str(pair[1]), "--device", args.device]
     command += ["--synthetic-acceptance", str(args.synthetic_acceptance), "-r", str(args.rounds), "-n", str(args.tokens), "--out", str(out)]
     command += ["-p", args.prompts, "--n-cpu-moe", str(args.n_cpu_moe)] + (["-t", str(args.threads)] if args.threads else [])
+    command += ["--again"] if args.again else []
+    command += ["--host-layers", str(args.host_layers)] + (["--offload-prompts", args.offload_prompts] if args.offload_prompts else [])
     try:
         return run_within(command, args.budget - (time.monotonic() - started), args.models_dir / f"{name}.log")
     finally:
@@ -101,7 +103,11 @@ def main() -> None:
     parser.add_argument("-p", "--prompts", default="512,4096")
     parser.add_argument("-t", "--threads", type=int)
     parser.add_argument("--n-cpu-moe", type=int, default=0, help="layers whose experts are in host memory, in every leg")
+    parser.add_argument("--host-layers", type=int, default=0, help="layers that the CPU has beside the device, in every leg")
+    parser.add_argument("--offload-prompts", metavar="ROWS", help="of pyspec; auto or a number")
     parser.add_argument("--layers", type=int, help="layers of each target (default: as published)")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="dflash")
+    parser.add_argument("--again", action="store_true", help="also a text that was written before, with `--spec-type suffix`")
     parser.add_argument("--models-dir", type=Path, default=Path("models"))
     parser.add_argument("--keep", action="store_true", help="leave the model files there")
     parser.add_argument("--label", default="h200")

@@ -7,7 +7,8 @@
 Legs, interleaved round by round: llama-bench (prompt processing and plain decoding), llama-server with draft-dflash (block 16,
 --spec-draft-n-max 15, greedy, --backend-sampling), and pyspec. llama-server keeps running beside pyspec; only one of them computes at a time.
 Without -md, the MTP layer of the target's own file drafts: there is one llama-server for each number of drafts of --n-max then, and the
-fastest of them is what pyspec is compared with. --rates are shares of blocks in which each position's draft is accepted, for both.
+fastest of them is what pyspec is compared with. --n-cpu-moe and --host-layers keep weights in host memory in every leg (llama.cpp then computes prompts
+on the device, with copies); --offload-prompts lets pyspec do so too. --rates are shares of blocks in which each position's draft is accepted, for both.
 Prints a table of medians and writes every single figure. Where llama-server cannot run the pair, its speculative leg is left out and the
 reason is written down.
 """
@@ -23,11 +24,13 @@ from pathlib import Path
 from llama_server import LlamaServer, ServerEnded, environment
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import PLAIN, LoopOptions
+from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.decode.scheduler import generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.ggml.library import versions
+from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions
+from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.bench import BenchOptions, bench
 
 PROMPT = [100 + 7 * i % 200 for i in range(64)]
@@ -99,6 +102,25 @@ def complete(server: LlamaServer, tokens: int) -> dict:
     return server.post("/completion", prompt=PROMPT, n_predict=tokens, temperature=0, ignore_eos=True, cache_prompt=False)["timings"]
 
 
+def again(args, device: str, more: dict) -> str:
+    """A text that was written before, plainly and with what came before as drafts (`--spec-type suffix`), in turn: tokens per second."""
+    speeds: dict[str, list[float]] = {PLAIN: [], SPECULATIVE: []}
+    texts, drafted = [], []
+    with ps.load(args.model, device=device, threads=args.threads, n_ctx=args.ctx, spec=["suffix"], **more) as session:
+        for at in range(args.rounds + 1):  # the first one writes it
+            for mode, runs in speeds.items():
+                text, stats = session.generate(PROMPT, args.tokens, mode=mode, ignore_end=True)
+                if at:
+                    runs.append(stats.tokens_per_second)
+                    texts.append(text)
+                    drafted += [stats.tokens_per_step] if mode == SPECULATIVE else []
+    plain, suffix = (statistics.median(runs) for runs in speeds.values())
+    return (
+        f"written again: plain {plain:.1f}, suffix {suffix:.1f}, {suffix / plain:.2f}, {statistics.median(drafted):.1f} tokens per step, "
+        f"{'one text' if len(set(texts)) == 1 else f'{len(set(texts))} texts of {len(texts)}'}"
+    )
+
+
 def device_memory_used(device: str) -> int:
     d = next(d for d in ps.devices() if d.name == device)
     return d.memory_total - d.memory_free
@@ -120,9 +142,16 @@ def main() -> None:
     parser.add_argument("--n-max", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 4])
     parser.add_argument("--draft-width", type=int)
     parser.add_argument("--n-cpu-moe", type=int, default=0, help="layers whose experts are in host memory, in every leg")
+    parser.add_argument(
+        "--host-layers", type=int, default=0, help="layers that the CPU has beside the device, the first ones, in every leg"
+    )
+    parser.add_argument("--offload-prompts", type=lambda text: text if text == "auto" else int(text), help="as of pyspec: ROWS or auto")
+    parser.add_argument("--again", action="store_true", help="also a text that was written before, plainly and with `--spec-type suffix`")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.ngl = 0 if args.device == "CPU" else 99
+    with GGUFFile(args.model) as file:
+        n_layer = open_target(file).n_layer
+    args.ngl = 0 if args.device == "CPU" else n_layer + 1 - args.host_layers if args.host_layers else 99  # the head counts as a layer
     prompts = [int(p) for p in args.prompts.split(",")]
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
@@ -133,10 +162,14 @@ def main() -> None:
 
     used = [device_memory_used(args.device)]
     more = {"experts": ExpertOptions(args.n_cpu_moe)} if args.n_cpu_moe else {}
+    more["offload_prompts"] = args.offload_prompts
+    device = args.device
+    if args.host_layers:
+        device, more["tensor_split"] = f"CPU,{args.device}", [args.host_layers, n_layer - args.host_layers]
     sizes = {"n_ctx": args.ctx, "draft_width": args.draft_width}
-    session = ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, **sizes, **more)
+    session = ps.load(args.model, args.model_draft, device=device, threads=args.threads, **sizes, **more)
     used.append(device_memory_used(args.device))
-    notes, rows = [], []
+    notes, rows = list(session.notes), []
     with session, contextlib.ExitStack() as stack:
         servers = serving(args, stack, notes)
         used.append(device_memory_used(args.device))
@@ -172,6 +205,8 @@ def main() -> None:
             if theirs
             else f"| {test} | - | {ours:.1f} | - |"
         )
+    if args.again:
+        notes.append(again(args, device, more))
     for note in notes:
         print(note)
     for row in rows:

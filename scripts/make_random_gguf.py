@@ -3,6 +3,7 @@
 
     make_random_gguf.py 35B-A3B --quant Q4_K --out models/
     make_random_gguf.py 27B 4B --mtp --out models/          (targets with an MTP layer behind the others, and no drafter)
+    make_random_gguf.py 4B --twin --drafter dflash2 --out models/
 
 ``--quant`` is a tensor type, or Q4_K_M or Q5_K_M, which mix types as llama-quantize does.
 Shapes are those of the published configurations; where a drafter has none, it is as wide as its target. ``--layers`` cuts the target
@@ -13,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from random_gguf.archs import (
@@ -27,8 +29,10 @@ from random_gguf.archs import (
     write_qwen3next,
     write_qwen35moe,
 )
+from random_gguf.dflash2 import write_dflash2
 from random_gguf.model import Shape, write_dflash, write_qwen35
 from random_gguf.mtp import write_mtp_target
+from random_gguf.twin import write_twin
 
 
 @dataclass(frozen=True)
@@ -113,20 +117,23 @@ def cut(shape: Shape, layers: int) -> Shape:
     return replace(shape, n_layer=layers, target_layers=tuple(min(v, layers - 1) for v in shape.target_layers))
 
 
-def write_pair(name: str, quant: str, out: Path, layers: int | None = None) -> tuple[Path, Path]:
+DRAFTERS = {"dflash": write_dflash, "dflash2": partial(write_dflash2, block=16, group_size=128, rank=256)}
+
+
+def write_pair(name: str, quant: str, out: Path, layers: int | None = None, drafter: str = "dflash") -> tuple[Path, Path]:
     """Writes target and drafter of ``MODELS[name]`` unless they are there. Returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     model, label = MODELS[name], name if layers is None else f"{name}-{layers}-layers"
     shape = model.shape if layers is None else cut(model.shape, layers)
     paths = []
-    for kind in ("target", "drafter"):
+    for kind in ("target", "drafter" if drafter == "dflash" else drafter):
         path = out / f"{label}-{quant}-{kind}.gguf"
         if not path.exists():
             part = path.with_suffix(".part")
             if kind == "target":
                 model.write(part, shape, quant, **model.options)
             else:
-                write_dflash(part, shape, "Q8_0" if quant == "MXFP4" else quant, **model.draft_options)  # a type of experts
+                DRAFTERS[drafter](part, shape, "Q8_0" if quant == "MXFP4" else quant, **model.draft_options)  # a type of experts
             part.rename(path)
         paths.append(path)
     return paths[0], paths[1]
@@ -161,11 +168,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="layers of the target (default: as published)")
     parser.add_argument("--out", type=Path, default=Path("models"))
     parser.add_argument("--mtp", action="store_true", help="targets with an MTP layer, without drafters")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="dflash")
+    parser.add_argument("--twin", action="store_true", help="the same target in F32 too, for scripts/parity_table.py --twin")
     args = parser.parse_args()
     for name in args.model:
         started = time.perf_counter()
         wanted = name, args.quant, args.out, args.layers
-        paths = (write_with_mtp(*wanted),) if args.mtp else write_pair(*wanted)
+        paths: tuple[Path, ...] = (write_with_mtp(*wanted),) if args.mtp else write_pair(*wanted, args.drafter)
+        if args.twin:
+            paths += (write_twin(paths[0], paths[0].with_suffix(".f32.gguf")),)
         print(*(f"{path}  {path.stat().st_size / 1e9:.2f} GB" for path in paths), f"{time.perf_counter() - started:.1f} s", sep="  ")
 
 

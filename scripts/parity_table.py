@@ -2,26 +2,34 @@
 """Logits of pyspec against llama.cpp's, for every architecture, weight type, cache type and prompt length: the table of docs/parity.md.
 
     parity_table.py [--device CPU] [--tokens 1,37,300,1500]
+    parity_table.py -m model.gguf [--twin model.f32.gguf] [--text file.txt] --device CUDA0 --tokens 37,300
 
 Models are tiny and random (random norms, gates, routers; sliding windows of 24). Each cell is the NMSE of all logits; 0 is bit-equality.
 Models with a sliding window get another cell for the longest prompt, with every position kept as llama.cpp keeps them instead of a ring.
-Exit code 3 if that cell or one of a prompt that no ring wraps in is above 1e-10, another above 1e-6, or a row's argmax differs: behind the end of a
+With -m it is one model's logits instead, and nothing is judged: a twin (``make_random_gguf.py --twin``) has the same numbers in F32, and says whose
+logits are how far from them; of a text, the perplexity of both engines, as llama-perplexity counts it. Without -m, exit code 3 if that cell or one of a prompt that no ring wraps in is above 1e-10, another above 1e-6, or a row's argmax differs: behind the end of a
 ring more than one row's.
 """
 
 import argparse
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+import pyggml_spec as ps
+
+# isort: split
+import numpy as np
 from random_gguf.archs import WRITERS as ALL
 from random_gguf.archs import write_gemma4
 from random_gguf.model import Shape
 
 from pyggml_spec.engine.parts import Parts
+from pyggml_spec.ggml.device import pick_device
 from pyggml_spec.memory.kv import KVCache
-from pyggml_spec.tools.compare import compare_logits
+from pyggml_spec.tools.compare import CHUNK, compare_logits, nmse
+from pyggml_spec.tools.reference import LlamaReference
 
 WRITERS = ALL | {"gemma4 routed": lambda *args: write_gemma4(*args, n_per_layer=0, shared=False, routed=True)}
 WEIGHTS = ("F32", "Q8_0", "Q4_K")
@@ -42,13 +50,74 @@ def every_position():
         Parts.kv_class = before
 
 
+def ours(path: str, prompts: list[list[int]], args) -> list[np.ndarray]:
+    """Our logits behind every token of each prompt."""
+    n_ctx = max(map(len, prompts))
+    with ps.load(path, device=args.device, threads=args.threads, kernels=args.kernels, n_ctx=n_ctx, prefix_memory=0) as session:
+        out = []
+        for prompt in prompts:
+            session.engine.reset()
+            out.append(session.engine.logits(prompt))
+        return out
+
+
+def theirs(path: str, prompts: list[list[int]], args) -> list[np.ndarray]:
+    """llama.cpp's."""
+    out = []
+    for prompt in prompts:
+        with closing(LlamaReference(path, pick_device(args.device), max(map(len, prompts)), CHUNK, args.threads)) as reference:
+            out.append(reference.logits(prompt))
+    return out
+
+
+def loss(logits: np.ndarray, prompt: list[int]) -> float:
+    """The mean negative logarithm of what each token of a chunk's second half had been given."""
+    first = len(prompt) // 2
+    rows = logits[first : len(prompt) - 1].astype(np.float64)
+    rows -= rows.max(axis=1, keepdims=True)
+    given = rows[np.arange(len(rows)), prompt[first + 1 :]]
+    return float(np.mean(np.log(np.exp(rows).sum(axis=1)) - given))
+
+
+def of_one_model(args, lengths: list[int]) -> None:
+    with ps.load(args.model, device="CPU", threads=args.threads, kernels="ggml", n_ctx=CHUNK, prefix_memory=0) as session:
+        n_vocab = session.target.n_vocab
+        text = session.tokenizer.encode(args.text.read_text(errors="replace")) if args.text else []
+    prompts = [np.random.default_rng(n).integers(0, n_vocab, n).tolist() for n in lengths]
+    mine, other = ours(args.model, prompts, args), theirs(args.model, prompts, args)
+    exact = ours(args.twin, prompts, args) if args.twin else None
+    for i, n in enumerate(lengths):
+        line = f"{n} tokens: NMSE of pyspec to llama.cpp {nmse(mine[i], other[i]):.2g}"
+        if exact is not None:
+            line += f", to the twin in F32: pyspec {nmse(mine[i], exact[i]):.2g}, llama.cpp {nmse(other[i], exact[i]):.2g}"
+        print(line, flush=True)
+    chunks = [text[at : at + CHUNK] for at in range(0, len(text) - CHUNK + 1, CHUNK)][: args.chunks]
+    if args.text and not chunks:
+        sys.exit(f"{args.text} has {len(text)} tokens, and a perplexity needs {CHUNK}")
+    if chunks:
+        losses = [
+            [loss(logits, chunk) for logits, chunk in zip(get(args.model, chunks, args), chunks, strict=True)] for get in (ours, theirs)
+        ]
+        print(f"perplexity of {len(chunks)} chunks of {CHUNK} tokens: " + ", ".join(
+            f"{who} {np.exp(np.mean(values)):.4f}" for who, values in zip(("pyspec", "llama.cpp"), losses, strict=True)
+        ))  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", default="1,37,300,1500", help="prompt lengths")
+    parser.add_argument("-m", "--model", help="one model instead of tiny ones")
+    parser.add_argument("--twin", help="with -m: the same numbers in F32")
+    parser.add_argument("--text", type=Path, help="with -m: a text whose perplexity is computed")
+    parser.add_argument("--chunks", type=int, default=80, help=f"of {CHUNK} tokens of it at most")
+    parser.add_argument("--kernels", choices=("own", "ggml"), help="with -m, of pyspec on a CPU")
     args = parser.parse_args()
     lengths = [int(n) for n in args.tokens.split(",")]
+    if args.model:
+        of_one_model(args, lengths)
+        return
     cases = [(weight, "f16", "f16") for weight in WEIGHTS] + [("F32", *cache) for cache in CACHES]
     failed = 0
     columns = [f"{n} tokens" for n in lengths] + [f"{lengths[-1]}, no ring"]
