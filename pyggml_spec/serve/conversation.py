@@ -87,10 +87,13 @@ def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
     progress = fields.flag(body, "return_progress") and fields.flag(body, "stream")
     common = progress, fields.flag(body, "speculation")
     asks: list[Ask] | None = None
-    if called and not forced and _calls_in_json(served.template.source) and not _may_think(served, body):
+    notation = calls_notation(served.template.source)
+    if called and not forced and notation is not None and not _may_think(served, body):
         several = fields.flag(body, "parallel_tool_calls", True)
         with suppress(ApiError, SamplingError):  # what cannot be promised of a call that may come is read from the text
-            asks = sequence_asks(served, body, prompt.ids, n_probs, ("lark", calls_grammar(called, several)), key, *common, (CALL,))
+            asks = sequence_asks(
+                served, body, prompt.ids, n_probs, ("lark", calls_grammar(called, several, notation)), key, *common, (CALL,)
+            )
     if asks is None:
         asks = sequence_asks(served, body, prompt.ids, n_probs, constraint, key, *common)
     reasoning = _reasoning(served, body) and (constraint is None or bool(asks[0].sampling and asks[0].sampling.triggers))
@@ -260,9 +263,28 @@ def _choice(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> str:
     return choice
 
 
-def _calls_in_json(source: str) -> bool:
-    """Whether a template's calls are JSON objects between markers, as Qwen 3 and Hermes write them."""
-    return CALL in source and "arguments" in source and "<function=" not in source and "<arg_key>" not in source
+@dataclass(frozen=True)
+class Tags:
+    """How arguments are written one by one: the call with ``{}`` for the tool's name, what ends it, an argument's name, and what ends its value."""
+
+    call: str
+    end_call: str
+    name: str
+    end: str
+
+
+TAGS = {  # by what templates of this notation have
+    "<function=": Tags("<function={}>", "</function>", "<parameter={}>", "</parameter>"),  # Qwen 3.5, Qwen 3 Coder
+    "<arg_key>": Tags("{}", "", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),  # Laguna
+}
+
+
+def calls_notation(source: str) -> Tags | str | None:
+    """What a template writes between <tool_call> and </tool_call>: arguments in tags, or "json", as Qwen 3 and Hermes do; None without these markers."""
+    if CALL not in source:
+        return None
+    tags = next((tags for mark, tags in TAGS.items() if mark in source), None)
+    return tags if tags is not None else "json" if "arguments" in source else None
 
 
 def _may_think(served: Served, body: Mapping[str, Any]) -> bool:
@@ -270,10 +292,55 @@ def _may_think(served: Served, body: Mapping[str, Any]) -> bool:
     return END_THINK in served.template.source and _template_arguments(served, body)[0] is not False
 
 
-def calls_grammar(tools: Sequence[dict[str, Any]], several: bool) -> str:
-    """Lark text of one call between its markers, or of ``several``. Raises ApiError, as ``call_schema``."""
+def calls_grammar(tools: Sequence[dict[str, Any]], several: bool, notation: Tags | str = "json") -> str:
+    """Lark text of one call between its markers, or of ``several``. Raises ApiError, as ``call_schema``, or where tags cannot hold what is asked for."""
     more = "(SPACE call)*" if several else ""
-    return f'start: call {more}\ncall: "{CALL}" SPACE json SPACE "{END_CALL}"\nSPACE: /[ \\n]{{0,4}}/\njson: %json {call_schema(tools)}\n'
+    inside = f"inside: %json {call_schema(tools)}\n" if isinstance(notation, str) else _tagged_calls(tools, notation)
+    return f'start: call {more}\ncall: "{CALL}" SPACE inside SPACE "{END_CALL}"\nSPACE: /[ \\n]{{0,4}}/\n{inside}'
+
+
+_OF_TAGGED = {"type", "properties", "required", "additionalProperties", "description", "title", "$schema", "$defs", "definitions"}
+_OF_TEXTS = {"type", "enum", "description", "title", "default", "examples"}
+
+
+def _tagged_calls(tools: Sequence[dict[str, Any]], tags: Tags) -> str:
+    """Rules for one call of one of ``tools``: arguments in the order of their schema, those that are not required may be left out. A text goes on to its
+    end tag, other values are JSON."""
+    ends = "|".join(end.replace("/", "\\/") for end in (tags.end, END_CALL))
+    rules = [f'TEXT: (/(?s:.*)/ & ~/(?s:.*({ends}).*)/) "{tags.end}"']
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        schema = fields.meant(function.get("parameters") or {"type": "object"})
+        if not isinstance(schema, dict) or not set(schema) <= _OF_TAGGED or schema.get("type") != "object":
+            raise ApiError(
+                400, f"the parameters of {function['name']!r} are more than the arguments of a call in tags can be held to", param="tools"
+            )
+        known, required = schema.get("properties", {}), schema.get("required", [])
+        shared = {place: schema[place] for place in ("$defs", "definitions") if place in schema}
+        if not set(required) <= set(known) or any(set("<>\n") & set(name) for name in (function["name"], *known)):
+            raise ApiError(
+                400, f"{function['name']!r} has names that cannot stand in tags, or requires what it does not describe", param="tools"
+            )
+        parts = [json.dumps(tags.call.format(function["name"]))]
+        for j, (name, wanted) in enumerate(known.items()):
+            rules.append(f"argument_{i}_{j}: SPACE {json.dumps(tags.name.format(name))} {_tagged_value(wanted, shared, tags, name)}")
+            parts.append(f"argument_{i}_{j}" + ("" if name in required else "?"))
+        rules.append(f"tool_{i}: {' '.join(parts)}" + (f' SPACE "{tags.end_call}"' if tags.end_call else ""))
+    return "\n".join([f"inside: {' | '.join(f'tool_{i}' for i in range(len(tools)))}", *rules, ""])
+
+
+def _tagged_value(wanted: Any, shared: dict[str, Any], tags: Tags, name: str) -> str:
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind == "string" and set(wanted) <= _OF_TEXTS:
+        if "enum" not in wanted:
+            return "TEXT"
+        if all(isinstance(text, str) and text.strip() == text and "<" not in text for text in wanted["enum"]):
+            return f'SPACE ({" | ".join(map(json.dumps, wanted["enum"]))}) SPACE "{tags.end}"'
+    if kind in ("integer", "number", "boolean", "object", "array", "null"):
+        return f'SPACE %json {json.dumps({**wanted, **shared})} SPACE "{tags.end}"'
+    raise ApiError(
+        400, f"the argument {name!r} is neither a text nor of one type in JSON, which a call in tags cannot be held to", param="tools"
+    )
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
