@@ -100,7 +100,42 @@ struct pgs_chain {
     pgs_io **    part_ios;  // the step buffer of each part's device
     pgs_io **    ios;       // of the devices that take part, the last part's last
     pgs_hop *    hops;  // in the order of the parts behind which they are
+    size_t *     landings;  // of each: where in the stage its bytes lie, NOWHERE where they go from device to device
+    char *       stage;
 };
+
+#define NOWHERE ((size_t) -1)
+
+static ggml_backend_reg_t kind_of(ggml_backend_t backend) {
+    return ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+}
+
+// What a worker gives to a device of this machine is asked for without waiting, so that all that a part leaves comes in one round trip, and a part
+// on another worker does not wait for it. ggml asks for it tensor by tensor, each a round trip.
+static bool plan_landings(pgs_chain * chain) {
+    size_t end = 0;
+    for (int i = 0; i < chain->n_hops; i++) {
+        const pgs_hop *          h    = &chain->hops[i];
+        const ggml_backend_reg_t from = kind_of(pgs_graph_backend(chain->parts[h->after]));
+        const bool lands   = strcmp(ggml_backend_reg_name(from), "RPC") == 0 && from != kind_of(pgs_graph_backend(chain->parts[h->to]));
+        chain->landings[i] = lands ? end : NOWHERE;
+        end += lands ? ggml_nbytes(h->src) : 0;
+    }
+    chain->stage = end > 0 ? malloc(end) : NULL;
+    return end == 0 || chain->stage != NULL;
+}
+
+// What is due before this part, from wherever it was asked for.
+static void land(const pgs_chain * chain, int part) {
+    for (int i = 0; i < chain->n_hops; i++) {
+        const pgs_hop * h = &chain->hops[i];
+        if (h->to == part && chain->landings[i] != NOWHERE) {
+            ggml_backend_synchronize(pgs_graph_backend(chain->parts[h->after]));
+            ggml_backend_synchronize(pgs_graph_backend(chain->parts[part]));
+            ggml_backend_tensor_set(h->dst, chain->stage + chain->landings[i], 0, ggml_nbytes(h->dst));
+        }
+    }
+}
 
 void pgs_chain_free(pgs_chain * chain) {
     if (chain != NULL) {
@@ -108,6 +143,8 @@ void pgs_chain_free(pgs_chain * chain) {
         free(chain->part_ios);
         free(chain->ios);
         free(chain->hops);
+        free(chain->landings);
+        free(chain->stage);
         free(chain);
     }
 }
@@ -119,8 +156,10 @@ pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const 
         chain->part_ios = malloc(sizeof(*ios) * (size_t) n_parts);
         chain->ios      = malloc(sizeof(*ios) * (size_t) n_parts);
         chain->hops     = malloc(sizeof(*hops) * (size_t) (n_hops > 0 ? n_hops : 1));
+        chain->landings = malloc(sizeof(size_t) * (size_t) (n_hops > 0 ? n_hops : 1));
     }
-    if (chain == NULL || chain->parts == NULL || chain->part_ios == NULL || chain->ios == NULL || chain->hops == NULL) {
+    if (chain == NULL || chain->parts == NULL || chain->part_ios == NULL || chain->ios == NULL || chain->hops == NULL ||
+        chain->landings == NULL) {
         snprintf(err, PGS_ERR, "no memory for a step of %d parts", n_parts);
         pgs_chain_free(chain);
         return NULL;
@@ -138,6 +177,11 @@ pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const 
     memcpy(chain->parts, parts, sizeof(*parts) * (size_t) n_parts);
     memcpy(chain->part_ios, ios, sizeof(*ios) * (size_t) n_parts);
     memcpy(chain->hops, hops, sizeof(*hops) * (size_t) n_hops);
+    if (!plan_landings(chain)) {
+        snprintf(err, PGS_ERR, "no memory for what goes between the %d parts of a step", n_parts);
+        pgs_chain_free(chain);
+        return NULL;
+    }
     for (int i = 0; i < n_parts; i++) {  // each device once, in the order of its last part
         bool later = false;
         for (int j = i + 1; j < n_parts; j++) {
@@ -205,6 +249,7 @@ int pgs_chain_launch(pgs_chain * chain, pgs_flow * flow, size_t upload_bytes, si
     const int64_t t1 = ggml_time_us();
     for (int part = 0, hop = 0; part < chain->n_parts; part++) {
         const ggml_backend_t from = pgs_graph_backend(chain->parts[part]);
+        land(chain, part);
         if (pgs_graph_compute(chain->parts[part], err) != 0) {
             pgs_flow_settle(flow);
             return 1;
@@ -218,13 +263,16 @@ int pgs_chain_launch(pgs_chain * chain, pgs_flow * flow, size_t upload_bytes, si
             const pgs_hop * h = &chain->hops[hop];
             const int       m = number(flow, chain->part_ios[h->to]);
             const ggml_backend_t to = pgs_graph_backend(chain->parts[h->to]);
-            const bool alike = ggml_backend_dev_backend_reg(ggml_backend_get_device(from)) ==
-                               ggml_backend_dev_backend_reg(ggml_backend_get_device(to));
+            const bool alike = kind_of(from) == kind_of(to);
             // behind what that device still reads; events are one backend's own, and between two of them a copy waits for both
             if (flow->busy[m] && alike && n != m) {
                 ggml_backend_event_wait(from, flow->done[m]);
             }
-            ggml_backend_tensor_copy_async(from, to, h->src, h->dst);
+            if (chain->landings[hop] != NOWHERE) {
+                ggml_backend_tensor_get_async(from, h->src, chain->stage + chain->landings[hop], 0, ggml_nbytes(h->src));
+            } else {
+                ggml_backend_tensor_copy_async(from, to, h->src, h->dst);
+            }
         }
     }
     times->upload  = t1 - t0;

@@ -34,8 +34,9 @@ def pick_devices(names: str | None = None) -> list[Device]:
 
 def in_order(found: Sequence[Device]) -> list[int]:
     """Which of the named devices computes first: CPUs, beside GPUs, have the first layers wherever they are named, because the last device has the
-    head and the drafter too."""
-    return sorted(range(len(found)), key=lambda i: found[i].kind != "cpu")
+    head and the drafter too. Beside workers alone the order is the named one: a drafter on this machine is asked for by naming its CPU last."""
+    first = any(device.kind in ("gpu", "igpu") for device in found)
+    return sorted(range(len(found)), key=lambda i: first and found[i].kind != "cpu")
 
 
 def open_backends(found: Sequence[Device], threads: int | None = None, kernels: str | None = None) -> list[Backend]:

@@ -111,6 +111,18 @@ def test_a_split_step_is_three_round_trips(worker):
         assert first <= 2 and last == 2  # two, where the sending thread is faster than this one
 
 
+def test_a_drafter_here_costs_one_round_trip_of_the_last_worker(worker, expected):
+    """The CPU that is named last keeps drafter and head. Rows of captured layers come together; one by one, each was a round trip."""
+    with Worker() as second, ps.load(device=f"{worker.device},{second.device},CPU", kernels="ggml", **OPTIONS) as session:
+        assert [backend.device.kind for backend in session.backends] == ["rpc", "rpc", "cpu"]
+        marks = [(0, 0, 0)]
+        for event in session.steps(PROMPT, 40, ignore_end=True):
+            marks.append((event.stats.steps, *(backend.traffic.answers for backend in session.backends[:2])))
+        (steps, first, last), (more, first_more, last_more) = marks[len(marks) // 2], marks[-2]
+        assert more > steps and last_more - last == more - steps and first_more - first <= 2 * (more - steps)
+        assert session.generate(PROMPT, 40, ignore_end=True)[0] == expected[0]
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_worker_lost_in_the_middle_of_a_split_is_named(worker, last):
     with Worker() as second:
