@@ -85,7 +85,7 @@ def test_patched_kernels_are_right_at_every_shape(tmp_path, with_headers):
     program, source = tmp_path / "amx_products", with_headers / "ggml/src/ggml-cpu/amx/mmq.cpp"
     folders = [f"-I{with_headers}/ggml/{name}" for name in ("src/ggml-cpu", "src", "include")]
     libraries = [f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}", "-lggml-base", "-lggml-cpu"]
-    command = [*FLAGS, "-include", HERE / "amx_tiles.h", *folders, HERE / "amx_products.cpp", source, *libraries, "-o", program]
+    command = [*FLAGS, "-O1", "-include", HERE / "amx_tiles.h", *folders, HERE / "amx_products.cpp", source, *libraries, "-o", program]
     subprocess.run(command, check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     lines = [line.split() for line in done.stdout.splitlines()]
