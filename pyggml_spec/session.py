@@ -150,8 +150,9 @@ class Session:
         segments = self._split(backends, tensor_split, options)
         self.target.weights = self._target_weights(segments, lambda done, total: progress("weights", done, total), placement, host)
         if host is not None and placement is not None:
+            where = "are in pinned memory" if self.target.weights.pinned else "stay mapped"
             self.notes.append(
-                f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file stay mapped)"
+                f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file {where})"
             )
         for member in self.drafter.members if self.drafter is not None else ():
             member.weights = self._weights(member, lambda done, total: progress("drafter weights", done, total))

@@ -94,7 +94,10 @@ def _show(one: Plan | NoPlan) -> None:
     if one.prefix_memory:
         click.echo(f"  {'prefix cache':<16} {size(one.prefix_memory):>10}  at most, for prompts that begin alike")
     if one.host_bytes:
-        click.echo(f"  {'in host memory':<16} {size(one.host_bytes):>10}  experts, as pages of the file")
+        pages = ", of which two layers at a time are copied for prompts" if one.copied else ", as pages of the file"
+        click.echo(f"  {'in host memory':<16} {size(one.host_bytes):>10}  experts{pages}")
+    if one.copied:
+        click.echo(f"  {'for copies':<16} {size(one.copied):>10}  of the weights' memory")
     types = sorted(one.weights_by_type.items(), key=lambda item: -item[1])
     click.echo(f"  tensors by type: {', '.join(f'{name} {size(nbytes)}' for name, nbytes in types)}")
     if one.largest_context:

@@ -246,6 +246,10 @@ class SplitWeights:
         return [stream for part in self.parts for stream in part.streams]
 
     @property
+    def pinned(self) -> bool:
+        return any(part.pinned for part in self.parts)
+
+    @property
     def streaming(self) -> bool:
         return self.parts[0].streaming
 

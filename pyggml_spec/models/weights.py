@@ -452,6 +452,11 @@ class Weights:
         self._host_buffers.append(buffer)
         return tensor
 
+    @property
+    def pinned(self) -> bool:
+        """Whether the host's experts are in memory that the device copies from by itself, and not pages of the file."""
+        return self._pinned_type() is not None
+
     def _pinned_type(self) -> BufferType | None:
         """Of host memory that the device copies from by itself, at the speed of the bus, where it has such and that is asked for: pages of a file
         go through a buffer of its driver first."""

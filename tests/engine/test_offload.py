@@ -14,10 +14,12 @@ import pyggml_spec as ps
 from pyggml_spec.decode import copying
 from pyggml_spec.decode.request import SPECULATIVE, LoopOptions
 from pyggml_spec.errors import EngineError
+from pyggml_spec.ggml import weight_stream
 from pyggml_spec.ggml.device import Backend
-from pyggml_spec.ggml.library import ffi
+from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.memory.prefix import layout_of
+from pyggml_spec.models import weights as weights_module
 from pyggml_spec.models.placement import ExpertOptions, Routing, routed_layers
 from pyggml_spec.models.registry import open_target
 
@@ -144,6 +146,46 @@ def test_slots_and_prefixes(tmp_path):
                 assert counts(session)[0][1] > 3
     assert texts[0] == texts[1] == texts[2]
     assert len(set(layouts)) == 3
+
+
+def test_pinned_memory(tmp_path, monkeypatch):
+    """Where the device offers it, the host's experts are read into it, and it is what copies are made from."""
+    path = write_qwen35moe(tmp_path / "t.gguf")
+    with loaded(path, rows=None) as session:
+        assert "stay mapped" in session.notes[0] and not session.target.weights.pinned
+        want = seen(session)
+    offered = {"ggml_backend_dev_host_buffer_type": lambda device: lib.ggml_backend_cpu_buffer_type()}
+    monkeypatch.setattr(weights_module, "lib", Instead(lib, offered))
+    with loaded(path) as session:
+        assert "of the file are in pinned memory" in session.notes[0]
+        np.testing.assert_array_equal(seen(session)[0], want[0])
+    with loaded(path, rows=None) as session:
+        assert not session.target.weights.pinned
+
+
+class Instead:
+    """Another thing with some of its attributes replaced."""
+
+    def __init__(self, of, attributes):
+        self._of, self._attributes = of, attributes
+
+    def __getattr__(self, name):
+        return self._attributes.get(name) or getattr(self._of, name)
+
+
+def test_what_kernels_read_behind_a_tensor_is_zero(tmp_path, monkeypatch):
+    """A row's padding lies where the layer before it in the same place has weights."""
+    more, size = 512, lib.ggml_backend_buft_get_alloc_size
+    padded = {"ggml_backend_buft_get_alloc_size": lambda buft, tensor: size(buft, tensor) + more}
+    monkeypatch.setattr(weight_stream, "lib", Instead(lib, padded))
+    with loaded(write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0")) as session:
+        (stream,) = session.target.weights.streams
+        lib.ggml_backend_buffer_clear(stream._buffer, 0xFF)
+        session.engine.prefill(IDS[:60])
+        for layer in list(stream.layers)[-2:]:  # what is there now
+            for tensor in stream.layers[layer].values():
+                nbytes = lib.ggml_nbytes(tensor)
+                assert bytes(ffi.buffer(tensor.data, nbytes + more))[nbytes:] == bytes(more)
 
 
 def test_what_has_no_room_is_said_and_left(tmp_path, monkeypatch):
