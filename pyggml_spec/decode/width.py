@@ -47,7 +47,8 @@ PLAIN_STEP = Kind("", 1)
 
 # Chosen on the drafts of the embedded pair's 20 held-out prompts, replayed one after the other, 128 tokens each, with the step costs of several
 # machines: mean speed-up 2.13 (two fast cores, own kernels), 1.39 (two cores, ggml's), 1.65 (27B shape on one H200); the best fixed width for
-# all of them reaches 2.15, 1.40 and 1.57. A drafter that is never right costs 3 % of the first prompt's time and 1.2 % of those that follow.
+# all of them reaches 2.15, 1.40 and 1.57. A drafter that is never right costs 4 % of a first prompt of
+# 96 tokens and 0.5 to 1.5 % of those that follow.
 DECAY = 0.95  # per step, plain ones too: half of the weight lies on the last 13 steps
 LONG_DECAY = 0.98
 PRIOR_ACCEPTANCE = 0.8  # of the first draft, before anything was seen
@@ -57,9 +58,10 @@ MARGIN = 1.03  # another kind has to be this much better to be worth a change
 FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubled each time it does not pay
 LAST_PROBE = 768
 CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 tokens, once per session
-PROBE_LOSS = 0.01  # of the time, ever after
+PROBE_LOSS = 0.005  # of the time, ever after
 SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
+LATE_RATE = 0.2  # weight of one block behind plain steps in what those take longer
 COST_RATE = 0.05  # weight of one step in the running cost of its kind
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand: what the steps of this text take is learnt soon
 WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
@@ -173,6 +175,7 @@ class _Use:
     since_wider: int = 0
     since_other: int = 0
     probing: bool = False
+    late: float = 0.0  # milliseconds that a block behind plain steps takes longer: it computes the drafter's rows of those, too
 
 
 class WidthControl:
@@ -219,7 +222,8 @@ class WidthControl:
 
     def begin(self) -> Drafted:
         """A sequence that will be drafted for."""
-        self._uses.pop(1, None)
+        if (last := self._uses.pop(1, None)) is not None:
+            self._uses[1] = _Use(late=last.late)
         if len(self.widths) > 1:
             return Drafted({name: self.seen[name].successor() for name in self.widths})
         return Drafted({name: Acceptance(max(of) - 1, self.seen[name].chance()) for name, of in self.widths.items()})
@@ -248,9 +252,13 @@ class WidthControl:
         if use is None:
             use = self._uses[covered] = _Use()
         use.probing = False
+        plain = self.costs[covered, PLAIN_STEP]
         if use.kind == PLAIN_STEP and use.plain < use.wait:
             return PLAIN_STEP
-        speed, plain = self._speeds(covered, sequences), self.costs[covered, PLAIN_STEP]
+        if self._allowed is not None and self._cheapest(covered) > plain * (1 + self._allowed):
+            use.kind = use.kind or PLAIN_STEP
+            return PLAIN_STEP
+        speed = self._speeds(covered, sequences)
         if self._allowed is None and len(speed) > 1:
             first = max((kind for kind in speed if kind != PLAIN_STEP), key=speed.__getitem__)
             self._allowed = self._credit(self.costs[covered, first] / plain - 1)
@@ -289,6 +297,10 @@ class WidthControl:
         others = [kind for kind in affordable if kind.drafter != use.kind.drafter]
         return max(others, key=speed.__getitem__, default=None)
 
+    def _cheapest(self, covered: int) -> float:
+        """Milliseconds of the cheapest block."""
+        return min((self.costs[covered, kind] for kind in self.kinds if kind.width > 1), default=float("inf"))
+
     def _credit(self, extra: float) -> float:
         """As many whole blocks, that cost ``extra`` plain steps more than one, as CREDIT pays for."""
         return extra * int(CREDIT / extra) if extra > 0 else CREDIT
@@ -314,7 +326,8 @@ class WidthControl:
     ) -> None:
         """Records a step, how long it took, and how many drafts of each sequence it accepted. ``known`` False: the time is of something else
         too, a prompt or forced tokens."""
-        if known:
+        behind = self._uses.get(covered)
+        if known and (kind == PLAIN_STEP or behind is None or not behind.plain or covered not in self._settled):
             self._learn(covered, kind, milliseconds)
         drafted = [(s, n) for s, n in zip(sequences, matched) if s is not None]
         for s, n in drafted:
@@ -325,7 +338,12 @@ class WidthControl:
         use = self._uses.get(covered)
         if use is None or use.kind is None or not drafted:
             return
-        cost = self.costs[covered, kind] / self.costs[covered, PLAIN_STEP]
+        cost = self.costs[covered, kind]
+        if kind != PLAIN_STEP and use.plain:
+            if known:
+                use.late += LATE_RATE * (min(max(milliseconds - cost, 0.0), 2 * cost) - use.late)
+            cost += use.late
+        cost /= self.costs[covered, PLAIN_STEP]
         won = 1 + sum(n for _, n in drafted) / len(drafted) - cost
         if self._allowed is not None:
             self._allowed = max(0.0, min(self._allowed + won + PROBE_LOSS * cost, SAVINGS))
