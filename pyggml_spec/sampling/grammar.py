@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ KINDS = {"grammar": "grammar", "json_schema": "JSON schema", "regex": "regular e
 MAX_TEXT = 1 << 17  # characters of a regular expression or a Lark grammar; gbnf and json_schema have their own
 STACK = 256 << 20  # bytes; 20,000 rules, each of which is the next one, take 100 MiB while they are compiled
 KEPT = 64  # compiled grammars per vocabulary
+MASKS = 8192  # of one: its lexer keeps 1.5 kB of each state that it has seen, of a hostile one a new one behind every token
 LIMITS = LLParserLimits(  # a grammar beyond them is refused, or ends its generation with a sentence
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=500_000,  # about 14,000 per millisecond and mask
@@ -35,6 +37,14 @@ _SAID_BETTER = {
     "NoExtensionBias": "no token continues it",
 }
 _PROBE = b'{"name": [1, true]}\n'
+
+
+@dataclass
+class _Compiled:
+    """``masks``: how many were asked of it and its copies, which share what they have worked out."""
+
+    matcher: LLMatcher
+    masks: int = 0
 
 
 class Vocabulary:
@@ -59,7 +69,7 @@ class Vocabulary:
         special = sorted({*self.ends, *tokenizer.control_tokens().values()})
         self._special = frozenset(special)
         self._ll = LLTokenizer(TokenizerWrapper(_Tokens(pieces, self.ends[0], special, self)), eos_token=self.ends)
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
         self._compiling = threading.Lock()
 
     @classmethod
@@ -80,8 +90,8 @@ class Vocabulary:
             SamplingError: the text is wrong, or what it describes takes too much time or memory.
         """
         with self._compiling:
-            matcher = self._compiled.pop((kind, text), None)
-            if matcher is None:
+            known = self._compiled.pop((kind, text), None)
+            if known is None:
                 source = self._source(kind, text)
                 try:
                     matcher = on_large_stack(STACK, lambda: self._matcher(source))
@@ -89,16 +99,25 @@ class Vocabulary:
                     raise SamplingError(f"there is no memory to compile the {KINDS[kind]}; make it smaller") from None
                 if why := matcher.get_error() or "; ".join(matcher.get_grammar_warnings()):
                     raise SamplingError(f"the {KINDS[kind]} is refused: {_reason(why)}")
-            self._compiled[kind, text] = matcher
+                known = _Compiled(matcher)
+            self._compiled[kind, text] = known
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            return matcher.deep_copy()
+            return known.matcher.deep_copy()
 
     def _matcher(self, source: str) -> LLMatcher:
         matcher = LLMatcher(self._ll, source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # what no token begins is refused like other errors
         return matcher
+
+    def masked(self, kind: str, text: str) -> None:
+        """Counts a mask; a text with many is compiled anew for the next one who asks, and what it took goes with those who have it."""
+        known = self._compiled.get((kind, text))
+        if known is not None:
+            known.masks += 1
+            if known.masks >= MASKS:
+                self.forget(kind, text)
 
     def forget(self, kind: str, text: str) -> None:
         """Compiles this text anew the next time: copies of a matcher share what they have worked out, and its limits."""
@@ -199,6 +218,7 @@ class Grammar:
 
     def bits(self) -> np.ndarray:
         """U8 [4 ceil(n_vocab / 32)]: the tokens that may come next, a bit each, the lowest one of each byte first."""
+        self._vocabulary.masked(self.kind, self._text)
         bits = np.frombuffer(self._checked(self._matcher.compute_bitmask()), np.uint8)[: self._vocabulary.n_bytes].copy()
         for end in self._vocabulary.ends:
             bits[end >> 3] = bits[end >> 3] & (255 ^ 1 << (end & 7)) | self.complete << (end & 7)

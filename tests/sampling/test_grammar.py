@@ -10,7 +10,7 @@ import pytest
 import pyggml_spec as ps
 from pyggml_spec.errors import SamplingError
 from pyggml_spec.sampling.gbnf import MAX_DEPTH, MAX_TEXT
-from pyggml_spec.sampling.grammar import Grammar
+from pyggml_spec.sampling.grammar import Grammar, Vocabulary
 from pyggml_spec.sampling.sampler import Sampling
 
 CALL = 'root ::= "def " name "(" (name ("," name)*)? "):" "\\n" "    return " name\nname ::= [a-z] [a-z_]{0,8}'
@@ -74,6 +74,16 @@ def test_a_grammar_that_no_token_continues_is_said(demo):
             "a", 5, sampling=Sampling(temperature=0, grammar="root ::= [a-z]+", logit_bias={i: float("-inf") for i in range(4090)})
         )
     assert demo.generate("a", 3)[1].emitted == 3
+
+
+def test_what_a_constraint_has_seen_is_not_kept_for_ever(demo, monkeypatch):
+    """64 of them are kept, each with the states of its lexer: 4 MB in 3,000 tokens of one that has many."""
+    monkeypatch.setattr("pyggml_spec.sampling.grammar.MASKS", 20)
+    kept, one = Vocabulary.of(demo.tokenizer)._compiled, ("regex", "[ab]{50}")
+    first = Grammar(*one, demo.tokenizer)
+    assert all(first.bits().any() for _ in range(10)) and one in kept
+    assert len(first.copy().some(12)[1]) == 13 and one not in kept
+    assert (first.bits() == Grammar(*one, demo.tokenizer).bits()).all() and one in kept
 
 
 def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
