@@ -254,7 +254,7 @@ class Session:
         placement = options.placement(self.target, rows, copied) if options is not None else None
         if copied and (placement is None or all(len(hot) == self.target.experts.n_expert for hot in placement.hot.values())):  # type: ignore[attr-defined]
             raise EngineError(
-                "`offload_prompts` is for routed experts that lie in host memory, and none do: keep some there (`experts`), or leave it out"
+                "`offload_prompts` is for routed experts that lie in host memory, and none do: keep some there (`n_cpu_moe`; `experts` in Python), or leave it out"
             )
         if placement is None:
             return None, None

@@ -127,7 +127,11 @@ class OffloadRows(click.IntRange):
 
     def convert(self, value, param, ctx):
         words = {"off": None, "auto": "auto"}
-        return words[value] if value in words else super().convert(value, param, ctx)
+        if value in words:
+            return words[value]
+        if not str(value).isdecimal():
+            self.fail(f"{value!r} is neither auto nor off, nor a number of rows from 1 up", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def expert_options(command):

@@ -35,7 +35,15 @@ def test_residency_without_a_profile_says_how_to_make_one(tmp_path):
     one_sentence(pyspec("run", "-m", model, "-p", "x", "--expert-residency", 0.5, *CPU), "no routing profile", "pyspec experts profile")
 
 
-@pytest.mark.parametrize("options", [("--expert-profile", "x.json"), ("--cpu-moe", "--n-cpu-moe", 1), ("--expert-residency", 2)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--cpu-moe", "--offload-prompts", "maybe"),
+        ("--expert-profile", "x.json"),
+        ("--cpu-moe", "--n-cpu-moe", 1),
+        ("--expert-residency", 2),
+    ],
+)
 def test_contradictions_are_usage_errors(model, options):
     assert pyspec("run", "-m", model, "-p", "x", *options, *CPU).returncode == 2
 

@@ -50,16 +50,16 @@ def seen(session, ids=IDS):
     return np.array(out), session.generate(ids[:90], 12, ignore_end=True)[0]
 
 
-def resident(path):
+def resident(path, **more):
     """What a model gives all of whose experts are on the device, where none is repacked."""
-    with loaded(path, experts=ExpertOptions(count=True), rows=None) as session:
+    with loaded(path, experts=ExpertOptions(count=True), rows=None, **more) as session:
         found = seen(session)
         assert np.isfinite(found[0]).all()
         return found
 
 
-def check_same(path, want, experts, hosted):
-    with loaded(path, experts=experts) as session:
+def check_same(path, want, experts, hosted, **more):
+    with loaded(path, experts=experts, **more) as session:
         found = seen(session)
         np.testing.assert_array_equal(found[0], want[0])
         assert found[1] == want[1]
@@ -73,6 +73,12 @@ def test_bits_are_those_of_experts_on_the_device(tmp_path, arch):
     with GGUFFile(path) as file:
         hosted = len(routed_layers(open_target(file)))
     check_same(path, resident(path), ALL, hosted)
+
+
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_K"])
+def test_own_kernels_compute_with_copies_too(tmp_path, quant):
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(), quant)
+    check_same(path, resident(path, kernels=None), ALL, 4, kernels=None)
 
 
 @pytest.mark.parametrize("quant", ["F32", "MXFP4"])
