@@ -422,23 +422,24 @@ class Scheduler:
     def _begin_decoding(self, stream: Stream) -> None:
         """Builds every graph that the coming tokens of a sequence alone can need, so that no step waits for one."""
         if len(self.engine.slots) == 1:
-            request, every = stream._request, [("verify", w) for w in candidate_widths(stream._request.options.width) if w > 1]
-            kinds: list[tuple] = self._kinds_of(request, every)
+            request, widths = stream._request, [w for w in candidate_widths(stream._request.options.width) if w > 1]
+            every = [self.engine.given_role(w) for w in widths]
+            kinds: list[tuple] = self._kinds_of(request)
             if request.may_force or stream._suffix is not None:
                 kinds += [kind for kind in every if kind not in kinds]
             self.engine.prepare_transitions(sorted({width for role, width, *_ in kinds}))
             self.engine.prepare(kinds, request.limits.left)
         stream._begin_decoding()
 
-    def _kinds_of(self, request: Request, every: list[tuple]) -> list[tuple]:
-        """(role, width, ...) of the steps that a sequence alone may take; ``every``: of those that verify what is given."""
+    def _kinds_of(self, request: Request) -> list[tuple]:
+        """(role, width, ...) of the steps that a sequence alone may take."""
         if request.options.mode == REFERENCE:
-            return [("verify" if request.width > 1 else "plain", request.width)]
+            return [self.engine.given_role(request.width)]
         if not request.speculating:
             return [("plain", 1)]
         kinds = [Kind("", self.width)] if self.widths is None else self.widths.kinds
         if request.options.drafts is not None:
-            return [("verify" if width > 1 else "plain", width) for width in sorted({kind.width for kind in kinds})]
+            return [self.engine.given_role(width) for width in sorted({kind.width for kind in kinds})]
         engine, drafting = self.engine, [kind for kind in kinds if kind.width > 1]
         plain: list[tuple] = [("plain", 1)] if len(drafting) < len(kinds) else []
         if request.guide is None:
@@ -447,7 +448,8 @@ class Scheduler:
         request.guide.widths = self.widths.useful if self.widths is not None else ()
         rows = [(kind.drafter, engine.graphs.width_for(kind.width)) for kind in drafting]
         alone = dict.fromkeys(engine.drafting_role("draft", drafter, width, width) for drafter, width in rows)
-        return [("plain", 1), *alone, *(kind for kind in every if kind[1] <= max((width for _, width in rows), default=1))]
+        widest = max((width for _, width in rows), default=1)
+        return [("plain", 1), *alone, *(("verify", width) for width in candidate_widths(request.options.width) if 1 < width <= widest)]
 
     def _cancel_all(self) -> None:
         with self._queue:

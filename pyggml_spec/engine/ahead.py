@@ -47,10 +47,11 @@ class Ahead:
                 graphs.get(role, width, span, None, *more)
 
     def prepare_transitions(self, widths: Sequence[int]) -> None:
-        """Builds the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
+        """Builds the commit graphs between blocks of these widths, and from prompts into them, ten nodes each; and those that catch up."""
+        self._graphs.aim(self._parts.slots[:1])
+        self._graphs.plan_catch_ups()
         if self._parts.delta is None or not self._parts.delta.inline:
             return
-        self._graphs.aim(self._parts.slots[:1])
         for left in (0, *widths):
             for entered in widths:
                 if left != entered:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..errors import EngineError
-from ..memory.features import RING
+from ..memory.features import CATCH_UPS, RING
 from ..memory.slots import SlotRange
 from .parts import Parts
 
@@ -16,9 +16,8 @@ class Commits:
 
     def before_rows(self, covered: SlotRange, plain: bool) -> None:
         """Rows that are certain, ``plain`` tokens or chunks, are about to be written into the states of these slots."""
-        delta, ring = self._delta, self._ring
-        if ring is not None and (not plain or ring.waiting == RING):
-            self.catch_up()
+        delta = self._delta
+        self._make_room(1) if plain else self.catch_up()
         if delta is None:
             return
         if delta.inline:
@@ -26,10 +25,27 @@ class Commits:
         elif delta.is_behind(covered):
             self.flush(covered)
 
-    def before_block(self, width: int) -> None:
-        """Blocks of ``width`` rows are about to be computed."""
-        self.catch_up()
+    def before_block(self, width: int, method: str, late: bool) -> None:
+        """Blocks of ``width`` rows are about to be computed, drafted by ``method`` if that is not empty; ``late``: other drafters' rows wait."""
+        if late:
+            self._make_room(width)
+            if method:
+                self.catch_up(method)
+        else:
+            self.catch_up()
         self.lay_out(width)
+
+    def _make_room(self, rows: int) -> None:
+        """For what drafters will read of so many rows."""
+        ring = self._ring
+        for method in ring.methods if ring is not None else ():
+            assert ring is not None
+            if RING - rows < ring.waiting(method, self._committed) > 0:
+                self.catch_up(method)
+
+    @property
+    def _committed(self) -> int:
+        return self._parts.slots[0].cursor.committed
 
     def settle(self, slot: int | None = None) -> None:
         """Commits what is accepted in one slot, or in all: caches and recurrent states hold the whole sequences, whose lengths are final."""
@@ -74,16 +90,35 @@ class Commits:
         step.fields.run()
         delta.accepted[covered.part] = 0
 
-    def catch_up(self) -> None:
-        """Computes the drafter's K/V rows of the tokens that were decoded plainly since it last had any (one slot)."""
-        ring, draft_kv = self._ring, self._parts.draft_kv
-        if ring is None or not ring.waiting:
-            return
-        assert draft_kv is not None
-        self._parts.arrive()
-        step, count = self._parts.graphs.get("catchup", RING, 0), ring.waiting
-        first = self._parts.slots[0].cursor.committed - count
-        step.host["positions"][:] = first + np.arange(RING)
-        draft_kv.rows_for(first, RING, count, step.host["kv_rows"])
+    def catch_up(self, *methods: str) -> None:
+        """Computes the K/V rows that drafters lack, all of them or those of these ``methods``, and what the next draft of a chain begins with (one slot)."""
+        ring = self._ring
+        for method in methods or (ring.methods if ring is not None else ()):
+            if ring is None:
+                return
+            if count := ring.waiting(method, self._committed):
+                self._parts.arrive()
+                first = self._committed - count
+                for done in range(0, count, RING):
+                    self._catch_up(method, first + done, min(RING, count - done))
+            ring.caught_up(method)
+
+    def _catch_up(self, method: str, first: int, count: int) -> None:
+        p, ring = self._parts, self._ring
+        assert p.draft_kv is not None and ring is not None
+        width = next(w for w in CATCH_UPS if count <= w)
+        step = p.graphs.get(p.graphs.role("catchup", method), width, 0)
+        host, at = step.host, ring.at(first, width)
+        at[count:] = at[count - 1]  # rows of trash are computed of real ones: NaN among what was left there would stay
+        host["ring_at"][:] = at
+        host["positions"][:] = first + np.arange(width)
+        p.draft_kv.rows_for(first, width, count, host["kv_rows"])
+        if "boundary" in host:
+            assert p.boundary is not None
+            host["ring_tokens"][:], host["last"][0] = ring.tokens[at], count - 1
+            host["before"][0] = p.boundary.row(0)
+            p.boundary.fill(0, 1, host["boundary"])
+            p.boundary.at[0] = 0
+            if "draft_context" in host:
+                np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
         step.fields.run()
-        ring.waiting = 0

@@ -359,6 +359,11 @@ class Engine:
         role, more, _ = self.graphs.of_drafts(kind, self.graphs.method_of(method), rows, width - 1)
         return role, rows, *more
 
+    def given_role(self, width: int) -> tuple:
+        """(role, width, ...) for ``prepare`` of the first slot's steps of ``width`` rows that verify given ids, or nothing if that is 1."""
+        self.graphs.aim(self.slots[:1])
+        return ("verify", width, *self.graphs.late) if width > 1 else ("plain", 1)
+
     def prepare(self, kinds: Sequence[tuple], tokens: int) -> None:
         """Announces the (role, width), as of ``drafting_role`` where somebody drafts, of the steps that the next ``tokens`` tokens of the first slot
         will take, so that none of them waits for its graph.
@@ -370,7 +375,7 @@ class Engine:
         self.ahead.prepare(kinds, tokens)
 
     def prepare_transitions(self, widths: Sequence[int]) -> None:
-        """Builds the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
+        """Builds the graphs that catch up, and the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
         self.parts.arrive()
         self.ahead.prepare_transitions(widths)
 

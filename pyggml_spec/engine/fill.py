@@ -43,9 +43,7 @@ class Fill:
         if "take" in host:
             assert self._delta is not None
             self._delta.fill_take(host["take"], width, covered, single=True)
-        if "ring_row" in host:
-            assert self._ring is not None
-            host["ring_row"][0] = self._ring.waiting
+        self._ring_rows(host, width)
 
     def block(self, step: Step, width: int, method: str, drafts: int, work: Given, rows: Rows, covered: SlotRange) -> None:
         """The inputs of blocks, given, or with so many drafts of each slot that ``method`` is to make."""
@@ -71,6 +69,13 @@ class Fill:
             self._commit(step, covered)
             if "take" in host:
                 self._delta.fill_take(host["take"], width, covered)
+        self._ring_rows(host, width)
+
+    def _ring_rows(self, host: dict[str, np.ndarray], width: int) -> None:
+        """Where what drafters will read goes, of the only slot."""
+        if "ring_rows" in host:
+            assert self._ring is not None
+            host["ring_rows"][:] = self._ring.at(self._slots[0].cursor.committed, width)
 
     def _commit(self, step: Step, covered: SlotRange) -> None:
         """What of the blocks before is folded into the states first."""

@@ -5,11 +5,11 @@ Every graph has ``width`` rows for each slot of its range, one slot after the ot
 role      rows                        recurrent state               drafter
 prefill   a padded chunk              written directly              K/V rows of the chunk (STREAMED: with copies of the host's weights)
 plain     1                           written directly              features into the ring (one slot), K/V rows (several)
-verify    W, ids from the host        replay, then left unfolded    K/V rows of the block
+verify    W, ids from the host        replay, then left unfolded    K/V rows of the block, or features into the ring
 draft     -                           -                             drafts the blocks alone, to be looked at before they are verified
-fused     W, given or drafted         replay, then left unfolded    drafts the blocks first, then their K/V rows
+fused     W, given or drafted         replay, then left unfolded    drafts the blocks first, then their K/V rows; of others, features into the ring
 commit    -                           replay (one slot: into another width)
-catchup   RING, of one slot           -                             K/V rows of the tokens whose features are in the ring
+catchup   8 or RING, of one slot      -                             one drafter's K/V rows of the tokens whose features are in the ring
 logits    an exact chunk              written directly              -        (all logits readable; parity checks)
 capture   an exact chunk              written directly              -        (inputs of named target layers readable; doctor)
 
@@ -17,7 +17,7 @@ Over several devices a step is a chain of graphs (``ggml/chain.py``): drafts on 
 the drafter keeps of them, on the last again. The builders below are written for one device; ``_forward`` changes devices where layers do.
 
 What one slot alone has for speed, and several cannot have: [history ; block] lies as it is read, drafts are the verifier's token ids in place,
-drafter and target write the same rows, and the drafter's rows of plain tokens wait in a ring until they are due.
+drafter and target write the same rows, and rows of drafters that did not draft wait in a ring until they are due.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
 from ..memory.boundary import BoundaryRows
 from ..memory.delta import DeltaRows, DeltaState
-from ..memory.features import RING, FeatureRing
+from ..memory.features import CATCH_UPS, RING, FeatureRing
 from ..memory.kv import SPAN, KVCache, padded, spans_up_to
 from ..memory.slots import SlotRange
 from ..models.base import Rows, Seen, Target
@@ -57,6 +57,7 @@ class Carry(NamedTuple):
 
 
 STREAMED = "streamed"
+LATE = "late"
 WITHOUT_LAYERS = 4096  # nodes planned for what stands before and behind the layers; a test counts them
 
 
@@ -115,6 +116,8 @@ class StepGraphs(GraphStore):
         self.draft_parts: dict[str, Drafting] = {}
         if drafter is not None and draft_kv is not None:
             self.draft_parts = {member.method: drafting_of(member, target, kv, draft_kv, slots == 1) for member in drafter.members}
+        members = drafter.members if drafter is not None else ()
+        self.chain = next((member for member in members if member.chained), None)
         self.masked: MaskedRows | None = None
         self.drafting = self.can_draft
         self._blocks = widths["verify"]
@@ -125,9 +128,9 @@ class StepGraphs(GraphStore):
             "plain": self._plain,
             "verify": self._verify,
             "commit": self._commit,
-            "catchup": self._catchup,
         }
         for method in self.draft_parts:
+            self._builders[self.role("catchup", method)] = partial(self._catchup, method)
             self._builders[self.role("fused", method)] = partial(self._fused, method)
             self._builders[self.role("draft", method)] = partial(self._draft, method)
 
@@ -180,6 +183,11 @@ class StepGraphs(GraphStore):
         return self.draft_parts[method].order(at, drafts, covered.count)
 
     @property
+    def late(self) -> tuple[str, ...]:
+        """What else graphs of steps that verify given ids differ in where drafters' rows wait."""
+        return (LATE,) if self.ring is not None and self.drafting else ()
+
+    @property
     def _first(self) -> str:
         return self.drafter.method if self.drafter is not None else ""
 
@@ -206,8 +214,7 @@ class StepGraphs(GraphStore):
         """Plans the largest graph of every role that a generation uses: what does not fit is said now, and no buffer grows later."""
         live, width = self.kv.live, self._blocks[-1]
         self.get("prefill", self._widths["prefill"][-1], live, SlotRange(0, 1))
-        if self.ring is not None:
-            self.get("catchup", RING, 0)
+        self.plan_catch_ups()
         self.plan_decoding()
         if self.delta is not None:
             inline = self.delta.inline
@@ -220,6 +227,12 @@ class StepGraphs(GraphStore):
         for method in self.draft_parts if self._blocks[-1] > 1 else ():
             role = self.role("fused", method)
             self.get(role, self._widths[role][-1], live)
+
+    def plan_catch_ups(self) -> None:
+        """Those of all drafters, the largest first."""
+        for method in self.draft_parts if self.ring is not None and self.drafting else ():
+            for width in reversed(CATCH_UPS):
+                self.get(self.role("catchup", method), width, 0)
 
     # -- parts
 
@@ -338,24 +351,40 @@ class StepGraphs(GraphStore):
         made = [next((i for i, end in enumerate(ends) if v < end), len(ends) - 1) for v in capture]
         return Done(hidden, [chain.bring(x, parts[i]) for x, i in zip(features, made, strict=True)], here[-1])
 
-    def _carry(self, g: Graph, f: StepFields, rows: int, covered: SlotRange) -> Carry | None:
-        """What each slot's last committed token left, and where what ``rows`` rows leave goes; None where no drafter reads it."""
-        if not self.drafting or self.boundary is None:
+    def _carry(self, g: Graph, f: StepFields, rows: int, covered: SlotRange, ready: tuple[Drafter, ...] | None = None) -> Carry | None:
+        """What each slot's last committed token left, and where what ``rows`` rows leave goes; None where no drafter reads it that is ``ready``."""
+        if not self.drafting or self.boundary is None or not any(member.chained for member in self._all_unless(ready)):
             return None
         return Carry(g.rows(self.boundary.table, f.input("before", "i32", covered.count)), f.input("boundary", "i64", rows))
 
+    def _all_unless(self, members: tuple[Drafter, ...] | None) -> tuple[Drafter, ...]:
+        return members if members is not None else self.drafter.members if self.drafter is not None else ()
+
+    def _member(self, method: str) -> Drafter:
+        assert self.drafter is not None
+        return next(member for member in self.drafter.members if member.method == method)
+
+    def _wait(self, g: Graph, f: StepFields, done: Done) -> None:
+        """Stores what drafters will read of the rows that are ``done``."""
+        assert self.ring is not None
+        read = [*done.features, done.hidden] if self.chain is not None else done.features
+        at = f.input("ring_rows", "i64", done.hidden.ne[1])
+        for table, x in zip(self.ring.tables, read, strict=True):
+            g.kv_write_rows(table, g.shaped(x, x.ne[0], 1, x.ne[1]), at)
+
     def _context(
-        self, g: Graph, f: StepFields, done: Done, draft_kv: tuple, certain: bool = False, last: Tensor | None = None
+        self, g: Graph, f: StepFields, done: Done, draft_kv: tuple, certain: bool = False, last: Tensor | None = None,
+        ready: tuple[Drafter, ...] | None = None,
     ) -> None:  # fmt: skip
-        """The drafter's K/V rows of the target's rows, which are ``done``: hidden, and what was captured. ``certain``: they are not those of blocks,
-        and ``last`` I32 [slots] says which of them is each slot's last one, where it has several."""
+        """The drafters' K/V rows of the target's rows, which are ``done``: hidden, and what was captured. ``certain``: they are not those of blocks,
+        and ``last`` I32 [slots] says which of them is each slot's last one, where it has several. ``ready``: of these drafters, None for all of them."""
         if not self.drafting:
             return
         assert self.drafter is not None
         hidden, features, (rows, _, carry, tokens) = done
         shifted, positions = None, rows["positions"]
         by_layer = dict(zip(self.drafter.captures, features))
-        chain = next((member for member in self.drafter.members if member.chained), None)
+        chain = self.chain
         if carry is not None and chain is not None:
             left = chain.left(g, hidden, [by_layer[layer] for layer in chain.captures], self.target)
             joined = g.behind(carry.before, left)
@@ -363,7 +392,7 @@ class StepGraphs(GraphStore):
             kept = joined if not certain else left if last is None else g.rows(left, last)
             if chain.behind:
                 positions = f.input("draft_context", "i32", positions.ne[0])
-        for member in self.drafter.members:
+        for member in self._all_unless(ready):
             at = positions if member.behind else rows["positions"]
             context = ContextRows(
                 tokens, [by_layer[layer] for layer in member.captures], shifted if member.chained else None, at, rows["kv_rows"]
@@ -382,7 +411,7 @@ class StepGraphs(GraphStore):
     def _layers_of(self, g: Graph, method: str, draft_kv: tuple, covered: SlotRange) -> tuple:
         """What ``method`` drafts from: layers of its own, unless it borrows the target's."""
         assert self.drafter is not None
-        member = next(member for member in self.drafter.members if member.method == method)
+        member = self._member(method)
         return self._caches(g, self.kv, covered) if member.borrows else self._own_layers(member, draft_kv)
 
     def _draft_caches(self, g: Graph, covered: SlotRange) -> tuple:
@@ -436,34 +465,39 @@ class StepGraphs(GraphStore):
     def _plain(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         def given() -> Given:
             rows, delta = self._rows(g, f, 1, span, covered), self._direct_states(g, f, 1, covered)
-            return Given(rows, delta, self._carry(g, f, covered.count, covered), f.tokens(covered.count))
+            carry = self._carry(g, f, covered.count, covered) if self.ring is None else None
+            return Given(rows, delta, carry, f.tokens(covered.count))
 
         self._begin(g)
         done = self._forward(g, given)
         out = self._emit(g, f, done.hidden)
         if self.drafting and self.ring is not None:
-            g.kv_write_rows(self.ring.rows, g.concat(done.features), f.input("ring_row", "i64", 1))
+            self._wait(g, f, done)
         else:
             self._context(g, f, done, self._draft_caches(g, covered), True)
         return out
 
-    def _verify(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
+    def _verify(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, late: str = "") -> dict:
+        """``late``: all drafters' rows wait."""
+
         def given() -> Given:
             rows, delta = self._rows(g, f, width, span, covered), self._block_states(g, f, width, covered)
-            return Given(rows, delta, self._carry(g, f, (width + 1) * covered.count, covered), f.tokens(width * covered.count))
+            carry = None if late else self._carry(g, f, (width + 1) * covered.count, covered)
+            return Given(rows, delta, carry, f.tokens(width * covered.count))
 
         self._begin(g)
         done = self._forward(g, given)
         out = self._emit(g, f, done.hidden)
-        self._context(g, f, done, self._draft_caches(g, covered))
+        self._wait(g, f, done) if late else self._context(g, f, done, self._draft_caches(g, covered))
         return out
 
     def _fused(self, method: str, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, drafts: int | None = None) -> dict:
         """``method`` drafts; ``drafts``: of each slot, one less than its rows unless it is said."""
         total, drafts = width * covered.count, width - 1 if drafts is None else drafts
+        ready = (self._member(method),) if self.ring is not None else None
         self._begin(g, -1)
         rows, draft_kv = self._rows(g, f, width, span, covered), self._draft_caches(g, covered)
-        carry = self._carry(g, f, (width + 1) * covered.count, covered)
+        carry = self._carry(g, f, (width + 1) * covered.count, covered, ready)
         delta = self._block_states(g, f, width, covered) if not self.split else None
         own, before = self._layers_of(g, method, draft_kv, covered), carry.before if carry is not None else None
         drafted = self.draft_parts[method].nodes(g, f, rows, width, drafts, span, covered, own, before)
@@ -478,12 +512,14 @@ class StepGraphs(GraphStore):
         def given() -> Given:
             """On another device than that of the drafter."""
             rows, delta = self._rows(g, f, width, span, covered), self._block_states(g, f, width, covered)
-            return Given(rows, delta, self._carry(g, f, (width + 1) * covered.count, covered), cast(ChainGraph, g).bring(tokens, 0))
+            return Given(rows, delta, self._carry(g, f, (width + 1) * covered.count, covered, ready), cast(ChainGraph, g).bring(tokens, 0))
 
         self._begin(g)
         done = self._forward(g, given, None if self.split else now)
         out = self._emit(g, f, done.hidden)
-        self._context(g, f, done, self._draft_caches(g, covered) if self.split else draft_kv)
+        self._context(g, f, done, self._draft_caches(g, covered) if self.split else draft_kv, ready=ready)
+        if ready is not None and len(self.draft_parts) > 1:
+            self._wait(g, f, done)
         return {**out, "draft_logits": drafted.logits}
 
     def _draft(self, method: str, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
@@ -491,7 +527,7 @@ class StepGraphs(GraphStore):
         assert self.drafter is not None and self.draft_kv is not None
         self._begin(g, -1)
         rows = {"positions": f.input("positions", "i32", width * covered.count)}
-        chained = self.boundary is not None and any(m.chained for m in self.drafter.members if m.method == method)
+        chained = self.boundary is not None and self._member(method).chained
         before = g.rows(self.boundary.table, f.input("before", "i32", covered.count)) if chained and self.boundary is not None else None
         draft_kv = self._layers_of(g, method, self._draft_caches(g, covered), covered)
         drafted = self.draft_parts[method].nodes(g, f, rows, width, width - 1, span, covered, draft_kv, before)
@@ -507,13 +543,20 @@ class StepGraphs(GraphStore):
             self._begin(g, segment)
             self._replay(g, f, covered, width, width_to, replay)
 
-    def _catchup(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> None:
-        assert self.ring is not None
-        assert self.drafter is not None and self.draft_kv is not None
+    def _catchup(self, method: str, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> None:
+        """As if a prompt brought the rows; ``span`` plays no part."""
+        assert self.ring is not None and self.draft_kv is not None
+        member = self._member(method)
         self._begin(g, -1)
-        rows = ContextRows(None, [self.ring.rows], None, f.input("positions", "i32", width), f.input("kv_rows", "i64", width))
-        (member,) = self.drafter.members  # the rows of several cannot wait
-        member.context_rows(g, rows, self._caches(g, self.draft_kv, covered), self.target)
+        at = f.input("ring_at", "i32", width)
+        features = [g.rows(table, at) for table in self.ring.tables]
+        hidden = features.pop() if self.chain is not None else features[0]
+        rows = {"positions": f.input("positions", "i32", width), "kv_rows": f.input("kv_rows", "i64", width)}
+        carry = self._carry(g, f, 1, covered, (member,))
+        tokens = f.input("ring_tokens", "i32", width) if carry is not None else at
+        last = f.input("last", "i32", 1) if carry is not None else None
+        done = Done(hidden, features, Given(rows, None, carry, tokens))
+        self._context(g, f, done, self._caches(g, self.draft_kv, covered), True, last, (member,))
 
     def _exact(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, capture: tuple[int, ...]) -> Done:
         def given() -> Given:

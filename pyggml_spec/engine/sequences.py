@@ -118,7 +118,7 @@ class Sequences:
         if self._delta is not None and self._delta.inline:  # whatever stays of the rows
             self._delta.fill_slot(index, 0)
         if p.ring is not None:
-            p.ring.waiting = 0
+            p.ring.begin()
         if p.boundary is not None:
             p.boundary.begin(index)
         s.cursor.reset()
@@ -192,7 +192,7 @@ class Sequences:
         s.open_rows = 0
         if self._delta is not None:
             self._delta.accepted[slot] = committed - s.base
-        if self._parts.boundary is not None:
+        if self._parts.boundary is not None and not self._parts.chain_waits:
             self._parts.boundary.at[slot] = committed - s.base
 
     def give_up(self, slot: int) -> None:

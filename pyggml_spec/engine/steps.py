@@ -35,12 +35,12 @@ class Steps:
         self.forwards = self.rows_computed = self.rows_used = 0
 
     def run(
-        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
+        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None, late: bool = True
     ) -> dict[int, StepResult]:
-        """One pass, of whichever kind does for all of the work."""
+        """One pass, of whichever kind does for all of the work. ``late``: as in ``blocks``."""
         for slot, n in rows.items():
             if n > 1 and not isinstance(work[slot], Prompt):
-                return self.blocks(work, rows, covered, meanwhile)
+                return self.blocks(work, rows, covered, meanwhile, late)
         return self.certain(work, rows, covered, meanwhile)
 
     def looked_at(
@@ -55,7 +55,7 @@ class Steps:
             passed = len(drafts) if item.check is None else item.check(drafts)
             rows_of = min(self._graphs.width_for(passed + 1), item.width)
             given[slot], rows = Verify(drafts[: rows_of - 1]), {**rows, slot: rows_of}
-        results = self.run(given, rows, covered, meanwhile)
+        results = self.run(given, rows, covered, meanwhile, late=False)
         for slot, item in drafting.items():
             if not np.isfinite(sums[slot - covered.first, : item.width]).all():
                 self._sound(slot, False)
@@ -163,19 +163,26 @@ class Steps:
             self._delta.after_rows(int(role == "plain"))
         if self._parts.boundary is not None:
             self._leave(step, rows)
-        if "ring_row" in step.host:
+        self._store(step, width)
+
+    def _store(self, step: Step, width: int, ready: str = "") -> None:
+        """What a step left for drafters other than the one that is ``ready``."""
+        if "ring_rows" in step.host:
             assert self._parts.ring is not None
-            self._parts.ring.waiting += 1
+            self._parts.ring.stored(self._slots[0].cursor.committed, step.host["tokens"][:width], (ready,))
 
     def blocks(
-        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
+        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None, late: bool = True
     ) -> dict[int, StepResult]:
-        """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left unfolded."""
-        step, role, width, longest, more = self._block(work, rows, covered)
+        """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left unfolded. ``late`` False: somebody
+        drafted these blocks just now, and its rows are computed with them."""
+        step, role, width, longest, more = self._block(work, rows, covered, late)
         times = self._run(step, role, width, covered, longest, meanwhile, *more)
         return self._of_blocks(step, width, work, rows, covered, times)
 
-    def _block(self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange) -> tuple[Step, str, int, int, tuple[int, ...]]:
+    def _block(
+        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, late: bool = True
+    ) -> tuple[Step, str, int, int, tuple[Any, ...]]:
         """What is to be run: its role, rows per slot, the length of the longest sequence, and what else its graph differs in."""
         drafting = [item for item in work.values() if isinstance(item, Draft)]
         need = max(*rows.values(), *(item.verified for item in drafting), 0)
@@ -185,12 +192,14 @@ class Steps:
         for slot in covered.slots if len(work) < covered.count else ():
             if self._slots[slot].open_rows and slot not in work:
                 raise EngineError(f"this step covers slot {slot} and would take its open block away: call accept or rollback there first")
-        more: tuple[int, ...] = ()
+        more: tuple[Any, ...] = ()
         method, role, drafts = "", "verify", 0
         if drafting:
             method = self._who(drafting)
             role, more, drafts = self._graphs.of_drafts("fused", method, width, max(item.width for item in drafting) - 1)
-        self._commits.before_block(width)
+        else:
+            more = self._graphs.late if late else ()
+        self._commits.before_block(width, method, bool(method or more))
         longest = self._longest(covered)
         step = self._graphs.get(role, width, self._parts.kv.span(longest + width), covered, *more)
         self._fill.block(step, width, method, drafts, work, rows, covered)
@@ -206,6 +215,7 @@ class Steps:
             self._delta.after_block(covered)
         if self._parts.boundary is not None:
             self._leave(step, rows)
+        self._store(step, width, next((self._graphs.method_of(item.drafter) for item in work.values() if isinstance(item, Draft)), ""))
         ids, sound = step.ids(), step.finite()
         return {slot: self._of_block(step, ids, sound, width, slot, item, rows[slot], covered, times) for slot, item in work.items()}
 
@@ -213,7 +223,7 @@ class Steps:
 
     def launch(self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange) -> Flight:
         """Begins a pass of plain tokens and blocks, which is waited for by ``land``."""
-        more: tuple[int, ...] = ()
+        more: tuple[Any, ...] = ()
         block = any(n > 1 for n in rows.values())
         if block:
             step, role, width, longest, more = self._block(work, rows, covered)

@@ -139,7 +139,6 @@ class DFlash(Drafter):
     """
 
     arch, method = "dflash", "draft-dflash"
-    late = True
     by_position = False
     scaled = tuple(name for name in (*SCALED, "fc") if name != "attn_gate")  # which no drafter of llama.cpp's has
 

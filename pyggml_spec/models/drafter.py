@@ -66,7 +66,6 @@ class Drafter(Model):
         n_layer: layers with K/V rows of its own.
         captures: v is the input of target layer v; the target's ``n_layer`` is its last layer's output.
         chained: whether it drafts one by one, and reads the hidden state of the token before.
-        late: whether context rows of plain tokens may wait, so that many are computed at once: they need captured states only.
         borrows: whether a chain writes no rows, and reads the target's: all of its drafts see the committed tokens.
         draft_tokens: it drafts none but the first so many tokens of the vocabulary; 0 for all of them.
         behind: how far positions are behind those of the tokens, 1 where a row counts as the hidden state's; the first row is nobody's then.
@@ -74,7 +73,6 @@ class Drafter(Model):
 
     method: str
     chained = False
-    late = False
     borrows = False
     draft_tokens = 0
     behind = 0

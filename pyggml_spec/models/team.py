@@ -45,10 +45,6 @@ class Team:
         return self._chain is not None
 
     @property
-    def late(self) -> bool:
-        return all(member.late for member in self.members)
-
-    @property
     def borrows(self) -> bool:
         return any(member.borrows for member in self.members)
 
