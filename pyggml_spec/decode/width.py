@@ -50,6 +50,7 @@ PLAIN_STEP = Kind("", 1)
 # all of them reaches 2.15, 1.40 and 1.57. A drafter that is never right costs 4 % of a first prompt of
 # 96 tokens and 0.5 to 1.5 % of those that follow.
 DECAY = 0.95  # per step, plain ones too: half of the weight lies on the last 13 steps
+TEAM_DECAY = 0.97  # where drafters are compared, over half as many steps again: both over the better one alone 0.967 to 1.002, with this 0.979 to 1.011
 LONG_DECAY = 0.98
 PRIOR_ACCEPTANCE = 0.8  # of the first draft, before anything was seen
 PRIOR_WEIGHT = 4.0  # steps that the prior counts for
@@ -67,6 +68,7 @@ MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehan
 WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
 CHAINS = (2, 3, 4, 5, 6, 8, 12, 16)  # rows that count of a chain's blocks: each draft costs a pass of its own
 OTHER_PROBE, OTHER_LOOK = 24, 2  # steps between looks at another drafter than the one in use, and steps of a look
+HOPED_ACCEPTANCE = 0.9  # of each draft of another drafter: what it could not win with that is not looked at
 WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
 TRIES = WARMUP + 2
 NEVER_PAYS = "plain decoding: no block width would be faster here even if every draft were accepted"
@@ -76,8 +78,8 @@ class Acceptance:
     """Of one sequence and drafter, per position i (1-based, index i - 1): how often draft i was accepted when all before it were, with
     exponential decay. While the sequence decodes plainly, what was seen fades into what was seen in the long run, and that into the prior."""
 
-    def __init__(self, positions: int, prior: float = PRIOR_ACCEPTANCE) -> None:
-        self.prior = prior
+    def __init__(self, positions: int, prior: float = PRIOR_ACCEPTANCE, decay: float = DECAY) -> None:
+        self.prior, self.decay = prior, decay
         self.tries, self.hits = [0.0] * positions, [0.0] * positions
         self.all_tries = self.all_hits = 0.0  # of all positions together, with a long memory
         self._plain = 0  # plain steps since the last block
@@ -90,7 +92,7 @@ class Acceptance:
 
     def observe(self, width: int, matched: int) -> None:
         """One block of ``width`` rows whose first ``matched`` drafts were accepted."""
-        decay, offered = DECAY ** (1 + self._plain), min(width - 1, matched + 1, len(self.tries))
+        decay, offered = self.decay ** (1 + self._plain), min(width - 1, matched + 1, len(self.tries))
         self.tries, self.hits = [decay * n for n in self.tries], [decay * n for n in self.hits]
         for i in range(offered):
             self.tries[i] += 1
@@ -100,8 +102,8 @@ class Acceptance:
         self._plain, self._tokens = 0, None
 
     def successor(self) -> "Acceptance":
-        """Of the next sequence: what was seen here counts for as much as PRIOR_STEPS steps."""
-        out, share = Acceptance(len(self.tries), self.chance()), min(1.0, PRIOR_STEPS / max(self.tries[0], 1e-9))
+        """Of the next sequence of several drafters: what was seen here counts for as much as PRIOR_STEPS steps."""
+        out, share = Acceptance(len(self.tries), self.chance(), TEAM_DECAY), min(1.0, PRIOR_STEPS / max(self.tries[0], 1e-9))
         out.tries, out.hits = [share * n for n in self.tries], [share * n for n in self.hits]
         return out
 
@@ -112,7 +114,7 @@ class Acceptance:
     def survival(self) -> list[float]:
         """a_1, a_2, ...: each position's prior is the estimate of the one before it, so what was never offered is extrapolated."""
         chance = self.chance()
-        fade, out, alive = DECAY**self._plain, [], 1.0
+        fade, out, alive = self.decay**self._plain, [], 1.0
         for tries, hits in zip(self.tries, self.hits):
             chance = (fade * hits + PRIOR_WEIGHT * chance) / (fade * tries + PRIOR_WEIGHT)
             alive *= chance
@@ -198,7 +200,8 @@ class WidthControl:
             self.kinds = [kind for kind in self.kinds if kind == PLAIN_STEP or kind.width * plain > costs.get(kind, float("inf"))]
             self.costs = {(1, kind): costs[kind] for kind in self.kinds}
         self.changes = 0
-        self.seen = {name: Acceptance(max(of) - 1) for name, of in self.widths.items()}  # of all sequences
+        decay = TEAM_DECAY if len(self.widths) > 1 else DECAY
+        self.seen = {name: Acceptance(max(of) - 1, decay=decay) for name, of in self.widths.items()}  # of all sequences
         self._allowed: float | None = None  # plain steps that blocks may still lose
         self._turns = list(self.widths)  # whose turn it is to be tried again
         self._tries: Counter = Counter(dict.fromkeys(self.costs, TRIES))
@@ -279,15 +282,16 @@ class WidthControl:
             if wider:
                 use.probing = True
                 return min(wider, key=lambda kind: (kind.width, self.costs[covered, kind]))
-        if len(self.widths) > 1 and (other := self._other(use, affordable, speed)) is not None:
+        if len(self.widths) > 1 and (other := self._other(covered, len(sequences), use, affordable, speed)) is not None:
             use.probing = True
             return other
         if use.kind in affordable:
             return use.kind
         return max((PLAIN_STEP, *affordable), key=speed.__getitem__)  # until more has been won
 
-    def _other(self, use: _Use, affordable: Sequence[Kind], speed: Mapping[Kind, float]) -> Kind | None:
-        """Another drafter's best block, OTHER_LOOK steps in a row, if it is its turn to be looked at: nobody else tells what it is worth now."""
+    def _other(self, covered: int, sequences: int, use: _Use, affordable: Sequence[Kind], speed: Mapping[Kind, float]) -> Kind | None:
+        """Another drafter's best block, OTHER_LOOK steps in a row, if it is its turn to be looked at: nobody else tells what it is worth now.
+        None where it would be slower even if most of its drafts were right."""
         use.since_other += 1
         if use.since_other <= OTHER_PROBE or use.kind is None:
             return None
@@ -295,7 +299,9 @@ class WidthControl:
             use.since_other = 0
             return None
         others = [kind for kind in affordable if kind.drafter != use.kind.drafter]
-        return max(others, key=speed.__getitem__, default=None)
+        hoped = Acceptance(max((kind.width for kind in others), default=1) - 1, HOPED_ACCEPTANCE).tokens()
+        most = max((hoped[kind.width - 1] / self.costs[covered, kind] for kind in others), default=0.0)
+        return max(others, key=speed.__getitem__, default=None) if most > speed[use.kind] / sequences else None
 
     def _cheapest(self, covered: int) -> float:
         """Milliseconds of the cheapest block."""
