@@ -112,9 +112,9 @@ class BlockDrafting:
                 positions[at * width : (at + 1) * width] = n + np.arange(width)
         for window in set(self.drafter.hp.window) - {0}:
             host[f"draft_first_{window}"][:] = positions - window + 1
-        last[:] = 0
         for at, slot in enumerate(covered.slots):
             item, n, first = work.get(slot), slots[slot].cursor.committed, at * width
+            last[first : first + width] = positions[first : first + width]  # a row that it may see, window or not: attention to none is NaN
             real = 0
             if isinstance(item, Draft):
                 real = self.drafter.block_rows(item.width)

@@ -19,7 +19,7 @@ from ..gguf_io import GGUFFile
 from .base import Target
 from .blocks import head_product, product
 from .dflash import HEAD, BlockRows, DFlash
-from .drafter import TOKENS
+from .drafter import TOKENS, choosable
 from .hparams import positive
 from .weights import ROWS, VECTOR, Spec
 
@@ -114,7 +114,7 @@ class DFlash2(DFlash):
 
     def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> tuple[tuple[Tensor, ...], Tensor]:
         w, k, rank, count = self.weights, self.top_k, self.rank, hidden.ne[1] // slots
-        logits = self.logits(g, hidden, target)
+        logits = choosable(g, self.logits(g, hidden, target))
         candidates, scores = g.largest(logits, min(k, logits.ne[0]))
         k = candidates.ne[0]
         if TOKENS in w:
@@ -125,7 +125,7 @@ class DFlash2(DFlash):
         for i in range(count):
             wanted = g.mul(g.rows(w[PREDECESSOR], token), g.every(gates, count, i))
             fits = g.matmul(g.heads(g.every(successors, count, i), rank, k), g.shaped(wanted, rank, 1, slots))
-            best = g.argmax(g.add(g.shaped(fits, k, slots), g.every(scores, count, i)))
+            best = g.argmax(choosable(g, g.add(g.shaped(fits, k, slots), g.every(scores, count, i))))
             ids.append(g.entry(g.every(candidates, count, i), best))
             token = g.shaped(ids[-1], slots)
         return tuple(ids), logits

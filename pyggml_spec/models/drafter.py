@@ -22,6 +22,8 @@ from .model import Model
 from .weights import INDEX, Spec, Weights
 
 TOKENS = "d2t"  # of a head's choices, which of the target's tokens each is
+NAN_IS_A_TOKEN = ("cpu",)  # kinds of devices whose argmax of NaN is one: on CUDA it is -1, and the next draft would look that row up
+MOST_LOGIT = 1e30  # below the largest float, which CUDA's argmax begins with
 
 
 class ContextRows(NamedTuple):
@@ -135,7 +137,7 @@ class Drafter(Model):
 
     def choose(self, g: Graph, logits: Tensor) -> Tensor:
         """The target's tokens with the largest logits: I32 [T], or [1, T] where the head's are fewer."""
-        chosen = g.argmax(logits)
+        chosen = g.argmax(choosable(g, logits))
         tokens = self.weights.get(TOKENS)
         return chosen if tokens is None else g.rows(tokens, chosen)
 
@@ -170,6 +172,11 @@ class Drafter(Model):
         """The table of a head that knows fewer tokens than the target, if the file has one."""
         info = self.file.tensors.get(TOKENS)
         return [Spec(TOKENS, (info.shape[0],), INDEX)] if info is not None else []
+
+
+def choosable(g: Graph, logits: Tensor) -> Tensor:
+    """``logits`` F32 as argmax may have them; NaN counts as some number where it would be none of the tokens. In place."""
+    return logits if g.role.backend.device.kind in NAN_IS_A_TOKEN else g.clamp(logits, -MOST_LOGIT, MOST_LOGIT)
 
 
 def check_tokens(file: GGUFFile, n_vocab: int) -> None:

@@ -1,7 +1,9 @@
 """Whoever drafts, the text is the plain one, byte for byte: greedy, sampled, under a constraint, in several slots, and behind a prompt that was kept."""
 
 import re
+import signal
 
+import numpy as np
 import pytest
 from ggml.kernel_graphs import LEVELS
 from random_gguf.archs import write_gemma4, write_llama
@@ -11,6 +13,11 @@ from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.ggml.graph import Graph
+from pyggml_spec.ggml.library import ffi, lib, read_tensor
+from pyggml_spec.models import drafter
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
 QUANT = "Q8_0"  # own kernels: a row has the same bits in every step
@@ -57,12 +64,12 @@ def test_the_text_is_the_plain_one(session, values):
         assert values == "regex" or any(stats.drafters[method][1] > 0 for method in session.methods if method in stats.drafters)
 
 
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [1, 8])
 def test_the_text_does_not_depend_on_slots(session, slots):
-    options = VALUES["sampled"]
-    want = [session.generate(prompt, 24, mode="plain", **options)[0] for prompt in PROMPTS]
+    options, texts = VALUES["sampled"], [*PROMPTS, *(prompt + "#" for prompt in PROMPTS[:2])]
+    want = [session.generate(prompt, 20, mode="plain", **options)[0] for prompt in texts]
     with session.concurrent(slots=slots) as server:
-        got = [server.submit(prompt, 24, **options) for prompt in PROMPTS]
+        got = [server.submit(prompt, 20, **options) for prompt in texts]
         assert [handle.result()[0] for handle in got] == want
 
 
@@ -70,3 +77,65 @@ def test_nothing_is_built_while_it_runs(session):
     session.generate(PROMPTS[0], 40)
     stats = session.generate(PROMPTS[0], 60)[1]
     assert stats.drafted > 0 and (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
+
+
+def test_control_c_between_two_steps_leaves_a_usable_session(session):
+    """Blocks are open then, and rows of drafters wait."""
+    want = session.generate(PROMPTS[2], 24)[0]
+    for steps in (1, 2, 5):
+        left = [steps]
+
+        def interrupted(left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                signal.raise_signal(signal.SIGINT)
+            return False
+
+        with pytest.raises(KeyboardInterrupt):
+            for _ in session.steps(PROMPTS[2], 24, interrupted=interrupted):
+                pass
+        assert session.generate(PROMPTS[2], 24)[0] == want
+
+
+def _argmax_of_cuda(x):
+    """As ggml-cuda's kernel finds it."""
+    best, most = -1, -np.finfo(np.float32).max
+    for i, value in enumerate(x):
+        if value > most:
+            best, most = i, value
+    return best
+
+
+@pytest.mark.parametrize("kinds", [("cpu",), ()], ids=["CPU", "elsewhere"])
+def test_drafts_of_nan_are_tokens_and_switch_speculation_off(session, monkeypatch, kinds):
+    """Last, as it spoils the session. On CUDA the argmax of NaN is -1, and a chain would look that row up: what it is given elsewhere is finite."""
+    want, asked, argmax = session.generate(PROMPTS[0], 12, mode="plain")[0], [], Graph.argmax
+    for member in session.drafter.members:
+        lib.ggml_backend_tensor_memset(member.weights["output_norm.weight"], 0xFF, 0, 4)
+
+    def keeping(g, x):
+        for tensor in (x, x.view_src):
+            if tensor != ffi.NULL:
+                g.keep(tensor)
+        asked.append((g, x))
+        return argmax(g, x)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(drafter, "NAN_IS_A_TOKEN", kinds)
+        patched.setattr(Graph, "argmax", keeping)
+        engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=4))
+        try:
+            for member in session.drafter.members:
+                engine.reset()
+                engine.prefill([1, 2, 3])
+                graph = engine.step_graph(engine.graphs.role("fused", member.method), 4)
+                assert not engine.fused_step(4, drafter=member.method).draft_finite
+                assert (mine := [x for g, x in asked if g is graph])
+                for x in mine:
+                    values = np.empty(x.ne[0], np.float32)
+                    read_tensor(x, values)
+                    assert (_argmax_of_cuda(values) < 0) == (kinds != ())
+        finally:
+            engine.close()
+    text, stats = session.generate(PROMPTS[0], 12)
+    assert text == want and stats.nan_drafts == 1
