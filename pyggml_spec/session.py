@@ -11,6 +11,7 @@ from .arguments import GenerateOptions, RequestOptions
 from .checks import token_ids, whole
 from .concurrent import ConcurrentSession
 from .decode.calibrate import cached_costs, cached_kinds, step_cost
+from .decode.confidence import Confidence
 from .decode.copying import settle
 from .decode.lookup import LookupControl
 from .decode.methods import Methods, methods
@@ -163,6 +164,8 @@ class Session:
         self.scheduler = Scheduler(self.engine, options.width, lookup=self.lookup)
         if self.drafter is not None and width is None:
             self._measure_costs()
+            if any(member.confident for member in self.drafter.members):
+                self.scheduler.confidence = Confidence(self._given_costs())
         self.scheduler.widths = self.width_control()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
         self.load_seconds = time.perf_counter() - started
@@ -344,8 +347,12 @@ class Session:
 
     def _lookup_control(self, method: str) -> LookupControl:
         """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
+        return LookupControl(method, self._given_costs())
+
+    def _given_costs(self) -> dict[int, float]:
+        """Milliseconds by rows of steps that verify given ids."""
         widths = candidate_widths(self.engine.options.width)
-        return LookupControl(method, cached_costs(self.engine, tuple(w for w in widths if w > 1), given=True)[0])
+        return cached_costs(self.engine, tuple(w for w in widths if w > 1), given=True)[0]
 
     def _measure_costs(self, fresh: bool = False) -> None:
         assert self.drafter is not None

@@ -151,9 +151,9 @@ class LlamaDFlash(_Pair):
 
     def __init__(
         self, target, draft, target_layers, mask_token, n_ctx=1024, n_ubatch=512, threads=1, block=16, kv=F16, draft_kv=F16, causal=False,
-        top_k=0, from_anchor=False
+        top_k=0, from_anchor=False, confident=False
     ):  # fmt: skip
-        """``top_k``: candidates of a DFlash2's selector; ``from_anchor``: a DSpark whose pending token's row drafts too."""
+        """``confident``: a DSpark that says what its drafts are worth, see ``said``. ``top_k``: candidates of a DFlash2's selector; ``from_anchor``: a DSpark whose pending token's row drafts too."""
         self.layers, self.mask, self.block, self.top_k, self.from_anchor = target_layers, mask_token, block, top_k, from_anchor
         self.n_ubatch = n_ubatch
         self.models = [_model(target), _model(draft)]
@@ -166,7 +166,7 @@ class LlamaDFlash(_Pair):
         for layer in target_layers if self.watched is None else ():
             _set_layer_input(self.tgt, layer, True)
         _set_causal(self.dft, causal)
-        if top_k:
+        if top_k or confident:
             X.llama_set_embeddings_nextn(self.dft, True, False)
         self.batch = L.llama_batch_init(n_ubatch, 0, 1)
         self.pairs = _ext_init(self.dft)
@@ -221,6 +221,13 @@ class LlamaDFlash(_Pair):
             before = int(scores.argmax())
             out.append(int(row[before]))
         return out
+
+    def said(self, width):
+        """What a DSpark says of each of its drafts, F32 [width - 1]."""
+        rows = width - self.from_anchor
+        self._block_logits(rows)
+        every = np.ctypeslib.as_array(X.llama_get_embeddings_nextn(self.dft), (rows, self.n_embd))
+        return every[1 - self.from_anchor :, 0].copy()
 
     def _block_logits(self, rows):
         logits = _decode(self.dft, self.batch, [self.pending] + [self.mask] * (rows - 1), self.n, self.n_vocab)

@@ -139,15 +139,17 @@ class Request:
         self._begin(self.forced)
         return Verify([*self.forced, *[self.forced[-1]] * (self._forced.width(self.forced) - 1 - len(self.forced))])
 
-    def work(self, kind: Kind) -> Work:
-        """What it does in a step of this kind."""
+    def work(self, kind: Kind, weigh: Callable[[np.ndarray], int] | None = None) -> Work:
+        """What it does in a step of this kind. ``weigh``: as in ``Draft``."""
         self._begin()
         self.found = []
         if self.speculating:
             if kind.width == 1:
                 return ALONE
             if self.options.drafts is None:
-                return drafted(kind) if self.guide is None else Draft(kind.width, check=self.guide.check, drafter=kind.drafter)
+                if self.guide is None and weigh is None:
+                    return drafted(kind)
+                return Draft(kind.width, check=self.guide.check if self.guide is not None else None, drafter=kind.drafter, weigh=weigh)
             drafts = self.options.drafts(self.history, kind.width - 1)
             self._begin(drafts)
             return Verify(drafts)

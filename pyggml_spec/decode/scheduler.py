@@ -26,6 +26,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Self
 
+import numpy as np
+
 from ..checks import token_ids
 from ..engine.engine import Engine
 from ..engine.lanes import halves
@@ -36,6 +38,7 @@ from ..ggml.device import give_back_threads
 from ..memory.prefix import PrefixCache
 from ..memory.prefix_files import PrefixFiles
 from ..memory.slots import covering
+from .confidence import Confidence
 from .counters import WARMUP_STEPS, Counters
 from .groups import Flying, control_of
 from .guided import Guide, run_step
@@ -79,13 +82,14 @@ class Scheduler:
     ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole. ``files``: where they outlive
     this process. ``lookup``: verifies what came before, where that wins more than what would run instead. ``kinds``: of steps that are tried
     beside each drafter's widths. ``groups``: of sequences that decode beside each other on several devices, 1 or 2; None measures what pays.
+    ``confidence``: of a drafter that says what its drafts are worth, where there is one slot.
     """
 
     def __init__(
         self, engine: Engine, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None,
-        files: PrefixFiles | None = None, kinds: Iterable[Kind] = (), groups: int | None = None,
+        files: PrefixFiles | None = None, kinds: Iterable[Kind] = (), groups: int | None = None, confidence: Confidence | None = None,
     ) -> None:  # fmt: skip
-        self.engine, self._stats, self.lookup = engine, BatchStats(), lookup
+        self.engine, self._stats, self.lookup, self.confidence = engine, BatchStats(), lookup, confidence
         self.prefixes = PrefixCache(engine, prefix_memory, files, shared=True) if prefix_memory else None
         self.widths: WidthControl | None = None
         if width is None and engine.drafter is not None:
@@ -94,6 +98,7 @@ class Scheduler:
                 more=kinds,
             )
         self._kind = PLAIN_STEP  # of the last decoding step
+        self._catch_ups = 0  # of the engine, up to the last step
         self._sequences: list[Drafted | None] = []  # those that decode, as width control sees them
         self.width, self._width_reason = width or engine.options.width, ""
         self._waiting: deque[Stream] = deque()
@@ -442,14 +447,22 @@ class Scheduler:
             return [self.engine.given_role(width) for width in sorted({kind.width for kind in kinds})]
         engine, drafting = self.engine, [kind for kind in kinds if kind.width > 1]
         plain: list[tuple] = [("plain", 1)] if len(drafting) < len(kinds) else []
-        if request.guide is None:
-            return [*plain, *(engine.drafting_role("fused", kind.drafter, kind.width, kind.verified) for kind in drafting)]
+        looked = [kind for kind in drafting if request.guide is not None or (self.confidence is not None and self._says(kind.drafter))]
+        fused = [engine.drafting_role("fused", kind.drafter, kind.width, kind.verified) for kind in drafting if kind not in looked]
+        if not looked:
+            return [*plain, *fused]
         # drafts are looked at before they are verified
-        request.guide.widths = self.widths.useful if self.widths is not None else ()
-        rows = [(kind.drafter, engine.graphs.width_for(kind.width)) for kind in drafting]
+        if request.guide is not None:
+            request.guide.widths = self.widths.useful if self.widths is not None else ()
+        rows = [(kind.drafter, engine.graphs.width_for(kind.width)) for kind in looked]
         alone = dict.fromkeys(engine.drafting_role("draft", drafter, width, width) for drafter, width in rows)
         widest = max((width for _, width in rows), default=1)
-        return [("plain", 1), *alone, *(("verify", width) for width in candidate_widths(request.options.width) if 1 < width <= widest)]
+        return [
+            ("plain", 1),
+            *fused,
+            *alone,
+            *(("verify", width) for width in candidate_widths(request.options.width) if 1 < width <= widest),
+        ]
 
     def _cancel_all(self) -> None:
         with self._queue:
@@ -567,10 +580,10 @@ class Scheduler:
         self._next = None
         if self.lookup is not None and self._look_up(self.lookup, decoding, kind.width, work) == 1:
             kind = PLAIN_STEP
-        width = kind.verified
+        width, weigh = kind.verified, self._weigher(kind)
         for s in decoding:
             if s.slot not in work:
-                work[s.slot] = s._request.work(kind)
+                work[s.slot] = s._request.work(kind, weigh)
         if filling and any(item.rows > 1 for item in work.values()):
             for s in filling:  # twice the rows are still less than a step of its own
                 if s._left <= width and covering((*work, s.slot), len(self.engine.slots)).count <= 2 * self._covered:
@@ -580,6 +593,17 @@ class Scheduler:
     def _choose(self) -> Kind:
         """The kind of the next step of those that decode."""
         return Kind("", self.width) if self.widths is None else self.widths.choose(self._covered, self._sequences)
+
+    def _weigher(self, kind: Kind) -> Callable[[np.ndarray], int] | None:
+        """Says how many drafts of a block of this kind are to be verified, where its drafter says what they are worth."""
+        if self.confidence is None or self.widths is None or kind.width == 1 or not self._says(kind.drafter):
+            return None
+        confidence, pace = self.confidence, self.widths.pace(self._covered, kind, self._sequences)
+        return lambda said: confidence.worth(said.tolist(), pace)
+
+    def _says(self, method: str) -> bool:
+        drafter = self.engine.drafter
+        return drafter is not None and any(member.confident for member in drafter.members if member.method == method)
 
     def _look_up(self, lookup: LookupControl, decoding: list[Stream], width: int, work: dict[int, Work]) -> int:
         """Adds those that verify what came before, if that wins more than a step of this ``width``; returns the width of the others."""
@@ -614,6 +638,8 @@ class Scheduler:
             if stream._suffix is not None:
                 stream._suffix.extend(block)
             stream._rows = item.verified or item.width if isinstance(item, Draft) else item.rows
+            if self.confidence is not None and isinstance(item, Draft) and item.weigh is not None:
+                self.confidence.observe(len(result.tokens) - 1, len(block) - 1)
             stream._matched = len(block) - 1  # forbidden drafts are rejected ones, of blocks that cost less
         if block:
             stream.tokens += block
@@ -718,8 +744,10 @@ class Scheduler:
             self.lookup.observe(self._covered, width if given else None, milliseconds, sum(s._matched + 1 for s in decoding))
         if self._halves and self.groups is not None:
             self._round(False)
+        caught_up, self._catch_ups = self.engine.catch_ups != self._catch_ups, self.engine.catch_ups
         if self.widths is not None and (self._looked is None or self._looked.otherwise):
-            self._observe(decoding, width, milliseconds, len(work) == len(decoding))
+            # what a drafter has to catch up with is what other steps left, and no part of what its own cost
+            self._observe(decoding, width, milliseconds, len(work) == len(decoding) and not caught_up)
 
     def _observe(self, decoding: Sequence[Stream], width: int, milliseconds: float, alone: bool) -> None:
         """Tells width control what the step of ``width`` rows brought. ``alone``: no prompt rode along."""

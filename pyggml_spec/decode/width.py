@@ -327,6 +327,11 @@ class WidthControl:
         costs = self.costs
         return {kind: tokens / costs[covered, kind] for kind, tokens in self.expected(sequences).items()}
 
+    def pace(self, covered: int, kind: Kind, sequences: Sequence[Drafted | None]) -> float:
+        """Tokens per millisecond that steps of this kind are expected to give, or plain ones where those give more."""
+        speed = self._speeds(covered, sequences) if covered in self._settled else {}
+        return max(speed.get(kind, 0.0), speed.get(PLAIN_STEP, 0.0))
+
     def observe(
         self, covered: int, kind: Kind, milliseconds: float, sequences: Sequence[Drafted | None], matched: Sequence[int], known: bool = True
     ) -> None:

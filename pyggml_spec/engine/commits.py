@@ -13,6 +13,7 @@ class Commits:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._delta, self._ring = parts, parts.delta, parts.ring
+        self.catch_ups = 0  # graphs that caught up so far
 
     def before_rows(self, covered: SlotRange, plain: bool) -> None:
         """Rows that are certain, ``plain`` tokens or chunks, are about to be written into the states of these slots."""
@@ -122,3 +123,4 @@ class Commits:
             if "draft_context" in host:
                 np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
         step.fields.run()
+        self.catch_ups += 1

@@ -25,12 +25,13 @@ class Drafted(NamedTuple):
     """Attributes:
     ids: I32 nodes; ``order`` says which of their values is which draft.
     hidden: F32 [n_embd, T]: finite if everything that was computed is.
-    logits: F32 [tokens of the head, T] that the ids, or the last of them, were chosen by.
+    logits, confidence: as ``Chosen`` in models/drafter.py has them.
     """
 
     ids: tuple[Tensor, ...]
     hidden: Tensor
     logits: Tensor
+    confidence: Tensor | None = None
 
 
 class Drafting(Protocol):
@@ -77,8 +78,8 @@ class BlockDrafting:
         masks = self._masks(g, f, total, span, covered)
         hidden = self.drafter.denoise(g, BlockRows(block, positions, draft_rows, masks, span, kv, covered.count), self.target)
         drafted = hidden if not alike else self._behind_pending(g, hidden, width)
-        ids, logits = self.drafter.drafts(g, drafted, block, covered.count, self.target)
-        return Drafted(ids, hidden, logits)
+        chosen = self.drafter.drafts(g, drafted, block, covered.count, self.target)
+        return Drafted(chosen.ids, hidden, chosen.logits, chosen.confidence)
 
     def _behind_pending(self, g: Graph, hidden: Tensor, width: int) -> Tensor:
         """Without row 0 of each block: it is the pending token itself, whose logits are not needed."""

@@ -205,7 +205,7 @@ class Engine:
         if self.parts.under_way is not None and not all(isinstance(item, Prompt) for item in work.values()):
             self.parts.arrive()
         for item in work.values():
-            if isinstance(item, Draft) and item.check is not None:
+            if isinstance(item, Draft) and (item.check is not None or item.weigh is not None):
                 return self._steps.looked_at(work, rows, covered, meanwhile)
         return self._steps.run(work, rows, covered, meanwhile)
 
@@ -246,7 +246,7 @@ class Engine:
         """Makes the states of all slots ready for blocks of ``width`` rows, as the first step with such blocks would, which is too late for a group's
         beside another one."""
         self.parts.check_landed(self.graphs.every)
-        self._commits.before_block(self.graphs.width_for(whole(width, "the block width", 2, self.options.width)))
+        self._commits.before_block(self.graphs.width_for(whole(width, "the block width", 2, self.options.width, "", False)))
 
     def abandon(self) -> None:
         """Waits for every group's step, and forgets what it brought: its slots can only be released."""
@@ -400,6 +400,11 @@ class Engine:
     def built_ahead(self) -> int:
         """Graphs built before their steps."""
         return self.ahead.built
+
+    @property
+    def catch_ups(self) -> int:
+        """Graphs so far that computed rows which drafters lacked."""
+        return self._commits.catch_ups
 
     @property
     def forwards(self) -> int:

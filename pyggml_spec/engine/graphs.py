@@ -227,6 +227,9 @@ class StepGraphs(GraphStore):
         for method in self.draft_parts if self._blocks[-1] > 1 else ():
             role = self.role("fused", method)
             self.get(role, self._widths[role][-1], live)
+            if self.slots == 1 and self._member(method).confident:  # how many drafts are verified is decided between two graphs
+                for role in (self.role("draft", method), "verify"):
+                    self.get(role, self._widths[role][-1], live)
 
     def plan_catch_ups(self) -> None:
         """Those of all drafters, the largest first."""
@@ -533,6 +536,8 @@ class StepGraphs(GraphStore):
         drafted = self.draft_parts[method].nodes(g, f, rows, width, width - 1, span, covered, draft_kv, before)
         f.outputs("drafts", drafted.ids)
         f.output(DRAFT_SUM, "f32", g.sum_rows(drafted.hidden))
+        if drafted.confidence is not None:
+            f.output("confidence", "f32", drafted.confidence)
         return {}
 
     def _commit(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, width_to: int, replay: bool) -> None:

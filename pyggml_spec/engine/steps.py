@@ -48,11 +48,13 @@ class Steps:
     ) -> dict[int, StepResult]:
         """Drafts first, and verifies what passes: one row more than that, filled up to a width that there are graphs for."""
         drafting = {slot: item for slot, item in work.items() if isinstance(item, Draft)}
-        ids, sums = self._drafts(drafting, covered)
+        ids, sums, said = self._drafts(drafting, covered)
         given: dict[int, Work] = dict(work)
         for slot, item in drafting.items():
             drafts = ids[slot - covered.first, : item.width - 1]
             passed = len(drafts) if item.check is None else item.check(drafts)
+            if item.weigh is not None and said is not None:
+                passed = min(passed, item.weigh(said[slot - covered.first, : item.width - 1]))
             rows_of = min(self._graphs.width_for(passed + 1), item.width)
             given[slot], rows = Verify(drafts[: rows_of - 1]), {**rows, slot: rows_of}
         results = self.run(given, rows, covered, meanwhile, late=False)
@@ -62,8 +64,9 @@ class Steps:
                 results[slot] = replace(results[slot], draft_finite=False)
         return results
 
-    def _drafts(self, drafting: Mapping[int, Draft], covered: SlotRange) -> tuple[np.ndarray, np.ndarray]:
-        """I32 [slots, width - 1] drafts of the blocks, and F32 [slots, width] sums that are finite if the drafter is sound."""
+    def _drafts(self, drafting: Mapping[int, Draft], covered: SlotRange) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """I32 [slots, width - 1] drafts of the blocks, F32 [slots, width] sums that are finite if the drafter is sound, and F32 [slots, width - 1]
+        what it says of each draft, None if that is nothing."""
         width, method = self._graphs.width_for(max(item.width for item in drafting.values())), self._who(drafting.values())
         self._commits.catch_up()
         role = self._graphs.role("draft", method)
@@ -71,7 +74,8 @@ class Steps:
         self._fill.drafts(step, width, method, drafting, covered)
         step.fields.run()
         order = [self._graphs.draft_order(method, at, width - 1, covered) for at in range(covered.count)]
-        return step.host["drafts"][np.array(order)], step.host["draft_sum"].reshape(covered.count, -1).copy()
+        said = step.host["confidence"].reshape(covered.count, -1).copy() if "confidence" in step.host else None
+        return step.host["drafts"][np.array(order)], step.host["draft_sum"].reshape(covered.count, -1).copy(), said
 
     def certain(
         self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None

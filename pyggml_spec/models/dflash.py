@@ -22,7 +22,7 @@ from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
 from .blocks import attend, geglu_ffn, head_product, product, project, softplus_gated, swiglu_ffn, write_kv
-from .drafter import TOKENS, ContextRows, Drafter, check_tokens
+from .drafter import TOKENS, Chosen, ContextRows, Drafter, check_tokens
 from .hparams import epsilon, inverse_root, kv_heads, positive, size_of_heads
 from .model import SCALED
 from .rope import Rope
@@ -319,11 +319,10 @@ class DFlash(Drafter):
         """What attention or FFN gives."""
         return x
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The drafts of those of each slot's rows that draft, whose hidden states are ``hidden``, F32 [n_embd, T], of the ``block`` I32;
-        and the logits that they were chosen by."""
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> Chosen:
+        """The drafts of those of each slot's rows that draft, whose hidden states are ``hidden``, F32 [n_embd, T], of the ``block`` I32."""
         logits = self.logits(g, hidden, target)
-        return (self.choose(g, logits),), logits
+        return Chosen((self.choose(g, logits),), logits)
 
     def _norm_if_any(self, g: Graph, x: Tensor, i: int, name: str) -> Tensor:
         return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x

@@ -19,7 +19,7 @@ from ..gguf_io import GGUFFile
 from .base import Target
 from .blocks import head_product, product
 from .dflash import HEAD, BlockRows, DFlash
-from .drafter import TOKENS, choosable
+from .drafter import TOKENS, Chosen, choosable
 from .hparams import positive
 from .weights import ROWS, VECTOR, Spec
 
@@ -112,7 +112,7 @@ class DFlash2(DFlash):
             logits = g.scale(logits, self.logit_scale)
         return g.soft_cap(logits, self.hp.softcap)
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> tuple[tuple[Tensor, ...], Tensor]:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> Chosen:
         w, k, rank, count = self.weights, self.top_k, self.rank, hidden.ne[1] // slots
         logits = choosable(g, self.logits(g, hidden, target))
         candidates, scores = g.largest(logits, min(k, logits.ne[0]))
@@ -128,4 +128,4 @@ class DFlash2(DFlash):
             best = g.argmax(choosable(g, g.add(g.shaped(fits, k, slots), g.every(scores, count, i))))
             ids.append(g.entry(g.every(candidates, count, i), best))
             token = g.shaped(ids[-1], slots)
-        return tuple(ids), logits
+        return Chosen(tuple(ids), logits)

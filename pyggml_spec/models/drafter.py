@@ -59,6 +59,20 @@ class ChainRow(NamedTuple):
     sliding: Seen | None = None
 
 
+class Chosen(NamedTuple):
+    """Drafts of a block.
+
+    Attributes:
+        ids: I32 nodes.
+        logits: F32 [tokens of the head, T] that they, or the last of them, were chosen by.
+        confidence: F32 [drafts, S], between 0 and 1, what the drafter says of each: that it is right if those before it are. None where it says nothing.
+    """
+
+    ids: tuple[Tensor, ...]
+    logits: Tensor
+    confidence: Tensor | None = None
+
+
 class Drafter(Model):
     """A drafter. ``weights`` has to be set before graphs are built.
 
@@ -70,6 +84,7 @@ class Drafter(Model):
         chained: whether it drafts one by one, and reads the hidden state of the token before.
         borrows: whether a chain writes no rows, and reads the target's: all of its drafts see the committed tokens.
         draft_tokens: it drafts none but the first so many tokens of the vocabulary; 0 for all of them.
+        confident: whether it says of each draft how likely that is right.
         behind: how far positions are behind those of the tokens, 1 where a row counts as the hidden state's; the first row is nobody's then.
     """
 
@@ -78,6 +93,7 @@ class Drafter(Model):
     borrows = False
     draft_tokens = 0
     behind = 0
+    confident = False
 
     @property
     def weights(self) -> Weights:

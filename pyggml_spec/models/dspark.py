@@ -1,6 +1,7 @@
 """dspark: DFlash with a Markov head, so that each draft depends on the one before it.
 
     draft_i = argmax(u_i + W_2 W_1[draft_{i-1}]), u_i the logits of the block's row i, without scale or cap; W_1 and W_2 of a small rank
+    confidence_i = sigmoid(conf_proj . [h_i ; W_1[draft_{i-1}]] + b), h_i the row's normalised hidden state, where the file has such a head
 The chain begins with the pending token. Whether its own row drafts too (`sample_from_anchor`, as in most files) or only the mask rows behind
 it: in the first case a block of B rows gives B drafts, and B + 1 rows are verified.
 Source of the formulae: llama.cpp, src/models/dflash.cpp (build_dspark_markov_head) and common/speculative.cpp (which rows draft).
@@ -13,11 +14,11 @@ from ..gguf_io import GGUFFile
 from .base import Target
 from .blocks import product
 from .dflash import HEAD, DFlash
-from .drafter import TOKENS
-from .weights import ROWS, Spec
+from .drafter import TOKENS, Chosen
+from .weights import ROWS, VECTOR, Spec
 
 FROM, TO = "markov_w1.weight", "markov_w2.weight"
-CONFIDENCE = ("conf_proj.weight", "conf_proj.bias")
+CONFIDENCE, OFFSET = "conf_proj.weight", "conf_proj.bias"
 
 
 class DSpark(DFlash):
@@ -32,6 +33,7 @@ class DSpark(DFlash):
             if name not in file.tensors or len(file.tensors[name].shape) != 2:
                 raise ModelError(f"{file.path} has no matrix {name!r}, which a drafter with a Markov head needs; convert it again")
         self.rank = file.tensors[FROM].shape[0]
+        self.confident = CONFIDENCE in file.tensors
         self.from_anchor = file.get(f"{self.arch}.sample_from_anchor", bool, True)
 
     @property
@@ -40,8 +42,8 @@ class DSpark(DFlash):
 
     @property
     def more_nodes(self) -> int:
-        """Of each draft 6, and what its matrices need besides."""
-        return 16 * self.block_size
+        """Of each draft 12, and what its matrices need besides."""
+        return 24 * self.block_size
 
     def block_rows(self, width: int) -> int:
         return width - self.from_anchor
@@ -51,10 +53,11 @@ class DSpark(DFlash):
     def tensors(self) -> list[Spec]:
         tensors = self.file.tensors
         out = [Spec(FROM, (self.rank, tensors[FROM].shape[1]), ROWS), Spec(TO, (self.rank, tensors[TO].shape[1]))]
+        if self.confident:
+            out.append(Spec(CONFIDENCE, (self.hp.n_embd + self.rank, 1)))
+        if self.confident and OFFSET in tensors:
+            out.append(Spec(OFFSET, (1,), VECTOR))
         return super().tensors() + out
-
-    def idle(self) -> dict[str, str]:
-        return super().idle() | dict.fromkeys(CONFIDENCE, "how many drafts are verified follows from how many were right")
 
     def known_tokens(self) -> dict[str, int]:
         names = (FROM,) if TOKENS in self.file.tensors else (FROM, TO)
@@ -72,12 +75,20 @@ class DSpark(DFlash):
     def keep_tokens(self, count: int, target: Target) -> None:
         raise PairError(f"{self.title} adds to the logits of every token: its head cannot be cut, so leave `draft_vocab` out")
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> tuple[tuple[Tensor, ...], Tensor]:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> Chosen:
         w, count = self.weights, hidden.ne[1] // slots
         logits = self.logits(g, hidden, target)
-        token, ids = g.firsts(block, block.ne[0] // slots), []
+        token, ids, said = g.firsts(block, block.ne[0] // slots), [], []
         for i in range(count):
-            after = product(g, w.matrix(TO), g.rows(w[FROM], token))
+            before = g.rows(w[FROM], token)
+            if self.confident:
+                said.append(self._confidence(g, g.every(hidden, count, i), before))
+            after = product(g, w.matrix(TO), before)
             ids.append(self.choose(g, g.add(after, g.every(logits, count, i))))
             token = g.shaped(ids[-1], slots) if ids[-1].ne[0] != slots else ids[-1]
-        return tuple(ids), logits
+        return Chosen(tuple(ids), logits, g.concat(said) if said else None)
+
+    def _confidence(self, g: Graph, hidden: Tensor, before: Tensor) -> Tensor:
+        """F32 [n_embd, S] and [rank, S] -> [1, S]."""
+        x = product(g, self.weights.matrix(CONFIDENCE), g.concat([hidden, before]))
+        return g.sigmoid(g.add(x, self.weights[OFFSET]) if OFFSET in self.weights else x)

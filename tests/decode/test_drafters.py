@@ -130,7 +130,8 @@ def test_drafts_of_nan_are_tokens_and_switch_speculation_off(session, monkeypatc
                 engine.prefill([1, 2, 3])
                 graph = engine.step_graph(engine.graphs.role("fused", member.method), 4)
                 assert not engine.fused_step(4, drafter=member.method).draft_finite
-                assert (mine := [x for g, x in asked if g is graph])
+                mine = [x for g, x in asked if g is graph]
+                assert mine
                 for x in mine:
                     values = np.empty(x.ne[0], np.float32)
                     read_tensor(x, values)

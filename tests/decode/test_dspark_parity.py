@@ -9,7 +9,9 @@ from random_gguf.dflash2 import write_dspark
 from random_gguf.model import Shape, write_qwen35
 
 import pyggml_spec as ps
+from pyggml_spec.engine.slot import Draft
 from pyggml_spec.errors import ModelError, PairError
+from pyggml_spec.models.drafter import Chosen
 from pyggml_spec.models.dspark import DSpark
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
@@ -21,7 +23,7 @@ def both(target, draft, prompt, n_ctx=512, width=5):
     """A session and llama.cpp with the same files; the prompt is in both."""
     session = ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=n_ctx, draft_width=width, chunk=UB)
     drafter = session.drafter
-    options = {"causal": drafter.hp.causal, "from_anchor": drafter.from_anchor}
+    options = {"causal": drafter.hp.causal, "from_anchor": drafter.from_anchor, "confident": drafter.confident}
     oracle = LlamaDFlash(target, draft, drafter.hp.target_layers, drafter.hp.mask_token, n_ctx, UB, block=width, **options)
     assert session.engine.prefill(prompt) == oracle.prefill(prompt)
     return session, oracle
@@ -57,7 +59,7 @@ def test_the_markov_head_matters(tmp_path, monkeypatch):
 
     def alone(self, g, hidden, block, slots, target):
         logits = self.logits(g, hidden, target)
-        return (self.choose(g, logits),), logits
+        return Chosen((self.choose(g, logits),), logits)
 
     monkeypatch.setattr(DSpark, "drafts", alone)
     target, draft = write_qwen3(tmp_path / "t.gguf", Shape()), write_dspark(tmp_path / "d.gguf", Shape())
@@ -69,13 +71,34 @@ def test_the_markov_head_matters(tmp_path, monkeypatch):
         session.close()
 
 
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_what_it_says_of_its_drafts_is_what_it_says_in_llama_cpp(tmp_path, from_anchor):
+    """And so many are verified as whoever weighs it wants."""
+    target, draft = (
+        write_qwen3(tmp_path / "t.gguf", Shape()),
+        write_dspark(tmp_path / "d.gguf", Shape(), confidence=True, from_anchor=from_anchor),
+    )
+    session, oracle = both(target, draft, list(range(40)), width=8)
+    try:
+        for kept in (1, 3, 2, 0):
+            said = []
+            result = session.engine.step({0: Draft(8, weigh=lambda one, said=said: said.append(one) or 3)})[0]
+            assert len(said[0]) == 7 and np.abs(said[0] - oracle.said(8)).max() < 1e-5 and np.ptp(said[0]) > 0.01
+            assert result.tokens[1:].tolist() == oracle.draft(8)[:3]
+            ids, _ = oracle.verify(result.tokens[1:].tolist(), kept)
+            session.engine.accept(kept + 1, int(ids[kept]))
+    finally:
+        oracle.close()
+        session.close()
+
+
 @pytest.mark.parametrize("from_anchor, rows", [(None, 9), (False, 8)])
 def test_what_inspect_and_plan_say(tmp_path, from_anchor, rows):
     target = write_qwen3(tmp_path / "t.gguf", Shape())
     draft = write_dspark(tmp_path / "d.gguf", Shape(), from_anchor=from_anchor, confidence=True)
     seen = inspect_file(draft)
     assert seen.usable and f"a dflash drafter with blocks of {rows} that reads the inputs of target layers 1, 2, 3" in seen.verdict
-    assert set(seen.unused) == {"conf_proj.weight", "conf_proj.bias"}
+    assert not seen.unused
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
         assert session.engine.options.width == rows and session.methods == ("draft-dspark",)
         assert plan(target, draft, device="CPU", n_ctx=256).memory == session.engine.memory()

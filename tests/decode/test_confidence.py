@@ -1,0 +1,83 @@
+"""How many drafts are verified, by what their drafter says of each: what it says counts for as much as it was right."""
+
+import random
+
+import pytest
+from random_gguf.archs import write_qwen3
+from random_gguf.dflash2 import write_dspark
+from random_gguf.model import Shape
+
+import pyggml_spec as ps
+from pyggml_spec.decode.confidence import Confidence
+from pyggml_spec.decode.width import PLAIN_STEP, Kind, WidthControl
+from pyggml_spec.ggml.library import ffi, lib
+
+COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.2, 16: 3.6}
+
+
+def test_as_many_as_win_more_than_they_cost():
+    confidence, pace = Confidence(COSTS), 1.5
+    assert confidence.worth([0.99] * 15, pace) == 15 and confidence.worth([0.01] * 15, pace) == 0
+    assert confidence.worth([0.99, 0.99, 0.99, 0.1, *[0.99] * 11], pace) == 3
+    assert confidence.worth([], pace) == 0 and confidence.worth([float("nan")] * 3, pace) == 0
+
+
+def test_what_is_said_is_weighed_by_how_often_it_was_right():
+    confidence = Confidence(COSTS)
+    for _ in range(60):
+        confidence.worth([0.95, 0.95, 0.25], 0.1)
+        confidence.observe(3, 0)  # it says much of what is never right
+    assert confidence.chance(0.95) < 0.2 and confidence.chance(0.25) == 0.25 and confidence.worth([0.95] * 7, 1.0) == 0
+    for _ in range(400):
+        confidence.worth([0.25] * 7, 0.1)
+        confidence.observe(7, 7)
+    assert confidence.chance(0.25) > 0.9 and confidence.worth([0.25] * 7, 1.0) == 7
+
+
+def test_blocks_that_are_cut_where_their_drafter_doubts_take_less_time():
+    """A drafter whose next drafts are right up to a place that it knows, 0 to 15: fixed widths verify too much or too little."""
+
+    def spent(cut):
+        rng, confidence, total, done = random.Random(1), Confidence(COSTS), 0.0, 0
+        while done < 4000:
+            right = rng.choice((0, 1, 3, 7, 15))
+            said = [0.95 if i < right else 0.05 for i in range(15)]
+            rows = 1 + confidence.worth(said, 1.8) if cut is None else cut
+            matched = min(right, rows - 1)
+            confidence.observe(rows - 1, matched)
+            total += 0.5 + COSTS[next(w for w in COSTS if rows <= w)]
+            done += matched + 1
+        return total
+
+    assert spent(None) < 0.85 * min(spent(rows) for rows in COSTS)
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    files = write_qwen3(folder / "t.gguf", Shape(), "Q8_0"), write_dspark(folder / "d.gguf", Shape(), "Q8_0", confidence=True)
+    with ps.load(*files, device="CPU", threads=1, n_ctx=512) as session:
+        yield session
+
+
+class Always(WidthControl):
+    """Blocks of eight rows, whatever they give."""
+
+    def __init__(self):
+        super().__init__({"draft-dspark": (2, 4, 8)}, {PLAIN_STEP: 1.0, **{Kind("draft-dspark", w): COSTS[w] for w in (2, 4, 8)}})
+
+    def choose(self, covered, sequences):
+        return Kind("draft-dspark", 8)
+
+
+@pytest.mark.parametrize("bias, widths", [(-30.0, {1}), (30.0, {8})])
+def test_a_session_verifies_what_the_head_believes_in(session, bias, widths):
+    """The text stays the target's, and nothing is built for it behind the first steps."""
+    want = session.generate("def f(", 40, mode="plain", ignore_end=True)[0]
+    weight = session.drafter.weights["conf_proj.bias"]
+    lib.ggml_backend_tensor_set(weight, ffi.new("float[]", [bias]), 0, 4)
+    session.scheduler.widths, session.scheduler.confidence = Always(), Confidence(COSTS)
+    session.scheduler.confidence.observe = lambda *_: None  # the head of a random file is believed here
+    text, stats = session.generate("def f(", 40, ignore_end=True)
+    assert text == want and {*stats.widths} == widths
+    assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
