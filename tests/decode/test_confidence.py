@@ -67,7 +67,7 @@ class Always(WidthControl):
         super().__init__({"draft-dspark": (2, 4, 8)}, {PLAIN_STEP: 1.0, **{Kind("draft-dspark", w): COSTS[w] for w in (2, 4, 8)}})
 
     def choose(self, covered, sequences):
-        return Kind("draft-dspark", 8)
+        return Kind("draft-dspark", 8) if any(sequences) else PLAIN_STEP
 
 
 @pytest.mark.parametrize("bias, widths", [(-30.0, {1}), (30.0, {8})])
