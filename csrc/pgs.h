@@ -345,6 +345,22 @@ struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * ne
 struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * q, struct ggml_tensor * k,
                                         struct ggml_tensor * v, struct ggml_tensor * mask, float scale);
 
+// ---- cpu/experts.c
+
+// Matrices of routed experts: packed ones are I8 [ne[0], ne[1], ne[2], n_expert] with the dimensions of one of them (pgs_pack_shape).
+bool pgs_expert_types(const pgs_level * level, enum ggml_type type);
+// `n_expert` matrices of a file, one behind the other, as packed ones.
+void pgs_pack_experts(const pgs_level * level, enum ggml_type type, const void * rows, int64_t n_in, int64_t n_out, int64_t n_expert, void * packed);
+// chosen I32 [n_used, T] -> the (token, choice) pairs ordered by expert, which the other two read. An expert that does not exist gives rows of NaN.
+struct ggml_tensor * pgs_expert_order(struct ggml_context * ctx, struct ggml_tensor * chosen, int64_t n_expert);
+// x F32 [n_in, 1 or n_used, T] as products with this type of weight read it.
+struct ggml_tensor * pgs_expert_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x,
+                                            struct ggml_tensor * by, struct ggml_tensor * chosen, int64_t n_expert);
+// experts packed, or as the file has them [n_in, n_out, n_expert] -> F32 [n_out, n_used, T]
+struct ggml_tensor * pgs_expert_product(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * experts,
+                                        int64_t n_in, int64_t n_out, int64_t n_expert, struct ggml_tensor * activations, struct ggml_tensor * by,
+                                        struct ggml_tensor * chosen);
+
 // ---- cpu/delta_nodes.c
 
 bool pgs_delta_own(const pgs_level * level, int64_t head_size, int64_t max_width, int64_t taps);

@@ -23,6 +23,11 @@ typedef struct rec_q4_0 {
     uint16_t d[LANES];
 } rec_q4_0;
 
+typedef struct rec_mxfp4 {
+    uint8_t q[4][4 * LANES];  // places in a table of sixteen values, in the order of rec_q4_0
+    uint8_t e[LANES];         // exponents of two
+} rec_mxfp4;
+
 typedef struct head_k {        // of 256 inputs in 8 sub-blocks
     uint8_t  scale[8][LANES];
     uint8_t  min[4][2 * LANES];  // of two sub-blocks, neighbours

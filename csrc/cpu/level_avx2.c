@@ -5,5 +5,6 @@
 #include "attention.h"
 #include "rows.h"
 #include "delta.h"
+#include "regroup.h"
 
-const struct pgs_level pgs_level_avx2 = { "avx2", kernels, sizeof(kernels) / sizeof(kernels[0]), attend, norm, convolve, gate, sum, argmax, delta };
+const struct pgs_level pgs_level_avx2 = { "avx2", kernels, sizeof(kernels) / sizeof(kernels[0]), attend, norm, convolve, gate, sum, argmax, delta, regroup };

@@ -2,6 +2,7 @@
 #include "layout.h"
 #include "pgs.h"
 
+#include <math.h>
 #include <string.h>
 
 // ---- blocks as files have them
@@ -15,6 +16,11 @@ typedef struct block_q4_0 {
     uint16_t d;
     uint8_t  q[16];  // low nibbles: inputs 0 .. 15, high ones: 16 .. 31
 } block_q4_0;
+
+typedef struct block_mxfp4 {
+    uint8_t e;
+    uint8_t q[16];  // as of block_q4_0
+} block_mxfp4;
 
 typedef struct block_q4_k {
     uint16_t d, dmin;
@@ -66,6 +72,7 @@ static bool shape_of(enum ggml_type type, shape * out) {
     switch (type) {
         case GGML_TYPE_Q8_0: *out = (shape) { 32, sizeof(rec_q8_0), sizeof(block_q8_0) }; return true;
         case GGML_TYPE_Q4_0: *out = (shape) { 32, sizeof(rec_q4_0), sizeof(block_q4_0) }; return true;
+        case GGML_TYPE_MXFP4: *out = (shape) { 32, sizeof(rec_mxfp4), sizeof(block_mxfp4) }; return true;
         case GGML_TYPE_Q4_K: *out = (shape) { 256, sizeof(rec_q4_k), sizeof(block_q4_k) }; return true;
         case GGML_TYPE_Q5_K: *out = (shape) { 256, sizeof(rec_q5_k), sizeof(block_q5_k) }; return true;
         case GGML_TYPE_Q6_K: *out = (shape) { 256, sizeof(rec_q6_k), sizeof(block_q6_k) }; return true;
@@ -131,6 +138,13 @@ static void pack_block(enum ggml_type type, const void * from, int64_t left, voi
             rec_q4_0 *         r = record;
             copy_quads(r->q, b->q, 4, lane, 0);
             r->d[lane] = b->d;
+            break;
+        }
+        case GGML_TYPE_MXFP4: {
+            const block_mxfp4 * b = from;
+            rec_mxfp4 *         r = record;
+            copy_quads(r->q, b->q, 4, lane, 0);
+            r->e[lane] = b->e;
             break;
         }
         case GGML_TYPE_Q4_K: {
@@ -221,6 +235,15 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
                 const float      d = half(r->d[lane]);
                 for (int i = 0; i < 32; i++) {
                     out[i] = d * (float) ((r->q[i % 16 / 4][4 * lane + i % 4] >> (i / 16 * 4) & 15) - 8);
+                }
+                break;
+            }
+            case GGML_TYPE_MXFP4: {
+                static const float values[16] = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };
+                const rec_mxfp4 *  r          = (const rec_mxfp4 *) record;
+                const float        d          = ldexpf(1.0f, r->e[lane] - 128);
+                for (int i = 0; i < 32; i++) {
+                    out[i] = d * values[r->q[i % 16 / 4][4 * lane + i % 4] >> (i / 16 * 4) & 15];
                 }
                 break;
             }

@@ -77,6 +77,30 @@ INLINE void q4_0_rows(const char * records, int64_t blocks, const char * tile, i
     EACH_PART EACH_ROW SUM_STAYS(acc, r);
 }
 
+INLINE void mxfp4_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R) {
+    const rec_mxfp4 * w = (const rec_mxfp4 *) records;
+    const act_32 *    x = (const act_32 *) tile;
+    vf                acc[PARTS][ROWS];
+    EACH_PART EACH_ROW acc[p][r] = vf_load(sums + LANES * r + VL * p);
+    for (int64_t b = 0; b < blocks; b++, w++, x++) {
+        EACH_PART {
+            vi s[ROWS];
+            vb low[4], high[4];
+            EACH_ROW s[r] = vi_set(x->by_8[row + r] / 2 * 3);  // what weights + 12 add too much
+            _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) {
+                const vb both = vb_load(w->q[t] + 4 * VL * p);
+                low[t]        = vb_fp4(vb_low(both));
+                high[t]       = vb_fp4(vb_high(both));
+            }
+            DOTS(s, low, 4, x->q[row], 32, R)
+            DOTS(s, high, 4, x->q[row] + 16, 32, R)
+            const vf d = vf_e8m0(w->e + VL * p);
+            EACH_ROW acc[p][r] = vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), acc[p][r]);
+        }
+    }
+    EACH_PART EACH_ROW vf_store(sums + LANES * r + VL * p, acc[p][r]);
+}
+
 // ---- blocks of 256
 
 INLINE vb q5_k_quads(const rec_q5_k * w, int i, int t, int p, int odd) {
@@ -234,6 +258,7 @@ INLINE void float_rows(const char * records, int64_t blocks, const char * tile, 
 
 PRODUCT(q8_0, q8_0_rows)
 PRODUCT(q4_0, q4_0_rows)
+PRODUCT(mxfp4, mxfp4_rows)
 PRODUCT(q4_k, Q4_K_ROWS)
 PRODUCT(q5_k, Q5_K_ROWS)
 PRODUCT(q6_k, q6_k_rows)
@@ -244,6 +269,7 @@ FLOAT_PRODUCT(f32, F32_ROWS)
 static const pgs_kernel kernels[] = {
     { GGML_TYPE_Q8_0, 32, sizeof(rec_q8_0), sizeof(act_32), activations_32, q8_0 },
     { GGML_TYPE_Q4_0, 32, sizeof(rec_q4_0), sizeof(act_32), activations_32, q4_0 },
+    { GGML_TYPE_MXFP4, 32, sizeof(rec_mxfp4), sizeof(act_32), activations_32, mxfp4 },
     { GGML_TYPE_Q4_K, 256, sizeof(rec_q4_k), sizeof(act_256), activations_256, q4_k },
     { GGML_TYPE_Q5_K, 256, sizeof(rec_q5_k), sizeof(act_256), activations_256, q5_k },
     { GGML_TYPE_Q6_K, 256, sizeof(rec_q6_k), sizeof(act_256), activations_256, q6_k },

@@ -41,6 +41,17 @@ INLINE int32_t quad(const void * p) {
 INLINE vb   vb_load(const uint8_t * p) { return _mm256_loadu_si256((const __m256i *) p); }
 INLINE vb   vb_low(vb x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 INLINE vb   vb_high(vb x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+// For every byte of 0 .. 15 the value of FP4 (E2M1) that it stands for, twice that plus 12: 0 .. 24
+INLINE vb   vb_fp4(vb x) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
+}
+// 2^(x - 128): half of what an exponent of MXFP4 stands for
+INLINE vf   vf_e8m0(const uint8_t * p) {
+    const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) p));
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
+    const __m256i small  = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
+}
 INLINE vb   vb_join(vb low, vb high, int from, int bits) {
     const __m256i moved = from < 4 ? _mm256_slli_epi16(high, 4 - from) : _mm256_srli_epi16(high, from - 4);
     return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8((char) (((1 << bits) - 1) << 4))));

@@ -43,6 +43,16 @@ INLINE int32_t quad(const void * p) {
 INLINE vb   vb_load(const uint8_t * p) { return _mm512_loadu_si512(p); }
 INLINE vb   vb_low(vb x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 INLINE vb   vb_high(vb x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+// For every byte of 0 .. 15 the value of FP4 (E2M1) that it stands for, twice that plus 12: 0 .. 24
+INLINE vb vb_fp4(vb x) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
+}
+// 2^(x - 128): half of what an exponent of MXFP4 stands for
+INLINE vf vf_e8m0(const uint8_t * p) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) p)), two = _mm512_set1_epi32(2);
+    const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(x, _mm512_set1_epi32(1)), 23);
+    return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, _mm512_cmplt_epi32_mask(x, two), _mm512_set1_epi32(0x00200000), x));
+}
 // `bits` of every byte of `high`, from bit `from` on, put at bit 4 of `low`
 INLINE vb vb_join(vb low, vb high, int from, int bits) {
     const __m512i moved = from < 4 ? _mm512_slli_epi16(high, 4 - from) : _mm512_srli_epi16(high, from - 4);

@@ -67,6 +67,22 @@ INLINE int32_t quad(const void * p) {
 INLINE vb vb_load(const uint8_t * p) { return (vb) { vld1q_u8(p), vld1q_u8(p + 16) }; }
 INLINE vb vb_low(vb x) { return (vb) { vandq_u8(x.a, vdupq_n_u8(15)), vandq_u8(x.b, vdupq_n_u8(15)) }; }
 INLINE vb vb_high(vb x) { return (vb) { vshrq_n_u8(x.a, 4), vshrq_n_u8(x.b, 4) }; }
+// For every byte of 0 .. 15 the value of FP4 (E2M1) that it stands for, twice that plus 12: 0 .. 24
+INLINE vb vb_fp4(vb x) {
+    static const uint8_t values[16] = { 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 };
+    const uint8x16_t     table      = vld1q_u8(values);
+    return (vb) { vqtbl1q_u8(table, x.a), vqtbl1q_u8(table, x.b) };
+}
+INLINE float32x4_t half_of_e8m0(uint16x4_t four) {
+    const uint32x4_t x = vmovl_u16(four), normal = vshlq_n_u32(vsubq_u32(x, vdupq_n_u32(1)), 23);
+    const uint32x4_t small = vshlq_u32(vdupq_n_u32(0x00200000), vreinterpretq_s32_u32(vminq_u32(x, vdupq_n_u32(2))));
+    return vreinterpretq_f32_u32(vbslq_u32(vcltq_u32(x, vdupq_n_u32(2)), small, normal));
+}
+// 2^(x - 128): half of what an exponent of MXFP4 stands for
+INLINE vf vf_e8m0(const uint8_t * p) {
+    const uint16x8_t x = vmovl_u8(vld1_u8(p));
+    return (vf) { half_of_e8m0(vget_low_u16(x)), half_of_e8m0(vget_high_u16(x)) };
+}
 // `bits` of every byte of `high`, from bit `from` on, put at bit 4 of `low`
 INLINE vb vb_join(vb low, vb high, int from, int bits) {
     const int8x16_t  by = vdupq_n_s8((int8_t) (4 - from));

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import EngineError
 from .device import Backend
-from .kernels import Packed, packed_shape
+from .kernels import Packed, multiplies_experts, packed_shape
 from .library import Tensor, check, ffi, lib, new_err, text
 from .shapes import F32, I32, I64, inside, multiplies, part, repeats, require, reshapes
 
@@ -68,7 +68,8 @@ class Graph:
             raise EngineError(text(self._err))
         self.ctx = lib.pgs_graph_context(self.handle)
         self.gf = lib.pgs_graph_cgraph(self.handle)
-        self._activations: dict[tuple[int, int], Tensor] = {}
+        self._activations: dict[tuple[int, ...], Tensor] = {}
+        self._orders: dict[tuple[int, int], Tensor] = {}
 
     # -- verbs of the models
 
@@ -104,7 +105,21 @@ class Graph:
         """experts [n_in, n_out, n_expert], x F32 [n_in, 1 or n_used, T], chosen I32 [n_used, T] -> F32 [n_out, n_used, T]."""
         fits = experts.ne[0] == x.ne[0] and chosen.type == I32 and chosen.ne[1] == x.ne[2] and chosen.ne[0] % x.ne[1] == 0
         require(fits and experts.ne[3] == x.ne[3] == chosen.ne[2] == 1, "matmul_experts", experts=experts, x=x, chosen=chosen)
+        if multiplies_experts(self.role.backend.level, experts.type, experts.ne[0]) and x.ne[1] in (1, chosen.ne[0]) and x.nb[0] == 4:
+            return self._own_experts(experts, x, chosen)
         return lib.ggml_mul_mat_id(self.ctx, experts, x, chosen)
+
+    def _own_experts(self, experts: Tensor | Packed, x: Tensor, chosen: Tensor) -> Tensor:
+        """By our own kernels. The order of the choices is made once for all products, what these read of ``x`` once for those that read the same."""
+        level, (n_in, n_out, n_expert) = self.role.backend.level_handle, experts.ne[0:3]
+        choice = int(ffi.cast("uintptr_t", chosen)), n_expert
+        if choice not in self._orders:
+            self._orders[choice] = lib.pgs_expert_order(self.ctx, chosen, n_expert)
+        order, key = self._orders[choice], (int(ffi.cast("uintptr_t", x)), lib.pgs_activation_type(level, experts.type), *choice)
+        if key not in self._activations:
+            self._activations[key] = lib.pgs_expert_activations(self.ctx, level, experts.type, x, order, chosen, n_expert)
+        tensor = experts.tensor if isinstance(experts, Packed) else experts
+        return lib.pgs_expert_product(self.ctx, level, experts.type, tensor, n_in, n_out, n_expert, self._activations[key], order, chosen)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         require(repeats(b, a.ne), "add", a=a, b=b)

@@ -76,7 +76,7 @@ def pick_level(kernels: str | None, device_kind: str) -> Level | None:
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix [n_in, n_out] in the layout of our kernels: only products and rows are taken of it.
+    """A matrix [n_in, n_out], or routed experts [n_in, n_out, n_expert], in the layout of our kernels: only products and rows are taken of it.
 
     Attributes:
         type: the ggml type that the file has it in.
@@ -89,16 +89,38 @@ class Packed:
     tensor: Tensor = field(repr=False)
 
 
-def packed_shape(kind: int, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Dimensions of the I8 tensor that a matrix is packed into; None where there is no product with its type."""
+def packed_shape(kind: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Dimensions of the I8 tensor that a matrix, or routed experts, are packed into; None where there is no product with its type."""
     ne = ffi.new("int64_t[3]")
-    fits = len(shape) == 2 and lib.pgs_pack_shape(kind, shape[0], shape[1], ne)
-    return tuple(ne) if fits else None
+    fits = len(shape) in (2, 3) and lib.pgs_pack_shape(kind, shape[0], shape[1], ne)
+    return (*ne, *shape[2:]) if fits else None
 
 
-def new_packed(ctx: Context, kind: int, shape: tuple[int, int]) -> Packed:
-    """A packed matrix without memory."""
-    return Packed(kind, (*shape, 1, 1), lib.ggml_new_tensor(ctx, lib.GGML_TYPE_I8, 3, packed_shape(kind, shape)))
+def new_packed(ctx: Context, kind: int, shape: tuple[int, ...]) -> Packed:
+    """A packed matrix, or packed experts, without memory."""
+    ne = packed_shape(kind, shape)
+    assert ne is not None
+    return Packed(kind, (shape[0], shape[1], shape[2] if len(shape) > 2 else 1, 1), lib.ggml_new_tensor(ctx, lib.GGML_TYPE_I8, len(ne), ne))
+
+
+def multiplies_experts(level: Level | None, kind: int, n_in: int) -> bool:
+    """Whether our kernels multiply experts of this type, packed or as files have them."""
+    return level is not None and packed_shape(kind, (n_in, 1)) is not None and lib.pgs_expert_types(level.handle, kind)
+
+
+def pack_experts(level: Level, packed: Packed, data: CData, threads: int) -> None:
+    """Fills packed experts from ``data``, all rows as a file stores them, in host memory."""
+    n_in, n_out, n_expert = packed.ne[:3]
+    size, room = lib.ggml_row_size(packed.type, n_in) * n_out, packed.tensor.nb[3]
+    base, to = ffi.cast("char *", data), ffi.cast("char *", packed.tensor.data)
+
+    def part(first: int) -> None:
+        n = n_expert * (first + 1) // threads - n_expert * first // threads
+        start = n_expert * first // threads
+        lib.pgs_pack_experts(level.handle, packed.type, base + start * size, n_in, n_out, n, to + start * room)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(part, range(threads)))
 
 
 def pack(packed: Packed, data: CData, first: int, rows: int, threads: int) -> None:

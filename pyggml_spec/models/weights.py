@@ -21,7 +21,7 @@ from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend, device_handle, free_bytes
 from ..ggml.graph import Graph
 from ..ggml.host_experts import ExpertCounts, HostExperts, fillers
-from ..ggml.kernels import LANES, Packed, new_packed, pack, packed_shape
+from ..ggml.kernels import LANES, Packed, multiplies_experts, new_packed, pack, pack_experts, packed_shape
 from ..ggml.library import Buffer, BufferType, CData, Context, Tensor, check, ffi, lib, new_err, text
 from ..ggml.shapes import NOT_WEIGHTS
 from ..ggml.weight_stream import WeightStream
@@ -192,11 +192,11 @@ class Weights:
         if use not in (MATMUL, EXPERTS, HEADS):
             return len(self._bufts) - 1
         for i, buft in enumerate(self._bufts):
-            if buft is OWN:
-                if use == MATMUL and packed_shape(ggml_type, shape) is not None:
-                    return i
-                continue
             if use == EXPERTS and self.placement is not None and i < len(self._bufts) - 1:
+                continue
+            if buft is OWN:
+                if use in (MATMUL, EXPERTS) and packed_shape(ggml_type, shape) is not None:
+                    return i
                 continue
             if not self.backend.multiplies_right(buft, ggml_type, shape[0]):
                 continue
@@ -322,7 +322,10 @@ class Weights:
                 self.own_bytes += lib.ggml_nbytes(tensor)
             else:
                 tensor = self._tensors[key] = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
-                self.other_matrix_bytes += lib.ggml_nbytes(tensor) if use in (MATMUL, EXPERTS, HEADS) else 0
+                if use == EXPERTS and multiplies_experts(self.backend.level, kind, shape[0]):
+                    self.own_bytes += lib.ggml_nbytes(tensor)
+                else:
+                    self.other_matrix_bytes += lib.ggml_nbytes(tensor) if use in (MATMUL, EXPERTS, HEADS) else 0
             lib.ggml_set_name(tensor, key.encode()[:63])
             name = text(lib.ggml_type_name(kind))
             self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + lib.ggml_nbytes(tensor)
@@ -350,6 +353,11 @@ class Weights:
 
     def _pack(self, weight: Tensor, sources: list[TensorInfo]) -> None:
         packed, first = cast(Packed, weight), 0
+        if packed.ne[2] > 1:
+            assert self.backend.level is not None
+            with self.file.read(sources[0].name) as data, ffi.from_buffer(data) as pointer:
+                pack_experts(self.backend.level, packed, pointer, self.backend.threads)
+            return
         if packed.ne[1] % LANES or packed.ne[0] % 32:  # places that belong to no weight
             lib.ggml_backend_tensor_memset(packed.tensor, 0, 0, lib.ggml_nbytes(packed.tensor))
         for info in sources:

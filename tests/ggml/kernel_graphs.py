@@ -7,7 +7,7 @@ import numpy as np
 
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, Role
-from pyggml_spec.ggml.kernels import levels, new_packed, pack
+from pyggml_spec.ggml.kernels import levels, new_packed, pack, pack_experts
 from pyggml_spec.ggml.library import check, ffi, lib, new_err
 from pyggml_spec.tools.quants import quantise
 
@@ -59,6 +59,14 @@ class Memory:
         for first, end in itertools.pairwise(cuts):
             if end > first:
                 pack(packed, ffi.from_buffer(np.ascontiguousarray(rows[first:end])), first, end - first, threads)
+        return packed
+
+    def packed_experts(self, level, rows, kind, shape, threads=1):
+        """The rows of a file (U8 [n_expert, n_out, row bytes]) as packed experts."""
+        ctx, rows = self._context(), np.ascontiguousarray(rows)
+        packed = new_packed(ctx, kind, shape)
+        self._keep(ctx)
+        pack_experts(level, packed, ffi.from_buffer(rows), threads)
         return packed
 
     def _keep(self, ctx):

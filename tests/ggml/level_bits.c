@@ -71,6 +71,11 @@ static void record(char * to, const pgs_kernel * k) {
     switch (k->type) {
         case GGML_TYPE_Q8_0: half_floats(((rec_q8_0 *) to)->d, LANES, 0); break;
         case GGML_TYPE_Q4_0: half_floats(((rec_q4_0 *) to)->d, LANES, 0); break;
+        case GGML_TYPE_MXFP4:
+            for (int j = 0; j < LANES; j++) {
+                ((rec_mxfp4 *) to)->e[j] = (uint8_t) (j < 3 ? j : 110 + bits() % 16);
+            }
+            break;
         case GGML_TYPE_Q4_K:
         case GGML_TYPE_Q5_K:
             for (int j = 0; j < 8 * LANES; j++) {  // six bits each

@@ -9,7 +9,7 @@ from pyggml_spec.ggml.kernels import ALL_LEVELS, FEATURES, Level, packed_shape, 
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.tools.quants import dequantise, type_id
 
-KINDS = ["q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32"]
+KINDS = ["q8_0", "q4_0", "mxfp4", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32"]
 BLOCK = {name: max(32, lib.ggml_blck_size(type_id(name))) for name in KINDS}
 
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
@@ -184,7 +184,7 @@ def test_rows_of_a_packed_table(name):
 def test_what_cannot_be_packed_is_left_to_ggml():
     assert packed_shape(type_id("q5_1"), (64, 64)) is None
     assert packed_shape(type_id("q4_k"), (128, 64)) is None
-    assert packed_shape(type_id("q8_0"), (64, 64, 2)) is None
+    assert packed_shape(type_id("q8_0"), (64, 64, 2, 2)) is None
 
 
 @on_every_level

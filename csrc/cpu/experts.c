@@ -1,0 +1,317 @@
+// Products with routed experts: rows that chose the same expert share one pass over its weights.
+//
+// Three kinds of nodes. One orders the (token, choice) pairs by expert and gives each a place in a tile of activations; one rounds rows into those
+// places, each row once; one multiplies the tiles of every expert with its weights. These are packed ("records", as of dense matrices), or what a file
+// holds: then 16 rows at a time go through the first-level cache as records, and the bits are the same.
+#include "kernels.h"
+#include "layout.h"
+#include "pgs.h"
+
+#include <string.h>
+
+#define MOST_TILES  16           // tiles that a group of outputs is multiplied with before the next one
+#define TILES_BYTES (384 << 10)  // of their activations: they stay in the second-level cache
+#define CHUNK_BYTES (12 << 10)   // of weights that stay in the first-level cache while tiles use them
+#define READING     2            // rows that cost as much time as reading weights
+
+// ggml keeps a node's function in the first 24 bytes of its parameters.
+#define TYPE_AT 32
+
+static struct ggml_tensor * named(struct ggml_tensor * node, const char * name) {
+    return ggml_set_name(node, name);
+}
+
+// ---- which pair is where
+
+typedef struct run {  // the pairs of one expert
+    int32_t expert;
+    int32_t place;  // of its first pair: tile * TILE + row
+    int32_t rows;
+} run;
+
+// What is in memory behind `count` runs: the place of every pair, -1 where its expert does not exist, then the pair at every place.
+typedef struct order {
+    int32_t * count;
+    run *     runs;
+    int32_t * place;
+    int32_t * pair;
+} order;
+
+static int64_t most_runs(int64_t n_expert, int64_t pairs) {
+    return n_expert < pairs ? n_expert : pairs;
+}
+
+static int64_t most_tiles(int64_t n_expert, int64_t pairs) {  // sum of ceil(rows / TILE)
+    return (pairs + (TILE - 1) * most_runs(n_expert, pairs)) / TILE;
+}
+
+static int64_t order_size(int64_t n_expert, int64_t pairs) {
+    return 1 + 3 * n_expert + pairs + TILE * most_tiles(n_expert, pairs);
+}
+
+static order order_at(const void * data, int64_t n_expert, int64_t pairs) {
+    order o = { .count = (int32_t *) data };
+    o.runs  = (run *) (o.count + 1);
+    o.place = o.count + 1 + 3 * n_expert;
+    o.pair  = o.place + pairs;
+    return o;
+}
+
+static int64_t pairs_of(const struct ggml_tensor * chosen) {
+    return chosen->ne[0] * chosen->ne[1];
+}
+
+static int32_t expert_of(const struct ggml_tensor * chosen, int64_t pair, int64_t n_expert) {
+    const int64_t t = pair / chosen->ne[0], i = pair % chosen->ne[0];
+    const int32_t e = *(const int32_t *) ((const char *) chosen->data + (size_t) t * chosen->nb[1] + (size_t) i * chosen->nb[0]);
+    return e >= 0 && e < n_expert ? e : -1;
+}
+
+static void run_order(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const struct ggml_tensor * chosen   = dst->src[0];
+    const int64_t              n_expert = (int64_t) (intptr_t) userdata, pairs = pairs_of(chosen);
+    const order                o        = order_at(dst->data, n_expert, pairs);
+    (void) nth;
+    if (ith != 0) {
+        return;
+    }
+    for (int64_t e = 0; e < n_expert; e++) {
+        o.runs[e] = (run) { (int32_t) e, 0, 0 };
+    }
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        const int32_t e = expert_of(chosen, pair, n_expert);
+        if (e >= 0) {
+            o.runs[e].rows++;
+        }
+    }
+    int32_t place = 0;
+    for (int64_t e = 0; e < n_expert; e++) {
+        o.runs[e].place = place;
+        place += (o.runs[e].rows + TILE - 1) / TILE * TILE;
+    }
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        const int32_t e = expert_of(chosen, pair, n_expert);
+        o.place[pair]   = e >= 0 ? o.runs[e].place++ : -1;
+        if (e >= 0) {
+            o.pair[o.place[pair]] = (int32_t) pair;
+        }
+    }
+    int32_t count = 0;
+    for (int64_t e = 0; e < n_expert; e++) {
+        if (o.runs[e].rows > 0) {
+            o.runs[count] = (run) { (int32_t) e, o.runs[e].place - o.runs[e].rows, o.runs[e].rows };
+            count++;
+        }
+    }
+    *o.count = count;
+}
+
+struct ggml_tensor * pgs_expert_order(struct ggml_context * ctx, struct ggml_tensor * chosen, int64_t n_expert) {
+    struct ggml_tensor * src[] = { chosen };
+    return named(ggml_custom_4d(ctx, GGML_TYPE_I32, order_size(n_expert, pairs_of(chosen)), 1, 1, 1, src, 1, run_order, 1,
+                                (void *) (intptr_t) n_expert), "own order");
+}
+
+// ---- activations
+
+static void copy_row(const pgs_kernel * k, int64_t blocks, const char * from, int row, char * to, int at) {
+    for (int64_t b = 0; b < blocks; b++, from += k->act, to += k->act) {
+        if (k->act == sizeof(act_256)) {
+            const act_256 * x = (const act_256 *) from;
+            act_256 *       y = (act_256 *) to;
+            memcpy(y->q[at], x->q[row], sizeof(x->q[0]));
+            memcpy(y->by_32[at], x->by_32[row], sizeof(x->by_32[0]));
+            memcpy(y->sum[at], x->sum[row], sizeof(x->sum[0]));
+            y->d[at] = x->d[row];
+        } else if (k->act == sizeof(act_32)) {
+            const act_32 * x = (const act_32 *) from;
+            act_32 *       y = (act_32 *) to;
+            memcpy(y->q[at], x->q[row], sizeof(x->q[0]));
+            y->by_128[at] = x->by_128[row];
+            y->by_8[at]   = x->by_8[row];
+            y->d[at]      = x->d[row];
+        } else {
+            memcpy(((act_f32 *) to)->x[at], ((const act_f32 *) from)->x[row], sizeof(act_f32) / TILE);
+        }
+    }
+}
+
+// x has a row for each pair, or one that all pairs of a token share. Threads share rows, and where there are fewer rows than threads, parts of rows.
+static void run_activations(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const pgs_kernel *         k = userdata;
+    const struct ggml_tensor * x = dst->src[0], * chosen = dst->src[2];
+    int32_t                    n_expert;
+    memcpy(&n_expert, (const char *) dst->op_params + TYPE_AT, sizeof(n_expert));
+    const order   o    = order_at(dst->src[1]->data, n_expert, pairs_of(chosen));
+    const int64_t rows = x->ne[1] * x->ne[2], blocks = (x->ne[0] + k->block - 1) / k->block, parts = rows < nth ? (nth + rows - 1) / rows : 1;
+    const int64_t uses = pairs_of(chosen) / rows;  // pairs of a row: neighbours
+    for (int64_t unit = rows * parts * ith / nth; unit < rows * parts * (ith + 1) / nth; unit++) {
+        const int64_t row = unit / parts, first = blocks * (unit % parts) / parts, end = blocks * (unit % parts + 1) / parts;
+        const int64_t from = first * k->block, to = end * k->block < x->ne[0] ? end * k->block : x->ne[0];
+        const float * values = (const float *) ((const char *) x->data + (size_t) (row % x->ne[1]) * x->nb[1] + (size_t) (row / x->ne[1]) * x->nb[2]);
+        const char *  done = NULL;
+        int           done_row = 0;
+        for (int64_t pair = row * uses; pair < (row + 1) * uses; pair++) {
+            const int32_t place = o.place[pair];
+            if (place < 0) {
+                continue;
+            }
+            char * tile = (char *) dst->data + (size_t) (place / TILE * blocks + first) * k->act;
+            if (done == NULL) {
+                k->activations(values + from, to - from, tile, place % TILE);
+                done     = tile;
+                done_row = place % TILE;
+            } else {
+                copy_row(k, end - first, done, done_row, tile, place % TILE);
+            }
+        }
+    }
+}
+
+struct ggml_tensor * pgs_expert_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x,
+                                            struct ggml_tensor * by, struct ggml_tensor * chosen, int64_t n_expert) {
+    const pgs_kernel *   k      = pgs_kernel_of(level, type);
+    const int64_t        blocks = (x->ne[0] + k->block - 1) / k->block, tiles = most_tiles(n_expert, pairs_of(chosen));
+    const int32_t        count  = (int32_t) n_expert;
+    struct ggml_tensor * src[]  = { x, by, chosen };
+    struct ggml_tensor * out    = ggml_custom_4d(ctx, GGML_TYPE_I8, tiles * blocks * (int64_t) k->act, 1, 1, 1, src, 3, run_activations,
+                                                 GGML_N_TASKS_MAX, (void *) k);
+    memcpy((char *) out->op_params + TYPE_AT, &count, sizeof(count));
+    return named(out, "own rounding");
+}
+
+// ---- products
+
+typedef struct weights {
+    const pgs_level *  level;
+    const pgs_kernel * k;
+    bool               packed;
+    const char *       data;
+    size_t             row, expert;  // bytes, where they are a file's
+    size_t             block;        // bytes of a file's block
+    int64_t            n_in, n_out, blocks, groups;
+} weights;
+
+static weights weights_of(const struct ggml_tensor * w, const pgs_level * level, enum ggml_type type, int64_t n_in, int64_t n_out) {
+    const pgs_kernel * k = pgs_kernel_of(level, type);
+    return (weights) { level, k, w->type == GGML_TYPE_I8, w->data, w->nb[1], w->type == GGML_TYPE_I8 ? w->nb[3] : w->nb[2],
+                       ggml_row_size(type, k->block), n_in, n_out, (n_in + k->block - 1) / k->block, (n_out + LANES - 1) / LANES };
+}
+
+// `n` blocks from `first` on of the outputs of a group as records, in `to` where they are not packed already.
+static const char * records_of(const weights * w, int64_t expert, int64_t group, int64_t first, int64_t n, char * to) {
+    const char * data = w->data + (size_t) expert * w->expert;
+    if (w->packed) {
+        return data + (size_t) (group * w->blocks + first) * w->k->record;
+    }
+    const int64_t left = w->n_out - group * LANES;
+    const char *  rows = data + (size_t) (group * LANES) * w->row + (size_t) first * w->block;
+    if (left >= LANES && (first + n) * w->k->block <= w->n_in) {
+        w->level->regroup(w->k->type, rows, w->row, n, to);
+        return to;
+    }
+    memset(to, 0, (size_t) n * w->k->record);  // outputs and inputs that are not there
+    const int64_t inputs = (first + n) * w->k->block < w->n_in ? n * w->k->block : w->n_in - first * w->k->block;
+    for (int64_t i = 0; i < LANES && i < left; i++) {
+        pgs_pack_rows((enum ggml_type) w->k->type, rows + (size_t) i * w->row, inputs, i, 1, to);
+    }
+    return to;
+}
+
+typedef struct part {  // tiles of one expert that are multiplied together
+    const char * tiles;
+    int          count, rows;
+} part;
+
+static void multiply_group(const weights * w, int64_t expert, int64_t group, const part * p, float * sums) {
+    _Alignas(64) char room[CHUNK_BYTES];
+    const pgs_kernel * k     = w->k;
+    const int64_t      chunk = (int64_t) (CHUNK_BYTES / k->record);
+    memset(sums, 0, (size_t) p->count * TILE * LANES * sizeof(float));
+    for (int64_t first = 0; first < w->blocks; first += chunk) {
+        const int64_t n       = w->blocks - first < chunk ? w->blocks - first : chunk;
+        const char *  records = records_of(w, expert, group, first, n, room);
+        for (int t = 0; t < p->count; t++) {
+            const char * tile = p->tiles + (size_t) (t * w->blocks + first) * k->act;
+            const int    rows = p->rows - t * TILE < TILE ? p->rows - t * TILE : TILE;
+            k->product(records, n, tile, rows, sums + (size_t) t * TILE * LANES);
+        }
+    }
+}
+
+// Groups [first, end) of one expert's outputs, for all of its rows.
+static void multiply_run(const weights * w, const run * r, const int32_t * pair, const char * tiles, int64_t first, int64_t end, float * out) {
+    const int64_t fit = TILES_BYTES / (w->blocks * (int64_t) w->k->act), most = fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
+    _Alignas(64) float sums[MOST_TILES * TILE * LANES];
+    for (int32_t done = 0; done < r->rows; done += (int32_t) most * TILE) {
+        const int  here = r->rows - done < most * TILE ? r->rows - done : (int) most * TILE;
+        const part p    = { tiles + (size_t) ((r->place + done) / TILE * w->blocks) * w->k->act, (here + TILE - 1) / TILE, here };
+        for (int64_t g = first; g < end; g++) {
+            multiply_group(w, r->expert, g, &p, sums);
+            const int64_t lanes = w->n_out - g * LANES < LANES ? w->n_out - g * LANES : LANES;
+            for (int i = 0; i < here; i++) {
+                memcpy(out + pair[r->place + done + i] * w->n_out + g * LANES, sums + i * LANES, (size_t) lanes * sizeof(float));
+            }
+        }
+    }
+}
+
+static int64_t at_least(int64_t cost, int64_t of, int64_t most) {
+    const int64_t n = cost <= 0 ? 0 : (cost + of - 1) / of;
+    return n < most ? n : most;
+}
+
+// Threads share groups of outputs, one behind the other through all experts; one with many rows counts for more.
+static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const struct ggml_tensor * w = dst->src[0], * chosen = dst->src[3];
+    int32_t                    p[3];  // type, inputs, experts
+    memcpy(p, (const char *) dst->op_params + TYPE_AT, sizeof(p));
+    const int64_t pairs = pairs_of(chosen);
+    const weights from  = weights_of(w, userdata, (enum ggml_type) p[0], p[1], dst->ne[0]);
+    const order   o     = order_at(dst->src[2]->data, p[2], pairs);
+    int64_t       total = 0, before = 0;
+    for (int32_t i = 0; i < *o.count; i++) {
+        total += from.groups * (o.runs[i].rows + READING);
+    }
+    const int64_t mine = total * ith / nth, others = total * (ith + 1) / nth;
+    for (int32_t i = 0; i < *o.count; i++) {
+        const int64_t cost  = o.runs[i].rows + READING;
+        const int64_t first = at_least(mine - before, cost, from.groups), end = at_least(others - before, cost, from.groups);
+        multiply_run(&from, &o.runs[i], o.pair, dst->src[1]->data, first, end, dst->data);
+        before += from.groups * cost;
+    }
+    for (int64_t pair = ith; pair < pairs; pair += nth) {
+        if (o.place[pair] < 0) {
+            memset((float *) dst->data + pair * dst->ne[0], 0xff, (size_t) dst->ne[0] * sizeof(float));  // NaN, which the engine notices
+        }
+    }
+}
+
+struct ggml_tensor * pgs_expert_product(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * experts,
+                                        int64_t n_in, int64_t n_out, int64_t n_expert, struct ggml_tensor * activations, struct ggml_tensor * by,
+                                        struct ggml_tensor * chosen) {
+    struct ggml_tensor * src[] = { experts, activations, by, chosen };
+    struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, n_out, chosen->ne[0], chosen->ne[1], 1, src, 4, run_product, GGML_N_TASKS_MAX,
+                                                (void *) level);
+    const int32_t        p[3]  = { type, (int32_t) n_in, (int32_t) n_expert };
+    memcpy((char *) out->op_params + TYPE_AT, p, sizeof(p));
+    return named(out, "own experts");
+}
+
+bool pgs_expert_types(const pgs_level * level, enum ggml_type type) {
+    return pgs_kernel_of(level, type) != NULL;
+}
+
+// ---- packing, as fast as memory is
+
+void pgs_pack_experts(const pgs_level * level, enum ggml_type type, const void * rows, int64_t n_in, int64_t n_out, int64_t n_expert, void * packed) {
+    const pgs_kernel * k   = pgs_kernel_of(level, type);
+    const size_t       row = ggml_row_size(type, n_in);
+    const weights      w   = { level, k, false, rows, row, row * (size_t) n_out, ggml_row_size(type, k->block), n_in, n_out,
+                               (n_in + k->block - 1) / k->block, (n_out + LANES - 1) / LANES };
+    for (int64_t e = 0; e < n_expert; e++) {
+        for (int64_t g = 0; g < w.groups; g++) {
+            records_of(&w, e, g, 0, w.blocks, (char *) packed + (size_t) ((e * w.groups + g) * w.blocks) * k->record);
+        }
+    }
+}

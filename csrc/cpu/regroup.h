@@ -1,0 +1,197 @@
+// Rows as files store them become records on the way to a product: weights that are not ours to pack (pages of a file in host memory, which other
+// devices read too) go through the first-level cache in our layout, 16 rows at a time. What comes out is what pack.c writes, byte for byte.
+//
+// Quads of inputs of 16 rows become neighbours by transposing four times four words; everything else is shifts and masks of such vectors, which
+// compilers cut to the registers that a level has.
+#pragma once
+
+#include "kernels.h"
+
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));  // one of each of 16 rows
+
+#define BYTES(b) (0x01010101u * (b))
+
+// 16 bytes of each of 16 rows as four vectors of quads.
+#if defined(__AVX512F__)
+INLINE void four_quads(const char * from, size_t step, words * to) {
+    __m512i of[4];  // rows i, i + 4, i + 8, i + 12
+    _Pragma("GCC unroll 4") for (size_t i = 0; i < 4; i++) {
+        of[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *) (from + i * step)));
+        of[i] = _mm512_inserti32x4(of[i], _mm_loadu_si128((const __m128i *) (from + (i + 4) * step)), 1);
+        of[i] = _mm512_inserti32x4(of[i], _mm_loadu_si128((const __m128i *) (from + (i + 8) * step)), 2);
+        of[i] = _mm512_inserti32x4(of[i], _mm_loadu_si128((const __m128i *) (from + (i + 12) * step)), 3);
+    }
+    const __m512i a = _mm512_unpacklo_epi32(of[0], of[1]), b = _mm512_unpackhi_epi32(of[0], of[1]);
+    const __m512i c = _mm512_unpacklo_epi32(of[2], of[3]), d = _mm512_unpackhi_epi32(of[2], of[3]);
+    to[0] = (words) _mm512_unpacklo_epi64(a, c);
+    to[1] = (words) _mm512_unpackhi_epi64(a, c);
+    to[2] = (words) _mm512_unpacklo_epi64(b, d);
+    to[3] = (words) _mm512_unpackhi_epi64(b, d);
+}
+#elif defined(__AVX2__)
+INLINE void four_quads(const char * from, size_t step, words * to) {
+    _Pragma("GCC unroll 2") for (size_t half = 0; half < 2; half++) {
+        __m256i of[4];  // rows i and i + 4
+        _Pragma("GCC unroll 4") for (size_t i = 0; i < 4; i++) {
+            of[i] = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *) (from + (8 * half + i) * step)));
+            of[i] = _mm256_inserti128_si256(of[i], _mm_loadu_si128((const __m128i *) (from + (8 * half + i + 4) * step)), 1);
+        }
+        const __m256i a = _mm256_unpacklo_epi32(of[0], of[1]), b = _mm256_unpackhi_epi32(of[0], of[1]);
+        const __m256i c = _mm256_unpacklo_epi32(of[2], of[3]), d = _mm256_unpackhi_epi32(of[2], of[3]);
+        _mm256_storeu_si256((__m256i *) (to + 0) + half, _mm256_unpacklo_epi64(a, c));
+        _mm256_storeu_si256((__m256i *) (to + 1) + half, _mm256_unpackhi_epi64(a, c));
+        _mm256_storeu_si256((__m256i *) (to + 2) + half, _mm256_unpacklo_epi64(b, d));
+        _mm256_storeu_si256((__m256i *) (to + 3) + half, _mm256_unpackhi_epi64(b, d));
+    }
+}
+#else
+INLINE void four_quads(const char * from, size_t step, words * to) {
+    for (size_t i = 0; i < LANES; i++) {
+        uint32_t quads[4];
+        memcpy(quads, from + i * step, sizeof(quads));
+        to[0][i] = quads[0], to[1][i] = quads[1], to[2][i] = quads[2], to[3][i] = quads[3];
+    }
+}
+#endif
+
+INLINE void put(void * to, words x) { memcpy(to, &x, sizeof(x)); }
+
+INLINE void put_bytes(void * to, words x) {  // the lowest byte of each
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    const bytes low = __builtin_convertvector(x, bytes);
+    memcpy(to, &low, sizeof(low));
+}
+
+INLINE void put_halves(void * to, words x) {  // the lower half of each
+    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+    const halves low = __builtin_convertvector(x, halves);
+    memcpy(to, &low, sizeof(low));
+}
+
+INLINE void scales_of(const char * from, size_t step, uint16_t * to) {  // F16
+    _Pragma("GCC unroll 16") for (size_t i = 0; i < LANES; i++) {
+        memcpy(to + i, from + i * step, sizeof(*to));
+    }
+}
+
+INLINE void quads_of(const char * from, size_t step, int count, uint8_t (*to)[4 * LANES], uint32_t flip) {
+    for (int t = 0; t < count; t += 4) {
+        words w[4];
+        four_quads(from + 4 * t, step, w);
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+            put(to[t + i], w[i] ^ flip);
+        }
+    }
+}
+
+INLINE void regroup_mxfp4(const char * from, size_t step, rec_mxfp4 * to) {
+    quads_of(from + 1, step, 4, to->q, 0);
+    _Pragma("GCC unroll 16") for (size_t i = 0; i < LANES; i++) {
+        to->e[i] = (uint8_t) from[i * step];
+    }
+}
+
+INLINE void regroup_q4_0(const char * from, size_t step, rec_q4_0 * to) {
+    scales_of(from, step, to->d);
+    quads_of(from + 2, step, 4, to->q, 0);
+}
+
+INLINE void regroup_q8_0(const char * from, size_t step, rec_q8_0 * to) {
+    scales_of(from, step, to->d);
+    quads_of(from + 2, step, 8, to->q, BYTES(128));
+}
+
+// d and dmin, then eight scales and eight mins of 6 bits each in three words
+INLINE void regroup_head(const char * from, size_t step, head_k * to) {
+    words w[4];
+    four_quads(from, step, w);
+    put_halves(to->d, w[0]);
+    put_halves(to->dmin, w[0] >> 16);
+    const words scale[2] = { w[1] & BYTES(63), (w[3] & BYTES(15)) | ((w[1] >> 2) & BYTES(48)) };
+    const words min[2]   = { w[2] & BYTES(63), ((w[3] >> 4) & BYTES(15)) | ((w[2] >> 2) & BYTES(48)) };
+    for (int half = 0; half < 2; half++) {
+        for (int j = 0; j < 4; j++) {
+            put_bytes(to->scale[4 * half + j], scale[half] >> (8 * j));
+        }
+        put_halves(to->min[2 * half], min[half]);
+        put_halves(to->min[2 * half + 1], min[half] >> 16);
+    }
+}
+
+INLINE void regroup_q4_k(const char * from, size_t step, rec_q4_k * to) {
+    regroup_head(from, step, &to->h);
+    for (int i = 0; i < 4; i++) {
+        quads_of(from + 16 + 32 * i, step, 8, to->q[i], 0);
+    }
+}
+
+INLINE void regroup_q5_k(const char * from, size_t step, rec_q5_k * to) {
+    regroup_head(from, step, &to->h);
+    quads_of(from + 16, step, 8, to->high, 0);
+    for (int i = 0; i < 4; i++) {
+        quads_of(from + 48 + 32 * i, step, 8, to->q[i], 0);
+    }
+}
+
+// Of each half of a block, 64 bytes of nibbles (low ones of its first 64 inputs) and 32 bytes of pairs of bits (lowest ones of its first 32)
+INLINE void regroup_q6_k(const char * from, size_t step, rec_q6_k * to) {
+    for (int half = 0; half < 2; half++) {
+        words w[16], h[8];
+        for (int t = 0; t < 16; t += 4) {
+            four_quads(from + 64 * half + 4 * t, step, w + t);
+        }
+        for (int t = 0; t < 8; t += 4) {
+            four_quads(from + 128 + 32 * half + 4 * t, step, h + t);
+        }
+        for (int t = 0; t < 4; t++) {
+            for (int i = 0; i < 2; i++) {
+                const words a = w[8 * i + t], b = w[8 * i + t + 4], c = h[t] >> (4 * i), d = h[t + 4] >> (4 * i);
+                put(to->q[4 * half + i][t], (a & BYTES(15)) | ((b & BYTES(15)) << 4));
+                put(to->q[4 * half + i + 2][t], ((a >> 4) & BYTES(15)) | (b & BYTES(240)));
+                put(to->high[2 * half + i][t],
+                    (c & BYTES(3)) | ((d & BYTES(3)) << 2) | (((c >> 2) & BYTES(3)) << 4) | (((d >> 2) & BYTES(3)) << 6));
+            }
+        }
+    }
+    words w[4];
+    four_quads(from + 192, step, w);
+    for (int j = 0; j < 16; j++) {
+        put_bytes(to->scale[j], w[j / 4] >> (j % 4 * 8));
+    }
+    scales_of(from + 208, step, to->d);
+}
+
+INLINE void regroup_f16(const char * from, size_t step, rec_f16 * to) {
+    for (int i = 0; i < 32; i += 8) {
+        words w[4];
+        four_quads(from + 2 * i, step, w);
+        for (int j = 0; j < 4; j++) {
+            put_halves(to->w[i + 2 * j], w[j]);
+            put_halves(to->w[i + 2 * j + 1], w[j] >> 16);
+        }
+    }
+}
+
+#define EACH_BLOCK(rec, file, call)                                                                \
+    for (int64_t b = 0; b < blocks; b++) {                                                         \
+        call(rows + (size_t) b * (file), step, (rec *) (records + (size_t) b * sizeof(rec)));      \
+    }                                                                                              \
+    break;
+
+// `blocks` blocks of each of LANES rows, `step` bytes apart, as records.
+static void regroup(int type, const char * rows, size_t step, int64_t blocks, char * records) {
+    switch (type) {
+        case GGML_TYPE_MXFP4: EACH_BLOCK(rec_mxfp4, 17, regroup_mxfp4)
+        case GGML_TYPE_Q4_0: EACH_BLOCK(rec_q4_0, 18, regroup_q4_0)
+        case GGML_TYPE_Q8_0: EACH_BLOCK(rec_q8_0, 34, regroup_q8_0)
+        case GGML_TYPE_Q4_K: EACH_BLOCK(rec_q4_k, 144, regroup_q4_k)
+        case GGML_TYPE_Q5_K: EACH_BLOCK(rec_q5_k, 176, regroup_q5_k)
+        case GGML_TYPE_Q6_K: EACH_BLOCK(rec_q6_k, 210, regroup_q6_k)
+        case GGML_TYPE_F32:
+            for (int64_t i = 0; i < 32 * blocks; i += 4) {
+                quads_of(rows + 4 * i, step, 4, (uint8_t (*)[4 * LANES]) (records + (size_t) i * 4 * LANES), 0);
+            }
+            break;
+        default: EACH_BLOCK(rec_f16, 64, regroup_f16)  // F16 and BF16
+    }
+}
