@@ -18,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define HOST_NODES 16
+#define HOST_NODES 24
 #define OAI_ALPHA  1.702f  // of the sigmoid, and where gate and up are clamped: llama.cpp's build_moe_ffn
 #define OAI_LIMIT  7.0f
 #define NARROW     8  // rows up to which GPUs multiply pair by pair: one slot, whose weights stay in the cache, costs least
@@ -35,6 +35,8 @@ typedef struct host_layer {
     struct ggml_cgraph *  gf;
     struct ggml_tensor *  x;   // F32 [n_embd, 1, pairs]
     struct ggml_tensor *  id;  // I32 [1, pairs]
+    struct ggml_tensor *  order, * rounded;  // of our own kernels: the pairs by expert, and x as products read it,
+    enum ggml_type        rounded_for;       // those of this type
 } host_layer;
 
 struct pgs_experts {
@@ -54,6 +56,7 @@ struct pgs_experts {
     } on_device;
     struct {  // host memory, pinned where the device offers it
         struct ggml_tensor *order, *x, *hot, *pick, *pair_x, *pair_id, *pair_scale[2], *gate, *up, *hidden, *out;
+        struct ggml_tensor *pair_order, *tiles;  // of our own kernels
     } on_host;
     int64_t n_cold;  // pairs of the layer between its two cuts
 };
@@ -92,7 +95,7 @@ pgs_experts * pgs_experts_new(ggml_backend_t device, ggml_backend_t host, const 
     e->on_device.pick   = values(e->device_ctx, GGML_TYPE_I32, pairs);
     e->on_device.pool   = values(e->device_ctx, GGML_TYPE_F32, n_embd * 2 * pairs);
     e->device_buffer    = ggml_backend_alloc_ctx_tensors(e->device_ctx, device);
-    e->host_ctx         = tensors_only(14);
+    e->host_ctx         = tensors_only(16);
     e->on_host.order    = values(e->host_ctx, GGML_TYPE_I32, shape->n_expert * shape->max_rows);
     e->on_host.x        = values(e->host_ctx, GGML_TYPE_F32, n_embd * shape->max_rows);
     e->on_host.hot      = values(e->host_ctx, GGML_TYPE_I32, pairs);
@@ -106,6 +109,10 @@ pgs_experts * pgs_experts_new(ggml_backend_t device, ggml_backend_t host, const 
     e->on_host.up       = values(e->host_ctx, GGML_TYPE_F32, n_ff * pairs);
     e->on_host.hidden   = values(e->host_ctx, GGML_TYPE_F32, n_ff * pairs);
     e->on_host.out      = values(e->host_ctx, GGML_TYPE_F32, n_embd * pairs);
+    if (shape->level != NULL) {
+        e->on_host.pair_order = values(e->host_ctx, GGML_TYPE_I32, pgs_expert_order_size(shape->n_expert, pairs));
+        e->on_host.tiles      = values(e->host_ctx, GGML_TYPE_I8, (int64_t) shape->tiles + 1);
+    }
     e->host_buffer      = alloc_host(e);
     if (e->device_buffer == NULL || e->host_buffer == NULL) {
         snprintf(err, PGS_ERR, "no memory for the rows of experts in host memory (%lld pairs of %lld values)", (long long) pairs, (long long) n_embd);
@@ -160,10 +167,36 @@ static struct ggml_tensor * scaled(pgs_experts * e, host_layer * layer, struct g
     return node;
 }
 
+// x F32 [n_in, 1, pairs] times the experts of the pairs, in `home`: by our own kernels where they know the type, else by ggml's.
+static struct ggml_tensor * multiply(pgs_experts * e, host_layer * layer, struct ggml_context * ctx, struct ggml_tensor * experts,
+                                     struct ggml_tensor * x, struct ggml_tensor * home, char * err) {
+    const pgs_level * level = e->shape.level;
+    if (level == NULL || !pgs_expert_types(level, experts->type)) {
+        return placed(home, ggml_mul_mat_id(ctx, experts, x, layer->id), err);
+    }
+    const int64_t        n_expert = experts->ne[2];
+    const enum ggml_type reads    = pgs_activation_type(level, experts->type);
+    if (layer->order == NULL) {
+        layer->order = placed(e->on_host.pair_order, pgs_expert_order(ctx, layer->id, n_expert), err);
+    }
+    struct ggml_tensor * rounded = layer->rounded;
+    if (x != layer->x || rounded == NULL || layer->rounded_for != reads) {
+        // one place for all: what it held was multiplied before the next rows are rounded
+        rounded = placed(e->on_host.tiles, pgs_expert_activations(ctx, level, reads, x, layer->order, layer->id, n_expert), err);
+    }
+    if (x == layer->x) {
+        layer->rounded     = rounded;
+        layer->rounded_for = reads;
+    }
+    struct ggml_tensor * out =
+        pgs_expert_product(ctx, level, experts->type, experts, experts->ne[0], experts->ne[1], n_expert, rounded, layer->order, layer->id);
+    return placed(home, out, err);
+}
+
 // The products of gate (`which` 0) or up (1), in `home`: scaled, then biased, in place.
 static struct ggml_tensor * products(pgs_experts * e, host_layer * layer, struct ggml_context * ctx, struct ggml_tensor * experts,
                                      struct ggml_tensor * home, int which, char * err) {
-    struct ggml_tensor * x = scaled(e, layer, ctx, placed(home, ggml_mul_mat_id(ctx, experts, layer->x, layer->id), err), which, err);
+    struct ggml_tensor * x = scaled(e, layer, ctx, multiply(e, layer, ctx, experts, layer->x, home, err), which, err);
     return layer->bias[which] != NULL ? placed(home, ggml_add_id(ctx, x, layer->bias[which], layer->id), err) : x;
 }
 
@@ -191,7 +224,7 @@ static int build(pgs_experts * e, host_layer * layer, char * err) {
     layer->id          = placed(e->on_host.pair_id, ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, e->max_pairs), err);
     struct ggml_tensor *gate, *up;
     if (layer->gate_up != NULL) {
-        struct ggml_tensor * both = placed(e->on_host.gate, ggml_mul_mat_id(ctx, layer->gate_up, layer->x, layer->id), err);
+        struct ggml_tensor * both = multiply(e, layer, ctx, layer->gate_up, layer->x, e->on_host.gate, err);
         gate                      = half(ctx, both, n_ff, 0);
         up                        = half(ctx, both, n_ff, n_ff);
     } else {
@@ -199,8 +232,7 @@ static int build(pgs_experts * e, host_layer * layer, char * err) {
         gate = products(e, layer, ctx, layer->gate, e->on_host.gate, 0, err);
     }
     struct ggml_tensor * hidden = placed(e->on_host.hidden, gated(e->shape.glu, ctx, gate, up), err);
-    struct ggml_tensor * result = ggml_mul_mat_id(ctx, layer->down, hidden, layer->id);
-    placed(e->on_host.out, result, err);
+    struct ggml_tensor * result = multiply(e, layer, ctx, layer->down, hidden, e->on_host.out, err);
     layer->gf = ggml_new_graph_custom(ctx, HOST_NODES, false);
     ggml_build_forward_expand(layer->gf, result);
     for (int i = 0; i < ggml_graph_n_nodes(layer->gf); i++) {
@@ -229,7 +261,10 @@ static void set_pairs(host_layer * layer, int64_t pairs) {
         }
     }
     for (int i = 0; i < ggml_graph_n_nodes(layer->gf); i++) {
-        set_count(ggml_graph_node(layer->gf, i), 2, pairs);
+        struct ggml_tensor * node = ggml_graph_node(layer->gf, i);
+        if (node->type == GGML_TYPE_F32) {  // orders and rounded rows of our own kernels have room for all
+            set_count(node, 2, pairs);
+        }
     }
 }
 

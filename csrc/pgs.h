@@ -259,6 +259,8 @@ typedef struct pgs_experts_shape {
     int64_t max_rows;  // widest step
     pgs_glu glu;
     bool    distinct;  // wide products of the device need different experts for each token
+    const pgs_level * level;  // of our own kernels on the host; NULL for ggml's
+    size_t  tiles;     // bytes of activations as our own products read them, of the widest step (pgs_expert_tiles)
 } pgs_experts_shape;
 
 typedef struct pgs_experts_counts {
@@ -349,6 +351,9 @@ struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_lev
 
 // Matrices of routed experts: packed ones are I8 [ne[0], ne[1], ne[2], n_expert] with the dimensions of one of them (pgs_pack_shape).
 bool pgs_expert_types(const pgs_level * level, enum ggml_type type);
+// Bytes that activations for so many pairs need, and numbers that their order needs.
+size_t  pgs_expert_tiles(const pgs_level * level, enum ggml_type type, int64_t n_in, int64_t n_expert, int64_t pairs);
+int64_t pgs_expert_order_size(int64_t n_expert, int64_t pairs);
 // `n_expert` matrices of a file, one behind the other, as packed ones.
 void pgs_pack_experts(const pgs_level * level, enum ggml_type type, const void * rows, int64_t n_in, int64_t n_out, int64_t n_expert, void * packed);
 // chosen I32 [n_used, T] -> the (token, choice) pairs ordered by expert, which the other two read. An expert that does not exist gives rows of NaN.

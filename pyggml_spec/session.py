@@ -147,7 +147,7 @@ class Session:
         options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width, spec.lookup is not None))
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
         offload = check_offload(offload)
-        placement, host = self._place_experts(experts, threads, max(options.chunk, options.width), offload is not None)
+        placement, host = self._place_experts(experts, threads, max(options.chunk, options.width), offload is not None, kernels)
         segments = self._split(backends, tensor_split, options)
         self.target.weights = self._target_weights(segments, lambda done, total: progress("weights", done, total), placement, host)
         if host is not None and placement is not None:
@@ -251,7 +251,7 @@ class Session:
         return cast(Weights, self._own(SplitWeights(self.target, segments, self.drafter, placement, host, progress)))
 
     def _place_experts(
-        self, options: ExpertOptions | None, threads: int | None, rows: int, copied: bool
+        self, options: ExpertOptions | None, threads: int | None, rows: int, copied: bool, kernels: str | None = None
     ) -> tuple[Placement | None, Backend | None]:
         """Where the target's experts go, and the CPU that computes those of the host; ``copied``: for prompts, they are to be copied to the device."""
         placement = options.placement(self.target, rows, copied) if options is not None else None
@@ -264,7 +264,7 @@ class Session:
         if not placement.hot:
             return placement, None
         cpu = next(d for d in devices() if d.kind == "cpu")
-        return placement, self._own(Backend(cpu, threads))
+        return placement, self._own(Backend(cpu, threads, kernels))
 
     def _open_streams(self, offload: int | str | None) -> None:
         """Memory on the devices for copies of the host's experts, if all have some for it; ``offload`` as of ``load``."""

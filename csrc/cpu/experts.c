@@ -45,7 +45,7 @@ static int64_t most_tiles(int64_t n_expert, int64_t pairs) {  // sum of ceil(row
     return (pairs + (TILE - 1) * most_runs(n_expert, pairs)) / TILE;
 }
 
-static int64_t order_size(int64_t n_expert, int64_t pairs) {
+int64_t pgs_expert_order_size(int64_t n_expert, int64_t pairs) {
     return 1 + 3 * n_expert + pairs + TILE * most_tiles(n_expert, pairs);
 }
 
@@ -108,7 +108,7 @@ static void run_order(struct ggml_tensor * dst, int ith, int nth, void * userdat
 
 struct ggml_tensor * pgs_expert_order(struct ggml_context * ctx, struct ggml_tensor * chosen, int64_t n_expert) {
     struct ggml_tensor * src[] = { chosen };
-    return named(ggml_custom_4d(ctx, GGML_TYPE_I32, order_size(n_expert, pairs_of(chosen)), 1, 1, 1, src, 1, run_order, 1,
+    return named(ggml_custom_4d(ctx, GGML_TYPE_I32, pgs_expert_order_size(n_expert, pairs_of(chosen)), 1, 1, 1, src, 1, run_order, 1,
                                 (void *) (intptr_t) n_expert), "own order");
 }
 
@@ -168,14 +168,18 @@ static void run_activations(struct ggml_tensor * dst, int ith, int nth, void * u
     }
 }
 
+size_t pgs_expert_tiles(const pgs_level * level, enum ggml_type type, int64_t n_in, int64_t n_expert, int64_t pairs) {
+    const pgs_kernel * k = pgs_kernel_of(level, type);
+    return k == NULL ? 0 : (size_t) (most_tiles(n_expert, pairs) * ((n_in + k->block - 1) / k->block)) * k->act;
+}
+
 struct ggml_tensor * pgs_expert_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x,
                                             struct ggml_tensor * by, struct ggml_tensor * chosen, int64_t n_expert) {
-    const pgs_kernel *   k      = pgs_kernel_of(level, type);
-    const int64_t        blocks = (x->ne[0] + k->block - 1) / k->block, tiles = most_tiles(n_expert, pairs_of(chosen));
+    const int64_t        size   = (int64_t) pgs_expert_tiles(level, type, x->ne[0], n_expert, pairs_of(chosen));
     const int32_t        count  = (int32_t) n_expert;
     struct ggml_tensor * src[]  = { x, by, chosen };
-    struct ggml_tensor * out    = ggml_custom_4d(ctx, GGML_TYPE_I8, tiles * blocks * (int64_t) k->act, 1, 1, 1, src, 3, run_activations,
-                                                 GGML_N_TASKS_MAX, (void *) k);
+    struct ggml_tensor * out    = ggml_custom_4d(ctx, GGML_TYPE_I8, size, 1, 1, 1, src, 3, run_activations, GGML_N_TASKS_MAX,
+                                                 (void *) pgs_kernel_of(level, type));
     memcpy((char *) out->op_params + TYPE_AT, &count, sizeof(count));
     return named(out, "own rounding");
 }
@@ -207,7 +211,8 @@ static const char * records_of(const weights * w, int64_t expert, int64_t group,
     const int64_t left = w->n_out - group * LANES;
     const char *  rows = data + (size_t) (group * LANES) * w->row + (size_t) first * w->block;
     if (left >= LANES && (first + n) * w->k->block <= w->n_in) {
-        w->level->regroup(w->k->type, rows, w->row, n, to);
+        const char * next = data + (size_t) (group + 1) * LANES * w->row + (size_t) first * LANES * w->block;
+        w->level->regroup(w->k->type, rows, w->row, n, to, next);
         return to;
     }
     memset(to, 0, (size_t) n * w->k->record);  // outputs and inputs that are not there

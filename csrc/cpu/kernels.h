@@ -66,8 +66,9 @@ struct pgs_level {
     float (*sum)(const float * x, int64_t n);
     int64_t (*argmax)(const float * x, int64_t n);
     void (*delta)(const pgs_head * h, int64_t first, int64_t end);  // columns; a multiple of 4
-    // `blocks` blocks of each of LANES rows as files store them, `step` bytes apart, as records of the type.
-    void (*regroup)(int type, const char * rows, size_t step, int64_t blocks, char * records);
+    // `blocks` blocks of each of LANES rows as files store them, `step` bytes apart, as records of the type; as many bytes from `next` on come
+    // nearer meanwhile.
+    void (*regroup)(int type, const char * rows, size_t step, int64_t blocks, char * records, const char * next);
 };
 
 extern const struct pgs_level pgs_level_avx512vnni, pgs_level_avxvnni, pgs_level_avxvnni_evex, pgs_level_avx2, pgs_level_neondot;

@@ -16,10 +16,11 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));  // one of each 
 INLINE void four_quads(const char * from, size_t step, words * to) {
     __m512i of[4];  // rows i, i + 4, i + 8, i + 12
     _Pragma("GCC unroll 4") for (size_t i = 0; i < 4; i++) {
-        of[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *) (from + i * step)));
-        of[i] = _mm512_inserti32x4(of[i], _mm_loadu_si128((const __m128i *) (from + (i + 4) * step)), 1);
-        of[i] = _mm512_inserti32x4(of[i], _mm_loadu_si128((const __m128i *) (from + (i + 8) * step)), 2);
-        of[i] = _mm512_inserti32x4(of[i], _mm_loadu_si128((const __m128i *) (from + (i + 12) * step)), 3);
+        const char * row = from + i * step;  // a masked load takes no place where shuffles are made
+        of[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *) row));
+        of[i] = _mm512_mask_broadcast_i32x4(of[i], 0x00f0, _mm_loadu_si128((const __m128i *) (row + 4 * step)));
+        of[i] = _mm512_mask_broadcast_i32x4(of[i], 0x0f00, _mm_loadu_si128((const __m128i *) (row + 8 * step)));
+        of[i] = _mm512_mask_broadcast_i32x4(of[i], 0xf000, _mm_loadu_si128((const __m128i *) (row + 12 * step)));
     }
     const __m512i a = _mm512_unpacklo_epi32(of[0], of[1]), b = _mm512_unpackhi_epi32(of[0], of[1]);
     const __m512i c = _mm512_unpacklo_epi32(of[2], of[3]), d = _mm512_unpackhi_epi32(of[2], of[3]);
@@ -172,14 +173,22 @@ INLINE void regroup_f16(const char * from, size_t step, rec_f16 * to) {
     }
 }
 
+// Processors do not follow so many places by themselves: what comes behind these rows is asked for in the order in which it lies.
+INLINE void ask_for(const char * from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(from + i, 0, 2);
+    }
+}
+
 #define EACH_BLOCK(rec, file, call)                                                                \
     for (int64_t b = 0; b < blocks; b++) {                                                         \
+        ask_for(next + (size_t) b * LANES * (file), LANES * (file));                               \
         call(rows + (size_t) b * (file), step, (rec *) (records + (size_t) b * sizeof(rec)));      \
     }                                                                                              \
     break;
 
-// `blocks` blocks of each of LANES rows, `step` bytes apart, as records.
-static void regroup(int type, const char * rows, size_t step, int64_t blocks, char * records) {
+// `blocks` blocks of each of LANES rows, `step` bytes apart, as records; as many bytes from `next` on come nearer meanwhile.
+static void regroup(int type, const char * rows, size_t step, int64_t blocks, char * records, const char * next) {
     switch (type) {
         case GGML_TYPE_MXFP4: EACH_BLOCK(rec_mxfp4, 17, regroup_mxfp4)
         case GGML_TYPE_Q4_0: EACH_BLOCK(rec_q4_0, 18, regroup_q4_0)
@@ -189,6 +198,7 @@ static void regroup(int type, const char * rows, size_t step, int64_t blocks, ch
         case GGML_TYPE_Q6_K: EACH_BLOCK(rec_q6_k, 210, regroup_q6_k)
         case GGML_TYPE_F32:
             for (int64_t i = 0; i < 32 * blocks; i += 4) {
+                ask_for(next + i * 4 * LANES, 16 * LANES);
                 quads_of(rows + 4 * i, step, 4, (uint8_t (*)[4 * LANES]) (records + (size_t) i * 4 * LANES), 0);
             }
             break;

@@ -42,12 +42,17 @@ class HostExperts:
 
     Args:
         sizes: n_layer, n_embd, n_ff, n_expert, n_used, and max_rows, the rows of the widest step.
+        types: of the experts' weights; those that our own kernels multiply on the host are.
         glu: how gate and up become one: the name of a method of ``Graph``.
     """
 
-    def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], glu: str) -> None:
+    def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], glu: str, types: Sequence[int] = ()) -> None:
         self.n_layer, self.n_expert, self._err = sizes["n_layer"], sizes["n_expert"], new_err()
-        shape = ffi.new("pgs_experts_shape *", {**sizes, "glu": GLU[glu], "distinct": _needs_distinct(device)})
+        more = {"glu": GLU[glu], "distinct": _needs_distinct(device), "level": host.level_handle}
+        if host.level is not None:
+            pairs, widest = sizes["n_used"] * sizes["max_rows"], max(sizes["n_embd"], sizes["n_ff"])
+            more["tiles"] = max((lib.pgs_expert_tiles(host.level.handle, kind, widest, self.n_expert, pairs) for kind in types), default=0)
+        shape = ffi.new("pgs_experts_shape *", {**sizes, **more})
         self.handle: Any = lib.pgs_experts_new(device.handle, host.handle, shape, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))

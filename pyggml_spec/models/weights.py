@@ -427,7 +427,7 @@ class Weights:
         down = next(iter(layers.values()))["down"]
         sizes = {"n_ff": down.ne[0], "n_embd": down.ne[1], "n_expert": down.ne[2]}
         sizes |= {"n_layer": placement.n_layer, "n_used": placement.n_used, "max_rows": placement.rows}
-        self.host_experts = HostExperts(self.backend, host, sizes, placement.glu)
+        self.host_experts = HostExperts(self.backend, host, sizes, placement.glu, sorted({info.type for _, info, _ in found}))
         for layer, weights in layers.items():
             inside = {name: self._beside.get(f"blk.{layer}.ffn_{name}_exps.weight", {}) for name in ("gate", "up")}
             scales = {name: self._values(own["scale"]) for name, own in inside.items() if "scale" in own}
