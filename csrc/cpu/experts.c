@@ -12,6 +12,8 @@
 #define MOST_TILES  16           // tiles that a group of outputs is multiplied with before the next one
 #define TILES_BYTES (384 << 10)  // of their activations: they stay in the second-level cache
 #define CHUNK_BYTES (12 << 10)   // of weights that stay in the first-level cache while tiles use them
+#define PIECE_BYTES (2 << 10)    // of packed weights of one row, which waits for memory: as many are asked for
+#define AHEAD_BYTES (16 << 10)   // behind them
 #define READING     2            // rows that cost as much time as reading weights
 
 // ggml keeps a node's function in the first 24 bytes of its parameters.
@@ -228,14 +230,24 @@ typedef struct part {  // tiles of one expert that are multiplied together
     int          count, rows;
 } part;
 
+static void ask_for(const char * from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(from + i, 0, 2);
+    }
+}
+
 static void multiply_group(const weights * w, int64_t expert, int64_t group, const part * p, float * sums) {
     _Alignas(64) char room[CHUNK_BYTES];
     const pgs_kernel * k     = w->k;
-    const int64_t      chunk = (int64_t) (CHUNK_BYTES / k->record);
+    const bool         waits = w->packed && p->count == 1; // for memory
+    const int64_t      fit   = (int64_t) ((waits ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
     memset(sums, 0, (size_t) p->count * TILE * LANES * sizeof(float));
     for (int64_t first = 0; first < w->blocks; first += chunk) {
         const int64_t n       = w->blocks - first < chunk ? w->blocks - first : chunk;
         const char *  records = records_of(w, expert, group, first, n, room);
+        if (waits) {
+            ask_for(records + AHEAD_BYTES, (size_t) n * k->record);
+        }
         for (int t = 0; t < p->count; t++) {
             const char * tile = p->tiles + (size_t) (t * w->blocks + first) * k->act;
             const int    rows = p->rows - t * TILE < TILE ? p->rows - t * TILE : TILE;

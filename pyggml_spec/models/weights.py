@@ -7,7 +7,7 @@ therefore what bit-equality with it needs. With our own kernels (``backend.level
 once, and prefill reads the same: nothing is held twice, not even a head that is tied to the embedding.
 
 Experts may be in host memory, all of a layer or all but the hot ones (``placement``): there they are what the file's own pages hold, and
-nothing is copied. On the CPU no expert is repacked then, so that those of both sides go through the same kernel.
+nothing is copied. On the CPU no expert is packed or repacked then, so that those of both sides go through the same kernel.
 """
 
 from collections.abc import Callable, Iterable, Iterator

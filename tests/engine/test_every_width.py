@@ -15,7 +15,10 @@ from pyggml_spec.tools.compare import compare_logits
 pytestmark = pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
 
 DENSE = ["qwen35", "qwen3", "llama", "gemma4"]
-CASES = [(arch, "Q8_0") for arch in DENSE] + [("qwen35", quant) for quant in ("F32", "F16", "BF16", "Q4_0", "Q4_K", "Q5_K", "Q6_K")]
+ROUTED = [("qwen3moe", "MXFP4"), ("qwen35moe", "Q4_K")]
+CASES = (
+    ROUTED + [(arch, "Q8_0") for arch in DENSE] + [("qwen35", quant) for quant in ("F32", "F16", "BF16", "Q4_0", "Q4_K", "Q5_K", "Q6_K")]
+)
 
 
 def prompt_of(n, seed=5):
@@ -46,7 +49,7 @@ def test_ggmls_kernels_do_depend_on_it(tmp_path):
     assert (seen[0] != seen[1]).any(axis=1).sum() > 300
 
 
-@pytest.mark.parametrize("arch", DENSE)
+@pytest.mark.parametrize("arch", [*DENSE, "qwen3moe"])
 def test_speculative_text_is_plain_text_at_every_width(tmp_path, arch):
     """No reference shape: plain decoding is plain decoding. Every accepted length occurs, behind a prompt of several spans."""
     target, draft = TARGETS[arch](tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
