@@ -77,6 +77,8 @@ INLINE void q4_0_rows(const char * records, int64_t blocks, const char * tile, i
     EACH_PART EACH_ROW SUM_STAYS(acc, r);
 }
 
+INLINE vb fp4_quads(const uint8_t * p, int high) { return vb_fp4(nibbles(p, high)); }
+
 INLINE void mxfp4_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R) {
     const rec_mxfp4 * w = (const rec_mxfp4 *) records;
     const act_32 *    x = (const act_32 *) tile;
@@ -85,20 +87,13 @@ INLINE void mxfp4_rows(const char * records, int64_t blocks, const char * tile, 
     for (int64_t b = 0; b < blocks; b++, w++, x++) {
         EACH_PART {
             vi s[ROWS];
-            vb low[4], high[4];
             EACH_ROW s[r] = vi_set(x->by_8[row + r] / 2 * 3);  // what weights + 12 add too much
-            _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) {
-                const vb both = vb_load(w->q[t] + 4 * VL * p);
-                low[t]        = vb_fp4(vb_low(both));
-                high[t]       = vb_fp4(vb_high(both));
-            }
-            DOTS(s, low, 4, x->q[row], 32, R)
-            DOTS(s, high, 4, x->q[row] + 16, 32, R)
+            DOTS_OF(s, fp4_quads(w->q[t % 4] + 4 * VL * p, t / 4), 24, 8, x->q[row], 32, R)
             const vf d = vf_e8m0(w->e + VL * p);
-            EACH_ROW acc[p][r] = vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), acc[p][r]);
+            EACH_ROW SUM_IS(acc, r, vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), SUM_OF(acc, r)));
         }
     }
-    EACH_PART EACH_ROW vf_store(sums + LANES * r + VL * p, acc[p][r]);
+    EACH_PART EACH_ROW SUM_STAYS(acc, r);
 }
 
 // ---- blocks of 256
