@@ -55,19 +55,17 @@ INLINE void four_quads(const char * from, size_t step, words * to) {
 }
 #endif
 
-INLINE void put(void * to, words x) { memcpy(to, &x, sizeof(x)); }
-
-INLINE void put_bytes(void * to, words x) {  // the lowest byte of each
-    typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    const bytes low = __builtin_convertvector(x, bytes);
-    memcpy(to, &low, sizeof(low));
-}
-
-INLINE void put_halves(void * to, words x) {  // the lower half of each
-    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-    const halves low = __builtin_convertvector(x, halves);
-    memcpy(to, &low, sizeof(low));
-}
+// Vectors are no arguments: calls with more than a level's registers hold are compiled in several ways.
+#define PUT_AS(to, x, type)                                                 \
+    do {                                                                    \
+        const type part_ = __builtin_convertvector(x, type);                \
+        memcpy(to, &part_, sizeof(part_));                                  \
+    } while (0)
+typedef uint8_t  bytes __attribute__((vector_size(LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+#define put(to, x)        PUT_AS(to, x, words)
+#define put_bytes(to, x)  PUT_AS(to, x, bytes)   // the lowest byte of each
+#define put_halves(to, x) PUT_AS(to, x, halves)  // the lower half of each
 
 INLINE void scales_of(const char * from, size_t step, uint16_t * to) {  // F16
     _Pragma("GCC unroll 16") for (size_t i = 0; i < LANES; i++) {
