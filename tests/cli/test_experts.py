@@ -2,9 +2,12 @@
 
 import json
 
+import click
 import pytest
 from cli.process import one_sentence, pyspec
 from random_gguf.archs import write_qwen35moe
+
+from pyggml_spec.cli.options import OffloadRows
 
 CPU = ("--device", "CPU", "-t", 1)
 
@@ -35,15 +38,15 @@ def test_residency_without_a_profile_says_how_to_make_one(tmp_path):
     one_sentence(pyspec("run", "-m", model, "-p", "x", "--expert-residency", 0.5, *CPU), "no routing profile", "pyspec experts profile")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--cpu-moe", "--offload-prompts", "maybe"),
-        ("--expert-profile", "x.json"),
-        ("--cpu-moe", "--n-cpu-moe", 1),
-        ("--expert-residency", 2),
-    ],
-)
+def test_prompts_with_copies_are_off_measured_or_from_a_number_of_rows_on():
+    asked = OffloadRows()
+    assert [asked.convert(text, None, None) for text in ("off", "auto", "128")] == [None, "auto", 128]
+    for text, words in (("maybe", "neither auto nor off, nor a number of rows"), ("0", "not in the range"), ("-1", "neither auto nor off")):
+        with pytest.raises(click.BadParameter, match=words):
+            asked.convert(text, None, None)
+
+
+@pytest.mark.parametrize("options", [("--expert-profile", "x.json"), ("--cpu-moe", "--n-cpu-moe", 1), ("--expert-residency", 2)])
 def test_contradictions_are_usage_errors(model, options):
     assert pyspec("run", "-m", model, "-p", "x", *options, *CPU).returncode == 2
 
