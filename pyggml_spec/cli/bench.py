@@ -29,7 +29,7 @@ from .tables import written
 from .terminal import Interrupt, progress_line, say, size
 
 
-class _Rates(click.ParamType):
+class Rates(click.ParamType):
     name = "P[,P...]"
 
     def convert(self, value, param, ctx):
@@ -83,7 +83,7 @@ class _Numbers(click.ParamType):
 @click.option(
     "--spec-synth-rates",
     "rates",
-    type=_Rates(),
+    type=Rates(),
     default=(),
     help="Accept the draft of each position in this share of the blocks, at random, instead.",
 )

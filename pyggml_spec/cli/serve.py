@@ -7,6 +7,7 @@ import sys
 import click
 
 from ..errors import PyspecError
+from .bench import Rates
 from .help import GroupedCommand
 from .options import (
     TokenLimit,
@@ -80,10 +81,18 @@ _KEY = "Key that requests have to bring; several with commas between them."
     hidden=True,
     help="Tokens per step: benchmarks only, texts are not the target's.",
 )
+@click.option(
+    "--spec-synth-rates",
+    "rates",
+    type=Rates(),
+    default=(),
+    hidden=True,
+    help="The share in which the draft of each position is accepted, instead.",
+)
 @click.option("--jinja/--no-jinja", hidden=True, default=True)
 def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, api_key, api_key_file, queue_requests, queue_tokens, queue_seconds, drain,
             max_body, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format, cors_origins, certificate,
-            certificate_key, show_slots, metrics, page, prefill_assistant, draft_width, prefix_cache, prefix_memory, prefix_disk, verbose, synthetic, jinja, **more):  # fmt: skip
+            certificate_key, show_slots, metrics, page, prefill_assistant, draft_width, prefix_cache, prefix_memory, prefix_disk, verbose, synthetic, rates, jinja, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
     -c is the context of each slot. Sampling options are what counts where a request says nothing.
@@ -98,6 +107,8 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
     from ..serve.served import NAMED, ServeOptions
     from ..session import load
 
+    if rates and synthetic is not None:
+        raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
     asked = take_sampling(more)
     prefix = {"prefix_cache": prefix_cache, "prefix_memory": prefix_memory, "prefix_disk": prefix_disk}
     take_prefix(prefix, keep_memory=True)
@@ -122,7 +133,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         settings = start.Settings(
             tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",), port, slots, None, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],
             4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, api_key, api_key_file, cors_origins,
-            max_body << 20, certificate, certificate_key, synthetic, say,
+            max_body << 20, certificate, certificate_key, synthetic, rates, say,
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, session.engine.options.n_ctx)
         sys.exit(start.serve(session, settings, limits, options, NAMED.get(source or "", source)))

@@ -190,7 +190,7 @@ class Queue:
         broken: Callable[[BaseException], ConcurrentSession | None], synthetic: Callable[[int], SyntheticAcceptance] | None = None,
     ) -> None:  # fmt: skip
         """``broken``: makes another concurrent session after an error that has ended this one; None gives up. Called in the pool.
-        ``synthetic``: makes the acceptance of a job by its number, for benchmarks."""
+        ``synthetic``: makes the acceptance of a job by its seed, or its number where it has none, for benchmarks."""
         self._concurrent, self.slots, self.limits, self._pool, self._ended, self._broken = concurrent, slots, limits, pool, ended, broken
         self._synthetic = synthetic
         self._loop = asyncio.get_running_loop()
@@ -355,10 +355,11 @@ class Queue:
     def _submit(self, job: Job) -> None:
         """In a thread of the pool: a sampler may take milliseconds to make."""
         ask, concurrent = job.ask, self._concurrent
+        seed = ask.sampling.seed if ask.sampling is not None else None
         try:
             handle = concurrent.submit(
                 ask.ids, ask.max_tokens, mode=ask.mode, sampling=ask.sampling, stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
-                progress=ask.progress, synthetic=self._synthetic(job.number) if self._synthetic is not None else None, sink=lambda item: self._wakeup.put(job, item),
+                progress=ask.progress, synthetic=self._synthetic(job.number if seed is None else seed) if self._synthetic is not None else None, sink=lambda item: self._wakeup.put(job, item),
             )  # fmt: skip
         except BaseException as error:
             self._call(self._finish, job, End(error))

@@ -52,6 +52,7 @@ class Settings:
     certificate: str | None = None
     certificate_key: str | None = None
     synthetic: float | None = None  # tokens per step, for benchmarks
+    rates: Sequence[float] = ()  # or the share in which the draft of each position is accepted
     told: Callable[[str], None] = field(default=lambda line: None)
 
 
@@ -148,10 +149,16 @@ async def _serve(
         concurrent = make()
         served = Served(session, concurrent, limits, options, template)
         queue_limits = QueueLimits(settings.queue_requests, settings.queue_tokens, settings.queue_seconds)
-        synthetic = None
-        if settings.synthetic is not None and session.drafter is not None:
+        synthetic: Callable[[int], SyntheticAcceptance] | None = None
+        if (settings.synthetic is not None or settings.rates) and session.drafter is not None:
             length, drafts = settings.synthetic, session.engine.options.width - 1
-            synthetic = lambda number: SyntheticAcceptance(length, drafts, number)  # noqa: E731
+
+            def draws(seed: int) -> SyntheticAcceptance:
+                return (
+                    SyntheticAcceptance(length, drafts, seed) if length is not None else SyntheticAcceptance.of_rates(settings.rates, seed)
+                )
+
+            synthetic = draws
             settings.told("acceptance is synthetic: texts are not the target's, this is for benchmarks only")
         queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken, synthetic)
         app = App(Context(served, queue, pool), metrics, keys, origins, settings.most_body)

@@ -19,7 +19,7 @@ VALUES = {  # options with a value: what becomes of them for `pyspec serve`; Non
     "--reasoning-format": "--reasoning-format", "--cors-origins": "--cors-origins", "--spec-draft-n-max": "--spec-draft-n-max",
     "--ubatch-size": "-ub", "-ctk": "-ctk", "-ctv": "-ctv",
     "--hf-repo": None, "--hf-file": None, "--model": None, "--model-url": None, "--threads": None, "--n-gpu-layers": None, "-fa": None,
-    "--spec-draft-n-min": None, "--spec-type": None, "--cache-ram": None,
+    "--spec-draft-n-min": None, "--spec-synth-rates": "--spec-synth-rates", "--spec-type": None, "--cache-ram": None,
 }  # fmt: skip
 FLAGS = {
     "--slots": None, "--no-slots": "--no-slots", "--metrics": "--metrics", "--no-ui": "--no-ui", "--verbose": "--verbose", "--jinja": None, "--no-jinja": None,

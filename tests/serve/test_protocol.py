@@ -27,7 +27,7 @@ async def app(scope, receive, send):
 
 async def say(parts):
     """What comes back for ``parts``, between which the server has time to answer, until it closes the connection."""
-    config = uvicorn.Config(app, http=protocol.JsonProtocol, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(app, http=protocol.JsonProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1)
     config.load()
     state = ServerState()
     make = lambda: protocol.JsonProtocol(config=config, server_state=state, app_state={})  # noqa: E731
@@ -58,8 +58,9 @@ async def say(parts):
     ],
 )
 def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
+    if status in (None, 408):  # the others come at once
+        monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.15)
+        monkeypatch.setattr(http, "BODY_SECONDS", 0.15)
     got = asyncio.run(say(parts))
     if status is None:
         assert got == b""
@@ -72,7 +73,7 @@ def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
 
 def test_what_is_slow_and_long_but_comes_is_answered(monkeypatch):
     """Heads in pieces, bodies and several requests on one connection, each longer together than what may come without an end."""
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 2)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 5)
     one = [HEAD + b"a: ", LONG, b"\r\ncontent-length: 150000\r\n\r\n", LONG, LONG, LONG]
     chunks = [HEAD + b"transfer-encoding: chunked\r\n\r\n", *[b"c350\r\n" + LONG + b"\r\n"] * 3, b"0\r\n\r\n"]
     got = asyncio.run(say([*one, *one, *chunks]))

@@ -155,7 +155,7 @@ def test_a_killed_worker_costs_nobody_an_answer(workers):
     for i in range(6):
         response = workers.chat(f"{i} items in a list", 4, session=f"after {i}")
         assert response.status_code == 200, (i, response.text, workers.lines[-10:])
-    body = {"model": "target.gguf", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    body = {"model": "target.gguf", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True, "stream": True}
     with workers.http.stream("POST", "/v1/chat/completions", json=body) as response:
         lines = response.iter_lines()
         assert next(lines)
