@@ -1,7 +1,7 @@
 """Several drafters of one target: each drafts what it drafts alone, whoever drafted before, and the text is the plain one."""
 
 import itertools
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from ggml.kernel_graphs import LEVELS
@@ -156,3 +156,54 @@ def test_a_width_that_the_first_drafter_does_not_draft_is_refused_at_load(tmp_pa
     target, blocks = write_mtp_target(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0", block=8)
     with pytest.raises(PairError, match="use `draft_width` 8 or less"):
         ps.load(target, blocks, device="CPU", threads=1, n_ctx=256, spec=BOTH, draft_width=16)
+
+
+@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+def test_rows_that_wait_come_along(files, tmp_path):
+    """Behind plain steps and blocks of either drafter both lack rows: a snapshot, and what a prefix cache keeps on disk, have them all the same."""
+    load = {"spec": BOTH, "device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8, "chunk": 64, "prefix_cache": tmp_path}
+
+    def drafts(engine):
+        out = []
+        for method in (*BOTH, *BOTH):
+            out.append(engine.fused_step(4, drafter=method).tokens.tolist())
+            engine.accept(2, 7)
+        return out
+
+    with ps.load(files["target"], files["blocks"], **load) as session:
+        engine = session.engine
+        for last in (BLOCKS, CHAIN, ""):
+            for snapshots in (False, True):
+                engine.reset()
+                engine.prefill(list(range(40)))
+                for method in (CHAIN, BLOCKS, last):
+                    engine.accept(1, int(engine.plain_step().ids[0]))
+                    if method:
+                        engine.fused_step(4, drafter=method)
+                        engine.accept(3, 9)
+                if not snapshots:
+                    want = drafts(engine)
+                    continue
+                with closing(engine.snapshot()) as kept:
+                    assert drafts(engine) == want
+                    engine.restore(kept)
+                    assert drafts(engine) == want
+        session.scheduler.widths = InTurn()
+        history = PROMPTS[0] * 8
+        text = session.generate(history, 40, ignore_end=True)[0]
+        session.scheduler.widths = InTurn()
+        want = session.generate(history + text + PROMPTS[1], 40, ignore_end=True)
+    with ps.load(files["target"], files["blocks"], **load) as session:
+        session.scheduler.widths = InTurn()
+        again = session.generate(history + text + PROMPTS[1], 40, ignore_end=True)
+        assert again[0] == want[0] and again[1].reused_tokens > 0 and again[1].drafters == want[1].drafters
+
+
+@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+def test_several_answers_to_one_prompt_in_eight_slots(team):
+    seeds = [ps.Sampling(seed=seed, temperature=0.8) for seed in range(8)]
+    want = [team.generate(PROMPTS[0] * 6, 16, mode="plain", sampling=sampling)[0] for sampling in seeds]
+    with team.concurrent(slots=8) as server:
+        server._scheduler.widths = InTurn()
+        handles = [server.submit(PROMPTS[0] * 6, 16, sampling=sampling) for sampling in seeds]
+        assert [handle.result()[0] for handle in handles] == want
