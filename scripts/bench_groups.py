@@ -5,7 +5,8 @@
     bench_groups.py --workers 20                two workers on this machine, behind links with so many milliseconds each way; as root
 
 Without -m the embedded pair. Printed for each width (1: plain decoding): the best of the rounds of either kind, their ratio, whether the texts are
-equal, what the devices did in the grouped rounds, and what the automatic choice took. Ends with the number of widths whose texts differ.
+equal, what the automatic choice took, how long each device was busy in the grouped rounds (together more than the whole time: they computed beside each
+other), and this machine's processor time per token. Ends with the number of widths whose texts differ.
 """
 
 import argparse
@@ -35,14 +36,20 @@ def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: 
         for _ in range(6):  # graphs are built, and captured
             scheduler.step()
         scheduler.engine.parts.turns.spent()
-        before, began = scheduler.stats.emitted, time.perf_counter()
+        before, began, cpu = scheduler.stats.emitted, time.perf_counter(), time.process_time()
         while not any(stream.ended for stream in streams):
             scheduler.step()
         seconds, emitted = time.perf_counter() - began, scheduler.stats.emitted - before
-        spent = scheduler.engine.parts.turns.spent()
+        spent, cpu = scheduler.engine.parts.turns.spent(), time.process_time() - cpu
         scheduler.run()
         busy = [f"{100 * (s.computed_us + s.copied_us) / 1e6 / seconds:.0f} %" for s in spent]
-        return {"speed": emitted / seconds, "texts": [s.tokens for s in streams], "busy": busy, "grouped": scheduler.stats.grouped}
+        return {
+            "speed": emitted / seconds,
+            "cpu": 1e3 * cpu / emitted,
+            "texts": [s.tokens for s in streams],
+            "busy": busy,
+            "grouped": scheduler.stats.grouped,
+        }
 
 
 def run(device: str, args: argparse.Namespace) -> int:
@@ -65,7 +72,7 @@ def run(device: str, args: argparse.Namespace) -> int:
                 f"{args.slots} sequences, {'plain' if width == 1 else f'width {width}'}: {best[1]['speed']:.1f} tok/s in steps of all, "
                 f"{best[2]['speed']:.1f} in groups ({best[2]['speed'] / best[1]['speed']:.2f}), {best[None]['speed']:.1f} as chosen "
                 f"({best[None]['speed'] / best[1]['speed']:.2f}, {best[None]['grouped']} grouped steps); texts {'equal' if equal else 'DIFFER'}; "
-                f"devices busy in groups {', '.join(best[2]['busy'])}",
+                f"devices busy in groups {', '.join(best[2]['busy'])}; processor {best[1]['cpu']:.2f} and {best[2]['cpu']:.2f} ms per token",
                 flush=True,
             )
     return differ
