@@ -641,7 +641,7 @@ class Session:
         if groups is not None:
             whole(groups, "the number of groups of sequences", 1, GROUPS)
         context = self.engine.options.n_ctx if n_ctx is None else n_ctx
-        options = replace(self.engine.options, slots=slots, n_ctx=context, groups=groups != 1)
+        options = replace(self.engine.options, slots=slots, n_ctx=context, groups=None if groups is None else groups != 1)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         if folder is not None and not memory:
             raise PyspecError(

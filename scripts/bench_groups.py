@@ -45,7 +45,7 @@ def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: 
         busy = [f"{100 * (s.computed_us + s.copied_us) / 1e6 / seconds:.0f} %" for s in spent]
         return {
             "speed": emitted / seconds,
-            "cpu": 1e3 * cpu / emitted,
+            "cpu": 1e3 * cpu / max(1, emitted),
             "texts": [s.tokens for s in streams],
             "busy": busy,
             "grouped": scheduler.stats.grouped,

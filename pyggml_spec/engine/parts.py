@@ -116,15 +116,18 @@ class Parts:
         self.graphs = self._own(self.graphs_class(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
         if len(self.segments) > 1:
             self.turns = self._own(Turns(self.io))
-        if (
-            self.turns is not None
-            and opt.groups
-            and not ready_for(self.segments, opt.slots, self.target.weights.expert_counts() is not None)
-        ):
+        if self.turns is not None and self._has_groups():
             for _ in range(GROUPS):
                 io = self._own(StepIO(self.backend, half_of(opt.slots) * of_slot + 8192, before, self.turns.handle))
                 graphs = self.graphs_class(self.segments, io, self.target, self.drafter, *caches, widths, opt.slots, half_of(opt.slots))
                 self.lanes.append(Lane(io, self._own(graphs)))
+
+    def _has_groups(self) -> bool:
+        """Over a network a step's time is mostly that of its answers, of which each group waits for as many as all slots together."""
+        wanted = self.options.groups
+        if wanted is None:
+            wanted = all(segment.backend.device.kind != "rpc" for segment in self.segments)
+        return wanted and not ready_for(self.segments, self.options.slots, self.target.weights.expert_counts() is not None)
 
     def _kv_homes(self) -> list[tuple[Backend, int]]:
         """Where the target's K/V rows are: with their layers."""

@@ -53,6 +53,16 @@ def test_requests_at_random(pair, seed):
     assert serve(pair, seed, groups=2) == []
 
 
+def test_requests_from_threads_are_grouped(pair):
+    """Events are handed over while a group's step is under way."""
+    texts = prompts(6)
+    with pair.session.concurrent(4, groups=2, prefix_memory=0) as server:
+        handles = [server.submit(text, 40, ignore_end=True) for text in texts]
+        stats = [handle.result(120)[1] for handle in handles]
+        assert server.stats.grouped > 0 and [s.emitted for s in stats] == [40] * 6
+        assert [handle._stream.tokens for handle in handles] == [pair.solo(text, 40) for text in texts]
+
+
 def test_samplers_are_per_sequence_and_seeded(pair):
     tokenizer = pair.session.tokenizer
 
