@@ -1,11 +1,15 @@
 """The inputs that C fills in for a step, against what each of them means, row by row."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from pyggml_spec.engine.drafting import BlockDrafting
+from pyggml_spec.engine.slot import Draft, Verify
 from pyggml_spec.ggml.library import ffi, lib
+from pyggml_spec.memory.slots import SlotRange
 
 NOWHERE = -float(1 << 30)
 KINDS = {
@@ -81,3 +85,24 @@ def test_nan_and_infinity_are_found_wherever_they_are(bad):
         poisoned[i] = bad
         assert not lib.pgs_finite(ffi.from_buffer("float *", poisoned), 17)
         assert lib.pgs_finite(ffi.from_buffer("float *", poisoned), i)
+
+
+@pytest.mark.parametrize("window", [0, 12])
+def test_every_row_of_a_block_sees_something_whoever_drafts(window):
+    """Slots in a step of others' drafts had rows that saw nothing where layers have a window: attention to nothing is NaN."""
+    width, live, committed = 4, 64, [40, 30, 0]
+    hp = SimpleNamespace(mask_token=9, window=(window, 0))
+    drafter = SimpleNamespace(hp=hp, block_rows=lambda rows: rows, last_seen=lambda first, rows: np.full(rows, first + rows - 1))
+    kv = SimpleNamespace(live=live, trash=16, rows_for=lambda n, count, real, out: out.fill(0))
+    slots = [SimpleNamespace(cursor=SimpleNamespace(committed=n, pending=5)) for n in committed]
+    positions = np.concatenate([n + np.arange(width) for n in committed]).astype(np.int32)
+    host = {
+        "block": np.zeros(12, np.int32),
+        "draft_last": np.zeros(12, np.float32),
+        "positions": positions,
+        "draft_rows": np.zeros(12, np.int64),
+    }
+    host |= {f"draft_first_{window}": np.zeros(12, np.float32)} if window else {}
+    BlockDrafting(drafter, None, kv, False).fill(host, width, width - 1, {1: Draft(3), 0: Verify([1, 2, 3])}, SlotRange(0, 3), slots)
+    first, last = host.get(f"draft_first_{window}", np.zeros(12)), host["draft_last"]
+    assert (last >= np.maximum(first, 0)).all() and last[4:8].tolist() == [32, 32, 32, 32]
