@@ -14,6 +14,7 @@
 #define CHUNK_BYTES (12 << 10)   // of weights that stay in the first-level cache while tiles use them
 #define PIECE_BYTES (2 << 10)    // of packed weights of one row, which waits for memory: as many are asked for
 #define AHEAD_BYTES (16 << 10)   // behind them
+#define FAR_BYTES   (1 << 20)    // of all experts of a matrix: asking for what is in a cache costs more than it gives
 #define READING     2            // rows that cost as much time as reading weights
 
 // ggml keeps a node's function in the first 24 bytes of its parameters.
@@ -191,7 +192,7 @@ struct ggml_tensor * pgs_expert_activations(struct ggml_context * ctx, const pgs
 typedef struct weights {
     const pgs_level *  level;
     const pgs_kernel * k;
-    bool               packed;
+    bool               packed, far;  // larger than caches
     const char *       data;
     size_t             row, expert;  // bytes, where they are a file's
     size_t             block;        // bytes of a file's block
@@ -200,7 +201,7 @@ typedef struct weights {
 
 static weights weights_of(const struct ggml_tensor * w, const pgs_level * level, enum ggml_type type, int64_t n_in, int64_t n_out) {
     const pgs_kernel * k = pgs_kernel_of(level, type);
-    return (weights) { level, k, w->type == GGML_TYPE_I8, w->data, w->nb[1], w->type == GGML_TYPE_I8 ? w->nb[3] : w->nb[2],
+    return (weights) { level, k, w->type == GGML_TYPE_I8, ggml_nbytes(w) >= FAR_BYTES, w->data, w->nb[1], w->type == GGML_TYPE_I8 ? w->nb[3] : w->nb[2],
                        ggml_row_size(type, k->block), n_in, n_out, (n_in + k->block - 1) / k->block, (n_out + LANES - 1) / LANES };
 }
 
@@ -239,7 +240,7 @@ static void ask_for(const char * from, size_t bytes) {
 static void multiply_group(const weights * w, int64_t expert, int64_t group, const part * p, float * sums) {
     _Alignas(64) char room[CHUNK_BYTES];
     const pgs_kernel * k     = w->k;
-    const bool         waits = w->packed && p->count == 1; // for memory
+    const bool         waits = w->packed && w->far && p->count == 1; // for memory
     const int64_t      fit   = (int64_t) ((waits ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
     memset(sums, 0, (size_t) p->count * TILE * LANES * sizeof(float));
     for (int64_t first = 0; first < w->blocks; first += chunk) {
@@ -324,7 +325,7 @@ bool pgs_expert_types(const pgs_level * level, enum ggml_type type) {
 void pgs_pack_experts(const pgs_level * level, enum ggml_type type, const void * rows, int64_t n_in, int64_t n_out, int64_t n_expert, void * packed) {
     const pgs_kernel * k   = pgs_kernel_of(level, type);
     const size_t       row = ggml_row_size(type, n_in);
-    const weights      w   = { level, k, false, rows, row, row * (size_t) n_out, ggml_row_size(type, k->block), n_in, n_out,
+    const weights      w   = { level, k, false, false, rows, row, row * (size_t) n_out, ggml_row_size(type, k->block), n_in, n_out,
                                (n_in + k->block - 1) / k->block, (n_out + LANES - 1) / LANES };
     for (int64_t e = 0; e < n_expert; e++) {
         for (int64_t g = 0; g < w.groups; g++) {

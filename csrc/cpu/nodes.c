@@ -8,6 +8,9 @@
 #define MOST_TILES  16             // rows / TILE that a group of outputs is multiplied with before the next one
 #define TILES_BYTES (384 << 10)    // of their activations: they stay in the second-level cache
 #define CHUNK_BYTES (12 << 10)     // of weights that stay in the first-level cache while tiles use them
+#define PIECE_BYTES (2 << 10)      // of weights that few rows read, which wait for memory: as many are asked for
+#define AHEAD_BYTES (16 << 10)     // behind them
+#define FAR_BYTES   (1 << 20)      // of a matrix that is no longer in a second-level cache when it is read again; others are not asked for
 
 // ggml keeps a node's function in the first 24 bytes of its parameters; the scale of scores, or what is added to a mean, comes behind them.
 #define SCALE_AT 32
@@ -55,14 +58,26 @@ typedef struct job {  // the products of one thread: weights, and as many tiles 
     int64_t            blocks;
     const char *       tiles;
     int                count, rows;  // tiles, and rows in them
+    bool               far;          // whether the matrix is larger than caches
 } job;
+
+// Into the second-level cache: further ahead than processors look by themselves, and without the places that first-level misses need.
+static void ask_for(const char * from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(from + i, 0, 2);
+    }
+}
 
 static void multiply_group(const job * j, const char * group, float * sums) {
     const pgs_kernel * k     = j->k;
-    const int64_t      chunk = (int64_t) (CHUNK_BYTES / k->record);
+    const bool         waits = j->count == 1 && j->far;  // for memory
+    const int64_t      fit   = (int64_t) ((waits ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
     memset(sums, 0, (size_t) j->count * TILE * LANES * sizeof(float));
     for (int64_t first = 0; first < j->blocks; first += chunk) {
         const int64_t n = j->blocks - first < chunk ? j->blocks - first : chunk;
+        if (waits) {
+            ask_for(group + (size_t) first * k->record + AHEAD_BYTES, (size_t) n * k->record);
+        }
         for (int t = 0; t < j->count; t++) {
             const char * tile = j->tiles + (size_t) (t * j->blocks + first) * k->act;
             const int    rows = j->rows - t * TILE < TILE ? j->rows - t * TILE : TILE;
@@ -79,7 +94,8 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
     _Alignas(64) float sums[MOST_TILES * TILE * LANES];
     for (int64_t first = 0; first < rows; first += most * TILE) {
         const int     here = (int) (rows - first < most * TILE ? rows - first : most * TILE);
-        const job     j    = { k, blocks, (const char *) dst->src[1]->data + (size_t) (first / TILE * blocks) * k->act, (here + TILE - 1) / TILE, here };
+        const job     j    = { k, blocks, (const char *) dst->src[1]->data + (size_t) (first / TILE * blocks) * k->act, (here + TILE - 1) / TILE, here,
+                              ggml_nbytes(w) >= FAR_BYTES };
         for (int64_t g = groups * ith / nth; g < groups * (ith + 1) / nth; g++) {
             multiply_group(&j, (const char *) w->data + (size_t) (g * blocks) * k->record, sums);
             const int64_t lanes = n_out - g * LANES < LANES ? n_out - g * LANES : LANES;

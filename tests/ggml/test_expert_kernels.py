@@ -92,6 +92,14 @@ def test_weights_and_tiles_that_do_not_fit_a_cache(level, name, n_in, n_out):
 
 
 @on_every_level
+def test_weights_that_are_asked_for_ahead(level):
+    """More than a second-level cache holds, a few rows: multiplied in small pieces. Each expert alone is smaller, and is not."""
+    weights, x, chosen = experts_of("q8_0", 4096, 161, 3), activations(3, 1, 4096), choices(3, 2, 3)
+    assert weights.nbytes > 1 << 20 > weights[0].nbytes
+    assert np.array_equal(routed(level, "q8_0", weights, x, chosen, 2), one_by_one(level, "q8_0", weights, x, chosen))
+
+
+@on_every_level
 @of_every_type
 def test_packing_experts_is_packing_matrices(level, name):
     """Whatever bytes a file holds; the last group of outputs is not whole."""
