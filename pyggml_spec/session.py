@@ -508,7 +508,8 @@ class Session:
             self._measure_costs(fresh=True)
             self._costs_checked = True
             widths = self.scheduler.widths = self.width_control()
-        drafting = mode == SPECULATIVE and (widths is None or not widths.never_pays)  # or else its rows are for nothing
+        # or else its rows are for nothing; what an appended prompt goes on behind has them or not
+        drafting = mode == SPECULATIVE and (widths is None or not (widths.never_pays or (widths.resting and not append)))
         held = self._held(ids, drafting) if append else 0
         reuse = Reuse(held) if held else self.prefix.begin(ids, drafting)
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes

@@ -440,7 +440,7 @@ class Scheduler:
         """(role, width, ...) of the steps that a sequence alone may take."""
         if request.options.mode == REFERENCE:
             return [self.engine.given_role(request.width)]
-        if not request.speculating:
+        if not request.speculating or (request.options.drafts is None and not self.engine.slots[0].drafting):
             return [("plain", 1)]
         kinds = [Kind("", self.width)] if self.widths is None else self.widths.kinds
         if request.options.drafts is not None:
@@ -503,7 +503,7 @@ class Scheduler:
                 if len(engine.slots) == 1:
                     stream._counters = Counters(engine)
                 if request.speculating and self.widths is not None:
-                    stream._drafted = self.widths.begin()
+                    stream._drafted = self.widths.begin(rests=not engine.slots[stream.slot].drafting)
                 self._enter(stream)
                 self._active.append(stream)
 

@@ -13,7 +13,8 @@ Blocks may lose against plain decoding what they have won, CREDIT at the start, 
 that is not tried, a narrower one perhaps. That bounds what a drafter costs that is never right, whatever the costs are, and is the one rule of
 when blocks are tried. What texts have won the next one may lose, too: texts begin with tokens that are hard to foresee. Measured in turn on the
 embedded pair's 20 prompts, two idle cores, a text that could lose one plain step of its own gave 1.16 of plain decoding, at least 0.90; this, 1.52 and
-1.15. What one sequence teaches is the next one's prior.
+1.15. What one sequence teaches is the next one's prior. A plain step that keeps the drafter's inputs takes 2 to 4 % more there, so a text that could
+afford no block for REST steps is decoded without them to its end.
 """
 
 from collections import Counter
@@ -60,6 +61,7 @@ FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubl
 LAST_PROBE = 768
 CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 tokens, once per session
 PROBE_LOSS = 0.005  # of the time, ever after
+REST = 64  # plain steps for which a text must be able to afford no block to be decoded without the drafter's inputs
 SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
 LATE_RATE = 0.2  # weight of one block behind plain steps in what those take longer
@@ -161,10 +163,10 @@ def worth_keeping(costs: Mapping[Kind, float]) -> dict[Kind, float]:
 
 
 class Drafted:
-    """What width control knows of one sequence: the acceptance of each drafter."""
+    """What width control knows of one sequence: the acceptance of each drafter, and whether it is decoded plainly to its end."""
 
-    def __init__(self, acceptance: dict[str, Acceptance]) -> None:
-        self.acceptance = acceptance
+    def __init__(self, acceptance: dict[str, Acceptance], resting: bool = False) -> None:
+        self.acceptance, self.resting = acceptance, resting
 
 
 @dataclass
@@ -223,13 +225,22 @@ class WidthControl:
 
     # -- a sequence
 
-    def begin(self) -> Drafted:
-        """A sequence that will be drafted for."""
+    @property
+    def resting(self) -> bool:
+        """Whether the next sequence alone is better off without what drafters need of its tokens: no block could be afforded for long."""
+        if self._allowed is None or 1 not in self._settled or len(self.kinds) == 1:
+            return False
+        last = self._uses.get(1)
+        extra = (self._cheapest(1) + (last.late if last is not None else 0.0)) / self.costs[1, PLAIN_STEP] - 1
+        return extra - self._allowed > REST * PROBE_LOSS
+
+    def begin(self, rests: bool = False) -> Drafted:
+        """A sequence that will be drafted for; ``rests``: that will not, because control was ``resting`` when it began."""
         if (last := self._uses.pop(1, None)) is not None:
             self._uses[1] = _Use(late=last.late)
         if len(self.widths) > 1:
-            return Drafted({name: self.seen[name].successor() for name in self.widths})
-        return Drafted({name: Acceptance(max(of) - 1, self.seen[name].chance()) for name, of in self.widths.items()})
+            return Drafted({name: self.seen[name].successor() for name in self.widths}, rests)
+        return Drafted({name: Acceptance(max(of) - 1, self.seen[name].chance()) for name, of in self.widths.items()}, rests)
 
     # -- a step
 
@@ -256,9 +267,11 @@ class WidthControl:
             use = self._uses[covered] = _Use()
         use.probing = False
         plain = self.costs[covered, PLAIN_STEP]
-        if use.kind == PLAIN_STEP and use.plain < use.wait:
+        if (use.kind == PLAIN_STEP and use.plain < use.wait) or any(s.resting for s in drafted):
+            use.kind = use.kind or PLAIN_STEP
             return PLAIN_STEP
-        if self._allowed is not None and self._cheapest(covered) > plain * (1 + self._allowed):
+        late = use.late if use.plain else 0.0
+        if self._allowed is not None and self._cheapest(covered) + late > plain * (1 + self._allowed):
             use.kind = use.kind or PLAIN_STEP
             return PLAIN_STEP
         speed = self._speeds(covered, sequences)
@@ -270,7 +283,7 @@ class WidthControl:
             if use.kind == PLAIN_STEP:
                 return PLAIN_STEP
         most = plain * (1 + (self._allowed or 0.0))
-        affordable = [kind for kind in self.kinds if kind.width > 1 and self.costs[covered, kind] <= most]
+        affordable = [kind for kind in self.kinds if kind.width > 1 and self.costs[covered, kind] + late <= most]
         if not affordable:
             return PLAIN_STEP
         if use.kind == PLAIN_STEP:

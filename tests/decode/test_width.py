@@ -223,27 +223,44 @@ def _late_session(costs, seed):
     rng, gains = random.Random(seed), {}
     control = WidthControl.measured_for(DRAFTER, costs)
     for text in [*rng.sample(range(len(RECORDED)), len(RECORDED)), *range(len(RECORDED))]:
-        sequence, at, spent, plain = control.begin(), 0, 0.0, 0
+        sequence, at, spent, plain = control.begin(rests=control.resting), 0, 0.0, 0
         while at < 96:
             chosen = control.choose(1, [sequence])
             matched = min(int(RECORDED[text][str(chosen.width)][at], 16), chosen.width - 1, 95 - at) if chosen.width > 1 else 0
             took = costs[chosen.width] + (0.4 + 0.025 * plain if chosen.width > 1 and plain else 0.0)
             plain = plain + 1 if chosen.width == 1 else 0
             control.observe(1, chosen, took * rng.lognormvariate(0, 0.1) * (3 if rng.random() < 0.02 else 1), [sequence], [matched])
-            spent, at = spent + took, at + matched + 1
+            kept = 1.03 if chosen.width == 1 and not sequence.resting else 1.0  # of plain steps: the drafter's inputs
+            spent, at = spent + kept * took, at + matched + 1
         gains[text] = 96 / spent
     return gains, control
 
 
+def test_texts_are_plain_to_their_end_while_no_block_can_be_afforded():
+    costs, rested = {1: 1.0, 2: 2.0, 4: 3.5}, []
+    control = WidthControl.measured_for(DRAFTER, costs)
+    for _ in range(12):
+        sequence, widths = control.begin(rests=control.resting), set()
+        for _ in range(96):
+            chosen = control.choose(1, [sequence])
+            widths.add(chosen.width)
+            control.observe(1, chosen, costs[chosen.width], [sequence], [0])
+        assert not sequence.resting or widths == {1}
+        rested.append(sequence.resting)
+    assert not rested[0] and 6 <= sum(rested) < 12  # what plain steps pay for is tried again
+
+
 @pytest.mark.parametrize(
-    "costs", [{1: 1.0, 2: 1.85, 4: 2.7, 8: 5.2, 16: 8.6}, {1: 1.0, 2: 2.2, 4: 3.3, 8: 5.8, 16: 10.0}], ids=["even", "dear"]
+    "costs", [{1: 1.0, 2: 2.2, 4: 3.3, 8: 5.8, 16: 10.0}, {1: 1.0, 2: 2.2, 4: 3.6, 8: 6.8, 16: 13.0}], ids=["busy", "dear"]
 )
-def test_no_text_loses_where_blocks_win_what_they_cost(costs):
-    """Costs of AVX2 kernels, where no width pays much. Tries for 1 % of the time, charged as if every block followed a block, lost 5 % in a text."""
+def test_few_texts_lose_where_blocks_cost_what_they_win(costs):
+    """Costs of AVX2 kernels on a busy machine. Tries for 1 % of the time, charged as if every block followed a block, in texts that all keep the
+    drafter's inputs gave 0.96 on average, all of them below 0.98."""
     sessions = [_late_session(costs, seed) for seed in range(5)]
-    texts = [statistics.median(gains[text] for gains, _ in sessions) for text in range(len(RECORDED))]
-    assert min(texts) > 0.975 and statistics.mean(texts) > 0.985
-    for _, control in sessions:  # what those blocks took longer is not what blocks cost
+    texts = [gain for gains, _ in sessions for gain in gains.values()]
+    assert statistics.mean(texts) > 0.98 and min(texts) > 0.92
+    assert sum(gain < 0.98 for gain in texts) < 0.4 * len(texts)
+    for _, control in sessions:  # what blocks behind plain steps took longer is not what blocks cost
         assert all(control.costs[1, kind] < 1.15 * costs[kind.width] * control.costs[1, PLAIN_STEP] for kind in control.kinds)
 
 
