@@ -146,7 +146,7 @@ class Session:
         self.drafter = self._open_drafters(file, draft, spec)
         options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width, spec.lookup is not None))
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
-        offload = check_offload(offload)
+        offload = check_offload(offload, options.chunk)
         placement, host = self._place_experts(experts, threads, max(options.chunk, options.width), offload is not None, kernels)
         segments = self._split(backends, tensor_split, options)
         self.target.weights = self._target_weights(segments, lambda done, total: progress("weights", done, total), placement, host)
@@ -783,11 +783,16 @@ def _kinds_of(member: Drafter, rows: Sequence[int]) -> list[Kind]:
     return chain_kinds(member.method, fitting) if member.chained else [Kind(member.method, r) for r in fitting]
 
 
-def check_offload(rows: int | str | None) -> int | str | None:
-    """``offload_prompts`` as it is, if it is a number of rows, "auto" or None."""
+def check_offload(rows: int | str | None, chunk: int) -> int | str | None:
+    """``offload_prompts`` as it is, if it is "auto", None, or a number of rows that a prompt's chunks have."""
     if rows is None or rows == AUTO:
         return rows
-    return whole(rows, f"what `offload_prompts` asks for beside {AUTO!r}, rows of a chunk,", 1, WIDEST_CHUNK)
+    asked = whole(rows, f"what `offload_prompts` asks for beside {AUTO!r}, rows of a chunk,", 1, WIDEST_CHUNK)
+    if asked > chunk:
+        raise EngineError(
+            f"no chunk of a prompt has the {asked} rows that `offload_prompts` asks for: a `chunk` has {chunk}; ask for fewer"
+        )
+    return asked
 
 
 def draft_files(draft: "str | Path | Sequence[str | Path] | None") -> tuple[Path, ...]:

@@ -297,7 +297,7 @@ def plan(
         free,
         experts,
         methods(spec, no_spec, draft_vocab),
-        check_offload(offload_prompts),
+        check_offload(offload_prompts, chunk),
     )
 
 
