@@ -56,6 +56,11 @@ class Worker:
         self._greeted = threading.Event()
         self._over = threading.Event()
         self._failure: str | None = None
+        self._asked = False
+
+    def _asked_to_end(self, *_: object) -> None:
+        """As a signal: it comes to the thread that waits for the event, which cannot set it while it holds its lock."""
+        self._asked = True
 
     def serve(self) -> None:
         """Until SIGINT or SIGTERM, from the main thread; or ``end``, from any.
@@ -63,14 +68,14 @@ class Worker:
         Raises:
             DeviceError: a server ends before it listens, or again and again although nobody uses it.
         """
-        before = {number: signal.signal(number, lambda *_: self.end()) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._asked_to_end) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             if self.cache is not None:
                 make_private(self.cache)
             threads = [threading.Thread(target=server.run) for server in self._servers]
             for thread in threads:
                 thread.start()
-            while not self._over.wait(1):  # signals reach a thread that waits with a limit, everywhere
+            while not (self._asked or self._over.wait(0.2)):
                 pass
             self.end()
             for thread in threads:
