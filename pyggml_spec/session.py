@@ -609,14 +609,14 @@ class Session:
         stats.seconds["load"] = self.load_seconds
         return stats
 
-    def batch(self, slots: int, n_ctx: int | None = None, prefix_memory: int = 0, groups: int | None = None) -> Scheduler:
+    def batch(self, slots: int, n_ctx: int | None = None, prefix_memory: int = 0, groups: int | str = 1) -> Scheduler:
         """A scheduler for ``slots`` sequences at once over this session's weights, with caches of its own; close it before the session.
 
         Args:
             n_ctx: tokens of context of each slot; None takes the session's.
             prefix_memory: bytes on the device for the beginnings of prompts, so that what begins alike is computed once.
             groups: of sequences that decode beside each other where the layers are split over several devices: 1 for none, 2 for as often as it is
-                possible; None measures what pays.
+                possible; "auto" measures what pays.
 
         This session itself generates nothing until it is closed.
 
@@ -636,13 +636,12 @@ class Session:
 
     def _scheduler_of(
         self, slots: int, n_ctx: int | None, prefix_memory: int, folder: str | Path | None = None, disk: int | None = None,
-        groups: int | None = None,
+        groups: int | str = 1,
     ) -> Scheduler:  # fmt: skip
         self._check_open()
-        if groups is not None:
-            whole(groups, "the number of groups of sequences", 1, GROUPS)
+        wanted = None if groups == AUTO else whole(groups, f"what `groups` asks for beside {AUTO!r}, groups of sequences,", 1, GROUPS)
         context = self.engine.options.n_ctx if n_ctx is None else n_ctx
-        options = replace(self.engine.options, slots=slots, n_ctx=context, groups=None if groups is None else groups != 1)
+        options = replace(self.engine.options, slots=slots, n_ctx=context, groups=wanted != 1)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         if folder is not None and not memory:
             raise PyspecError(
@@ -655,7 +654,7 @@ class Session:
             engine.close()
             raise
         lookup = self.lookup.for_slots() if self.lookup is not None else None
-        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files, self.other_costs, groups)
+        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files, self.other_costs, wanted)
         if slots == 1:  # the same graphs
             scheduler.widths = self.width_control()
         elif self.costs and (control := self.width_control()) is not None and control.never_pays:
@@ -664,7 +663,7 @@ class Session:
 
     def concurrent(
         self, slots: int, n_ctx: int | None = None, prefix_memory: int | None = None, prefix_cache: str | Path | None = None,
-        prefix_disk: int | None = None, *, only: bool = False, groups: int | None = None,
+        prefix_disk: int | None = None, *, only: bool = False, groups: int | str = 1,
     ) -> ConcurrentSession:  # fmt: skip
         """Many requests at once, from threads or asyncio: ``submit`` returns handles. Arguments and errors as of ``batch``; without
         ``prefix_memory`` it is 1 GiB, or an eighth of what is free if that is less.

@@ -22,7 +22,7 @@ PROMPTS = ["def fibonacci(n):\n    ", "The first time that", "import numpy as np
            "SELECT name FROM", "Once upon a time", "int main(void) {"]  # fmt: skip
 
 
-def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: int | None) -> dict:
+def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: int) -> dict:
     with session.batch(args.slots, groups=groups) as scheduler:
         scheduler.pin_width(width)
         prompts = [session.prompt_ids(PROMPTS[i % len(PROMPTS)] + "x" * (i // len(PROMPTS))) for i in range(args.slots)]

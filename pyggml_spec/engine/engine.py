@@ -12,13 +12,12 @@ candidates.py (what they leave to choose from), commits.py (what they leave for 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
 
 from ..checks import token_ids, whole
-from ..errors import DeviceError, EngineError
+from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..memory.cursor import Cursor
@@ -250,11 +249,8 @@ class Engine:
 
     def abandon(self) -> None:
         """Waits for every group's step, and forgets what it brought: its slots can only be released."""
-        for group, flight in self._flights.items():
-            with suppress(DeviceError, EngineError):
-                flight.step.fields.wait()
-            self._groups[group].forget(flight)
         self._flights = {}
+        self.parts.abandon()
 
     def _checked(self, work: Mapping[int, Work], graphs: StepGraphs | None = None) -> tuple[dict[int, int], SlotRange]:
         """The rows of each slot, and the slots that the step covers."""

@@ -21,7 +21,7 @@ class EngineOptions:
     chunk: widest prefill chunk in tokens.
     kv, draft_kv: what the target's and the drafter's K and V rows are stored as.
     slots: sequences at once, each with ``n_ctx`` tokens of context.
-    groups: whether a split target gets what it takes to decode two groups of slots beside each other (lanes.py); None: unless it takes workers.
+    groups: whether a split target gets what it takes to decode two groups of slots beside each other (lanes.py).
     """
 
     n_ctx: int = 4096
@@ -30,7 +30,7 @@ class EngineOptions:
     kv: KVTypes = KVTypes()
     draft_kv: KVTypes = KVTypes()
     slots: int = 1
-    groups: bool | None = None
+    groups: bool = False
 
 
 def candidate_widths(block_size: int) -> tuple[int, ...]:

@@ -123,11 +123,7 @@ class Parts:
                 self.lanes.append(Lane(io, self._own(graphs)))
 
     def _has_groups(self) -> bool:
-        """Over a network a step's time is mostly that of its answers, of which each group waits for as many as all slots together."""
-        wanted = self.options.groups
-        if wanted is None:
-            wanted = all(segment.backend.device.kind != "rpc" for segment in self.segments)
-        return wanted and not ready_for(self.segments, self.options.slots, self.target.weights.expert_counts() is not None)
+        return self.options.groups and not ready_for(self.segments, self.options.slots, self.target.weights.expert_counts() is not None)
 
     def _kv_homes(self) -> list[tuple[Backend, int]]:
         """Where the target's K/V rows are: with their layers."""
@@ -188,6 +184,13 @@ class Parts:
         if self.flying:
             for step in {id(step): step for step in self.flying.values()}.values():
                 step.fields.wait()
+
+    def abandon(self) -> None:
+        """Waits for what lanes have under way, however it ends."""
+        for step in {id(step): step for step in self.flying.values()}.values():
+            with suppress(DeviceError, EngineError):
+                step.fields.wait()
+        self.flying.clear()
 
     @contextmanager
     def apart(self) -> Iterator[Turns]:

@@ -1,12 +1,13 @@
 """One forward pass: which graph, its inputs, the run, and what it brought each slot. What it is asked for has been checked."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..errors import EngineError
+from ..errors import DeviceError, EngineError
 from ..ggml.step_io import StepTimes
 from ..memory.slots import SlotRange
 from .ahead import Ahead
@@ -234,11 +235,18 @@ class Steps:
         else:
             role, width = "plain", 1
             step, longest = self._rows(role, work, rows, covered, width)
-        step.fields.launch()
+        flight = Flight(step, block, width, work, rows, covered)
         self._parts.flying.update(dict.fromkeys(covered.slots, step))
-        if self._ahead.overlaps:
-            self._ahead.while_computing(role, width, covered, longest, *more)
-        return Flight(step, block, width, work, rows, covered)
+        try:
+            step.fields.launch()
+            if self._ahead.overlaps:
+                self._ahead.while_computing(role, width, covered, longest, *more)
+        except BaseException:  # nobody would land it
+            with suppress(DeviceError, EngineError):
+                step.fields.wait()
+            self.forget(flight)
+            raise
+        return flight
 
     def land(self, flight: Flight) -> dict[int, StepResult]:
         """Waits for a pass, and gives what it brought."""

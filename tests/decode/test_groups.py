@@ -7,6 +7,7 @@ from pyggml_spec.decode.groups import LOOK, TRIES, GroupControl, control_of
 from pyggml_spec.decode.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
 from pyggml_spec.decode.scheduler import Scheduler
 from pyggml_spec.decode.width import PLAIN_STEP, Kind
+from pyggml_spec.engine.ahead import Ahead
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.lanes import halves
 from pyggml_spec.engine.options import EngineOptions
@@ -23,9 +24,9 @@ def pair(tmp_path_factory):
     made.close()
 
 
-def engine_of(pair, slots, **options):
+def engine_of(pair, slots):
     s = pair.session
-    return Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, **options))
+    return Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, groups=True))
 
 
 def scheduler_of(pair, slots, width=None, groups=2):
@@ -105,6 +106,25 @@ def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkey
             with pytest.raises(KeyboardInterrupt):
                 scheduler.step()
         assert scheduler.idle and all(isinstance(s.error, KeyboardInterrupt) for s in streams)
+        text = prompts(2)[1]
+        assert scheduler.submit(text, LoopOptions(20, SPECULATIVE)).result() == pair.solo(text, 20)
+
+
+def test_what_fails_once_a_step_is_launched_leaves_no_slot_behind(pair, monkeypatch):
+    """A GPU builds graphs while it computes; Ctrl-C there left slots that nobody could release."""
+    with scheduler_of(pair, 4, 4) as scheduler:
+        streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
+        while not scheduler.stats.grouped:
+            scheduler.step()
+        for steps in scheduler.engine._groups:
+            steps._ahead.overlaps = True
+        with monkeypatch.context() as patched:
+            patched.setattr(Ahead, "while_computing", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                scheduler.step()
+        for steps in scheduler.engine._groups:
+            steps._ahead.overlaps = False
+        assert scheduler.idle and not scheduler.engine.parts.flying and all(isinstance(s.error, KeyboardInterrupt) for s in streams)
         text = prompts(2)[1]
         assert scheduler.submit(text, LoopOptions(20, SPECULATIVE)).result() == pair.solo(text, 20)
 
@@ -189,6 +209,18 @@ def test_groups_are_used_where_they_were_faster_and_looked_at_again():
     assert not any(rounds(GroupControl(), {False: 5.0, True: 4.95}, 2 * TRIES + 100)[2 * TRIES :])  # not worth a change
     assert rounds(control, {False: 8.0, True: 5.0}, 1, Kind("d", 4)) == [False]  # another kind of step has costs of its own
     assert all(rounds(GroupControl(True), {True: 9.0}, 5))
+
+
+def test_there_are_none_unless_they_are_asked_for(pair):
+    """They take buffers, and no gain of theirs has been measured on GPUs."""
+    for groups, there in ((1, 0), (2, 2), ("auto", 2)):
+        with pair.session.batch(4, groups=groups) as scheduler:
+            assert scheduler.engine.groups == there
+    with pair.session.batch(4) as scheduler:
+        assert not scheduler.engine.groups
+    for groups in (0, 3, "two"):
+        with pytest.raises(EngineError, match="what `groups` asks for beside 'auto', groups of sequences,"):
+            pair.session.batch(4, groups=groups)
 
 
 def test_they_are_not_measured_where_threads_would_wait_for_each_others_cores(pair, monkeypatch):

@@ -112,7 +112,7 @@ def serve(pair: Pair, seed: int, requests: int = 10, groups: int | None = None) 
     rng, s = np.random.default_rng(seed), pair.session
     slots, chunk, width = int(rng.integers(2, 6)), int(rng.choice([32, 64, 128])), rng.choice([None, 4, 16])
     own = [rng.integers(0, 256, 300).tolist() for _ in range(2)]
-    engine = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, chunk=chunk))
+    engine = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, chunk=chunk, groups=groups == 2))
     streams = []
     with Scheduler(engine, width and int(width), int(rng.choice([0, 1 << 19, 1 << 30])), groups=groups) as scheduler:
         while len(streams) < requests or not scheduler.idle:
