@@ -121,8 +121,7 @@ class Vocabulary:
 
     def forget(self, kind: str, text: str) -> None:
         """Compiles this text anew the next time: copies of a matcher share what they have worked out, and its limits."""
-        with self._compiling:
-            self._compiled.pop((kind, text), None)
+        self._compiled.pop((kind, text), None)  # without the lock: this is between two steps, and another text may take a second to compile
 
     def _source(self, kind: str, text: str) -> str:
         free = "" if self.canonical and kind != "grammar" else '%llguidance {"no_forcing": true}\n'
