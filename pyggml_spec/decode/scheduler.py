@@ -427,10 +427,10 @@ class Scheduler:
     def _begin_decoding(self, stream: Stream) -> None:
         """Builds every graph that the coming tokens of a sequence alone can need, so that no step waits for one."""
         if len(self.engine.slots) == 1:
-            request, widths = stream._request, [w for w in candidate_widths(stream._request.options.width) if w > 1]
-            every = [self.engine.given_role(w) for w in widths]
+            request = stream._request
             kinds: list[tuple] = self._kinds_of(request)
             if request.may_force or stream._suffix is not None:
+                every = (self.engine.given_role(w) for w in candidate_widths(request.options.width) if w > 1)
                 kinds += [kind for kind in every if kind not in kinds]
             self.engine.prepare_transitions(sorted({width for role, width, *_ in kinds}))
             self.engine.prepare(kinds, request.limits.left)

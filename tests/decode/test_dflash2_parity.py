@@ -20,6 +20,7 @@ from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.step_io import StepFields, StepIO
 from pyggml_spec.models.dflash import BlockRows
 from pyggml_spec.models.dflash2 import DFlash2
+from pyggml_spec.models.drafter import Chosen
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
 
@@ -60,7 +61,9 @@ def test_ids_equal_llama_cpp(tmp_path, quant, arch, options, prompt, blocks, wid
 
 
 MUTATIONS = {
-    "the largest logit alone": lambda self, g, hidden, block, slots, target: ((self.choose(g, x := self.logits(g, hidden, target)),), x),
+    "the largest logit alone": lambda self, g, hidden, block, slots, target: Chosen(
+        (self.choose(g, x := self.logits(g, hidden, target)),), x
+    ),
     "no convolutions": lambda self, g, i, part, side, x, moving, rows: x,
 }
 

@@ -160,9 +160,10 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
             token = engine.cursor.pending
             engine.accept(1, int(engine.plain_step().ids[0]))
             theirs_row = theirs.features(token, position)
-            ours = np.empty(len(theirs_row), np.float32)
-            lib.ggml_backend_tensor_get(engine.ring.rows, ffi.from_buffer(ours), (position - 128) * ours.nbytes, ours.nbytes)
-            assert np.array_equal(ours, theirs_row)
+            ours = np.empty((len(engine.ring.tables), 256), np.float32)
+            for table, row in zip(engine.ring.tables, ours, strict=True):
+                lib.ggml_backend_tensor_get(table, ffi.from_buffer(row), position % engine.ring.rows * row.nbytes, row.nbytes)
+            assert np.array_equal(ours.reshape(-1), theirs_row)
 
 
 @pytest.mark.parametrize(

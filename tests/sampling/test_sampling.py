@@ -93,7 +93,7 @@ class TableTarget:
         self.table, self.cursor, self._rows = table, Cursor(1 << 30), None
         self.graphs, self.options = SimpleNamespace(closed=False), SimpleNamespace(n_ctx=1 << 30, width=4, chunk=512)
         self.target, self.drafter, self.masked, self.unmasked = SimpleNamespace(n_vocab=len(table)), None, False, ""
-        self.rows_computed = self.rows_used = 0
+        self.rows_computed = self.rows_used = self.groups = self.catch_ups = 0
 
     @property
     def slots(self):
@@ -107,6 +107,9 @@ class TableTarget:
             self.cursor.advance(len(work[0].tokens), 0)
         times = SimpleNamespace(upload=0, compute=0, read=0)
         return {0: StepResult(tokens, self._rows.argmax(axis=1), True, True, times)}
+
+    def given_role(self, width):
+        return "verify", width
 
     def choose(self, pending, slot):
         self.cursor.advance(0, pending)
