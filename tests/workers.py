@@ -1,6 +1,7 @@
 """Workers on this machine for tests, and what can stand between them and a program."""
 
 import os
+import random
 import signal
 import socket
 import struct
@@ -46,9 +47,12 @@ def need_library() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below those that systems give out by themselves: nobody takes it while its worker is started anew."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 class Worker:

@@ -274,9 +274,8 @@ def test_two_drafters_at_once(tmp_path):
     with loaded(target, draft, spec=both, draft_width=8) as session:
         alone = in_turn(session)
         assert [m.method for m in session.drafter.members] == both
-    for cuts in ((2,), (1, 3)):
-        with loaded(target, draft, cuts, spec=both, draft_width=8) as session:
-            assert equal(alone, in_turn(session)), cuts
+    with loaded(target, draft, (1, 3), spec=both, draft_width=8) as session:
+        assert equal(alone, in_turn(session))
 
 
 def test_a_drafter_that_reads_rows_of_its_target_needs_it_on_one_device(tmp_path):

@@ -32,8 +32,8 @@ def talk():
 tokenizer = Tokenizer(GGUFFile(DEMO_TARGET))
 talker = threading.Thread(target=talk)
 talker.start()
-for n in range(8):
-    Grammar("grammar", "root ::= " + " | ".join(f'"{n} {i}"' for i in range(9000)), tokenizer)
+for n in range(3):
+    Grammar("grammar", "root ::= " + " | ".join(f'"{n} {i}"' for i in range(5000)), tokenizer)
 over.set()
 talker.join()
 print(said)
