@@ -164,8 +164,8 @@ class Session:
         self.scheduler = Scheduler(self.engine, options.width, lookup=self.lookup)
         if self.drafter is not None and width is None:
             self._measure_costs()
-            if any(member.confident for member in self.drafter.members):
-                self.scheduler.confidence = Confidence(self._given_costs())
+            if any(member.confident for member in self.drafter.members) and (given := self._given_costs()):
+                self.scheduler.confidence = Confidence(given)
         self.scheduler.widths = self.width_control()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
         self.load_seconds = time.perf_counter() - started
@@ -264,7 +264,8 @@ class Session:
         if not placement.hot:
             return placement, None
         cpu = next(d for d in devices() if d.kind == "cpu")
-        return placement, self._own(Backend(cpu, threads, kernels))
+        host = self._own(Backend(cpu, threads, kernels))
+        return replace(placement, kernels=host.kernels), host
 
     def _open_streams(self, offload: int | str | None) -> None:
         """Memory on the devices for copies of the host's experts, if all have some for it; ``offload`` as of ``load``."""
@@ -508,12 +509,21 @@ class Session:
             self._measure_costs(fresh=True)
             self._costs_checked = True
             widths = self.scheduler.widths = self.width_control()
-        # or else its rows are for nothing; what an appended prompt goes on behind has them or not
-        drafting = mode == SPECULATIVE and (widths is None or not (widths.never_pays or (widths.resting and not append)))
+        drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append)
         held = self._held(ids, drafting) if append else 0
         reuse = Reuse(held) if held else self.prefix.begin(ids, drafting)
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
         return reuse, held
+
+    def _needs_drafters_rows(self, ids: list[int], append: bool) -> bool:
+        """Whether a text gets the rows that drafters read. Without drafts they are for nothing; but what its prompt goes on behind has them or has
+        not, and to compute that anew takes longer than they do."""
+        widths = self.scheduler.widths
+        if widths is None or not (widths.never_pays or widths.resting):
+            return True
+        if widths.never_pays:
+            return False
+        return self.engine.slots[0].drafting if append else self.prefix.known(ids, True) > self.prefix.known(ids, False)
 
     def _held(self, ids: list[int], drafting: bool) -> int:
         """How many leading tokens of ``ids`` the last generation left in the caches: all that are there, or 0."""

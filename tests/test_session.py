@@ -9,6 +9,7 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.decode.request import LoopOptions
+from pyggml_spec.decode.width import WidthControl
 from pyggml_spec.errors import EngineError
 
 FIRST, SECOND = "def quicksort(items):\n", "import os\n"
@@ -257,3 +258,19 @@ def test_a_session_for_requests_alone_has_no_caches_of_its_own(pair):
             session.generate("def f(x):", 8)
         with pytest.raises(EngineError, match="gave up its own caches"):
             session.calibrate_plain()
+
+
+def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
+    """Without a drafter's inputs a text has other rows: what its prompt goes on behind decides, where drafts would not pay anyway."""
+    prompt = list(range(40, 240)) * 6
+    with ps.load(device="CPU", threads=1, n_ctx=2048, prefix_memory=1 << 28) as session:
+        monkeypatch.setattr(WidthControl, "never_pays", property(lambda self: False))
+        session.generate(prompt, 4)
+        monkeypatch.setattr(WidthControl, "resting", property(lambda self: True))
+        _, stats = session.generate([*prompt, 41, 42], 4)
+        assert stats.reused_tokens > 300 and session.engine.slots[0].drafting
+        _, stats = session.generate([7, *prompt], 4, ignore_end=True)
+        assert not stats.reused_tokens and not session.engine.slots[0].drafting and not stats.drafted
+        history = [7, *prompt, *(t for event in session.steps([7, *prompt], 4, ignore_end=True) for t in event.tokens)]
+        events = [*session.steps([*history, 50, 51], 4, ignore_end=True, append=True)]
+        assert events[-1].stats.reused_tokens >= len(history) - 1 and not session.engine.slots[0].drafting

@@ -351,7 +351,9 @@ class WidthControl:
         """Records a step, how long it took, and how many drafts of each sequence it accepted. ``known`` False: the time is of something else
         too, a prompt or forced tokens."""
         behind = self._uses.get(covered)
-        if known and (kind == PLAIN_STEP or behind is None or not behind.plain or covered not in self._settled):
+        late = kind != PLAIN_STEP and behind is not None and behind.plain > 0 and covered in self._settled
+        # a block behind plain steps takes longer than others, so one that is that much faster says that the cost is wrong
+        if known and (not late or milliseconds < TOO_SLOW * self.costs[covered, kind]):
             self._learn(covered, kind, milliseconds)
         drafted = [(s, n) for s, n in zip(sequences, matched) if s is not None]
         for s, n in drafted:

@@ -227,7 +227,10 @@ class Engine:
         self.parts.check_open()
         if not 0 <= whole(group, "the group", 0, MOST_SLOTS) < len(self._groups) or group in self._flights:
             raise EngineError(f"group {group} cannot begin a step: it is under way, or there is none of this number")
-        if any(isinstance(item, Prompt) or (isinstance(item, Draft) and item.check is not None) for item in work.values()):
+        if any(
+            isinstance(item, Prompt) or (isinstance(item, Draft) and (item.check is not None or item.weigh is not None))
+            for item in work.values()
+        ):
             raise EngineError("prompts, and drafts that are looked at, are no group's work: use step")
         if self.parts.under_way is not None:
             self.parts.arrive()

@@ -125,6 +125,11 @@ class PrefixCache:
         reuse.notes = self.take_notes()
         return reuse
 
+    def known(self, tokens: Sequence[int], drafting: bool) -> int:
+        """How many leading chunks of these tokens some prompt before had as well."""
+        ids = np.asarray(tokens, np.int64)
+        return self._seen(self._keys(ids, drafting)) if ids.ndim == 1 and ids.size <= self.engine.options.n_ctx else 0
+
     def enter(self, slot: int, tokens: Sequence[int], drafting: bool) -> Place:
         """Registers the prompt of a slot, before anything of it is computed."""
         ids = np.asarray(tokens, np.int64)

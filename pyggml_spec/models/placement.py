@@ -22,7 +22,7 @@ class Placement:
     """``hot``: by layer, the experts that the device has, in their order there; a layer that is not named has all of them as always.
 
     ``n_layer``, ``n_used``, ``glu``: layers of the model, experts per token, and how they gate; ``rows``: rows of the widest step. ``pinned``: those
-    of the host are to be where the device copies fastest from.
+    of the host are to be where the device copies fastest from. ``kernels``: of the CPU that computes those of the host, which says how they round.
     """
 
     hot: dict[int, tuple[int, ...]]
@@ -31,6 +31,7 @@ class Placement:
     glu: str
     rows: int = 512
     pinned: bool = False
+    kernels: str = ""
 
     def within(self, first: int, end: int) -> "Placement":
         """The part of it for the layers ``first`` to ``end`` - 1."""

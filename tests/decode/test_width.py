@@ -265,10 +265,12 @@ def test_few_texts_lose_where_blocks_cost_what_they_win(costs):
 
 
 def test_costs_that_were_measured_wrong_are_learnt_from_the_steps():
-    """A machine that was busy while they were measured: blocks seemed twice as dear, or half as dear."""
-    for width, factor in ((4, 2.0), (8, 0.5), (16, 0.4)):
+    """A machine that was busy while they were measured: blocks seemed twice or three times as dear, or half as dear."""
+    for width, factor in ((4, 2.0), (4, 3.0), (8, 0.5), (16, 0.4)):
         gains = _session({**OWN_KERNELS, width: factor * OWN_KERNELS[width]}, RECORDED, real=OWN_KERNELS)
         assert statistics.mean(gains) > 1.8
+    dear = {width: ms * (3 if width > 1 else 1) for width, ms in OWN_KERNELS.items()}  # then every probe is behind plain steps
+    assert statistics.mean(_session(dear, RECORDED, real=OWN_KERNELS)[len(RECORDED) // 2 :]) > 1.5
 
 
 def learnt(covered=4, costs=FOUR) -> WidthControl:

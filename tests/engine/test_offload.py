@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from ggml.kernel_graphs import LEVELS
 from models.test_placement import WRITERS
 from pairs import write_pair
 from random_gguf.archs import write_gpt_oss, write_qwen35moe
@@ -268,6 +269,17 @@ def test_what_a_chunk_takes_is_measured_in_both_ways(tmp_path):
         before = counts(session)[0][1]
         assert copying.chunk_cost(session.engine, 32, False) > 0 and counts(session)[0][1] == before
         assert copying.chunk_cost(session.engine, 32, True) > 0 and counts(session)[0][1] == before + 1 + copying.RUNS
+
+
+@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: there are ggml's only")
+def test_rows_of_other_kernels_of_the_host_are_not_mixed(tmp_path):
+    """On a GPU the device's kernels are the same whatever the host's are, and K/V rows behind the host's experts are not."""
+    path, seen = write_qwen35moe(tmp_path / "t.gguf"), set()
+    for kernels in ("ggml", "own"):
+        with loaded(path, rows=None, kernels=kernels) as session:
+            lines = layout_of(session.engine, dict.fromkeys(("pyggml_spec", "llama_cpp_python", "ggml_commit"), "")).splitlines()
+            seen.add(next(line for line in lines if line.startswith("experts")))
+    assert len(seen) == 2
 
 
 def test_refusals(tmp_path):

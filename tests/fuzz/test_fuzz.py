@@ -3,7 +3,7 @@
 import pytest
 from fuzz.run import fuzz
 
-SHORT = [("gguf", 800), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 150), ("pair", 60), ("layers", 8)]
+SHORT = [("gguf", 800), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 150), ("pair", 60), ("layers", 12)]
 
 
 @pytest.mark.parametrize("target, executions", SHORT)
