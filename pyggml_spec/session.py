@@ -519,10 +519,10 @@ class Session:
         """Whether a text gets the rows that drafters read. Without drafts they are for nothing; but what its prompt goes on behind has them or has
         not, and to compute that anew takes longer than they do."""
         widths = self.scheduler.widths
-        if widths is None or not (widths.never_pays or widths.resting):
-            return True
-        if widths.never_pays:
+        if widths is not None and widths.never_pays:
             return False
+        if widths is None or not widths.resting:
+            return True
         return self.engine.slots[0].drafting if append else self.prefix.known(ids, True) > self.prefix.known(ids, False)
 
     def _held(self, ids: list[int], drafting: bool) -> int:

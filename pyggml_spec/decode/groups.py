@@ -85,11 +85,6 @@ class GroupControl:
         use = self._uses.get((covered, kind))
         return use.cost[False] / use.cost[True] if use is not None and len(use.cost) == 2 else None
 
-    def as_dict(self) -> dict[str, float]:
-        """The gains that are known, by slots and kind in words."""
-        known = ((covered, kind, self.gain(covered, kind)) for covered, kind in self._uses)
-        return {f"{covered} slots, {kind.label}": gain for covered, kind, gain in known if gain is not None}
-
 
 def control_of(engine: Any, groups: int | None) -> GroupControl | None:
     """Of an engine that has groups. ``groups``: 1 for none, 2 for always; None measures, unless threads of its CPUs would wait for each other's cores.

@@ -332,9 +332,8 @@ class Scheduler:
                 if not self._flying:
                     self._round_ended = 0
                     give_back_threads()  # this thread's: the groups' have their own
-                    if (
-                        self._kind.width > 1
-                    ):  # one group may decode plainly, and the other one's blocks may be of another width than the last
+                    if self._kind.width > 1:
+                        # one group may decode plainly, and the other one's blocks may be of another width than the last
                         self.engine.lay_out(self._kind.verified)
                 self._launch(0)
             if len(self._flying) == 1 and self._flying[0].group == 0:

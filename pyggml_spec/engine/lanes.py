@@ -8,7 +8,7 @@ no other group, whoever decodes (memory/slots.py).
 
 A group computes half of the rows. That is worth something where half the rows take half the time: the whole step of n rows takes T(n), and beside
 each other both halves take T(n / 2) on two devices. 27B in Q4_K, patched kernels, one H200: 8 plain tokens 8.4 ms, 4 of them 7.7; 64 rows
-30.1 ms, 32 rows 18.0. So whether slots are grouped is measured (decode/groups.py).
+30.1 ms, 32 rows 18.0. So slots are grouped where it is asked for, always or where it is measured to pay (decode/groups.py).
 """
 
 from collections.abc import Collection, Mapping, Sequence

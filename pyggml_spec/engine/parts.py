@@ -181,16 +181,19 @@ class Parts:
         if self.under_way is not None:
             step, self.under_way = self.under_way, None
             step.fields.wait()
-        if self.flying:
-            for step in {id(step): step for step in self.flying.values()}.values():
-                step.fields.wait()
+        for step in self._in_lanes() if self.flying else ():
+            step.fields.wait()
 
     def abandon(self) -> None:
         """Waits for what lanes have under way, however it ends."""
-        for step in {id(step): step for step in self.flying.values()}.values():
+        for step in self._in_lanes():
             with suppress(DeviceError, EngineError):
                 step.fields.wait()
         self.flying.clear()
+
+    def _in_lanes(self) -> list[Step]:
+        """The steps under way in lanes, each once."""
+        return list({id(step): step for step in self.flying.values()}.values())
 
     @contextmanager
     def apart(self) -> Iterator[Turns]:

@@ -127,13 +127,12 @@ class PrefixCache:
 
     def known(self, tokens: Sequence[int], drafting: bool) -> int:
         """How many leading chunks of these tokens some prompt before had as well."""
-        ids = np.asarray(tokens, np.int64)
-        return self._seen(self._keys(ids, drafting)) if ids.ndim == 1 and ids.size <= self.engine.options.n_ctx else 0
+        return self._seen(self._keys(np.asarray(tokens, np.int64), drafting))
 
     def enter(self, slot: int, tokens: Sequence[int], drafting: bool) -> Place:
         """Registers the prompt of a slot, before anything of it is computed."""
         ids = np.asarray(tokens, np.int64)
-        keys = self._keys(ids, drafting) if ids.ndim == 1 and ids.size <= self.engine.options.n_ctx else []
+        keys = self._keys(ids, drafting)
         known = self._seen(keys)
         chunks = self._chunks(keys)
         place = self._places[slot] = Place(
@@ -379,7 +378,9 @@ class PrefixCache:
         return (self.files.layout_digest if self.files is not None else b"") + bytes([drafting])
 
     def _keys(self, ids: np.ndarray, drafting: bool) -> list[bytes]:
-        """One key per whole chunk."""
+        """One key per whole chunk; none of what is no prompt that fits, which whoever computes it refuses."""
+        if ids.ndim != 1 or ids.size > self.engine.options.n_ctx:
+            return []
         return chunk_keys(ids, self.grain, self._seed(drafting))
 
     def _chunks(self, keys: list[bytes]) -> list[Chunk]:

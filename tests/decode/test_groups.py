@@ -1,6 +1,7 @@
 """Two groups of sequences that decode beside each other, where layers are split over devices: here the CPU twice."""
 
 import pytest
+from decode.interrupts import interrupt_ends_all
 from engine.batch_helpers import Pair, prompts, serve
 
 from pyggml_spec.decode.groups import LOOK, TRIES, GroupControl, control_of
@@ -101,13 +102,7 @@ def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkey
         streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
         while not scheduler.stats.grouped:
             scheduler.step()
-        with monkeypatch.context() as patched:
-            patched.setattr(scheduler, "_take", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                scheduler.step()
-        assert scheduler.idle and all(isinstance(s.error, KeyboardInterrupt) for s in streams)
-        text = prompts(2)[1]
-        assert scheduler.submit(text, LoopOptions(20, SPECULATIVE)).result() == pair.solo(text, 20)
+        interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler, "_take")
 
 
 def test_what_fails_once_a_step_is_launched_leaves_no_slot_behind(pair, monkeypatch):
@@ -118,15 +113,8 @@ def test_what_fails_once_a_step_is_launched_leaves_no_slot_behind(pair, monkeypa
             scheduler.step()
         for steps in scheduler.engine._groups:
             steps._ahead.overlaps = True
-        with monkeypatch.context() as patched:
-            patched.setattr(Ahead, "while_computing", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                scheduler.step()
-        for steps in scheduler.engine._groups:
-            steps._ahead.overlaps = False
-        assert scheduler.idle and not scheduler.engine.parts.flying and all(isinstance(s.error, KeyboardInterrupt) for s in streams)
-        text = prompts(2)[1]
-        assert scheduler.submit(text, LoopOptions(20, SPECULATIVE)).result() == pair.solo(text, 20)
+        interrupt_ends_all(pair, scheduler, streams, monkeypatch, Ahead, "while_computing")
+        assert not scheduler.engine.parts.flying
 
 
 def test_closing_and_cancelling_wait_for_steps_under_way(pair):

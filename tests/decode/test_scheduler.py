@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 import pytest
+from decode.interrupts import interrupt_ends_all
 from engine.batch_helpers import Pair, prompts, serve
 
 import pyggml_spec as ps
@@ -366,10 +367,4 @@ def test_an_interrupt_between_the_sequences_of_a_step_ends_them_all(pair, schedu
     """Ctrl-C while one was served left the others with open blocks."""
     streams = [scheduler.submit(text, DRAFT) for text in prompts(2)]
     scheduler.step()
-    with monkeypatch.context() as patched:
-        patched.setattr(scheduler, "_take", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            scheduler.step()
-    assert scheduler.idle and all(isinstance(s.error, KeyboardInterrupt) for s in streams)
-    text = prompts(2)[1]
-    assert scheduler.submit(text, DRAFT).result() == pair.solo(text, 20)
+    interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler, "_take")
