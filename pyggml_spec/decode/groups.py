@@ -6,13 +6,10 @@ is looked at again every LOOK rounds.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..engine.slot import Work
 from ..ggml.device import default_threads
-from .stream import Stream
 from .width import Kind
 
 WARMUP = 3  # rounds of new graphs: they are built, captured by ggml-cuda, and the first one of groups begins with nobody beside it
@@ -20,15 +17,6 @@ TRIES = WARMUP + 5
 LOOK, AGAIN = 500, 3  # rounds between looks, and of a look
 MARGIN = 1.02  # the other kind of round has to be this much faster
 RATE = 0.1  # weight of a round in the running cost
-
-
-class Flying(NamedTuple):
-    """A group's step that is under way. ``began``: by the clock of nanoseconds."""
-
-    group: int
-    streams: list[Stream]
-    work: Mapping[int, Work]
-    began: int
 
 
 @dataclass

@@ -10,7 +10,7 @@ forward pass (``engine.step``), what it brought each of them (``_take``), and wh
 Sequences that decode share every step. While some decode and others still read their prompts, steps of both kinds take turns, and a chunk is
 then at most BESIDE tokens: no decoding sequence waits longer than that chunk. Prompts take turns among each other, chunk by chunk; short ones
 that fit into one step together share it, and a prompt's end that is no longer than the block rides along with the decoding step.
-Where the target is split over devices, two groups of them may decode beside each other (``_rounds``): one group's step is waited for while the
+Where the target is split over devices, two groups of them may decode beside each other (``rounds.py``): one group's step is waited for while the
 other one's is under way. Whoever comes, goes or reads its prompt waits until both have landed.
 With a prefix cache, a prompt that begins like another one waits until that one has computed what they share, and goes on behind it; what a
 sequence leaves at its end is kept, for the next turn of its conversation.
@@ -30,20 +30,19 @@ import numpy as np
 
 from ..checks import token_ids
 from ..engine.engine import Engine
-from ..engine.lanes import halves
 from ..engine.options import candidate_widths
 from ..engine.slot import Draft, Prompt, StepResult, Verify, Work
 from ..errors import ContextError, DeviceError, EngineError
-from ..ggml.device import give_back_threads
 from ..memory.prefix import PrefixCache
 from ..memory.prefix_files import PrefixFiles
 from ..memory.slots import covering
 from .confidence import Confidence
 from .counters import WARMUP_STEPS, Counters
-from .groups import Flying, control_of
+from .groups import control_of
 from .guided import Guide, run_step
 from .lookup import Choice, LookupControl
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
+from .rounds import Rounds
 from .stats import BatchStats, Stats
 from .stream import Stream
 from .width import PLAIN_STEP, Drafted, Kind, WidthControl
@@ -116,12 +115,7 @@ class Scheduler:
         self._padded = [
             next((w for w in (1, *candidate_widths(engine.options.width)) if n <= w), n) for n in range(engine.options.width + 1)
         ]
-        self.groups = control_of(engine, groups)
-        self._halves: tuple[list[Stream], ...] = ()  # groups that can decode beside each other now
-        self._flying: deque[Flying] = deque()  # their steps under way, the older one first
-        self._next: Kind | None = None  # of the next round, once it is chosen
-        self._landed = self._round_ended = 0  # by the clock of nanoseconds; the latter 0 where the next round is not to be measured
-        self._in_groups = False  # the round that has ended last
+        self._rounds = Rounds(self, control_of(engine, groups))
         self._driving, self._queue = threading.Lock(), threading.Lock()
 
     # -- for everybody
@@ -185,7 +179,7 @@ class Scheduler:
         """Ends one sequence now."""
         with self._driving:
             stream._cancelled = True
-            self._land_all()
+            self._rounds.land_all()
             self._drop_cancelled()
 
     def step(self, meanwhile: Callable[[], object] | None = None) -> bool:
@@ -252,8 +246,8 @@ class Scheduler:
     # -- one step
 
     def _step(self, meanwhile: Callable[[], object] | None = None) -> bool:
-        if self._flying and self._changed:
-            self._land(meanwhile)
+        if self._rounds.flying and self._changed:
+            self._rounds.land(meanwhile)
             return True
         if self._changed or self._reading:
             self._arrange()
@@ -261,7 +255,7 @@ class Scheduler:
             self._arrange()
         if not self._active:
             return False
-        if self._halves and self._rounds(meanwhile):
+        if self._rounds.step(meanwhile):
             return True
         decoding, filling = self._decoding, self._filling() if self._reading else []
         began = time.perf_counter_ns()
@@ -280,7 +274,7 @@ class Scheduler:
         if not prompts and decoding:
             self._teach(work, decoding, width, milliseconds)
         else:
-            self._round_ended = 0
+            self._rounds.broken()
         return True
 
     def _bring(self, work: Mapping[int, Work], results: Mapping[int, StepResult]) -> None:
@@ -293,107 +287,10 @@ class Scheduler:
                 self._fail(stream, error)
 
     def _fail_all(self, error: BaseException) -> None:
-        self._flying.clear()
+        self._rounds.flying.clear()
         self.engine.abandon()
         for stream in list(self._active):
             self._fail(stream, error)
-
-    # -- groups beside each other
-
-    def _as_groups(self) -> tuple[list[Stream], ...]:
-        """Those that decode, as two groups; none where they have to share steps: with a prompt, where the host looks at drafts or logits before it
-        knows what comes next, and where a caller asks before each step."""
-        if self.groups is None or len(self._decoding) < 2 or self._reading or self._guides or self._forcing or self._asking:
-            return ()
-        for s in self._decoding:
-            options = s._request.options
-            if s._suffix is not None or options.drafts is not None or options.mode == REFERENCE or options.masked:
-                return ()
-        by_slot = {s.slot: s for s in self._decoding}
-        return tuple([by_slot[slot] for slot in slots] for slots in halves(by_slot, len(self.engine.slots)))
-
-    def _rounds(self, meanwhile: Callable[[], object] | None) -> bool:
-        """Launches each group that is not under way, and waits for the older step. False if the next step is one of all, and nothing is under way."""
-        assert self.groups is not None
-        try:
-            if not self._flying or self._flying[0].group == 1:  # a round begins
-                if self._next is None:
-                    self._next = self._choose()
-                costs_known = self.widths is None or self.widths.settled(self._covered)
-                if not costs_known or not self.groups.choose(self._covered, self._next):
-                    if self._flying:
-                        self._land(meanwhile)
-                        return True
-                    return False
-                if self._flying and self._next != self._kind:  # all blocks have one width
-                    self._land(meanwhile)
-                    return True
-                self._kind, self._next = self._next, None
-                if not self._flying:
-                    self._round_ended = 0
-                    give_back_threads()  # this thread's: the groups' have their own
-                    if self._kind.width > 1:
-                        # one group may decode plainly, and the other one's blocks may be of another width than the last
-                        self.engine.lay_out(self._kind.verified)
-                self._launch(0)
-            if len(self._flying) == 1 and self._flying[0].group == 0:
-                self._launch(1)
-        except BaseException as error:
-            self._fail_all(error)
-            raise
-        self._land(meanwhile)
-        return True
-
-    def _launch(self, group: int) -> None:
-        streams, began = self._halves[group], time.perf_counter_ns()
-        work = {s.slot: s._request.work(self._kind) for s in streams}
-        self.engine.launch(group, work)
-        self._flying.append(Flying(group, streams, work, began))
-
-    def _land(self, meanwhile: Callable[[], object] | None = None) -> None:
-        """Waits for the older step under way, and gives its sequences what it brought."""
-        flying = self._flying.popleft()
-        try:
-            if meanwhile is not None:
-                meanwhile()
-            results = self.engine.land(flying.group)
-            self._bring(flying.work, results)
-        except BaseException as error:
-            self._fail_all(error)
-            raise
-        self._count(flying.work, results, flying.streams, max(flying.began, self._landed))
-        self._stats.grouped += 1
-        self._landed = time.perf_counter_ns()
-        self._teach_round(flying)
-
-    def _land_all(self) -> None:
-        while self._flying:
-            self._land()
-
-    def _round(self, grouped: bool) -> tuple[bool, float]:
-        """A round has ended. Whether another one of its kind came before it at once, and milliseconds since then: what callers do between steps
-        is in it, because it can be done while a group's step is under way."""
-        assert self.groups is not None
-        now, before = time.perf_counter_ns(), self._round_ended if grouped == self._in_groups else 0
-        self._round_ended, self._in_groups = now, grouped
-        if before:
-            self.groups.observe(self._covered, self._kind, grouped, 1e-6 * (now - before))
-        return before > 0, 1e-6 * (now - before)
-
-    def _teach_round(self, flying: Flying) -> None:
-        """Tells width control and group control of a round that has ended, or of the half of one that no other half follows."""
-        assert self.groups is not None
-        whole, alone = flying.group == 1, not self._flying and flying.group == 0
-        if not whole and not alone:
-            return
-        steady, milliseconds = self._round(True)
-        if not whole:
-            self._round_ended, steady = 0, False
-        if self.widths is not None:
-            at = [i for i, s in enumerate(self._decoding) if whole or s in flying.streams]
-            streams, sequences = [self._decoding[i] for i in at], [self._sequences[i] for i in at]
-            self.widths.observe(self._covered, self._kind, milliseconds, sequences, [s._matched for s in streams], steady)
-            self._drafters_failed(streams, sequences)
 
     def _arrange(self) -> None:
         """Who leaves, who comes, who reads its prompt and who decodes."""
@@ -408,8 +305,7 @@ class Scheduler:
         self._forcing = [s for s in self._decoding if s._request.may_force]
         self._sequences = [s._drafted if s._request.speculating else None for s in self._decoding]
         self._covered = len(self._decoding) and covering([s.slot for s in self._decoding], len(self.engine.slots)).count
-        self._halves = self._as_groups()
-        self._next = None
+        self._rounds.arrange(not (self._reading or self._guides or self._forcing or self._asking))
         for stream in self._decoding:
             if not stream._decoding:
                 self._begin_decoding(stream)
@@ -469,7 +365,7 @@ class Scheduler:
         for stream in streams:
             stream.cancel()
         with suppress(DeviceError, EngineError):  # which have ended all of them, then
-            self._land_all()
+            self._rounds.land_all()
         self._drop_cancelled()
 
     def _drop_cancelled(self) -> None:
@@ -575,8 +471,8 @@ class Scheduler:
                 work[s.slot] = item
         kind, self._looked = Kind("", self.width), None
         if len(work) < len(decoding):
-            kind = self._kind = self._next if self._next is not None else self._choose()
-        self._next = None
+            kind = self._kind = self._rounds.next or self._choose()
+        self._rounds.next = None
         if self.lookup is not None and self._look_up(self.lookup, decoding, kind.width, work) == 1:
             kind = PLAIN_STEP
         width, weigh = kind.verified, self._weigher(kind)
@@ -741,8 +637,7 @@ class Scheduler:
         if self.lookup is not None and len(work) == len(decoding):
             given = all(isinstance(item, Verify) for item in work.values())
             self.lookup.observe(self._covered, width if given else None, milliseconds, sum(s._matched + 1 for s in decoding))
-        if self._halves and self.groups is not None:
-            self._round(False)
+        self._rounds.whole()
         caught_up, self._catch_ups = self.engine.catch_ups != self._catch_ups, self.engine.catch_ups
         if self.widths is not None and (self._looked is None or self._looked.otherwise):
             # what a drafter has to catch up with is what other steps left, and no part of what its own cost
