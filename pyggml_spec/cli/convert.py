@@ -22,16 +22,15 @@ from .terminal import progress_line, say, size
 @click.option("--force", "replace", is_flag=True, help="Replace an output that exists.")
 @click.option("-t", "--threads", type=click.IntRange(1, 512), help="Threads that quantise. Default: the cores of this process, at most 16.")
 def command(source: str, target: str, out: str, kind: str, replace: bool, threads: int | None):
-    """Converts a DFlash drafter: SOURCE is its folder (config.json, *.safetensors) or one safetensors file.
+    """Converts a DFlash, DSpark or EAGLE-3 drafter: SOURCE is its folder (config.json, *.safetensors) or one safetensors file.
 
     An interrupted run leaves no file.
     """
     with progress_line() as progress:
         done = convert_drafter(source, target, out, kind, replace=replace, threads=threads, progress=progress)
     types = ", ".join(f"{count} {name}" for name, count in sorted(done.types.items()))
-    click.echo(
-        f"{done.path}: {size(done.nbytes)}, tensors: {types}; "
-        f"block {done.block_size}, mask token {done.mask_token}, inputs of target layers {list(done.target_layers)}"
-    )
+    block = f"block {done.block_size}, mask token {done.mask_token}, " if done.block_size is not None else ""
+    among = f", drafts among {done.draft_vocab} tokens" if done.draft_vocab is not None else ""
+    click.echo(f"{done.path}: {size(done.nbytes)}, tensors: {types}; {block}inputs of target layers {list(done.target_layers)}{among}")
     for note in done.notes:
         say(f"note: {note}")

@@ -25,6 +25,7 @@ MAX_HEADER = 16 << 20
 MAX_TENSORS = 1 << 16
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _SIZES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1}
+_INTEGERS = {"I64": "<i8", "I32": "<i4"}
 _READ = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -139,6 +140,17 @@ class SafetensorsFile:
         if t.dtype == "BF16":
             return (raw.astype("<u4") << 16).view("<f4").reshape(count, width)
         return raw.astype(np.float32).reshape(count, width)
+
+    def integers(self, name: str) -> np.ndarray:
+        """A tensor of whole numbers, I64 in its shape.
+
+        Raises:
+            ConvertError: another type.
+        """
+        t = self.tensors[name]
+        if t.dtype not in _INTEGERS:
+            raise ConvertError(f"{self.path}: the tensor {brief(name)} is stored as {t.dtype}, but it holds whole numbers (I64 or I32)")
+        return np.frombuffer(self._map, _INTEGERS[t.dtype], math.prod(t.shape), t.start).astype(np.int64).reshape(t.shape)
 
     def close(self) -> None:
         with contextlib.suppress(AttributeError, BufferError):

@@ -1,4 +1,4 @@
-"""A DFlash or DFlash2 drafter in safetensors and its target to a drafter GGUF. No torch; one tensor in memory at a time."""
+"""A DFlash, DFlash2, DSpark or EAGLE-3 drafter in safetensors and its target to a drafter GGUF. No torch; one tensor in memory at a time."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +17,14 @@ from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
 from ..gguf_io.safetensors import SafetensorsFile, parse_json
 from ..session import Progress
+from .checkpoint import TOKENS, Layout
+from .layouts import read_layout
 from .quants import TYPES, quantise, type_id
-from .zlab import ARCH, read_layout
 
 CHUNK_VALUES = 4 << 20
 MAX_CONFIG = 1 << 20
 F16_MAX = 65504.0
+_MADE = {np.dtype(np.float32): lib.GGML_TYPE_F32, np.dtype(np.int64): lib.GGML_TYPE_I64}
 _FILE_TYPES = {
     "f32": "ALL_F32", "q2_K": "MOSTLY_Q2_K_S", "q3_K": "MOSTLY_Q3_K_S", "q4_K": "MOSTLY_Q4_K_S", "q5_K": "MOSTLY_Q5_K_S",
 }  # fmt: skip
@@ -30,14 +32,16 @@ _FILE_TYPES = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written. ``types``: tensors by type; ``target_layers``: as the GGUF counts them (inputs)."""
+    """What was written. ``types``: tensors by type; ``block_size``, ``mask_token``: None of drafters that draft one by one; ``target_layers``: as the
+    GGUF counts them (inputs); ``draft_vocab``: tokens that its head chooses among, None for all of the target's."""
 
     path: str
     nbytes: int
     types: dict[str, int]
-    block_size: int
-    mask_token: int
+    block_size: int | None
+    mask_token: int | None
     target_layers: tuple[int, ...]
+    draft_vocab: int | None
     notes: tuple[str, ...]
 
 
@@ -80,8 +84,8 @@ def _place(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
 
 
 def _choose(name: str, shape: tuple[int, ...], kind: int, notes: list[str]) -> int:
-    """The type a tensor is stored in: vectors and kernels of convolutions F32; rows that the type's blocks do not divide Q8_0 or F16."""
-    if len(shape) < 2 or not name.endswith(".weight"):
+    """The type a tensor is stored in: vectors, single rows and kernels of convolutions F32; rows that the type's blocks do not divide Q8_0 or F16."""
+    if len(shape) < 2 or shape[0] == 1 or not name.endswith(".weight"):
         return lib.GGML_TYPE_F32
     if shape[1] % lib.ggml_blck_size(kind) == 0:
         return kind
@@ -92,8 +96,11 @@ def _choose(name: str, shape: tuple[int, ...], kind: int, notes: list[str]) -> i
     return other
 
 
-def _chunk(file: SafetensorsFile, source: str, first: int, count: int, kind: int) -> np.ndarray:
+def _chunk(file: SafetensorsFile, source: str, first: int, count: int, kind: int, head: int = 0) -> np.ndarray:
+    """Rows of a tensor as they are stored; whole heads of ``head`` rows, whose halves are to lie in pairs."""
     values = file.rows(source, first, count)
+    if head:
+        values = values.reshape(-1, 2, head // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
     top = np.abs(values).max()
     if not np.isfinite(top):
         raise ConvertError(f"{file.path.name}: the tensor {brief(source)} holds NaN or Inf; fetch the checkpoint again")
@@ -159,15 +166,15 @@ def convert_drafter(
         target_file = stack.enter_context(GGUFFile(target))
         layout = read_layout(config, places, target_file)
         notes += layout.notes
-        for theirs, shape in layout.tensors.values():
+        for theirs, shape, _ in layout.tensors.values():
             if (seen := places[theirs].tensors[theirs].shape) != shape:
                 raise ConvertError(
                     f"the tensor {brief(theirs)} has the shape {list(seen)}, but config.json calls for {list(shape)}; "
                     "fetch the checkpoint again"
                 )
-        kinds = {ours: _choose(ours, shape, type_id(kind), notes) for ours, (_, shape) in layout.tensors.items()}
+        kinds = {ours: _choose(ours, shape, type_id(kind), notes) for ours, (_, shape, _) in layout.tensors.items()}
         part = stack.enter_context(written_whole(out, replace))
-        writer = gguf.GGUFWriter(str(part), ARCH)
+        writer = gguf.GGUFWriter(str(part), layout.arch)
         stack.callback(writer.close)
         _write_header(writer, layout, kinds, Path(source), kind)
         pool = stack.enter_context(ThreadPoolExecutor(threads or default_threads()))
@@ -175,37 +182,40 @@ def convert_drafter(
         writer.close()
         nbytes = part.stat().st_size
     types: dict[str, int] = {}
-    for one in kinds.values():
+    for one in [*kinds.values(), *(_MADE[values.dtype] for values in layout.made.values())]:
         types[text(lib.ggml_type_name(one))] = types.get(text(lib.ggml_type_name(one)), 0) + 1
-    meta = {key.removeprefix(f"{ARCH}."): value[1] for key, value in layout.metadata.items()}
-    mask, layers = meta["tokenizer.ggml.mask_token_id"], tuple(meta["target_layers"])
-    return Conversion(str(out), nbytes, types, meta["block_size"], mask, layers, tuple(notes))
+    meta = {key.removeprefix(f"{layout.arch}."): value[1] for key, value in layout.metadata.items()}
+    block, mask = meta.get("block_size"), meta["tokenizer.ggml.mask_token_id"] if "block_size" in meta else None
+    few = len(layout.made[TOKENS]) if TOKENS in layout.made else None
+    return Conversion(str(out), nbytes, types, block, mask, tuple(meta["target_layers"]), few, tuple(notes))
 
 
-def _write_header(writer: gguf.GGUFWriter, layout, kinds: dict[str, int], source: Path, kind: str) -> None:
+def _write_header(writer: gguf.GGUFWriter, layout: Layout, kinds: dict[str, int], source: Path, kind: str) -> None:
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(source.resolve().name if source.is_dir() else source.resolve().parent.name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES.get(kind, f"MOSTLY_{kind.upper()}")]))
     for key, (value_kind, value, *item) in layout.metadata.items():
         writer.add_key_value(key, value, value_kind, sub_type=item[0] if item else None)
-    for name, (_, shape) in layout.tensors.items():
+    for name, (_, shape, _) in layout.tensors.items():
         width = shape[-1] if kinds[name] == lib.GGML_TYPE_F32 else lib.ggml_row_size(kinds[name], shape[-1])
         dtype, raw = (np.float32, None) if kinds[name] == lib.GGML_TYPE_F32 else (np.uint8, gguf.GGMLQuantizationType(kinds[name]))
         stored = (*shape[:-1], width)
         writer.add_tensor_info(name, stored, np.dtype(dtype), int(np.prod(stored)) * np.dtype(dtype).itemsize, raw)
+    for name, values in layout.made.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes, gguf.GGMLQuantizationType(_MADE[values.dtype]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
 
 
-def _write_tensors(writer: gguf.GGUFWriter, layout, kinds, places, pool: ThreadPoolExecutor, progress: Progress) -> None:
-    total = sum(places[theirs].tensors[theirs].nbytes for theirs, _ in layout.tensors.values())
+def _write_tensors(writer: gguf.GGUFWriter, layout: Layout, kinds, places, pool: ThreadPoolExecutor, progress: Progress) -> None:
+    total = sum(places[theirs].tensors[theirs].nbytes for theirs, *_ in layout.tensors.values())
     done = 0
-    for name, (theirs, shape) in layout.tensors.items():
-        rows = int(np.prod(shape[:-1]))
-        step = max(1, CHUNK_VALUES // shape[-1])
-        jobs = [pool.submit(_chunk, places[theirs], theirs, i, min(step, rows - i), kinds[name]) for i in range(0, rows, step)]
+    for name, (theirs, shape, head) in layout.tensors.items():
+        rows, unit = int(np.prod(shape[:-1])), max(1, head)
+        step = unit * max(1, CHUNK_VALUES // (shape[-1] * unit))
+        jobs = [pool.submit(_chunk, places[theirs], theirs, i, min(step, rows - i), kinds[name], head) for i in range(0, rows, step)]
         try:
             parts = [job.result() for job in jobs]
         except BaseException:
@@ -215,3 +225,5 @@ def _write_tensors(writer: gguf.GGUFWriter, layout, kinds, places, pool: ThreadP
         writer.write_tensor_data(np.concatenate(parts))
         done += places[theirs].tensors[theirs].nbytes
         progress("conversion", done, total)
+    for values in layout.made.values():
+        writer.write_tensor_data(values)

@@ -1,22 +1,40 @@
-"""The z-lab layout of DFlash and DFlash2 drafters: what its config.json and tensors become in a GGUF.
+"""The z-lab layout of DFlash, DFlash2 and DSpark drafters: what its config.json and tensors become in a GGUF.
 
-config.json counts layers by their outputs: id k is what layer k returns. The GGUF counts by inputs, so it holds k + 1.
+config.json counts layers by their outputs: id k is what layer k returns. The GGUF counts by inputs, so it holds k + 1. Drafters of the
+speculators library nest the sizes and count by inputs already (`aux_hidden_state_layer_ids`); their blocks begin with the pending token's row, which drafts nothing.
 Sources: llama.cpp's conversion/qwen.py for keys and names; the reference implementation for what the config means.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
 from gguf import GGUFValueType as Kind
 
 from ..errors import ConvertError
 from ..gguf_io import GGUFFile
-from ..gguf_io.reader import StringArray, brief
+from ..gguf_io.reader import brief
 from ..models.dflash import GELU
+from .checkpoint import (
+    SUPPORTED,
+    TOKENS,
+    Config,
+    Files,
+    Layout,
+    Meta,
+    Source,
+    architectures,
+    check_hidden,
+    draft_vocabulary,
+    match,
+    plain_names,
+    sizes,
+    target_layers,
+    tokenizer,
+    vocabulary,
+)
 
-SUPPORTED = "DFlash drafters in the z-lab layout (DFlashDraftModel, DFlash2DraftModel) are supported"
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
+DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel", "LingDSparkModel")
 ARCH = "dflash"
 
 _TOP = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight"}
@@ -36,91 +54,13 @@ _LAYER = {
 _CONVOLUTIONS = {"attn_conv": "attention_conv", "ffn_conv": "mlp_conv"}
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What to write: ``metadata`` key -> (type, value), ``tensors`` GGUF name -> (source name, shape outermost first)."""
-
-    metadata: dict[str, tuple]
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    notes: list[str] = field(default_factory=list)
+_MARKOV, _CONFIDENCE = "markov_head.", "confidence_head."
+_HEADS = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
 
 
-def refuse_other_layouts(config: dict, names) -> None:
-    """Raises ConvertError naming the layout if these are not the tensors and the config of a plain DFlash drafter."""
-    archs = config.get("architectures")
-    archs = " ".join(str(a) for a in archs) if isinstance(archs, list) else ""
-    given = config.get("dflash_config")
-    dflash = given if isinstance(given, dict) else {}
-    names = list(names)
-
-    def any_name(*parts: str) -> str | None:
-        return next((n for n in names if any(p in n for p in parts)), None)
-
-    found = (
-        (
-            "DSpark",
-            any_name("markov_", "confidence_") or ("DSpark" in archs and archs) or ("markov_head_type" in config and "markov_head_type"),
-        ),
-        ("EAGLE-3", any_name("midlayer.", "eagle") or ("eagle" in archs.lower() and archs)),
-        ("MTP", any_name("mtp.", "nextn.", "eh_proj") or (any(a in archs.lower() for a in ("mtp", "nextn")) and archs)),
-        ("speculators", "speculators_config" in config and "speculators_config"),
-        ("reduced-vocabulary", any_name("d2t", "t2d")),
-    )
-    for layout, sign in found:
-        if sign:
-            raise ConvertError(f"this is a {layout} drafter (it has {brief(sign)}), which is not supported; {SUPPORTED}")
-    if archs and not set(archs.split()) & {*ARCHITECTURES}:
-        raise ConvertError(f"config.json names the architecture {brief(archs)}; {SUPPORTED}")
-    if not archs and not dflash:
-        raise ConvertError(f"config.json has neither architectures nor dflash_config; {SUPPORTED}")
-
-
-class _Config:
-    """config.json with its dflash_config, read with range checks."""
-
-    def __init__(self, values: dict):
-        inner = values.get("dflash_config", {})
-        if not isinstance(inner, dict):
-            raise ConvertError(f"config.json: dflash_config is {brief(inner)}, but it has to be an object")
-        self.top, self.inner = values, inner
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        self.rope = rope if isinstance(rope, dict) else {}
-
-    def get(self, *keys: str):
-        """The first of the keys that is there and not null, in dflash_config before the top level."""
-        for key in keys:
-            for where in (self.inner, self.top):
-                if where.get(key) is not None:
-                    return where[key]
-        return None
-
-    def integer(self, *keys: str, default: int | None = None, low: int = 1, high: int = 1 << 24) -> int:
-        value = self.get(*keys)
-        value = default if value is None else value
-        if value is None:
-            raise ConvertError(f"config.json has no {keys[0]}, which a drafter needs; fetch the complete checkpoint")
-        if type(value) is not int or not low <= value <= high:
-            raise ConvertError(f"config.json: {keys[0]} is {brief(value)}, but it has to be a whole number between {low} and {high}")
-        return value
-
-    def number(self, *keys: str, default: float | None = None) -> float | None:
-        value = self.get(*keys)
-        if value is None:
-            return default
-        if type(value) not in (int, float) or not math.isfinite(value) or not abs(value) < 1e30:
-            raise ConvertError(f"config.json: {keys[0]} is {brief(value)}, but it has to be a finite number")
-        return float(value)
-
-    def list(self, key: str) -> list | None:
-        value = self.get(key)
-        if value is not None and (not isinstance(value, list) or len(value) > 1024):
-            raise ConvertError(f"config.json: {key} is {brief(value)}, but it has to be a list")
-        return value
-
-
-def _refuse_features(c: _Config) -> None:
+def _refuse_features(c: Config) -> None:
     """What this engine would silently compute otherwise."""
-    act, rope = c.get("hidden_act", "hidden_activation") or "silu", c.rope.get("rope_type", c.rope.get("type", "default"))
+    act, rope = c.get("hidden_act", "hidden_activation") or "silu", c.rope_type
     wrong = (
         (act not in ("silu", *GELU), f"the activation {brief(act)} (silu and GELU are supported)"),
         (rope not in ("default", "linear", None), f"rope scaling of the type {brief(rope)} (default and linear are supported)"),
@@ -140,16 +80,16 @@ def _target_number(target: GGUFFile, key: str) -> int:
     return target.get(f"{target.get('general.architecture', str)}.{key}", int)
 
 
-def _target_layers(c: _Config, target: GGUFFile) -> list[int]:
-    arch = target.get("general.architecture", str)
-    n_target = _target_number(target, "block_count") - target.get(f"{arch}.nextn_predict_layers", int, 0)
+def _target_layers(c: Config, target: GGUFFile) -> list[int]:
+    n_target = target_layers(target)
     claimed = c.integer("num_target_layers", default=n_target)
     if claimed != n_target:
         raise ConvertError(
             f"the drafter was made for a target of {claimed} layers, but {target.path.name} has {n_target}; "
             "name the target that it was made for"
         )
-    ids = c.list("target_layer_ids")
+    inputs = c.list("aux_hidden_state_layer_ids")
+    ids = [i - 1 if type(i) is int else i for i in inputs] if inputs else c.list("target_layer_ids")
     if not ids:
         raise ConvertError("config.json has no target_layer_ids: a drafter that does not say which hidden states it reads is unusable")
     bad = [i for i in ids if type(i) is not int or not 0 <= i < n_target]
@@ -160,7 +100,7 @@ def _target_layers(c: _Config, target: GGUFFile) -> list[int]:
     return [i + 1 for i in ids]
 
 
-def _windows(c: _Config, n_layer: int, notes: list[str]) -> tuple[int, list[bool]]:
+def _windows(c: Config, n_layer: int, notes: list[str]) -> tuple[int, list[bool]]:
     """(window, per layer whether it applies); (0, []) for none.
 
     ``layer_types`` decides. An explicit use_sliding_window = false switches the window off, as it does in the reference.
@@ -185,30 +125,7 @@ def _windows(c: _Config, n_layer: int, notes: list[str]) -> tuple[int, list[bool
     return c.integer("swa_window_size", "sliding_window", high=(1 << 31) - 1), pattern
 
 
-def _tokenizer(target: GGUFFile) -> dict[str, tuple]:
-    """The target's tokenizer keys as the writer takes them."""
-    out: dict[str, tuple] = {}
-    numpy_kinds = {"u1": Kind.UINT8, "i1": Kind.INT8, "u2": Kind.UINT16, "i2": Kind.INT16, "u4": Kind.UINT32, "i4": Kind.INT32}
-    numpy_kinds |= {"f4": Kind.FLOAT32, "u8": Kind.UINT64, "i8": Kind.INT64, "f8": Kind.FLOAT64, "b1": Kind.BOOL}
-    for key, value in target.metadata.items():
-        if not key.startswith("tokenizer.ggml."):
-            continue  # a drafter renders no chat template
-        if isinstance(value, StringArray):
-            if len(value):
-                out[key] = (Kind.ARRAY, [value.raw(i) for i in range(len(value))], Kind.STRING)
-        elif hasattr(value, "dtype"):
-            if len(value):
-                out[key] = (Kind.ARRAY, value.tolist(), numpy_kinds[value.dtype.str[1:]])
-        elif isinstance(value, bool):
-            out[key] = (Kind.BOOL, value)
-        elif isinstance(value, int):
-            out[key] = (Kind.UINT32, value) if 0 <= value < 1 << 32 else (Kind.INT64, value)
-        else:
-            out[key] = (Kind.FLOAT32, value) if isinstance(value, float) else (Kind.STRING, value)
-    return out
-
-
-def _mask_token(c: _Config, target: GGUFFile, n_vocab: int) -> int:
+def _mask_token(c: Config, target: GGUFFile, n_vocab: int) -> int:
     mask = c.integer("mask_token_id", default=target.metadata.get("tokenizer.ggml.mask_token_id"), low=0)
     if mask >= n_vocab:
         raise ConvertError(
@@ -217,7 +134,7 @@ def _mask_token(c: _Config, target: GGUFFile, n_vocab: int) -> int:
     return mask
 
 
-def _scales(c: _Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[str, tuple]:
+def _scales(c: Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[str, tuple]:
     """Scales and soft-cap. Gemma targets multiply their embedding by sqrt(n_embd), which configs leave unsaid."""
     arch = target.get("general.architecture", str)
     out: dict[str, tuple] = {}
@@ -235,67 +152,28 @@ def _scales(c: _Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict
     return out
 
 
-def read_layout(config: dict, names, target: GGUFFile) -> Layout:
-    """What the drafter of ``config`` with tensors called ``names`` becomes for ``target``.
+def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
+    """What the drafter of ``config`` with the tensors of ``files`` becomes for ``target``.
 
     Raises:
-        ConvertError: another layout, a feature that is not supported, or a drafter that was made for another target.
+        ConvertError: a feature that is not supported, or a drafter that was made for another target.
     """
-    refuse_other_layouts(config, names)
-    c = _Config(config)
+    c = Config(config, "dflash_config")
     notes: list[str] = []
     _refuse_features(c)
     n_embd, n_layer = c.integer("hidden_size"), c.integer("num_hidden_layers", high=256)
-    if (theirs := _target_number(target, "embedding_length")) != n_embd:
-        raise ConvertError(
-            f"the drafter reads hidden states of {n_embd} values, but those of {target.path.name} have {theirs}; "
-            "name the target that it was made for"
-        )
-    tokens = target.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, StringArray) or not len(tokens):
-        raise ConvertError(f"{target.path.name} has no token list; name a complete target")
-    if (claimed := c.integer("vocab_size", default=len(tokens))) != len(tokens):
-        raise ConvertError(
-            f"the drafter was made for a vocabulary of {claimed}, but {target.path.name} has {len(tokens)} tokens; "
-            "name the target that it was made for"
-        )
-    n_head = c.integer("num_attention_heads", high=4096)
-    n_kv = c.integer("num_key_value_heads", default=n_head, high=4096)
-    size = c.integer("head_dim", default=n_embd // n_head, high=4096)
-    n_ff, layers = c.integer("intermediate_size"), _target_layers(c, target)
-    arch = target.get("general.architecture", str)
-    context = c.integer("max_position_embeddings", default=target.get(f"{arch}.context_length", int, 4096), high=(1 << 31) - 1)
+    check_hidden(n_embd, target)
+    n_vocab, layers = vocabulary(c, target), _target_layers(c, target)
     partial = c.rope.get("partial_rotary_factor", c.top.get("partial_rotary_factor", 1.0))
-    n_rot = int(size * partial) if isinstance(partial, (int, float)) and 0 < partial <= 1 else 0
-    if n_rot < 2 or n_rot % 2:
-        raise ConvertError(f"config.json: partial_rotary_factor is {brief(partial)}, which rotates no whole pairs of heads of {size}")
-    rope_theta: Any = c.rope.get("rope_theta", c.top.get("rope_theta", 10000.0))
-    if type(rope_theta) not in (int, float) or not 0 < rope_theta < 1e30:
-        raise ConvertError(f"config.json: rope_theta is {brief(rope_theta)}, but it has to be a number above 0")
-    integers = {
-        "context_length": context,
-        "embedding_length": n_embd,
-        "block_count": n_layer,
-        "feed_forward_length": n_ff,
-        "attention.head_count": n_head,
-        "attention.head_count_kv": n_kv,
-        "attention.key_length": size,
-        "attention.value_length": size,
-        "rope.dimension_count": n_rot,
-        "block_size": c.integer("block_size", default=16, low=2, high=1024),
-    }
-    meta: dict[str, tuple] = {f"{ARCH}.{key}": (Kind.UINT32, value) for key, value in integers.items()}
-    meta[f"{ARCH}.rope.freq_base"] = (Kind.FLOAT32, float(rope_theta))
-    meta[f"{ARCH}.attention.layer_norm_rms_epsilon"] = (Kind.FLOAT32, c.number("rms_norm_eps", default=1e-6))
+    share = partial if isinstance(partial, (int, float)) and 0 < partial <= 1 else 0
+    meta, shapes = sizes(c, ARCH, target, n_layer, share)
+    size, n_rot = (meta[f"{ARCH}.{key}"][1] for key in ("attention.key_length", "rope.dimension_count"))
+    shapes |= {"attn_q_norm": (size,), "attn_k_norm": (size,)}
+    meta[f"{ARCH}.block_size"] = (Kind.UINT32, c.integer("block_size", default=16, low=2, high=1024))
     meta[f"{ARCH}.attention.causal"] = (Kind.BOOL, bool(c.get("is_causal", "causal")))
     meta[f"{ARCH}.target_layers"] = (Kind.ARRAY, layers, Kind.UINT32)
-    if c.rope.get("rope_type", c.rope.get("type")) == "linear":
-        factor: Any = c.rope.get("factor")
-        if type(factor) not in (int, float) or not 0 < factor < 1e6:
-            raise ConvertError(f"config.json: the rope scaling factor is {brief(factor)}, but it has to be a number above 0")
-        meta[f"{ARCH}.rope.scaling.type"] = (Kind.STRING, "linear")
-        meta[f"{ARCH}.rope.scaling.factor"] = (Kind.FLOAT32, float(factor))
-    if target.array(f"{arch}.rope.dimension_sections") is not None:  # a multi-axis target: the drafter turns with the first axis, time
+    if target.array(f"{target.get('general.architecture', str)}.rope.dimension_sections") is not None:
+        # a multi-axis target: the drafter turns with the first axis, time
         meta[f"{ARCH}.rope.dimension_sections"] = (Kind.ARRAY, [n_rot // 2, 0, 0, 0], Kind.INT32)
     window, pattern = _windows(c, n_layer, notes)
     if window:
@@ -304,29 +182,71 @@ def read_layout(config: dict, names, target: GGUFFile) -> Layout:
     meta |= _scales(c, target, n_embd, notes)
     if (act := c.get("hidden_act", "hidden_activation")) in GELU:
         meta[f"{ARCH}.hidden_activation"] = (Kind.STRING, act)
-    meta |= _tokenizer(target)
-    meta["tokenizer.ggml.mask_token_id"] = (Kind.UINT32, _mask_token(c, target, len(tokens)))
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_q": (n_head * size, n_embd),
-        "attn_k": (n_kv * size, n_embd),
-        "attn_v": (n_kv * size, n_embd),
-    }
-    shapes |= {"attn_output": (n_embd, n_head * size), "ffn_gate": (n_ff, n_embd), "ffn_up": (n_ff, n_embd), "ffn_down": (n_embd, n_ff)}
-    shapes |= {"attn_norm": (n_embd,), "ffn_norm": (n_embd,), "attn_q_norm": (size,), "attn_k_norm": (size,)}
-    more, selector = _selector(c, names, n_layer, n_embd, len(tokens))
-    meta |= more
-    wanted: dict[str, tuple[str, tuple[int, ...]]] = {"fc.weight": ("fc.weight", (n_embd, n_embd * len(layers)))}
-    wanted |= {ours: (theirs, (n_embd,)) for theirs, ours in _TOP.items() if ours != "fc.weight"}
+    meta |= tokenizer(target)
+    meta["tokenizer.ggml.mask_token_id"] = (Kind.UINT32, _mask_token(c, target, n_vocab))
+    more, besides = _selector(c, files, n_layer, n_embd, n_vocab)
+    count, dspark = n_vocab, is_dspark(config, files)
+    made: dict[str, np.ndarray] = {}
+    if dspark:
+        count, made = draft_vocabulary(c, files, n_vocab)
+        heads = _dspark(c, files, n_embd, n_vocab, count)
+        more, besides = more | heads[0], besides | heads[1]
+    wanted = {"fc.weight": Source("fc.weight", (n_embd, n_embd * len(layers)))}
+    wanted |= {ours: Source(theirs, (n_embd,)) for theirs, ours in _TOP.items() if ours != "fc.weight"}
     for i in range(n_layer):
-        wanted |= {f"blk.{i}.{ours}.weight": (f"layers.{i}.{theirs}.weight", shapes[ours]) for theirs, ours in _LAYER.items()}
-    return Layout(meta, _match(wanted | selector, names, len(tokens), n_embd), notes)
+        wanted |= {f"blk.{i}.{ours}.weight": Source(f"layers.{i}.{theirs}.weight", shapes[ours]) for theirs, ours in _LAYER.items()}
+    wanted |= besides | _ends(files, n_embd, n_vocab, count)
+    return Layout(ARCH, meta | more, match(wanted, files, (TOKENS, "t2d") if dspark else ()), made, notes)
 
 
-def _selector(
-    c: _Config, names, n_layer: int, n_embd: int, n_vocab: int
-) -> tuple[dict[str, tuple], dict[str, tuple[str, tuple[int, ...]]]]:
+def is_dspark(config: dict, files: Files) -> bool:
+    """By what it is called, or by its heads."""
+    return bool({*architectures(config)} & {*DSPARK}) or any(name.startswith((_MARKOV, _CONFIDENCE)) for name in plain_names(files))
+
+
+def _ends(files: Files, n_embd: int, n_vocab: int, count: int) -> dict[str, Source]:
+    """Embedding and head, where they are not the target's."""
+    plain = plain_names(files)
+    if "embed_tokens.weight" in plain and "lm_head.weight" not in plain:
+        raise ConvertError(
+            "the drafter has an embedding of its own (embed_tokens) but no lm_head, so it is not clear which head drafts; "
+            "remove one or add the other"
+        )
+    rows = {"embed_tokens.weight": n_vocab, "lm_head.weight": count}
+    if count < n_vocab and "lm_head.weight" not in plain:
+        raise ConvertError(
+            f"the checkpoint has no tensor 'lm_head.weight', and its head knows {count} of the target's {n_vocab} tokens; fetch the complete one"
+        )
+    return {ours: Source(theirs, (rows[theirs], n_embd)) for theirs, ours in _HEADS.items() if theirs in plain}
+
+
+def _dspark(c: Config, files: Files, n_embd: int, n_vocab: int, count: int) -> tuple[Meta, dict[str, Source]]:
+    """Keys and tensors that a DSpark has besides; ``count``: tokens that its head chooses among."""
+    if (kind := c.get("markov_head_type") or "vanilla") != "vanilla":
+        raise ConvertError(f"config.json: markov_head_type is {brief(kind)}; Markov heads of the type vanilla are supported")
+    nested = "transformer_layer_config" in c.top or "aux_hidden_state_layer_ids" in c.top
+    plain, first = plain_names(files), f"{_MARKOV}markov_w1.weight"
+    stored = files[plain[first]].tensors[plain[first]].shape if first in plain else ()
+    rank = c.integer("markov_rank", default=stored[-1] if stored else 1, high=1 << 16)
+    confident = f"{_CONFIDENCE}proj.weight" in plain
+    tensors = {
+        "markov_w1.weight": Source(first, (n_vocab, rank)),
+        "markov_w2.weight": Source(f"{_MARKOV}markov_w2.weight", (count, rank)),
+    }
+    if confident:
+        tensors["conf_proj.weight"] = Source(f"{_CONFIDENCE}proj.weight", (1, n_embd + rank))
+    if f"{_CONFIDENCE}proj.bias" in plain:
+        tensors["conf_proj.bias"] = Source(f"{_CONFIDENCE}proj.bias", (1,))
+    meta: Meta = {
+        f"{ARCH}.sample_from_anchor": (Kind.BOOL, c.flag("sample_from_anchor", not nested)),
+        f"{ARCH}.has_confidence_head": (Kind.BOOL, confident),
+    }
+    return meta, tensors
+
+
+def _selector(c: Config, files: Files, n_layer: int, n_embd: int, n_vocab: int) -> tuple[Meta, dict[str, Source]]:
     """Keys and tensors that a DFlash2 has besides, none for a DFlash."""
-    plain = {name.removeprefix("model.") for name in names}
+    plain = plain_names(files)
     if c.get("selector_rank") is None and not any(name.startswith("candidate_selector.") for name in plain):
         return {}, {}
     keys = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -337,40 +257,16 @@ def _selector(
     def codebook(name: str) -> str:
         return name if name in plain else f"{name}.weight"
 
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
-        "selector_predecessor.weight": (codebook("candidate_selector.predecessor_codebook"), (n_vocab, rank)),
-        "selector_successor.weight": (codebook("candidate_selector.successor_codebook"), (n_vocab, rank)),
-        "selector_hidden.weight": ("candidate_selector.hidden_projection.weight", (rank, n_embd)),
+    tensors: dict[str, Source] = {
+        "selector_predecessor.weight": Source(codebook("candidate_selector.predecessor_codebook"), (n_vocab, rank)),
+        "selector_successor.weight": Source(codebook("candidate_selector.successor_codebook"), (n_vocab, rank)),
+        "selector_hidden.weight": Source("candidate_selector.hidden_projection.weight", (rank, n_embd)),
     }
     for i in range(n_layer):
         for ours, theirs in _CONVOLUTIONS.items():
-            tensors[f"blk.{i}.{ours}_base"] = (f"layers.{i}.{theirs}.base_kernel", (2, taps, n_embd))
-            tensors[f"blk.{i}.{ours}_proj.weight"] = (
+            tensors[f"blk.{i}.{ours}_base"] = Source(f"layers.{i}.{theirs}.base_kernel", (2, taps, n_embd))
+            tensors[f"blk.{i}.{ours}_proj.weight"] = Source(
                 f"layers.{i}.{theirs}.kernel_projection.weight",
                 (2 * taps * (n_embd // size), n_embd),
             )
     return {f"{ARCH}.{key}": (Kind.UINT32, value) for key, value in zip(keys, (taps, size, rank, top_k), strict=True)}, tensors
-
-
-def _match(wanted: dict, names, n_vocab: int, n_embd: int) -> dict:
-    """Each wanted tensor under the name that the checkpoint has for it; every tensor has to be used."""
-    plain = {name.removeprefix("model."): name for name in names if not name.endswith("rotary_emb.inv_freq")}
-    if "embed_tokens.weight" in plain and "lm_head.weight" not in plain:
-        raise ConvertError(
-            "the drafter has an embedding of its own (embed_tokens) but no lm_head, so it is not clear which head drafts; "
-            "remove one or add the other"
-        )
-    wanted = dict(wanted)
-    for theirs, ours in (("embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")):
-        if theirs in plain:
-            wanted[ours] = (theirs, (n_vocab, n_embd))
-    out = {}
-    for ours, (theirs, shape) in wanted.items():
-        if theirs not in plain:
-            raise ConvertError(f"the checkpoint has no tensor {theirs!r}; {SUPPORTED}, so fetch the complete one")
-        out[ours] = (plain.pop(theirs), shape)
-    if plain:
-        raise ConvertError(
-            f"the checkpoint has the unknown tensor {brief(next(iter(plain.values())))}: its layout is not that of config.json; {SUPPORTED}"
-        )
-    return out

@@ -30,7 +30,7 @@ from random_gguf.eagle3 import write_eagle3
 from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import write_dflash, write_qwen35
 from text.test_template import CHATML, GEMMA, LLAMA, TALK
-from tools.checkpoint import config_of, export
+from tools.checkpoint import config_of, export, export_eagle3
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ConvertError, TemplateError
@@ -45,7 +45,7 @@ from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary
 from pyggml_spec.tools.inspect import inspect_file
-from pyggml_spec.tools.zlab import read_layout
+from pyggml_spec.tools.layouts import read_layout
 
 MIB = 1 << 20
 
@@ -431,15 +431,16 @@ class Json(Target):
     def seeds(self) -> list[bytes]:
         drafter = write_dflash(self.folder / "d.gguf", SMALL)
         self.target = GGUFFile(write_qwen35(self.folder / "t.gguf", SMALL))
+        eagle3 = export_eagle3(write_eagle3(self.folder / "e.gguf", SMALL, tokens=40), self.folder / "eagle3")
         folder = export(drafter, self.folder / "checkpoint")
-        config = (folder / "config.json").read_bytes()
-        with SafetensorsFile(folder / "model.safetensors") as file:
-            self.names = list(file.tensors)
+        config, chain = ((of / "config.json").read_bytes() for of in (folder, eagle3))
+        opened = {kind: SafetensorsFile(of / "model.safetensors") for kind, of in ((b"c", folder), (b"e", eagle3))}
+        self.files = {kind: dict.fromkeys(file.tensors, file) for kind, file in opened.items()}
         weights = (folder / "model.safetensors").read_bytes()
         self.header = int.from_bytes(weights[:8], "little")
         assert config_of(drafter)
         profile = Routing("t", 9, {i: np.arange(4) for i in range(2)}).to_json().encode()
-        return [b"c" + config, b"c" + config, b"s" + weights, b'p{"prompt": "x"}', b"r" + profile]
+        return [b"c" + config, b"c" + config, b"e" + chain, b"s" + weights, b'p{"prompt": "x"}', b"r" + profile]
 
     def change(self, rng: random.Random) -> bytes:
         data = rng.choice(self.corpus)
@@ -467,8 +468,8 @@ class Json(Target):
             assert Routing.read(self.path, 4, range(2)).hit_rate(0.5) <= 1
             return "profile"
         config = parse_json(data, "the input")
-        if kind == b"c":
-            layout = read_layout(config, self.names, self.target)
+        if kind in self.files:
+            layout = read_layout(config, self.files[kind], self.target)
             json.dumps({key: value for key, (_, value, *_) in layout.metadata.items()}, default=list)
         return "config"
 

@@ -1,4 +1,4 @@
-"""Checkpoints in the z-lab layout, made from GGUF drafters."""
+"""Checkpoints in the layouts that drafters are published in, made from GGUF drafters."""
 
 import json
 import struct
@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.tools import eagle3
 from pyggml_spec.tools.quants import dequantise
-from pyggml_spec.tools.zlab import _CONVOLUTIONS, _LAYER, _TOP
+from pyggml_spec.tools.zlab import _CONVOLUTIONS, _HEADS, _LAYER, _TOP
 
-_NAMES = {"<f4": "F32", "<f2": "F16", "<f8": "F64", "<u2": "BF16", "|i1": "I8"}
+_NAMES = {"<f4": "F32", "<f2": "F16", "<f8": "F64", "<u2": "BF16", "|i1": "I8", "<i8": "I64", "|b1": "BOOL"}
 
 
 def safetensors(tensors: dict[str, np.ndarray], **header) -> bytes:
@@ -31,11 +32,14 @@ def floats(path: str | Path) -> dict[str, np.ndarray]:
         return {
             name: dequantise(file.read(name), t.type, int(np.prod(t.shape))).reshape(t.shape[::-1]).copy()
             for name, t in file.tensors.items()
+            if t.type_name != "i64"
         }
 
 
 def _source_name(name: str) -> str:
-    top = {ours: theirs for theirs, ours in _TOP.items()}
+    top = {ours: theirs for theirs, ours in (_TOP | _HEADS).items()}
+    top |= {f"markov_w{i}.weight": f"markov_head.markov_w{i}.weight" for i in (1, 2)}
+    top |= {f"conf_proj.{part}": f"confidence_head.proj.{part}" for part in ("weight", "bias")}
     top |= {f"selector_{kind}.weight": f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor")}
     top["selector_hidden.weight"] = "candidate_selector.hidden_projection.weight"
     if name in top:
@@ -81,6 +85,67 @@ def export(drafter: str | Path, folder: Path, change=lambda config, tensors: Non
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {prefix + _source_name(name): values for name, values in floats(drafter).items()}
     config = config_of(drafter)
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(safetensors(tensors))
+    return folder
+
+
+def vocabulary_of(drafter: str | Path) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """d2t and t2d of a head that knows fewer tokens than the target, as they are published, and the keys that say so."""
+    with GGUFFile(drafter) as file:
+        n_vocab = len(file.metadata["tokenizer.ggml.tokens"])
+        if "d2t" not in file.tensors:
+            return {}, {"draft_vocab_size": n_vocab}
+        ids = np.frombuffer(file.read("d2t"), np.int64).copy()
+    known = np.zeros(n_vocab, bool)
+    known[ids] = True
+    return {"d2t": ids - np.arange(ids.size), "t2d": known}, {"draft_vocab_size": ids.size}
+
+
+def apart(rows: np.ndarray, size: int) -> np.ndarray:
+    """Rows of heads of ``size`` whose pairs are neighbours, with the pairs' halves apart."""
+    return rows.reshape(-1, size // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def export_eagle3(drafter: str | Path, folder: Path, change=lambda config, tensors: None, layer: str = "midlayer") -> Path:
+    """The same of an EAGLE-3 drafter. ``layer``: what its layer is called; "layers.0" nests the sizes, as the speculators library does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with GGUFFile(drafter) as file:
+        m = {key.removeprefix("eagle3."): value for key, value in file.metadata.items()}
+    top = {"fc.weight": "fc.weight", "output_norm.weight": "norm.weight", "enc.output_norm.weight": "input_norm.weight"}
+    top |= {ours: theirs for theirs, ours in _HEADS.items()}
+    in_layer = {f"blk.0.{ours}.weight": f"{layer}.{theirs}.weight" for theirs, ours in eagle3._LAYER.items()}
+    tensors, sizes = vocabulary_of(drafter)
+    for name, values in floats(drafter).items():
+        if name != "rope_freqs.weight":
+            paired = name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight")
+            tensors[(top | in_layer)[name]] = apart(values, m["attention.key_length"]) if paired else values
+    inner = {
+        "head_dim": m["attention.key_length"],
+        "hidden_act": "silu",
+        "hidden_size": m["embedding_length"],
+        "intermediate_size": m["feed_forward_length"],
+        "max_position_embeddings": m["context_length"],
+        "num_attention_heads": m["attention.head_count"],
+        "num_hidden_layers": 1,
+        "num_key_value_heads": m["attention.head_count_kv"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": m["rope.freq_base"],
+        "vocab_size": len(m["tokenizer.ggml.tokens"]),
+    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **sizes,
+        "eagle_aux_hidden_state_layer_ids": [int(v) for v in m["target_layers"]],
+        "norm_before_residual": m["norm_before_residual"],
+        "norm_before_fc": m["norm_before_fc"],
+        "target_hidden_size": m["target_hidden_size"],
+    }
+    if layer == "midlayer":
+        config |= inner
+    else:
+        config |= {"architectures": ["Eagle3Speculator"], "transformer_layer_config": inner, "speculators_config": {"algorithm": "eagle3"}}
     change(config, tensors)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(safetensors(tensors))

@@ -1,0 +1,283 @@
+"""A drafter's checkpoint as it was published: its config.json, read with range checks, what the target's file adds to it, and what is written."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGUFValueType as Kind
+
+from ..errors import ConvertError
+from ..gguf_io import GGUFFile
+from ..gguf_io.reader import StringArray, brief
+from ..gguf_io.safetensors import SafetensorsFile
+
+SUPPORTED = "DFlash, DFlash2 and DSpark drafters in the z-lab layout, and EAGLE-3 drafters, are supported"
+TOKENS = "d2t"  # of a head that knows fewer tokens than the target: which of the target's each is, less its own number
+Meta = dict[str, tuple]
+Files = Mapping[str, SafetensorsFile]
+
+
+class Source(NamedTuple):
+    """Where a tensor comes from: its ``name`` in the checkpoint, its ``shape``, outermost first. ``head``: rows of a head in two halves that are rotated
+    against each other, and are to lie in pairs; 0 for rows that stay where they are."""
+
+    name: str
+    shape: tuple[int, ...]
+    head: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What to write for ``arch``: ``metadata`` key -> (type, value), ``tensors`` by their names in the GGUF, and those that were ``made``, F32 or I64."""
+
+    arch: str
+    metadata: Meta
+    tensors: dict[str, Source]
+    made: dict[str, np.ndarray] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Config:
+    """config.json with what it nests: the keys of the object ``own`` come first. Values are read with range checks."""
+
+    def __init__(self, values: dict, own: str) -> None:
+        inner, nested = values.get(own, {}), values.get("transformer_layer_config", {})
+        for name, value in ((own, inner), ("transformer_layer_config", nested)):
+            if value is not None and not isinstance(value, dict):
+                raise ConvertError(f"config.json: {name} is {brief(value)}, but it has to be an object")
+        self.top, self.inner = {**values, **(nested or {})}, inner or {}
+        rope = self.top.get("rope_parameters") or self.top.get("rope_scaling") or {}
+        self.rope = rope if isinstance(rope, dict) else {}
+
+    def get(self, *keys: str):
+        """The first of the keys that is there and not null, in the inner object before the top level."""
+        for key in keys:
+            for where in (self.inner, self.top):
+                if where.get(key) is not None:
+                    return where[key]
+        return None
+
+    def integer(self, *keys: str, default: int | None = None, low: int = 1, high: int = 1 << 24) -> int:
+        value = self.get(*keys)
+        value = default if value is None else value
+        if value is None:
+            raise ConvertError(f"config.json has no {keys[0]}, which a drafter needs; fetch the complete checkpoint")
+        if type(value) is not int or not low <= value <= high:
+            raise ConvertError(f"config.json: {keys[0]} is {brief(value)}, but it has to be a whole number between {low} and {high}")
+        return value
+
+    def number(self, *keys: str, default: float | None = None) -> float | None:
+        value = self.get(*keys)
+        if value is None:
+            return default
+        return finite(value, keys[0])
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        if value is not None and type(value) is not bool:
+            raise ConvertError(f"config.json: {key} is {brief(value)}, but it has to be true or false")
+        return default if value is None else value
+
+    def list(self, key: str) -> list | None:
+        value = self.get(key)
+        if value is not None and (not isinstance(value, list) or len(value) > 1024):
+            raise ConvertError(f"config.json: {key} is {brief(value)}, but it has to be a list")
+        return value
+
+    @property
+    def rope_type(self) -> Any:
+        return self.rope.get("rope_type", self.rope.get("type", "default"))
+
+    def of_rope(self, key: str, default: float | None = None, low: float = 0.0) -> float:
+        """A number above ``low`` of the rope's object."""
+        value = self.rope.get(key, default)
+        if value is None:
+            raise ConvertError(
+                f"config.json has no {key} for its rope scaling of the type {brief(self.rope_type)}; fetch the complete checkpoint"
+            )
+        number = finite(value, f"the rope scaling {key}")
+        if number <= low:
+            raise ConvertError(f"config.json: the rope scaling {key} is {brief(value)}, but it has to be a number above {low:g}")
+        return number
+
+
+def finite(value: Any, what: str) -> float:
+    """A number that a GGUF can hold."""
+    if type(value) not in (int, float) or not math.isfinite(value) or not abs(value) < 1e30:
+        raise ConvertError(f"config.json: {what} is {brief(value)}, but it has to be a finite number")
+    return float(value)
+
+
+def architectures(config: dict) -> list[str]:
+    """What config.json calls the model."""
+    named = config.get("architectures")
+    return [str(one) for one in named] if isinstance(named, list) else []
+
+
+def sizes(c: Config, arch: str, target: GGUFFile, n_layer: int, share: float = 1.0) -> tuple[Meta, dict[str, tuple[int, ...]]]:
+    """Keys of the sizes of ``n_layer`` layers of attention and a gated FFN, and the shapes of their tensors over rows of hidden_size.
+    ``share``: of a head's values, that are rotated."""
+    n_embd, n_head = c.integer("hidden_size"), c.integer("num_attention_heads", high=4096)
+    n_kv = c.integer("num_key_value_heads", default=n_head, high=4096)
+    size = c.integer("head_dim", default=n_embd // n_head, high=4096)
+    n_ff = c.integer("intermediate_size")
+    trained = target.get(f"{target.get('general.architecture', str)}.context_length", int, 4096)
+    rotated = int(size * share)
+    if rotated < 2 or rotated % 2:
+        raise ConvertError(
+            f"config.json: {rotated} of the {size} values of a head (head_dim) would be rotated, which are no whole pairs; "
+            "partial_rotary_factor is above 0, and at most 1"
+        )
+    theta: Any = c.rope.get("rope_theta", c.top.get("rope_theta", 10000.0))
+    if type(theta) not in (int, float) or not 0 < theta < 1e30:
+        raise ConvertError(f"config.json: rope_theta is {brief(theta)}, but it has to be a number above 0")
+    integers = {
+        "context_length": c.integer("max_position_embeddings", default=trained, high=(1 << 31) - 1),
+        "embedding_length": n_embd,
+        "block_count": n_layer,
+        "feed_forward_length": n_ff,
+        "attention.head_count": n_head,
+        "attention.head_count_kv": n_kv,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": rotated,
+    }
+    meta: Meta = {f"{arch}.{key}": (Kind.UINT32, value) for key, value in integers.items()}
+    meta[f"{arch}.rope.freq_base"] = (Kind.FLOAT32, float(theta))
+    meta[f"{arch}.attention.layer_norm_rms_epsilon"] = (Kind.FLOAT32, c.number("rms_norm_eps", default=1e-6))
+    if c.rope_type == "linear":
+        factor: Any = c.rope.get("factor")
+        if type(factor) not in (int, float) or not 0 < factor < 1e6:
+            raise ConvertError(f"config.json: the rope scaling factor is {brief(factor)}, but it has to be a number above 0")
+        meta[f"{arch}.rope.scaling.type"] = (Kind.STRING, "linear")
+        meta[f"{arch}.rope.scaling.factor"] = (Kind.FLOAT32, float(factor))
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_q": (n_head * size, n_embd),
+        "attn_k": (n_kv * size, n_embd),
+        "attn_v": (n_kv * size, n_embd),
+        "attn_output": (n_embd, n_head * size),
+        "ffn_gate": (n_ff, n_embd),
+        "ffn_up": (n_ff, n_embd),
+        "ffn_down": (n_embd, n_ff),
+        "attn_norm": (n_embd,),
+        "ffn_norm": (n_embd,),
+    }
+    return meta, shapes
+
+
+# -- the target
+
+
+def target_number(target: GGUFFile, key: str) -> int:
+    return target.get(f"{target.get('general.architecture', str)}.{key}", int)
+
+
+def target_layers(target: GGUFFile) -> int:
+    """How many layers it has, without those that only draft."""
+    return target_number(target, "block_count") - target.get(f"{target.get('general.architecture', str)}.nextn_predict_layers", int, 0)
+
+
+def vocabulary(c: Config, target: GGUFFile) -> int:
+    """How many tokens the target has, which have to be as many as the drafter was made for."""
+    tokens = target.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, StringArray) or not len(tokens):
+        raise ConvertError(f"{target.path.name} has no token list; name a complete target")
+    if (claimed := c.integer("vocab_size", default=len(tokens))) != len(tokens):
+        raise ConvertError(
+            f"the drafter was made for a vocabulary of {claimed}, but {target.path.name} has {len(tokens)} tokens; "
+            "name the target that it was made for"
+        )
+    return len(tokens)
+
+
+def check_hidden(size: int, target: GGUFFile) -> None:
+    """Raises ConvertError unless the target's hidden states have ``size`` values."""
+    if (theirs := target_number(target, "embedding_length")) != size:
+        raise ConvertError(
+            f"the drafter reads hidden states of {size} values, but those of {target.path.name} have {theirs}; "
+            "name the target that it was made for"
+        )
+
+
+def tokenizer(target: GGUFFile) -> Meta:
+    """The target's tokenizer keys as the writer takes them."""
+    out: Meta = {}
+    numpy_kinds = {"u1": Kind.UINT8, "i1": Kind.INT8, "u2": Kind.UINT16, "i2": Kind.INT16, "u4": Kind.UINT32, "i4": Kind.INT32}
+    numpy_kinds |= {"f4": Kind.FLOAT32, "u8": Kind.UINT64, "i8": Kind.INT64, "f8": Kind.FLOAT64, "b1": Kind.BOOL}
+    for key, value in target.metadata.items():
+        if not key.startswith("tokenizer.ggml."):
+            continue  # a drafter renders no chat template
+        if isinstance(value, StringArray):
+            if len(value):
+                out[key] = (Kind.ARRAY, [value.raw(i) for i in range(len(value))], Kind.STRING)
+        elif hasattr(value, "dtype"):
+            if len(value):
+                out[key] = (Kind.ARRAY, value.tolist(), numpy_kinds[value.dtype.str[1:]])
+        elif isinstance(value, bool):
+            out[key] = (Kind.BOOL, value)
+        elif isinstance(value, int):
+            out[key] = (Kind.UINT32, value) if 0 <= value < 1 << 32 else (Kind.INT64, value)
+        else:
+            out[key] = (Kind.FLOAT32, value) if isinstance(value, float) else (Kind.STRING, value)
+    return out
+
+
+# -- tensors
+
+
+def plain_names(files: Files) -> dict[str, str]:
+    """What the checkpoint calls its tensors, by their names without the prefix of whole models, and without what nothing reads."""
+    return {name.removeprefix("model."): name for name in files if not name.endswith("rotary_emb.inv_freq")}
+
+
+def match(wanted: dict[str, Source], files: Files, unread: tuple[str, ...] = ()) -> dict[str, Source]:
+    """Each wanted tensor under the name that the checkpoint has for it; every tensor has to be used, but those that are ``unread``."""
+    plain = plain_names(files)
+    for name in unread:
+        plain.pop(name, None)
+    out = {}
+    for ours, source in wanted.items():
+        if source.name not in plain:
+            raise ConvertError(f"the checkpoint has no tensor {source.name!r}; {SUPPORTED}, so fetch the complete one")
+        out[ours] = source._replace(name=plain.pop(source.name))
+    if plain:
+        raise ConvertError(
+            f"the checkpoint has the unknown tensor {brief(next(iter(plain.values())))}: its layout is not that of config.json; {SUPPORTED}"
+        )
+    return out
+
+
+def draft_vocabulary(c: Config, files: Files, n_vocab: int) -> tuple[int, dict[str, np.ndarray]]:
+    """How many tokens the drafter's head chooses among, and which of the target's they are (d2t, I64): none where they are all of them.
+
+    Raises:
+        ConvertError: a list that names tokens which the target does not have, or one twice, or none at all.
+    """
+    count = c.integer("draft_vocab_size", default=n_vocab)
+    if count > n_vocab:
+        raise ConvertError(
+            f"config.json: draft_vocab_size is {count}, but the target has {n_vocab} tokens; name the target that it was made for"
+        )
+    name = plain_names(files).get(TOKENS)
+    if name is None:
+        if count < n_vocab:
+            raise ConvertError(
+                f"the checkpoint has no tensor {TOKENS!r}, which says which {count} of {n_vocab} tokens its head knows; fetch the complete one"
+            )
+        return count, {}
+    offsets = files[name].integers(name)
+    if offsets.shape != (count,):
+        raise ConvertError(
+            f"the tensor {TOKENS!r} has the shape {list(offsets.shape)}, but config.json calls for {[count]}; fetch the checkpoint again"
+        )
+    ids = np.clip(offsets, -n_vocab - 1, n_vocab) + np.arange(count, dtype=np.int64)  # so that no sum overflows
+    wrong = ids[(ids < 0) | (ids >= n_vocab)]
+    if wrong.size:
+        raise ConvertError(
+            f"the tensor {TOKENS!r} names the token {wrong[0]}, but the target has {n_vocab}; name the target that it was made for"
+        )
+    if np.unique(ids).size != count:
+        raise ConvertError(f"the tensor {TOKENS!r} names a token twice; fetch the checkpoint again")
+    return count, {TOKENS: ids}
