@@ -11,6 +11,7 @@ typedef struct pgs_kernel {  // products with one type of weight
     int    block;            // inputs of a record
     size_t record;           // bytes of a record
     size_t act;              // bytes of a block of a tile
+    int    asked_rows;       // rows from which weights are asked for ahead of use, however small their matrix is; 0: never
 
     // Rounds `n` values of one row to what products read: `blocks` blocks of row `row` of a tile, values behind the last one being 0.
     void (*activations)(const float * x, int64_t n, char * tile, int row);

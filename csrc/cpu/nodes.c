@@ -10,7 +10,8 @@
 #define CHUNK_BYTES (12 << 10)     // of weights that stay in the first-level cache while tiles use them
 #define PIECE_BYTES (2 << 10)      // of weights that few rows read, which wait for memory: as many are asked for
 #define AHEAD_BYTES (16 << 10)     // behind them
-#define FAR_BYTES   (1 << 20)      // of a matrix that is no longer in a second-level cache when it is read again; others are not asked for
+#define FAR_BYTES   (1 << 20)      // of a matrix that is no longer in a second-level cache when it is read again; others are asked for where rows compute
+#define ASKED_TILES 4              // with them for long (asked_rows), but are not so many that their weights come while they compute
 
 // ggml keeps a node's function in the first 24 bytes of its parameters; the scale of scores, or what is added to a mean, comes behind them.
 #define SCALE_AT 32
@@ -70,7 +71,8 @@ static void ask_for(const char * from, size_t bytes) {
 
 static void multiply_group(const job * j, const char * group, float * sums) {
     const pgs_kernel * k     = j->k;
-    const bool         waits = j->count == 1 && j->far;  // for memory
+    const bool         long_enough = k->asked_rows > 0 && j->rows >= k->asked_rows && j->count <= ASKED_TILES;
+    const bool         waits = (j->count == 1 && j->far) || long_enough;  // for memory
     const int64_t      fit   = (int64_t) ((waits ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
     memset(sums, 0, (size_t) j->count * TILE * LANES * sizeof(float));
     for (int64_t first = 0; first < j->blocks; first += chunk) {

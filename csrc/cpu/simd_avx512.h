@@ -11,6 +11,7 @@
 #define ROWS   8  // rows whose sums fit the registers
 #define FLOAT_ROWS 8
 #define HELD_ROWS 8
+#define BYTES_ASKED 4  // rows from which weights of Q8_0 are asked for
 
 typedef __m512  vf;
 typedef __m512i vi;
