@@ -104,6 +104,7 @@ class Session:
         self.drafter: Drafts | None = None
         self.lookup: LookupControl | None = None  # what drafts without a model
         self.costs: dict[int, float] | None = None  # milliseconds per step by width, of the first drafter; None where the width is pinned
+        self._verify_costs: dict[int, float] = {}  # of steps that verify given ids, by rows; where a drafter says what its drafts are worth
         self.other_costs: dict[Kind, float] = {}  # of other kinds of steps: further drafters, and graphs of more rows than there are drafts
         self.costs_cached = False
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
@@ -164,8 +165,6 @@ class Session:
         self.scheduler = Scheduler(self.engine, options.width, lookup=self.lookup)
         if self.drafter is not None and width is None:
             self._measure_costs()
-            if any(member.confident for member in self.drafter.members) and (given := self._given_costs()):
-                self.scheduler.confidence = Confidence(given)
         self.scheduler.widths = self.width_control()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
         self.load_seconds = time.perf_counter() - started
@@ -368,7 +367,11 @@ class Session:
         """A new one, with the costs that were measured of this session; None where the width is pinned."""
         if self.drafter is None or not self.costs:
             return None
-        return WidthControl.measured_for(self.drafter.method, self.costs, self.other_costs)
+        control = WidthControl.measured_for(self.drafter.method, self.costs, self.other_costs)
+        confident = [member.method for member in self.drafter.members if member.confident]
+        if confident and (given := self._verify_costs or self._given_costs()):
+            self._verify_costs, control.confidence = given, {method: Confidence(given) for method in confident}
+        return control
 
     def _context(self, n_ctx: int | None) -> int:
         trained = self.target.context_length

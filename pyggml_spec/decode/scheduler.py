@@ -81,14 +81,13 @@ class Scheduler:
     ``prefix_memory``: bytes on the device for the beginnings of prompts; 0: every prompt is computed as a whole. ``files``: where they outlive
     this process. ``lookup``: verifies what came before, where that wins more than what would run instead. ``kinds``: of steps that are tried
     beside each drafter's widths. ``groups``: of sequences that decode beside each other on several devices, 1 or 2; None measures what pays.
-    ``confidence``: of a drafter that says what its drafts are worth, where there is one slot.
     """
 
     def __init__(
         self, engine: Engine, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None,
-        files: PrefixFiles | None = None, kinds: Iterable[Kind] = (), groups: int | None = None, confidence: Confidence | None = None,
+        files: PrefixFiles | None = None, kinds: Iterable[Kind] = (), groups: int | None = None,
     ) -> None:  # fmt: skip
-        self.engine, self._stats, self.lookup, self.confidence = engine, BatchStats(), lookup, confidence
+        self.engine, self._stats, self.lookup = engine, BatchStats(), lookup
         self.prefixes = PrefixCache(engine, prefix_memory, files, shared=True) if prefix_memory else None
         self.widths: WidthControl | None = None
         if width is None and engine.drafter is not None:
@@ -342,7 +341,7 @@ class Scheduler:
             return [self.engine.given_role(width) for width in sorted({kind.width for kind in kinds})]
         engine, drafting = self.engine, [kind for kind in kinds if kind.width > 1]
         plain: list[tuple] = [("plain", 1)] if len(drafting) < len(kinds) else []
-        looked = [kind for kind in drafting if request.guide is not None or (self.confidence is not None and self._says(kind.drafter))]
+        looked = [kind for kind in drafting if request.guide is not None or self._confidence(kind) is not None]
         fused = [engine.drafting_role("fused", kind.drafter, kind.width, kind.verified) for kind in drafting if kind not in looked]
         if not looked:
             return [*plain, *fused]
@@ -491,14 +490,15 @@ class Scheduler:
 
     def _weigher(self, kind: Kind) -> Callable[[np.ndarray], int] | None:
         """Says how many drafts of a block of this kind are to be verified, where its drafter says what they are worth."""
-        if self.confidence is None or self.widths is None or kind.width == 1 or not self._says(kind.drafter):
+        confidence = self._confidence(kind)
+        if confidence is None or self.widths is None:
             return None
-        confidence, pace = self.confidence, self.widths.pace(self._covered, kind, self._sequences)
+        pace = self.widths.pace(self._covered, kind, self._sequences)
         return lambda said: confidence.worth(said.tolist(), pace)
 
-    def _says(self, method: str) -> bool:
-        drafter = self.engine.drafter
-        return drafter is not None and any(member.confident for member in drafter.members if member.method == method)
+    def _confidence(self, kind: Kind) -> Confidence | None:
+        """Of a step of this kind, what its drafter's words are worth; None where it says nothing."""
+        return self.widths.confidence.get(kind.drafter) if self.widths is not None and kind.width > 1 else None
 
     def _look_up(self, lookup: LookupControl, decoding: list[Stream], width: int, work: dict[int, Work]) -> int:
         """Adds those that verify what came before, if that wins more than a step of this ``width``; returns the width of the others."""
@@ -511,9 +511,9 @@ class Scheduler:
         elif self.widths is None:
             tokens = [s.stats.tokens_per_draft if of else 1.0 for s, of in zip(decoding, drafting)]
         else:
-            milliseconds = self.widths.costs.get((self._covered, self._kind))
-            if milliseconds is None:  # the costs of drafting are being learnt
+            if (self._covered, self._kind) not in self.widths.costs:  # the costs of drafting are being learnt
                 return width
+            milliseconds = self.widths.cost(self._covered, self._kind)
             curves = [s.acceptance[self._kind.drafter].tokens() if s is not None else [1.0] for s in self._sequences]
             tokens = [curve[min(width, len(curve)) - 1] for curve in curves]
         choice = lookup.choose(self._covered, [s._suffix for s in decoding], tokens, milliseconds, width if any(drafting) else 1)
@@ -533,8 +533,9 @@ class Scheduler:
             if stream._suffix is not None:
                 stream._suffix.extend(block)
             stream._rows = item.verified or item.width if isinstance(item, Draft) else item.rows
-            if self.confidence is not None and isinstance(item, Draft) and item.weigh is not None:
-                self.confidence.observe(len(result.tokens) - 1, len(block) - 1)
+            if isinstance(item, Draft) and item.weigh is not None and (confidence := self._confidence(self._kind)) is not None:
+                confidence.observe(len(result.tokens) - 1, len(block) - 1)
+                stream._rows = len(result.tokens)  # a block that was cut says nothing of what whole ones take
             stream._matched = len(block) - 1  # forbidden drafts are rejected ones, of blocks that cost less
         if block:
             stream.tokens += block

@@ -13,7 +13,8 @@ Blocks may lose against plain decoding what they have won, CREDIT at the start, 
 that is not tried, a narrower one perhaps. That bounds what a drafter costs that is never right, whatever the costs are, and is the one rule of
 when blocks are tried. What texts have won the next one may lose, too: texts begin with tokens that are hard to foresee. Measured in turn on the
 embedded pair's 20 prompts, two idle cores, a text that could lose one plain step of its own gave 1.16 of plain decoding, at least 0.90; this, 1.52 and
-1.15. What one sequence teaches is the next one's prior. A plain step that keeps the drafter's inputs takes 2 to 4 % more there, so a text that could
+1.15. What one sequence teaches is the next one's prior. Where a drafter says what its drafts are worth, blocks count as what they become: drafts that
+were not verified bring nothing, and their rows cost nothing (``confidence.py``). A plain step that keeps the drafter's inputs takes 2 to 4 % more there, so a text that could
 afford no block for REST steps is decoded without them to its end.
 """
 
@@ -22,6 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+
+from .confidence import Confidence
 
 
 class Kind(NamedTuple):
@@ -184,7 +187,11 @@ class _Use:
 
 class WidthControl:
     """Chooses the kind of each step. ``widths``: of every drafter; ``costs``: milliseconds by kind for one slot, None to learn them; ``more``:
-    further kinds of these drafters."""
+    further kinds of these drafters.
+
+    Attributes:
+        confidence: by drafter, of those that say what their drafts are worth, where there is one slot.
+    """
 
     def __init__(self, widths: Mapping[str, Sequence[int]], costs: Mapping[Kind, float] | None = None, more: Iterable[Kind] = ()) -> None:
         self.widths = {name: tuple(sorted(w for w in of if w > 1)) for name, of in widths.items() if any(w > 1 for w in of)}
@@ -201,6 +208,7 @@ class WidthControl:
             plain = costs[PLAIN_STEP]
             self.kinds = [kind for kind in self.kinds if kind == PLAIN_STEP or kind.width * plain > costs.get(kind, float("inf"))]
             self.costs = {(1, kind): costs[kind] for kind in self.kinds}
+        self.confidence: dict[str, Confidence] = {}
         self.changes = 0
         decay = TEAM_DECAY if len(self.widths) > 1 else DECAY
         self.seen = {name: Acceptance(max(of) - 1, decay=decay) for name, of in self.widths.items()}  # of all sequences
@@ -277,13 +285,13 @@ class WidthControl:
         speed = self._speeds(covered, sequences)
         if self._allowed is None and len(speed) > 1:
             first = max((kind for kind in speed if kind != PLAIN_STEP), key=speed.__getitem__)
-            self._allowed = self._credit(self.costs[covered, first] / plain - 1)
+            self._allowed = self._credit(self.cost(covered, first) / plain - 1)
         if use.kind is None:
             use.kind = max(speed, key=speed.__getitem__)
             if use.kind == PLAIN_STEP:
                 return PLAIN_STEP
         most = plain * (1 + (self._allowed or 0.0))
-        affordable = [kind for kind in self.kinds if kind.width > 1 and self.costs[covered, kind] + late <= most]
+        affordable = [kind for kind in self.kinds if kind.width > 1 and self.cost(covered, kind) + late <= most]
         if not affordable:
             return PLAIN_STEP
         if use.kind == PLAIN_STEP:
@@ -294,7 +302,7 @@ class WidthControl:
             wider = [kind for kind in affordable if kind.drafter == use.kind.drafter and kind.width > use.kind.width]
             if wider:
                 use.probing = True
-                return min(wider, key=lambda kind: (kind.width, self.costs[covered, kind]))
+                return min(wider, key=lambda kind: (kind.width, self.cost(covered, kind)))
         if len(self.widths) > 1 and (other := self._other(covered, len(sequences), use, affordable, speed)) is not None:
             use.probing = True
             return other
@@ -313,12 +321,17 @@ class WidthControl:
             return None
         others = [kind for kind in affordable if kind.drafter != use.kind.drafter]
         hoped = Acceptance(max((kind.width for kind in others), default=1) - 1, HOPED_ACCEPTANCE).tokens()
-        most = max((hoped[kind.width - 1] / self.costs[covered, kind] for kind in others), default=0.0)
+        most = max((hoped[kind.width - 1] / self.cost(covered, kind) for kind in others), default=0.0)
         return max(others, key=speed.__getitem__, default=None) if most > speed[use.kind] / sequences else None
+
+    def cost(self, covered: int, kind: Kind) -> float:
+        """Milliseconds that such a step is expected to take, which are fewer than all of its rows take where its drafter's doubts cut blocks."""
+        ms, doubts = self.costs[covered, kind], self.confidence.get(kind.drafter)
+        return ms if doubts is None else max(ms - doubts.saves(kind.width), self.costs[covered, PLAIN_STEP])
 
     def _cheapest(self, covered: int) -> float:
         """Milliseconds of the cheapest block."""
-        return min((self.costs[covered, kind] for kind in self.kinds if kind.width > 1), default=float("inf"))
+        return min((self.cost(covered, kind) for kind in self.kinds if kind.width > 1), default=float("inf"))
 
     def _credit(self, extra: float) -> float:
         """As many whole blocks, that cost ``extra`` plain steps more than one, as CREDIT pays for."""
@@ -331,13 +344,13 @@ class WidthControl:
         self._turns.remove(name)
         self._turns.append(name)
         hoped = Acceptance(max(self.widths[name]) - 1).tokens()
-        return max(
-            (kind for kind in affordable if kind.drafter == name), key=lambda kind: hoped[kind.width - 1] / self.costs[covered, kind]
-        )
+        return max((kind for kind in affordable if kind.drafter == name), key=lambda kind: hoped[kind.width - 1] / self.cost(covered, kind))
 
     def _speeds(self, covered: int, sequences: Sequence[Drafted | None]) -> dict[Kind, float]:
         """Expected tokens per millisecond."""
         costs = self.costs
+        if self.confidence:
+            return {kind: tokens / self.cost(covered, kind) for kind, tokens in self.expected(sequences).items()}
         return {kind: tokens / costs[covered, kind] for kind, tokens in self.expected(sequences).items()}
 
     def pace(self, covered: int, kind: Kind, sequences: Sequence[Drafted | None]) -> float:
@@ -364,7 +377,7 @@ class WidthControl:
         use = self._uses.get(covered)
         if use is None or use.kind is None or not drafted:
             return
-        cost = self.costs[covered, kind]
+        cost = self.cost(covered, kind)
         if kind != PLAIN_STEP and use.plain:
             if known:
                 use.late += LATE_RATE * (min(max(milliseconds - cost, 0.0), 2 * cost) - use.late)
