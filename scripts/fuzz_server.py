@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """A long run against `pyspec serve`: clients that leave at any moment, requests that nobody would write, more clients than the queue takes.
 
-    python scripts/fuzz_server.py [--disconnects 1000] [--malformed 10000] [--schemas 1000] [--crowd 200] [--seed 1] [--growth 8]
+    python scripts/fuzz_server.py [--disconnects 1000] [--malformed 10000] [--schemas 1000] [--crowd 200] [--kills 5] [--seed 1] [--growth 8]
 
 Every phase comes twice, with the same requests, half of the count each: what the second round adds to the server's memory is growth, and more than
-``--growth`` MiB of it is wrong. Some clients read slowly then, and in the end the server is told to end while it streams. Says how many of each there
-were, how they were answered, whether another stream's text stayed what it was, whether every slot is free afterwards, and the memory behind each
-phase, beside the parts of it that have budgets: copies of prompts, and graphs. Exit code 1 if anything was wrong.
+``--growth`` MiB of it is wrong. Some clients read slowly then, and the server is told to end while it streams. At last one with ``--prefix-cache`` is
+killed while it decodes and writes, and started again on the same folder, ``--kills`` times. Says how many of each there were, how they were answered,
+whether another stream's text stayed what it was, whether every slot is free afterwards, and the memory behind each phase, beside the parts of it that
+have budgets: copies of prompts, and graphs. Exit code 1 if anything was wrong.
 """
 
 import argparse
@@ -14,8 +15,10 @@ import asyncio
 import collections
 import json
 import random
+import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -48,6 +51,7 @@ def schemas(server: Running, rng: random.Random, count: int) -> collections.Coun
             {"regex": f"({name[:3]}|{name[3:6]})*{name[6]}[a-z]{{{rng.randint(2, 12)}}}"},
             {"grammar": f'root ::= "{name}" [0-9]{{1,{rng.randint(2, 9)}}} | "{name[:4]}" root'},
             {"grammar": f'root ::= "{name}" [a-z ]+', "grammar_lazy": True, "grammar_triggers": [{"type": "word", "value": name}]},
+            {"grammar": f'root ::= "{name}" [a-z ]+', "grammar_lazy": True, "grammar_triggers": [{"type": "pattern", "value": f"({name[:4]}.*|(a+)+){name[4]}"}]},
         ])  # fmt: skip
         response = server.post("/completion", prompt="x", n_predict=6, temperature=0, **said)
         check(response, said)
@@ -139,12 +143,46 @@ def end_under_load(server: Running, clients: int, drain: float) -> tuple[int, fl
     return status, took, ends
 
 
+def killed(count: int, rng: random.Random) -> tuple[int, int, int]:
+    """A server that is killed at any moment of its work and started again on the files it left: texts that are alike, texts, and tokens of prompts
+    that came from those files."""
+    alike = texts = reused = 0
+    asked = ask(60, prompt="def quicksort(items):\n    " + "# sorts a list of items in place\n    " * 24)
+    with tempfile.TemporaryDirectory() as folder:
+        want = None
+        for _ in range(count + 1):
+            server = Running("--slots", 4, "--prefix-cache", folder)
+            try:
+                want = want or server.ok("/completion", **asked, cache_prompt=False)["content"]
+                said = server.ok("/completion", **asked)
+                alike, texts, reused = alike + (said["content"] == want), texts + 1, reused + said["timings"]["cache_n"]
+                load = [threading.Thread(target=leave, args=(server, ask(2000, prompt=f"# {rng.random()}\n" * 40), 1.0)) for _ in range(8)]
+                for thread in load:
+                    thread.start()
+                started(server, 4)
+                time.sleep(rng.random())
+            finally:
+                server.end(signal.SIGKILL)
+            for thread in load:
+                thread.join()
+    return alike, texts, reused
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("disconnects", 1000), ("malformed", 10_000), ("schemas", 1000), ("crowd", 200), ("seed", 1), ("growth", 8)):
+    for name, default in (
+        ("disconnects", 1000),
+        ("malformed", 10_000),
+        ("schemas", 1000),
+        ("crowd", 200),
+        ("kills", 5),
+        ("seed", 1),
+        ("growth", 8),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
     server = Running("--slots", 4, "--queue", 32, "--drain", 2, "--prefix-memory", 32)
+    server.http.timeout = 900  # of a machine with other work
     want = server.ok("/completion", **ask(200))["content"]
     print(f"memory before: {memory(server)}", flush=True)
     behind, right, texts = [], True, []
@@ -175,7 +213,12 @@ def main() -> None:
     free = server.slots_are_free()
     print(f"memory after: {memory(server)}; every slot is {'free' if free else 'NOT free'}", flush=True)
     status, took, ends = end_under_load(server, CLIENTS, 2)
-    print(f"SIGTERM under load, --drain 2: status {status} after {took:.1f} s; streams: {dict(ends)}")
+    print(f"SIGTERM under load, --drain 2: status {status} after {took:.1f} s; streams: {dict(ends)}", flush=True)
+    same, texts_again, reused = killed(asked.kills, random.Random(asked.seed))
+    print(
+        f"{asked.kills} times kill -9 and started again with --prefix-cache: {same} of {texts_again} texts are alike, {reused} tokens of prompts from files"
+    )
+    right &= same == texts_again and (reused > 0 or not asked.kills)
     ended = ends["whole"] + ends["an error"] == sum(ends.values()) == CLIENTS
     wrong = (
         not (free and all(beside) and right and ended and growth <= asked.growth)

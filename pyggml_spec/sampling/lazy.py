@@ -5,13 +5,17 @@
 
 What the constraint holds begins with the trigger itself, as in llama.cpp. A token that ends a trigger and goes on in a way that the constraint does
 not allow is forbidden, so that the text behind a trigger always fits.
+
+Where one of the triggers is a pattern, words are patterns too, and the first in their order that matches says where the constraint begins: at the first
+group of it that holds something, or at the match.
 """
 
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,9 +23,14 @@ import numpy as np
 from ..errors import EngineError, SamplingError
 from ..text.tokenizer import Tokenizer
 from .grammar import KINDS, Grammar, Vocabulary, allows, first_set
+from .pattern import Pattern
+from .search import Place, Search
 
 MOST_TRIGGERS, MOST_WORD = 64, 256
+MOST_BEHIND = 4096  # bytes from where a constraint begins to where its pattern ends; it is given them in every step that could end it
 KEPT, KEPT_TAILS = 16, 32  # constraints with their triggers per vocabulary, and beginnings of words of each: 1 MB for 250,000 tokens
+
+NEVER: list[int] = [-1]  # what no constraint is given: too much lies between a beginning and the pattern's end
 
 
 @dataclass
@@ -31,10 +40,12 @@ class _Before:
     Attributes:
         over: tokens that may end a word and go on behind it.
         bits: as of ``Grammar.bits``, by the beginning of a word that the text ends with.
+        search: looks for patterns, if there are any.
     """
 
     over: tuple[int, ...]
-    bits: OrderedDict[bytes, np.ndarray] = field(default_factory=OrderedDict)
+    bits: OrderedDict[Any, np.ndarray] = field(default_factory=OrderedDict)
+    search: Search | None = None
 
 
 _known: "WeakKeyDictionary[Vocabulary, OrderedDict[tuple, _Before]]" = WeakKeyDictionary()
@@ -48,14 +59,14 @@ class LazyGrammar:
         ended: whether an end token was accepted.
     """
 
-    def __init__(self, kind: str, text: str, triggers: Sequence[str | int], tokenizer: Tokenizer) -> None:
+    def __init__(self, kind: str, text: str, triggers: Sequence[str | int | Pattern], tokenizer: Tokenizer) -> None:
         """
         Args:
             kind, text: of the constraint, which begins with the trigger.
-            triggers: words, or tokens by their ids.
+            triggers: words, tokens by their ids, or patterns.
 
         Raises:
-            SamplingError: the constraint is wrong, or does not begin with a trigger.
+            SamplingError: the constraint is wrong, does not begin with a trigger that is a word or a token, or a pattern is refused.
         """
         self.kind, self.ended = kind, False
         self._vocabulary = Vocabulary.of(tokenizer)
@@ -64,19 +75,26 @@ class LazyGrammar:
         self._words = tuple(t.encode() for t in triggers if isinstance(t, str))
         self._longest = max(map(len, self._words), default=1)
         self._begins = frozenset(word[:k] for word in self._words for k in range(1, len(word)))
-        self._tail = b""  # the last bytes, if a word begins with them
+        self._tail: bytes | Place = b""  # the last bytes, if a word begins with them
         self._free = np.packbits(np.ones(8 * self._vocabulary.n_bytes, bool), bitorder="little")
         self._free[-(-self._vocabulary.n_vocab // 8) :] = 0
         if self._vocabulary.n_vocab % 8:
             self._free[self._vocabulary.n_vocab // 8] = (1 << self._vocabulary.n_vocab % 8) - 1
         for trigger in triggers:
+            if isinstance(trigger, Pattern):  # what a pattern finds is held against the constraint when it is there
+                continue
             begins = [trigger] if isinstance(trigger, int) else self._vocabulary.tokens_of(trigger.encode())
             if self._inner.fits(begins) < len(begins):
                 raise SamplingError(
                     f"the {KINDS[kind]} does not begin with its trigger {trigger!r}; let it begin with it, or drop the trigger"
                 )
         self._before = _before(self._vocabulary, kind, text, tuple(triggers), self._words)
-        self.bits()  # here, and not in a step: 4,000 tokens of a large vocabulary end a "{", 40 ms
+        if self._before.search is not None:
+            self._tail = self._before.search.begin
+        try:
+            self.bits()  # here, and not in a step: 4,000 tokens of a large vocabulary end a "{", 40 ms
+        except EngineError as error:
+            raise SamplingError(str(error)) from None
 
     @property
     def complete(self) -> bool:
@@ -92,6 +110,8 @@ class LazyGrammar:
             if token in self._vocabulary.ends:
                 return i + 1
             if (fed := self._fed(tail, int(token))) is not None:
+                if fed is NEVER:
+                    return i
                 passed = self._inner.fits([*fed, *tokens[i + 1 :]]) - len(fed)
                 return i + 1 + passed if passed >= 0 else i
             tail = self._after(tail, int(token))
@@ -105,19 +125,47 @@ class LazyGrammar:
         """As of ``Grammar.bits``."""
         if self._begun:
             return self._inner.bits()
-        known = self._before.bits
+        known, key = self._before.bits, self._tail.key() if isinstance(self._tail, Place) else self._tail
         with _finding:
-            bits = known.get(self._tail)
+            bits = known.get(key)
         if bits is None:
             bits = self._free.copy()
-            for token in self._before.over:
-                if not self.allows(token):
-                    bits[token >> 3] &= 255 ^ 1 << (token & 7)
+            for token in self._over() if isinstance(self._tail, Place) else (t for t in self._before.over if not self.allows(t)):
+                bits[token >> 3] &= 255 ^ 1 << (token & 7)
             with _finding:
-                known[self._tail] = bits
+                known[key] = bits
                 while len(known) > KEPT_TAILS:
                     known.popitem(last=False)
         return bits.copy()
+
+    def _over(self) -> Iterator[int]:
+        """Tokens that end a pattern in a way that the constraint does not allow. What it allows behind each beginning is asked for once."""
+        search, place = self._before.search, self._tail
+        assert search is not None and isinstance(place, Place)
+        allowance = search.allowance()
+        masks: dict[int, np.ndarray | None] = {}
+        for token in map(int, search.ending(place)):
+            if token in self._tokens or token in self._vocabulary.ends:
+                continue
+            start = search.past(place, token)[1]
+            search.check(allowance)
+            if start is None or start > len(place.text) or self._vocabulary.is_special(token):
+                if not self.allows(token):
+                    yield token
+                continue
+            if start not in masks:
+                masks[start] = self._behind(place.text[start:])
+            if (may := masks[start]) is None or not allows(may, token):
+                yield token
+
+    def _behind(self, text: bytes) -> np.ndarray | None:
+        """What the constraint allows behind ``text``, as of ``Grammar.bits``; None if it does not allow the text."""
+        inner, fed = self._inner.copy(), self._vocabulary.tokens_of(text)
+        if len(text) > MOST_BEHIND or inner.fits(fed) < len(fed):
+            return None
+        for part in fed:
+            inner.accept(part)
+        return inner.bits()
 
     def mask(self) -> np.ndarray:
         """Bool [n_vocab]: the tokens that may come next."""
@@ -173,16 +221,24 @@ class LazyGrammar:
         if fed is None:
             self._tail = self._after(self._tail, int(token))
             return
-        if self._inner.fits(fed) < len(fed):
+        if fed is NEVER or self._inner.fits(fed) < len(fed):
             raise EngineError(f"the {KINDS[self.kind]} does not allow what comes with its trigger")
         self._begun = True
         for part in fed:
             self._inner.accept(part)
 
-    def _fed(self, tail: bytes, token: int) -> list[int] | None:
+    def _fed(self, tail: bytes | Place, token: int) -> list[int] | None:
         """What the constraint is given if ``token`` ends a trigger behind ``tail``: the trigger and what the token has behind it; None if not."""
         if token in self._tokens:
             return [token]
+        if isinstance(tail, Place):
+            assert self._before.search is not None
+            place, start = self._before.search.past(tail, token)
+            if start is None:
+                return None
+            if start == len(tail.text) and not self._vocabulary.is_special(token):
+                return [token]
+            return self._vocabulary.tokens_of(place.text[start:]) if len(tail.text) - start <= MOST_BEHIND else NEVER
         text = tail + self._vocabulary.pieces[token]
         found = [at for at in map(text.find, self._words) if at >= 0]
         if not found:
@@ -190,7 +246,10 @@ class LazyGrammar:
         at = min(found)
         return [token] if at == len(tail) and not self._vocabulary.is_special(token) else self._vocabulary.tokens_of(text[at:])
 
-    def _after(self, tail: bytes, token: int) -> bytes:
+    def _after(self, tail: bytes | Place, token: int) -> bytes | Place:
+        if isinstance(tail, Place):
+            assert self._before.search is not None
+            return self._before.search.past(tail, token)[0]
         text = (tail + self._vocabulary.pieces[token])[-self._longest + 1 :] if self._longest > 1 else b""
         return next((text[i:] for i in range(len(text)) if text[i:] in self._begins), b"")
 
@@ -204,12 +263,21 @@ def _before(vocabulary: Vocabulary, kind: str, text: str, triggers: tuple, words
         if found is not None:
             kept.move_to_end(key)
             return found
-    found = _Before(_over_the_end(vocabulary, words))
+    if any(isinstance(t, Pattern) for t in triggers):
+        search = Search([t if isinstance(t, Pattern) else Pattern(_escaped(t)) for t in triggers if not isinstance(t, int)], vocabulary)
+        found = _Before((), search=search)
+    else:
+        found = _Before(_over_the_end(vocabulary, words))
     with _finding:
         kept[key] = found
         while len(kept) > KEPT:
             kept.popitem(last=False)
     return found
+
+
+def _escaped(word: str) -> str:
+    """A word as a pattern."""
+    return "".join(f"\\{c}" if c in "\\^$.*+?()[]{}|/" else c for c in word)
 
 
 def _over_the_end(vocabulary: Vocabulary, words: tuple[bytes, ...]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from ..errors import EngineError, SamplingError
 from ..text.tokenizer import Tokenizer
 from .grammar import KINDS, Grammar
 from .lazy import MOST_TRIGGERS, MOST_WORD, LazyGrammar
+from .pattern import Pattern
 
 Allowed = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(what ``Grammar.bits`` gives) -> I32 ids and F32 logits of the likeliest tokens that it allows, as many as ``Sampling.candidates``; -inf for
@@ -69,7 +70,8 @@ class Sampling:
         grammar: GBNF text that the output has to match.
         json_schema, regex, lark: the same, given as the text of a JSON schema, a regular expression for the whole output, or a grammar in
             llguidance's variant of Lark. One of the four at most.
-        triggers: words, or tokens by their ids, at the first of which the constraint begins, and with which it begins; before it the text is free.
+        triggers: words, tokens by their ids, or patterns (``Pattern``), at the first of which the constraint begins, and with which it begins;
+            before it the text is free.
             None: the constraint holds from the beginning.
         logprobs: report the log probability of every token and of this many most likely ones, under the model itself, before any sampler.
 
@@ -94,7 +96,7 @@ class Sampling:
     json_schema: str | None = None
     regex: str | None = None
     lark: str | None = None
-    triggers: tuple[str | int, ...] = ()
+    triggers: tuple[str | int | Pattern, ...] = ()
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -130,11 +132,11 @@ class Sampling:
 
     def _check_triggers(self) -> None:
         right = len(self.triggers) <= MOST_TRIGGERS and all(
-            (isinstance(t, str) and 0 < len(t) <= MOST_WORD) or (type(t) is int and t >= 0) for t in self.triggers
+            (isinstance(t, str) and 0 < len(t) <= MOST_WORD) or (type(t) is int and t >= 0) or isinstance(t, Pattern) for t in self.triggers
         )
         if not right:
             raise SamplingError(
-                f"the triggers are {self.triggers!r}; give at most {MOST_TRIGGERS} words of 1 to {MOST_WORD} characters, or token ids"
+                f"the triggers are {self.triggers!r}; give at most {MOST_TRIGGERS} words of 1 to {MOST_WORD} characters, token ids, or patterns"
             )
         if self.triggers and not self.constrained:
             raise SamplingError("there are triggers, and no constraint that could begin at them; give one")

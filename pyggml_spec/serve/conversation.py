@@ -47,7 +47,7 @@ class Chat:
 
 
 def sequence_asks(served: Served, body: Mapping[str, Any], ids: list[int], n_probs: int | None, constraint: tuple[str, str] | None,
-                  key: str, progress: bool, every_step: bool, triggers: tuple[str | int, ...] | None = None) -> list[Ask]:  # fmt: skip
+                  key: str, progress: bool, every_step: bool, triggers: tuple[fields.Trigger, ...] | None = None) -> list[Ask]:  # fmt: skip
     """What every dialect asks of each sequence; ``n`` of them; ``triggers``: None for those of the request. Raises ApiError, SamplingError."""
     triggers = fields.triggers(body, served.tokenizer, constraint) if triggers is None else triggers
     served.check_constraint(constraint, triggers)

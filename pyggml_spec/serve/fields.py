@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import SamplingError
+from ..sampling.pattern import Pattern
 from ..sampling.sampler import SAMPLERS, Sampling
 from ..text.tokenizer import Tokenizer
 from .errors import ApiError
 
 MOST_N = 64
+Trigger = str | int | Pattern
 NUMBERS = {  # field: (of Sampling, whole number)
     "temperature": ("temperature", False),
     "top_k": ("top_k", True),
@@ -111,7 +113,7 @@ def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
 
 def sampling(
     body: Mapping[str, Any], limits: Limits, tokenizer: Tokenizer, n_probs: int | None, constraint: tuple[str, str] | None,
-    triggers: tuple[str | int, ...] = (),
+    triggers: tuple[Trigger, ...] = (),
 ) -> Sampling:  # fmt: skip
     """How this request's tokens are chosen.
 
@@ -218,25 +220,27 @@ def constraint(body: Mapping[str, Any]) -> tuple[str, str] | None:
     return given[0][1:] if given else None
 
 
-def triggers(body: Mapping[str, Any], tokenizer: Tokenizer, constraint: tuple[str, str] | None) -> tuple[str | int, ...]:
-    """Of ``grammar_lazy``: the words or tokens in ``grammar_triggers`` at which the constraint begins; none without it.
+def triggers(body: Mapping[str, Any], tokenizer: Tokenizer, constraint: tuple[str, str] | None) -> tuple[Trigger, ...]:
+    """Of ``grammar_lazy``: the words, tokens or patterns in ``grammar_triggers`` at which the constraint begins; none without it.
 
     Raises:
-        ApiError: there are none, or patterns: what a regular expression costs over a growing text has no limit.
+        ApiError: there are none, or what is there is no trigger.
     """
     if not flag(body, "grammar_lazy"):
         return ()
     given = body.get("grammar_triggers", [])
     if not isinstance(given, list) or not given or not all(isinstance(t, (dict, str)) for t in given):
-        raise wrong("grammar_triggers", given, 'a list of words, or of {"type": "word" or "token", "value": ...}')
+        raise wrong(
+            "grammar_triggers", given, 'a list of words, or of {"type": "word", "token", "pattern" or "pattern_full", "value": ...}'
+        )
     if constraint is None:
         raise ApiError(400, "grammar_lazy needs a grammar that begins at the trigger; give one", param="grammar_lazy")
-    out: list[str | int] = []
+    out: list[Trigger] = []
     for trigger in given:
         kind, value = ("word", trigger) if isinstance(trigger, str) else (trigger.get("type"), trigger.get("value"))
-        if kind in ("pattern", "pattern_full", 2, 3):
-            raise ApiError(501, "patterns as triggers are not supported here; give words", param="grammar_triggers")
-        if kind in ("token", 0):
+        if kind in ("pattern", "pattern_full", 2, 3) and isinstance(value, str):
+            out.append(Pattern(value, full=kind in ("pattern_full", 3)))
+        elif kind in ("token", 0):
             token = trigger.get("token", value)
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < tokenizer.n_vocab:
                 raise wrong("grammar_triggers.token", token, "the id of a token")
@@ -244,7 +248,7 @@ def triggers(body: Mapping[str, Any], tokenizer: Tokenizer, constraint: tuple[st
         elif kind in ("word", 1) and isinstance(value, str):
             out.append(value)
         else:
-            raise wrong("grammar_triggers", trigger, 'a word, or {"type": "word" or "token", "value": ...}')
+            raise wrong("grammar_triggers", trigger, 'a word, or {"type": "word", "token", "pattern" or "pattern_full", "value": ...}')
     return tuple(out)
 
 

@@ -112,9 +112,15 @@ def settings(context: Context, ask: Ask, seed: int | None = None) -> dict[str, A
         "adaptive_decay": 0.0, "stop": list(ask.stop), "max_tokens": n, "n_predict": n, "ignore_eos": ask.ignore_end,
         "logit_bias": bias + (context.served.end_bias() if ask.ignore_end else []), "n_probs": s.logprobs or 0,
         "grammar": s.grammar or "", "grammar_lazy": bool(s.triggers),
-        "grammar_triggers": [{"type": 0, "token": t, "value": ""} if isinstance(t, int) else {"type": 1, "value": t} for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": ask.reuse,
+        "grammar_triggers": [_trigger(t) for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": ask.reuse,
         "speculative.types": ",".join(context.served.session.methods) or "none" if ask.mode is None else "none",
     }  # fmt: skip
+
+
+def _trigger(trigger: fields.Trigger) -> dict[str, Any]:
+    if isinstance(trigger, int):
+        return {"type": 0, "token": trigger, "value": ""}
+    return {"type": 1, "value": trigger} if isinstance(trigger, str) else {"type": 3 if trigger.full else 2, "value": trigger.text}
 
 
 async def _chunks(context: Context, reader: Reader, body: Mapping[str, Any]) -> AsyncIterator[bytes]:

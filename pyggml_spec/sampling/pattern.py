@@ -1,0 +1,355 @@
+"""Regular expressions as triggers: ECMAScript's, as llama.cpp has them, in time that grows with the text and not with what an expression could try.
+
+    text -> parts of the expression -> a program of bytes, choices and marks -> all of its ways at once, one byte after the other
+
+Nothing is ever tried again, so that no expression stalls the thread that asks. What cannot be had in this way is refused by name: references to groups,
+looking ahead, borders of words. As in llama.cpp, which works on bytes, a dot and a class are one byte.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import SamplingError
+
+MOST_TEXT, MOST_PARTS, MOST_REPEATS, DEEPEST = 1024, 512, 255, 32
+_ALL = (1 << 256) - 1
+_DIGIT = sum(1 << c for c in b"0123456789")
+_WORD = _DIGIT | sum(1 << c for c in b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+_SPACE = sum(1 << c for c in b" \t\n\r\f\v")
+_SETS = {"d": _DIGIT, "D": _ALL ^ _DIGIT, "w": _WORD, "W": _ALL ^ _WORD, "s": _SPACE, "S": _ALL ^ _SPACE}
+_CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
+BYTE, CHOICE, MARK, BEGIN, END, MATCH = range(6)
+Saves = tuple[int, ...]  # a place per mark, -1 where it was not passed
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A trigger: an expression that is looked for in all that came so far; ``full``: that has to match all of it."""
+
+    text: str
+    full: bool = False
+
+    @property
+    def anchored(self) -> str:
+        """The expression as it is looked for."""
+        return self.text if not self.full else f"{'' if self.text[:1] == '^' else '^'}{self.text}{'' if self.text[-1:] == '$' else '$'}"
+
+
+@dataclass
+class _Node:
+    """A part: "set" (one byte of ``bits``), "all" (one after the other), "either", "group", "repeat", "begin" or "end"."""
+
+    kind: str
+    parts: list["_Node"] = field(default_factory=list)
+    bits: int = 0
+    number: int = 0  # of a group
+    low: int = 0
+    high: int | None = None
+    lazy: bool = False
+
+    @property
+    def least(self) -> int:
+        """Bytes that it has at least."""
+        if self.kind == "set":
+            return 1
+        if self.kind == "either":
+            return min(part.least for part in self.parts)
+        return sum(part.least for part in self.parts) * (self.low if self.kind == "repeat" else 1)
+
+
+class _Reader:
+    """Text to parts."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at, self.groups = text, 0, 0
+
+    def wrong(self, why: str) -> SamplingError:
+        return SamplingError(f"the pattern {self.text[:80]!r} is refused at character {self.at}: {why}")
+
+    def peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def take(self) -> str:
+        self.at += 1
+        return self.text[self.at - 1 : self.at]
+
+    def either(self, depth: int = 0) -> _Node:
+        if depth > DEEPEST:
+            raise self.wrong(f"groups lie in each other more than {DEEPEST} deep")
+        ways = [self.row(depth)]
+        while self.peek() == "|":
+            self.take()
+            ways.append(self.row(depth))
+        return ways[0] if len(ways) == 1 else _Node("either", ways)
+
+    def row(self, depth: int) -> _Node:
+        parts = []
+        while (c := self.peek()) and c not in "|)":
+            parts.append(self.repeated(self.one(depth)))
+        return _Node("all", parts)
+
+    def one(self, depth: int) -> _Node:
+        c = self.take()
+        if c in "^$":
+            return _Node("begin" if c == "^" else "end")
+        if c == ".":
+            return _Node("set", bits=_ALL ^ (1 << 10) ^ (1 << 13))
+        if c == "(":
+            return self.group(depth)
+        if c == "[":
+            return _Node("set", bits=self.members())
+        if c == "\\":
+            return self.escaped()
+        if c in "*+?{":
+            raise self.wrong(f"there is nothing that {c!r} could repeat; write \\{c} for the character")
+        return _literal(c)
+
+    def group(self, depth: int) -> _Node:
+        number = 0
+        if self.peek() == "?":
+            if self.text[self.at : self.at + 2] != "?:":
+                raise self.wrong("looking ahead, and groups with names, are not supported; use ( ) or (?: )")
+            self.at += 2
+        else:
+            self.groups += 1
+            number = self.groups
+        inside = self.either(depth + 1)
+        if self.take() != ")":
+            raise self.wrong("a group has no end; add a )")
+        return _Node("group", [inside], number=number)
+
+    def escaped(self) -> _Node:
+        c = self.peek()
+        if c in _SETS and c:
+            self.take()
+            return _Node("set", bits=_SETS[c])
+        return _literal(self.character())
+
+    def character(self) -> str:
+        """What stands behind a backslash."""
+        c = self.take()
+        if c in ("x", "u"):
+            digits = self.text[self.at : self.at + (2 if c == "x" else 4)]
+            if len(digits) != (2 if c == "x" else 4) or any(d not in "0123456789abcdefABCDEF" for d in digits):
+                raise self.wrong(f"\\{c} takes {2 if c == 'x' else 4} hexadecimal digits")
+            self.at += len(digits)
+            if 0xD800 <= int(digits, 16) < 0xE000:
+                raise self.wrong("halves of a surrogate pair are no characters; write the character itself")
+            return chr(int(digits, 16))
+        if c in _CONTROLS and c:
+            return chr(_CONTROLS[c])
+        if not c or c.isalnum():
+            what = "references to groups are" if c.isdecimal() else "borders of words are" if c in ("b", "B") else f"\\{c} is"
+            raise self.wrong(f"{what} not supported; leave it out" if c else "a backslash stands at the end")
+        return c
+
+    def members(self) -> int:
+        """The set of a class, whose [ is taken."""
+        turned, bits = self.peek() == "^", 0
+        self.at += turned
+        while (c := self.take()) != "]":
+            if not c:
+                raise self.wrong("a class has no end; add a ]")
+            if c == "[" and self.peek() in (":", ".", "="):
+                raise self.wrong("classes by name are not supported; write their characters")
+            if c == "\\" and (e := self.peek()) in _SETS and e:
+                self.take()
+                bits |= _SETS[e]
+                continue
+            low = self.small(c)
+            if self.peek() == "-" and self.text[self.at + 1 : self.at + 2] not in ("]", ""):
+                self.take()
+                high = self.small(self.take())
+                if high < low:
+                    raise self.wrong("a range of a class ends before it begins")
+                bits |= (1 << high + 1) - (1 << low)
+            else:
+                bits |= 1 << low
+        return _ALL ^ bits if turned else bits
+
+    def small(self, c: str) -> int:
+        if c == "\\":
+            c = "\b" if self.peek() == "b" and self.take() else self.character()
+        if ord(c) > 127:
+            raise self.wrong(f"{c!r} stands in a class, which is one byte; write (?:a|b) for characters beyond ASCII")
+        return ord(c)
+
+    def repeated(self, node: _Node) -> _Node:
+        c = self.peek()
+        if not c or c not in "*+?{":
+            return node
+        if node.kind in ("begin", "end"):
+            raise self.wrong("^ and $ cannot be repeated")
+        self.take()
+        low, high = {"*": (0, None), "+": (1, None), "?": (0, 1), "{": (0, 0)}[c]
+        if c == "{":
+            low, high = self.counts()
+        lazy = self.peek() == "?"
+        self.at += lazy
+        if self.peek() and self.peek() in "*+?{":
+            raise self.wrong("what repeats cannot be repeated; put it into a group")
+        return _Node("repeat", [node], low=low, high=high, lazy=lazy)
+
+    def counts(self) -> tuple[int, int | None]:
+        """Those behind a {."""
+        inside, end, _ = self.text[self.at :].partition("}")
+        low, comma, high = inside.partition(",")
+        if not end or not (low.isascii() and low.isdecimal()) or not (not high or (high.isascii() and high.isdecimal())):
+            raise self.wrong("{ begins a count, like {2} or {1,3}; write \\{ for the character")
+        least, most = int(low[:9]), int(high[:9]) if high else None if comma else int(low[:9])
+        if least > MOST_REPEATS or (most or 0) > MOST_REPEATS or (most is not None and most < least):
+            raise self.wrong(f"counts go up from 0 to {MOST_REPEATS}")
+        self.at += len(inside) + 1
+        return least, most
+
+
+def _literal(c: str) -> _Node:
+    parts = [_Node("set", bits=1 << byte) for byte in c.encode("utf-8", "surrogatepass")]
+    return parts[0] if len(parts) == 1 else _Node("all", parts)
+
+
+class Program:
+    """One compiled expression.
+
+    Attributes:
+        code: (what, a, b): a set of bytes and what is next, two choices by preference, a mark and what is next, ...
+        work: parts that were looked at, for limits.
+    """
+
+    def __init__(self, pattern: Pattern) -> None:
+        """Raises SamplingError: it is no expression, one that is not supported, too large, or one that matches the empty text."""
+        text = pattern.anchored
+        if len(text) > MOST_TEXT:
+            raise SamplingError(f"a pattern has {len(text)} characters, but at most {MOST_TEXT} are allowed; make it smaller")
+        reader = _Reader(text)
+        node = reader.either()
+        if reader.peek():
+            raise reader.wrong("a ) has no (")
+        self.text, self.work, self._made = text, 0, 0
+        certain = _certain(node)
+        self.marks = [0] if certain is None else []  # the match's beginning, where no group certainly has one
+        self._groups = range(1, (certain or reader.groups) + 1)
+        self.marks += [mark for i in self._groups for mark in (2 * i, 2 * i + 1)]
+        self._slot = {mark: i for i, mark in enumerate(self.marks)}
+        self.code: list[tuple[int, int, int]] = [(MATCH, 0, 0)]
+        self.first = self._mark(0, self._emit(node, 0))
+        self.none: Saves = (-1,) * len(self.marks)
+        begin: list[tuple[int, Saves]] = []
+        if self.follow(begin, set(), self.first, self.none, 0, True) is not None or self.at_end(begin, 0) is not None:
+            raise SamplingError(f"the pattern {text[:80]!r} matches the empty text, so that nothing would be free; leave grammar_lazy out")
+        self.begin = tuple(begin)
+
+    def _emit(self, node: _Node, following: int) -> int:
+        """Where the code of ``node`` begins, with ``following`` behind it."""
+        self._made += 1
+        if self._made > 4 * MOST_PARTS or len(self.code) > MOST_PARTS:
+            raise SamplingError(
+                f"the pattern {self.text[:80]!r} has more than {MOST_PARTS} parts once its counts are written out; make it smaller"
+            )
+        if node.kind == "set":
+            return self._add(BYTE, node.bits, following)
+        if node.kind in ("begin", "end"):
+            return self._add(BEGIN if node.kind == "begin" else END, following, 0)
+        if node.kind == "either":
+            ways = [self._emit(part, following) for part in node.parts]
+            at = ways[-1]
+            for way in reversed(ways[:-1]):
+                at = self._add(CHOICE, way, at)
+            return at
+        if node.kind == "repeat":
+            return self._repeat(node, following)
+        if node.kind == "group" and node.number:
+            following = self._mark(2 * node.number + 1, following)
+        for part in reversed(node.parts):
+            following = self._emit(part, following)
+        return self._mark(2 * node.number, following) if node.kind == "group" and node.number else following
+
+    def _repeat(self, node: _Node, following: int) -> int:
+        (body,), at = node.parts, following
+        if node.high is None:
+            loop = self._add(CHOICE, 0, 0)
+            inside = self._emit(body, loop)
+            self.code[loop] = (CHOICE, following, inside) if node.lazy else (CHOICE, inside, following)
+            at = loop
+        for _ in range((node.high or node.low) - node.low):
+            inside = self._emit(body, at)
+            at = self._add(CHOICE, following, inside) if node.lazy else self._add(CHOICE, inside, following)
+        for _ in range(node.low):
+            at = self._emit(body, at)
+        return at
+
+    def _mark(self, mark: int, following: int) -> int:
+        return self._add(MARK, self._slot[mark], following) if mark in self._slot else following
+
+    def _add(self, what: int, a: int, b: int) -> int:
+        self.code.append((what, a, b))
+        return len(self.code) - 1
+
+    def follow(
+        self, out: list[tuple[int, Saves]], seen: set[int], at: int, saves: Saves, place: int, begin: bool = False, end: bool = False
+    ) -> Saves | None:
+        """Adds what can be reached from ``at`` without a byte, by preference; the marks of a match, if one is among it, behind which nothing counts."""
+        stack = [(at, saves)]
+        while stack:
+            at, saves = stack.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            self.work += 1
+            what, a, b = self.code[at]
+            if what == MATCH:
+                return saves
+            if what == CHOICE:
+                stack += [(b, saves), (a, saves)]
+            elif what == MARK:
+                stack.append((b, (*saves[:a], place, *saves[a + 1 :])))
+            elif what == BEGIN:
+                if begin:
+                    stack.append((a, saves))
+            elif what == END and end:
+                stack.append((a, saves))
+            else:
+                out.append((at, saves))
+        return None
+
+    def step(
+        self, ways: Sequence[tuple[int, Saves]], byte: int, place: int, matched: Saves | None
+    ) -> tuple[list[tuple[int, Saves]], Saves | None]:
+        """All ways past ``byte``, behind which lies ``place``; a match that begins here is looked for while there is none."""
+        out: list[tuple[int, Saves]] = []
+        seen: set[int] = set()
+        self.work += len(ways)
+        for at, saves in ways:
+            what, a, b = self.code[at]
+            if what == BYTE and a >> byte & 1 and (found := self.follow(out, seen, b, saves, place)) is not None:
+                return out, found
+        if matched is None:
+            matched = self.follow(out, seen, self.first, self.none, place)
+        return out, matched
+
+    def at_end(self, ways: Sequence[tuple[int, Saves]], place: int) -> Saves | None:
+        """The marks of the first way that matches where the text ends."""
+        seen: set[int] = set()
+        for at, saves in ways:
+            if self.code[at][0] == END:
+                found = self.follow([], seen, at, saves, place, end=True)
+                if found is not None:
+                    return found
+        return None
+
+    def start(self, saves: Saves) -> int:
+        """Where a constraint begins that a match with these marks triggers: at the first group that holds something, or at the match."""
+        for i in self._groups:
+            low, high = saves[self._slot[2 * i]], saves[self._slot[2 * i + 1]]
+            if 0 <= low < high:
+                return low
+        return saves[self._slot[0]]
+
+
+def _certain(node: _Node) -> int | None:
+    """The first group that holds something in every match: what begins before it does not matter then."""
+    if node.kind == "group" and node.number and node.least:
+        return node.number
+    if node.kind in ("all", "group"):
+        return next((found for part in node.parts if (found := _certain(part)) is not None), None)
+    return None
