@@ -16,7 +16,7 @@ from .decode.copying import settle
 from .decode.lookup import LookupControl
 from .decode.methods import Methods, methods
 from .decode.request import PLAIN, SPECULATIVE, LoopOptions
-from .decode.scheduler import Scheduler
+from .decode.scheduler import Scheduler, rests
 from .decode.stats import Stats
 from .decode.synthetic import SyntheticAcceptance
 from .decode.turns import ENDED, Turns
@@ -522,11 +522,9 @@ class Session:
         """Whether a text gets the rows that drafters read. Without drafts they are for nothing; but what its prompt goes on behind has them or has
         not, and to compute that anew takes longer than they do."""
         widths = self.scheduler.widths
-        if widths is not None and widths.never_pays:
-            return False
-        if widths is None or not widths.resting:
-            return True
-        return self.engine.slots[0].drafting if append else self.prefix.known(ids, True) > self.prefix.known(ids, False)
+        if append and widths is not None and widths.resting:
+            return self.engine.slots[0].drafting
+        return not rests(widths, lambda drafting: self.prefix.known(ids, drafting))
 
     def _held(self, ids: list[int], drafting: bool) -> int:
         """How many leading tokens of ``ids`` the last generation left in the caches: all that are there, or 0."""

@@ -274,3 +274,21 @@ def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
         history = [7, *prompt, *(t for event in session.steps([7, *prompt], 4, ignore_end=True) for t in event.tokens)]
         events = [*session.steps([*history, 50, 51], 4, ignore_end=True, append=True)]
         assert events[-1].stats.reused_tokens >= len(history) - 1 and not session.engine.slots[0].drafting
+
+
+@pytest.mark.parametrize("slots, rested", [(1, [False, False, True]), (2, [False, False, False])])
+def test_a_text_in_one_slot_rests_as_in_a_session(monkeypatch, slots, rested):
+    """Where drafts would not pay a text gets no drafter's inputs, unless its prompt goes on behind one that has them. What one slot's blocks cost
+    says nothing of several."""
+    prompt, said = list(range(40, 240)) * 3, []
+    with ps.load(device="CPU", threads=1, n_ctx=1024, prefix_memory=0) as session, session.batch(slots, prefix_memory=1 << 28) as scheduler:
+        monkeypatch.setattr(WidthControl, "never_pays", property(lambda self: False))
+        options = LoopOptions(4, width=16, ignore_end=True)
+        for ids, rests in ((prompt, False), ([*prompt, 41, 42], True), ([7, *prompt], True)):
+            monkeypatch.setattr(WidthControl, "resting", property(lambda self, rests=rests: rests))
+            stream = scheduler.submit(ids, options)
+            tokens = [token for block in stream for token in block]
+            said.append(not scheduler.engine.slots[stream.slot].drafting)
+            assert len(tokens) == 4 and (not said[-1] or stream.stats.drafted == 0)
+            assert bool(stream.stats.reused_tokens) == (len(said) == 2)
+    assert said == rested

@@ -386,7 +386,8 @@ class Scheduler:
                     engine.read_candidates(request.options.candidates, stream.slot, request.options.masked)
                 else:
                     drafting = request.speculating and self.width > 1  # or else its rows are for nothing
-                    slot = engine.admit(drafting, request.options.candidates, request.options.masked)
+                    rests = drafting and self._rests(stream)
+                    slot = engine.admit(drafting and not rests, request.options.candidates, request.options.masked)
                     if slot is None:
                         return
                     stream.slot, request.speculating = slot, drafting
@@ -400,6 +401,13 @@ class Scheduler:
                     stream._drafted = self.widths.begin(rests=not engine.slots[stream.slot].drafting)
                 self._enter(stream)
                 self._active.append(stream)
+
+    def _rests(self, stream: Stream) -> bool:
+        """Whether a text alone gets no rows that drafters read."""
+        if len(self.engine.slots) > 1:  # what one slot's blocks cost says nothing of theirs
+            return False
+        prefixes, reuse = self.prefixes, stream._request.options.reuse
+        return rests(self.widths, lambda drafting: prefixes.known(stream._prompt, drafting) if prefixes is not None and reuse else 0)
 
     def _enter(self, stream: Stream) -> None:
         """Finds out what the prompt shares with others, and whom it waits for."""
@@ -661,6 +669,14 @@ class Scheduler:
     def _drafters_failed(self, decoding: Sequence[Stream], sequences: Sequence[Drafted | None]) -> None:
         if any(s is not None and not stream._request.speculating for s, stream in zip(sequences, decoding)):
             self._changed = True  # a drafter has failed
+
+
+def rests(widths: WidthControl | None, known: Callable[[bool], int]) -> bool:
+    """Whether a text alone gets no rows that drafters read: nobody will draft. ``known``: how much of its prompt is there with these rows, and without:
+    to compute that anew would take longer than they do."""
+    if widths is None:
+        return False
+    return widths.never_pays or (widths.resting and known(True) <= known(False))
 
 
 def _alike(a: list[bytes], b: list[bytes]) -> int:
