@@ -19,6 +19,7 @@ log = logging.getLogger("pyspec.serve")
 LIBRARIES = ("uvicorn", "httptools", "msgspec")
 SWITCH_SECONDS = 0.0005  # how long the event loop may keep the interpreter from the thread of the steps
 THREADS = 2  # that render, encode and compile
+TOLD_SECONDS = 0.5  # that readers have for the error that ends what was cut off
 STARTING_SOCKETS = 2048  # connections that wait to be taken
 
 
@@ -170,8 +171,12 @@ async def _serve(
         ending: list[asyncio.Task[None]] = []
 
         async def drain() -> None:
-            if not await queue.drain(settings.drain):
+            began = loop.time()
+            ended = await queue.drain(settings.drain)
+            if not ended:
                 settings.told(f"cut off what had not ended within {settings.drain:g} s")
+            if left := await server.read_out(max(TOLD_SECONDS, began + settings.drain - loop.time()) if ended else TOLD_SECONDS):
+                settings.told(f"cut off {left} {'reader' if left == 1 else 'readers'} that had not taken all of an answer")
             server.should_exit = True
 
         def end(status: int = 0) -> None:

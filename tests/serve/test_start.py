@@ -1,17 +1,23 @@
 """Starting and ending: what is missing is said in one sentence, and nothing that was running is lost without a word."""
 
+import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
+import uvicorn
 from cli.process import environment, one_sentence, pyspec
 from serve.running import Running
 from workers import Worker, need_library
+
+from pyggml_spec.serve.protocol import JsonProtocol, Server
 
 
 def test_without_the_extra_one_sentence_names_the_command(tmp_path):
@@ -91,6 +97,67 @@ def test_what_does_not_end_in_time_is_told_so(options, second):
     assert running.end() == 0 and time.monotonic() - began < 15
     reader.join(20)
     assert got[-1]["error"]["code"] == 503 and "cut off" in got[-1]["error"]["message"]
+
+
+def _unread(running, tokens):
+    """A stream of which nothing is read, through a window that its answer does not fit."""
+    host, port = running.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "import os\n", "n_predict": tokens, "ignore_eos": True, "stream": True, "n_probs": 1000}).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect((host, int(port)))
+    sock.sendall(b"POST /completion HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    return sock
+
+
+def test_a_reader_that_does_not_read_holds_up_no_end():
+    """uvicorn waited 5 s for it, whatever `--drain` said. The one that reads is told that its answer was cut off."""
+    running, got = Running("--slots", 2, "--drain", "0.2"), []
+    unread = _unread(running, 1800)
+    reader = threading.Thread(target=_stream, args=(running, got, 2000))
+    reader.start()
+    while not got or max(slot["next_token"][0]["n_decoded"] for slot in running.http.get("/slots").json() if slot["id"] == 0) < 100:
+        time.sleep(0.01)  # 90 kB per token: more than a socket takes
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    reader.join(20)
+    unread.close()
+    assert got[-1]["error"]["code"] == 503
+    assert any(line.startswith("cut off what had not ended within 0.2 s") for line in running.lines)
+    assert not any("Traceback" in line or "graceful" in line for line in running.lines), running.lines
+    running.http.close()
+
+
+def test_readers_have_the_rest_of_the_time(monkeypatch):
+    """Who reads slowly has until the end of `--drain`, or half a second if that is over; then the connection is cut off."""
+
+    class Connection(JsonProtocol):
+        def __init__(self, looks):
+            self.looks, self.transport = looks, types.SimpleNamespace(abort=lambda: cut.append(self))
+
+        @property
+        def busy(self):
+            self.looks -= 1
+            return self.looks >= 0
+
+    cut, slept = [], []
+
+    async def main(looks, seconds):
+        server = Server(uvicorn.Config(None, log_config=None))
+        server.server_state.connections = {Connection(n) for n in looks}
+        loop, now = asyncio.get_running_loop(), [0.0]
+        monkeypatch.setattr(loop, "time", lambda: now[0], raising=False)
+
+        async def sleep(seconds):
+            slept.append(seconds)
+            now[0] += seconds
+
+        monkeypatch.setattr("pyggml_spec.serve.protocol.asyncio.sleep", sleep)
+        return await server.read_out(seconds)
+
+    assert asyncio.run(main([3, 0, 5], 2.0)) == 0 and not cut and len(slept) == 5
+    slept.clear()
+    assert asyncio.run(main([10**9, 2], 0.5)) == 1 and len(cut) == 1 and 0.45 < sum(slept) < 0.6
 
 
 def test_help_names_no_library():
