@@ -106,6 +106,7 @@ class Request:
         found: the drafts of its last step, if they were looked up (``lookup``).
         drafts: the drafts that its last step verified, whoever made them.
         guide: its constraint, step by step; None if it has none.
+        failed: what its constraint or its scripted drafter has raised before a step, which others share: it ends with it behind the step.
     """
 
     def __init__(self, prompt: Sequence[int], options: LoopOptions, stats: Stats, width: int) -> None:
@@ -116,6 +117,7 @@ class Request:
         self.found: list[int] = []
         self.method = ""  # by which they were looked up
         self.drafts: list[int] = []
+        self.failed: Exception | None = None
         self._forced = options.forced_drafts()
         self.may_force = self._forced is not None
         self.guide = Guide(options.sampler, options.synthetic) if options.masked and options.sampler is not None else None
@@ -133,7 +135,11 @@ class Request:
         """Its next step, if that verifies what a constraint leaves no choice about, filled up to a width that there are graphs for."""
         if self._forced is None:
             return None
-        self.forced, self.found = self._forced.next(), []
+        self.forced, self.found = [], []
+        try:
+            self.forced = self._forced.next()
+        except Exception as error:
+            self.failed = error
         if not self.forced:
             return None
         self._begin(self.forced)
@@ -150,7 +156,11 @@ class Request:
                 if self.guide is None and weigh is None:
                     return drafted(kind)
                 return Draft(kind.width, check=self.guide.check if self.guide is not None else None, drafter=kind.drafter, weigh=weigh)
-            drafts = self.options.drafts(self.history, kind.width - 1)
+            try:
+                drafts = self.options.drafts(self.history, kind.width - 1)
+            except Exception as error:
+                self.failed = error
+                return ALONE
             self._begin(drafts)
             return Verify(drafts)
         return ALONE if self.options.mode != REFERENCE else Verify([self.history[-1]] * (self.width - 1))
@@ -174,7 +184,11 @@ class Request:
 
         Raises:
             EngineError: the target produced NaN or Inf.
+            Exception: what its constraint or its scripted drafter has raised.
         """
+        failed = self.failed or (self.guide.failed if self.guide is not None else None)
+        if failed is not None:
+            raise failed
         if not result.target_finite:
             raise EngineError(engine.not_finite(slot))
         if not result.draft_finite:

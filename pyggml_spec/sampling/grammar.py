@@ -59,7 +59,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.n_vocab, self.n_bytes = tokenizer.n_vocab, 4 * -(-tokenizer.n_vocab // 32)
         self._tokenizer = weakref.ref(tokenizer)
-        self._raised: BaseException | None = None
+        self._inside = threading.local()  # what was raised inside a call of llguidance, by the thread that called
         self.pieces = pieces = tokenizer.pieces()
         self.ends = [i for i in range(self.n_vocab) if tokenizer.is_end(i)]
         if not self.ends:
@@ -109,6 +109,7 @@ class Vocabulary:
         matcher = LLMatcher(self._ll, source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # what no token begins is refused like other errors
+        self._raise()  # in this thread: nobody else's constraint has to do with it
         return matcher
 
     def masked(self, kind: str, text: str) -> None:
@@ -160,14 +161,17 @@ class Vocabulary:
         try:
             return self._encoded(text)
         except BaseException as error:
-            self._raised = error
+            self._inside.raised = error
             return self._ll.greedy_tokenize(text) if isinstance(text, str) else []
+
+    def _raise(self) -> None:
+        error, self._inside.raised = getattr(self._inside, "raised", None), None
+        if error is not None:
+            raise error
 
     def check(self, kind: str, matcher: LLMatcher) -> None:
         """Raises what was raised inside a call of ``matcher``, or the error that it ended in."""
-        if self._raised is not None:
-            error, self._raised = self._raised, None
-            raise error
+        self._raise()
         if matcher.is_error():
             raise EngineError(f"the {KINDS[kind]} cannot go on: {_reason(matcher.get_error())}")
 

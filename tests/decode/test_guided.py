@@ -14,7 +14,7 @@ from pyggml_spec.engine import masked
 from pyggml_spec.engine.candidates import Candidates
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.masked import MaskedRows
-from pyggml_spec.errors import DeviceError
+from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.sampling.grammar import Grammar, allows, only
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
@@ -239,3 +239,28 @@ def test_synthetic_acceptance_follows_the_constraint(session, device):
         assert stats.tokens_per_step > (2 if session.drafter is not None else 1.2)
         if not stats.cut:
             jsonschema.validate(json.loads(text), json.loads(schema))
+
+
+@pytest.mark.parametrize("method", ["fits", "forced", "ahead", "accept"])
+def test_a_constraint_that_fails_within_a_step_ends_its_own_sequence_alone(session, device, monkeypatch, method):
+    """Limits of llguidance are found behind some token: whoever shares the step goes on."""
+    alone, sampling = session.generate("def f(", 20)[0], Sampling(temperature=0, regex="[a-z ]{40}")
+    real, calls = getattr(Grammar, method), 0
+
+    def fails(self, *more):
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise EngineError("too many states of the lexer")
+        return real(self, *more)
+
+    with session.concurrent(slots=2) as server:
+        free = server.submit("def f(", 20)
+        monkeypatch.setattr(Grammar, method, fails)
+        bound = server.submit(PROMPT, 30, sampling=sampling)
+        with pytest.raises(EngineError, match="too many states"):
+            bound.result()
+        assert free.result()[0] == alone
+        monkeypatch.undo()
+        assert server.submit("def f(", 20).result()[0] == alone
+        assert not server.ended
