@@ -161,14 +161,82 @@ static void ask_extra_bufts(void);
 static const char * device_feature(ggml_backend_dev_t dev, const char * name);
 static void call_set_n_threads(void * fn, ggml_backend_t backend, int n);
 static void quiet_log(void);
-static void * error_keeper(void);
+static void keep_errors(void);
 static const char * kept_errors(void);
-static void forget_errors(void);
 static const char * compiled_ggml_version(void);
+"""
+
+# What the tokenizer, the samplers and the comparison with llama.cpp call of libllama.
+LLAMA = """
+typedef int32_t llama_token;
+typedef int32_t llama_pos;
+typedef int32_t llama_seq_id;
+enum llama_token_attr { LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_CONTROL, ... };
+enum llama_split_mode { LLAMA_SPLIT_MODE_NONE, ... };
+enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_ENABLED, ... };
+enum llama_rope_scaling_type { LLAMA_ROPE_SCALING_TYPE_NONE, ... };
+#define LLAMA_DEFAULT_SEED ...
+
+struct llama_model; struct llama_context; struct llama_vocab; struct llama_sampler;
+struct llama_model_params { int32_t n_gpu_layers; enum llama_split_mode split_mode; int32_t main_gpu; bool vocab_only; bool use_extra_bufts; ...; };
+struct llama_context_params { uint32_t n_ctx; uint32_t n_batch; uint32_t n_ubatch; int32_t n_threads; int32_t n_threads_batch;
+                              enum llama_rope_scaling_type rope_scaling_type; enum llama_flash_attn_type flash_attn_type;
+                              float rope_freq_base; float rope_freq_scale; float yarn_ext_factor; float yarn_attn_factor;
+                              float yarn_beta_fast; float yarn_beta_slow; uint32_t yarn_orig_ctx;
+                              enum ggml_type type_k; enum ggml_type type_v; ...; };
+typedef struct llama_batch { int32_t n_tokens; llama_token * token; float * embd; llama_pos * pos; int32_t * n_seq_id; llama_seq_id ** seq_id;
+                             int8_t * logits; } llama_batch;
+typedef struct llama_token_data { llama_token id; float logit; float p; } llama_token_data;
+typedef struct llama_token_data_array { llama_token_data * data; size_t size; int64_t selected; bool sorted; } llama_token_data_array;
+typedef struct llama_logit_bias { llama_token token; float bias; } llama_logit_bias;
+struct llama_sampler_chain_params { ...; };
+
+void llama_backend_init(void);
+struct llama_model_params llama_model_default_params(void);
+struct llama_model * llama_model_load_from_file(const char * path, struct llama_model_params params);
+void llama_model_free(struct llama_model *);
+
+const struct llama_vocab * llama_model_get_vocab(const struct llama_model *);
+int32_t llama_vocab_n_tokens(const struct llama_vocab *);
+const char * llama_vocab_get_text(const struct llama_vocab *, llama_token);
+enum llama_token_attr llama_vocab_get_attr(const struct llama_vocab *, llama_token);
+bool llama_vocab_is_eog(const struct llama_vocab *, llama_token);
+llama_token llama_vocab_bos(const struct llama_vocab *);
+llama_token llama_vocab_eos(const struct llama_vocab *);
+bool llama_vocab_get_add_bos(const struct llama_vocab *);
+bool llama_vocab_get_add_eos(const struct llama_vocab *);
+int32_t llama_tokenize(const struct llama_vocab *, const char * text, int32_t text_len, llama_token * tokens, int32_t n_tokens_max,
+                       bool add_special, bool parse_special);
+int32_t llama_token_to_piece(const struct llama_vocab *, llama_token, char * buf, int32_t length, int32_t lstrip, bool special);
+
+struct llama_context_params llama_context_default_params(void);
+struct llama_context * llama_init_from_model(struct llama_model *, struct llama_context_params params);
+void llama_free(struct llama_context *);
+struct llama_batch llama_batch_init(int32_t n_tokens, int32_t embd, int32_t n_seq_max);
+void llama_batch_free(struct llama_batch batch);
+int32_t llama_decode(struct llama_context *, struct llama_batch batch);
+float * llama_get_logits_ith(struct llama_context *, int32_t i);
+
+struct llama_sampler_chain_params llama_sampler_chain_default_params(void);
+struct llama_sampler * llama_sampler_chain_init(struct llama_sampler_chain_params params);
+void llama_sampler_chain_add(struct llama_sampler * chain, struct llama_sampler *);
+void llama_sampler_accept(struct llama_sampler *, llama_token);
+void llama_sampler_apply(struct llama_sampler *, llama_token_data_array *);
+void llama_sampler_free(struct llama_sampler *);
+struct llama_sampler * llama_sampler_init_penalties(int32_t n_vocab, int32_t penalty_last_n, float penalty_repeat, float penalty_freq,
+                                                    float penalty_present);
+struct llama_sampler * llama_sampler_init_top_k(int32_t k);
+struct llama_sampler * llama_sampler_init_typical(float p, size_t min_keep);
+struct llama_sampler * llama_sampler_init_top_p(float p, size_t min_keep);
+struct llama_sampler * llama_sampler_init_min_p(float p, size_t min_keep);
+struct llama_sampler * llama_sampler_init_temp(float t);
+struct llama_sampler * llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_logit_bias, const llama_logit_bias * logit_bias);
+struct llama_sampler * llama_sampler_init_dist(uint32_t seed);
 """
 
 HELPERS = """
 #include "pgs.h"
+#include "llama.h"
 #include <stdio.h>
 #include <string.h>
 
@@ -240,12 +308,13 @@ static void keep_error(enum ggml_log_level level, const char * text, void * user
     }
 }
 static void say_errors(const char * message) { fprintf(stderr, "%s%s\\n", errors, message); }
-static void * error_keeper(void) {
+// From now on, and none of before. libllama hands its callback on to ggml.
+static void keep_errors(void) {
+    errors[0] = 0;
     ggml_set_abort_callback(say_errors);
-    return (void *) keep_error;
+    llama_log_set(keep_error, NULL);
 }
 static const char * kept_errors(void) { return errors; }
-static void forget_errors(void) { errors[0] = 0; }
 static const char * compiled_ggml_version(void) { return PGS_GGML_VERSION; }
 """
 
@@ -259,7 +328,7 @@ def declarations() -> str:
 
 def main(out: str) -> None:
     ffi = FFI()
-    ffi.cdef(GGML + declarations())
+    ffi.cdef(GGML + LLAMA + declarations())
     ffi.set_source("pyggml_spec._native", HELPERS, py_limited_api=True)
     ffi.emit_c_code(out)
 

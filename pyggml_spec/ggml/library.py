@@ -1,9 +1,14 @@
-"""Loads llama-cpp-python's ggml, and refuses anything but the one that the extension was compiled against.
+"""Loads llama-cpp-python's libraries, and refuses any ggml but the one that the extension was compiled against.
+
+The package ``llama_cpp`` itself is not imported: libllama is called as ggml is, through the extension, which saves 0.2 s of processor time at
+every start.
 
 Two copies of ggml in one process have two sets of global tables and crash far from the cause, so the import checks the map of the process.
 """
 
+import ctypes
 import importlib.metadata
+import os
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -15,6 +20,7 @@ from ..pin import LLAMA_CPP_PYTHON, installed_libraries, installed_version, pip_
 from . import probe
 
 _REMEDY = f"run: {pip_command()}"
+_LIBLLAMA = {"win32": ("llama.dll", "libllama.dll"), "darwin": ("libllama.so", "libllama.dylib")}.get(sys.platform, ("libllama.so",))
 
 
 def check_distribution(installed: str | None) -> None:
@@ -48,11 +54,31 @@ def check_single(paths: set[str]) -> None:
         )
 
 
-check_distribution(installed_version())
-_libraries = installed_libraries()
-FITNESS = probe.check(_libraries) if _libraries is not None else probe.Fitness()  # before the first of its instructions runs here
+def load_libllama(folder: Path) -> None:
+    """Loads libllama, and ggml with it, from the file that the package ``llama_cpp`` loads: should somebody import that too, it finds this copy.
 
-import llama_cpp
+    A wheel holds the same library under three names, and the loader takes them for three: the extension would load another one of them.
+
+    Raises:
+        LibraryError: there is none, or it cannot be loaded.
+    """
+    found = next((path for name in _LIBLLAMA if (path := folder / name).is_file()), None)
+    if found is None:
+        raise LibraryError(f"{folder} holds no libllama; {_REMEDY}")
+    if sys.platform == "win32":
+        os.add_dll_directory(str(folder))  # where the libraries that it needs, and the extension needs, are looked for
+    try:
+        ctypes.CDLL(str(found))
+    except OSError as error:
+        raise LibraryError(f"the installed llama-cpp-python cannot be loaded: {error}; {_REMEDY}") from None
+
+
+check_distribution(installed_version())
+_libraries = Path(elsewhere) if (elsewhere := os.environ.get("LLAMA_CPP_LIB_PATH")) else installed_libraries()  # llama_cpp heeds it too
+if _libraries is None:
+    raise LibraryError(f"llama-cpp-python is installed without its libraries; {_REMEDY}")
+FITNESS = probe.check(_libraries)  # before the first of its instructions runs here
+load_libllama(_libraries)
 
 from .. import _native
 
@@ -68,9 +94,11 @@ if TYPE_CHECKING:
     from .._native import ggml_backend_device as DeviceHandle
     from .._native import ggml_context as Context
     from .._native import ggml_tensor as Tensor
+    from .._native import llama_sampler as LlamaSampler
+    from .._native import llama_vocab as Vocab
     from .._native import pgs_level as LevelHandle
 else:  # to cffi, every pointer is of one class
-    Buffer = BufferType = CData = Context = DeviceHandle = LevelHandle = Tensor = _native.ffi.CData
+    Buffer = BufferType = CData = Context = DeviceHandle = LevelHandle = LlamaSampler = Tensor = Vocab = _native.ffi.CData
 
 
 def text(c_string: CData) -> str:
@@ -86,7 +114,7 @@ if sys.platform == "linux":
     check_single(mapped_ggml(Path("/proc/self/maps").read_text()))
 
 lib.quiet_log()
-llama_cpp.llama_backend_init()
+lib.llama_backend_init()
 lib.ask_extra_bufts()  # the first time, ggml writes to stderr if the kernel refuses AMX
 
 

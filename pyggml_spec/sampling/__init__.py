@@ -1,0 +1,1 @@
+from ..ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)

@@ -8,18 +8,16 @@ random numbers (one per token) advance as in plain decoding and nothing is ever 
 The chain is libllama's, put together as llama.cpp's common_sampler does it: the same logits and seed give the token that llama.cpp gives.
 """
 
-import ctypes
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import llama_cpp
 import numpy as np
 
 from ..engine.graphs import MOST_CANDIDATES
 from ..errors import EngineError, SamplingError
+from ..ggml.library import LlamaSampler, ffi, lib
 from ..text.tokenizer import Tokenizer
 from .grammar import KINDS, Grammar
 from .lazy import MOST_TRIGGERS, MOST_WORD, LazyGrammar
@@ -31,7 +29,7 @@ others that fill up the number."""
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
-RANDOM_SEED = llama_cpp.LLAMA_DEFAULT_SEED
+RANDOM_SEED = lib.LLAMA_DEFAULT_SEED
 _ROUND = 32  # candidates come in multiples of this, so that few graphs are needed
 _RANGES = {
     "temperature": (0, 1e4),
@@ -239,7 +237,7 @@ class Sampler:
             raise SamplingError(f"there is a logit bias for token {outside}, but the vocabulary has {n_vocab} tokens")
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
         self._tokens = np.zeros(n_vocab, TOKEN_DATA)
-        self._array = llama_cpp.llama_token_data_array()
+        self._array = ffi.new("llama_token_data_array *")
         self.grammar: Grammar | LazyGrammar | None = None
         if sampling.constraint is not None:
             if tokenizer is None:
@@ -248,33 +246,32 @@ class Sampler:
                 raise SamplingError(f"a trigger is token {outside}, but the vocabulary has {n_vocab} tokens")
             lazy = sampling.triggers
             self.grammar = LazyGrammar(*sampling.constraint, lazy, tokenizer) if lazy else Grammar(*sampling.constraint, tokenizer)
-        self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         for part in self._parts():
-            llama_cpp.llama_sampler_chain_add(self._chain, part)
+            lib.llama_sampler_chain_add(self._chain, part)
 
-    def _parts(self) -> Iterator[Any]:
-        s, bias, lc = self.sampling, self.sampling.logit_bias, llama_cpp
+    def _parts(self) -> Iterator[LlamaSampler]:
+        s, bias = self.sampling, self.sampling.logit_bias
         make = {
-            "penalties": lambda: lc.llama_sampler_init_penalties(
+            "penalties": lambda: lib.llama_sampler_init_penalties(
                 self.n_vocab, s.repeat_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
             ),
-            "top_k": lambda: lc.llama_sampler_init_top_k(s.top_k),
-            "typ_p": lambda: lc.llama_sampler_init_typical(s.typical_p, s.min_keep),
-            "top_p": lambda: lc.llama_sampler_init_top_p(s.top_p, s.min_keep),
-            "min_p": lambda: lc.llama_sampler_init_min_p(s.min_p, s.min_keep),
-            "temperature": lambda: lc.llama_sampler_init_temp(s.temperature),
+            "top_k": lambda: lib.llama_sampler_init_top_k(s.top_k),
+            "typ_p": lambda: lib.llama_sampler_init_typical(s.typical_p, s.min_keep),
+            "top_p": lambda: lib.llama_sampler_init_top_p(s.top_p, s.min_keep),
+            "min_p": lambda: lib.llama_sampler_init_min_p(s.min_p, s.min_keep),
+            "temperature": lambda: lib.llama_sampler_init_temp(s.temperature),
         }
         if bias:
-            entries = (lc.llama_logit_bias * len(bias))(*(lc.llama_logit_bias(token, value) for token, value in bias.items()))
-            yield lc.llama_sampler_init_logit_bias(self.n_vocab, len(bias), entries)
+            yield lib.llama_sampler_init_logit_bias(self.n_vocab, len(bias), ffi.new("llama_logit_bias[]", list(bias.items())))
         for name in s.samplers:
             yield make[name]()
-        yield lc.llama_sampler_init_dist(self.seed or 0)
+        yield lib.llama_sampler_init_dist(self.seed or 0)
 
     def accept_prompt(self, tokens: Sequence[int]) -> None:
         """Penalties see the prompt, the grammar does not."""
         for token in tokens[-max(1, self.sampling.repeat_last_n) :]:
-            llama_cpp.llama_sampler_accept(self._chain, int(token))
+            lib.llama_sampler_accept(self._chain, int(token))
 
     def choose(self, ids: np.ndarray | None, logits: np.ndarray, allowed: Allowed | None = None) -> int:
         """The next token, which every later choice takes as given.
@@ -336,7 +333,7 @@ class Sampler:
         """Takes ``token`` as given."""
         if self.grammar is not None:
             self.grammar.accept(token)
-        llama_cpp.llama_sampler_accept(self._chain, token)
+        lib.llama_sampler_accept(self._chain, token)
 
     def _check_finite(self, logits: np.ndarray) -> None:
         if not math.isfinite(float(logits.sum())):
@@ -346,10 +343,10 @@ class Sampler:
         tokens = self._tokens[: logits.size]
         tokens["id"] = self._all_ids if ids is None else ids
         tokens["logit"] = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
-        array: Any = self._array
-        array.data = ctypes.cast(tokens.ctypes.data, llama_cpp.llama_token_data_p)
+        array = self._array
+        array.data = ffi.from_buffer("llama_token_data[]", tokens)
         array.size, array.selected, array.sorted = logits.size, -1, False
-        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        lib.llama_sampler_apply(self._chain, array)
         chosen = tokens[array.selected]
         if array.selected < 0 or chosen["logit"] == -math.inf or math.isnan(chosen["p"]):
             raise self._nothing_left()
@@ -373,9 +370,9 @@ class Sampler:
         return taken
 
     def close(self) -> None:
-        if self._chain is not None:
-            llama_cpp.llama_sampler_free(self._chain)
-            self._chain = None
+        if self._chain:
+            lib.llama_sampler_free(self._chain)
+            self._chain = ffi.NULL
         self._tokens, self._all_ids = np.zeros(0, TOKEN_DATA), np.zeros(0, np.int32)  # 4 MB at 250,000 tokens, and a request may live long
 
 

@@ -1,16 +1,13 @@
-"""llama.cpp's tokenizer over the vocabulary of a GGUF, through llama_cpp (no weights are loaded)."""
+"""llama.cpp's tokenizer over the vocabulary of a GGUF, through libllama (no weights are loaded)."""
 
-import ctypes
 import os
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
-import llama_cpp
 import numpy as np
 
 from ..errors import ContextError, EngineError, GGUFError, ModelError
-from ..ggml.library import ffi, lib
+from ..ggml.library import Vocab, ffi, lib
 from ..ggml.library import text as text_of
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
@@ -21,9 +18,7 @@ _ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask
 _SHORT_TEXT, _STACK_PER_BYTE = 4096, 512
 
 
-# llama.cpp's loader logs every key; only why something failed is of use
-_keep_error = llama_cpp.llama_log_callback(int(ffi.cast("uintptr_t", lib.error_keeper())))
-llama_cpp.llama_log_set(_keep_error, ctypes.c_void_p(0))
+lib.keep_errors()  # llama.cpp's loader logs every key; only why something failed is of use
 
 
 def check_vocabulary(file: GGUFFile) -> int:
@@ -76,14 +71,14 @@ class Tokenizer:
     def __init__(self, file: GGUFFile) -> None:
         self.path = file.path
         self.n_vocab = check_vocabulary(file)
-        params = llama_cpp.llama_model_default_params()
+        params = lib.llama_model_default_params()
         params.vocab_only = True
-        lib.forget_errors()
-        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(file.path), params)
+        lib.keep_errors()  # once more: the package llama_cpp keeps them for itself from the moment that somebody imports it
+        self._model = lib.llama_model_load_from_file(os.fsencode(file.path), params)
         if not self._model:
             why = text_of(lib.kept_errors()).partition("\n")[0] or "it does not say why"
             raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path}: {why}")
-        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._vocab = lib.llama_model_get_vocab(self._model)
         self._control: dict[str, int] | None = None
         self._pieces = lru_cache(1 << 14)(self._piece)  # a text has the same ones again and again: 0.2 us instead of 1.7
         try:
@@ -95,12 +90,12 @@ class Tokenizer:
     def _check_added(self) -> None:
         """Tokens that llama.cpp adds to every text have to exist: it asserts that when it encodes."""
         for name in ("bos", "eos"):
-            adds, token = (getattr(llama_cpp, f"llama_vocab_{part}{name}")(self.vocab) for part in ("get_add_", ""))
+            adds, token = (getattr(lib, f"llama_vocab_{part}{name}")(self.vocab) for part in ("get_add_", ""))
             if adds and not 0 <= token < self.n_vocab:
                 raise GGUFError(f"{self.path} asks for a {name} token in every text, but tokenizer.ggml.{name}_token_id names none")
 
     @property
-    def vocab(self) -> Any:
+    def vocab(self) -> Vocab:
         """libllama's vocabulary, for its samplers; valid until ``close``."""
         if not self._model:
             raise EngineError("the session is closed: load the model again")
@@ -128,12 +123,12 @@ class Tokenizer:
 
     def _encode(self, data: bytes, special: bool, bos: bool) -> list[int]:
         capacity = len(data) + 8
-        out = (llama_cpp.llama_token * capacity)()
-        n = llama_cpp.llama_tokenize(self.vocab, data, len(data), out, capacity, bos, special)
+        out = ffi.new("llama_token[]", capacity)
+        n = lib.llama_tokenize(self.vocab, data, len(data), out, capacity, bos, special)
         if n < 0:
-            out = (llama_cpp.llama_token * -n)()
-            n = llama_cpp.llama_tokenize(self.vocab, data, len(data), out, -n, bos, special)
-        return out[:n]
+            out = ffi.new("llama_token[]", -n)
+            n = lib.llama_tokenize(self.vocab, data, len(data), out, -n, bos, special)
+        return ffi.unpack(out, n)
 
     def _encode_on_large_stack(self, data: bytes, special: bool, bos: bool) -> list[int]:
         """Several pre-tokenizers of llama.cpp run std::regex, which takes up to 335 bytes of stack per character of a long run."""
@@ -150,43 +145,44 @@ class Tokenizer:
     def _piece(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.n_vocab:
             return b""  # llama.cpp would end the process
-        out = ctypes.create_string_buffer(256)  # one per call: several threads may ask
-        n = llama_cpp.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
+        out = ffi.new("char[]", 256)  # one per call: several threads may ask
+        n = lib.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
         if n < 0:
-            out = ctypes.create_string_buffer(-n)
-            n = llama_cpp.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
-        return out.raw[:n]
+            out = ffi.new("char[]", -n)
+            n = lib.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
+        return ffi.unpack(out, n)
 
     def pieces(self) -> list[bytes]:
         """``piece`` of every token, control tokens by their names. One buffer for all: one for each takes twice as long."""
-        out, call, vocab = ctypes.create_string_buffer(1 << 16), llama_cpp.llama_token_to_piece, self.vocab
-        return [ctypes.string_at(out, max(0, call(vocab, i, out, len(out), 0, True))) for i in range(self.n_vocab)]
+        size = 1 << 16
+        out, call, vocab = ffi.new("char[]", size), lib.llama_token_to_piece, self.vocab
+        return [ffi.unpack(out, max(0, call(vocab, i, out, size, 0, True))) for i in range(self.n_vocab)]
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
 
     def is_end(self, token: int) -> bool:
         """Whether the model ends its text with this token."""
-        return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
+        return lib.llama_vocab_is_eog(self.vocab, token)
 
     def control_tokens(self) -> dict[str, int]:
         """The texts that ``encode`` only recognises with ``special``, and the tokens that they are."""
         if self._control is None:
-            wanted = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-            ids = [i for i in range(self.n_vocab) if llama_cpp.llama_vocab_get_attr(self.vocab, i) & wanted]
-            texts = {llama_cpp.llama_vocab_get_text(self.vocab, i).decode("utf-8", "replace"): i for i in ids}
+            wanted = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+            ids = [i for i in range(self.n_vocab) if lib.llama_vocab_get_attr(self.vocab, i) & wanted]
+            texts = {text_of(lib.llama_vocab_get_text(self.vocab, i)): i for i in ids}
             self._control = {text: i for text, i in texts.items() if text}
         return self._control
 
     @property
     def bos(self) -> int | None:
         """The token that the vocabulary adds at the start of a text, or None."""
-        return llama_cpp.llama_vocab_bos(self.vocab) if llama_cpp.llama_vocab_get_add_bos(self.vocab) else None
+        return lib.llama_vocab_bos(self.vocab) if lib.llama_vocab_get_add_bos(self.vocab) else None
 
     def close(self) -> None:
         if self._model:
-            llama_cpp.llama_model_free(self._model)
-            self._model = None
+            lib.llama_model_free(self._model)
+            self._model = ffi.NULL
             self._pieces.cache_clear()
 
 

@@ -1,17 +1,15 @@
-"""llama.cpp itself, through llama_cpp: the reference that every architecture is compared with, on the same file and the same device."""
+"""llama.cpp itself, through libllama: the reference that every architecture is compared with, on the same file and the same device."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Device, devices
-from ..ggml.library import FITNESS
+from ..ggml.library import FITNESS, ffi, lib
 from ..memory.kv_types import KVTypes
 from ..models.rope import KINDS, RopeOptions
-from ..text import tokenizer as _quiet  # noqa: F401  (silences llama.cpp's log)
 
 
 class LlamaReference:
@@ -27,30 +25,31 @@ class LlamaReference:
         kv: KVTypes = KVTypes(),
         rope: RopeOptions | None = None,
     ):
-        params = llama_cpp.llama_model_default_params()
+        lib.keep_errors()  # llama.cpp logs every tensor
+        params = lib.llama_model_default_params()
         here = device.kind not in ("cpu", "rpc")  # of a worker, the processor of this machine is the reference
         params.n_gpu_layers = -1 if here else 0
         params.use_extra_bufts = not FITNESS.refused  # all of them or none
         if here:
             gpus = [d.name for d in devices() if d.kind in ("gpu", "igpu")]
-            params.split_mode, params.main_gpu = llama_cpp.LLAMA_SPLIT_MODE_NONE, gpus.index(device.name)
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+            params.split_mode, params.main_gpu = lib.LLAMA_SPLIT_MODE_NONE, gpus.index(device.name)
+        self._model = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise ModelError(f"llama.cpp cannot load {path}, so there is nothing to compare with")
-        options = llama_cpp.llama_context_default_params()
+        options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = n_ctx, chunk, chunk
         options.n_threads = options.n_threads_batch = max(1, threads)
-        options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        options.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         options.type_k, options.type_v = kv.ids
         if rope is not None:
             self._rotate(options, rope)
-        self._ctx = llama_cpp.llama_init_from_model(self._model, options)
+        self._ctx = lib.llama_init_from_model(self._model, options)
         if not self._ctx:
-            llama_cpp.llama_model_free(self._model)
+            lib.llama_model_free(self._model)
             raise DeviceError(f"llama.cpp has no memory for a context of {n_ctx} tokens with {path}")
-        self._batch = llama_cpp.llama_batch_init(chunk, 0, 1)
+        self._batch = lib.llama_batch_init(chunk, 0, 1)
         self.chunk, self.used = chunk, 0
-        self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self.n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
 
     @staticmethod
     def _rotate(options, rope: RopeOptions) -> None:
@@ -71,17 +70,17 @@ class LlamaReference:
             for i, token in enumerate(part):
                 self._batch.token[i], self._batch.pos[i] = token, self.used + i
                 self._batch.n_seq_id[i], self._batch.seq_id[i][0], self._batch.logits[i] = 1, 0, 1
-            if llama_cpp.llama_decode(self._ctx, self._batch) != 0:
+            if lib.llama_decode(self._ctx, self._batch) != 0:
                 raise ModelError("llama.cpp failed to compute the reference")
             for i in range(len(part)):
-                row = llama_cpp.llama_get_logits_ith(self._ctx, i)
-                out[first + i] = np.ctypeslib.as_array(row, (self.n_vocab,))
+                row = ffi.buffer(lib.llama_get_logits_ith(self._ctx, i), 4 * self.n_vocab)
+                out[first + i] = np.frombuffer(row, np.float32)
             self.used += len(part)
         return out
 
     def close(self) -> None:
         if self._ctx:
-            llama_cpp.llama_batch_free(self._batch)
-            llama_cpp.llama_free(self._ctx)
-            llama_cpp.llama_model_free(self._model)
-            self._ctx = None
+            lib.llama_batch_free(self._batch)
+            lib.llama_free(self._ctx)
+            lib.llama_model_free(self._model)
+            self._ctx = ffi.NULL

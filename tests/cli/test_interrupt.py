@@ -101,16 +101,18 @@ def test_while_llama_cpp_reads_the_vocabulary(pinned):
     patch = """if True:
         import threading, time
         from pyggml_spec.text import tokenizer
-        load = tokenizer.llama_cpp.llama_model_load_from_file
-        def slow(*args):
-            def later():
-                time.sleep(0.003)
-                ctrl_c()
-            threading.Thread(target=later).start()
-            for _ in range(20):  # long enough for it
-                model = load(*args)
-            return model
-        tokenizer.llama_cpp.llama_model_load_from_file = slow
+        class Slow:
+            def __getattr__(self, name):
+                return getattr(real, name)
+            def llama_model_load_from_file(self, *args):
+                def later():
+                    time.sleep(0.003)
+                    ctrl_c()
+                threading.Thread(target=later).start()
+                for _ in range(20):  # long enough for it
+                    model = real.llama_model_load_from_file(*args)
+                return model
+        real, tokenizer.lib = tokenizer.lib, Slow()
     """
     done = run_patched(patch, *pinned, "-p", PROMPT)
     assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()

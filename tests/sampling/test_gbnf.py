@@ -7,6 +7,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
+from pyggml_spec.ggml.library import ffi
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.sampling.gbnf import Characters, parse
 from pyggml_spec.sampling.grammar import Grammar
@@ -53,7 +54,8 @@ class Libllama:
     """llama.cpp's own grammar over the same vocabulary."""
 
     def __init__(self, text, tokenizer):
-        self.n, self.sampler = tokenizer.n_vocab, llama_cpp.llama_sampler_init_grammar(tokenizer.vocab, text.encode(), b"root")
+        vocab = int(ffi.cast("uintptr_t", tokenizer.vocab))
+        self.n, self.sampler = tokenizer.n_vocab, llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
         assert self.sampler
 
     def mask(self):

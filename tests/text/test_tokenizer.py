@@ -1,10 +1,13 @@
 """The tokenizer: text comes back as it went in, a user's text never becomes a control token, and no text ends the process."""
 
+import importlib
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import llama_cpp
 import pytest
 from gguf_io.build import ARR, F32, I32, STR, U32, Model
 
@@ -138,6 +141,10 @@ def test_no_text_ends_the_process(folder, model):
 
 
 def test_the_message_says_why_llama_cpp_refused(model, folder):
+    """Also where somebody imports the package llama_cpp, which takes the log for itself, and must bring no second copy of the library."""
+    importlib.reload(llama_cpp._logger)
+    if sys.platform == "linux":
+        assert len({word for word in Path("/proc/self/maps").read_text().split() if "libllama" in word}) == 1
     other = Model(folder / "bpe.gguf")
     other.keys["tokenizer.ggml.pre"] = (STR, "qwen99")
     with GGUFFile(other.write(folder / "other.gguf")) as file, pytest.raises(ps.ModelError, match="qwen99"):
