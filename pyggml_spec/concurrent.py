@@ -13,13 +13,12 @@ for the first one, the last one, and those beside prompts. Events of a handle th
 while it waits for an event has cancelled its request.
 """
 
-import asyncio
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from .decode.request import PLAIN, SPECULATIVE, LoopOptions
 from .decode.scheduler import Scheduler
@@ -33,6 +32,9 @@ from .ggml.library import versions
 from .sampling.sampler import Sampler, Sampling
 from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import asyncio  # takes 13 ms of processor time: who waits in an event loop has it already, everybody else goes without
 
 HOLD_S = 0.02  # a step of the embedded pair takes 1.5 ms: 12 readers' turns, of some 100 us each, become one
 
@@ -65,6 +67,8 @@ class _Mailbox:
             return self._take()
 
     async def take_async(self) -> StepEvent | End:
+        import asyncio
+
         while True:
             with self._filled:
                 if self._items:
@@ -78,7 +82,7 @@ class _Mailbox:
         return self._items[0] if isinstance(self._items[0], End) else self._items.popleft()
 
 
-def _wake(future: asyncio.Future[None]) -> None:
+def _wake(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
 
@@ -145,6 +149,8 @@ class Handle:
         return "".join(self._unread), self.stats
 
     async def _read_async(self) -> StepEvent | End:
+        import asyncio
+
         try:
             return await self._mail.take_async()
         except asyncio.CancelledError:  # nobody is left to read what would still come
