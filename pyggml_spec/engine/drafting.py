@@ -5,7 +5,7 @@ Chain   MTP, EAGLE-3: a pass for each draft, over one row of every slot; each re
         gemma4-assistant: the same over the target's K/V rows, of which all drafts see the committed tokens'.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -34,24 +34,22 @@ class Drafted(NamedTuple):
     confidence: Tensor | None = None
 
 
+class Asked(NamedTuple):
+    """What a step asks of a drafter: ``drafts`` of each of the ``covered`` slots, of which the step computes ``width`` rows."""
+
+    width: int
+    drafts: int
+    covered: SlotRange
+
+
 class Drafting(Protocol):
     """How one kind of drafter takes part in a step."""
 
-    def nodes(
-        self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
-    ) -> Drafted:
-        """``rows``: positions and, where it verifies too, cache rows of the step's ``width`` rows per slot. ``drafts``: of each slot. ``kv``: the drafter's caches.
-        ``before``: F32 [n, S], what each slot's last committed token left."""
+    def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
+        """``rows``: positions and, where it verifies too, cache rows of the step's rows. ``kv``: the drafter's caches. ``before``: F32 [n, S], what each
+        slot's last committed token left."""
 
-    def fill(
-        self,
-        host: dict[str, np.ndarray],
-        width: int,
-        drafts: int,
-        work: Mapping[int, Work] | Mapping[int, Draft],
-        covered: SlotRange,
-        slots: Sequence[Slot],
-    ) -> None:
+    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, Work], slots: Sequence[Slot]) -> None:
         """Writes the inputs. Slots that draft nothing look at one row and write trash."""
 
     def count(self, width: int, most: int) -> int:
@@ -67,17 +65,15 @@ class BlockDrafting:
     def __init__(self, drafter: DFlash, target: Target, kv: KVCache, alone: bool) -> None:
         self.drafter, self.target, self.kv, self.alone = drafter, target, kv, alone
 
-    def nodes(
-        self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
-    ) -> Drafted:
-        own = self.drafter.block_rows(width)
-        total, alike = own * covered.count, own == width
+    def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
+        covered, own = asked.covered, self.drafter.block_rows(asked.width)
+        total, alike = own * covered.count, own == asked.width
         block = f.input("block", "i32", total)
         draft_rows = rows["kv_rows"] if self.alone and alike and "kv_rows" in rows else f.input("draft_rows", "i64", total)
         positions = rows["positions"] if alike else f.input("draft_positions", "i32", total)
         masks = self._masks(g, f, total, span, covered)
         hidden = self.drafter.denoise(g, BlockRows(block, positions, draft_rows, masks, span, kv, covered.count), self.target)
-        drafted = hidden if not alike else self._behind_pending(g, hidden, width)
+        drafted = hidden if not alike else self._behind_pending(g, hidden, asked.width)
         chosen = self.drafter.drafts(g, drafted, block, covered.count, self.target)
         return Drafted(chosen.ids, hidden, chosen.logits, chosen.confidence)
 
@@ -95,16 +91,8 @@ class BlockDrafting:
                 by_window[window] = g.span_mask(self.kv.near, last, first, span, covered.count)
         return tuple(by_window[window] for window in self.drafter.hp.window)
 
-    def fill(
-        self,
-        host: dict[str, np.ndarray],
-        width: int,
-        drafts: int,
-        work: Mapping[int, Work] | Mapping[int, Draft],
-        covered: SlotRange,
-        slots: Sequence[Slot],
-    ) -> None:
-        block, last, width = host["block"], host["draft_last"], self.drafter.block_rows(width)
+    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, Work], slots: Sequence[Slot]) -> None:
+        block, last, width, covered = host["block"], host["draft_last"], self.drafter.block_rows(asked.width), asked.covered
         block[:] = self.drafter.hp.mask_token
         positions = host.get("draft_positions", host["positions"])
         if "draft_positions" in host:
@@ -142,33 +130,31 @@ class ChainDrafting:
     def __init__(self, drafter: Drafter, target: Target, kv: KVCache) -> None:
         self.drafter, self.target, self.kv = drafter, target, kv
 
-    def nodes(
-        self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
-    ) -> Drafted:
+    def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
         assert before is not None
-        count, total = covered.count, drafts * covered.count
-        tokens, hidden = f.input("draft_tokens", "i32", count), before
+        count, total = asked.covered.count, asked.drafts * asked.covered.count
+        tokens = f.input("draft_tokens", "i32", count)
         positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
-        last, ids = f.input("draft_last", "f32", 1, total), []
-        first = f.input("draft_first", "f32", 1, count) if self.drafter.behind else None
-        for i in range(drafts):
+        last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, count) if self.drafter.behind else None
+
+        def row(i: int, tokens: Tensor, hidden: Tensor) -> ChainRow:
             at, of_rows, seen_last = (g.stretch(x, i * count, count) for x in (positions, kv_rows, last))
-            seen = Seen(of_rows, g.span_mask(self.kv.near, seen_last, first, span, count), span)
-            for_head, hidden = self.drafter.step(g, ChainRow(tokens, hidden, at, seen, kv), self.target)
+            return ChainRow(tokens, hidden, at, Seen(of_rows, g.span_mask(self.kv.near, seen_last, first, span, count), span), kv)
+
+        return self._chain(g, asked, tokens, before, row)
+
+    def _chain(self, g: Graph, asked: Asked, tokens: Tensor, hidden: Tensor, row: Callable[[int, Tensor, Tensor], ChainRow]) -> Drafted:
+        """One draft after the other. ``row``: of the i-th one, from the tokens and the hidden states before it."""
+        count, ids = asked.covered.count, []
+        for i in range(asked.drafts):
+            for_head, hidden = self.drafter.step(g, row(i, tokens, hidden), self.target)
             logits = self.drafter.logits(g, for_head, self.target)
             ids.append(self.drafter.choose(g, logits))
             tokens = g.shaped(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
         return Drafted(tuple(ids), for_head, logits)  # what is not finite stays so from draft to draft
 
-    def fill(
-        self,
-        host: dict[str, np.ndarray],
-        width: int,
-        drafts: int,
-        work: Mapping[int, Work] | Mapping[int, Draft],
-        covered: SlotRange,
-        slots: Sequence[Slot],
-    ) -> None:
+    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, Work], slots: Sequence[Slot]) -> None:
+        drafts, covered = asked.drafts, asked.covered
         positions, last, rows = (host[name].reshape(drafts, -1) for name in ("draft_positions", "draft_last", "draft_rows"))
         for at, slot in enumerate(covered.slots):
             item, n = work.get(slot), slots[slot].cursor.committed
@@ -192,33 +178,19 @@ class ChainDrafting:
 class BorrowingDrafting(ChainDrafting):
     """Borrows the drafter and the target's caches: all drafts stand at the pending token's position, and nothing is written."""
 
-    def nodes(
-        self, g: Graph, f: StepFields, rows: dict, width: int, drafts: int, span: int, covered: SlotRange, kv: tuple, before: Tensor | None
-    ) -> Drafted:
+    def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
         assert before is not None
-        count, ids, hidden = covered.count, [], before
+        count = asked.covered.count
         tokens, positions = f.input("draft_tokens", "i32", count), f.input("draft_positions", "i32", count)
         last, first = f.input("draft_last", "f32", 1, count), f.input("draft_first", "f32", 1, count)
         ringed = min(span, self.kv.ring) if self.kv.ring else 0
         near = f.input("draft_near", "f32", ringed, count) if ringed else self.kv.near
         seen = Seen(positions, g.span_mask(self.kv.near, last, None, span, count), span)
         sliding = Seen(positions, g.span_mask(near, last, first, ringed or span, count), ringed or span)
-        for _ in range(drafts):
-            for_head, hidden = self.drafter.step(g, ChainRow(tokens, hidden, positions, seen, kv, sliding), self.target)
-            logits = self.drafter.logits(g, for_head, self.target)
-            tokens = self.drafter.choose(g, logits)
-            ids.append(tokens)
-        return Drafted(tuple(ids), for_head, logits)
+        return self._chain(g, asked, tokens, before, lambda i, tokens, hidden: ChainRow(tokens, hidden, positions, seen, kv, sliding))
 
-    def fill(
-        self,
-        host: dict[str, np.ndarray],
-        width: int,
-        drafts: int,
-        work: Mapping[int, Work] | Mapping[int, Draft],
-        covered: SlotRange,
-        slots: Sequence[Slot],
-    ) -> None:
+    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, Work], slots: Sequence[Slot]) -> None:
+        covered = asked.covered
         near = host["draft_near"].reshape(covered.count, -1) if "draft_near" in host else None
         for at, slot in enumerate(covered.slots):
             real, n = isinstance(work.get(slot), Draft), slots[slot].cursor.committed

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..ggml.library import ffi, lib
 from ..memory.slots import SlotRange
+from .drafting import Asked
 from .graph_store import Step
 from .graphs import StepGraphs
 from .parts import Parts
@@ -110,12 +111,12 @@ class Fill:
             host["positions"][at : at + width] = self._slots[slot].cursor.committed + np.arange(width)
         if self._boundary is not None and "before" in host:
             host["before"][:] = [self._boundary.row(slot) for slot in covered.slots]
-        self._drafting[method].fill(host, width, width - 1, drafting, covered, self._slots)
+        self._drafting[method].fill(host, Asked(width, width - 1, covered), drafting, self._slots)
 
     def _drafts(self, host: dict[str, np.ndarray], width: int, method: str, drafts: int, work: Given, covered: SlotRange) -> None:
         """What the drafter reads, and which of its ids are whose."""
         drafting = self._drafting[method]
-        drafting.fill(host, width, drafts, work, covered, self._slots)
+        drafting.fill(host, Asked(width, drafts, covered), work, self._slots)
         if "source" not in host:  # one slot, whose drafts are the target's ids in place
             return
         total = width * covered.count

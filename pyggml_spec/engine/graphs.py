@@ -40,7 +40,7 @@ from ..models.base import Rows, Seen, Target
 from ..models.drafter import ContextRows, Drafter
 from ..models.segments import Segment
 from ..models.team import Drafts
-from .drafting import Drafting, drafting_of
+from .drafting import Asked, Drafting, drafting_of
 from .graph_store import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore
 from .masked import MaskedRows
 from .slot import Slot
@@ -503,7 +503,7 @@ class StepGraphs(GraphStore):
         carry = self._carry(g, f, (width + 1) * covered.count, covered, ready)
         delta = self._block_states(g, f, width, covered) if not self.split else None
         own, before = self._layers_of(g, method, draft_kv, covered), carry.before if carry is not None else None
-        drafted = self.draft_parts[method].nodes(g, f, rows, width, drafts, span, covered, own, before)
+        drafted = self.draft_parts[method].nodes(g, f, Asked(width, drafts, covered), rows, span, own, before)
         if self.slots == 1 and drafts == width - 1:
             tokens = f.drafted_tokens(width, drafted.ids)
             g.expand(drafted.ids[-1])
@@ -533,7 +533,7 @@ class StepGraphs(GraphStore):
         chained = self.boundary is not None and self._member(method).chained
         before = g.rows(self.boundary.table, f.input("before", "i32", covered.count)) if chained and self.boundary is not None else None
         draft_kv = self._layers_of(g, method, self._draft_caches(g, covered), covered)
-        drafted = self.draft_parts[method].nodes(g, f, rows, width, width - 1, span, covered, draft_kv, before)
+        drafted = self.draft_parts[method].nodes(g, f, Asked(width, width - 1, covered), rows, span, draft_kv, before)
         f.outputs("drafts", drafted.ids)
         f.output(DRAFT_SUM, "f32", g.sum_rows(drafted.hidden))
         if drafted.confidence is not None:

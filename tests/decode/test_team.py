@@ -159,9 +159,9 @@ def test_a_width_that_the_first_drafter_does_not_draft_is_refused_at_load(tmp_pa
 
 
 @pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
-def test_rows_that_wait_come_along(files, tmp_path):
-    """Behind plain steps and blocks of either drafter both lack rows: a snapshot, and what a prefix cache keeps on disk, have them all the same."""
-    load = {"spec": BOTH, "device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8, "chunk": 64, "prefix_cache": tmp_path}
+def test_rows_that_wait_come_along(files):
+    """Behind plain steps and blocks of either drafter both lack rows: a snapshot has them all the same."""
+    load = {"spec": BOTH, "device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8, "chunk": 64}
 
     def drafts(engine):
         out = []
@@ -188,15 +188,41 @@ def test_rows_that_wait_come_along(files, tmp_path):
                     assert drafts(engine) == want
                     engine.restore(kept)
                     assert drafts(engine) == want
-        session.scheduler.widths = InTurn()
-        history = PROMPTS[0] * 8
-        text = session.generate(history, 40, ignore_end=True)[0]
-        session.scheduler.widths = InTurn()
-        want = session.generate(history + text + PROMPTS[1], 40, ignore_end=True)
+
+
+@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_path):
+    """A slot keeps what its sequence leaves at its end, where the last step has left rows for both drafters to compute: without them the next turn,
+    in a process that reads the file, would draft something else."""
+    load = {"spec": BOTH, "device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8, "chunk": 64}
+    turn, waited = [*range(40, 100)], []
+
+    def said(server, prompt, tokens, kinds=KINDS):
+        server._scheduler.widths = InTurn(kinds)
+        handle = server.submit(prompt, tokens, ignore_end=True)
+        events = list(handle)
+        return [token for event in events for token in event.tokens], [event.drafts for event in events], handle.stats
+
+    def next_turn(server, history):
+        tokens, drafts, stats = said(server, [*history, 7, 8, 9], 24)
+        return tokens, drafts, stats.reused_tokens
+
     with ps.load(files["target"], files["blocks"], **load) as session:
-        session.scheduler.widths = InTurn()
-        again = session.generate(history + text + PROMPTS[1], 40, ignore_end=True)
-        assert again[0] == want[0] and again[1].reused_tokens > 0 and again[1].drafters == want[1].drafters
+        with session.concurrent(1, prefix_cache=tmp_path / "files") as server:
+            engine, keep = server._scheduler.engine, server._scheduler.prefixes.keep_end
+
+            def kept(slot, *args, **more):
+                waited.append([engine.ring.waiting(method, engine.slots[slot].cursor.committed) for method in BOTH])
+                keep(slot, *args, **more)
+
+            server._scheduler.prefixes.keep_end = kept
+            history = [*turn, *said(server, turn, 29, [Kind(BLOCKS, 4), Kind(CHAIN, 3, 4), *[PLAIN_STEP] * 29])[0]]
+        assert min(waited[0]) > 0, waited
+        with session.concurrent(1, prefix_memory=0) as server:
+            want = next_turn(server, history)
+    with ps.load(files["target"], files["blocks"], **load) as session, session.concurrent(1, prefix_cache=tmp_path / "files") as server:
+        got = next_turn(server, history)
+    assert got[2] == len(history) - 1 and not want[2] and got[:2] == want[:2]
 
 
 @pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
