@@ -1,9 +1,12 @@
 """What a worker does with programs that send nonsense, stop, or ask for too much: it closes their connection, and serves the next one."""
 
+import os
 import random
 import socket
 import struct
+import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 from hostile import (
@@ -15,6 +18,7 @@ from hostile import (
     CLEAR,
     COMPUTE,
     COMPUTE_SLOT,
+    COPY,
     COUNT,
     GET,
     HELLO,
@@ -27,7 +31,7 @@ from hostile import (
     resident,
     tensor,
 )
-from workers import Worker, need_library
+from workers import Worker, bare_server, need_library
 
 MANY = 250  # connections of the short run; scripts/fuzz_worker.py makes long ones
 
@@ -154,6 +158,34 @@ def test_nobody_gets_more_memory_than_there_is(kept):
     with peer.socket:
         for size in (1 << 46, (1 << 64) - 1):
             assert struct.unpack("<QQ", peer.ask(ALLOC, struct.pack("<IQ", 0, size))) == (0, 0)
+
+
+def test_a_copy_to_a_tensor_of_another_size_is_refused(kept):
+    """Bytes behind it were written."""
+    peer = Peer(kept)
+    with peer.socket:
+        peer.send(COPY, peer.tensor(1) + peer.tensor(2, 64, ne=(4, 1, 1, 1)))
+        assert peer.closed()
+
+
+def test_a_copy_that_the_device_refuses_is_made(tmp_path, monkeypatch):
+    """A copy within one device is queued, and nobody looks at the answer: kept states stayed as they were, silently."""
+    source, shim = tmp_path / "shim.c", tmp_path / "shim.so"
+    source.write_text("int ggml_backend_buffer_copy_tensor(const void * src, void * dst) { (void) src; (void) dst; return 0; }")
+    need_library()
+    subprocess.run([*os.environ.get("CC", "cc").split(), "-shared", "-fPIC", "-o", shim, source], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(shim))
+    size = (3 << 20) + 4  # more than the server takes at once
+    with bare_server("CPU") as port:
+        peer = Peer(SimpleNamespace(port=port))
+        with peer.socket:
+            buffer, _ = struct.unpack("<QQ", peer.ask(ALLOC, struct.pack("<IQ", 0, 2 * size + 256)))
+            (base,) = struct.unpack("<Q", peer.ask(BASE, struct.pack("<Q", buffer)))
+            source, copy = (tensor(1 + i, buffer, base + i * size, ne=(size // 4, 1, 1, 1)) for i in range(2))
+            data = random.randbytes(size)
+            peer.send(SET, source + b"\0" + struct.pack("<Q", 0) + data)
+            assert peer.ask(COPY, source + copy) == b"\1"
+            assert peer.ask(GET, copy + struct.pack("<QQ", 0, size)) == data
 
 
 def test_memory_is_given_back_when_a_program_leaves(kept):
