@@ -60,6 +60,8 @@ int                   pgs_graph_plan(pgs_graph * graph, char * err);
 int                   pgs_graph_compute(pgs_graph * graph, char * err);
 int                   pgs_graph_times(pgs_graph * graph, double * out, char * err);
 bool                  pgs_graph_stale(const pgs_graph * graph);
+void                  pgs_graph_hold(pgs_graph * graph, bool held);  // while its role's buffer is held, no graph is planned that needs a larger one
+int                   pgs_graph_held(const pgs_graph * graph);       // by how many steps of lanes
 uint64_t              pgs_graph_hash(const pgs_graph * graph);
 uint64_t              pgs_graph_uid(pgs_graph * graph);  // what ggml-cuda recognises it by; 0 before it is planned
 size_t                pgs_graph_traffic(const pgs_graph * graph);

@@ -4,6 +4,8 @@
 #ifdef __linux__
 #define _DEFAULT_SOURCE
 #include <sys/mman.h>
+#elif defined(_WIN32)
+#include <malloc.h>
 #endif
 
 #include "pgs.h"
@@ -18,6 +20,7 @@ struct pgs_role {
     ggml_gallocr_t galloc;
     pgs_counters   counters;
     uint32_t       generation;  // grows when the buffer moved: graphs planned before then point at freed memory
+    _Atomic int    held;        // steps of lanes that are under way in the buffer
 };
 
 // The leading fields of ggml's own struct, which its public headers do not show. A part of a graph can only be computed as a graph that shares
@@ -84,6 +87,9 @@ size_t pgs_role_buffer_size(const pgs_role * role) {
     return ggml_gallocr_get_buffer_size(role->galloc, 0);
 }
 
+// ggml asserts 32 of what a CPU buffer begins with, and 16 of an arena; malloc promises 16 at most.
+enum { PAGES_ALIGN = 64 };
+
 // Memory in pages of its own, for what comes and goes while a server runs: all of it is given back at once. malloc keeps blocks of these sizes once one
 // of them was freed, and what lies between them keeps the rest: 1,800 requests left 56 MiB free in it that no request could use.
 static void * pages_new(size_t size) {
@@ -94,8 +100,10 @@ static void * pages_new(size_t size) {
     }
     madvise(pages, size, MADV_NOHUGEPAGE);
     return pages;
+#elif defined(_WIN32)
+    return _aligned_malloc(size, PAGES_ALIGN);
 #else
-    return malloc(size);
+    return aligned_alloc(PAGES_ALIGN, GGML_PAD(size, PAGES_ALIGN));
 #endif
 }
 
@@ -104,6 +112,9 @@ static void pages_free(void * pages, size_t size) {
     if (pages != NULL) {
         munmap(pages, size);
     }
+#elif defined(_WIN32)
+    (void) size;
+    _aligned_free(pages);
 #else
     (void) size;
     free(pages);
@@ -252,6 +263,19 @@ int pgs_graph_plan(pgs_graph * graph, char * err) {
     }
     // Always plan for exactly this graph: ggml's own check compares sizes, not lifetimes, so a plan of a sibling could be taken over.
     const size_t before = pgs_role_buffer_size(role);
+    if (role->held > 0) {  // a larger buffer takes the place of the one that a lane's thread computes in
+        size_t         need   = 0;
+        ggml_gallocr_t sizing = ggml_gallocr_new(ggml_backend_get_default_buffer_type(role->backend));  // the role's own would give its buffer back
+        ggml_gallocr_reserve_n_size(sizing, graph->gf, NULL, NULL, &need);
+        ggml_gallocr_free(sizing);
+        if (need > before) {
+            snprintf(err, PGS_ERR,
+                     "this graph needs a compute buffer of %zu bytes where %zu were planned, and a step that is under way computes in that one: "
+                     "land it first",
+                     need, before);
+            return 1;
+        }
+    }
     if (!ggml_gallocr_reserve(role->galloc, graph->gf) || !ggml_gallocr_alloc_graph(role->galloc, graph->gf)) {
         snprintf(err, PGS_ERR, "the backend %s has no memory for a compute buffer of this graph (%zu MiB were in use by its role)",
                  ggml_backend_name(role->backend), before >> 20);
@@ -278,6 +302,14 @@ int pgs_graph_plan(pgs_graph * graph, char * err) {
 uint64_t pgs_graph_uid(pgs_graph * graph) {
     const graph_fields * fields = known_fields(graph);
     return fields != NULL ? fields->uid : 0;
+}
+
+void pgs_graph_hold(pgs_graph * graph, bool held) {
+    graph->role->held += held ? 1 : -1;
+}
+
+int pgs_graph_held(const pgs_graph * graph) {
+    return graph->role->held;
 }
 
 bool pgs_graph_stale(const pgs_graph * graph) {

@@ -145,6 +145,13 @@ static int run(pgs_lane * lane) {
     return 0;
 }
 
+// No buffer that a step under way computes in may be exchanged for a larger one.
+static void hold(const pgs_chain * chain, bool held) {
+    for (int part = 0; part < pgs_chain_parts(chain); part++) {
+        pgs_graph_hold(pgs_chain_graph(chain, part), held);
+    }
+}
+
 // Ends ggml's threads of this one when nothing was asked for a while: teams of more threads than there are cores sleep at every barrier.
 static void wait_for_work(pgs_lane * lane) {
     while (lane->state == IDLE) {
@@ -174,6 +181,7 @@ static void * live(void * arg) {
         }
         pthread_mutex_unlock(&lane->mutex);
         const int status = run(lane);
+        hold(lane->chain, false);
         pthread_mutex_lock(&lane->mutex);
         lane->status = status;
         lane->warm   = true;
@@ -228,6 +236,7 @@ void pgs_lane_start(pgs_lane * lane, pgs_chain * chain, size_t upload_bytes, siz
     lane->read_bytes   = read_bytes;
     lane->status       = 0;
     lane->state        = ASKED;
+    hold(chain, true);
     pthread_cond_broadcast(&lane->changed);
     pthread_mutex_unlock(&lane->mutex);
 }

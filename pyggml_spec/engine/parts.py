@@ -240,6 +240,7 @@ class Parts:
         return out
 
     def close(self) -> None:
+        self.abandon()  # both groups, also where the first one's worker is lost
         with suppress(DeviceError):  # of a worker that is lost there is nothing to wait for
             if self._owned:
                 self.arrive()

@@ -1,5 +1,7 @@
 """Two groups of sequences that decode beside each other, where layers are split over devices: here the CPU twice."""
 
+from contextlib import closing
+
 import pytest
 from decode.interrupts import interrupt_ends_all
 from engine.batch_helpers import Pair, prompts, serve
@@ -14,6 +16,8 @@ from pyggml_spec.engine.lanes import halves
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import EngineError
+from pyggml_spec.ggml.graph import Graph
+from pyggml_spec.ggml.library import lib
 from pyggml_spec.memory.slots import covering
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 
@@ -167,6 +171,48 @@ def test_what_is_asked_of_a_slot_under_way_is_refused(pair):
             engine.land(0)
     finally:
         engine.close()
+
+
+def test_no_buffer_grows_under_a_step(pair):
+    """A lane's thread would compute in memory that was given back."""
+    engine = engine_of(pair, 4)
+    try:
+        for slot in range(4):
+            engine.admit()
+            engine.step({slot: Prompt([1 + slot, 2])})
+        seen = set()
+        for _ in range(200):  # a step that has ended before it is looked at says nothing
+            engine.launch(0, {0: Verify(), 1: Verify()})
+            part = engine.parts.flying[0].graph.parts[0]
+            seen.add(lib.pgs_graph_held(part.handle))
+            for slot, result in engine.land(0).items():
+                engine.accept(1, int(result.ids[0]), slot)
+            assert lib.pgs_graph_held(part.handle) == 0
+            if 1 in seen:
+                break
+        assert 1 in seen and seen <= {0, 1}
+        lib.pgs_graph_hold(part.handle, True)
+        with (
+            closing(larger_than(part.role)) as graph,
+            pytest.raises(EngineError, match=r"needs a compute buffer of \d+ bytes .* land it first"),
+        ):
+            graph.plan()
+        lib.pgs_graph_hold(part.handle, False)
+        engine.launch(0, {0: Verify(), 1: Verify()})  # what was refused has moved nothing
+        assert sorted(engine.land(0)) == [0, 1]
+        with closing(larger_than(part.role)) as graph:
+            graph.plan()
+    finally:
+        engine.close()
+
+
+def larger_than(role):
+    """A graph that needs a larger buffer than the role has."""
+    graph = Graph(role)
+    size = lib.pgs_role_buffer_size(role.handle) // 4 + 1024
+    x = lib.ggml_new_tensor(graph.ctx, lib.GGML_TYPE_F32, 1, (size,))
+    graph.expand(graph.add(x, x))
+    return graph
 
 
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 13, 64])
