@@ -120,6 +120,10 @@ def _message(message: Any) -> list[dict[str, Any]]:
 def _tools(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(t, dict) and isinstance(t.get("name"), str) for t in tools):
         raise fields.wrong("tools", tools, "a list of tools with names")
+    if other := next((t for t in tools if t.get("type", "custom") != "custom"), None):
+        raise ApiError(
+            501, f"the tool {other['name']!r} is of the type {str(other['type'])[:60]!r}, which Anthropic's own servers run; give tools of yours", param="tools"
+        )  # fmt: skip
     return [
         {
             "type": "function",

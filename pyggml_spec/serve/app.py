@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
-from . import anthropic, live, native, openai, responses
+from . import anthropic, live, names, native, openai, responses
 from .access import Keys, Origins
 from .errors import ApiError, api_error
 from .http import Receive, Request, Response, Scope, Send, json_response, read_body, send_response, unless_gone
@@ -45,6 +45,9 @@ POST: dict[str, Handler] = {
     "/apply-template": native.apply_template,
     "/lora-adapters": native.lora_adapters,
 }
+NAMED = [
+    path for path in POST if path.endswith(("completion", "completions", "/responses", "/messages"))
+]  # whose fields are looked at by name
 ELSEWHERE = {  # what llama.cpp's server and OpenAI have and this server has not
     **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), "embeddings"),
     **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "reranking"),
@@ -76,6 +79,8 @@ class App:
 
         async def answer() -> None:
             response = await self._answer(request)
+            if request.unknown:
+                more.append((names.HEADER, names.shown(request.unknown)))
             self.metrics.requests[self._known(request.path), response.status] += 1
             await send_response(send, response, more)
 
@@ -127,6 +132,8 @@ class App:
             kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
             if request.body and kind not in ("application/json", "text/plain", "application/x-www-form-urlencoded", ""):
                 raise ApiError(415, f"the body is {kind}; send application/json")
+            if path in NAMED:
+                request.unknown = names.check(path, request.json())
             return await POST[path](self.context, request)
         raise self._no_route(request)
 

@@ -51,7 +51,7 @@ def sequence_asks(served: Served, body: Mapping[str, Any], ids: list[int], n_pro
     """What every dialect asks of each sequence; ``n`` of them; ``triggers``: None for those of the request. Raises ApiError, SamplingError."""
     triggers = fields.triggers(body, served.tokenizer, constraint) if triggers is None else triggers
     served.check_constraint(constraint, triggers)
-    n = fields.whole(body, "n", 1, 1, fields.MOST_N)
+    n = fields.whole(body, "n_cmpl" if "n_cmpl" in body else "n", 1, 1, fields.MOST_N)
     sampling = fields.sampling(body, served.limits, served.tokenizer, n_probs, constraint, triggers)
     ignore_end = fields.flag(body, "ignore_eos")
     if ignore_end and constraint is not None:

@@ -27,6 +27,7 @@ class Request:
     Attributes:
         headers: by lower-case name; of several alike the last one counts.
         key: which API key it came with, "" without one.
+        unknown: names of fields that mean nothing here.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -36,6 +37,8 @@ class Request:
         self.query = _query(scope.get("query_string", b""))
         self.body = b""
         self.key = ""
+        self.unknown: list[str] = []
+        self._json: dict[str, Any] | None = None
         self.ended: list[Callable[[], None]] = []  # called when the response is out, or nobody waits for it any more
 
     def json(self) -> dict[str, Any]:
@@ -44,13 +47,16 @@ class Request:
         Raises:
             ApiError: it is none.
         """
+        if self._json is not None:
+            return self._json
         try:
             body = msgspec.json.decode(self.body) if self.body else {}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON: {error}; send a JSON object") from None
         if not isinstance(body, dict):
             raise ApiError(400, 'the body is no JSON object; send one, like {"prompt": "text"}')
-        return {name: value for name, value in body.items() if value is not None}
+        self._json = {name: value for name, value in body.items() if value is not None}
+        return self._json
 
 
 def _query(text: bytes) -> dict[str, str]:

@@ -91,12 +91,13 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self._latest = self._loop.time()  # when an item came
         self._timer: asyncio.TimerHandle | None = None
+        self.silence = SILENCE
 
     async def read(self) -> tuple[Job, StepEvent | End] | None:
-        """The next item; None where there was none for SILENCE seconds."""
+        """The next item; None where there was none for ``silence`` seconds."""
         if not self._items:
-            if self._timer is None:
-                self._timer = self._loop.call_later(SILENCE, self._quiet)
+            if self._timer is None and self.silence < math.inf:
+                self._timer = self._loop.call_later(self.silence, self._quiet)
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
@@ -108,7 +109,7 @@ class Answers:
 
     def _quiet(self) -> None:
         """One timer per request, looked at when it is over: one per event would cost more than the event (asyncio.wait: 70 us)."""
-        due = self._latest + SILENCE - self._loop.time()
+        due = self._latest + self.silence - self._loop.time()
         if due > 0:
             self._timer = self._loop.call_later(due, self._quiet)
             return

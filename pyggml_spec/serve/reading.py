@@ -1,15 +1,17 @@
 """From a request's sequences to its response: reading them to the end, or as they come."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from typing import ParamSpec, TypeVar
 
 from ..events import End
+from . import fields
 from .answer import Answer, Delta
 from .errors import api_error
 from .http import Request
-from .jobs import Ask, Job, Queue
+from .jobs import SILENCE, Ask, Job, Queue
 from .served import Served
 
 P = ParamSpec("P")
@@ -32,7 +34,9 @@ class Reader:
 
     def __init__(self, context: Context, request: Request, asks: Sequence[Ask], make: Callable[[Job], Answer]) -> None:
         """Raises ApiError: the queue is full."""
+        silence = fields.whole(request.json(), "sse_ping_interval", int(SILENCE), -1, (1 << 31) - 1)
         self._answers = context.queue.enter(asks)
+        self._answers.silence = float(silence) if silence > 0 else math.inf
         request.ended.append(self._answers.cancel)
         self.answers = [make(job) for job in self._answers.jobs]
         self._left = len(self.answers)

@@ -20,6 +20,7 @@ _TEXTS = ("input_text", "output_text", "text")
 
 async def create(context: Context, request: Request) -> Response:
     body = to_chat(request.json())
+    request.unknown += [f"tools: {tool.get('type')}" for tool in request.json().get("tools", []) if tool.get("type") != "function"]
     plan = await context.in_pool(read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     shown = _Shown(context, body)

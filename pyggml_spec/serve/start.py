@@ -19,7 +19,7 @@ log = logging.getLogger("pyspec.serve")
 LIBRARIES = ("uvicorn", "httptools", "msgspec")
 SWITCH_SECONDS = 0.0005  # how long the event loop may keep the interpreter from the thread of the steps
 THREADS = 2  # that render, encode and compile
-TOLD_SECONDS = 0.5  # that readers have for the error that ends what was cut off
+TOLD_SECONDS = 0.9  # that readers have for the error that ends what was cut off
 STARTING_SOCKETS = 2048  # connections that wait to be taken
 
 

@@ -129,7 +129,7 @@ def test_a_reader_that_does_not_read_holds_up_no_end():
 
 
 def test_readers_have_the_rest_of_the_time(monkeypatch):
-    """Who reads slowly has until the end of `--drain`, or half a second if that is over; then the connection is cut off."""
+    """Who reads slowly has until the end of `--drain`, or 0.9 s if that is over; then the connection is cut off."""
 
     class Connection(JsonProtocol):
         def __init__(self, looks):

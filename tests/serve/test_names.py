@@ -1,0 +1,108 @@
+"""No field of a request is passed over in silence: it is obeyed, said to have no effect, refused by name, or named in a header."""
+
+import asyncio
+import math
+import types
+from pathlib import Path
+
+import pytest
+
+from pyggml_spec.serve import names
+from pyggml_spec.serve.errors import ApiError
+from pyggml_spec.serve.http import Request
+from pyggml_spec.serve.jobs import Answers
+from pyggml_spec.serve.reading import Reader
+
+LLAMA_SERVER = [
+    "verbose", "timings_per_token", "stream", "stream_options", "cache_prompt", "return_tokens", "return_progress", "sse_ping_interval",
+    "n_predict", "max_completion_tokens", "max_tokens", "n_indent", "n_keep", "n_discard", "n_cmpl", "n", "n_cache_reuse",
+    "t_max_prompt_ms", "t_max_predict_ms", "response_fields", "top_k", "top_p", "min_p", "top_n_sigma", "xtc_probability",
+    "xtc_threshold", "typical_p", "temperature", "dynatemp_range", "dynatemp_exponent", "repeat_last_n", "repeat_penalty",
+    "frequency_penalty", "presence_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "mirostat",
+    "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay", "seed", "n_probs", "logprobs", "min_keep", "backend_sampling",
+    "post_sampling_probs", "lora", "dry_sequence_breakers", "json_schema", "grammar", "grammar_lazy", "chat_format", "reasoning_format",
+    "generation_prompt", "parse_tool_calls", "chat_parser", "continue_final_message", "echo", "preserved_tokens", "grammar_triggers",
+    "reasoning_control", "reasoning_budget_tokens", "logit_bias", "ignore_eos", "stop", "samplers", "prompt", "id_slot",
+    "response_format", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "reasoning_effort", "chat_template_kwargs",
+    "add_generation_prompt", "thinking_budget_tokens",
+]  # fmt: skip
+
+
+def test_every_field_of_llama_server_is_known():
+    """Those of its server-schema.cpp and of its chats; and what has no effect is in the guide."""
+    known = set().union(*names.TAKEN.values()) | names.NO_EFFECT | set(names.REFUSED)
+    assert not [name for name in LLAMA_SERVER if name not in known]
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
+    assert not [name for name in names.NO_EFFECT if f"`{name}`" not in page]
+
+
+def test_what_asks_for_nothing_is_taken():
+    """Clients send every field that they have, at its default."""
+    body = {name: nothing[0] for name, (nothing, _) in names.REFUSED.items() if nothing}
+    assert names.check("/v1/chat/completions", body) == []
+    for name in names.REFUSED:
+        with pytest.raises(ApiError) as raised:
+            names.check("/v1/chat/completions", {name: "something else"})
+        assert raised.value.status == 501 and raised.value.param == name and name in raised.value.message
+    with pytest.raises(ApiError):  # 0 is a budget, and False no number
+        names.check("/completion", {"reasoning_budget_tokens": 0})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_what_means_nothing_is_named(server, path, stream):
+    asked = {"max_tokens": 1, "stream": stream} | (
+        {"messages": [{"role": "user", "content": "x"}]} if "chat" in path or "messages" in path else {"input" if "responses" in path else "prompt": "x"}
+    )  # fmt: skip
+    if "responses" in path:
+        asked["max_output_tokens"] = asked.pop("max_tokens")
+    assert names.HEADER not in server.post(path, **asked).headers
+    response = server.post(path, **asked, temprature=0.5, **{"a\nb: ü": 1})
+    assert response.status_code == 200 and response.headers[names.HEADER] == r"temprature, a\nb: \xfc"
+    refused = server.post(path, **asked, guided_json={"type": "object"})
+    assert refused.status_code == 501 and "response_format" in refused.text
+
+
+def test_tools_that_a_response_cannot_use_are_named(server):
+    response = server.post(
+        "/v1/responses", input="x", max_output_tokens=1, tools=[{"type": "web_search"}, {"type": "function", "name": "f"}]
+    )
+    assert response.status_code == 200 and response.headers[names.HEADER] == "tools: web_search"
+
+
+def test_tools_that_others_run_are_refused(server):
+    response = server.post(
+        "/v1/messages",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=1,
+        tools=[{"type": "web_search_20250305", "name": "web_search"}],
+    )
+    assert response.status_code == 501 and "web_search" in response.json()["error"]["message"]
+
+
+def test_several_answers_by_llama_servers_name(server):
+    got = server.ok("/completion", prompt="x", n_predict=1, n_cmpl=3)
+    assert [g["index"] for g in got] == [0, 1, 2]
+
+
+def test_silence_is_as_long_as_it_was_asked_for(server):
+    """In seconds; -1 for ever."""
+
+    class Queue:
+        def enter(self, asks):
+            return types.SimpleNamespace(jobs=[], cancel=None, silence=None)
+
+    for body, want in ((b"{}", 30.0), (b'{"sse_ping_interval": 5}', 5.0), (b'{"sse_ping_interval": -1}', math.inf)):
+        request = Request({"method": "POST", "path": "/completion", "headers": []})
+        request.body = body
+        reader = Reader(types.SimpleNamespace(queue=Queue()), request, [], lambda job: None)
+        assert reader._answers.silence == want
+    assert server.post("/completion", prompt="x", n_predict=1, sse_ping_interval="5").json()["error"]["param"] == "sse_ping_interval"
+    assert server.ok("/completion", prompt="x", n_predict=1, sse_ping_interval=-1)["stop"]
+
+    async def main():
+        answers = Answers([], None)
+        answers.silence = 0.001
+        return await answers.read()
+
+    assert asyncio.run(main()) is None
