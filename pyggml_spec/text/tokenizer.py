@@ -55,8 +55,8 @@ def check_vocabulary(file: GGUFFile) -> int:
 def _check_tokens(file: GGUFFile, model: str, tokens: StringArray) -> None:
     """The token texts: all different, and with what encoding cannot do without."""
     seen: dict[bytes, int] = {}
-    for i in range(len(tokens)):
-        name = tokens.raw(i).split(b"\0", 1)[0] or b"[EMPTY_%d]" % i  # llama.cpp reads C strings, and names empty ones so
+    for i, raw in enumerate(tokens.raws()):
+        name = raw.split(b"\0", 1)[0] or b"[EMPTY_%d]" % i  # llama.cpp reads C strings, and names empty ones so
         if (first := seen.setdefault(name, i)) != i:
             raise GGUFError(f"{file.path}: the tokens {first} and {i} are both {brief(tokens[i])}; the file is damaged")
     if model == "llama":
@@ -193,6 +193,8 @@ def first_difference(a: GGUFFile, b: GGUFFile) -> str | None:
         return None  # a drafter without a vocabulary of its own uses the target's
     if len(left) != len(right):
         return f"{a.path.name} has {len(left)} tokens, {b.path.name} has {len(right)}"
+    if left.same(right):  # 250,000 tokens in 14 ms instead of 0.5 s
+        return None
     for i in range(len(left)):
         if left.raw(i) != right.raw(i):
             return f"token {i} is {brief(left[i])} in {a.path.name} and {brief(right[i])} in {b.path.name}"
