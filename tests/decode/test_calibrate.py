@@ -8,7 +8,7 @@ from random_gguf.archs import write_qwen35moe
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.decode.calibrate import cached_costs, step_costs
+from pyggml_spec.decode.calibrate import FILL, START, cached_costs, step_cost, step_costs
 from pyggml_spec.decode.width import WidthControl
 from pyggml_spec.errors import ContextError
 from pyggml_spec.folders import cache_folder
@@ -66,6 +66,24 @@ def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle)
             assert not cached_costs(engine, widths)[1]
         monkeypatch.setattr("pyggml_spec.building.build_note", lambda libraries: {"patches": ["0020-small-batch"]})
         assert not cached_costs(engine, widths)[1]
+
+
+def test_costs_are_of_steps_with_a_text_behind_them(pair, monkeypatch):
+    """Behind eight tokens attention has nothing to read: blocks looked cheaper than they are in texts, and the first texts lost."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        engine, behind = session.engine, []
+        for name in ("plain_step", "fused_step"):
+            step = getattr(engine, name)
+
+            def seen(*args, step=step, **options):
+                behind.append(engine.cursor.committed)
+                return step(*args, **options)
+
+            monkeypatch.setattr(engine, name, seen)
+        for width in (1, 4):
+            behind.clear()
+            assert step_cost(engine, width) > 0
+            assert behind[0] >= len(START) + len(FILL)  # on slow machines no more than that
 
 
 def test_a_context_without_a_step_says_so(pair):
