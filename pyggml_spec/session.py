@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
@@ -773,12 +774,15 @@ class Session:
         Raises:
             EngineError: a step is under way, in another thread or in a call that this one was made from; nothing has been freed then.
         """
-        if self._concurrent is not None:
-            self._concurrent.close()
-        self._turns.shut(CLOSED)
-        for part in reversed(self._parts):
-            part.close()
-        self._parts = []
+        try:
+            if self._concurrent is not None:
+                self._concurrent.close()
+        finally:
+            self._turns.shut(CLOSED)
+            with ExitStack() as freed:  # whatever one of them raises, the last one made first
+                for part in self._parts:
+                    freed.callback(part.close)
+                self._parts = []
 
     def __enter__(self) -> Self:
         return self

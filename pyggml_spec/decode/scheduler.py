@@ -205,10 +205,14 @@ class Scheduler:
         """Ends every sequence and closes the engine. Closing twice is fine."""
         with self._driving:  # to the end: another thread may be about to step, or to close as well
             if not self.engine.graphs.closed:
-                self._cancel_all()
-                if self.prefixes is not None:
-                    self.prefixes.close()
-                self.engine.close()
+                try:
+                    self._cancel_all()
+                finally:
+                    try:
+                        if self.prefixes is not None:
+                            self.prefixes.close()
+                    finally:
+                        self.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -248,17 +252,23 @@ class Scheduler:
         if self._rounds.flying and self._changed:
             self._rounds.land(meanwhile)
             return True
-        if self._changed or self._reading:
-            self._arrange()
-        if self._asking and self._interrupts():
-            self._arrange()
+        try:
+            if self._changed or self._reading:
+                self._arrange()
+            if self._asking and self._interrupts():
+                self._arrange()
+        except BaseException as error:
+            self._fail_all(error)
+            raise
         if not self._active:
             return False
         if self._rounds.step(meanwhile):
             return True
-        decoding, filling = self._decoding, self._filling() if self._reading else []
-        began = time.perf_counter_ns()
+        decoding, filling, began = self._decoding, list[Stream](), time.perf_counter_ns()
         try:
+            if self._reading:
+                filling = self._filling()
+                began = time.perf_counter_ns()
             work = self._decode_work(decoding, filling) if decoding else {}
             prompts = not decoding or bool(filling and self._prompts_turn and not all(s.slot in work for s in filling))
             if prompts:
@@ -287,7 +297,8 @@ class Scheduler:
 
     def _fail_all(self, error: BaseException) -> None:
         self._rounds.flying.clear()
-        self.engine.abandon()
+        with suppress(DeviceError):  # whose error this one is
+            self.engine.abandon()
         for stream in list(self._active):
             self._fail(stream, error)
 
@@ -370,9 +381,17 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         with self._queue:
             gone = [s for s in self._waiting if s._cancelled]
-            self._waiting = deque(s for s in self._waiting if not s._cancelled)
         for stream in gone + [s for s in self._active if s._cancelled]:
-            self._end(stream, "cancelled")
+            try:
+                self._end(stream, "cancelled")
+            except BaseException as error:
+                self._fail(stream, error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:  # one after the other: what an interruption comes before is still there
+                with self._queue:
+                    if stream in self._waiting:
+                        self._waiting.remove(stream)
 
     def _admit(self) -> None:
         engine = self.engine
@@ -394,13 +413,15 @@ class Scheduler:
                     stream._phase("queued")
                 if request.guide is not None and engine.unmasked:
                     stream.stats.notes.append(engine.unmasked)
-                self._waiting.popleft()
-                if len(engine.slots) == 1:
-                    stream._counters = Counters(engine)
-                if request.speculating and self.widths is not None:
-                    stream._drafted = self.widths.begin(rests=not engine.slots[stream.slot].drafting)
-                self._enter(stream)
-                self._active.append(stream)
+                self._active.append(self._waiting.popleft())  # first: what fails from now on ends it, and frees its slot
+                try:
+                    if len(engine.slots) == 1:
+                        stream._counters = Counters(engine)
+                    if request.speculating and self.widths is not None:
+                        stream._drafted = self.widths.begin(rests=not engine.slots[stream.slot].drafting)
+                    self._enter(stream)
+                except Exception as error:
+                    self._fail(stream, error)
 
     def _rests(self, stream: Stream) -> bool:
         """Whether a text alone gets no rows that drafters read."""
@@ -420,6 +441,8 @@ class Scheduler:
         if any(self._twins(stream, other) for other in self._waiting):
             stream._partings.add(len(stream._prompt) - 1)
         for other in self._active:
+            if other is stream:
+                continue
             shared = grain * _alike(stream._keys[: place.usable], other._keys)
             if self._twins(stream, other):
                 shared = max(shared, len(stream._prompt) - 1)

@@ -238,7 +238,9 @@ class PrefixCache:
     def take_notes(self) -> list[str]:
         """What could not be used or written since they were taken last, one sentence each."""
         notes, self.notes = self.notes, []
-        return notes if self._writer is None else notes + self._writer.take_notes()
+        for source in (self.files, self._writer):
+            notes += source.take_notes() if source is not None else []
+        return notes
 
     # -- bringing back
 
@@ -409,10 +411,19 @@ class PrefixCache:
     def close(self) -> None:
         """Writes what is still to be written, and frees the copies."""
         if not self.engine.graphs.closed and why_absent(self.engine.io.workers) is None:  # nothing can be read of a worker that is lost
-            self.save()
-        if self._writer is not None:
-            self._writer.close()
-        self.clear()
+            try:
+                self.save()
+            finally:
+                self._end()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            self.clear()
 
 
 def layout_of(

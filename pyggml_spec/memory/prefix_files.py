@@ -58,6 +58,7 @@ class PrefixFiles:
         self.layout_digest = hashlib.sha256(layout.encode()).digest()
         self.notes: list[str] = []
         self._refused: set[Path] = set()
+        self._unreadable, self._said = False, list[str]()
         try:
             make_private(self.folder)
             self._check_folder()
@@ -74,9 +75,27 @@ class PrefixFiles:
     # -- reading
 
     def has(self, key: bytes, kind: str) -> bool:
-        """Whether there is a file that has not been refused."""
+        """Whether there is a file that has not been refused. A folder that cannot be looked into has none, and a note says so, once."""
         path = self._path(key, kind)
-        return path not in self._refused and path.exists()
+        if path in self._refused:
+            return False
+        try:
+            os.stat(path)
+            return True
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if not self._unreadable:
+                self._unreadable = True
+                self._said.append(
+                    f"the prefix cache {self.folder} cannot be looked into: {error.strerror}; prompts are computed without it"
+                )
+            return False
+
+    def take_notes(self) -> list[str]:
+        """What there was to say since they were taken last, one sentence each; not what there was at first."""
+        notes, self._said = self._said, []
+        return notes
 
     def load(self, key: bytes, kind: str, nbytes: int) -> np.ndarray:
         """The payload, U8 [nbytes].

@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 import pytest
 from decode.interrupts import interrupt_ends_all
@@ -368,3 +369,43 @@ def test_an_interrupt_between_the_sequences_of_a_step_ends_them_all(pair, schedu
     streams = [scheduler.submit(text, DRAFT) for text in prompts(2)]
     scheduler.step()
     interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler, "_take")
+
+
+def test_an_admission_that_fails_ends_what_it_admits_and_frees_the_slot(pair, monkeypatch):
+    """The sequence was in no list any more: nobody ended it, and its slot was never free again."""
+    with _scheduler(pair, 2) as engine_of:
+        scheduler = Scheduler(engine_of.engine, prefix_memory=1 << 24)
+        assert scheduler.prefixes is not None
+        running = scheduler.submit(prompts(2)[0], LoopOptions(400, PLAIN))
+        scheduler.step()
+        with monkeypatch.context() as once:
+            once.setattr(scheduler.prefixes, "enter", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            late = scheduler.submit([1, 2, 3], DRAFT)
+            scheduler.step()
+        assert isinstance(late.error, OSError) and running.error is None and scheduler.engine.slots[1].used is False
+        late = scheduler.submit([1, 2, 3], DRAFT)
+        interrupt_ends_all(pair, scheduler, [running, late], monkeypatch, scheduler.prefixes, "enter")
+        assert not any(slot.used for slot in scheduler.engine.slots)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_every_cancelled_sequence_ends_although_the_end_of_one_raises(scheduler, monkeypatch, error):
+    """Those behind it, which had left the queue, never ended."""
+    streams = [scheduler.submit(text, LoopOptions(400, PLAIN)) for text in prompts(6)]
+    scheduler.step()
+    for stream in streams:
+        stream.cancel()
+    end, calls = scheduler._end, []
+
+    def fails(*of):
+        calls.append(of)
+        if len(calls) == 2:
+            raise error
+        end(*of)
+
+    monkeypatch.setattr(scheduler, "_end", fails)
+    for _ in range(2):
+        with suppress(KeyboardInterrupt):
+            scheduler.run()
+    assert all(stream.ended or isinstance(stream.error, error) for stream in streams)
+    assert scheduler.idle and not any(slot.used for slot in scheduler.engine.slots)

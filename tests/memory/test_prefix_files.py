@@ -330,3 +330,37 @@ def test_part_files_have_names_that_nobody_can_guess_and_follow_no_link(tmp_path
     with pytest.raises(Refused, match="cannot be written"):
         files.store(KEY, "rows", np.zeros(10, np.uint8))
     assert victim.read_text() == "mine" and not files.has(KEY, "rows")
+
+
+def test_a_folder_that_cannot_be_looked_into_costs_one_sentence(pair, tmp_path, monkeypatch):
+    """A mount that is gone: every request that shared the steps ended, and the session could not be closed."""
+    prompts, real = [list(range(40)), list(range(50, 90))], os.stat
+
+    def gone(path, *args, **more):
+        if str(path).endswith((".rows", ".state")):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **more)
+
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4, chunk=16, prefix_cache=tmp_path) as session:
+        alone = [session.generate(prompt, 8)[0] for prompt in prompts]
+        with session.concurrent(slots=2) as server:
+            monkeypatch.setattr("pyggml_spec.memory.prefix_files.os.stat", gone)
+            handles = [server.submit(prompt, 8) for prompt in prompts]
+            assert [handle.result()[0] for handle in handles] == alone
+        stats = [*(handle.stats for handle in handles), session.generate(prompts[0], 8)[1]]
+        assert sum("cannot be looked into: Permission denied; prompts are" in note for s in stats for note in s.notes) == 1
+
+
+def test_a_session_is_freed_whatever_one_of_its_parts_raises(pair, tmp_path, monkeypatch):
+    def fails(self, *args):
+        raise OSError(5, "Input/output error")
+
+    session = ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4, chunk=16, prefix_cache=tmp_path)
+    session.generate(list(range(40)), 4)
+    server = session.concurrent(slots=2)
+    server.submit(list(range(40)), 4).result()
+    monkeypatch.setattr(PrefixCache, "save", fails)
+    engines = session.engine, server._scheduler.engine
+    with pytest.raises(OSError, match="Input/output"):
+        session.close()
+    assert [engine.graphs.closed for engine in engines] == [True, True] and not session._parts
