@@ -156,10 +156,10 @@ def killed(count: int, rng: random.Random) -> tuple[int, int, int]:
                 want = want or server.ok("/completion", **asked, cache_prompt=False)["content"]
                 said = server.ok("/completion", **asked)
                 alike, texts, reused = alike + (said["content"] == want), texts + 1, reused + said["timings"]["cache_n"]
-                load = [threading.Thread(target=leave, args=(server, ask(2000, prompt=f"# {rng.random()}\n" * 40), 1.0)) for _ in range(8)]
+                load = [threading.Thread(target=leave, args=(server, ask(2000, prompt=f"# {rng.random()}\n" * 40), 10.0)) for _ in range(8)]
                 for thread in load:
                     thread.start()
-                started(server, 4)
+                started(server, 2)
                 time.sleep(rng.random())
             finally:
                 server.end(signal.SIGKILL)

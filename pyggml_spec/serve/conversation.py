@@ -60,6 +60,8 @@ def sequence_asks(served: Served, body: Mapping[str, Any], ids: list[int], n_pro
         ids, fields.max_tokens(body, served.limits), sampling, fields.stop_texts(body), ignore_end, fields.mode(body, served.drafter),
         fields.flag(body, "cache_prompt", True), progress, every_step, fields.whole(body, "priority", 0, -1000, 1000), key,
     )  # fmt: skip
+    if n == 1:
+        return [ask]
     seeds = [sampling.seed] * n if sampling.seed is None else [(sampling.seed + i) % ((1 << 32) - 1) for i in range(n)]
     return [replace(ask, sampling=replace(sampling, seed=seed)) for seed in seeds]
 

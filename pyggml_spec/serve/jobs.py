@@ -348,10 +348,13 @@ class Queue:
                 self._waiting[key] = jobs  # its next turn is behind the other keys'
             self.running.add(job)
             job.started = time.perf_counter()
-            self._loop.run_in_executor(self._pool, self._submit, job)
+            if job.ask.sampling is None or job.ask.sampling.is_greedy:
+                self._submit(job)
+            else:
+                self._loop.run_in_executor(self._pool, self._submit, job)
 
     def _submit(self, job: Job) -> None:
-        """In a thread of the pool: a sampler may take milliseconds to make."""
+        """In a thread of the pool where a sampler is made, which may take milliseconds; what draws nothing is given to the engine at once."""
         ask, concurrent = job.ask, self._concurrent
         seed = ask.sampling.seed if ask.sampling is not None else None
         try:

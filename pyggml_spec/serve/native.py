@@ -23,7 +23,7 @@ _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limi
 async def completion(context: Context, request: Request) -> Response:
     body = request.json()
     stream = fields.flag(body, "stream")
-    asks, n_probs = await context.in_pool(_read, context, body, request.key)
+    asks, n_probs = await context.prepared(request, _read, context, body, request.key)
     reader = Reader(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))
     if stream:
         await reader.begin()

@@ -196,7 +196,7 @@ async def completions(context: Context, request: Request) -> Response:
     body = request.json()
     _refuse(body)
     stream, options = fields.flag(body, "stream"), _Stream(body)
-    asks, n_probs = await context.in_pool(_read_completions, context, body, request.key)
+    asks, n_probs = await context.prepared(request, _read_completions, context, body, request.key)
     reader = Reader(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))
     frame = _Frame(context, "text_completion", _identifier("cmpl-"))
     if stream:

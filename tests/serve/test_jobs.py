@@ -10,6 +10,7 @@ import pytest
 from pyggml_spec.decode.stats import BatchStats, Stats
 from pyggml_spec.errors import EngineError
 from pyggml_spec.events import End, StepEvent
+from pyggml_spec.sampling.sampler import Sampling
 from pyggml_spec.serve import jobs
 from pyggml_spec.serve.errors import ApiError
 from pyggml_spec.serve.jobs import Ask, Queue, QueueLimits
@@ -160,3 +161,21 @@ def test_a_slow_readers_events_are_joined():
         assert "".join(i.text for i in items[:-1]) == "x" * 500
 
     run(many, test)
+
+
+def test_what_draws_nothing_waits_for_no_thread():
+    """Two turns of the pool were a third of what HTTP costs before the first token; a sampler's making still is one."""
+    sampled = Sampling(temperature=0.7)
+
+    async def test(queue):
+        turns = []
+        queue._loop = SimpleNamespace(
+            run_in_executor=lambda pool, function, job: turns.append(job), call_soon_threadsafe=asyncio.get_running_loop().call_soon_threadsafe,
+            time=asyncio.get_running_loop().time,
+        )  # fmt: skip
+        await read_all(queue.enter([Ask([1], sampling=Sampling(temperature=0))]))
+        assert not turns
+        queue.enter([Ask([1], sampling=sampled)])
+        assert [job.ask.sampling for job in turns] == [sampled]
+
+    run(answers, test)
