@@ -16,6 +16,8 @@ PACE_DECAY = 0.98  # of the tokens and milliseconds of steps, per step
 FIRST_WEIGHT = 20  # steps that the first pace counts for
 WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
 COST_RATE = 0.1  # weight of one step in the running cost of its rows
+MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand
+FORGET = 0.02  # of what the cost of other rows has become, per step: rows that stalled a few times would never be tried again
 
 
 class Pace:
@@ -110,17 +112,22 @@ class LookupControl:
         """A step brought ``tokens``; ``rows``: of one that only verified given ids, or None."""
         if covered in self._paces:
             self._paces[covered].observe(tokens, milliseconds)
-        key = covered, rows
-        if rows is None or rows == 1:
+        if rows is None:
             return
+        key = covered, rows
         self._seen[key] += 1
         if self._seen[key] <= WARMUP:
             return
-        known = self._costs.get((covered, rows))
+        known, measured = self._costs.get(key), self._alone.get(rows) if covered == 1 else None
         if known is None or (self._seen[key] == WARMUP + 1 and covered > 1):
-            self._costs[covered, rows] = milliseconds
-        else:
-            self._costs[covered, rows] = known + COST_RATE * (min(milliseconds, 2 * known) - known)  # one stalled step proves nothing
+            self._costs[key] = milliseconds
+            return
+        most = 2 * (measured or known)  # stalled steps prove nothing
+        rate = max(COST_RATE, 1 / (self._seen[key] - WARMUP + MEASURED_WEIGHT))
+        self._costs[key] = known + rate * (min(milliseconds, most) - known)
+        for other in self._alone if measured is not None else ():
+            if other != rows:
+                self._costs[1, other] += FORGET * (self._alone[other] - self._costs[1, other])
 
 
 def _up_to(tokens: list[float] | None, rows: int) -> float:
