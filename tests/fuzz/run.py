@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 STATE_BYTES = 4 << 20
-STALLED_S = 5.0  # processor time of a worker that stays at one input
+STALLED_S = 60.0  # processor time of a worker that stays at one input: for what never ends; what is slow is a finding of the worker itself
 
 
 @dataclass

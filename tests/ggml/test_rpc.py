@@ -329,7 +329,7 @@ def test_a_worker_that_dies_is_a_sentence_and_one_that_comes_back_is_used(expect
             for _ in range(2):  # and the next one, too
                 with pytest.raises(DeviceError, match=rf"the worker 127\.0\.0\.1:{first.port} is lost: .*load the model again"):
                     session.generate(PROMPT, 40, ignore_end=True)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 50
         with pytest.raises(DeviceError, match="nothing listens at"):
             ps.load(device=first.device, **OPTIONS)
         with Worker(port=first.port) as second, ps.load(device=second.device, **OPTIONS) as session:
@@ -385,7 +385,7 @@ def test_a_lost_worker_ends_the_command_with_1(number):
         os.kill(server, number)
         began = time.monotonic()
         _, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 50
         assert process.returncode == 1 and b"Traceback" not in err
         assert err.decode().splitlines()[-1].startswith(f"pyspec: the worker 127.0.0.1:{worker.port} is lost: ")
         if number == signal.SIGSTOP:

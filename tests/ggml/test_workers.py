@@ -126,4 +126,4 @@ def test_a_server_that_hangs_is_given_up(serve):
         began = time.monotonic()
         with pytest.raises(DeviceError, match=r"said nothing within 0\.3 s: a worker that another program uses"):
             probe(at(port), 0.3)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 9

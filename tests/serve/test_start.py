@@ -46,7 +46,7 @@ def test_two_addresses_and_a_key_file(tmp_path):
         assert running.http.post("/v1/messages", json={}, headers={"x-api-key": "no"}).json()["type"] == "error"
         (tmp_path / "keys").write_text("second\n")
         running.process.send_signal(signal.SIGHUP)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while running.http.post("/v1/completions", json=ask, headers={"x-api-key": "second"}).status_code != 200:
             assert time.monotonic() < until
         assert running.http.post("/v1/completions", json=ask, headers={"x-api-key": "first"}).status_code == 401
@@ -65,12 +65,12 @@ def _stream(running, got, tokens):
 
 def test_what_runs_when_the_server_is_ended_comes_to_its_end():
     running, got = Running("--slots", 2), []
-    reader = threading.Thread(target=_stream, args=(running, got, 300))
+    reader = threading.Thread(target=_stream, args=(running, got, 1500))
     reader.start()
     while not got:
         time.sleep(0.01)
     running.process.send_signal(signal.SIGTERM)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not any(line.startswith("ending") for line in running.lines):
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -78,7 +78,7 @@ def test_what_runs_when_the_server_is_ended_comes_to_its_end():
     refused = running.post("/completion", prompt="x", n_predict=1)
     assert refused.status_code == 503 and refused.headers["retry-after"]
     reader.join(60)
-    assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 300
+    assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 1500
     assert running.end() == 0
 
 
@@ -94,7 +94,7 @@ def test_what_does_not_end_in_time_is_told_so(options, second):
         time.sleep(0.3)
         running.process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    assert running.end() == 0 and time.monotonic() - began < 15
+    assert running.end() == 0 and time.monotonic() - began < 60
     reader.join(20)
     assert got[-1]["error"]["code"] == 503 and "cut off" in got[-1]["error"]["message"]
 

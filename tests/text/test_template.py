@@ -230,7 +230,7 @@ def test_no_running_away(source):
     started = time.monotonic()
     with pytest.raises(TemplateError) as error:
         ChatTemplate(source, seconds=0.5).render(TALK)
-    assert "\n" not in str(error.value) and time.monotonic() - started < 10
+    assert "\n" not in str(error.value) and time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(
