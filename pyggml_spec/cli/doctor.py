@@ -12,7 +12,7 @@ from ..errors import PyspecError
 from ..gguf_io.safetensors import parse_json
 from .main import EXIT_CHECK
 from .names import in_options
-from .options import target_options
+from .options import split_options, target_options
 from .terminal import printable, progress_line, say
 
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red", NOT_APPLICABLE: "bright_black"}
@@ -21,9 +21,10 @@ _MAX_PROMPTS = 1 << 24
 
 @click.command("doctor")
 @target_options
+@split_options
 @click.option("--prompts", "prompts_file", type=click.Path(), metavar="FILE", help='JSON lines with a "prompt" each. Default: Python code.')
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
-def command(target, draft, device, threads, kernels, n_ctx, prompts_file, as_json):
+def command(target, draft, device, threads, kernels, n_ctx, tensor_split, prompts_file, as_json):
     """Says why acceptance is low or speed is missing, by measuring each known cause. Exit code 3 if a check fails.
 
     The target continues some prompts, and the drafter drafts at many places of these texts: as its file says, and with each hyper-parameter
@@ -31,7 +32,8 @@ def command(target, draft, device, threads, kernels, n_ctx, prompts_file, as_jso
     """
     prompts = _prompts(prompts_file) if prompts_file is not None else None
     with progress_line() as progress:
-        report = examine(target, draft, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts, progress=progress)
+        report = examine(target, draft, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts, tensor_split=tensor_split,
+                         progress=progress)  # fmt: skip
     if as_json:
         click.echo(json.dumps(report.as_dict()))
     else:

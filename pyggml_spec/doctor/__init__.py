@@ -5,7 +5,7 @@ probe.py      teacher-forced acceptance of one reading of the drafter
 files.py      what the files say and hold          opening.py   opening a drafter that the engine refuses
 readings.py   hyper-parameters swept, features     precision.py what quantisation costs
 templates.py  template and thinking mode           running.py   what happens when the pair generates
-report.py     verdicts
+split.py      layers on several devices          report.py    verdicts
 """
 
 from .examine import Subject, examine, examine_drafter

@@ -11,17 +11,17 @@ import numpy as np
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..errors import EngineError, PyspecError
-from ..ggml.device import Backend, pick_device
 from ..ggml.library import versions
 from ..gguf_io import GGUFFile
 from ..models.dflash import DFlash
 from ..models.drafter import TOKENS, Drafter
 from ..models.mtp import has_layer, is_layer_alone
 from ..models.registry import open_target
+from ..models.segments import SplitWeights
 from ..models.weights import Weights
-from ..session import DEMO_DRAFTER, DEMO_TARGET
+from ..session import DEMO_DRAFTER, DEMO_TARGET, Session
 from ..text.tokenizer import Tokenizer
-from . import files, precision, readings, running, templates
+from . import files, precision, readings, running, split, templates
 from .build import build
 from .evidence import Passage, held_out_prompts, write_passages
 from .opening import open_leniently
@@ -48,25 +48,23 @@ class Subject:
     """A loaded target and the texts that it writes; drafters are examined against it. Owns everything, ``close`` it."""
 
     def __init__(self, target: str | Path, *, device: str | None = None, threads: int | None = None, kernels: str | None = None,
-                 n_ctx: int | None = None, prompts: Sequence[str] | None = None, effort: Effort = Effort()):  # fmt: skip
+                 n_ctx: int | None = None, prompts: Sequence[str] | None = None, effort: Effort = Effort(),
+                 tensor_split: Sequence[float] | None = None):  # fmt: skip
         self.effort, self._stack = effort, ExitStack()
         self._passages: list[Passage] = []
         self._noisy: Passage | None = None
-        if device is not None and "," in device:
-            raise PyspecError(
-                f"a drafter is examined on one device, and {device!r} names several: name one with `device`; `pyspec bench` says what a split costs"
-            )
         try:
-            self.backend = self._own(Backend(pick_device(device), threads, kernels))
+            session = self._own(Session())  # only for what it makes of the devices
+            backends = session._open(device, threads, kernels)
+            self.backends, self.backend = session.backends, session.backend
             self.file = self._own(GGUFFile(target))
-            self.target = open_target(self.file)
+            self.target = session.target = open_target(self.file)
             self.tokenizer = self._own(Tokenizer(self.file))
-            self.target.weights = self._own(
-                Weights(self.backend, self.file, self.target.specs(), self.target.groups(), self.target.fused_alike())
-            )
             self.n_ctx = min(1024 if n_ctx is None else n_ctx or self.target.context_length, self.target.context_length)
             if self.n_ctx < 128:
                 raise PyspecError(f"a context of {self.n_ctx} tokens is too short to measure anything; use `n_ctx` 512 or more")
+            self.segments = session._split(backends, tensor_split, EngineOptions(n_ctx=self.n_ctx))
+            self.target.weights = self._own(self.target_weights_of(self.target))
             self.prompts = list(prompts if prompts is not None else held_out_prompts(effort.prompts))[: effort.prompts]
             if not self.prompts:
                 raise PyspecError("there is no prompt to measure on; give some with `prompts`")
@@ -80,6 +78,16 @@ class Subject:
 
     def _own(self, part):
         return self._stack.enter_context(closing(part))
+
+    def target_weights_of(self, target):
+        """Of the target, or of one like it, on its devices; the caller closes them."""
+        if not self.segments:
+            return self.weights_of(target)
+        return SplitWeights(target, self.segments, None, None, None, lambda done, total: None, borrowed=True)
+
+    def weights_of(self, model):
+        """Of a model on the one device, or the last; the caller closes them."""
+        return Weights(self.backend, model.file, model.specs(), model.groups(), model.fused_alike())
 
     def engine(self, target, drafter=None) -> Engine:
         """An engine over this subject's backend; the caller closes it.
@@ -109,7 +117,7 @@ class Subject:
     def noisy_passage(self) -> Passage:
         """The first text as the target would read it with twice the quantisation noise."""
         if self._noisy is None:
-            self._noisy = precision.noisy_passage(self.engine, self.backend, self.target, self._passages[0])
+            self._noisy = precision.noisy_passage(self.engine, self.target_weights_of, self.target, self._passages[0])
         return self._noisy
 
     def close(self) -> None:
@@ -125,13 +133,15 @@ def examine(
     kernels: str | None = None,
     n_ctx: int | None = None,
     prompts: Sequence[str] | None = None,
+    tensor_split: Sequence[float] | None = None,
     progress: Done = lambda what, done, total: None,
 ) -> Report:
     """Examines a pair; without a target, the embedded one.
 
     Args:
         target, draft: GGUF files; a target with an MTP layer of its own needs no other.
-        device, threads, kernels, n_ctx: as for ``load``; the context defaults to 1024.
+        device, threads, kernels, n_ctx, tensor_split: as for ``load``; the context defaults to 1024. On several devices the report says what the
+            split costs, too.
         prompts: texts to measure on; None takes held-out prompts of the embedded set (Python code).
 
     Raises:
@@ -146,7 +156,9 @@ def examine(
     if target is None or draft is None:
         raise PyspecError("the doctor examines a pair: name the target with `target` and the drafter with `draft`")
     progress("loading", 0, 1)
-    with closing(Subject(target, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts)) as subject:
+    with closing(
+        Subject(target, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts, tensor_split=tensor_split)
+    ) as subject:
         return examine_drafter(subject, draft, progress)
 
 
@@ -164,7 +176,7 @@ def examine_drafter(subject: Subject, draft: str | Path, progress: Done = lambda
     with GGUFFile(draft) as file:
         checks = list(_Examination(subject, file, progress).checks())
     conditions = {
-        "device": subject.backend.device.description, "threads": subject.backend.threads, "kernels": subject.backend.kernels,
+        "device": " and ".join(backend.device.description for backend in subject.backends), "threads": subject.backend.threads, "kernels": subject.backend.kernels,
         "context": subject.n_ctx, "versions": versions(),
         "prompts": len(subject.ids), "tokens_per_text": subject.tokens,
     }  # fmt: skip
@@ -182,7 +194,7 @@ class _Examination:
 
     def checks(self):
         self.progress("files", 0, 8)
-        yield build(self.subject.backend.device)
+        yield from map(build, dict.fromkeys(backend.device for backend in self.subject.backends))
         yield files.tokenizer(self.subject.file, self.file)
         try:
             opened = open_leniently(self.file, self.target)
@@ -202,9 +214,7 @@ class _Examination:
         yield files.weights("drafter weights", drafter, files.SCANNED, mask)
         yield self.subject.target_weights
         with ExitStack() as stack:
-            drafter.weights = stack.enter_context(
-                closing(Weights(self.subject.backend, self.file, drafter.specs(), drafter.groups(), drafter.fused_alike()))
-            )
+            drafter.weights = stack.enter_context(closing(self.subject.weights_of(drafter)))
             self.progress("texts", 1, 8)
             layers = sorted({v + shift for v in drafter.hp.target_layers for shift in (-1, 0, 1) if 0 <= v + shift <= self.target.n_layer})
             try:
@@ -221,13 +231,12 @@ class _Examination:
         yield files.weights("drafter weights", drafter, files.SCANNED)
         yield self.subject.target_weights
         with ExitStack() as stack:
-            drafter.weights = stack.enter_context(
-                closing(Weights(self.subject.backend, self.file, drafter.specs(), drafter.groups(), drafter.fused_alike()))
-            )
+            drafter.weights = stack.enter_context(closing(self.subject.weights_of(drafter)))
             self.progress("generations", 5, 8)
             tokens = min(self.subject.effort.generated, self.subject.tokens)
             with closing(self.subject.engine(self.target, drafter)) as engine:
                 yield from running.examine(engine, self.subject.ids, tokens, running.chain(engine, self.subject.ids, tokens))
+                yield from split.examine(engine)
 
     def _misfit(self, drafter) -> Check | None:
         """Why this drafter cannot be measured at all with this target, if so. Layers and mask tokens out of range can still be swept."""
@@ -270,7 +279,7 @@ class _Examination:
         yield readings.soft_cap(probe, reading, base, drafter, self.target)
         self.progress("fit and precision", 4, 8)
         yield readings.fit(probe, reading, base)
-        yield precision.drafter(self.subject.backend, self.target, drafter, probe, reading, base)
+        yield precision.drafter(self.subject.weights_of, self.subject.backend, self.target, drafter, probe, reading, base)
         yield precision.target(self.subject.noisy_passage, self.target, probe, reading)
         self.progress("generations", 5, 8)
         if self.subject.effort.running:
@@ -292,6 +301,7 @@ class _Examination:
             yield templates.compare(engine, self.subject.tokenizer, probe, reading, self.subject.prompts[:2], self.subject.tokens)
             ranked = probe.measure(replace(reading, ranked=True))
             yield from running.examine(engine, self.subject.ids, tokens, base, ranked)
+            yield from split.examine(engine)
 
 
 def _misfit_of(drafter, target) -> str:

@@ -9,15 +9,14 @@ from contextlib import closing
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from ..errors import PyspecError
-from ..ggml.device import Backend
 from ..ggml.library import lib, text
-from ..gguf_io import GGUFFile
-from ..models.weights import MATMUL, Weights
+from ..models.weights import MATMUL
 from ..tools.quants import TYPES, dequantise, quantise, type_id
 from .evidence import Passage, capture
 from .probe import Measured, Probe, Reading
@@ -44,11 +43,14 @@ def relative_error(kind: int) -> float:
 
 
 class NoisyFile:
-    """An open GGUF whose matrices named in ``noisy`` carry as much noise as their type has already; they are stored as Q8_0 or F16."""
+    """An open GGUF whose matrices named in ``noisy`` carry as much noise as their type has already; they are stored as Q8_0 or F16.
+
+    A matrix has the same noise in whichever order matrices are read: over several devices that is another one.
+    """
 
     def __init__(self, file, noisy: set[str], seed: int = 0):
-        self._file, self._rng = file, np.random.default_rng(seed)
-        self.path, self.metadata = file.path, file.metadata
+        self._file, self._seed = file, seed
+        self.path, self.metadata, self.rope = file.path, file.metadata, file.rope
         self.tensors = {name: self._stored(info) if name in noisy else info for name, info in file.tensors.items()}
 
     def _stored(self, info):
@@ -63,7 +65,8 @@ class NoisyFile:
         with self._file.read(name) as data:
             values = dequantise(bytes(data), old.type, int(np.prod(old.shape))).reshape(-1, old.shape[0])
         size = relative_error(old.type) * np.sqrt(np.mean(values.astype(np.float64) ** 2, axis=1, keepdims=True))
-        values = values + self._rng.standard_normal(values.shape, np.float32) * size.astype(np.float32)
+        rng = np.random.default_rng([self._seed, crc32(name.encode())])
+        values = values + rng.standard_normal(values.shape, np.float32) * size.astype(np.float32)
         return quantise(values, new.type).data.cast("B")
 
 
@@ -84,10 +87,11 @@ def _types(model, names: set[str]) -> tuple[float, float, str]:
     return 8 * sum(i.nbytes for i in infos) / counts.sum(), error, ", ".join(sorted(by_type, key=by_type.__getitem__, reverse=True))
 
 
-def _noisy_model(backend: Backend, model: Any) -> Any:
-    """The model with noisy weights, which the caller closes."""
-    noisy, file = copy(model), NoisyFile(model.file, _matrices(model))
-    noisy.weights = Weights(backend, cast(GGUFFile, file), model.specs(), model.groups(), model.fused_alike())
+def _noisy_model(weights_of: Callable[[Any], Any], model: Any) -> Any:
+    """The model with noisy weights, which ``weights_of`` makes of its file, and which the caller closes."""
+    noisy = copy(model)
+    noisy.file = NoisyFile(model.file, _matrices(model))
+    noisy.weights = weights_of(noisy)
     return noisy
 
 
@@ -121,12 +125,12 @@ def _described(model) -> tuple[str, dict, str | None]:
     return what, {"bits_per_weight": bits, "relative_error": error, "types": types}, reason
 
 
-def drafter(backend, target, model, probe: Probe, reading: Reading, base: Measured) -> Check:
+def drafter(weights_of, backend, target, model, probe: Probe, reading: Reading, base: Measured) -> Check:
     """What the drafter's quantisation costs."""
     name, (what, data, reason) = "drafter quantisation", _described(model)
     if reason is not None:
         return Check(name, NOT_APPLICABLE, reason, stage=PRECISION, data=data)
-    noisy = _noisy_model(backend, model)
+    noisy = _noisy_model(weights_of, model)
     with closing(noisy.weights), closing(Probe(backend, target, noisy, probe.passages, probe.blocks)) as other:
         measured = other.measure(reading)
     return _verdict(
@@ -134,13 +138,13 @@ def drafter(backend, target, model, probe: Probe, reading: Reading, base: Measur
     )
 
 
-def noisy_passage(make_engine, backend, model, passage: Passage) -> Passage:
-    """The passage as the target with noisy weights reads it. ``make_engine(target)``: an engine without a drafter.
+def noisy_passage(make_engine, weights_of, model, passage: Passage) -> Passage:
+    """The passage as the target with noisy weights reads it. ``make_engine(target)``: an engine without a drafter; ``weights_of(target)``: its weights.
 
     Raises:
         PyspecError: a copy of the weights with noise cannot be made.
     """
-    noisy = _noisy_model(backend, model)
+    noisy = _noisy_model(weights_of, model)
     try:
         with closing(make_engine(noisy)) as engine:
             return capture(

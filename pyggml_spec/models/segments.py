@@ -176,12 +176,14 @@ class SplitWeights:
         host: Backend | None,
         progress: Callable[[int, int], None],
         weights_class: Callable[..., Weights] = Weights,
+        borrowed: bool = False,
     ) -> None:
+        """``borrowed``: the last device has the embedding too, for drafters that come later."""
         check_drafter(drafter)
         self.segments, self.placement, self.file = tuple(segments), placement, target.file
         self.parts: list[Weights] = []
         specs, groups, alike = target.specs(), target.groups(), target.fused_alike()
-        borrowed = borrows_embedding(drafter)
+        borrowed = borrowed or borrows_embedding(drafter)
         needed = [specs_on(specs, segments, index, borrowed) for index in range(len(segments))]
         total, done = sum(_file_bytes(target, mine) for mine in needed), 0
         try:

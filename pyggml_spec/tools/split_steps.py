@@ -3,13 +3,13 @@
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from ..engine.engine import Engine
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
-from ..session import Session
 
 WARMUP, RUNS = 3, 8
 SMALL, LARGE, OVER_NETWORK = 4096, 64 << 20, 1 << 20  # bytes of the copies that are timed
@@ -67,28 +67,52 @@ class CopySpeed:
         return asdict(self)
 
 
-def split_steps(session: Session, widths: tuple[int, ...], depth: int = 8) -> list[SplitStep]:
+def split_steps(engine: Engine, widths: tuple[int, ...], depth: int = 8) -> list[SplitStep]:
     """Takes steps of these widths apart, behind a prompt of ``depth`` tokens. Forgets the sequence. Widths that do not fit the context are left out.
 
     Raises:
         EngineError: the layers are on one device.
     """
-    if len(session.engine.parts.segments) < 2:
+    if len(engine.parts.segments) < 2:
         raise EngineError("the layers are on one device: there is no cut to measure")
-    room = session.engine.options.n_ctx
-    return [_taken_apart(session, width, depth) for width in widths if depth + 2 * (WARMUP + RUNS) + width < room]
+    room = engine.options.n_ctx
+    return [_taken_apart(engine, width, depth) for width in widths if depth + 2 * (WARMUP + RUNS) + width < room]
 
 
-def _taken_apart(session: Session, width: int, depth: int) -> SplitStep:
-    engine = session.engine
-    engine.reset(drafting=width > 1 and session.drafter is not None)
-    engine.prefill([i % session.target.n_vocab for i in range(depth)])
+def _taken_apart(engine: Engine, width: int, depth: int) -> SplitStep:
+    engine.reset(drafting=width > 1 and engine.drafter is not None)
+    engine.prefill([i % engine.target.n_vocab for i in range(depth)])
     whole = statistics.median(_step(engine, width) for _ in range(WARMUP + RUNS))
+    return _by_device(engine, width, whole, lambda: _step(engine, width), RUNS)
+
+
+def split_chunk(engine: Engine) -> SplitStep | None:
+    """The widest chunk of a prompt that fits the context, taken apart as ``split_steps`` does; ``step_ms`` is what chunks take one after the other.
+    Forgets the sequence. None if there is no room for one.
+    """
+    rows = max((n for n in engine.parts.chunks if n < engine.options.n_ctx), default=0)
+    if not rows:
+        return None
+    ids = [i % engine.target.n_vocab for i in range(rows)]
+
+    def chunk() -> float:
+        engine.reset(drafting=engine.drafter is not None)
+        began = time.perf_counter()
+        engine.prefill(ids)
+        return 1e3 * (time.perf_counter() - began)
+
+    whole = statistics.median(chunk() for _ in range(WARMUP))
+    out = _by_device(engine, rows, whole, chunk, WARMUP)
+    engine.reset()
+    return out
+
+
+def _by_device(engine: Engine, width: int, whole: float, step: Callable[[], float], runs_wanted: int) -> SplitStep:
     with engine.parts.apart() as turns:
         turns.spent()
         runs = []
-        for _ in range(WARMUP + RUNS):
-            _step(engine, width)
+        for _ in range(WARMUP + runs_wanted):
+            step()
             runs.append(turns.spent())
     by_device = [[run[index] for run in runs[WARMUP:]] for index in range(turns.count)]
     computed, copied = (
@@ -116,10 +140,10 @@ def _step(engine: Engine, width: int) -> float:
     return took
 
 
-def copy_speeds(session: Session) -> list[CopySpeed]:
+def copy_speeds(engine: Engine) -> list[CopySpeed]:
     """Of every device to the next one, and of the last to the first, which drafts go."""
-    backends = [segment.backend for segment in session.engine.parts.segments]
-    session.engine.parts.arrive()
+    backends = [segment.backend for segment in engine.parts.segments]
+    engine.parts.arrive()
     pairs = [*zip(backends, backends[1:]), (backends[-1], backends[0])]  # noqa: RUF007
     return [_copy_speed(a, b) for a, b in pairs]
 

@@ -9,9 +9,8 @@ from pairs import write_pair
 
 import pyggml_spec as ps
 from pyggml_spec.cli.main import cli
-from pyggml_spec.doctor.examine import Subject
 from pyggml_spec.engine.slot import Draft
-from pyggml_spec.errors import EngineError, PyspecError
+from pyggml_spec.errors import EngineError
 from pyggml_spec.tools.split_steps import copy_speeds, split_steps, way_of_copies
 
 
@@ -28,7 +27,7 @@ def session(files):
 
 def test_each_devices_part_of_a_step_is_measured(session):
     engine = session.engine
-    plain, block = split_steps(session, (1, 8))
+    plain, block = split_steps(session.engine, (1, 8))
     for step, width in ((plain, 1), (block, 8)):
         engine.reset(drafting=width > 1)
         engine.prefill([1, 2, 3])
@@ -59,7 +58,7 @@ def test_steps_part_by_part_give_the_same_bits(session):
 
 
 def test_copies_between_neighbours_and_back(session, files, monkeypatch):
-    there, back = copy_speeds(session)
+    there, back = copy_speeds(session.engine)
     assert there.small_us > 0 and there.bandwidth > 1e7 and (back.source, back.target) == ("CPU", "CPU")
     monkeypatch.delenv("GGML_CUDA_P2P", raising=False)
     assert way_of_copies("CUDA0", "CUDA1") == "without peer access: it takes GGML_CUDA_P2P=1, set before the start"
@@ -67,12 +66,7 @@ def test_copies_between_neighbours_and_back(session, files, monkeypatch):
     assert "GGML_CUDA_P2P is set" in way_of_copies("CUDA0", "CUDA1")
     assert way_of_copies("RPC:a:1", "CPU") == "over the network, through this machine"
     with ps.load(files[0], device="CPU", threads=1, n_ctx=256) as alone, pytest.raises(EngineError, match="no cut to measure"):
-        split_steps(alone, (1,))
-
-
-def test_the_doctor_says_that_it_examines_on_one_device(files):
-    with pytest.raises(PyspecError, match="examined on one device, and 'CPU,CPU' names several"):
-        Subject(files[0], device="CPU,CPU")
+        split_steps(alone.engine, (1,))
 
 
 def test_bench_prints_them(files):

@@ -1,0 +1,201 @@
+"""What layers on several devices cost: copies at the cuts, devices that wait for each other, and cuts that would be better elsewhere.
+
+One sequence's step goes through the devices one after the other, so it takes what all of them take together: layers are worth most on the fastest
+device that has room for them. Chunks of a prompt follow each other through the devices, so prompts take as long as the device that takes longest.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ..engine.engine import Engine
+from ..errors import PyspecError
+from ..ggml.device import free_bytes, present
+from ..models.segments import EMBEDDING, cuts_by
+from ..tools.split_steps import CopySpeed, DeviceShare, SplitStep, copy_speeds, split_chunk, split_steps
+from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
+
+DEAR = 0.1  # share of a step that copies may take
+WORTH = 0.1  # share of a step or chunk that another cut has to save: layers of one kind differ by less, and so do two measurements
+ROOM = 0.9  # of the free memory: compute buffers grow with the layers
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Of one device: how many there are, what one takes in milliseconds, and how many more there is memory for."""
+
+    device: str
+    count: int
+    each_ms: float
+    room: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """Other cuts: layers of each device, and what is said to be saved, in milliseconds. ``spare``: a device that nobody would miss."""
+
+    counts: tuple[int, ...]
+    saved_ms: float
+    spare: str = ""
+
+
+def layers_of(engine: Engine, step: SplitStep, head: bool = True) -> list[Layers]:
+    """What a layer takes on each device in a step: by the bytes of layers among those that the device reads, which the drafter and, unless ``head``
+    says that few rows go there, the head are too."""
+    target, drafter, segments = engine.target, engine.drafter, engine.parts.segments
+    tensors = target.file.tensors
+    sizes = [sum(info.nbytes for name, info in tensors.items() if name.startswith(f"blk.{layer}.")) for layer in range(target.n_layer)]
+    beside = tensors["output.weight" if "output.weight" in tensors else EMBEDDING].nbytes if head else 0
+    if step.width > 1 and drafter is not None and head:
+        beside += sum(member.weights.nbytes for member in drafter.members)
+    rows, out = engine.parts.kv.nbytes // target.n_layer, []
+    for index, (segment, share) in enumerate(zip(segments, step.devices, strict=True)):
+        mine, count = sum(sizes[segment.first : segment.end]), segment.end - segment.first
+        read = mine + (beside if index == len(segments) - 1 else 0)
+        room = int(ROOM * free_bytes(present(segment.backend.device)) / max(1, mine // count + rows))
+        out.append(Layers(share.device, count, share.compute_ms * mine / max(1, read) / count, room))
+    return out
+
+
+def faster_step(layers: Sequence[Layers], last_cut: int) -> Move | None:
+    """Moving one cut, so that the faster neighbour has as many layers as it has memory for; None where no device is faster."""
+    best: Move | None = None
+    counts = [device.count for device in layers]
+    for left in range(len(layers) - 1):
+        slow, fast = (left, left + 1) if layers[left].each_ms > layers[left + 1].each_ms else (left + 1, left)
+        n = min(counts[slow] - 1, layers[fast].room)
+        if fast < slow:  # the cut moves on, and must not move beyond the last place where it may be
+            n = min(n, last_cut - sum(counts[: left + 1]))
+        if n <= 0:
+            continue
+        moved = list(counts)
+        moved[slow], moved[fast] = counts[slow] - n, counts[fast] + n
+        saved = n * (layers[slow].each_ms - layers[fast].each_ms)
+        if best is None or saved > best.saved_ms:
+            best = Move(tuple(moved), saved, layers[slow].device if layers[fast].room >= counts[slow] else "")
+    return best
+
+
+def level_chunks(layers: Sequence[Layers], last_cut: int) -> Move | None:
+    """Cuts with which every device takes about as long for a chunk; None where there is no memory for that."""
+    if not all(device.each_ms > 0 for device in layers):
+        return None
+    total = sum(device.count for device in layers)
+    cuts = cuts_by([1 / device.each_ms for device in layers], [1] * total, last_cut)
+    counts = tuple(b - a for a, b in pairwise([0, *cuts, total]))
+    if any(count - device.count > device.room for count, device in zip(counts, layers, strict=True)):
+        return None
+    before, after = (max(n * device.each_ms for n, device in zip(of, layers, strict=True)) for of in ([d.count for d in layers], counts))
+    return Move(counts, before - after) if after < before else None
+
+
+def _named(share: DeviceShare) -> str:
+    return f"{share.device} ({share.layers})"
+
+
+def _moved(move: Move, takes: float, what: str) -> str:
+    split = ",".join(map(str, move.counts))
+    out = f"{split} layers (`tensor_split` {split}) would take {what} from {takes:.2f} to about {takes - move.saved_ms:.2f} ms"
+    return out + (f"; {move.spare} could be left out, the others have room for its layers" if move.spare else "")
+
+
+def told_apart(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
+    """A worker does not say when it has computed, so its copies wait for that: what they take beyond the same copies alone is computing."""
+    alone, shares = {one.source: one for one in copies if "network" in one.way}, []
+    for share in step.devices:
+        copying = share.copy_ms
+        if (one := alone.get(share.device)) is not None:
+            large = 1e3 * share.copied_bytes / one.bandwidth if one.bandwidth else 0.0
+            copying = min(copying, share.copies * one.small_us / 1e3 + large)
+        shares.append(replace(share, compute_ms=share.compute_ms + share.copy_ms - copying, copy_ms=copying))
+    total = sum(share.compute_ms + share.copy_ms for share in shares) or 1.0
+    return replace(step, devices=tuple(replace(share, waits=1 - (share.compute_ms + share.copy_ms) / total) for share in shares))
+
+
+def cut_cost(step: SplitStep, copies: Sequence[CopySpeed]) -> Check:
+    """What copies at the cuts take of a step."""
+    copying, whole = sum(d.copy_ms for d in step.devices), sum(d.copy_ms + d.compute_ms for d in step.devices)
+    n = sum(d.copies for d in step.devices)
+    what = f"a block of {step.width} rows" if step.width > 1 else "a plain step"
+    found = (
+        f"{len(step.devices) - 1} cut{'s' * (len(step.devices) > 2)}: {n} cop{'ies' if n != 1 else 'y'} of {copying:.3f} ms in {whole:.2f} ms of {what} "
+        f"({100 * step.cut_share:.1f} %)"
+    )
+    data = {"width": step.width, "copy_ms": copying, "parts_ms": whole, "step_ms": step.step_ms, "cut_share": step.cut_share}
+    if step.cut_share <= DEAR:
+        return Check("cut cost", OK, found, "", RUNNING, data)
+    if any("network" in speed.way for speed in copies):
+        remedy = "each copy waits for the network: use fewer workers, nearer ones, or blocks that accept more tokens per step"
+    elif any("GGML_CUDA_P2P=1" in speed.way for speed in copies):
+        remedy = "set GGML_CUDA_P2P=1 before the start, so that GPUs copy to each other directly"
+    else:
+        remedy = "put the model on fewer devices if one has room for it; smaller types of weights need less"
+    return Check("cut cost", WARN, found, remedy, RUNNING, data)
+
+
+def waiting(engine: Engine, step: SplitStep) -> Check:
+    """Which device waits for the others in a step, and whether another cut would take less."""
+    layers = layers_of(engine, step)
+    takes = sum(d.copy_ms + d.compute_ms for d in step.devices)
+    shares = ", ".join(f"{_named(d)} computes {d.compute_ms:.2f} ms and waits {100 * d.waits:.0f} %" for d in step.devices)
+    each = ", ".join(f"{device.each_ms:.3f} ms on {device.device}" for device in layers)
+    what = f"blocks of {step.width} rows" if step.width > 1 else "plain steps"
+    move = faster_step(layers, engine.target.last_cut())
+    data = {"width": step.width, "waits": [d.waits for d in step.devices], "layer_ms": [device.each_ms for device in layers]}
+    found = f"{what}: {shares}; a layer takes {each}"
+    if move is None or move.saved_ms < WORTH * takes:
+        return Check("waiting devices", OK, f"{found}, so no other cut would save {100 * WORTH:.0f} %", "", RUNNING, data)
+    return Check("waiting devices", WARN, found, _moved(move, takes, "that step"), RUNNING, data | {"better_split": list(move.counts)})
+
+
+def prompts(engine: Engine, step: SplitStep | None) -> Check:
+    """Which device chunks of a prompt wait for."""
+    if step is None:
+        return Check("prompts on devices", NOT_APPLICABLE, "the context holds no chunk that could be measured", stage=RUNNING)
+    layers = layers_of(engine, step, head=False)
+    slowest = max(step.devices, key=lambda d: d.compute_ms)
+    times = ", ".join(f"{d.compute_ms:.1f} ms on {_named(d)}" for d in step.devices)
+    found = f"a chunk of {step.width} rows computes {times}: chunks follow each other, and every one takes what {_named(slowest)} takes"
+    data = {"rows": step.width, "compute_ms": [d.compute_ms for d in step.devices]}
+    move = level_chunks(layers, engine.target.last_cut())
+    if move is None or move.saved_ms < WORTH * slowest.compute_ms:
+        return Check("prompts on devices", OK, found, "", RUNNING, data)
+    return Check(
+        "prompts on devices", WARN, found, _moved(move, slowest.compute_ms, "a chunk"), RUNNING, data | {"level_split": list(move.counts)}
+    )
+
+
+def device_copies(copies: Sequence[CopySpeed]) -> Check:
+    """Latency, bandwidth and the way of copies between neighbours."""
+    said = []
+    for one in copies:
+        speed = f"{one.bandwidth / 1e9:.1f} GB/s" if one.bandwidth else "no memory to measure large ones"
+        said.append(f"{one.source} to {one.target} {one.small_us:.0f} us and {speed}, {one.way}")
+    data = {"copies": [one.as_dict() for one in copies]}
+    if any("GGML_CUDA_P2P=1" in one.way for one in copies):
+        remedy = (
+            "set GGML_CUDA_P2P=1 before the start where the machine's peer access works: `pyspec compare` says whether text stays the same"
+        )
+        return Check("device copies", WARN, "; ".join(said), remedy, RUNNING, data)
+    return Check("device copies", OK, "; ".join(said), "", RUNNING, data)
+
+
+def examine(engine: Engine) -> Iterator[Check]:
+    """All of them, of an engine whose layers are on several devices; none of any other. Forgets the sequence."""
+    if len(engine.parts.segments) < 2:
+        return
+    try:
+        block = engine.options.width if engine.drafter is None else min(engine.options.width, engine.drafter.members[0].block_size)
+        copies = copy_speeds(engine)
+        steps = [told_apart(step, copies) for step in split_steps(engine, tuple(sorted({1, block})))]
+        chunk = split_chunk(engine)
+    except PyspecError as error:
+        yield Check("cut cost", NOT_APPLICABLE, f"the step cannot be taken apart: {error}", stage=RUNNING)
+        return
+    if not steps:
+        yield Check("cut cost", NOT_APPLICABLE, "the context has no room for the steps that are measured; raise `n_ctx`", stage=RUNNING)
+    else:
+        yield cut_cost(steps[-1], copies)
+        yield waiting(engine, steps[0])
+    yield prompts(engine, told_apart(chunk, copies) if chunk is not None else None)
+    yield device_copies(copies)

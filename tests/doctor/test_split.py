@@ -1,0 +1,137 @@
+"""The doctor with layers on several devices: here the CPU twice."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from pairs import write_pair
+
+import pyggml_spec as ps
+from pyggml_spec.cli.main import cli
+from pyggml_spec.doctor import split
+from pyggml_spec.doctor.examine import Effort, Subject, examine_drafter
+from pyggml_spec.doctor.report import NOT_APPLICABLE, OK, WARN
+from pyggml_spec.doctor.split import Layers, Move, faster_step, level_chunks, told_apart
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, split_chunk
+
+GLANCE = Effort(prompts=1, prompt_tokens=48, tokens=48, blocks=4, running=False)
+CHECKS = ["cut cost", "waiting devices", "prompts on devices", "device copies"]
+
+
+def examined(device: str, **more):
+    subject = Subject(DEMO_TARGET, device=device, threads=1, effort=GLANCE, **more)
+    try:
+        return examine_drafter(subject, DEMO_DRAFTER)
+    finally:
+        subject.close()
+
+
+def test_what_drafts_are_worth_is_what_it_is_on_one_device():
+    """It was refused. Texts, captured rows, noise and readings have the same bits, so every figure is the same."""
+    one, two = examined("CPU"), examined("CPU,CPU", tensor_split=[3, 1])
+    assert [c.as_dict() for c in two.checks] == [c.as_dict() for c in one.checks]
+    assert two.conditions["device"] == f"{one.conditions['device']} and {one.conditions['device']}"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    files = write_pair(tmp_path_factory.mktemp("pair"), "qwen35")
+    with ps.load(*files, device="CPU,CPU", threads=1, n_ctx=256, draft_width=8, tensor_split=[3, 1], prefix_memory=0) as made:
+        yield made
+
+
+def test_a_split_is_taken_apart(session):
+    checks = {check.name: check for check in split.examine(session.engine)}
+    assert list(checks) == CHECKS
+    assert all(check.verdict in (OK, WARN) for check in checks.values())
+    assert checks["cut cost"].data["width"] == 8 and 0 < checks["cut cost"].data["cut_share"] < 1
+    assert checks["cut cost"].found.startswith("1 cut: ") and "of a block of 8 rows" in checks["cut cost"].found
+    waits = checks["waiting devices"]
+    assert sum(waits.data["waits"]) == pytest.approx(1) and "CPU (layers 0 to 2) computes" in waits.found
+    assert all(ms > 0 for ms in waits.data["layer_ms"])
+    assert checks["prompts on devices"].data["rows"] == 128 and len(checks["device copies"].data["copies"]) == 2
+    assert session.engine.io.lane is None
+
+
+def test_a_chunk_is_taken_apart_and_leaves_nothing_behind(session):
+    chunk = split_chunk(session.engine)
+    assert chunk.width == 128 and all(d.compute_ms > 0 for d in chunk.devices) and chunk.devices[0].copies >= 1
+    assert session.engine.cursor.committed == 0
+
+
+def test_one_device_has_no_such_checks(tmp_path):
+    target, drafter = write_pair(tmp_path, "qwen3")
+    with ps.load(target, drafter, device="CPU", threads=1, n_ctx=256, draft_width=4) as alone:
+        assert list(split.examine(alone.engine)) == []
+
+
+def layers(*each, room=100, count=8):
+    return [Layers(f"D{i}", count, ms, room) for i, ms in enumerate(each)]
+
+
+def test_layers_go_to_the_faster_device_as_far_as_it_has_memory():
+    assert faster_step(layers(3.0, 1.0), 15) == Move((1, 15), 14.0, "D0")
+    assert faster_step(layers(3.0, 1.0, room=5), 15) == Move((3, 13), 10.0)
+    assert faster_step(layers(1.0, 3.0), 15) == Move((15, 1), 14.0, "D1")
+    assert faster_step(layers(1.0, 3.0), 10) == Move((10, 6), 4.0, "D1")  # gemma4: later layers read rows of earlier ones
+    assert faster_step(layers(3.0, 1.0, room=0), 15) is None
+    assert faster_step(layers(2.0, 1.0, 4.0), 23).counts == (8, 15, 1)  # of two cuts the one that saves most
+
+
+def test_chunks_are_levelled():
+    assert level_chunks(layers(3.0, 1.0), 15) == Move((4, 12), 12.0)
+    assert level_chunks(layers(1.0, 1.0), 15) is None
+    assert level_chunks(layers(3.0, 1.0, room=3), 15) is None
+    assert level_chunks(layers(3.0, 0.0), 15) is None
+
+
+def step(copy_ms: float, *computes: float) -> SplitStep:
+    shares = [DeviceShare(f"D{i}", "layers", ms, 1, 4096, copy_ms, 0.5) for i, ms in enumerate(computes)]
+    return SplitStep(1, sum(computes), tuple(shares))
+
+
+def test_what_a_workers_copies_wait_for_is_its_computing():
+    """Otherwise a cut between two workers seemed to take 70 % of a step, and a layer there nothing."""
+    far = [CopySpeed("D0", "D1", 100.0, 1e9, "over the network, through this machine")]
+    apart = told_apart(step(3.0, 0.1, 4.0), far)
+    first, last = apart.devices
+    assert first.copy_ms == pytest.approx(0.1 + 0.004096) and first.compute_ms == pytest.approx(3.1 - first.copy_ms)
+    assert (last.copy_ms, last.compute_ms) == (3.0, 4.0) and first.waits + last.waits == pytest.approx(1)
+    near = [CopySpeed("D0", "D1", 100.0, 1e9, "through the host")]
+    assert [d.copy_ms for d in told_apart(step(3.0, 0.1, 4.0), near).devices] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "way, words", [("over the network, through this machine", "waits for the network"), ("it takes GGML_CUDA_P2P=1", "set GGML_CUDA_P2P=1"),
+                   ("through the host", "fewer devices")]
+)  # fmt: skip
+def test_a_dear_cut_is_a_warning_with_its_remedy(way, words):
+    copies = [CopySpeed("D0", "D1", 50.0, 1e9, way)]
+    dear, cheap = split.cut_cost(step(1.0, 4.0, 4.0), copies), split.cut_cost(step(0.1, 4.0, 4.0), copies)
+    assert dear.verdict == WARN and words in dear.remedy and "2 copies of 2.000 ms in 10.00 ms of a plain step (20.0 %)" in dear.found
+    assert cheap.verdict == OK and not cheap.remedy
+
+
+def test_a_slow_device_is_named_with_the_better_split(session, monkeypatch):
+    monkeypatch.setattr(split, "layers_of", lambda *_, **more: [Layers("A", 3, 2.0, 0), Layers("B", 1, 1.0, 9)])
+    check = split.waiting(session.engine, step(0.1, 6.0, 1.0))
+    assert check.verdict == WARN and check.data["better_split"] == [1, 3]
+    assert check.remedy == (
+        "1,3 layers (`tensor_split` 1,3) would take that step from 7.20 to about 5.20 ms; A could be left out, the others have room for its layers"
+    )
+    levelled = split.prompts(session.engine, step(0.1, 6.0, 1.0))
+    assert levelled.verdict == WARN and levelled.data["level_split"] == [1, 3]
+    assert split.prompts(session.engine, None).verdict == NOT_APPLICABLE
+
+
+def test_the_command_takes_several_devices(monkeypatch):
+    seen = {}
+
+    def examine(target, draft, **more):
+        seen.update(more)
+        raise ps.PyspecError("enough")
+
+    monkeypatch.setattr("pyggml_spec.cli.doctor.examine", examine)
+    result = CliRunner().invoke(cli, ["doctor", "--device", "CPU,CPU", "-ts", "3,1", "--json"])
+    assert result.exit_code == 1 and seen["device"] == "CPU,CPU" and seen["tensor_split"] == [3.0, 1.0], json.dumps(str(result.output))
