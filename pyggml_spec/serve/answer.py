@@ -150,7 +150,7 @@ def timings(stats: Stats, job: Job) -> dict[str, Any]:
         "predicted_per_second": 1000 * behind / predicted_ms if behind and predicted_ms else 0.0,
         "draft_n": stats.drafted,
         "draft_n_accepted": stats.matched,
-        "draft_rounds": sum(n for width, n in stats.widths.items() if width > 1),
+        "draft_rounds": sum(n for width, n in dict(stats.widths).items() if width > 1),
         "tokens_per_step": stats.tokens_per_step,
         "queued_ms": job.queued_ms,
     }
@@ -197,7 +197,7 @@ def reason(stats: Stats) -> str:
 
 def metrics(stats: Stats) -> dict[str, Any]:
     """vLLM's summary of speculation, which load generators read."""
-    steps = sum(n for width, n in stats.widths.items() if width > 1)
+    steps = sum(n for width, n in dict(stats.widths).items() if width > 1)
     return {
         "speculative_decoding": {
             "num_spec_steps": steps,

@@ -21,7 +21,6 @@ from typing import Any
 from ..concurrent import ConcurrentSession, Handle
 from ..decode.stats import Stats
 from ..decode.synthetic import SyntheticAcceptance
-from ..errors import EngineError
 from ..events import End, StepEvent
 from ..sampling.sampler import Sampling
 from .errors import ApiError
@@ -407,7 +406,9 @@ class Queue:
         if job in self.running:
             self.running.remove(job)
             self._seconds += 0.2 * (time.perf_counter() - (job.started or job.entered) - self._seconds)
-        if isinstance(end.error, EngineError) and self._concurrent.ended and self._repairing is None:
+        if (
+            end.error is not None and self._concurrent.ended and self._repairing is None
+        ):  # whatever it was: no job is given to what has ended
             self._repairing = self._loop.create_task(self._repair(end.error))
         for note in job.stats.notes:
             if note not in self._said:

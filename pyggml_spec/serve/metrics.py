@@ -84,8 +84,9 @@ class Metrics:
     def text(self, queue: Queue) -> str:
         """The page of /metrics."""
         batch: BatchStats = queue.engine.stats
-        busy = sum(n * steps for n, steps in batch.decoding.items())
-        decoding = sum(steps for n, steps in batch.decoding.items() if n)
+        counted = dict(batch.decoding)  # at once: the thread of the steps goes on
+        busy = sum(n * steps for n, steps in counted.items())
+        decoding = sum(steps for n, steps in counted.items() if n)
         out: list[str] = []
 
         def put(prefix: str, kind: str, name: str, text: str, *values: tuple[str, float]) -> None:

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from pyggml_spec.decode.stats import BatchStats, Stats
-from pyggml_spec.errors import EngineError
+from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.events import End, StepEvent
 from pyggml_spec.sampling.sampler import Sampling
 from pyggml_spec.serve import jobs
 from pyggml_spec.serve.errors import ApiError
-from pyggml_spec.serve.jobs import Ask, Queue, QueueLimits
+from pyggml_spec.serve.jobs import AHEAD, Ask, Queue, QueueLimits
 
 
 class Engine:
@@ -73,21 +73,28 @@ def test_what_comes_before_the_handle_is_not_lost():
     run(answers, test)
 
 
-def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on():
+@pytest.mark.parametrize("kind", [EngineError, MemoryError, DeviceError, OSError])
+def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on(kind):
+    """Whatever ended it: behind an OSError, those that waited were given to what had ended."""
     made = []
+
+    def ends(engine, sink, stats):
+        engine.ended = True
+        raise kind("a step failed")
 
     def broken(error):
         made.append(str(error))
         return Engine(answers)
 
     async def test(queue):
-        first, second = queue.enter([Ask([1])]), queue.enter([Ask([2])])
-        assert isinstance((await read_all(first))[-1].error, EngineError)
-        await read_all(second)
+        given = [queue.enter([Ask([n])]) for n in range(1 + AHEAD)]
+        waiting = queue.enter([Ask([9])])
+        assert [isinstance((await read_all(got))[-1].error, kind) for got in given] == [True] * (1 + AHEAD)
+        assert (await read_all(waiting))[-1] == End(None)
         assert (await read_all(queue.enter([Ask([3])])))[-1] == End(None)
         assert made == ["a step failed"] and not queue.draining
 
-    run(fails, test, broken)
+    run(ends, test, broken)
 
 
 def test_an_engine_that_cannot_be_made_anew_ends_the_server():
