@@ -123,7 +123,7 @@ class Sequences:
             p.boundary.begin(index)
         s.cursor.reset()
         s.folded()
-        s.used, s.drafting = True, drafting and p.drafter is not None
+        s.used, s.sound, s.drafting = True, True, drafting and p.drafter is not None
         p.epoch += 1
 
     def release(self, slot: int) -> None:
@@ -162,6 +162,10 @@ class Sequences:
         if not 1 <= whole(rows, "the number of accepted rows", 0, self._parts.options.width) <= s.open_rows:
             raise EngineError(f"{rows} rows cannot be accepted of a block of {s.open_rows} in slot {slot}: run a step first")
         if s.tokens.size:
+            if s.base + rows > s.cursor.n_ctx:
+                raise ContextError(
+                    f"{rows} rows cannot be accepted in slot {slot}: the context holds {s.cursor.n_ctx} and {s.base} are in it; accept fewer"
+                )
             self.move(slot, s.base + rows, pending)
         else:  # a plain token is in the recurrent state already
             s.cursor.advance(0, pending)

@@ -117,8 +117,9 @@ class Pieces:
 
     def close(self) -> None:
         if self._ctx is not None:
-            if self._copies:
-                self._synchronize()
+            for backend, _, _ in self._copies:
+                if backend.handle is not None:  # a session frees its devices, and the copies are still somebody's
+                    backend.synchronize()
             for backend, ctx, buffer in self._copies:
                 backend.give_back(buffer)
                 lib.ggml_free(ctx)

@@ -9,7 +9,8 @@ from random_gguf.model import Shape
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.errors import EngineError
+from pyggml_spec.engine.slot import Verify
+from pyggml_spec.errors import ContextError, EngineError
 
 PROMPT = np.random.default_rng(1).integers(0, 256, 330).tolist()
 OTHER = np.random.default_rng(2).integers(0, 256, 400).tolist()
@@ -75,3 +76,28 @@ def test_resuming_with_fewer_tokens_than_there_are_is_refused(engine):
     engine.reset()
     with pytest.raises(EngineError, match="9999"):
         engine.resume(9999)
+
+
+def test_a_snapshot_is_closed_after_its_session(tmp_path):
+    """The device that it lies on is freed then; closing it raised, and its memory stayed."""
+    target, _ = write_pair(tmp_path, "qwen3", Shape())
+    with ps.load(target, device="CPU", threads=1, n_ctx=64) as session:
+        session.engine.reset()
+        session.engine.prefill([1, 2, 3])
+        snapshot = session.engine.snapshot()
+    snapshot.close()
+    assert snapshot.pieces.closed
+    snapshot.close()
+
+
+def test_rows_beyond_the_context_are_not_accepted(tmp_path):
+    target, _ = write_pair(tmp_path, "qwen3", Shape())
+    with ps.load(target, device="CPU", threads=1, n_ctx=32) as session:
+        engine = Engine(session.backend, session.target, None, EngineOptions(n_ctx=32, width=8))
+        engine.prefill([1] * 29)
+        engine.step({0: Verify([1] * 7)})
+        with pytest.raises(ContextError, match="4 rows cannot be accepted in slot 0: the context holds 32 and 29 are in it"):
+            engine.accept(4, 1)
+        engine.accept(3, 1)
+        assert engine.cursor.committed == 32
+        engine.close()
