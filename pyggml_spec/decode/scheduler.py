@@ -578,6 +578,8 @@ class Scheduler:
     def _take_prompt(self, stream: Stream, item: Prompt, result: StepResult) -> list[int]:
         """A part of its prompt has been computed; the token behind it, if that was the last part."""
         if not result.target_finite:
+            if self.prefixes is not None:
+                self.prefixes.discard(stream.slot)
             raise EngineError(self.engine.not_finite(stream.slot))
         stream._filled += len(item.tokens)
         self._stats.prompt_tokens += len(item.tokens)

@@ -106,6 +106,7 @@ class Slot:
     cursor: Cursor
     used: bool = False
     clean: bool = True  # nothing is left in its rows that a later sequence must not see
+    sound: bool = True  # no step of its sequence brought NaN or Inf, of the target or the drafter: what it leaves may be reused
     drafting: bool = True
     candidates: int | None = 0  # see Engine.read_candidates
     masked: bool = False

@@ -332,7 +332,7 @@ class Steps:
     def _sound(self, slot: int, finite: bool) -> bool:
         """``finite``; if it is not, nothing of the slot is to be reused, and it is cleared before its next sequence: masks do not stop NaN."""
         if not finite:
-            self._slots[slot].clean = False
+            self._slots[slot].clean = self._slots[slot].sound = False
             self._parts.epoch += 1
         return finite
 

@@ -91,6 +91,12 @@ class Copies:
         self.used_bytes -= copy.nbytes
         copy.close()
 
+    def drop(self, chunks: Iterable[Chunk]) -> None:
+        """Frees the copies of ``chunks``."""
+        for chunk in chunks:
+            for kind in list(chunk.copies):
+                self._drop(chunk, kind)
+
     def forget(self, needed: Iterable[Chunk] = ()) -> None:
         """Forgets the oldest keys that nothing is known of, except those that are ``needed``."""
         surplus = len(self.chunks) - REMEMBERED
@@ -101,7 +107,5 @@ class Copies:
 
     def clear(self) -> None:
         """Forgets every chunk and frees the copies."""
-        for chunk in self.chunks.values():
-            for kind in list(chunk.copies):
-                self._drop(chunk, kind)
+        self.drop(self.chunks.values())
         self.chunks = {}

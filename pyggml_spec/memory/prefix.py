@@ -163,7 +163,7 @@ class PrefixCache:
         """Notes that the prompt came this far, and keeps what is wanted here; ``wanted``: also the state, whatever the depth."""
         place, now = self._in_place(slot), self.engine.slots[slot].cursor.committed
         depth, stateful = now // self.grain, self.engine.sequence.stateful
-        if place is None:
+        if place is None or not self.engine.slots[slot].sound:
             return
         if self._alone:
             if now % self.grain or depth != place.done + 1 or depth > len(place.chunks):
@@ -180,6 +180,12 @@ class PrefixCache:
             with self.engine.sequence.state(depth * self.grain, slot) as pieces:
                 self._keep(chunks[-1], STATE, pieces, () if self._alone else chunks)
 
+    def discard(self, slot: int) -> None:
+        """Drops the copies of what the slot's prompt computed: over several devices, only its last chunk says whether all of them were finite."""
+        place = self._places.get(slot)
+        if place is not None:
+            self._copies.drop(place.chunks[place.resumed :])
+
     def keep_end(self, slot: int, ids: Sequence[int], write: bool = False) -> None:
         """Keeps what the slot's sequence has left so far, whose tokens ``ids`` begin with: the next turn of a conversation goes on behind it.
 
@@ -188,6 +194,9 @@ class PrefixCache:
         place, engine = self._places.get(slot), self.engine
         n = engine.slots[slot].cursor.committed
         if place is None or self._alone or not 0 < n <= len(ids):
+            return
+        if not engine.slots[slot].sound:
+            self._say("what a sequence left is not kept for later prompts: its drafter or its target gave NaN or Inf")
             return
         settled = np.asarray(ids[:n], np.int64)
         chunks = self._chunks(self._keys(settled, place.drafting))

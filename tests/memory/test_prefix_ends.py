@@ -205,3 +205,32 @@ def test_what_waits_for_the_disk_is_bounded(pair, tmp_path, monkeypatch):
     assert writer.wants(bytes(32), "rows", 1000)
     writer.put(bytes(32), "rows", np.zeros(1000, np.uint8))
     assert not writer.wants(bytes(32), "rows", 1000) and not writer.wants(bytes(31) + b"1", "rows", 1)
+
+
+def test_nothing_is_kept_of_a_sequence_whose_drafter_gave_nan(pair):
+    """Its rows went into the cache: whoever went on behind them had no drafts, and nobody said so."""
+    with make(pair) as scheduler:
+        prompt = tokens(71, 100)
+        stream = scheduler.submit(prompt, LoopOptions(30, SPECULATIVE, ignore_end=True))
+        while len(stream.tokens) < 4:
+            scheduler.step()
+        scheduler.engine.parts.draft_kv.fill_slot(stream.slot, 0xFF)
+        scheduler.run()
+        assert stream.stats.nan_drafts == 1 and any("is not kept for later prompts" in note for note in stream.stats.notes)
+        turn = run(scheduler, prompt + stream.tokens + tokens(72, 20), 12)
+        assert turn.stats.nan_drafts == 0 and turn.stats.reused_tokens <= len(prompt) and turn.stats.drafted > 8
+        assert pair.agrees(turn._prompt, turn.tokens)
+
+
+def test_nothing_is_kept_of_a_prompt_whose_end_is_not_finite(pair):
+    """Over several devices, the chunks before the last one say nothing of what they brought."""
+    with make(pair) as scheduler:
+        prompt, used = tokens(73, 4 * CHUNK + 9), 0
+        stream = scheduler.submit(prompt, LoopOptions(4, PLAIN))
+        while stream.filled < 3 * CHUNK:
+            scheduler.step()
+            used = max(used, scheduler.prefixes.used_bytes)
+        scheduler.engine.kv.fill_slot(stream.slot, 0xFF)
+        scheduler.run()
+        assert stream.error is not None and scheduler.prefixes.used_bytes == 0
+        assert used or scheduler.engine.sequence.stateful
