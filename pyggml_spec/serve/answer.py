@@ -43,6 +43,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.stats: Stats = job.stats
+        self.prompt_read: int | None = None  # by the latest event about it: the engine is further
         self._shown = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, event: StepEvent) -> list[Delta]:
@@ -115,7 +116,7 @@ class Answer:
         return {"id": token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), "logprob": max(logprob, -3.4e38)}
 
     def timings(self) -> dict[str, Any]:
-        return timings(self.stats, self.job)
+        return timings(self.stats, self.job, self.prompt_read)
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -130,10 +131,10 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def timings(stats: Stats, job: Job) -> dict[str, Any]:
+def timings(stats: Stats, job: Job, prompt_read: int | None = None) -> dict[str, Any]:
     """llama.cpp's timings, milliseconds, and what speculation did: the drafts are there also where there were none. The speed of decoding is
     that of the tokens behind the first, which comes with the prompt."""
-    prompt_n, prompt_ms = job_prompt(stats, job)
+    prompt_n, prompt_ms = job_prompt(stats, job, prompt_read)
     predicted_ms = 1000 * stats.seconds.get("decode", 0.0)
     if not stats.stop_reason and job.first is not None and job.latest is not None:
         predicted_ms = 1000 * (job.latest - job.first)
@@ -156,11 +157,11 @@ def timings(stats: Stats, job: Job) -> dict[str, Any]:
     }
 
 
-def job_prompt(stats: Stats, job: Job) -> tuple[int, float]:
-    """Tokens of the prompt that were computed so far, and the milliseconds that it took."""
+def job_prompt(stats: Stats, job: Job, prompt_read: int | None = None) -> tuple[int, float]:
+    """Tokens of the prompt that were computed so far, up to ``prompt_read`` if it is given, and the milliseconds that it took."""
     if stats.emitted or stats.stop_reason:
         return stats.prompt_tokens - stats.reused_tokens, 1000 * stats.seconds.get("prefill", 0.0)
-    read = job.handle.prompt_read if job.handle is not None else 0
+    read = prompt_read if prompt_read is not None else job.handle.prompt_read if job.handle is not None else 0
     done = max(0, read - stats.reused_tokens)
     begun = job.progress_from
     return done, 1000 * (job.latest - begun) if done and begun is not None and job.latest is not None else 0.0

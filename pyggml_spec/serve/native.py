@@ -157,7 +157,7 @@ def _chunk(context: Context, answer: Answer, delta: Delta, text: str, with_timin
     if delta.prompt_read is not None:
         out["prompt_progress"] = {
             "total": len(answer.job.ask.ids), "cache": answer.stats.reused_tokens, "processed": delta.prompt_read,
-            "time_ms": round(job_prompt(answer.stats, answer.job)[1]),
+            "time_ms": round(job_prompt(answer.stats, answer.job, answer.prompt_read)[1]),
         }  # fmt: skip
     if with_drafts and delta.tokens:
         out["speculation"] = {"tokens": delta.tokens, "drafts": delta.drafts}

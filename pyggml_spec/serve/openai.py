@@ -80,7 +80,7 @@ def progress(answer: Answer, read: int) -> dict[str, Any]:
         "total": len(answer.job.ask.ids),
         "cache": answer.stats.reused_tokens,
         "processed": read,
-        "time_ms": round(job_prompt(answer.stats, answer.job)[1]),
+        "time_ms": round(job_prompt(answer.stats, answer.job, answer.prompt_read)[1]),
     }
 
 

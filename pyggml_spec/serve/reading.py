@@ -83,7 +83,7 @@ class Reader:
                 raise api_error(event.error)
             return []
         if event.prompt_read is not None:
-            answer.stats = event.stats
+            answer.stats, answer.prompt_read = event.stats, event.prompt_read
             return [(answer, Delta(prompt_read=event.prompt_read), False)]
         if not event.tokens:
             return [(answer, answer.finish(event), True)]

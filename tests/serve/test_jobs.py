@@ -12,6 +12,7 @@ from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.events import End, StepEvent
 from pyggml_spec.sampling.sampler import Sampling
 from pyggml_spec.serve import jobs
+from pyggml_spec.serve.answer import timings
 from pyggml_spec.serve.errors import ApiError
 from pyggml_spec.serve.jobs import AHEAD, Ask, Queue, QueueLimits
 
@@ -186,3 +187,11 @@ def test_what_draws_nothing_waits_for_no_thread():
         assert [job.ask.sampling for job in turns] == [sampled]
 
     run(answers, test)
+
+
+def test_progress_is_told_as_of_its_event():
+    """The engine had read the first chunk when the event before any work was written: its timings had 128 tokens."""
+    job = SimpleNamespace(handle=SimpleNamespace(prompt_read=128), progress_from=1.0, latest=1.5, first=None, queued_ms=0.0)
+    told = timings(Stats(prompt_tokens=300), job, 0)
+    assert (told["prompt_n"], told["prompt_ms"]) == (0, 0.0)
+    assert timings(Stats(prompt_tokens=300), job, 100)["prompt_n"] == 100 and timings(Stats(prompt_tokens=300), job)["prompt_n"] == 128
