@@ -27,7 +27,7 @@ from .engine.graphs import STREAMED
 from .engine.lanes import GROUPS
 from .engine.options import MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK, EngineOptions, candidate_widths, check_options
 from .engine.parts import Closable, P
-from .errors import ContextError, DeviceError, EngineError, PairError, PyspecError, SamplingError
+from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, present
 from .ggml.devices import in_order, open_backends, pick_devices
@@ -144,6 +144,8 @@ class Session:
         for one in dict.fromkeys(backend.device for backend in backends):
             self.notes += [note for note in build_notes(one) if note not in self.notes]
         self.notes += ignored_yarn(file, self.target.arch)
+        if rope is not None:
+            self.notes.append(self._positions(file))
         self.tokenizer = self._own(Tokenizer(file))
         self.drafter = self._open_drafters(file, draft, spec)
         options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width, spec.lookup is not None))
@@ -177,6 +179,22 @@ class Session:
         models = tuple(member.method for member in self.drafter.members) if self.drafter is not None else ()
         return models if self.lookup is None else (*models, self.lookup.method)
 
+    def _positions(self, file: GGUFFile) -> str:
+        """What the rope options came to, beside what the file says: an option that the scaling in use does not read changes nothing."""
+        asked, used = file.rope, getattr(self.target, "hp").rope  # noqa: B009  (a model that takes these options has it)
+        file.rope = None
+        try:
+            own = getattr(open_target(file), "hp").rope  # noqa: B009
+        except ModelError:  # a scaling that is not supported
+            return f"positions are {used}, as asked"
+        finally:
+            file.rope = asked
+        return (
+            f"positions are {used}, as in the file: the rope options change nothing"
+            if used == own
+            else f"positions are {used}; the file says {own}"
+        )
+
     def _open_drafters(self, file: GGUFFile, drafts: Sequence[Path], spec: Methods) -> Drafts | None:
         """Those of the files ``drafts``, and the MTP layer of the target's own ``file`` where it was asked for, or where there are no others;
         None if nobody may draft."""
@@ -192,6 +210,8 @@ class Session:
             raise PairError(f"{file.path.name} has nothing that drafts as {' or '.join(missing)}: give its drafter with `draft`")
         if spec.tokens and not members:
             raise PairError("`draft_vocab` is for drafters that are models, and there is none: give one with `draft`, or leave it out")
+        if spec.tokens and spec.tokens >= self.target.n_vocab:
+            self.notes.append(f"`draft_vocab` {spec.tokens} changes nothing: the vocabulary has {self.target.n_vocab} tokens")
         for member in members:
             if spec.tokens:
                 member.keep_tokens(spec.tokens, self.target)
@@ -230,8 +250,9 @@ class Session:
     def _split(self, backends: Sequence[Backend], shares: Sequence[float] | None, options: EngineOptions) -> tuple[Segment, ...]:
         """Which layers each device has."""
         if len(backends) == 1:
-            if shares is not None and len(shares) != 1:
-                raise EngineError("proportions of a split need several devices: name them with `device`, separated by commas")
+            if shares is not None and (len(shares) != 1 or not 0 < shares[0] < math.inf):
+                given = ",".join(f"{share:g}" for share in shares)
+                raise EngineError(f"proportions of a split ({given}) need several devices: name them with `device`, separated by commas")
             return ()
         check_drafter(self.drafter)
         if shares is not None and len(shares) == len(backends):

@@ -1,6 +1,5 @@
 """pyspec bench"""
 
-import json
 import sys
 from dataclasses import fields
 from functools import partial
@@ -25,7 +24,7 @@ from .main import EXIT_INTERRUPT
 from .options import loading_options, target_options
 from .report import engaged_line
 from .sampling import sampler_options, take_sampling
-from .tables import written
+from .tables import json_line, written
 from .terminal import Interrupt, progress_line, say, size
 
 
@@ -167,7 +166,7 @@ def command(
                 "target": str(session.target.file.path),
                 "drafter": " and ".join(str(m.file.path) for m in session.drafter.members) if session.drafter else None,
             }
-            click.echo(json.dumps({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
+            click.echo(json_line({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
                                    "anatomy": [p.as_dict() for p in parts], "split": [s.as_dict() for s in split], "copies": [c.as_dict() for c in copies]}))  # fmt: skip
     if interrupted:
         say("interrupted: the rows hold what was measured until then")

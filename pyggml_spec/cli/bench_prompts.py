@@ -1,7 +1,6 @@
 """pyspec bench --prompts"""
 
 import hashlib
-import json
 import os
 import sys
 from dataclasses import replace
@@ -17,7 +16,7 @@ from ..session import Session
 from ..tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts
 from ..tools.prompts import CATEGORIES, INCLUDED, Prompt, parse_prompts, prompt_file
 from .main import EXIT_INTERRUPT
-from .tables import written
+from .tables import json_line, written
 from .terminal import Interrupt, progress_line, say
 
 _PIECE = 8 << 20  # bytes hashed at a time
@@ -59,14 +58,14 @@ def measure(
     click.echo(written(rows, _HEADER, [_cells(row) for row in rows], output))
     if output == "md":
         click.echo(
-            "\n" + "\n".join(f"* {name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in conditions.items())
+            "\n" + "\n".join(f"* {name}: {value if isinstance(value, str) else json_line(value)}" for name, value in conditions.items())
         )
     elif output == "jsonl":
-        click.echo(json.dumps({"conditions": conditions}))
+        click.echo(json_line({"conditions": conditions}))
     elif not as_json:
-        say("conditions: " + json.dumps(conditions))
+        say("conditions: " + json_line(conditions))
     if as_json:
-        click.echo(json.dumps({"conditions": conditions, "rows": [row.as_dict() for row in rows]}))
+        click.echo(json_line({"conditions": conditions, "rows": [row.as_dict() for row in rows]}))
     if any(row.runs and not row.acceptance for row in rows):
         say(
             "no draft was verified where acceptance is empty: plain decoding was expected to be faster; --draft-width W measures it all the same"

@@ -1,12 +1,14 @@
 """pyspec compare"""
 
-import json
+import math
 import sys
 
 import click
 
+from ..errors import PyspecError
 from .main import EXIT_CHECK
 from .options import cache_type_options, kernels_option
+from .tables import json_line
 from .terminal import printable, progress_line, say
 
 # NMSE. ggml-cuda gives 4e-6 on the embedded target and 1e-5 at most on tiny models: fused matrices are summed otherwise. Our own kernels sum everything
@@ -21,7 +23,7 @@ GGML_ON_CPU, GGML_ELSEWHERE, OWN = 1e-10, 1e-4, 1e-3
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random tokens.")
 @click.option(
     "--tolerance",
-    type=float,
+    type=click.FloatRange(0),
     help="Largest NMSE that passes; 0 asks for bit-equality. Default: 1e-10 with ggml's kernels on the CPU, 1e-4 with those of a GPU, 1e-3 with our own.",
 )
 @click.option("--device", help="Device for both engines. Default: the first GPU, or the CPU.")
@@ -34,6 +36,8 @@ def command(file, files, tokens: int, seed: int, tolerance: float | None, device
 
     --logits feeds the same tokens to pyspec and to llama.cpp and compares all logits. --weights compares two files tensor by tensor.
     """
+    if tolerance is not None and math.isnan(tolerance):
+        raise click.UsageError("--tolerance is nan, but it has to be a number from 0 up")
     if (file is None) == (files is None):
         raise click.UsageError("name either --logits FILE or --weights A B")
     options = {"device": device, "threads": threads, **types}
@@ -45,11 +49,16 @@ def command(file, files, tokens: int, seed: int, tolerance: float | None, device
 def _logits(file: str, tokens: int, seed: int, tolerance: float | None, options: dict, as_json: bool) -> bool:
     from ..ggml.device import pick_device
     from ..ggml.kernels import pick_level
+    from ..gguf_io import GGUFFile
+    from ..models.registry import CHAINS, DRAFTERS
     from ..tools.compare import compare_logits
 
     if tolerance is None:
         kind = pick_device(options["device"]).kind
         tolerance = OWN if pick_level(options["kernels"], kind) is not None else GGML_ON_CPU if kind == "cpu" else GGML_ELSEWHERE
+    with GGUFFile(file) as opened:
+        if opened.get("general.architecture", str) in (*DRAFTERS, *CHAINS):
+            raise PyspecError(f"{file} is a drafter, and --logits runs targets in both engines; name the target it was made for")
     result = compare_logits(file, tokens, seed, **options)
     passed = result.nmse <= tolerance
     click.echo(f"tokens          {result.tokens}")
@@ -58,7 +67,7 @@ def _logits(file: str, tokens: int, seed: int, tolerance: float | None, options:
     click.echo(f"argmax agrees   {100 * result.argmax_agree:.2f} % of rows")
     click.echo(f"greedy agrees   {100 * result.greedy_agree:.0f} % of 64 tokens")
     if as_json:
-        click.echo(json.dumps({**result.as_dict(), "tolerance": tolerance, "passed": passed}))
+        click.echo(json_line({**result.as_dict(), "tolerance": tolerance, "passed": passed}))
     if not passed:
         say(
             f"pyspec: the NMSE of {result.nmse:.3g} is above the tolerance of {tolerance:g}; "
@@ -79,7 +88,7 @@ def _weights(a: str, b: str, as_json: bool) -> bool:
         click.echo(f"{printable(t.name):<{width}}  {types:<14} {value:>10}  {printable(t.flag)}".rstrip())
     flagged = result.flagged
     if as_json:
-        click.echo(json.dumps({**result.as_dict(), "passed": not flagged}))
+        click.echo(json_line({**result.as_dict(), "passed": not flagged}))
     if flagged:
         first = flagged[0]
         say(

@@ -1,10 +1,9 @@
 """pyspec devices"""
 
-import json
-
 import click
 
 from ..ggml.device import build_notes, devices
+from .tables import json_line
 from .terminal import say, size
 
 
@@ -15,7 +14,7 @@ def command(as_json: bool):
     found = devices()
     for d in found:
         if as_json:
-            click.echo(json.dumps(d.__dict__))
+            click.echo(json_line(d.__dict__))
         else:
             click.echo(f"{d.name:<12} {d.kind:<6} {size(d.memory_free):>10} free of {size(d.memory_total):>10}  {d.description}")
     if all(d.kind in ("cpu", "accel") for d in found):

@@ -1,6 +1,5 @@
 """pyspec doctor"""
 
-import json
 import shutil
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from ..gguf_io.safetensors import parse_json
 from .main import EXIT_CHECK
 from .names import in_options
 from .options import split_options, target_options
+from .tables import json_line
 from .terminal import printable, progress_line, say
 
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red", NOT_APPLICABLE: "bright_black"}
@@ -35,7 +35,7 @@ def command(target, draft, device, threads, kernels, n_ctx, tensor_split, prompt
         report = examine(target, draft, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts, tensor_split=tensor_split,
                          progress=progress)  # fmt: skip
     if as_json:
-        click.echo(json.dumps(report.as_dict()))
+        click.echo(json_line(report.as_dict()))
     else:
         _show(report)
     if report.failed:

@@ -13,6 +13,9 @@ def hub_options(command):
     @wraps(command)
     def wrapped(*args, hf_repo, hf_file, hf_repo_draft, target, draft, **more):
         draft = None if not draft else draft[0] if len(draft) == 1 else draft
+        for name, files in (("-m", (target,)), ("-md", draft if isinstance(draft, tuple) else (draft,))):
+            if "" in files:
+                raise click.UsageError(f"the name that {name} gives is empty; name a GGUF file")
         for name, repo, file in (("-hf", hf_repo, target), ("-hfd", hf_repo_draft, draft)):
             if repo is not None and file is not None:
                 raise click.UsageError(f"{name} {repo} and {'-m' if name == '-hf' else '-md'} {file} name two models; give one of them")

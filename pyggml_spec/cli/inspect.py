@@ -1,12 +1,12 @@
 """pyspec inspect"""
 
-import json
 from collections import Counter
 
 import click
 
 from ..tools.inspect import inspect_file
 from .names import in_options
+from .tables import json_line
 from .terminal import printable, size
 
 WIDEST = 60  # a longer name pushes its own line to the right, not all of them
@@ -20,7 +20,7 @@ def command(file: str, tensors: bool, as_json: bool):
     """Shows a GGUF's metadata and tensors, and what pyspec would do with it."""
     seen = inspect_file(file)
     if as_json:
-        click.echo(json.dumps(seen.as_dict()))
+        click.echo(json_line(seen.as_dict()))
         return
     click.echo(
         f"{seen.path}: GGUF version {seen.version}, {size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters"

@@ -1,5 +1,6 @@
 """Options that several commands share, named as people already type them."""
 
+import re
 from functools import wraps
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def spec_options(command):
     @wraps(command)
     def wrapped(*args, spec_type, no_spec, **more):
         names = None if spec_type is None else [name.strip() for name in spec_type.split(",") if name.strip()]
+        if names == []:
+            raise click.UsageError(f"--spec-type {spec_type!r} names no way of drafting; name one, or none for plain decoding")
         if names is not None or no_spec:
             from ..decode.methods import methods  # `pyspec --help` needs no ggml
 
@@ -260,12 +263,19 @@ def rope_options(command):
         if rope_scale is not None:
             if "freq_scale" in given:
                 raise click.UsageError("--rope-scale and --rope-freq-scale say the same thing; give one of them")
+            if not 1e-9 <= rope_scale <= 1e9:  # NaN is not
+                raise click.UsageError(f"--rope-scale is {rope_scale:g}, but it has to be a number from 1e-09 to 1e+09")
             given["freq_scale"] = 1.0 / rope_scale
         if rope_scaling is None and not given:
             return command(*args, rope=None, **more)
         from ..models.rope import RopeOptions  # `pyspec --help` needs no ggml
 
-        return command(*args, rope=RopeOptions(rope_scaling, **given), **more)
+        try:
+            rope = RopeOptions(rope_scaling, **given)
+        except PyspecError as error:
+            said = {name: option for option, name in names.items()} | ({"freq_scale": "--rope-scale"} if rope_scale is not None else {})
+            raise click.UsageError(re.sub(r"`(\w+)`", lambda match: said[match[1]], str(error))) from None
+        return command(*args, rope=rope, **more)
 
     for option, name in names.items():
         kind = click.IntRange(0, 1 << 30) if name == "orig_ctx" else click.FloatRange(0)

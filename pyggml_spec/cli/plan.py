@@ -1,6 +1,5 @@
 """pyspec plan"""
 
-import json
 import sys
 from functools import partial
 
@@ -20,6 +19,7 @@ from .options import (
     split_options,
     target_options,
 )
+from .tables import json_line
 from .terminal import size
 
 _PURPOSES = {
@@ -65,12 +65,12 @@ def command(target, draft, device: str | None, prefix_memory: int | None, checke
     options["prefix_memory"] = (prefix_memory or 0) << 20
     if checked:
         found = check(target, draft, device=device, **options)
-        click.echo(json.dumps(found.as_dict())) if as_json else _show_checked(found)
+        click.echo(json_line(found.as_dict())) if as_json else _show_checked(found)
         sys.exit(EXIT_CHECK if found.error > TOLERATED else 0)
     plans = [plan(target, draft, device=device, **options)] if device is not None else plan_everywhere(target, draft, **options)
     for one in plans:
         if as_json:
-            click.echo(json.dumps(one.as_dict()))
+            click.echo(json_line(one.as_dict()))
         else:
             _show(one)
     if not any(isinstance(one, Plan) and one.fits for one in plans):

@@ -25,6 +25,7 @@ from .options import (
 )
 from .report import engaged_line, footer
 from .sampling import sampling_options, take_sampling
+from .tables import json_line
 from .terminal import Interrupt, TextOut, progress_line, say
 
 DEMO_PROMPT = "def quicksort(items):\n"
@@ -46,9 +47,7 @@ DEMO_PROMPT = "def quicksort(items):\n"
 @click.option(
     "--logprobs", "logprobs_file", type=click.Path(), help="Write the model's log probability of every token, one JSON object per line."
 )
-@click.option(
-    "--n-probs", type=click.IntRange(0, 1024), default=5, show_default=True, help="How many most likely tokens --logprobs adds to each."
-)
+@click.option("--n-probs", type=click.IntRange(0, 1024), help="How many most likely tokens --logprobs adds to each. Default: 5")
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
 @click.option("--mode", type=click.Choice(["speculative", "plain", "reference"]), help="Default: speculative if there is a drafter.")
 @click.option("--reference-shape", "reference", is_flag=True, help="Same as --mode reference: plain decoding on the W-wide graph.")
@@ -66,7 +65,8 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     Without a sampling option decoding is greedy. With one of temperature, top-k, top-p, min-p, typical, samplers or seed, the others are
     what the model file recommends, or llama.cpp's defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05.
     """
-    asked = take_sampling(more, logprobs=n_probs if logprobs_file is not None else None)
+    asked = take_sampling(more, logprobs=None if logprobs_file is None else 5 if n_probs is None else n_probs)
+    _check(asked, more["spec"], mode, reference, ignore_eos, n_probs if logprobs_file is None else None)
     take_prefix(more)
     text = _prompt(prompt, prompt_file, embedded=target is None)
     if target is None and max_tokens is None:
@@ -95,12 +95,28 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     if failed is not None:
         sys.exit(EXIT_ERROR)
     if require_spec and not (stats.drafted and stats.mode == "speculative"):  # the reference mode fills its blocks with copies
-        say(f"pyspec: --require-spec was given, but no draft was verified: {_why_no_draft(session, stats)}")
+        say(f"pyspec: --require-spec was given, but no draft was verified: {_why_no_draft(session, stats, more['spec'], more['no_spec'])}")
         sys.exit(EXIT_CHECK)
 
 
-def _why_no_draft(session, stats) -> str:
+def _check(asked, spec: list[str] | None, mode: str | None, reference: bool, ignore_eos: bool, lost_probs: int | None) -> None:
+    """Refuses options that contradict each other, before a model is loaded."""
+    if reference and mode not in (None, "reference"):
+        raise click.UsageError(f"--reference-shape is --mode reference, so --mode {mode} contradicts it; give one of them")
+    if mode == "speculative" and spec == ["none"]:
+        raise click.UsageError("--mode speculative needs drafts, and --spec-type none takes them away; leave one of them out")
+    if ignore_eos and asked.constrained:
+        raise click.UsageError("--ignore-eos would go on after the end of what the text has to match; leave one of them out")
+    if lost_probs is not None:
+        raise click.UsageError(f"--n-probs {lost_probs} says what --logprobs writes, and there is none; give a file with --logprobs")
+
+
+def _why_no_draft(session, stats, spec: list[str] | None, no_spec: tuple[str, ...]) -> str:
     if not session.methods:
+        if spec == ["none"]:
+            return "--spec-type none takes all drafts away; leave it out"
+        if no_spec:
+            return f"nothing is left that drafts without {', '.join(no_spec)}; leave --no-spec out, or give another drafter with -md"
         return "there is no drafter, give one with -md"
     if stats.mode != "speculative":
         return f"the mode was {stats.mode}"
@@ -139,7 +155,7 @@ def _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, opt
             with closing(events):  # before the session closes, whatever happens
                 for event in events:
                     bars.close()
-                    probabilities += [json.dumps(_probability(session.tokenizer, p)) + "\n" for p in event.logprobs]
+                    probabilities += [json_line(_probability(session.tokenizer, p)) + "\n" for p in event.logprobs]
                     out.write(event.text)
         if out.is_terminal:
             out.write("\n")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 import click
 
+from ..errors import SamplingError
+from .names import in_options
 from .options import text_of
 
 _SAMPLING = [
@@ -61,6 +63,13 @@ class Asked:
 
     values: dict
 
+    @property
+    def constrained(self) -> bool:
+        """Whether the text has to match something."""
+        from ..sampling.grammar import KINDS
+
+        return any(kind in self.values for kind in KINDS)
+
     def sampling(self, file=None):
         """The Sampling; what the model file recommends counts where nothing was asked for, unless decoding is greedy.
 
@@ -76,20 +85,26 @@ def take_sampling(options: dict, **more) -> Asked:
     """Takes the sampling options out of ``options``.
 
     Raises:
-        SamplingError: a value out of range.
+        click.UsageError: a value out of range.
     """
     from ..sampling.grammar import KINDS
     from ..sampling.sampler import Sampling
 
     texts = {name: text_of(name, options.pop(name, None), options.pop(name + "_file", None)) for name in KINDS}
     values = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
-    values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
+    biases: dict[int, float] = {}
+    for token, bias in map(_bias, values["logit_bias"]):
+        biases[token] = biases.get(token, 0.0) + bias  # several of one token add up, as in llama.cpp
+    values["logit_bias"] = biases
     if values["samplers"] is not None:
         values["samplers"] = tuple(name.strip() for name in values["samplers"].split(";") if name.strip())
     asked = Asked({name: value for name, value in {**values, **texts, **more}.items() if value is not None})
     if values["seed"] in (-1, (1 << 32) - 1):  # llama.cpp's ways to ask for a random one
         asked.values["seed"] = None
-    asked.sampling()
+    try:
+        asked.sampling()
+    except SamplingError as error:
+        raise click.UsageError(in_options(re.sub(r"^(\w+)(?= is )", r"`\1`", str(error)))) from None
     return asked
 
 

@@ -3,12 +3,29 @@
 import csv
 import io
 import json
+import math
+
+
+def json_line(value) -> str:
+    """One line of JSON, which has no NaN and no infinity: null stands for them."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(_finite, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def written(rows, header: list[str], cells: list[list[str]], output: str) -> str:
     """``output``: "md" or "csv" of the cells, or "jsonl" of the rows' ``as_dict``."""
     if output == "jsonl":
-        return "\n".join(json.dumps(row.as_dict()) for row in rows)
+        return "\n".join(json_line(row.as_dict()) for row in rows)
     if output == "csv":
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows([header, *cells])

@@ -37,7 +37,7 @@ def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: in
         tokens: models draft none but the first so many tokens of the vocabulary; None for all of them.
 
     Raises:
-        PyspecError: another name; the message says why llama.cpp's are not among them.
+        PyspecError: another name, where the message says why llama.cpp's are not among them; or a name in both lists.
     """
     tokens = 0 if tokens is None else whole(tokens, "the vocabulary of drafts (`draft_vocab`)", LEAST_TOKENS, 1 << 30, PyspecError)
     asked, refused = None if names is None else list(names), list(without)
@@ -46,6 +46,8 @@ def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: in
             continue
         why = f": {_REFUSED[name]}" if name in _REFUSED else ""
         raise PyspecError(f"{name!r} is not a way of drafting here{why}; use {', '.join(METHODS)}, or {NONE}")
+    if both := [name for name in refused if name in (asked or ())]:
+        raise PyspecError(f"{both[0]} is asked for as a way of drafting and ruled out at once; leave one of the two out")
     if asked is None:
         return Methods(frozenset(MODELS) - {*refused}, tokens=tokens)
     if NONE in asked and len(asked) > 1:

@@ -146,7 +146,8 @@ class Scheduler:
         engine = self.engine
         ids = token_ids(prompt, engine.target.n_vocab).tolist()
         if len(ids) > engine.options.n_ctx:
-            raise ContextError(f"a prompt of {len(ids)} tokens does not fit the context of {engine.options.n_ctx} per slot; raise `n_ctx`")
+            each = " per slot" if engine.options.slots > 1 else ""
+            raise ContextError(f"a prompt of {len(ids)} tokens does not fit the context of {engine.options.n_ctx}{each}; raise `n_ctx`")
         options.check(engine.drafter or self.lookup)
         stats = stats if stats is not None else Stats()
         width = engine.options.width if options.mode == REFERENCE and self.width == 1 else self.width

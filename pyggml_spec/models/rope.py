@@ -27,7 +27,7 @@ class RopeOptions:
         beta_slow, beta_fast: yarn: between which numbers of rotations a frequency goes from interpolated to extrapolated.
 
     Raises:
-        ModelError: a value out of range.
+        ModelError: a value out of range, or a scale without scaling.
     """
 
     scaling: str | None = None
@@ -45,6 +45,10 @@ class RopeOptions:
         for name, value in vars(self).items():
             if name != "scaling" and value is not None and not 0 <= value < 1 << 31:
                 raise ModelError(f"the rope option `{name}` is {value:g}; it has to be 0 or more, and below {1 << 31}")
+        if self.scaling == "none" and self.freq_scale not in (None, 0, 1):
+            raise ModelError(
+                f"the rope scaling 'none' stretches nothing, so `freq_scale` {self.freq_scale:g} does nothing; leave one of them out"
+            )
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,11 @@ class Rope:
                 f"{file.path}: rope.dimension_sections {[int(n) for n in sections]} do not cover the {self.n_rot // 2} rotated pairs of {arch}; "
                 "the file was converted with other hyper-parameters"
             )
+
+    def __str__(self) -> str:
+        how = f"stretched {1 / self.scale:.4g} times" if self.scale != 1 else "as they are"
+        yarn = f" with yarn ({self.yarn[0]:.4g}) from {self.n_ctx_orig} tokens" if self.yarn[0] else ""
+        return f"{how}{yarn} (frequency base {self.base:.6g}, factor {self.yarn[1]:.4g})"
 
     def __call__(self, g: Graph, x: Tensor, positions: Tensor, factors: Tensor | None = None) -> Tensor:
         return g.rope(x, positions, self.n_rot, self.neox, self.base, self.scale, factors, self.n_ctx_orig, self.yarn)

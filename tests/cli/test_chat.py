@@ -203,7 +203,7 @@ def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_p
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template", ""], ["is empty"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]), (["--top-p", 3], ["top_p"]),
+        (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template", ""], ["is empty"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]),
         (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["--chat-template-kwargs", "{"], ["--chat-template-kwargs '{' is no JSON"]), (["--chat-template-kwargs", "[]"], ["no JSON object"]), (["-l", "999999+1"], ["token 999999"]),
         (["-m", "/nowhere.gguf"], ["nowhere.gguf"]),
     ],

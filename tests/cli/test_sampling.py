@@ -80,10 +80,8 @@ def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinne
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--top-p", 1.5], ["top_p is 1.5"]), (["--temp", "nan"], ["temperature is nan"]), (["--samplers", "top_k;dry"], ["dry"]),
         (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["-l", "999999+1"], ["token 999999"]),
-        (["--grammar-file", "/nowhere"], ["/nowhere"]), (["--json-schema", "{}", "--grammar", "root ::= [a]"], ["one of them"]),
-        (["--grammar", "root ::= [a]", "--ignore-eos"], ["end token"]), (["-j", '{"not": {}}'], ["'not'"]), (["--regex", "("], ["regular expression"]),
+        (["--grammar-file", "/nowhere"], ["/nowhere"]), (["-j", '{"not": {}}'], ["'not'"]), (["--regex", "("], ["regular expression"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sampled_is_one_sentence(pinned, options, words):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import pytest
 from random_gguf.archs import write_qwen35moe
@@ -10,8 +11,8 @@ from random_gguf.model import Shape, write_dflash
 import pyggml_spec as ps
 from pyggml_spec.decode.calibrate import FILL, START, cached_costs, step_cost, step_costs
 from pyggml_spec.decode.width import WidthControl
-from pyggml_spec.errors import ContextError
-from pyggml_spec.folders import cache_folder
+from pyggml_spec.errors import BuildError, ContextError
+from pyggml_spec.folders import build_folder, cache_folder
 
 
 @pytest.fixture
@@ -155,9 +156,14 @@ def test_a_wrong_cost_is_measured_again_once(pair, tmp_path, monkeypatch):
         assert measured == [True]
 
 
-def test_a_user_without_a_home_has_a_cache(monkeypatch):
+def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
     """A container's user that no passwd names: pathlib raises a RuntimeError."""
     for name in ("PYSPEC_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert cache_folder().name.startswith("pyspec-")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert cache_folder() == tmp_path / f"pyspec-{os.getuid()}"
+    assert build_folder() == tmp_path / f"pyggml_spec-{os.getuid()}" and build_folder().stat().st_mode & 0o777 == 0o700
+    build_folder().chmod(0o777)  # libraries in it would be loaded
+    with pytest.raises(BuildError, match="others can write to .*XDG_CACHE_HOME"):
+        build_folder()

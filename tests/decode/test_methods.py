@@ -43,9 +43,7 @@ def test_who_drafts(files, target, draft, options, method):
     assert method_of(files, target, draft, **options) == method
 
 
-@pytest.mark.parametrize(
-    "options", [{"spec": []}, {"spec": ["none"]}, {"no_spec": ["draft-mtp"]}, {"spec": ["draft-mtp"], "no_spec": ["draft-mtp"]}]
-)
+@pytest.mark.parametrize("options", [{"spec": []}, {"spec": ["none"]}, {"no_spec": ["draft-mtp"]}])
 def test_a_layer_that_may_not_draft_is_left_aside(files, options):
     with ps.load(files["own"], device="CPU", threads=1, n_ctx=256, **options) as session:
         assert session.drafter is None and "draft_weights" not in session.engine.memory()
@@ -57,6 +55,7 @@ def test_a_layer_that_may_not_draft_is_left_aside(files, options):
         ("plain", None, {"spec": ["draft-mtp"]}, "nothing that drafts as draft-mtp"),
         ("own", "dflash", {"spec": ["draft-mtp"]}, "dflash.gguf drafts as draft-dflash"),
         ("own", "layer", {"no_spec": ["draft-mtp"]}, "not among what may draft"),
+        ("own", None, {"spec": ["draft-mtp"], "no_spec": ["draft-mtp"]}, "asked for as a way of drafting and ruled out at once"),
         ("layer", None, {}, "is the MTP layer of a qwen35 model"),
         ("plain", "plain", {}, "is a target model"),
     ],
