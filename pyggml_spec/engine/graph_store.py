@@ -33,27 +33,35 @@ class Step:
     extra: dict
     rows: Any = None  # what C fills in of its fields, see fill.py
     _logits: np.ndarray | None = None
+    _best: np.ndarray | None = None  # F32 [rows] largest logits, as ``ids`` found them, where they are in host memory
 
     def __post_init__(self) -> None:
         self.host: dict[str, np.ndarray] = self.fields.host
         self._sums = {name: (self.fields.at[name], self.host[name].size) for name in SUMS if name in self.host}
 
     def finite(self) -> bool:
-        """Whether neither NaN nor Inf came out, of the target or the drafter, in any row."""
+        """Whether neither NaN nor Inf came out, of the target or the drafter, in any row. Call ``ids`` first."""
+        if self._best is not None and not np.isfinite(self._best).all():
+            return False
         for sums, count in self._sums.values():  # noqa: SIM110  (half the time of all())
             if not lib.pgs_finite(sums, count):
                 return False
         return True
 
     def finite_rows(self, first: int, count: int) -> bool:
-        """Whether neither NaN nor Inf came out of the target in the rows first .. first + count - 1."""
+        """Whether neither NaN nor Inf came out of the target in the rows first .. first + count - 1. Call ``ids`` first."""
+        if self._best is not None and not np.isfinite(self._best[first : first + count]).all():
+            return False
         return all(lib.pgs_finite(sums + first, count) for name, (sums, _) in self._sums.items() if name != DRAFT_SUM)
 
     def ids(self) -> np.ndarray:
         """I32 [rows] greedy choice after each row that has logits, once the step has run."""
         if "ids" in self.host:
             return self.host["ids"].copy()
-        return self._host_logits().argmax(axis=1).astype(np.int32)
+        logits = self._host_logits()
+        ids = logits.argmax(axis=1)
+        self._best = logits[np.arange(ids.size), ids]  # NaN or Inf if there is one in the row, or nothing else than -Inf
+        return ids.astype(np.int32)
 
     def _host_logits(self) -> np.ndarray:
         if self._logits is None:

@@ -16,6 +16,7 @@ from pyggml_spec.decode.scheduler import BESIDE, Scheduler, generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.decode.synthetic import SyntheticAcceptance
 from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.graph_store import Step
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
@@ -409,3 +410,22 @@ def test_every_cancelled_sequence_ends_although_the_end_of_one_raises(scheduler,
             scheduler.run()
     assert all(stream.ended or isinstance(stream.error, error) for stream in streams)
     assert scheduler.idle and not any(slot.used for slot in scheduler.engine.slots)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("mode", [PLAIN, SPECULATIVE])
+def test_a_logit_that_is_no_number_wins_no_greedy_choice(pair, scheduler, monkeypatch, value, mode):
+    """The largest logit of a row with NaN is NaN: its token came out again and again, and nobody said so."""
+    real = Step._host_logits
+
+    def logits(self):
+        out = real(self).copy()
+        out[-1, 77] = value
+        return out
+
+    stream = scheduler.submit(prompts(1)[0], LoopOptions(30, mode))
+    while len(stream.tokens) < 3:
+        scheduler.step()
+    monkeypatch.setattr(Step, "_host_logits", logits)
+    with pytest.raises(EngineError, match="NaN or Inf"):
+        stream.result()
