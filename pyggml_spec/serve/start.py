@@ -1,6 +1,7 @@
 """Starting and ending: the session, the sockets, the event loop, signals."""
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import signal
@@ -126,6 +127,11 @@ async def _serve(
     keys, origins, metrics = Keys(settings.keys, settings.key_file), Origins(settings.origins), Metrics()
     failures: list[BaseException] = []
 
+    def told(line: str) -> None:
+        """Whoever read these lines may be gone; a signal that could not be told of was not obeyed."""
+        with contextlib.suppress(OSError, ValueError):
+            settings.told(line)
+
     def make() -> Any:
         return session.concurrent(
             settings.slots, settings.n_ctx, settings.prefix_memory, settings.prefix_cache, settings.prefix_disk, only=True
@@ -160,7 +166,7 @@ async def _serve(
                 )
 
             synthetic = draws
-            settings.told("acceptance is synthetic: texts are not the target's, this is for benchmarks only")
+            told("acceptance is synthetic: texts are not the target's, this is for benchmarks only")
         queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken, synthetic)
         app = App(Context(served, queue, pool), metrics, keys, origins, settings.most_body)
         config = uvicorn.Config(
@@ -174,9 +180,9 @@ async def _serve(
             began = loop.time()
             ended = await queue.drain(settings.drain)
             if not ended:
-                settings.told(f"cut off what had not ended within {settings.drain:g} s")
+                told(f"cut off what had not ended within {settings.drain:g} s")
             if left := await server.read_out(max(TOLD_SECONDS, began + settings.drain - loop.time()) if ended else TOLD_SECONDS):
-                settings.told(f"cut off {left} {'reader' if left == 1 else 'readers'} that had not taken all of an answer")
+                told(f"cut off {left} {'reader' if left == 1 else 'readers'} that had not taken all of an answer")
             server.should_exit = True
 
         def end(status: int = 0) -> None:
@@ -186,15 +192,15 @@ async def _serve(
                 server.should_exit = server.force_exit = True
                 return
             running = len(queue.running)
-            settings.told(f"ending: {running} running" if running else "ending")
+            told(f"ending: {running} running" if running else "ending")
             ending.append(loop.create_task(drain()))
 
         def reread() -> None:
             try:
                 keys.read()
-                settings.told("read the API keys anew")
+                told("read the API keys anew")
             except PyspecError as error:
-                settings.told(str(error))
+                told(str(error))
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)
@@ -205,7 +211,7 @@ async def _serve(
             scheme = "https" if settings.certificate else "http"
             for host, sock in zip(settings.hosts, sockets):
                 shown = f"[{host}]" if ":" in host else host
-                settings.told(
+                told(
                     f"serving {served.name} at {scheme}://{shown}:{sock.getsockname()[1]}/ with {settings.slots} slots of {served.n_ctx} tokens"
                 )
             await server.serve(sockets=sockets)

@@ -128,6 +128,23 @@ def test_a_reader_that_does_not_read_holds_up_no_end():
     running.http.close()
 
 
+def test_a_server_whose_lines_nobody_reads_any_more_ends():
+    """The line that said so went into a closed pipe, and the signal was not obeyed."""
+    first = subprocess.Popen(
+        [sys.executable, "-m", "pyggml_spec", "serve", "--device", "CPU", "-t", "1", "--port", "0", "--slots", "1"], stderr=subprocess.PIPE, env=environment()
+    )  # fmt: skip
+    line = b""
+    while not line.startswith(b"serving "):
+        line = first.stderr.readline()
+        assert line
+    first.stderr.close()
+    first.terminate()
+    try:
+        assert first.wait(60) == 0
+    finally:
+        first.kill()
+
+
 def test_readers_have_the_rest_of_the_time(monkeypatch):
     """Who reads slowly has until the end of `--drain`, or 0.9 s if that is over; then the connection is cut off."""
 
