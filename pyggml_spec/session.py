@@ -252,7 +252,9 @@ class Session:
         if len(backends) == 1:
             if shares is not None and (len(shares) != 1 or not 0 < shares[0] < math.inf):
                 given = ",".join(f"{share:g}" for share in shares)
-                raise EngineError(f"proportions of a split ({given}) need several devices: name them with `device`, separated by commas")
+                raise EngineError(
+                    f"proportions of a split need several devices, and there is one for {given}: name them with `device`, separated by commas"
+                )
             return ()
         check_drafter(self.drafter)
         if shares is not None and len(shares) == len(backends):

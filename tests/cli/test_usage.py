@@ -86,7 +86,7 @@ def test_a_vocabulary_of_drafts_beyond_the_vocabulary_is_said(said):
 @pytest.mark.parametrize("share", ["nan", "-1", "0", "inf"])
 def test_a_share_of_one_device_is_a_number(said, share):
     code, text = said("run", *CPU, "-p", "a", "-n", "1", "-ts", share)
-    assert code == 1 and f"proportions of a split ({share})" in text, text
+    assert code == 1 and f"there is one for {share}: name them with --device" in text, text
 
 
 def test_compare_names_its_own_options(said, pair):
