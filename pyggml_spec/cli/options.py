@@ -266,6 +266,9 @@ def rope_options(command):
             if not 1e-9 <= rope_scale <= 1e9:  # NaN is not
                 raise click.UsageError(f"--rope-scale is {rope_scale:g}, but it has to be a number from 1e-09 to 1e+09")
             given["freq_scale"] = 1.0 / rope_scale
+        if rope_scaling == "none" and given.get("freq_scale", 1.0) not in (0, 1):
+            which = "--rope-scale" if rope_scale is not None else "--rope-freq-scale"
+            raise click.UsageError(f"--rope-scaling none stretches nothing, so {which} would do nothing; leave one of them out")
         if rope_scaling is None and not given:
             return command(*args, rope=None, **more)
         from ..models.rope import RopeOptions  # `pyspec --help` needs no ggml

@@ -27,7 +27,7 @@ class RopeOptions:
         beta_slow, beta_fast: yarn: between which numbers of rotations a frequency goes from interpolated to extrapolated.
 
     Raises:
-        ModelError: a value out of range, or a scale without scaling.
+        ModelError: a value out of range.
     """
 
     scaling: str | None = None
@@ -45,10 +45,6 @@ class RopeOptions:
         for name, value in vars(self).items():
             if name != "scaling" and value is not None and not 0 <= value < 1 << 31:
                 raise ModelError(f"the rope option `{name}` is {value:g}; it has to be 0 or more, and below {1 << 31}")
-        if self.scaling == "none" and self.freq_scale not in (None, 0, 1):
-            raise ModelError(
-                f"the rope scaling 'none' stretches nothing, so `freq_scale` {self.freq_scale:g} does nothing; leave one of them out"
-            )
 
 
 @dataclass(frozen=True)
