@@ -25,7 +25,7 @@ from .decode.width import NEVER_PAYS, Kind, WidthControl, chain_kinds, useful_wi
 from .engine.engine import Engine
 from .engine.graphs import STREAMED
 from .engine.lanes import GROUPS
-from .engine.options import MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK, EngineOptions, candidate_widths, check_options
+from .engine.options import MOST_WIDTH, WIDEST_CHUNK, EngineOptions, candidate_widths, check_options
 from .engine.parts import Closable, P
 from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
 from .events import StepEvent
@@ -33,7 +33,7 @@ from .ggml.device import Backend, build_notes, devices, disable_graph_replay, fr
 from .ggml.devices import in_order, open_backends, pick_devices
 from .ggml.library import versions
 from .gguf_io import GGUFFile
-from .memory.kv_types import KVTypes
+from .memory.kv_types import MOST_CONTEXT, KVTypes
 from .memory.prefix import PrefixCache, Reuse, layout_of
 from .memory.prefix_files import PrefixFiles
 from .models.base import Target
@@ -882,7 +882,7 @@ def load(
         n_ctx: tokens of context; 0 takes what the model was trained with, None that or 4096, whichever is less.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
         graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
-        cache_type_k, cache_type_v: what K and V rows are stored as, one of ``cache.kv_types.TYPES``; the next two are the drafter's.
+        cache_type_k, cache_type_v: what K and V rows are stored as, one of ``memory.kv_types.TYPES``; the next two are the drafter's.
         chunk: widest prefill chunk in tokens; also the grain in which prompts that begin alike are computed once.
         prefix_cache: folder in which computed prompts outlive the process; made if it is not there. Without it they are kept in memory.
         prefix_memory: bytes on the device for them; None takes 1 GiB, or an eighth of what is free if that is less. 0 still reuses what the

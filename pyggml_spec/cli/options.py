@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..errors import PyspecError
-from ..memory.kv_types import TYPES
+from ..memory.kv_types import MOST_CONTEXT, TYPES
 from .hub import hub_options
 from .llama_cpp import llama_cpp_options
 
@@ -49,7 +49,7 @@ def target_options(
                 "-c",
                 "--ctx-size",
                 "n_ctx",
-                type=click.IntRange(0, 1 << 24),
+                type=click.IntRange(0, MOST_CONTEXT),
                 help=f"Context in tokens; 0 for what the model was trained with. Default: {context}.",
             ),
         ]

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from ..checks import whole
 from ..errors import ContextError, PairError
-from ..memory.kv_types import KVTypes
+from ..memory.kv_types import MOST_CONTEXT, KVTypes
 from ..models.base import Target
 from ..models.team import Drafts
 
 WIDTHS = (2, 4, 8, 16)
-MOST_SLOTS, MOST_CONTEXT, MOST_WIDTH, WIDEST_CHUNK = 64, 1 << 24, 1024, 1 << 14
+MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14
 CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
 
 

@@ -19,6 +19,7 @@ from ..models.base import KVShape
 TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 # f32 is left out: llama.cpp rounds such rows to f16 before it attends, which makes them twice the memory for nothing
 _IDS = {text(lib.ggml_type_name(i)): i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_blck_size(i)}
+MOST_CONTEXT = 1 << 23  # rows of a sequence: masks compare positions and halves between them as F32, which has all of these
 SMALLEST_ROTATION = 64  # values; heads that it does not divide are stored as they are
 
 

@@ -27,7 +27,7 @@ from ..ggml.library import ffi, lib
 from ..ggml.weight_stream import WeightStream
 from ..gguf_io import GGUFFile
 from ..memory.kv import SPAN, KVCache
-from ..memory.kv_types import KVTypes
+from ..memory.kv_types import MOST_CONTEXT, KVTypes
 from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_target
 from ..models.segments import SplitWeights
@@ -482,7 +482,7 @@ def _plan_on(
             for name, nbytes in weights.bytes_by_type.items():
                 by_type[name] = by_type.get(name, 0) + nbytes
         trained = target.context_length
-        largest = _largest(lambda context: _fit(on_devices(context)), trained)
+        largest = _largest(lambda context: _fit(on_devices(context)), min(trained, MOST_CONTEXT))
         room = sum({part.device: part.free for part in parts}.values())
         draft_shapes = drafter.kv_shapes() if drafter is not None else ()
         per_token = sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, draft_shapes))

@@ -9,7 +9,7 @@ import pyggml_spec as ps
 from pyggml_spec.errors import DeviceError, ModelError, PyspecError
 from pyggml_spec.ggml.device import Backend
 from pyggml_spec.memory.kv import KVCache
-from pyggml_spec.memory.kv_types import TYPES, KVTypes, check_types, hadamard
+from pyggml_spec.memory.kv_types import MOST_CONTEXT, TYPES, KVTypes, check_types, hadamard
 from pyggml_spec.models.base import KVShape
 
 
@@ -75,3 +75,9 @@ def test_a_pair_whose_drafter_cannot(tmp_path):
         ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_cache_type_k="q8_0")
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, cache_type_k="q8_0", cache_type_v="q4_0") as session:
         assert session.engaged().kv_type == "K q8_0 V q4_0, drafter f16"
+
+
+def test_a_position_sees_itself_and_not_the_next_in_the_longest_context():
+    """Masks are computed in F32 from 0.5 - position; from 2^23 on the half is lost, and tokens did not see themselves."""
+    last = np.float32(MOST_CONTEXT - 1)
+    assert last + (np.float32(0.5) - last) > 0 > last + np.float32(0.5 - MOST_CONTEXT)

@@ -195,7 +195,7 @@ def test_plan_takes_what_run_is_given_about_memory(capsys):
 
 
 def test_what_does_not_fit_is_not_loaded(tmp_path):
-    target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))
+    target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 23))
     with pytest.raises(PyspecError, match="nothing was loaded; the longest context that fits is"):
         check(target, device="CPU", free=1 << 20, n_ctx=1 << 20)
 
@@ -262,11 +262,11 @@ def test_too_many_slots_are_refused(pair):
 
 
 def test_nothing_large_is_allocated(tmp_path):
-    """A context of 16 million tokens is planned on a machine that has no room for it."""
-    target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))
-    planned = plan(target, device="CPU", n_ctx=1 << 24, slots=64)
+    """A context of 8 million tokens is planned on a machine that has no room for it."""
+    target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 23))
+    planned = plan(target, device="CPU", n_ctx=1 << 23, slots=64)
     assert planned.slots_memory["kv"] > 60 * planned.memory["kv"]
-    assert planned.memory["kv"] >= (1 << 24) * planned.kv_per_token and 0 < planned.largest_context <= 1 << 24
+    assert planned.memory["kv"] >= (1 << 23) * planned.kv_per_token and 0 < planned.largest_context <= 1 << 23
 
 
 def test_every_device_of_the_machine():
