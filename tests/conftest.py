@@ -2,13 +2,12 @@
 
 import os
 
+# Two workers of two threads on two cores: threads that spin at a barrier keep away the one that they wait for. Read when ggml is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of tests start `pyspec`: without its byte code each would compile it, 0.4 s
+
 import pytest
 from random_gguf.model import Shape, write_dflash, write_qwen35
-
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # two workers of two threads on two cores: threads that spin at a barrier keep away the one that they wait for
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of tests start `pyspec`: without its byte code each would compile it, 0.4 s
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,12 @@ def step_cost(
     engine.prefill(START[: max(1, engine.options.n_ctx - width)])
     began = time.perf_counter()
     for n in range(1, MOST_FILL + 1):
-        if len(START) + n * len(FILL) > engine.options.n_ctx // 2 or time.perf_counter() - began > FILL_S:
+        behind = len(START) + n * len(FILL)
+        if (
+            behind > engine.options.n_ctx // 2
+            or engine.options.n_ctx - behind < max(width, rows) + WARMUP + 3
+            or time.perf_counter() - began > FILL_S
+        ):
             break
         engine.prefill(FILL)
     most *= PLAIN_MORE if width == 1 and most == MOST else 1

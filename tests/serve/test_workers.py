@@ -98,13 +98,13 @@ def test_each_prefix_stays_on_one_worker(workers):
         def one(i, turn=turn):
             return workers.chat(f"{words[i]} " * 120 + f" turn {turn}", 4, session=f"session {i}")
 
-        with ThreadPoolExecutor(4) as pool:  # so many fit into one worker
+        with ThreadPoolExecutor(1 if turn else 4) as pool:  # later one by one: a router that finds one worker much fuller goes to the other
             answers = list(pool.map(one, range(len(words))))
         assert [answer.status_code for answer in answers] == [200] * len(words)
         if workers.router == "nginx":
             assert [answer.headers["x-session-id"] for answer in answers] == [f"session {i}" for i in range(len(words))]
     cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    assert sum(n > 100 for n in cached) >= len(words) - 2, cached  # a router that finds one worker much fuller sends a request to the other
+    assert sum(n > 100 for n in cached) >= len(words) - 1, cached
     assert all(after > b for after, b in zip(workers.computed(), before)), "one worker did everything"
 
 
