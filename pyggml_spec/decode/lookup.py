@@ -17,6 +17,7 @@ FIRST_WEIGHT = 20  # steps that the first pace counts for
 WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
 COST_RATE = 0.1  # weight of one step in the running cost of its rows
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand
+LONG_RATE = 0.02  # that beyond twice what was measured: behind long texts steps take that long, but some stalled ones prove nothing
 FORGET = 0.02  # of what the cost of other rows has become, per step: rows that stalled a few times would never be tried again
 
 
@@ -124,10 +125,17 @@ class LookupControl:
             return
         most = 2 * (measured or known)  # stalled steps prove nothing
         rate = max(COST_RATE, 1 / (self._seen[key] - WARMUP + MEASURED_WEIGHT))
-        self._costs[key] = known + rate * (min(milliseconds, most) - known)
-        for other in self._alone if measured is not None else ():
-            if other != rows:
-                self._costs[1, other] += FORGET * (self._alone[other] - self._costs[1, other])
+        cost = known + rate * (min(milliseconds, most) - known)
+        if measured is not None and milliseconds > most:
+            cost = max(cost, known + LONG_RATE * (min(milliseconds, 2 * max(measured, known)) - known))
+        self._costs[key] = cost
+        if measured is None:
+            return
+        # behind long texts all rows take longer. Where plain steps are cheaper than measured, that says nothing of others.
+        longer = max(1.0, self._costs[1, 1] / self._alone[1])
+        for other in self._alone:
+            if other not in (1, rows):
+                self._costs[1, other] += FORGET * (longer * self._alone[other] - self._costs[1, other])
 
 
 def _up_to(tokens: list[float] | None, rows: int) -> float:

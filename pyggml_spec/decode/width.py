@@ -379,8 +379,9 @@ class WidthControl:
             return
         cost = self.cost(covered, kind)
         if kind != PLAIN_STEP and use.plain:
-            if known:
-                use.late += LATE_RATE * (min(max(milliseconds - cost, 0.0), 2 * cost) - use.late)
+            if known:  # a whole block: what doubts save of others is no part of its cost
+                whole = self.costs[covered, kind]
+                use.late += LATE_RATE * (min(max(milliseconds - whole, 0.0), 2 * whole) - use.late)
             cost += use.late
         cost /= self.costs[covered, PLAIN_STEP]
         won = 1 + sum(n for _, n in drafted) / len(drafted) - cost

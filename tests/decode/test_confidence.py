@@ -85,6 +85,8 @@ def decoded(seed, counted, tokens=2000):
             ms = 0.3 + GIVEN[rows]
         control.observe(1, kind, ms, [sequence], [matched], rows == kind.width)
         spent, done = spent + ms, done + matched + 1
+        late = control._uses[1].late
+        assert late == pytest.approx(0, abs=1e-9), "blocks behind plain steps take no longer here"
     return done / spent
 
 

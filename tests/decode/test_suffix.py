@@ -200,3 +200,18 @@ def test_rows_that_stalled_are_tried_again_and_a_plain_step_that_was_measured_to
     for _ in range(60):
         control.observe(1, 1, 1.0, 1)
     assert control.cost(1, 1) < 1.05
+
+
+def test_costs_behind_long_texts_are_learnt():
+    """They were measured behind a short one. At most twice of that was learnt, and unused rows went back to it: matches seemed to cost a quarter."""
+    control = LookupControl("suffix", {1: 1.0, 4: 1.3, 8: 1.8, 16: 3.0})
+    for _ in range(300):
+        control.observe(1, 1, 3.0, 1)
+    assert control.cost(1, 1) == pytest.approx(3.0, rel=0.02)
+    assert [control.cost(1, rows) for rows in (4, 8, 16)] == pytest.approx([3.9, 5.4, 9.0], rel=0.05)
+    for _ in range(100):
+        control.observe(1, 16, 12.0, 1)
+    assert control.cost(1, 16) == pytest.approx(12.0, rel=0.1) and control.cost(1, 1) == pytest.approx(3.0, rel=0.02)
+    for _ in range(100):
+        control.observe(1, 1, 1.0, 1)  # a short text again
+    assert control.cost(1, 1) == pytest.approx(1.0, rel=0.02) and control.cost(1, 16) < 5
