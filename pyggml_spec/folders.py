@@ -38,6 +38,10 @@ def build_folder() -> Path:
     if cache is not None:
         return cache / "pyggml_spec"
     folder = _temporary("pyggml_spec")
+    if folder.is_symlink():
+        raise BuildError(
+            f"{folder}, where builds would be kept, is a link, which is not followed; name a folder of yours in XDG_CACHE_HOME"
+        )
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         about = folder.lstat()

@@ -401,7 +401,10 @@ class Session:
         trained = self.target.context_length
         if n_ctx is None:
             return min(DEFAULT_CONTEXT, trained)
-        n_ctx = whole(n_ctx, "the context (`n_ctx`)", 0, MOST_CONTEXT, ContextError) or trained
+        n_ctx = whole(n_ctx, "the context (`n_ctx`)", 0, MOST_CONTEXT, ContextError)
+        if not n_ctx and trained > MOST_CONTEXT:
+            self.notes.append(f"the context is {MOST_CONTEXT}, the longest there is: the model was trained with {trained} tokens")
+        n_ctx = n_ctx or min(trained, MOST_CONTEXT)
         if n_ctx > trained:
             self.notes.append(f"the context of {n_ctx} is longer than the {trained} tokens that the model was trained with")
         return n_ctx

@@ -174,7 +174,7 @@ def _probability(tokenizer, p) -> dict:
 
 def write_stats(path: str | None, stats) -> PyspecError | None:
     """Writes the statistics file, if one is asked for. Returns the error instead of raising it: the text counts more."""
-    return _write("statistics", path, json.dumps(stats.as_dict(), indent=1) + "\n")
+    return _write("statistics", path, json_line(stats.as_dict(), indent=1) + "\n")
 
 
 def _write(what: str, path: str | None, text: str) -> PyspecError | None:

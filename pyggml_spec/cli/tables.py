@@ -6,12 +6,12 @@ import json
 import math
 
 
-def json_line(value) -> str:
-    """One line of JSON, which has no NaN and no infinity: null stands for them."""
+def json_line(value, indent: int | None = None) -> str:
+    """One line of JSON, which has no NaN and no infinity: null stands for them. ``indent``: several lines."""
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, indent=indent)
     except ValueError:
-        return json.dumps(_finite(value), allow_nan=False)
+        return json.dumps(_finite(value), allow_nan=False, indent=indent)
 
 
 def _finite(value):

@@ -13,6 +13,7 @@ from ..engine.options import EngineOptions
 from ..errors import EngineError, PyspecError
 from ..ggml.library import versions
 from ..gguf_io import GGUFFile
+from ..memory.kv_types import MOST_CONTEXT
 from ..models.dflash import DFlash
 from ..models.drafter import TOKENS, Drafter
 from ..models.mtp import has_layer, is_layer_alone
@@ -60,7 +61,8 @@ class Subject:
             self.file = self._own(GGUFFile(target))
             self.target = session.target = open_target(self.file)
             self.tokenizer = self._own(Tokenizer(self.file))
-            self.n_ctx = min(1024 if n_ctx is None else n_ctx or self.target.context_length, self.target.context_length)
+            longest = min(self.target.context_length, MOST_CONTEXT)
+            self.n_ctx = min(1024 if n_ctx is None else n_ctx or longest, longest)
             if self.n_ctx < 128:
                 raise PyspecError(f"a context of {self.n_ctx} tokens is too short to measure anything; use `n_ctx` 512 or more")
             self.segments = session._split(backends, tensor_split, EngineOptions(n_ctx=self.n_ctx))

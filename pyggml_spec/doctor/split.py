@@ -11,7 +11,7 @@ from itertools import pairwise
 from ..engine.engine import Engine
 from ..errors import PyspecError
 from ..ggml.device import free_bytes, present
-from ..models.segments import EMBEDDING, cuts_by
+from ..models.segments import EMBEDDING, FIRST, cuts_by
 from ..tools.split_steps import CopySpeed, DeviceShare, SplitStep, copy_speeds, split_chunk, split_steps
 from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
 
@@ -22,12 +22,14 @@ ROOM = 0.9  # of the free memory: compute buffers grow with the layers
 
 @dataclass(frozen=True)
 class Layers:
-    """Of one device: how many there are, what one takes in milliseconds, and how many more there is memory for."""
+    """Of one device: how many there are, what one takes in milliseconds, and how many more there is memory for, of the largest. ``beside``: the memory
+    of how many what goes to the next device takes if this one is left out."""
 
     device: str
     count: int
     each_ms: float
     room: int
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,15 @@ def layers_of(engine: Engine, step: SplitStep, head: bool = True) -> list[Layers
     beside = tensors["output.weight" if "output.weight" in tensors else EMBEDDING].nbytes if head else 0
     if step.width > 1 and drafter is not None and head:
         beside += sum(member.weights.nbytes for member in drafter.members)
-    rows, out = engine.parts.kv.nbytes // target.n_layer, []
+    states = engine.parts.delta.nbytes if engine.parts.delta is not None else 0
+    whole, out = max(1, max(sizes) + (engine.parts.kv.nbytes + states) // target.n_layer), list[Layers]()
+    of_first = sum(info.nbytes for name, info in tensors.items() if name.startswith(FIRST))
     for index, (segment, share) in enumerate(zip(segments, step.devices, strict=True)):
         mine, count = sum(sizes[segment.first : segment.end]), segment.end - segment.first
         read = mine + (beside if index == len(segments) - 1 else 0)
-        room = int(ROOM * free_bytes(present(segment.backend.device)) / max(1, mine // count + rows))
-        out.append(Layers(share.device, count, share.compute_ms * mine / max(1, read) / count, room))
+        room = int(ROOM * free_bytes(present(segment.backend.device)) / whole)
+        each_ms = share.compute_ms * mine / max(1, read) / count
+        out.append(Layers(share.device, count, each_ms, room, -(-of_first // whole) if index == 0 else 0))
     return out
 
 
@@ -72,8 +77,16 @@ def faster_step(layers: Sequence[Layers], last_cut: int) -> Move | None:
         moved[slow], moved[fast] = counts[slow] - n, counts[fast] + n
         saved = n * (layers[slow].each_ms - layers[fast].each_ms)
         if best is None or saved > best.saved_ms:
-            best = Move(tuple(moved), saved, layers[slow].device if layers[fast].room >= counts[slow] else "")
+            best = Move(tuple(moved), saved, layers[slow].device if _spare(layers, slow) else "")
     return best
+
+
+def _spare(layers: Sequence[Layers], index: int) -> bool:
+    """Whether the others have memory for what a device has. Nobody says so of the last one, which has the head and the drafter too."""
+    one, rooms = layers[index], {other.device: other.room for i, other in enumerate(layers) if i != index}
+    if index == len(layers) - 1 or one.device in rooms:
+        return False
+    return layers[index + 1].room >= one.beside and sum(rooms.values()) >= one.count + one.beside
 
 
 def level_chunks(layers: Sequence[Layers], last_cut: int) -> Move | None:
@@ -96,7 +109,7 @@ def _named(share: DeviceShare) -> str:
 def _moved(move: Move, takes: float, what: str) -> str:
     split = ",".join(map(str, move.counts))
     out = f"{split} layers (`tensor_split` {split}) would take {what} from {takes:.2f} to about {takes - move.saved_ms:.2f} ms"
-    return out + (f"; {move.spare} could be left out, the others have room for its layers" if move.spare else "")
+    return out + (f"; {move.spare} could be left out, the others have room for what it holds" if move.spare else "")
 
 
 def told_apart(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
@@ -174,7 +187,8 @@ def device_copies(copies: Sequence[CopySpeed]) -> Check:
     data = {"copies": [one.as_dict() for one in copies]}
     if any("GGML_CUDA_P2P=1" in one.way for one in copies):
         remedy = (
-            "set GGML_CUDA_P2P=1 before the start where the machine's peer access works: `pyspec compare` says whether text stays the same"
+            "set GGML_CUDA_P2P=1 before the start where the machine's peer access works: `pyspec run --temp 0` with the same prompt and devices, with it "
+            "and without it, says whether text stays the same"
         )
         return Check("device copies", WARN, "; ".join(said), remedy, RUNNING, data)
     return Check("device copies", OK, "; ".join(said), "", RUNNING, data)

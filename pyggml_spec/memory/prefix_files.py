@@ -308,12 +308,18 @@ class PrefixWriter:
                 if not self._waiting:
                     self._files.trim()
             except Refused as refused:
-                with self._changed:
-                    if str(refused) not in self._notes:
-                        self._notes.append(str(refused))
+                self._note(str(refused))
+            except Exception as error:  # otherwise the thread would end, and what waits would never be written
+                why = f"{type(error).__name__}: {error}".replace("\n", " ")
+                self._note(f"the prefix cache {self._files.folder} cannot be written: {why}; the text is not affected")
             with self._changed:
                 self._under_way.discard((key, kind))
                 self._bytes -= payload.nbytes
+
+    def _note(self, note: str) -> None:
+        with self._changed:
+            if note not in self._notes:
+                self._notes.append(note)
 
 
 def _refuse(path: Path, why: str) -> Refused:

@@ -228,8 +228,22 @@ def tokenizer(target: GGUFFile) -> Meta:
 
 
 def plain_names(files: Files) -> dict[str, str]:
-    """What the checkpoint calls its tensors, by their names without the prefix of whole models, and without what nothing reads."""
-    return {name.removeprefix("model."): name for name in files if not name.endswith("rotary_emb.inv_freq")}
+    """What the checkpoint calls its tensors, by their names without the prefix of whole models, and without what nothing reads.
+
+    Raises:
+        ConvertError: a tensor that is there with the prefix and without it.
+    """
+    out: dict[str, str] = {}
+    for name in files:
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        plain = name.removeprefix("model.")
+        if plain in out:
+            raise ConvertError(
+                f"the checkpoint has the tensors {brief(out[plain])} and {brief(name)}, and only one of them can be meant; remove the other"
+            )
+        out[plain] = name
+    return out
 
 
 def match(wanted: dict[str, Source], files: Files, unread: tuple[str, ...] = ()) -> dict[str, Source]:

@@ -76,10 +76,6 @@ def _refuse_features(c: Config) -> None:
             raise ConvertError(f"config.json asks for {what}; {SUPPORTED} without it")
 
 
-def _target_number(target: GGUFFile, key: str) -> int:
-    return target.get(f"{target.get('general.architecture', str)}.{key}", int)
-
-
 def _target_layers(c: Config, target: GGUFFile) -> list[int]:
     n_target = target_layers(target)
     claimed = c.integer("num_target_layers", default=n_target)

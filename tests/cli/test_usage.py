@@ -7,7 +7,9 @@ import pytest
 from random_gguf.archs import write_qwen3
 
 from pyggml_spec.cli.main import main
+from pyggml_spec.cli.run import write_stats
 from pyggml_spec.cli.tables import json_line
+from pyggml_spec.decode.stats import Stats
 
 CPU = ["--device", "CPU", "-t", "1"]
 
@@ -111,3 +113,11 @@ def test_biases_of_one_token_add_up():
 def test_json_has_no_nan():
     value = {"a": [1.5, math.nan, (math.inf,)], "b": {"c": -math.inf, "d": "NaN"}}
     assert json.loads(json_line(value), parse_constant=pytest.fail) == {"a": [1.5, None, [None]], "b": {"c": None, "d": "NaN"}}
+
+
+def test_statistics_in_a_file_have_no_nan(tmp_path):
+    stats = Stats(seconds={"load": math.nan, "prefill": math.inf, "decode": 1.0})
+    assert write_stats(str(tmp_path / "s.json"), stats) is None
+    text = (tmp_path / "s.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["seconds"] == {"load": None, "prefill": None, "decode": 1.0}
+    assert text.startswith('{\n "mode"')  # a line for each

@@ -169,6 +169,12 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
     build_folder().chmod(0o777)  # libraries in it would be loaded
     with pytest.raises(BuildError, match="others can write to .*XDG_CACHE_HOME"):
         build_folder()
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (tmp_path / f"pyggml_spec-{os.getuid()}").rmdir()
+    (tmp_path / f"pyggml_spec-{os.getuid()}").symlink_to(mine)
+    with pytest.raises(BuildError, match="is a link, which is not followed; .*XDG_CACHE_HOME"):
+        build_folder()
 
 
 def test_what_is_computed_beforehand_leaves_room_for_the_block_that_is_measured(monkeypatch, tmp_path):

@@ -73,10 +73,45 @@ def layers(*each, room=100, count=8):
 def test_layers_go_to_the_faster_device_as_far_as_it_has_memory():
     assert faster_step(layers(3.0, 1.0), 15) == Move((1, 15), 14.0, "D0")
     assert faster_step(layers(3.0, 1.0, room=5), 15) == Move((3, 13), 10.0)
-    assert faster_step(layers(1.0, 3.0), 15) == Move((15, 1), 14.0, "D1")
-    assert faster_step(layers(1.0, 3.0), 10) == Move((10, 6), 4.0, "D1")  # gemma4: later layers read rows of earlier ones
+    assert faster_step(layers(1.0, 3.0), 15) == Move((15, 1), 14.0)
+    assert faster_step(layers(1.0, 3.0), 10) == Move((10, 6), 4.0)  # gemma4: later layers read rows of earlier ones
     assert faster_step(layers(3.0, 1.0, room=0), 15) is None
     assert faster_step(layers(2.0, 1.0, 4.0), 23).counts == (8, 15, 1)  # of two cuts the one that saves most
+
+
+def test_who_could_be_left_out():
+    """The last device has the head and the drafter: their bytes were not counted. The first has the embedding, and of the others only a neighbour was asked."""
+
+    def spare(*rooms, slow, beside=0):
+        devices = [Layers(f"D{i}", 8, 3.0 if i == slow else 1.0, room, beside if i == 0 else 0) for i, room in enumerate(rooms)]
+        return faster_step(devices, 8 * len(rooms) - 1).spare
+
+    assert spare(100, 100, slow=1) == "" and spare(100, 8, slow=0) == "D0" and spare(100, 7, slow=0) == ""
+    assert spare(0, 10, slow=0, beside=2) == "D0" and spare(0, 9, slow=0, beside=2) == ""
+    assert spare(0, 1, 100, slow=0, beside=2) == ""  # what is beside goes to the next device, whole
+    assert spare(4, 0, 4, slow=1) == "D1" and spare(4, 0, 3, slow=1) == "" and spare(9, 9, 0, slow=2) == ""
+    twice = [Layers("D0", 8, 3.0, 100), Layers("D0", 8, 1.0, 100)]
+    assert faster_step(twice, 15) == Move((1, 15), 14.0)  # a device that has others of the layers too is not left out
+
+
+def test_room_is_that_of_the_largest_layer(session, monkeypatch):
+    engine, parts = session.engine, session.engine.parts
+    sizes = [
+        sum(t.nbytes for name, t in engine.target.file.tensors.items() if name.startswith(f"blk.{i}."))
+        for i in range(engine.target.n_layer)
+    ]
+    each = max(sizes) + (parts.kv.nbytes + parts.delta.nbytes) // len(sizes)
+    monkeypatch.setattr(split, "free_bytes", lambda device: 10 * each)
+    shares = tuple(DeviceShare(f"D{i}", "layers", 1.0, 1, 4096, 0.1, 0.5) for i in range(2))
+    first, last = split.layers_of(engine, SplitStep(1, 2.0, shares))
+    assert (first.room, last.room) == (9, 9)
+    assert first.beside == -(-engine.target.file.tensors["token_embd.weight"].nbytes // each) and last.beside == 0
+
+
+def test_the_remedy_for_copies_names_what_compares_texts():
+    """It named `pyspec compare`, which takes one device."""
+    check = split.device_copies([CopySpeed("D0", "D1", 50.0, 1e9, "through the host; it takes GGML_CUDA_P2P=1")])
+    assert check.verdict == WARN and "`pyspec run --temp 0`" in check.remedy and "compare" not in check.remedy
 
 
 def test_chunks_are_levelled():
@@ -118,7 +153,7 @@ def test_a_slow_device_is_named_with_the_better_split(session, monkeypatch):
     check = split.waiting(session.engine, step(0.1, 6.0, 1.0))
     assert check.verdict == WARN and check.data["better_split"] == [1, 3]
     assert check.remedy == (
-        "1,3 layers (`tensor_split` 1,3) would take that step from 7.20 to about 5.20 ms; A could be left out, the others have room for its layers"
+        "1,3 layers (`tensor_split` 1,3) would take that step from 7.20 to about 5.20 ms; A could be left out, the others have room for what it holds"
     )
     levelled = split.prompts(session.engine, step(0.1, 6.0, 1.0))
     assert levelled.verdict == WARN and levelled.data["level_split"] == [1, 3]

@@ -195,6 +195,27 @@ def _full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
+def test_an_error_nobody_foresaw_ends_no_writing(tmp_path, monkeypatch):
+    """The thread ended without a word: nothing was written any more, and what waited counted for ever."""
+    from pyggml_spec.memory.prefix_files import PrefixWriter
+
+    files, keys = PrefixFiles(tmp_path, "layout", MANY), [bytes([i]) * 32 for i in range(3)]
+    store = files.store
+
+    def fails_at_first(key, kind, payload):
+        if key != keys[2]:
+            raise ValueError("no\nbytes")
+        store(key, kind, payload)
+
+    monkeypatch.setattr(files, "store", fails_at_first)
+    writer = PrefixWriter(files)
+    for key in keys:
+        writer.put(key, "rows", np.zeros(10, np.uint8))
+    writer.close()
+    assert writer.take_notes() == [f"the prefix cache {tmp_path} cannot be written: ValueError: no bytes; the text is not affected"]
+    assert files.has(keys[2], "rows") and not files.has(keys[0], "rows") and not writer._under_way and not writer._bytes
+
+
 def test_what_waits_for_the_disk_is_bounded(pair, tmp_path, monkeypatch):
     monkeypatch.setattr("pyggml_spec.memory.prefix_files.MOST_UNWRITTEN", 1)
     files = PrefixFiles(tmp_path, "layout", MANY)

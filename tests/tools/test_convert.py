@@ -248,6 +248,10 @@ REFUSED = [
     (_set(speculators_config={}), "a speculators drafter"),
     (_set(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
     (_add("layers.0.self_attn.q_proj.bias", (512,)), "unknown tensor"),
+    (
+        _add("model.norm.weight", (512,)),
+        "'norm.weight' and 'model.norm.weight', and only one|'model.norm.weight' and 'norm.weight', and only one",
+    ),
     (_add("embed_tokens.weight", (4096, 512)), "lm_head"),
     (_drop("layers.1.mlp.up_proj.weight"), "no tensor 'layers.1.mlp.up_proj.weight'"),
     (_add("norm.weight", (511,)), r"shape \[511\]"),

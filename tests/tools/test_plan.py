@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pyggml_spec as ps
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
 from pyggml_spec.models.placement import ExpertOptions, Routing
-from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET, Session
 from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
 
 
@@ -267,6 +268,17 @@ def test_nothing_large_is_allocated(tmp_path):
     planned = plan(target, device="CPU", n_ctx=1 << 23, slots=64)
     assert planned.slots_memory["kv"] > 60 * planned.memory["kv"]
     assert planned.memory["kv"] >= (1 << 23) * planned.kv_per_token and 0 < planned.largest_context <= 1 << 23
+
+
+def test_the_trained_context_may_be_longer_than_there_is_one(tmp_path):
+    """A context of 0, which stands for it, was refused with a number that nobody gave."""
+    target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))
+    planned = plan(target, device="CPU", n_ctx=0)
+    assert (planned.n_ctx, planned.trained_context) == (1 << 23, 1 << 24)
+    with Session() as session:
+        session.target = SimpleNamespace(context_length=1 << 24)
+        assert session._context(0) == 1 << 23
+        assert session.notes == ["the context is 8388608, the longest there is: the model was trained with 16777216 tokens"]
 
 
 def test_every_device_of_the_machine():
