@@ -7,6 +7,7 @@ Two copies of ggml in one process have two sets of global tables and crash far f
 """
 
 import ctypes
+import functools
 import importlib.metadata
 import os
 import re
@@ -157,10 +158,16 @@ def new_err() -> CData:
     return ffi.new("char[]", lib.PGS_ERR)
 
 
+@functools.cache
+def _own_version() -> str:
+    """Read once: metadata of a package take up to 8 ms, and every request of a server has its versions."""
+    return importlib.metadata.version("pyggml_spec")
+
+
 def versions() -> dict[str, str]:
     """Versions that a benchmark or a statistics file has to name."""
     return {
-        "pyggml_spec": importlib.metadata.version("pyggml_spec"),
+        "pyggml_spec": _own_version(),
         "llama_cpp_python": LLAMA_CPP_PYTHON,
         "ggml": GGML_VERSION,
         "ggml_commit": GGML_COMMIT,

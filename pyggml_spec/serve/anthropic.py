@@ -16,14 +16,16 @@ from .reading import Context, Reader
 
 _PASSED = (
     "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "seed", "min_p", "speculative", "speculation", "cache_prompt", "priority",
-    "grammar", "json_schema",
+    "grammar", "json_schema", *fields.BUDGETS,
 )  # fmt: skip
 MAX_TOKENS, TEMPERATURE = 4096, 1.0
+_SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_")
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*?cch=[0-9a-f]+;\s*")
 
 
 async def messages(context: Context, request: Request) -> Response:
     body = to_openai(request.json())
+    request.unknown += [f"output_config.{name}" for name in fields.mapping(request.json(), "output_config")]
     plan = await context.in_pool(read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     identifier = "msg_cmpl_" + secrets.token_hex(12)
@@ -47,7 +49,7 @@ async def count_tokens(context: Context, request: Request) -> Response:
 
 
 def to_openai(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ApiError: no messages."""
+    """Raises ApiError: no messages, or a format that is not here."""
     given = body.get("messages")
     if not isinstance(given, list):
         raise ApiError(400, 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]', param="messages")
@@ -68,6 +70,8 @@ def to_openai(body: Mapping[str, Any]) -> dict[str, Any]:
         out["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     elif kind is not None:
         out["tool_choice"] = {"any": "required"}.get(kind, kind)
+    if fields.mapping(body, "output_config").get("format") is not None:
+        raise ApiError(501, "output_config.format is not supported here; use json_schema", param="output_config")
     if fields.mapping(body, "thinking").get("type") == "disabled":
         out["reasoning_effort"] = "none"
     return out
@@ -120,7 +124,8 @@ def _message(message: Any) -> list[dict[str, Any]]:
 def _tools(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(t, dict) and isinstance(t.get("name"), str) for t in tools):
         raise fields.wrong("tools", tools, "a list of tools with names")
-    if other := next((t for t in tools if t.get("type", "custom") != "custom"), None):
+    # others with a type of their own, bash for instance, are run by the client, and known to the model by their name alone
+    if other := next((t for t in tools if str(t.get("type") or "custom").startswith(_SERVER_TOOLS)), None):
         raise ApiError(
             501, f"the tool {other['name']!r} is of the type {str(other['type'])[:60]!r}, which Anthropic's own servers run; give tools of yours", param="tools"
         )  # fmt: skip

@@ -184,7 +184,7 @@ def _template_arguments(served: Served, body: Mapping[str, Any]) -> tuple[bool |
         if not isinstance(thinking, bool):
             raise fields.wrong("chat_template_kwargs.enable_thinking", thinking, "true or false")
     effort = fields.text(body, "reasoning_effort")
-    if effort == "none":
+    if effort == "none" or fields.thinking_budget(body) == 0:
         thinking = False
         variables.pop("reasoning_effort", None)
     elif effort:

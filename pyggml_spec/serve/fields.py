@@ -48,6 +48,9 @@ _SAMPLER_NAMES = {"typical_p": "typ_p", "typ-p": "typ_p", "top-k": "top_k", "top
 _SAMPLERS_OFF = ("dry", "top_n_sigma", "xtc", "adaptive_p")
 
 
+BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens")  # of the thinking; the first one counts, as in llama.cpp
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a server's own options say where a request does not."""
@@ -99,6 +102,11 @@ def max_tokens(body: Mapping[str, Any], limits: Limits) -> int | None:
             given = whole(body, name, 0, -1, 1 << 31)
             return given if given >= 0 else limits.max_tokens
     return limits.max_tokens
+
+
+def thinking_budget(body: Mapping[str, Any]) -> int:
+    """Tokens of thinking that are asked for; -1: as many as come. More than 0 is not enforced."""
+    return next((whole(body, name, -1, -1, (1 << 31) - 1) for name in BUDGETS if name in body), -1)
 
 
 def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:

@@ -17,8 +17,9 @@ async def live(context: Context, request: Request) -> Response:
 
 
 async def _states(context: Context) -> AsyncIterator[bytes]:
+    """Until the server ends: there would be no end of it, and ending waits for whoever still reads an answer."""
     emitted, at = context.queue.engine.stats.emitted, time.perf_counter()
-    while True:
+    while not context.queue.draining:
         yield event(state(context, emitted, at))
         emitted, at = context.queue.engine.stats.emitted, time.perf_counter()
         await asyncio.sleep(EVERY)

@@ -22,27 +22,29 @@ COMMON = {
 }  # fmt: skip
 CHAT = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "stream_options", "reasoning_effort", "reasoning_format", "chat_template_kwargs",
-    "add_generation_prompt", "continue_final_message",
+    "add_generation_prompt", "continue_final_message", *fields.BUDGETS,
 }  # fmt: skip
 TAKEN = {
     "/completion": COMMON | {"prompt", "id_slot", "return_tokens", "response_fields"},
     "/completions": COMMON | {"prompt", "stream_options", "echo", "suffix", "best_of"},
     "/chat/completions": COMMON | CHAT,
     "/responses": (COMMON | CHAT | {"input", "instructions", "max_output_tokens", "reasoning", "text", "previous_response_id", "conversation", "background"})
-    - {"messages", "n"},
+    - {"messages", "n", "n_cmpl"},
     "/messages": {
         "model", "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking", "temperature", "top_p", "top_k", "stream",
         "chat_template_kwargs", "seed", "min_p", "speculative", "speculation", "cache_prompt", "priority", "grammar", "json_schema", "sse_ping_interval",
+        "output_config", *fields.BUDGETS,
     },
 }  # fmt: skip
 NO_EFFECT = {  # each does nothing to the tokens here; docs/server.md says why
     "n_keep", "n_discard", "n_cache_reuse", "backend_sampling", "preserved_tokens", "id_slot", "return_tokens", "verbose",
     "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta", "adaptive_decay",
     "dynatemp_exponent", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction", "include",
+    "truncation",
 }  # fmt: skip
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # name: (values that ask for nothing, what to do)
     "functions": (([],), "use tools"),
-    "function_call": (("none",), "use tool_choice"),
+    "function_call": (("none", "auto"), "use tool_choice"),
     "guided_json": ((), "use json_schema or response_format"),
     "guided_regex": ((), "use regex"),
     "guided_grammar": ((), "use grammar"),
@@ -59,11 +61,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # name: (values that ask fo
     "suffix": (("",), "leave it out"),
     "best_of": ((1,), "leave it out"),
     "lora": (([],), "merge the adapter into the model file"),
-    "reasoning_budget_tokens": ((-1,), 'leave it out, or switch thinking off with reasoning_effort "none"'),
-    "thinking_budget_tokens": ((-1,), 'leave it out, or switch thinking off with reasoning_effort "none"'),
     "reasoning_budget_message": (("",), "leave it out"),
     "reasoning_control": ((False,), "leave it out"),
     "chat_format": ((0,), "leave it out"),
+    "chat_template": (("",), "start the server with it: --chat-template"),
+    "skip_special_tokens": ((True,), "leave it out"),
+    "truncate_prompt_tokens": ((-1,), "send the part of the prompt that counts"),
+    "output_format": ((), "use json_schema"),
     "chat_parser": (("",), "leave it out"),
     "generation_prompt": (("",), "leave it out"),
     "parse_tool_calls": ((True,), "leave it out"),
@@ -76,7 +80,7 @@ _said: set[str] = set()
 
 
 def check(path: str, body: Mapping[str, Any]) -> list[str]:
-    """The fields that nobody here knows.
+    """The fields that nobody here knows, and limits of the thinking, which are not enforced.
 
     Raises:
         ApiError: one that would change the answer, and is not supported.
@@ -87,9 +91,12 @@ def check(path: str, body: Mapping[str, Any]) -> list[str]:
         return []
     unknown = []
     for name, value in body.items():
-        if name in known:
+        if name in fields.BUDGETS:  # -1 is no limit, 0 is obeyed where there is thinking; others limit nothing
+            if value != -1 and (name not in known or (isinstance(value, (int, float)) and value > 0)):
+                unknown.append(name)
+        elif name in known:
             continue
-        if name in REFUSED:
+        elif name in REFUSED:
             nothing, remedy = REFUSED[name]
             if not any(type(value) is type(n) and value == n for n in nothing):
                 raise ApiError(501, f"{name} is not supported here; {remedy}", param=name)

@@ -49,7 +49,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     out = {
         k: v
         for k, v in body.items()
-        if k not in ("input", "instructions", "max_output_tokens", "reasoning", "text", "tools", "tool_choice", "n")
+        if k not in ("input", "instructions", "max_output_tokens", "reasoning", "text", "tools", "tool_choice", "n", "n_cmpl")
     }
     messages: list[dict[str, Any]] = []
     if "instructions" in body:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from pyggml_spec.serve import names
+from pyggml_spec.serve.anthropic import to_openai
+from pyggml_spec.serve.conversation import _template_arguments
 from pyggml_spec.serve.errors import ApiError
 from pyggml_spec.serve.http import Request
 from pyggml_spec.serve.jobs import Answers
@@ -29,11 +31,11 @@ LLAMA_SERVER = [
 
 
 def test_every_field_of_llama_server_is_known():
-    """Those of its server-schema.cpp and of its chats; and what has no effect is in the guide."""
+    """Those of its server-schema.cpp and of its chats; and what has no effect, or is refused, is in the guide."""
     known = set().union(*names.TAKEN.values()) | names.NO_EFFECT | set(names.REFUSED)
     assert not [name for name in LLAMA_SERVER if name not in known]
     page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
-    assert not [name for name in names.NO_EFFECT if f"`{name}`" not in page]
+    assert not [name for name in (*names.NO_EFFECT, *names.REFUSED) if f"`{name}`" not in page]
 
 
 def test_what_asks_for_nothing_is_taken():
@@ -44,8 +46,23 @@ def test_what_asks_for_nothing_is_taken():
         with pytest.raises(ApiError) as raised:
             names.check("/v1/chat/completions", {name: "something else"})
         assert raised.value.status == 501 and raised.value.param == name and name in raised.value.message
-    with pytest.raises(ApiError):  # 0 is a budget, and False no number
-        names.check("/completion", {"reasoning_budget_tokens": 0})
+    with pytest.raises(ApiError):  # 0 is a number, and False none
+        names.check("/completion", {"min_tokens": False})
+
+
+@pytest.mark.parametrize("name", ["reasoning_budget_tokens", "thinking_budget_tokens"])
+def test_a_thinking_budget_of_nothing_is_obeyed(name):
+    """0 is no thinking, -1 no limit; what is between is not enforced, and the header says so. Where nothing thinks, 0 has no effect either."""
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        assert [names.check(path, {name: n}) for n in (0, 0.0, -1, -1.0, 512)] == [[], [], [], [], [name]]
+    assert [names.check("/completion", {name: n}) for n in (-1, -1.0, 0, 512)] == [[], [], [name], [name]]
+    served = types.SimpleNamespace(options=types.SimpleNamespace(template_arguments={}, thinking=None))
+    asked = {"reasoning_effort": "high"}
+    assert _template_arguments(served, {**asked, name: 0}) == (False, {})
+    assert _template_arguments(served, {**asked, name: -1.0}) == _template_arguments(served, {**asked, name: 9}) == (None, asked)
+    with pytest.raises(ApiError, match=name):
+        _template_arguments(served, {name: "0"})
+    assert to_openai({"messages": [], name: 0})[name] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -70,19 +87,37 @@ def test_tools_that_a_response_cannot_use_are_named(server):
     assert response.status_code == 200 and response.headers[names.HEADER] == "tools: web_search"
 
 
-def test_tools_that_others_run_are_refused(server):
-    response = server.post(
-        "/v1/messages",
-        messages=[{"role": "user", "content": "x"}],
-        max_tokens=1,
-        tools=[{"type": "web_search_20250305", "name": "web_search"}],
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_tools_that_others_run_are_refused(server, path):
+    """Those that the client runs, and a type that is null, are not."""
+
+    def post(*tools):
+        return server.post(path, messages=[{"role": "user", "content": "x"}], max_tokens=1, tools=list(tools))
+
+    for kind in ("web_search_20250305", "web_fetch_20250910", "code_execution_20250825"):
+        response = post({"type": None, "name": "f", "input_schema": {"type": "object"}}, {"type": kind, "name": kind[:-9]})
+        assert response.status_code == 501 and f"the type '{kind}'" in response.json()["error"]["message"]
+    taken = post(
+        {"type": None, "name": "f", "description": None, "input_schema": {"type": "object"}},
+        *({"type": kind, "name": kind[:-9]} for kind in ("bash_20250124", "text_editor_20250728", "computer_20250124", "memory_20250818")),
     )
-    assert response.status_code == 501 and "web_search" in response.json()["error"]["message"]
+    assert taken.status_code == 200, taken.text
+
+
+def test_a_format_of_anthropics_is_refused_and_an_effort_is_named(server):
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    for more in ({"output_format": {"type": "json_schema"}}, {"output_config": {"format": {"type": "json_schema"}}}):
+        response = server.post("/v1/messages", **asked, **more)
+        assert response.status_code == 501 and "json_schema" in response.json()["error"]["message"]
+    response = server.post("/v1/messages", **asked, output_config={"effort": "high"})
+    assert response.status_code == 200 and response.headers[names.HEADER] == "output_config.effort"
 
 
 def test_several_answers_by_llama_servers_name(server):
     got = server.ok("/completion", prompt="x", n_predict=1, n_cmpl=3)
     assert [g["index"] for g in got] == [0, 1, 2]
+    response = server.post("/v1/responses", input="x", max_output_tokens=1, n_cmpl=2, n=2)  # a response is one answer
+    assert response.status_code == 200 and response.headers[names.HEADER] == "n_cmpl, n"
 
 
 def test_silence_is_as_long_as_it_was_asked_for(server):
