@@ -151,6 +151,33 @@ def test_limits_of_the_queue():
     run(hangs, test, requests=2, tokens=100, seconds=0.2)
 
 
+def test_one_that_waits_and_is_left_is_out_at_once():
+    """Its place is free while those that run still do; the one behind it comes next."""
+    came = []
+
+    def keeps(engine, sink, stats):
+        came.append(stats.prompt_tokens)
+
+    async def test(queue):
+        held = [queue.enter([Ask([1])]) for _ in range(1 + AHEAD)]
+        left, stays = queue.enter([Ask([1] * 2)]), queue.enter([Ask([1] * 3)])
+        with pytest.raises(ApiError, match="2 requests wait already"):
+            queue.enter([Ask([1])])
+        left.cancel()
+        assert (await read_all(left)) == [End(None)] and queue.waiting_tokens == 3 and len(queue.running) == 1 + AHEAD
+        queue.enter([Ask([1] * 4)])
+        await asyncio.sleep(0)  # the handles come
+        held[0].cancel()
+        assert (await read_all(held[0]))[-1] == End(None)
+        assert (
+            came == [1] * (1 + AHEAD) + [3]
+            and queue.waiting_tokens == 4
+            and not any(job.over for got in (*held[1:], stays) for job in got.jobs)
+        )
+
+    run(keeps, test, requests=2)
+
+
 def test_a_slow_readers_events_are_joined():
     def many(engine, sink, stats):
         def send():

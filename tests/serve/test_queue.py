@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 import re
+import signal
 import socket
 import threading
 import time
@@ -38,23 +39,41 @@ def started(server, count):
     wait_for(lambda: sum(slot["is_processing"] for slot in server.http.get("/slots").json()) >= count)
 
 
-def deferred(server):
-    return int(re.search(r"requests_deferred (\d+)", server.http.get("/metrics").text)[1])
+def came(server):
+    """Sequences that have come: those that run, wait, or have ended."""
+    text = server.http.get("/metrics").text
+    return sum(map(int, re.findall(r"^(?:llamacpp:requests_(?:processing|deferred)|pyspec:sequences_total\S+) (\d+)", text, re.MULTILINE)))
 
 
-def processing(server):
-    return int(re.search(r"requests_processing (\d+)", server.http.get("/metrics").text)[1])
+@contextlib.contextmanager
+def standing_still(server):
+    """What is sent meanwhile comes at once behind it: neither a slow client nor a fast server is ahead of the other."""
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.process.send_signal(signal.SIGCONT)
 
 
-def sent(server, body, path="/completion"):
+def sent(server, body, path="/completion", key="none"):
     """The connection of a request that was sent: its client goes away when that is closed."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     sock = socket.create_connection((host, int(port)), 20)
     sock.sendall(
-        b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(data), data)
+        b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-api-key: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+        % (path.encode(), key.encode(), len(data), data)
     )
     return sock
+
+
+def answered(sock):
+    """The answer to what was sent."""
+    sock.settimeout(240)
+    with sock, sock.makefile("rb") as got:
+        head, _, body = got.read().partition(b"\r\n\r\n")
+    assert b" 200 " in head.split(b"\r\n")[0], body
+    return json.loads(body)
 
 
 def test_what_does_not_fit_the_queue_is_turned_away(server):
@@ -89,23 +108,20 @@ def test_a_client_that_leaves_frees_its_slot(server, stream):
     assert server.slots_are_free() and cancelled(server) == before + 1
 
 
-def test_a_queued_client_that_leaves_is_out_at_once(server):
-    """Its place is free while those that run still do, and no other's answer is touched."""
-    texts = []
-    running = [threading.Thread(target=lambda: texts.append(server.post("/completion", **ask(1900)).json()["content"])) for _ in range(2)]
-    for thread in running:
-        thread.start()
-    started(server, 2)
+def test_queued_clients_that_leave_touch_no_others_answer(server):
+    """That their places are free at once is shown in test_jobs.py, where those that run do not end meanwhile."""
+    before = came(server)
+    with standing_still(server):
+        running = [sent(server, ask(1900)) for _ in range(2)]
+    wait_for(lambda: came(server) >= before + 2)
     with contextlib.ExitStack() as queued:
-        for _ in range(3):
-            queued.enter_context(sent(server, ask(400)))
-        wait_for(lambda: deferred(server) >= 1)
-    wait_for(lambda: deferred(server) == 0)
-    assert not texts
-    for thread in running:
-        thread.join()
+        with standing_still(server):
+            for _ in range(3):
+                queued.enter_context(sent(server, ask(1900)))
+        wait_for(lambda: came(server) >= before + 5)
+    texts = [answered(sock)["content"] for sock in running]
     assert len(set(texts)) == 1 and len(texts[0]) > 1900
-    assert server.slots_are_free()
+    assert server.slots_are_free() and came(server) == before + 5
 
 
 def test_a_prompt_is_left_while_it_is_read(server):
@@ -142,7 +158,7 @@ def test_a_slow_reader_holds_up_nobody(server):
     assert "".join(e["content"] for e in lines) == server.ok("/completion", **ask(1200))["content"]
 
 
-def leave(server, body, seconds, path):
+def leave(server, body, seconds, path="/completion"):
     with sent(server, body, path):
         time.sleep(seconds)
 
@@ -171,25 +187,13 @@ def test_keys_take_turns(tmp_path):
     running = Running("--slots", 1, "--queue", 40, "--api-key", "one,two")
     running.http.headers["x-api-key"] = "one"  # for the figures
     try:
-        order, threads = [], []
-
-        def send(key, name, tokens, **more):
-            got = running.http.post("/completion", json=ask(tokens, **more), headers={"x-api-key": key})
-            order.append((name, got.status_code))
-
-        def begin(key, name, tokens=40, **more):
-            threads.append(threading.Thread(target=send, args=(key, name, tokens), kwargs=more))
-            threads[-1].start()
-            wait_for(lambda: processing(running) + deferred(running) == len(threads))  # each comes before the next
-
-        begin("one", "a0", 1900)  # has the slot until all of them wait
-        for i in range(1, 8):
-            begin("one", f"a{i}", priority=5 if i == 7 else 0)
-        begin("two", "b")
-        for thread in threads:
-            thread.join()
-        names = [name for name, _ in order]
-        assert {status for _, status in order} == {200}
-        assert names.index("b") <= 5 and names.index("a7") <= 5 < names.index("a6"), names
+        socks = {"a0": sent(running, ask(1900), key="one")}  # has the slot until all of them wait
+        wait_for(lambda: came(running) >= 1)
+        with standing_still(running):
+            socks |= {f"a{i}": sent(running, ask(40, priority=5 if i == 7 else 0), key="one") for i in range(1, 8)}
+            socks["b"] = sent(running, ask(40), key="two")
+        waited = {name: answered(sock)["timings"]["queued_ms"] for name, sock in socks.items()}  # all came together behind a0
+        names = sorted(waited, key=waited.get)
+        assert max(names.index("b"), names.index("a7")) <= 5, waited  # in the order of their coming, they were the last two
     finally:
         assert running.end() == 0

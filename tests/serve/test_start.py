@@ -63,11 +63,20 @@ def _stream(running, got, tokens):
                 got.append(json.loads(line[6:]))
 
 
+def _watch(running, seen):
+    with running.http.stream("GET", "/pyspec/live") as response:
+        for line in response.iter_lines():
+            seen.append(line)
+    seen.append("ended")
+
+
 def test_what_runs_when_the_server_is_ended_comes_to_its_end():
-    running, got = Running("--slots", 2), []
-    reader = threading.Thread(target=_stream, args=(running, got, 1500))
+    """What has no end of its own is ended: a page that was open held up the end for all of `--drain`, and was told of as a reader that was cut off."""
+    running, got, seen = Running("--slots", 2, "--drain", 600), [], []
+    reader, watcher = threading.Thread(target=_stream, args=(running, got, 1500)), threading.Thread(target=_watch, args=(running, seen))
+    watcher.start()
     reader.start()
-    while not got:
+    while not got or not seen:
         time.sleep(0.01)
     running.process.send_signal(signal.SIGTERM)
     until = time.monotonic() + 60
@@ -77,9 +86,11 @@ def test_what_runs_when_the_server_is_ended_comes_to_its_end():
     assert running.http.get("/ready").status_code == 503
     refused = running.post("/completion", prompt="x", n_predict=1)
     assert refused.status_code == 503 and refused.headers["retry-after"]
-    reader.join(60)
+    reader.join(280)
     assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 1500
     assert running.end() == 0
+    watcher.join(60)
+    assert seen[-1] == "ended" and not any("cut off" in line for line in running.lines), running.lines
 
 
 @pytest.mark.parametrize("options, second", [(["--drain", "0.2"], False), ([], True)])
@@ -116,8 +127,12 @@ def test_a_reader_that_does_not_read_holds_up_no_end():
     unread = _unread(running, 1800)
     reader = threading.Thread(target=_stream, args=(running, got, 2000))
     reader.start()
-    while not got or max(slot["next_token"][0]["n_decoded"] for slot in running.http.get("/slots").json() if slot["id"] == 0) < 100:
-        time.sleep(0.01)  # 90 kB per token: more than a socket takes
+    until, decoded = time.monotonic() + 60, 0
+    while not got or decoded < 100:  # 90 kB per token: more than a socket takes
+        assert time.monotonic() < until
+        states = [slot["next_token"][0] for slot in running.http.get("/slots").json()]
+        decoded = max([decoded, *(state["n_decoded"] for state in states if state["n_decoded"] + state["n_remain"] == 1800)])
+        time.sleep(0.01)
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0
     reader.join(20)
