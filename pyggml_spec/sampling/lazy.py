@@ -23,7 +23,7 @@ import numpy as np
 from ..errors import EngineError, SamplingError
 from ..text.tokenizer import Tokenizer
 from .grammar import KINDS, Grammar, Vocabulary, allows, first_set
-from .pattern import Pattern
+from .pattern import Pattern, Work
 from .search import Place, Search
 
 MOST_TRIGGERS, MOST_WORD = 64, 256
@@ -103,19 +103,24 @@ class LazyGrammar:
 
     def fits(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens`` may come next, one after the other."""
-        if self._begun:
-            return self._inner.fits(tokens)
+        return self._inner.fits(tokens) if self._begun else self._fits(tokens, self._work())
+
+    def _fits(self, tokens: Sequence[int], work: Work) -> int:
         tail = self._tail
         for i, token in enumerate(tokens):
             if token in self._vocabulary.ends:
                 return i + 1
-            if (fed := self._fed(tail, int(token))) is not None:
-                if fed is NEVER:
-                    return i
+            fed, tail = self._past(tail, int(token), work)
+            if fed is NEVER:
+                return i
+            if fed is not None:
                 passed = self._inner.fits([*fed, *tokens[i + 1 :]]) - len(fed)
                 return i + 1 + passed if passed >= 0 else i
-            tail = self._after(tail, int(token))
         return len(tokens)
+
+    def _work(self) -> Work:
+        """Of one call."""
+        return self._before.search.work() if self._before.search is not None else Work()
 
     def allows(self, token: int) -> bool:
         """Whether ``token`` may come next."""
@@ -123,6 +128,9 @@ class LazyGrammar:
 
     def bits(self) -> np.ndarray:
         """As of ``Grammar.bits``."""
+        return self._bits(self._work())
+
+    def _bits(self, work: Work) -> np.ndarray:
         if self._begun:
             return self._inner.bits()
         known, key = self._before.bits, self._tail.key() if isinstance(self._tail, Place) else self._tail
@@ -130,7 +138,7 @@ class LazyGrammar:
             bits = known.get(key)
         if bits is None:
             bits = self._free.copy()
-            for token in self._over() if isinstance(self._tail, Place) else (t for t in self._before.over if not self.allows(t)):
+            for token in self._over(work) if isinstance(self._tail, Place) else (t for t in self._before.over if not self.allows(t)):
                 bits[token >> 3] &= 255 ^ 1 << (token & 7)
             with _finding:
                 known[key] = bits
@@ -138,30 +146,30 @@ class LazyGrammar:
                     known.popitem(last=False)
         return bits.copy()
 
-    def _over(self) -> Iterator[int]:
+    def _over(self, work: Work) -> Iterator[int]:
         """Tokens that end a pattern in a way that the constraint does not allow. What it allows behind each beginning is asked for once."""
         search, place = self._before.search, self._tail
         assert search is not None and isinstance(place, Place)
-        allowance = search.allowance()
         masks: dict[int, np.ndarray | None] = {}
-        for token in map(int, search.ending(place)):
+        for token in map(int, search.ending(place, work)):
             if token in self._tokens or token in self._vocabulary.ends:
                 continue
-            start = search.past(place, token)[1]
-            search.check(allowance)
-            if start is None or start > len(place.text) or self._vocabulary.is_special(token):
-                if not self.allows(token):
+            start = search.past(place, token, work)[1]
+            if start is None or start > place.length or self._vocabulary.is_special(token):
+                if not self._fits([token], work):
                     yield token
                 continue
             if start not in masks:
-                masks[start] = self._behind(place.text[start:])
+                masks[start] = self._behind(place.since(start))
             if (may := masks[start]) is None or not allows(may, token):
                 yield token
 
     def _behind(self, text: bytes) -> np.ndarray | None:
         """What the constraint allows behind ``text``, as of ``Grammar.bits``; None if it does not allow the text."""
+        if len(text) > MOST_BEHIND:
+            return None
         inner, fed = self._inner.copy(), self._vocabulary.tokens_of(text)
-        if len(text) > MOST_BEHIND or inner.fits(fed) < len(fed):
+        if inner.fits(fed) < len(fed):
             return None
         for part in fed:
             inner.accept(part)
@@ -186,14 +194,14 @@ class LazyGrammar:
     def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
         """A copy moves along the tokens that ``follow`` names while they may come."""
         path: list[int] = []
-        copy = self._copy()
-        out = [copy.bits()]
+        copy, work = self._copy(), self._work()
+        out = [copy._bits(work)]
         while len(path) != most and (token := follow(out[-1])) is not None:
             if token in self._vocabulary.ends or not allows(out[-1], token):
                 break
-            copy.accept(token)
+            copy._accept(token, work)
             path.append(int(token))
-            out.append(copy.bits())
+            out.append(copy._bits(work))
         return path, out
 
     def _copy(self) -> "LazyGrammar":
@@ -210,16 +218,19 @@ class LazyGrammar:
         """Moves past ``token``.
 
         Raises:
-            EngineError: it is not allowed here.
+            EngineError: it is not allowed here, or patterns take too long.
         """
+        self._accept(token, self._work())
+
+    def _accept(self, token: int, work: Work) -> None:
         if self._begun or token in self._vocabulary.ends:
             if self._begun:
                 self._inner.accept(token)
             self.ended = token in self._vocabulary.ends
             return
-        fed = self._fed(self._tail, int(token))
+        fed, tail = self._past(self._tail, int(token), work)
         if fed is None:
-            self._tail = self._after(self._tail, int(token))
+            self._tail = tail
             return
         if fed is NEVER or self._inner.fits(fed) < len(fed):
             raise EngineError(f"the {KINDS[self.kind]} does not allow what comes with its trigger")
@@ -227,31 +238,26 @@ class LazyGrammar:
         for part in fed:
             self._inner.accept(part)
 
-    def _fed(self, tail: bytes | Place, token: int) -> list[int] | None:
-        """What the constraint is given if ``token`` ends a trigger behind ``tail``: the trigger and what the token has behind it; None if not."""
+    def _past(self, tail: bytes | Place, token: int, work: Work) -> tuple[list[int] | None, bytes | Place]:
+        """What the constraint is given if ``token`` ends a trigger behind ``tail``, the trigger and what the token has behind it, None if not; and the
+        tail behind it."""
         if token in self._tokens:
-            return [token]
+            return [token], tail
         if isinstance(tail, Place):
             assert self._before.search is not None
-            place, start = self._before.search.past(tail, token)
+            place, start = self._before.search.past(tail, token, work)
             if start is None:
-                return None
-            if start == len(tail.text) and not self._vocabulary.is_special(token):
-                return [token]
-            return self._vocabulary.tokens_of(place.text[start:]) if len(tail.text) - start <= MOST_BEHIND else NEVER
+                return None, place
+            if start == tail.length and not self._vocabulary.is_special(token):
+                return [token], place
+            return (self._vocabulary.tokens_of(place.since(start)) if tail.length - start <= MOST_BEHIND else NEVER), place
         text = tail + self._vocabulary.pieces[token]
         found = [at for at in map(text.find, self._words) if at >= 0]
-        if not found:
-            return None
-        at = min(found)
-        return [token] if at == len(tail) and not self._vocabulary.is_special(token) else self._vocabulary.tokens_of(text[at:])
-
-    def _after(self, tail: bytes | Place, token: int) -> bytes | Place:
-        if isinstance(tail, Place):
-            assert self._before.search is not None
-            return self._before.search.past(tail, token)[0]
-        text = (tail + self._vocabulary.pieces[token])[-self._longest + 1 :] if self._longest > 1 else b""
-        return next((text[i:] for i in range(len(text)) if text[i:] in self._begins), b"")
+        if found:
+            at = min(found)
+            return [token] if at == len(tail) and not self._vocabulary.is_special(token) else self._vocabulary.tokens_of(text[at:]), tail
+        text = text[-self._longest + 1 :] if self._longest > 1 else b""
+        return None, next((text[i:] for i in range(len(text)) if text[i:] in self._begins), b"")
 
 
 def _before(vocabulary: Vocabulary, kind: str, text: str, triggers: tuple, words: tuple[bytes, ...]) -> _Before:

@@ -9,7 +9,7 @@ looking ahead, borders of words. As in llama.cpp, which works on bytes, a dot an
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..errors import SamplingError
+from ..errors import EngineError, SamplingError
 
 MOST_TEXT, MOST_PARTS, MOST_REPEATS, DEEPEST = 1024, 512, 255, 32
 _ALL = (1 << 256) - 1
@@ -18,6 +18,7 @@ _WORD = _DIGIT | sum(1 << c for c in b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNO
 _SPACE = sum(1 << c for c in b" \t\n\r\f\v")
 _SETS = {"d": _DIGIT, "D": _ALL ^ _DIGIT, "w": _WORD, "W": _ALL ^ _WORD, "s": _SPACE, "S": _ALL ^ _SPACE}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
+MARKS = 8
 BYTE, CHOICE, MARK, BEGIN, END, MATCH = range(6)
 Saves = tuple[int, ...]  # a place per mark, -1 where it was not passed
 
@@ -196,11 +197,17 @@ class _Reader:
         low, comma, high = inside.partition(",")
         if not end or not (low.isascii() and low.isdecimal()) or not (not high or (high.isascii() and high.isdecimal())):
             raise self.wrong("{ begins a count, like {2} or {1,3}; write \\{ for the character")
-        least, most = int(low[:9]), int(high[:9]) if high else None if comma else int(low[:9])
+        least, most = _count(low), _count(high) if high else None if comma else _count(low)
         if least > MOST_REPEATS or (most or 0) > MOST_REPEATS or (most is not None and most < least):
             raise self.wrong(f"counts go up from 0 to {MOST_REPEATS}")
         self.at += len(inside) + 1
         return least, most
+
+
+def _count(digits: str) -> int:
+    """What they say, or something above MOST_REPEATS: however many there are, and whatever zeros they begin with."""
+    digits = digits.lstrip("0")
+    return MOST_REPEATS + 1 if len(digits) > 3 else int(digits or "0")
 
 
 def _literal(c: str) -> _Node:
@@ -208,12 +215,29 @@ def _literal(c: str) -> _Node:
     return parts[0] if len(parts) == 1 else _Node("all", parts)
 
 
+class Work:
+    """Parts of expressions that one call has looked at, of all of its patterns together. Passing a mark copies all marks, MARKS of which
+    take as long as a part.
+
+    Attributes:
+        spent: so far.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.spent, self._most = 0, most
+
+    def spend(self, parts: int) -> None:
+        """Raises EngineError: it is too much."""
+        self.spent += parts
+        if self._most is not None and self.spent > self._most:
+            raise EngineError(f"the patterns of the triggers take more than {self._most} steps at a time; make them simpler")
+
+
 class Program:
-    """One compiled expression.
+    """One compiled expression, which does not change.
 
     Attributes:
         code: (what, a, b): a set of bytes and what is next, two choices by preference, a mark and what is next, ...
-        work: parts that were looked at, for limits.
     """
 
     def __init__(self, pattern: Pattern) -> None:
@@ -225,7 +249,7 @@ class Program:
         node = reader.either()
         if reader.peek():
             raise reader.wrong("a ) has no (")
-        self.text, self.work, self._made = text, 0, 0
+        self.text, self._made = text, 0
         certain = _certain(node)
         self.marks = [0] if certain is None else []  # the match's beginning, where no group certainly has one
         self._groups = range(1, (certain or reader.groups) + 1)
@@ -235,7 +259,8 @@ class Program:
         self.first = self._mark(0, self._emit(node, 0))
         self.none: Saves = (-1,) * len(self.marks)
         begin: list[tuple[int, Saves]] = []
-        if self.follow(begin, set(), self.first, self.none, 0, True) is not None or self.at_end(begin, 0) is not None:
+        work = Work()  # all of MOST_PARTS at most
+        if self.follow(begin, set(), self.first, self.none, 0, work, True) is not None or self.at_end(begin, 0, work) is not None:
             raise SamplingError(f"the pattern {text[:80]!r} matches the empty text, so that nothing would be free; leave grammar_lazy out")
         self.begin = tuple(begin)
 
@@ -286,22 +311,32 @@ class Program:
         return len(self.code) - 1
 
     def follow(
-        self, out: list[tuple[int, Saves]], seen: set[int], at: int, saves: Saves, place: int, begin: bool = False, end: bool = False
+        self,
+        out: list[tuple[int, Saves]],
+        seen: set[int],
+        at: int,
+        saves: Saves,
+        place: int,
+        work: Work,
+        begin: bool = False,
+        end: bool = False,
     ) -> Saves | None:
         """Adds what can be reached from ``at`` without a byte, by preference; the marks of a match, if one is among it, behind which nothing counts."""
-        stack = [(at, saves)]
+        stack, parts, matched = [(at, saves)], 0, None
         while stack:
             at, saves = stack.pop()
             if at in seen:
                 continue
             seen.add(at)
-            self.work += 1
+            parts += 1
             what, a, b = self.code[at]
             if what == MATCH:
-                return saves
+                matched = saves
+                break
             if what == CHOICE:
                 stack += [(b, saves), (a, saves)]
             elif what == MARK:
+                parts += len(saves) // MARKS
                 stack.append((b, (*saves[:a], place, *saves[a + 1 :])))
             elif what == BEGIN:
                 if begin:
@@ -310,29 +345,31 @@ class Program:
                 stack.append((a, saves))
             else:
                 out.append((at, saves))
-        return None
+        work.spend(parts)
+        return matched
 
     def step(
-        self, ways: Sequence[tuple[int, Saves]], byte: int, place: int, matched: Saves | None
+        self, ways: Sequence[tuple[int, Saves]], byte: int, place: int, matched: Saves | None, work: Work
     ) -> tuple[list[tuple[int, Saves]], Saves | None]:
         """All ways past ``byte``, behind which lies ``place``; a match that begins here is looked for while there is none."""
         out: list[tuple[int, Saves]] = []
         seen: set[int] = set()
-        self.work += len(ways)
+        work.spend(len(ways))
         for at, saves in ways:
             what, a, b = self.code[at]
-            if what == BYTE and a >> byte & 1 and (found := self.follow(out, seen, b, saves, place)) is not None:
+            if what == BYTE and a >> byte & 1 and (found := self.follow(out, seen, b, saves, place, work)) is not None:
                 return out, found
         if matched is None:
-            matched = self.follow(out, seen, self.first, self.none, place)
+            matched = self.follow(out, seen, self.first, self.none, place, work)
         return out, matched
 
-    def at_end(self, ways: Sequence[tuple[int, Saves]], place: int) -> Saves | None:
+    def at_end(self, ways: Sequence[tuple[int, Saves]], place: int, work: Work) -> Saves | None:
         """The marks of the first way that matches where the text ends."""
         seen: set[int] = set()
+        work.spend(len(ways))
         for at, saves in ways:
             if self.code[at][0] == END:
-                found = self.follow([], seen, at, saves, place, end=True)
+                found = self.follow([], seen, at, saves, place, work, end=True)
                 if found is not None:
                     return found
         return None

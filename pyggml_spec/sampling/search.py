@@ -1,7 +1,8 @@
 """Where patterns come to an end in a text that grows by tokens: which tokens of a vocabulary end one, and where what they found begins.
 
 Which ones: all tokens at once, byte by byte, through a table from (set of ways, byte) to the next set, which is filled as it is used. Where: by the ways
-themselves, for one token. Both count what they look at, and say so when it is too much: no text and no expression takes longer than ``MOST_WORK`` parts.
+themselves, for one token. Both count what they look at, and say so when it is too much: whatever the text and the patterns are, no call takes longer than
+``MOST_WORK`` parts of them together.
 """
 
 import threading
@@ -12,11 +13,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..errors import EngineError
+from ..errors import EngineError, SamplingError
 from .grammar import Vocabulary
-from .pattern import Pattern, Program, Saves
+from .pattern import MARKS, Pattern, Program, Saves, Work
 
-MOST_WORK = 200_000  # parts of expressions per mask, 0.1 s: a mask of 250,000 tokens behind a usual pattern looks at some hundreds
+MOST_WORK = 200_000  # parts of expressions per call, 0.1 s: a mask of 250,000 tokens behind a usual pattern looks at some hundreds
+MOST_PATTERNS = 8  # each takes a walk over the vocabulary per mask, and one over the text per token
 MOST_SETS, MOST_MASKS = (
     512,
     256,
@@ -26,17 +28,21 @@ MATCHED = 0
 
 @dataclass(frozen=True)
 class Place:
-    """A text's end: the ways of each pattern that are open there, and the text."""
+    """A text's end: the ways of each pattern that are open there, the text from the first of their marks on, and how many bytes it has in all."""
 
     ways: tuple[tuple[tuple[int, Saves], ...], ...] = ()
     text: bytes = b""
+    length: int = 0
+
+    def since(self, start: int) -> bytes:
+        """The text from ``start`` on, which is a mark's place."""
+        return self.text[start - self.length + len(self.text) :]
 
     def key(self) -> tuple:
         """The same for places from which everything goes on alike: marks count from the end, with what was said since the first of them."""
-        n = len(self.text)
-        marks = [mark for ways in self.ways for _, saves in ways for mark in saves if mark >= 0]
+        n = self.length
         ways = tuple(tuple((at, tuple(m - n if m >= 0 else None for m in saves)) for at, saves in ways) for ways in self.ways)
-        return ways, self.text[min(marks, default=n) :], n == 0
+        return ways, self.text, n == 0
 
 
 class _Pieces:
@@ -74,50 +80,54 @@ class _Table:
         self.ends = np.zeros(64, bool)
         self.ends[MATCHED] = True
 
-    def number(self, ways: Sequence[tuple[int, Saves]]) -> int:
+    def number(self, ways: Sequence[tuple[int, Saves]], work: Work) -> int:
         key = tuple(sorted(at for at, _ in ways))
         found = self._numbers.get(key)
         if found is not None:
             return found
+        ends = self.program.at_end([(at, self.program.none) for at in key], 0, work) is not None  # first: it may be too much
         found = self._numbers[key] = len(self._sets)
         self._sets.append(key)
         if found == len(self.next):
             self.next = np.concatenate([self.next, np.full_like(self.next, -1)])
             self.ends = np.concatenate([self.ends, np.zeros_like(self.ends)])
-        self.ends[found] = self.program.at_end([(at, self.program.none) for at in key], 0) is not None
+        self.ends[found] = ends
         return found
 
-    def ending(self, ways: Sequence[tuple[int, Saves]], pieces: _Pieces, most: int) -> np.ndarray:
+    def ending(self, ways: Sequence[tuple[int, Saves]], pieces: _Pieces, work: Work) -> np.ndarray:
         """Bool [n_vocab]: tokens at whose end the text has a match."""
         if len(self._sets) > MOST_SETS:
             self.clear()
-        at = np.full(pieces.order.size, self.number(ways), np.int32)
+        at = np.full(pieces.order.size, self.number(ways, work), np.int32)
         for k, count in enumerate(pieces.counts):
             byte = pieces.flat[pieces.at[:count] + k]
             after = self.next[at[:count], byte]
             if (unknown := after < 0).any():
                 for pair in np.unique(at[:count][unknown].astype(np.int64) << 8 | byte[unknown]):
-                    self._fill(int(pair >> 8), int(pair & 255))
-                    if self.program.work > most:
-                        raise _too_much()
+                    self._fill(int(pair >> 8), int(pair & 255), work)
                 after = self.next[at[:count], byte]
             at[:count] = after
         out = np.empty(at.size, bool)
         out[pieces.order] = self.ends[at]
         return out
 
-    def _fill(self, number: int, byte: int) -> None:
+    def _fill(self, number: int, byte: int, work: Work) -> None:
         program = self.program
-        out, matched = program.step([(at, program.none) for at in self._sets[number]], byte, 0, None)
-        after = MATCHED if matched is not None else self.number(out)
+        out, matched = program.step([(at, program.none) for at in self._sets[number]], byte, 0, None, work)
+        after = MATCHED if matched is not None else self.number(out, work)
         self.next[number, byte] = after
 
 
 class Search:
-    """Several patterns over one vocabulary, in the order in which they count."""
+    """Several patterns over one vocabulary, in the order in which they count; requests share it, and each call brings its own ``Work``."""
 
     def __init__(self, patterns: Sequence[Pattern], vocabulary: Vocabulary) -> None:
-        """Raises SamplingError: one is refused."""
+        """Raises SamplingError: one is refused, or there are too many."""
+        if len(patterns) > MOST_PATTERNS:
+            raise SamplingError(
+                f"there are {len(patterns)} patterns, and words beside them, as triggers, but at most {MOST_PATTERNS} are possible; put several into one, "
+                "like a|b"
+            )
         self._programs = [Program(pattern) for pattern in patterns]
         self._tables = [_Table(program) for program in self._programs]
         self._pieces, self._vocabulary = vocabulary.pieces, vocabulary
@@ -125,22 +135,33 @@ class Search:
         self._looking = threading.Lock()
         self.begin = Place(tuple(program.begin for program in self._programs))
 
-    def past(self, place: Place, token: int) -> tuple[Place, int | None]:
-        """The place behind ``token``, and where a constraint begins that it triggers; None if it triggers none."""
-        text = place.text + self._pieces[token]
+    def work(self) -> Work:
+        """For one call."""
+        return Work(MOST_WORK)
+
+    def past(self, place: Place, token: int, work: Work) -> tuple[Place, int | None]:
+        """The place behind ``token``, and where a constraint begins that it triggers; None if it triggers none.
+
+        Raises:
+            EngineError: it takes too long.
+        """
+        piece = self._pieces[token]
+        text, length = place.text + piece, place.length + len(piece)
         after: list[tuple[tuple[int, Saves], ...]] = []
         for program, ways in zip(self._programs, place.ways):
             open_ways, matched = list(ways), None
-            for at in range(len(place.text), len(text)):
-                open_ways, matched = program.step(open_ways, text[at], at + 1, matched)
-            last = program.at_end(open_ways, len(text))
+            for at, byte in enumerate(piece, place.length + 1):
+                open_ways, matched = program.step(open_ways, byte, at, matched, work)
+            last = program.at_end(open_ways, length, work)
             matched = last if last is not None else matched
             if matched is not None:
-                return Place((), text), program.start(matched)
+                return Place((), text, length), program.start(matched)
+            work.spend(len(open_ways) * len(program.none) // MARKS)  # which are read below, and by whoever asks for the key
             after.append(tuple(open_ways))
-        return Place(tuple(after), text), None
+        first = min((mark for ways in after for _, saves in ways for mark in saves if mark >= 0), default=length)
+        return Place(tuple(after), text[first - length + len(text) :], length), None
 
-    def ending(self, place: Place) -> np.ndarray:
+    def ending(self, place: Place, work: Work) -> np.ndarray:
         """The tokens that trigger behind ``place``, by their ids.
 
         Raises:
@@ -154,20 +175,7 @@ class Search:
                     raise EngineError(f"the patterns of the triggers stand in more than {MOST_MASKS} different places; make them simpler")
                 pieces, out = _Pieces.of(self._vocabulary), np.zeros(len(self._pieces), bool)
                 for table, ways in zip(self._tables, place.ways):
-                    out |= table.ending(ways, pieces, table.program.work + MOST_WORK)
+                    out |= table.ending(ways, pieces, work)
                 found = out.nonzero()[0].astype(np.int32)
                 self._known[key] = found if found.nbytes <= out.size // 8 else np.packbits(out)
             return found if found.dtype == np.int32 else np.unpackbits(found, count=len(self._pieces)).nonzero()[0]
-
-    def allowance(self) -> int:
-        """What ``check`` is given: the work until which all is well."""
-        return sum(program.work for program in self._programs) + MOST_WORK
-
-    def check(self, allowance: int) -> None:
-        """Raises EngineError: too much was looked at since."""
-        if sum(program.work for program in self._programs) > allowance:
-            raise _too_much()
-
-
-def _too_much() -> EngineError:
-    return EngineError(f"the patterns of the triggers take more than {MOST_WORK} steps for one token; make them simpler")

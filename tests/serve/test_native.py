@@ -205,6 +205,7 @@ def test_a_grammar_that_begins_at_a_word(server):
         ({"grammar_triggers": []}, 400, "grammar_triggers"),
         ({"grammar_triggers": [{"type": "pattern", "value": "(?=a)b"}]}, 400, None),
         ({"grammar_triggers": [{"type": "pattern", "value": 5}]}, 400, "grammar_triggers"),
+        ({"grammar_triggers": [{"type": "pattern", "value": "retur[n]"}] * 9}, 400, None),
         ({"grammar_triggers": [{"type": "token", "token": 10**9}]}, 400, "grammar_triggers.token"),
         ({"grammar_triggers": ["x"], "grammar": ""}, 400, "grammar_lazy"),
         ({"grammar_triggers": ["other"]}, 400, None),
