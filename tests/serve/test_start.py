@@ -88,8 +88,8 @@ def test_what_runs_when_the_server_is_ended_comes_to_its_end():
     assert refused.status_code == 503 and refused.headers["retry-after"]
     reader.join(280)
     assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 1500
+    watcher.join(60)  # before the second signal, which cuts off whoever reads
     assert running.end() == 0
-    watcher.join(60)
     assert seen[-1] == "ended" and not any("cut off" in line for line in running.lines), running.lines
 
 

@@ -186,6 +186,7 @@ async function watch() {
         return row;
       }));
     }
+    $("s-speed").textContent = "the server ends";
   } catch (error) {
     if (error.name !== "AbortError") $("s-speed").textContent = error.message;
   }
