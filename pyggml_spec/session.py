@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
@@ -803,12 +803,18 @@ class Session:
         try:
             if self._concurrent is not None:
                 self._concurrent.close()
-        finally:
-            self._turns.shut(CLOSED)
-            with ExitStack() as freed:  # whatever one of them raises, the last one made first
-                for part in self._parts:
-                    freed.callback(part.close)
-                self._parts = []
+        except BaseException:
+            with suppress(Exception):  # that its thread is at work still: what came first says why
+                self._free()
+            raise
+        self._free()
+
+    def _free(self) -> None:
+        self._turns.shut(CLOSED)
+        with ExitStack() as freed:  # whatever one of them raises, the last one made first
+            for part in self._parts:
+                freed.callback(part.close)
+            self._parts = []
 
     def __enter__(self) -> Self:
         return self

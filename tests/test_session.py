@@ -292,3 +292,31 @@ def test_a_text_in_one_slot_rests_as_in_a_session(monkeypatch, slots, rested):
             assert len(tokens) == 4 and (not said[-1] or stream.stats.drafted == 0)
             assert bool(stream.stats.reused_tokens) == (len(said) == 2)
     assert said == rested
+
+
+def test_whoever_waits_is_not_looked_up_while_the_slot_is_taken(monkeypatch):
+    """Its prompt was hashed again, and files looked for, whenever anything changed."""
+    prompt, asked = list(range(40, 240)), []
+    with ps.load(device="CPU", threads=1, n_ctx=512, prefix_memory=0) as session, session.batch(1, prefix_memory=1 << 26) as scheduler:
+        monkeypatch.setattr(WidthControl, "never_pays", property(lambda self: False))
+        monkeypatch.setattr(WidthControl, "resting", property(lambda self: True))
+        known = scheduler.prefixes.known
+        monkeypatch.setattr(scheduler.prefixes, "known", lambda *of: asked.append(len(scheduler._active)) or known(*of))
+        streams = [scheduler.submit([i, *prompt], LoopOptions(6, width=16, ignore_end=True)) for i in (7, 8, 9)]
+        while not scheduler.idle:
+            scheduler.step()
+            scheduler._changed = True  # as where others come and go
+        assert [len(stream.tokens) for stream in streams] == [6, 6, 6]
+    assert asked == [0] * 6  # with drafters' rows, and without, of each
+
+
+def test_closing_that_is_interrupted_says_so_and_can_be_repeated(monkeypatch):
+    """Ctrl-C while its thread ended: the session said that it ran requests instead."""
+    session = ps.load(device="CPU", threads=1, n_ctx=256)
+    server = session.concurrent(1)
+    with monkeypatch.context() as once:
+        once.setattr(server._thread, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            session.close()
+    session.close()
+    assert server.closed and session.engine.graphs.closed

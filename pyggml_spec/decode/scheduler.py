@@ -426,7 +426,9 @@ class Scheduler:
 
     def _rests(self, stream: Stream) -> bool:
         """Whether a text alone gets no rows that drafters read."""
-        if len(self.engine.slots) > 1:  # what one slot's blocks cost says nothing of theirs
+        if (
+            len(self.engine.slots) > 1 or self.engine.slots[0].used
+        ):  # what one slot's blocks cost says nothing of theirs; it is asked when there is room
             return False
         prefixes, reuse = self.prefixes, stream._request.options.reuse
         return rests(self.widths, lambda drafting: prefixes.known(stream._prompt, drafting) if prefixes is not None and reuse else 0)
