@@ -1,14 +1,15 @@
 """Usage is the tokens of the text, for every stop text and every limit, at every endpoint; clients that are turned away come again by themselves."""
 
+import contextlib
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
 import openai
 import pytest
 from serve.running import Running
-from serve.test_queue import ask
+from serve.test_queue import ask, sent
 
 PROMPT = "def quicksort(items):\n"
 CHAT = [{"role": "user", "content": "write a function"}]
@@ -78,9 +79,6 @@ def small():
 @pytest.mark.parametrize("who", ["openai", "anthropic"])
 def test_clients_that_get_429_come_again(small, who):
     """Their own retries, as they are: 429 with Retry-After, and an answer in the end. Without retries they say what happened."""
-    holding = [threading.Thread(target=small.post, args=("/completion",), kwargs=ask(700)) for _ in range(3)]
-    for thread in holding:
-        thread.start()
 
     def metric(*names):
         lines = small.http.get("/metrics").text.splitlines()
@@ -89,22 +87,29 @@ def test_clients_that_get_429_come_again(small, who):
     def rejected():
         return metric("pyspec:rejected_total")
 
-    until = time.monotonic() + 60
-    while metric("llamacpp:requests_processing", "llamacpp:requests_deferred") < len(holding):
-        assert time.monotonic() < until, small.lines
-        time.sleep(0.01)
-    before = rejected()
-    if who == "openai":
-        client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="none", max_retries=30)
-        with pytest.raises(openai.RateLimitError) as raised:
-            client.with_options(max_retries=0).completions.create(model="x", prompt="a", max_tokens=2)
-        assert client.completions.create(model="x", prompt="a", max_tokens=2).usage.completion_tokens <= 2
-    else:
-        client = anthropic.Anthropic(base_url=small.url, api_key="none", max_retries=30)
-        with pytest.raises(anthropic.RateLimitError) as raised:
-            client.with_options(max_retries=0).messages.create(model="x", messages=CHAT, max_tokens=2)
-        assert client.messages.create(model="x", messages=CHAT, max_tokens=2).usage.output_tokens <= 2
-    assert 1 <= int(raised.value.response.headers["retry-after"]) <= 60
-    assert rejected() >= before + 2, "it was not turned away before it had its answer"
-    for thread in holding:
-        thread.join()
+    def wait_for(state):
+        until = time.monotonic() + 60
+        while not state():
+            assert time.monotonic() < until, small.lines
+            time.sleep(0.01)
+
+    def answered():
+        if who == "openai":
+            return client.completions.create(model="x", prompt="a", max_tokens=2).usage.completion_tokens
+        return client.messages.create(model="x", messages=CHAT, max_tokens=2).usage.output_tokens
+
+    made = openai.OpenAI if who == "openai" else anthropic.Anthropic
+    url = f"{small.url}/v1" if who == "openai" else small.url
+    with contextlib.ExitStack() as holding, ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            holding.enter_context(sent(small, {**ask(1900), "stream": True}))
+        wait_for(lambda: metric("llamacpp:requests_processing", "llamacpp:requests_deferred") >= 3)
+        before, client = rejected(), made(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises((openai.RateLimitError, anthropic.RateLimitError)) as raised:
+            answered()
+        assert 1 <= int(raised.value.response.headers["retry-after"]) <= 60 and rejected() == before + 1
+        client = client.with_options(max_retries=30)
+        late = pool.submit(answered)
+        wait_for(lambda: rejected() > before + 1)
+        holding.close()
+        assert late.result(120) <= 2
