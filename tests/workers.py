@@ -47,9 +47,10 @@ def need_library() -> None:
 
 
 def free_port() -> int:
-    """Below those that systems give out by themselves: nobody takes it while its worker is started anew."""
+    """Below those that systems give out by themselves, and not among those of another process of tests: nobody takes it while its worker is started anew."""
+    first = 20000 + 1500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
     while True:
-        port = random.randrange(20000, 32000)
+        port = random.SystemRandom().randrange(first, first + 1500)
         with socket.socket() as s, suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
@@ -122,6 +123,14 @@ def listens(port: int) -> bool:
     """Looks at the kernel's list: a connection would be taken for a program."""
     with open("/proc/net/tcp") as file:
         return any(f":{port:04X} 00000000:0000 0A" in line for line in file)
+
+
+def gone(port: int) -> None:
+    """Waits until nothing listens there: a server that was killed is ended by the system, but not at once."""
+    deadline = time.monotonic() + 60
+    while listens(port):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @contextmanager

@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # name: (values that ask fo
     "reasoning_budget_message": (("",), "leave it out"),
     "reasoning_control": ((False,), "leave it out"),
     "chat_format": ((0,), "leave it out"),
-    "chat_template": (("",), "start the server with it: --chat-template"),
+    "chat_template": (("",), "the server is started with its template"),
     "skip_special_tokens": ((True,), "leave it out"),
     "truncate_prompt_tokens": ((-1,), "send the part of the prompt that counts"),
     "output_format": ((), "use json_schema"),

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from pairs import write_pair
-from workers import CHECK_GRAPH, GRAPH_COMPUTE, HELLO, Worker, bare_server, between, exactly, fake_server, need_library
+from workers import CHECK_GRAPH, GRAPH_COMPUTE, HELLO, Worker, bare_server, between, exactly, fake_server, gone, need_library
 
 import pyggml_spec as ps
 from pyggml_spec.errors import DeviceError, PyspecError
@@ -330,6 +330,7 @@ def test_a_worker_that_dies_is_a_sentence_and_one_that_comes_back_is_used(expect
                 with pytest.raises(DeviceError, match=rf"the worker 127\.0\.0\.1:{first.port} is lost: .*load the model again"):
                     session.generate(PROMPT, 40, ignore_end=True)
             assert time.monotonic() - began < 50
+        gone(first.port)
         with pytest.raises(DeviceError, match="nothing listens at"):
             ps.load(device=first.device, **OPTIONS)
         with Worker(port=first.port) as second, ps.load(device=second.device, **OPTIONS) as session:
