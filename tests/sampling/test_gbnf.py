@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 from pyggml_spec.ggml.library import ffi
-from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.sampling.gbnf import Characters, parse
 from pyggml_spec.sampling.grammar import Grammar
 from pyggml_spec.sampling.sampler import TOKEN_DATA
-from pyggml_spec.session import DEMO_TARGET
-from pyggml_spec.text.tokenizer import Tokenizer
 
 VALUES = r"""
 root   ::= "{" ws (pair ("," ws pair)*)? "}" ws
@@ -43,11 +40,6 @@ GRAMMARS = {
     "counts": 'root ::= "é" [^a-z]{2,5} [0-9]{3} ("ab"){2,} .*', "ambiguous": 'root ::= (("a"|"b")* "a"){3} "x"?', "the later rule": 'root ::= [a]\nroot ::= [b] [c]',
     "new lines": 'root ::= ( "a"\n | # or\n "b" )\n\n\n  # end', "escapes": r'root ::= [\]\[\-\\"\x41-\u0043\U0001F600] "\"\\\t\n" [a-] [^\]]',
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer(GGUFFile(DEMO_TARGET))
 
 
 class Libllama:

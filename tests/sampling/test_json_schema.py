@@ -8,11 +8,8 @@ import jsonschema
 import pytest
 
 from pyggml_spec.errors import SamplingError
-from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.sampling.grammar import Grammar
 from pyggml_spec.sampling.json_schema import FORMATS, KEYWORDS, MAX_TEXT, checked
-from pyggml_spec.session import DEMO_TARGET
-from pyggml_spec.text.tokenizer import Tokenizer
 
 SUITE = json.loads((Path(__file__).parent / "json_schema_suite.json").read_text("utf-8"))
 PERSON = {
@@ -36,11 +33,6 @@ SCHEMAS = [
     {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "minProperties": 1, "additionalProperties": False},
     {"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 5}]}, {"type": "object", "maxProperties": 2},
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer(GGUFFile(DEMO_TARGET))
 
 
 def texts(schema, tokenizer, seeds, most=160):

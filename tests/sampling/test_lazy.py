@@ -9,24 +9,13 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.errors import EngineError, SamplingError
-from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.sampling import lazy as lazy_module
 from pyggml_spec.sampling.grammar import Grammar, Vocabulary
 from pyggml_spec.sampling.lazy import KEPT, LazyGrammar
 from pyggml_spec.sampling.sampler import Sampling
-from pyggml_spec.session import DEMO_TARGET
-from pyggml_spec.text.tokenizer import Tokenizer
 
 CALL = 'root ::= "<tool_call>" [ \\n]? "{" [a-z]+ "}" "</tool_call>"'
 WORD = "<tool_call>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    with GGUFFile(DEMO_TARGET) as file:
-        made = Tokenizer(file)
-        yield made
-        made.close()
 
 
 def cut(tokenizer, text, rng):

@@ -7,21 +7,10 @@ import numpy as np
 import pytest
 
 from pyggml_spec.errors import EngineError, SamplingError
-from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.sampling.grammar import Vocabulary
 from pyggml_spec.sampling.lazy import LazyGrammar
 from pyggml_spec.sampling.pattern import MOST_PARTS, Pattern, Program, Work
 from pyggml_spec.sampling.search import MOST_PATTERNS, MOST_WORK, Search
-from pyggml_spec.session import DEMO_TARGET
-from pyggml_spec.text.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    with GGUFFile(DEMO_TARGET) as file:
-        made = Tokenizer(file)
-        yield made
-        made.close()
 
 
 def found(program, data, work=None):

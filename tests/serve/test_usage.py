@@ -2,14 +2,13 @@
 
 import contextlib
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
 import openai
 import pytest
 from serve.running import Running
-from serve.test_queue import ask, sent
+from serve.test_queue import ask, sent, wait_for
 
 PROMPT = "def quicksort(items):\n"
 CHAT = [{"role": "user", "content": "write a function"}]
@@ -86,12 +85,6 @@ def test_clients_that_get_429_come_again(small, who):
 
     def rejected():
         return metric("pyspec:rejected_total")
-
-    def wait_for(state):
-        until = time.monotonic() + 60
-        while not state():
-            assert time.monotonic() < until, small.lines
-            time.sleep(0.01)
 
     def answered():
         if who == "openai":
