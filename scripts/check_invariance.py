@@ -90,12 +90,13 @@ def main() -> int:
     parser.add_argument("--device", default="CUDA0")
     parser.add_argument("-m", "--model")
     parser.add_argument("-md", "--model-draft")
+    parser.add_argument("--only", default="", metavar="WORD", help="pairs whose names contain it")
     parser.add_argument("--all", action="store_true", help="judge what is not promised too")
     args = parser.parse_args()
     right = True
     with tempfile.TemporaryDirectory() as folder:
-        for name, target, drafter in pairs(args, Path(folder)):
-            if args.model or name.endswith("Q4_K"):
+        for name, target, drafter, spec in pairs(args, Path(folder)):
+            if args.model or (name.endswith("Q4_K") and spec is None):
                 promised = args.all or bool(args.model) or not name.startswith(UNCOVERED)
                 try:
                     right &= check(name, str(target), str(drafter), args.device, promised, args.all)

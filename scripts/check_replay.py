@@ -24,6 +24,7 @@ from random_gguf.dflash2 import write_dflash2, write_dspark
 from random_gguf.eagle3 import write_eagle3
 from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash
+from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
 from pyggml_spec.engine.options import candidate_widths
@@ -51,35 +52,37 @@ DRAFTERS = {
     "eagle3": ("llama", lambda path, shape, quant: write_eagle3(path, shape, quant, tokens=200)),
     "gemma4-assistant": ("gemma4", write_gemma4_assistant),
 }
+BOTH = "draft-dflash", "draft-mtp"  # two drafters of one target, whose rows wait while the other one drafts
 
 
 def pairs(args, folder: Path):
-    """Those of ``all_pairs`` that are asked for."""
-    return (found for found in all_pairs(args, folder) if args.only in found[0])
-
-
-def all_pairs(args, folder: Path):
-    """(name, target, drafter), tiny ones written one after the other."""
+    """(name, target, drafter, what may draft), tiny ones written one after the other: those that are asked for."""
     if args.model:
-        yield Path(args.model).stem, args.model, args.model_draft
+        yield Path(args.model).stem, args.model, args.model_draft, None
         return
-    drafter = write_dflash(folder / "drafter.gguf", Shape())
+    blocks, target, drafter = write_dflash(folder / "dflash.gguf", Shape()), folder / "target.gguf", folder / "drafter.gguf"
     for name, write in TARGETS.items():
         for quant in ("F32", "Q8_0", "Q4_K", *(("MXFP4",) if name == "gpt-oss" else ())):
-            yield f"{name}, {quant}", write(folder / "target.gguf", Shape(), quant), drafter
+            if args.only in (title := f"{name}, {quant}"):
+                yield title, write(target, Shape(), quant), blocks, None
+    for name, with_blocks, spec in (("mtp drafter", None, BOTH[1:]), ("dflash and mtp drafters", blocks, BOTH)):
+        for quant in ("F32", "Q8_0", "Q4_K"):
+            if args.only in (title := f"{name}, {quant}"):
+                yield title, write_mtp_target(target, Shape(), quant), with_blocks, spec
     for name, (arch, write) in DRAFTERS.items():
         for quant in ("F32", "Q8_0", "Q4_K"):
-            target = TARGETS[arch](folder / "target.gguf", Shape(), quant)
-            yield f"{name} drafter, {quant}", target, write(folder / "drafter.gguf", Shape(), quant)
+            if args.only in (title := f"{name} drafter, {quant}"):
+                yield title, TARGETS[arch](target, Shape(), quant), write(drafter, Shape(), quant), None
 
 
 def measure(args) -> None:
     """Writes what every pair gives to ``args.dump``."""
     out = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, target, drafter in pairs(args, Path(folder)):
+        for name, target, drafter, spec in pairs(args, Path(folder)):
+            width = 16 if drafter or spec else None
             try:
-                loaded = ps.load(target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=16 if drafter else None)
+                loaded = ps.load(target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=width, spec=spec)
             except EngineError as why:
                 print(f"{name}: {why}", flush=True)
                 continue
@@ -89,7 +92,7 @@ def measure(args) -> None:
                 for width in (1, *(w for w in candidate_widths(engine.options.width) if w > 1)):
                     out[f"{name}|{width}"] = logits(engine, tokens, width)
                 out[f"{name}|two slots"] = slots(session, tokens)
-                if drafter:
+                if session.drafter is not None:
                     out[f"{name}|drafts"] = drafts(engine, tokens)
                     out[f"{name}|drafts, two slots"] = drafts_of_slots(session, tokens)
     np.savez(args.dump, **out)
@@ -129,11 +132,15 @@ def slots(session, tokens: list[int]) -> np.ndarray:
 
 
 def drafts(engine, tokens: list[int]) -> np.ndarray:
+    """I32 [STEPS, width]: blocks of the drafters in turn, of which every other one is behind a plain token."""
     engine.reset()
     engine.prefill(tokens[:PROMPT])
     out = []
     for at in range(PROMPT, PROMPT + STEPS):
-        out.append(engine.fused_step().tokens.copy())
+        if len(methods := [member.method for member in engine.drafter.members]) > 1 and at % 2:
+            engine.plain_step()
+            engine.accept(1, tokens[at])
+        out.append(engine.fused_step(drafter=methods[at // 2 % len(methods)]).tokens.copy())
         engine.accept(1, tokens[at + 1])
     return np.stack(out)
 
@@ -146,7 +153,8 @@ def drafts_of_slots(session, tokens: list[int]) -> np.ndarray:
         engine.step({slot: Prompt(tokens[slot : slot + 30]) for slot in both})
         out = []
         for at in range(PROMPT, PROMPT + STEPS):
-            done = engine.step({slot: Draft(engine.options.width) for slot in both})
+            method = engine.drafter.members[at // 2 % len(engine.drafter.members)].method
+            done = engine.step({slot: Draft(engine.options.width, drafter=method) for slot in both})
             out.append(np.stack([done[slot].tokens for slot in both]))
             for slot in both:
                 engine.accept(1 + slot, tokens[at + slot], slot)
