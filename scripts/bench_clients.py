@@ -5,7 +5,9 @@ A client sends one request after the other and reads its stream. Requests are mi
 """
 
 import json
+import math
 import multiprocessing
+import queue
 import random
 import statistics
 import time
@@ -43,13 +45,14 @@ BEGINNINGS, BEGINNING, OWN, ANSWER = 4, 400, (10, 400), (32, 64, 128, 256)
 PER_PROCESS = 4  # clients: a stream of a token per event costs its reader some processor time too
 
 
-def request(clients: int, round_: int, client: int, number: int, ids: bool, limit: int) -> dict[str, Any]:
-    """The ``number``-th of a client's in a round; ``ids``: token ids in the place of text; ``limit``: tokens that prompt and answer have at most."""
+def request(clients: int, round_: int, client: int, number: int, ids: bool, limit: int, share: float = 1.0) -> dict[str, Any]:
+    """The ``number``-th of a client's in a round; ``ids``: token ids in the place of text; ``limit``: tokens that prompt and answer have at most;
+    ``share``: of the answer's tokens."""
     rng = random.Random(f"{clients} {round_} {client} {number}")
     own, answer = rng.randint(*OWN), rng.choice(ANSWER)
     shared = random.Random(rng.randrange(BEGINNINGS))
     scale = min(1.0, limit / (BEGINNING + OWN[1] + ANSWER[-1] + 16))
-    lengths = int(scale * BEGINNING), max(1, int(scale * own)), max(8, int(scale * answer))
+    lengths = int(scale * BEGINNING), max(1, int(scale * own)), max(8, int(share * scale * answer))
     if ids:
         prompt: Any = [*(shared.randrange(100, 4000) for _ in range(lengths[0])), *(rng.randrange(100, 4000) for _ in range(lengths[1]))]
     else:
@@ -136,16 +139,19 @@ def _clients(address: tuple[str, int], work: list[list[dict[str, Any]]], results
     results.put(waited)
 
 
-def run(address: tuple[str, int], clients: int, requests: int, round_: int, ids: bool, limit: int) -> tuple[Waited, float]:
+def run(
+    address: tuple[str, int], clients: int, requests: int, round_: int, ids: bool, limit: int, share: float = 1.0,
+    until: float = math.inf,
+) -> tuple[Waited, float]:  # fmt: skip
     """All clients at once: what they waited for, and the seconds of it all.
 
     Raises:
-        RuntimeError: a request failed.
+        RuntimeError: a request failed, or they were not done at ``until`` (of ``time.monotonic``).
     """
     context = multiprocessing.get_context("spawn")
     results, bodies = (
         context.Queue(),
-        [[request(clients, round_, c, i, ids, limit) for i in range(requests)] for c in range(clients)],
+        [[request(clients, round_, c, i, ids, limit, share) for i in range(requests)] for c in range(clients)],
     )
     groups = [bodies[i : i + PER_PROCESS] for i in range(0, clients, PER_PROCESS)]
     ready = context.Barrier(len(groups) + 1)
@@ -156,8 +162,13 @@ def run(address: tuple[str, int], clients: int, requests: int, round_: int, ids:
     began = time.perf_counter()
     total, failed = Waited(), ""
     for _ in processes:
-        while isinstance(item := results.get(timeout=600), str):
-            failed = item
+        try:
+            while isinstance(item := results.get(timeout=min(600, max(0.1, until - time.monotonic()))), str):
+                failed = item
+        except queue.Empty:
+            for process in processes:
+                process.kill()
+            raise RuntimeError(f"the round was not over after {time.perf_counter() - began:.0f} s") from None
         for waited in item:
             total.add(waited)
     for process in processes:

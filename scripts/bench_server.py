@@ -11,6 +11,11 @@ pinned, greedy, and rounds of all of them take turns. With one stream a session 
 What clients wait for, beside llama-server of the folder DIR with the same files, once with the drafter and once plainly: tokens per second, and the
 50th and 99th percentile of the time to the first token and between tokens (bench_clients.py says what they ask). Rounds of the servers take
 turns; a server that ends is named with its reason, and the others go on. --synthetic-acceptance for files of random weights, in both.
+--slots loads each server once, with so many slots for all numbers of clients; --budget begins no round that cannot end within so many seconds, and ends one that does not.
+
+    python scripts/bench_server.py --first [-m TARGET -md DRAFTER] [--device CPU] [--rounds 200]
+
+The time to the first token, through the API and over HTTP (a stream of /completion and one of /v1/chat/completions), one after the other.
 """
 
 import argparse
@@ -74,6 +79,67 @@ def alone(asked: argparse.Namespace) -> Callable[[], tuple[int, float, float]]:
     return round_
 
 
+def first_tokens(asked: argparse.Namespace) -> None:
+    """Milliseconds to the first token of short prompts that nothing is reused of, by the way that they take; ways take turns."""
+    import pyggml_spec as ps
+    from pyggml_spec.chat import chat_template
+    from pyggml_spec.serve.served import CHATML
+    from pyggml_spec.text.template import KEY
+
+    served = Served(asked, 1, "--draft-width", WIDTH)
+    connection = HTTPConnection(*served.address, timeout=600)
+    with (
+        ps.load(asked.m, asked.md, device=asked.device, threads=asked.threads, draft_width=WIDTH, n_ctx=2048) as session,
+        session.concurrent(1) as server,
+    ):
+        template = chat_template(session, None if KEY in session.target.file.metadata else CHATML)[0]
+
+        def api(text: str, chat: bool) -> float:
+            sent = time.perf_counter()
+            if chat:
+                prompt: Any = template.encode(session.tokenizer, [{"role": "user", "content": text}], add_generation_prompt=True)
+            else:
+                prompt = text
+            handle = server.submit(prompt, 2, ignore_end=True, reuse=False)
+            next(handle)
+            took = time.perf_counter() - sent
+            handle.result()
+            return took
+
+        def http(text: str, chat: bool) -> float:
+            asks: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+            body = {**asks, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False}
+            sent = time.perf_counter()
+            path = "/v1/chat/completions" if chat else "/completion"
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            while not (line := response.readline()).startswith(b"data: ") or b'"content":null' in line:
+                pass
+            took = time.perf_counter() - sent
+            response.read()
+            return took
+
+        ways = {"API": (api, False), "HTTP, /completion": (http, False), "API, chat": (api, True), "HTTP, chat": (http, True)}
+        took: dict[str, list[float]] = {name: [] for name in ways}
+        until = time.monotonic() + asked.budget
+        for i in range(asked.rounds + 10):
+            if time.monotonic() > until and i > 10:
+                break
+            for name, (ask, chat) in ways.items():
+                seconds = ask(f"def function_{i}(items):\n", chat)
+                if i >= 10:
+                    took[name].append(1000 * seconds)
+        for name, values in took.items():
+            other = took["API, chat" if "chat" in name else "API"]
+            print(
+                f"{name:18} first token after {statistics.median(values):7.3f} ms (lowest tenth {sorted(values)[len(values) // 10]:.3f}), above the API"
+                f" {statistics.median(a - b for a, b in zip(values, other)):+.3f} ms, {len(values)} requests",
+                flush=True,
+            )
+    connection.close()
+    served.close()
+
+
 class Served:
     """`pyspec serve` in a process of its own."""
 
@@ -129,49 +195,76 @@ class Served:
         return sum(counts), processor_seconds(self.process.pid) - before, spent, firsts
 
 
+NAMES = (
+    "tokens_per_second", "first_p50_ms", "first_p99_ms", "between_p50_ms", "between_p99_ms", "longest_p50_ms", "longest_ms", "reused", "acceptance",
+)  # fmt: skip
+
+
 def against_llama_server(asked: argparse.Namespace) -> None:
     """A table of what clients waited for, by their number and by server."""
     rows: list[dict[str, Any]] = []
-    names = (
-        "tokens_per_second",
-        "first_p50_ms",
-        "first_p99_ms",
-        "between_p50_ms",
-        "between_p99_ms",
-        "longest_p50_ms",
-        "longest_ms",
-        "reused",
-        "acceptance",
-    )
-    print(f"{'clients':>7} {'server':20}" + "".join(f"{name.removesuffix('_ms'):>{max(10, len(name) - 1)}}" for name in names), flush=True)
-    for clients in map(int, asked.clients.split(",")):
-        rounds: dict[str, list[tuple[bench_clients.Waited, float]]] = {}
-        servers, ended = _servers(asked, clients)
-        for round_ in range(asked.rounds + 1):  # the first one builds graphs and fills the caches of prefixes
-            for name, server in servers.items():
-                if name in ended:
-                    continue
+    until = time.monotonic() + asked.budget
+    counts = [int(n) for n in asked.clients.split(",")]
+    requests = [int(n) for n in asked.requests.split(",")]
+    requests *= len(counts) if len(requests) == 1 else 1
+    print(f"{'clients':>7} {'server':20}" + "".join(f"{name.removesuffix('_ms'):>{max(11, len(name) - 1)}}" for name in NAMES), flush=True)
+    servers: dict[str, Any] = {}
+    ended: dict[str, str] = {}
+    try:
+        for clients, each in zip(counts, requests, strict=True):
+            if not asked.slots:
+                _close(servers)
+            if not servers:
+                servers, ended = _servers(asked, asked.slots or clients)
+            _clients(asked, servers, ended, clients, each, until, rows)
+            for name, why in ended.items():
+                rows.append({"clients": clients, "server": name, "ended": why})
+                print(f"{clients:7} {name:20} ended: {why[:300]}", flush=True)
+            if asked.out:
+                Path(asked.out).write_text(json.dumps(rows, indent=1))
+    finally:
+        _close(servers)
+
+
+def _close(servers: dict[str, Any]) -> None:
+    while servers:
+        servers.popitem()[1].close()
+
+
+def _clients(
+    asked: argparse.Namespace, servers: dict[str, Any], ended: dict[str, str], clients: int, requests: int, until: float, rows: list[dict[str, Any]]
+) -> None:  # fmt: skip
+    """Rounds of so many clients with every server in turn; a server's row comes behind its last one, and what a round took says whether another fits."""
+    rounds: dict[str, list[tuple[bench_clients.Waited, float]]] = {name: [] for name in servers}
+    lasted: dict[str, float] = {}
+    for round_ in range(asked.rounds + 1):  # the first one builds graphs and fills the caches of prefixes
+        warm_up, last = not round_, round_ == asked.rounds
+        for name, server in servers.items():
+            if name in ended:
+                continue
+            began = time.monotonic()
+            if began + lasted.get(name, 0.0) > until:
+                print(f"{clients:7} {name:20} no round more: it would not end within {asked.budget:g} s", flush=True)
+            else:
+                share = asked.warm_up if warm_up else 1.0
                 try:
-                    took = bench_clients.run(server.address, clients, asked.requests, round_, bool(asked.synthetic_acceptance), 2000)
+                    took = bench_clients.run(
+                        server.address, clients, requests, round_, bool(asked.synthetic_acceptance), 2000, share, until
+                    )
                 except (RuntimeError, OSError) as error:
                     ended[name] = str(error)
                     continue
-                if round_:
-                    rounds.setdefault(name, []).append(took)
-        for server in servers.values():
-            server.close()
-        for name, of in rounds.items():
-            rows.append({"clients": clients, "server": name, **bench_clients.row(of)})
-            print(
-                f"{clients:7} {name:20}"
-                + "".join(f"{rows[-1][n]:{max(10, len(n) - 1)}.{2 if n in ('reused', 'acceptance') else 1}f}" for n in names),
-                flush=True,
-            )
-        for name, why in ended.items():
-            rows.append({"clients": clients, "server": name, "ended": why})
-            print(f"{clients:7} {name:20} ended: {why[:300]}", flush=True)
-        if asked.out:
-            Path(asked.out).write_text(json.dumps(rows, indent=1))
+                lasted[name] = (time.monotonic() - began) * (1 if share == 1.0 else 2)  # prompts are whole in the first round too
+                if not warm_up:
+                    rounds[name].append(took)
+            if last and rounds[name]:
+                rows.append({"clients": clients, "server": name, **bench_clients.row(rounds[name])})
+                print(
+                    f"{clients:7} {name:20}"
+                    + "".join(f"{rows[-1][n]:{max(11, len(n) - 1)}.{2 if n in ('reused', 'acceptance') else 1}f}" for n in NAMES)
+                    + f"   {rows[-1]['requests']} requests",
+                    flush=True,
+                )
 
 
 class _Peer(LlamaServer):
@@ -181,49 +274,32 @@ class _Peer(LlamaServer):
         return host, int(port)
 
 
-def _servers(asked: argparse.Namespace, clients: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """By name, all of them loaded; and why others are not."""
+def _servers(asked: argparse.Namespace, slots: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """By name, all of them loaded, at the same time; and why others are not."""
     from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 
     synthetic = ["--spec-synth-len", asked.synthetic_acceptance] if asked.synthetic_acceptance else []
-    servers: dict[str, Any] = {"pyspec serve": Served(asked, clients, *synthetic)}
-    ended: dict[str, str] = {}
     target, drafter = (asked.m, asked.md) if asked.m else (DEMO_TARGET, DEMO_DRAFTER)
-    common = [
-        "-m",
-        target,
-        "-np",
-        clients,
-        "-c",
-        2048 * clients,
-        "-t",
-        asked.threads,
-        "-fa",
-        "on",
-        "-ngl",
-        0 if asked.device == "CPU" else 999,
-    ]
-    legs = {"llama-server": [*common]}
+    layers = 0 if asked.device == "CPU" else 999
+    legs = {"llama-server": ["-m", target, "-np", slots, "-c", 2048 * slots, "-t", asked.threads, "-fa", "on", "-ngl", layers]}
     if drafter:
-        legs["llama-server, dflash"] = [
-            *common,
-            "-md",
-            drafter,
-            "-ngld",
-            common[-1],
-            "--spec-type",
-            "draft-dflash",
-            "--spec-draft-n-max",
-            15,
-            *synthetic,
-        ]
-    for name, options in legs.items():
-        server = _Peer(Path(asked.tools), Path(gettempdir()) / f"bench-{name.replace(', ', '-')}-{clients}.log", *options)
-        try:
-            server.wait(300)
-            servers[name] = server
-        except ServerEnded as error:
-            ended[name] = str(error)
+        drafts = ["-md", drafter, "-ngld", layers, "--spec-type", "draft-dflash", "--spec-draft-n-max", 15, *synthetic]
+        legs["llama-server, dflash"] = [*legs["llama-server"], *drafts]
+    peers = {
+        name: _Peer(Path(asked.tools), Path(gettempdir()) / f"bench-{name.replace(', ', '-')}-{slots}.log", *options)
+        for name, options in legs.items()
+    }
+    servers: dict[str, Any] = {}
+    ended: dict[str, str] = {}
+    try:
+        servers["pyspec serve"] = Served(asked, slots, *synthetic)
+    finally:
+        for name, server in peers.items():
+            try:
+                server.wait(300)
+                servers[name] = server
+            except ServerEnded as error:
+                ended[name] = str(error)
     return servers, ended
 
 
@@ -238,7 +314,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clients")
     parser.add_argument("--tools")
-    parser.add_argument("--requests", type=int, default=3, help="of each client in a round")
+    parser.add_argument("--requests", default="3", help="of each client in a round, or one number for each of --clients")
+    parser.add_argument("--slots", type=int, default=0, help="of each server, whatever the clients (as many as clients)")
+    parser.add_argument("--warm-up", type=float, default=1.0, help="share of an answer's tokens in the round that is not counted")
+    parser.add_argument(
+        "--budget", type=float, default=1e9, help="seconds: no round is begun after them, and with --clients none lasts longer"
+    )
+    parser.add_argument("--first", action="store_true")
     parser.add_argument("--synthetic-acceptance", type=float)
     parser.add_argument("--out")
     asked = parser.parse_args()
@@ -247,12 +329,18 @@ def main() -> None:
             parser.error("--clients needs --tools, the folder of llama-server")
         against_llama_server(asked)
         return
+    if asked.first:
+        first_tokens(asked)
+        return
     api, served = through_api(asked), Served(asked, asked.streams, "--draft-width", WIDTH)
     ways: dict[str, Callable[[], tuple]] = {"session": alone(asked)} if asked.streams == 1 else {}
     ways |= {"API": api, "HTTP, whole": lambda: served.round_(False), "HTTP, streams": lambda: served.round_(True)}
     rows: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     try:
+        until = time.monotonic() + asked.budget
         for i in range(asked.rounds + 1):  # the first one builds graphs
+            if time.monotonic() > until and i > 1:
+                break
             for name, run in ways.items():
                 tokens, cpu, seconds, *_ = run()
                 if i:
