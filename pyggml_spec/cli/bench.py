@@ -156,7 +156,8 @@ def command(
             click.echo("\n" + _parts_table(parts))
         split, copies = [], []
         if parts and len(session.backends) > 1:
-            split, copies = split_steps(session.engine, tuple(p.width for p in parts), max(8, depths[-1])), copy_speeds(session.engine)
+            copies = copy_speeds(session.engine)
+            split = split_steps(session.engine, tuple(p.width for p in parts), max(8, depths[-1]), copies)
             if output == "md":
                 click.echo("\n" + _split_tables(split, copies))
         if as_json:

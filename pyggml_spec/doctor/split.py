@@ -5,7 +5,7 @@ device that has room for them. Chunks of a prompt follow each other through the 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from ..engine.engine import Engine
@@ -112,19 +112,6 @@ def _moved(move: Move, takes: float, what: str) -> str:
     return out + (f"; {move.spare} could be left out, the others have room for what it holds" if move.spare else "")
 
 
-def told_apart(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
-    """A worker does not say when it has computed, so its copies wait for that: what they take beyond the same copies alone is computing."""
-    alone, shares = {one.source: one for one in copies if "network" in one.way}, []
-    for share in step.devices:
-        copying = share.copy_ms
-        if (one := alone.get(share.device)) is not None:
-            large = 1e3 * share.copied_bytes / one.bandwidth if one.bandwidth else 0.0
-            copying = min(copying, share.copies * one.small_us / 1e3 + large)
-        shares.append(replace(share, compute_ms=share.compute_ms + share.copy_ms - copying, copy_ms=copying))
-    total = sum(share.compute_ms + share.copy_ms for share in shares) or 1.0
-    return replace(step, devices=tuple(replace(share, waits=1 - (share.compute_ms + share.copy_ms) / total) for share in shares))
-
-
 def cut_cost(step: SplitStep, copies: Sequence[CopySpeed]) -> Check:
     """What copies at the cuts take of a step."""
     copying, whole = sum(d.copy_ms for d in step.devices), sum(d.copy_ms + d.compute_ms for d in step.devices)
@@ -201,8 +188,8 @@ def examine(engine: Engine) -> Iterator[Check]:
     try:
         block = engine.options.width if engine.drafter is None else min(engine.options.width, engine.drafter.members[0].block_size)
         copies = copy_speeds(engine)
-        steps = [told_apart(step, copies) for step in split_steps(engine, tuple(sorted({1, block})))]
-        chunk = split_chunk(engine)
+        steps = split_steps(engine, tuple(sorted({1, block})), copies=copies)
+        chunk = split_chunk(engine, copies)
     except PyspecError as error:
         yield Check("cut cost", NOT_APPLICABLE, f"the step cannot be taken apart: {error}", stage=RUNNING)
         return
@@ -211,5 +198,5 @@ def examine(engine: Engine) -> Iterator[Check]:
     else:
         yield cut_cost(steps[-1], copies)
         yield waiting(engine, steps[0])
-    yield prompts(engine, told_apart(chunk, copies) if chunk is not None else None)
+    yield prompts(engine, chunk)
     yield device_copies(copies)

@@ -3,8 +3,8 @@
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from ..engine.engine import Engine
 from ..errors import EngineError
@@ -67,16 +67,32 @@ class CopySpeed:
         return asdict(self)
 
 
-def split_steps(engine: Engine, widths: tuple[int, ...], depth: int = 8) -> list[SplitStep]:
+def split_steps(engine: Engine, widths: tuple[int, ...], depth: int = 8, copies: Sequence[CopySpeed] | None = None) -> list[SplitStep]:
     """Takes steps of these widths apart, behind a prompt of ``depth`` tokens. Forgets the sequence. Widths that do not fit the context are left out.
+
+    Args:
+        copies: what ``copy_speeds`` gave; None measures them.
 
     Raises:
         EngineError: the layers are on one device.
     """
     if len(engine.parts.segments) < 2:
         raise EngineError("the layers are on one device: there is no cut to measure")
-    room = engine.options.n_ctx
-    return [_taken_apart(engine, width, depth) for width in widths if depth + 2 * (WARMUP + RUNS) + width < room]
+    room, copies = engine.options.n_ctx, copy_speeds(engine) if copies is None else copies
+    return [told_apart(_taken_apart(engine, width, depth), copies) for width in widths if depth + 2 * (WARMUP + RUNS) + width < room]
+
+
+def told_apart(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
+    """A worker does not say when it has computed, so its copies wait for that: what they take beyond the same copies alone is computing."""
+    alone, shares = {one.source: one for one in copies if "network" in one.way}, []
+    for share in step.devices:
+        copying = share.copy_ms
+        if (one := alone.get(share.device)) is not None:
+            large = 1e3 * share.copied_bytes / one.bandwidth if one.bandwidth else 0.0
+            copying = min(copying, share.copies * one.small_us / 1e3 + large)
+        shares.append(replace(share, compute_ms=share.compute_ms + share.copy_ms - copying, copy_ms=copying))
+    total = sum(share.compute_ms + share.copy_ms for share in shares) or 1.0
+    return replace(step, devices=tuple(replace(share, waits=1 - (share.compute_ms + share.copy_ms) / total) for share in shares))
 
 
 def _taken_apart(engine: Engine, width: int, depth: int) -> SplitStep:
@@ -86,7 +102,7 @@ def _taken_apart(engine: Engine, width: int, depth: int) -> SplitStep:
     return _by_device(engine, width, whole, lambda: _step(engine, width), RUNS)
 
 
-def split_chunk(engine: Engine) -> SplitStep | None:
+def split_chunk(engine: Engine, copies: Sequence[CopySpeed] | None = None) -> SplitStep | None:
     """The widest chunk of a prompt that fits the context, taken apart as ``split_steps`` does; ``step_ms`` is what chunks take one after the other.
     Forgets the sequence. None if there is no room for one.
     """
@@ -101,8 +117,9 @@ def split_chunk(engine: Engine) -> SplitStep | None:
         engine.prefill(ids)
         return 1e3 * (time.perf_counter() - began)
 
+    copies = copy_speeds(engine) if copies is None else copies
     whole = statistics.median(chunk() for _ in range(WARMUP))
-    out = _by_device(engine, rows, whole, chunk, WARMUP)
+    out = told_apart(_by_device(engine, rows, whole, chunk, WARMUP), copies)
     engine.reset()
     return out
 

@@ -15,6 +15,8 @@ from pairs import write_pair
 from workers import CHECK_GRAPH, GRAPH_COMPUTE, HELLO, Worker, bare_server, between, exactly, fake_server, gone, need_library
 
 import pyggml_spec as ps
+from pyggml_spec.doctor.report import OK, WARN
+from pyggml_spec.doctor.split import examine
 from pyggml_spec.errors import DeviceError, PyspecError
 from pyggml_spec.ggml import rpc
 from pyggml_spec.ggml.device import Backend, pick_device, present
@@ -45,6 +47,13 @@ def texts(device: str, kernels: str | None = None, **more) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def second():
+    need_library()
+    with Worker() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def expected():
     return texts("CPU", "ggml")
 
@@ -66,11 +75,27 @@ def test_text_is_the_same_where_the_server_is_llama_cpps(worker, expected):
     assert GRAPH_COMPUTE in seen and not any(command >= CHECK_GRAPH for command in seen)
 
 
-def test_text_is_the_same_over_two_workers(worker, expected):
+def test_text_is_the_same_over_two_workers(worker, second, expected):
     """Layers on either, with copies between them; and on this CPU beside a worker."""
-    with Worker() as second:
-        assert texts(f"{worker.device},{second.device}") == expected
+    assert texts(f"{worker.device},{second.device}") == expected
     assert texts(f"CPU,{worker.device}", "ggml") == expected
+
+
+def test_the_doctor_takes_a_split_over_two_workers_apart(worker, second, tmp_path):
+    """What a worker computes is told apart from its copies, and the remedy for a dear cut is the network's."""
+    target, drafter = write_pair(tmp_path, "qwen35")
+    with ps.load(target, drafter, device=f"{worker.device},{second.device}", tensor_split=[3, 1], **OPTIONS) as session:
+        checks = {check.name: check for check in examine(session.engine)}
+    assert list(checks) == ["cut cost", "waiting devices", "prompts on devices", "device copies"]
+    assert all(check.verdict in (OK, WARN) and check.data for check in checks.values())
+    cut = checks["cut cost"]
+    assert 0 < cut.data["copy_ms"] < cut.data["parts_ms"] and (cut.verdict == OK or "waits for the network" in cut.remedy)
+    waits, prompts = checks["waiting devices"], checks["prompts on devices"]
+    assert all(ms > 0 for ms in (*waits.data["layer_ms"], *prompts.data["compute_ms"])) and sum(waits.data["waits"]) == pytest.approx(1)
+    assert (
+        f"{worker.device} (layers 0 to 2) computes" in waits.found
+        and "over the network, through this machine" in checks["device copies"].found
+    )
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gpt-oss", "qwen3moe", "qwen3next", "mtp"])

@@ -11,7 +11,8 @@ import pyggml_spec as ps
 from pyggml_spec.cli.main import cli
 from pyggml_spec.engine.slot import Draft
 from pyggml_spec.errors import EngineError
-from pyggml_spec.tools.split_steps import copy_speeds, split_steps, way_of_copies
+from pyggml_spec.tools import split_steps as split_steps_module
+from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, copy_speeds, split_steps, told_apart, way_of_copies
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,22 @@ def test_copies_between_neighbours_and_back(session, files, monkeypatch):
     assert way_of_copies("RPC:a:1", "CPU") == "over the network, through this machine"
     with ps.load(files[0], device="CPU", threads=1, n_ctx=256) as alone, pytest.raises(EngineError, match="no cut to measure"):
         split_steps(alone.engine, (1,))
+
+
+def test_what_a_workers_copies_wait_for_is_its_computing(session, monkeypatch):
+    """Otherwise a cut between two workers seemed to take 70 % of a step, and a layer there nothing. `pyspec bench` still said so."""
+    shares = tuple(DeviceShare(f"D{i}", "layers", ms, 1, 4096, 3.0, 0.5) for i, ms in enumerate((0.1, 4.0)))
+    far = [CopySpeed("D0", "D1", 100.0, 1e9, "over the network, through this machine")]
+    first, last = told_apart(SplitStep(1, 4.1, shares), far).devices
+    assert first.copy_ms == pytest.approx(0.1 + 0.004096) and first.compute_ms == pytest.approx(3.1 - first.copy_ms)
+    assert (last.copy_ms, last.compute_ms) == (3.0, 4.0) and first.waits + last.waits == pytest.approx(1)
+    near = [CopySpeed("D0", "D1", 100.0, 1e9, "through the host")]
+    assert [d.copy_ms for d in told_apart(SplitStep(1, 4.1, shares), near).devices] == [3.0, 3.0]
+    instant = [CopySpeed("CPU", "CPU", 0.0, 0.0, "over the network, through this machine")]  # then all of it is computing
+    monkeypatch.setattr(split_steps_module, "copy_speeds", lambda engine: instant)
+    for step in (*split_steps(session.engine, (1, 8)), split_steps_module.split_chunk(session.engine)):
+        assert all(share.copies and share.copy_ms == 0 < share.compute_ms for share in step.devices[:1])
+        assert sum(share.waits for share in step.devices) == pytest.approx(1)
 
 
 def test_bench_prints_them(files):
