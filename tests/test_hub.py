@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cli.process import COMMAND, one_sentence
+from cli.process import one_sentence, pyspec
 from gguf_io.build import split_gguf
 from hub_server import Hub
 
@@ -38,19 +38,13 @@ def hub(pair, tmp_path_factory):
 
 
 @pytest.fixture
-def asked(hub, tmp_path):
+def asked(hub, tmp_path, monkeypatch):
     """Runs a command whose hub is the server, with a cache of its own."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
 
     def run(*args, **more):
-        env = {
-            **os.environ,
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(tmp_path / "home"),
-            "OMP_WAIT_POLICY": "passive",
-            "HF_HUB_DISABLE_XET": "1",
-        }
-        env.pop("HF_TOKEN", None)
-        return subprocess.run([*COMMAND, *args], env={**env, **more}, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+        env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        return pyspec(*args, env={**env, **more})
 
     return run
 
@@ -139,7 +133,6 @@ def test_the_python_api_fetches_too(asked, hub, tmp_path):
 )
 def test_what_cannot_be_had_is_one_sentence(asked, names, words):
     done = asked("run", *names, *CPU)
-    done.stdout, done.stderr = done.stdout.encode(), done.stderr
     one_sentence(done, *words)
 
 

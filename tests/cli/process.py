@@ -5,7 +5,11 @@ import signal
 import subprocess
 import sys
 
+from cli.forks import Forks
+
 COMMAND = [sys.executable, "-m", "pyggml_spec"]
+
+_forks = Forks()
 
 
 def environment(**more) -> dict[str, str]:
@@ -23,13 +27,21 @@ def start(*args, **more) -> subprocess.Popen:
     return subprocess.Popen([*COMMAND, *map(str, args)], bufsize=0, **{**pipes, **more}, preexec_fn=default_interrupt)
 
 
-def pyspec(*args, stdin: bytes | None = None, env: dict | None = None, **more) -> subprocess.CompletedProcess:
+def pyspec(
+    *args, stdin: bytes | None = None, env: dict | None = None, cwd: str | os.PathLike = ".", one_core: bool = False, **more
+) -> subprocess.CompletedProcess:
     """Runs to the end. ``stdout`` is bytes, ``stderr`` text, checked to hold no traceback."""
-    process = start(*args, stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL, env=environment(**(env or {})), **more)
-    out, err = process.communicate(stdin, timeout=120)
-    err = (err or b"").decode()
+    variables, done = environment(**(env or {})), None
+    if not more:
+        done = _forks.run([*map(str, args)], stdin, variables, cwd=os.path.abspath(cwd), one_core=one_core)
+    if done is None:
+        process = start(*args, stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL, env=variables, cwd=cwd, **more)
+        out, err = process.communicate(stdin, timeout=120)
+        done = process.returncode, out, (err or b"")
+    code, out, err = done
+    err = err.decode()
     assert "Traceback" not in err and "Exception ignored" not in err, err
-    return subprocess.CompletedProcess(args, process.returncode, out, err)
+    return subprocess.CompletedProcess(args, code, out, err)
 
 
 def one_sentence(done: subprocess.CompletedProcess, *words: str, code: int = 1) -> str:

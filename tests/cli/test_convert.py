@@ -6,11 +6,10 @@ import sys
 import time
 
 import pytest
+from cli.process import pyspec
 from tools.checkpoint import export
 
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
-
-PYSPEC = [sys.executable, "-m", "pyggml_spec", "convert"]
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +18,14 @@ def demo(tmp_path_factory):
 
 
 def _run(*args):
-    return subprocess.run([*PYSPEC, *map(str, args)], capture_output=True, text=True, timeout=120)
+    return pyspec("convert", *args)
 
 
 def test_one_line_and_a_file(demo, tmp_path):
     out = tmp_path / "o.gguf"
     done = _run(demo, "-m", DEMO_TARGET, "-o", out, "-t", 1)
     assert done.returncode == 0 and done.stderr == "" and out.exists()
-    assert "block 16, mask token 4095, inputs of target layers [1, 4, 6, 7]" in done.stdout and done.stdout.count("\n") == 1
+    assert b"block 16, mask token 4095, inputs of target layers [1, 4, 6, 7]" in done.stdout and done.stdout.count(b"\n") == 1
     again = _run(demo, "-m", DEMO_TARGET, "-o", out)
     assert again.returncode == 1 and again.stderr.count("\n") == 1 and "--force" in again.stderr
     assert _run(demo, "-m", DEMO_TARGET, "-o", out, "--force", "-t", 1).returncode == 0

@@ -1,11 +1,10 @@
 """compare --weights: equal files are equal, quantisation is even noise, and one wrong tensor stands out."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from cli.process import pyspec
 from gguf_io.build import Model
 from tools.checkpoint import floats
 
@@ -99,8 +98,7 @@ def test_dequantise_takes_or_refuses_every_type(kind):
 
 
 def _run(*args):
-    command = [sys.executable, "-m", "pyggml_spec", "compare", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return pyspec("compare", *args)
 
 
 def test_the_command(tmp_path):

@@ -1,12 +1,11 @@
 """plan: what it says beforehand is what a loaded session then holds."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cli.process import pyspec
 from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
@@ -303,17 +302,12 @@ def test_what_cannot_be_loaded_cannot_be_planned(pair, tmp_path):
 
 
 def test_the_command():
-    def run(*args):
-        return subprocess.run(
-            [sys.executable, "-m", "pyggml_spec", "plan", *args], capture_output=True, text=True, timeout=120, check=False
-        )
-
-    shown = run("--device", "CPU", "-c", "512")
-    assert shown.returncode == 0 and shown.stderr == "" and "longest context that fits: 2048" in shown.stdout
-    seen = json.loads(run("--device", "CPU", "--json").stdout)
+    shown = pyspec("plan", "--device", "CPU", "-c", "512")
+    assert shown.returncode == 0 and shown.stderr == "" and b"longest context that fits: 2048" in shown.stdout
+    seen = json.loads(pyspec("plan", "--device", "CPU", "--json").stdout)
     assert seen["fits"] and seen["total"] == sum(seen["memory"].values())
-    assert run("-m", "none.gguf", "--device", "CPU").returncode == 1
-    missing = run("-m", "none.gguf")
+    assert pyspec("plan", "-m", "none.gguf", "--device", "CPU").returncode == 1
+    missing = pyspec("plan", "-m", "none.gguf")
     assert missing.returncode == 1 and missing.stderr.count("\n") == 1
 
 
