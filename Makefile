@@ -1,4 +1,4 @@
-# make run   sets everything up and runs the main job on the embedded pair: with its block drafter, then with its MTP layer beside it
+# make run   sets everything up and generates Python code with the embedded pair
 # make serve  sets everything up and serves the embedded pair at http://127.0.0.1:8080; ARGS="-m target.gguf -md drafter.gguf" serves others
 # make test  sets everything up and runs the tests
 # make cuda  then builds for NVIDIA GPUs, with the patches; ARCH=90 names others than that of this machine (half an hour)

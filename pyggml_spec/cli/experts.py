@@ -8,7 +8,7 @@ from ..errors import PyspecError
 from ..models.placement import ExpertOptions
 from ..session import load
 from .options import target_options
-from .run import write_atomically
+from .run import check_place, write_atomically
 from .terminal import progress_line, say, size
 
 FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -43,13 +43,14 @@ def profile_command(target, draft, device, threads, kernels, n_ctx, text_file, o
         text = Path(text_file).read_bytes().decode("utf-8", "replace")
     except OSError as error:
         raise PyspecError(f"the text {text_file} cannot be read: {error.strerror}") from None
+    path = Path(output or f"{target}.experts.json")
+    check_place(path, "profile")
     options = ExpertOptions(0 if on_device else -1, count=True)
     with progress_line() as progress:
         with load(target, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, experts=options, progress=progress) as session:
             tokens = session.tokenizer.encode(text, False)
             result = profile(session, tokens, lambda done, total: progress("profile", done, total))
             sizes = [expert_bytes(session, fraction) for fraction in FRACTIONS]
-    path = Path(output or f"{target}.experts.json")
     write_atomically(path, result.routing.to_json(), "profile")
     say(f"{result.routing.tokens} tokens, {len(result.routing.counts)} layers with experts: {path}")
     click.echo("| residency | hit rate | experts on the device |\n|---|---|---|")

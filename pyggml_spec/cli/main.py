@@ -26,7 +26,7 @@ class Commands(click.Group):
         "plan": "Says how many bytes a pair will take, before it is loaded.",
         "inspect": "Shows what a GGUF holds and what pyspec would do with it.",
         "compare": "Compares logits with llama.cpp's, or the weights of two files.",
-        "convert": "Converts a DFlash drafter in safetensors to GGUF.",
+        "convert": "Converts a published drafter in safetensors to GGUF.",
         "experts": "Counts which routed experts a text needs.",
         "devices": "Lists the devices that this build of llama-cpp-python offers.",
         "worker": "Serves this machine's devices to other machines.",
@@ -63,7 +63,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="pyggml_spec", prog_name="pyspec")
 def cli():
-    """Runs GGUF models with DFlash speculative decoding, proves that the tokens are the same, and says why when it is not faster."""
+    """Runs GGUF models with speculative decoding, proves that the tokens are the same, and says why when it is not faster."""
 
 
 def _drop_stdout() -> None:

@@ -103,6 +103,9 @@ class TokenLimit(click.IntRange):
     def convert(self, value, param, ctx):
         return UNLIMITED if value in ("-1", "-2") else super().convert(value, param, ctx)
 
+    def _describe_range(self) -> str:
+        return f"-1 or {super()._describe_range()}"
+
 
 graphs_option = click.option(
     "--no-graphs", "graphs", is_flag=True, flag_value=False, default=True, help="No CUDA graph replay: shows what it is worth."

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..decode.methods import MODELS
-from ..decode.request import SPECULATIVE
+from ..decode.request import PLAIN, SPECULATIVE
 from ..decode.stats import MUCH_WAITING, Stats
 from ..ggml.device import graph_replay_enabled
 from ..session import Engaged
@@ -51,7 +51,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     if s.steps:
         plain = f"plain {1000 / plain_ms:.1f} tok/s ({'measured on a busy processor' if busy else 'calibrated'}) | " if plain_ms else ""
         gain = f" | speedup {s.tokens_per_second * plain_ms / 1000:.2f}x" if plain_ms and s.drafted and not busy else ""
-        how = "decoded plainly at" if s.mode == SPECULATIVE and not s.drafted else s.mode
+        how = "decoded plainly at" if s.mode in (SPECULATIVE, PLAIN) and not s.drafted else s.mode
         lines.append(f"{plain}{how} {s.tokens_per_second:.1f} tok/s{gain}")
         lines.append(f"{s.emitted} tokens in {s.steps} steps: {s.tokens_per_step:.2f} per step, {1000 * decode / s.steps:.2f} ms per step")
     if s.drafted:
@@ -61,7 +61,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
         lines.append("drafts by " + ", ".join(f"{who}: {right} of {n} in {steps} steps" for who, (steps, n, right) in s.drafters.items()))
     if s.forced:
         lines.append(f"forced by the constraint: {s.forced} of the drafts, {s.forced_matched} accepted")
-    if s.width_reason:
+    if s.width_reason and s.widths:
         used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
         lines.append(f"steps: {used}; {s.width_reason}")
     if s.waited_s is not None and s.waited_share > MUCH_WAITING and s.waited_s >= LEAST_WAITED:

@@ -67,6 +67,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     """
     asked = take_sampling(more, logprobs=None if logprobs_file is None else 5 if n_probs is None else n_probs)
     _check(asked, more["spec"], mode, reference, ignore_eos, n_probs if logprobs_file is None else None)
+    _check_outputs(stop, stats_file, logprobs_file)
     take_prefix(more)
     text = _prompt(prompt, prompt_file, embedded=target is None)
     if target is None and max_tokens is None:
@@ -109,6 +110,23 @@ def _check(asked, spec: list[str] | None, mode: str | None, reference: bool, ign
         raise click.UsageError("--ignore-eos would go on after the end of what the text has to match; leave one of them out")
     if lost_probs is not None:
         raise click.UsageError(f"--n-probs {lost_probs} says what --logprobs writes, and there is none; give a file with --logprobs")
+
+
+def _check_outputs(stop: tuple[str, ...], stats_file: str | None, logprobs_file: str | None) -> None:
+    """Refuses, before a model is loaded, what would end nothing, and files that could not be written when the text is out."""
+    if "" in stop:
+        raise click.UsageError("--stop is empty, and an empty text ends nothing; give a text, or leave it out")
+    files = {"statistics": stats_file, "log probabilities": logprobs_file}
+    for what, path in files.items():
+        if path is not None:
+            check_place(Path(path), what)
+    if stats_file is not None and logprobs_file is not None and _same_file(Path(stats_file), Path(logprobs_file)):
+        raise click.UsageError(f"--stats and --logprobs both name {stats_file}, and one would replace the other; name two files")
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    """Whether both names are those of one file; devices and pipes take what is written one behind the other."""
+    return os.path.realpath(a) == os.path.realpath(b) and (a.is_file() or not a.exists())
 
 
 def _why_no_draft(session, stats, spec: list[str] | None, no_spec: tuple[str, ...]) -> str:
@@ -187,6 +205,24 @@ def _write(what: str, path: str | None, text: str) -> PyspecError | None:
 
 
 _DESCRIPTOR = re.compile(r"/dev/(?P<name>stdout|stderr)|(?:/dev/fd|/proc/self/fd)/(?P<number>\d{1,9})")
+
+
+def check_place(path: Path, what: str) -> None:
+    """Whether a file can be there, as far as that can be known before it is written: an hour of computing should not end with this sentence.
+
+    Raises:
+        PyspecError: it cannot.
+    """
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        why = "that is a folder; name a file"
+    elif not os.path.isdir(folder):
+        why = f"there is no folder {folder}; make it, or name another file"
+    elif not os.path.exists(path) and not os.access(folder, os.W_OK | os.X_OK):
+        why = f"the folder {folder} cannot be written; name another file"
+    else:
+        return
+    raise PyspecError(f"the {what} cannot be written to {path}: {why}")
 
 
 def write_atomically(path: Path, text: str, what: str = "statistics") -> None:

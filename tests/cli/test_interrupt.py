@@ -4,10 +4,16 @@ import json
 import signal
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from cli.conftest import PROMPT
 from cli.process import default_interrupt, environment, start
+
+from pyggml_spec.__main__ import main as program
+
+ROOT = Path(__file__).parents[2]
 
 KILL = "import os, signal\nctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
 
@@ -66,6 +72,25 @@ def test_during_prefill(pinned, tmp_path):
     assert (done.returncode, done.stdout) == (130, "") and "ended by: interrupt" in done.stderr
     stats = json.loads((tmp_path / "s.json").read_text())
     assert (stats["stop_reason"], stats["emitted"], stats["computes"]) == ("interrupt", 0, 1)  # one chunk of three
+
+
+def test_while_the_command_line_is_imported(monkeypatch):
+    """The first 0.1 s of every command: a traceback of some module of the standard library."""
+
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "pyggml_spec.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "pyggml_spec.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        program()
+    assert end.value.code == 130
+
+
+def test_both_names_of_the_program_are_one():
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["pyspec"] == "pyggml_spec.__main__:main"
 
 
 def test_while_weights_are_loaded(pinned):

@@ -19,6 +19,18 @@ def test_speculation_that_never_drafted_is_not_called_speculative():
     assert "decoded plainly at 4.5 tok/s" in footer(_stats(), 100.0) and "speedup" not in footer(_stats(), 100.0)
 
 
+def test_the_speed_of_this_text_is_told_from_plain_decoding_in_general():
+    """It said "plain 10.0 tok/s (calibrated) | plain 4.5 tok/s"."""
+    stats = _stats()
+    stats.mode = "plain"
+    assert "plain 10.0 tok/s (calibrated) | decoded plainly at 4.5 tok/s" in footer(stats, 100.0)
+
+
+def test_no_step_has_no_widths():
+    """`-n 0` said "steps: ; plain decoding: 3024 tok/s expected"."""
+    assert "steps:" not in footer(Stats(mode="speculative", device="CPU", width_reason="plain decoding: 3 tok/s expected"), None)
+
+
 def test_a_drafter_that_will_not_draft_is_called_idle():
     """It said "width chosen from 1" where no block width pays."""
     memory = {"weights": 1, "kv": 1, "compute": 1}

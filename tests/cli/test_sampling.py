@@ -36,7 +36,7 @@ def test_log_probabilities_of_every_token(pinned, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     assert done.returncode == 0 and len(lines) == 30
     assert all(line["top"][0]["token"] == line["token"] and len(line["top"]) == 2 and line["logprob"] <= 0 for line in lines)
-    missing = pyspec("run", *pinned, *N, "-q", "--logprobs", tmp_path / "no" / "p.jsonl")
+    missing = pyspec("run", *pinned, *N, "-q", "--logprobs", "/dev/full")
     assert missing.returncode == 1 and missing.stdout and "log probabilities cannot be written" in missing.stderr
 
 

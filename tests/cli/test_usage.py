@@ -2,14 +2,16 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from random_gguf.archs import write_qwen3
 
 from pyggml_spec.cli.main import main
-from pyggml_spec.cli.run import write_stats
+from pyggml_spec.cli.run import check_place, write_stats
 from pyggml_spec.cli.tables import json_line
 from pyggml_spec.decode.stats import Stats
+from pyggml_spec.errors import PyspecError
 
 CPU = ["--device", "CPU", "-t", "1"]
 
@@ -47,6 +49,9 @@ def said(capsys, monkeypatch):
         (["--rope-scale", "inf"], "--rope-scale is inf"),
         (["--rope-freq-base", "nan"], "--rope-freq-base is nan"),
         (["--rope-scaling", "none", "--rope-scale", "4"], "stretches nothing, so --rope-scale"),
+        (["--stop", ""], "--stop is empty"),
+        (["--stats", "x.json", "--logprobs", "./x.json"], "--stats and --logprobs both name x.json"),
+        (["-n", "-3"], "-3 is not in the range -1 or x>=0"),
         (["-m", ""], "the name that -m gives is empty"),
         (["-m", "a.gguf", "-md", ""], "the name that -md gives is empty"),
     ],
@@ -55,6 +60,27 @@ def test_what_options_alone_say_is_wrong_is_usage(said, monkeypatch, options, wo
     monkeypatch.setattr("pyggml_spec.cli.run.load", lambda *a, **k: pytest.fail("a model was loaded"))
     code, text = said("run", "-p", "a", "-n", "1", *options)
     assert code == 2 and words in text and "`" not in text, text
+
+
+def test_a_place_where_no_file_can_be_is_said_before_a_model_is_loaded(said, monkeypatch, tmp_path):
+    """It was said behind the text, which may have taken an hour."""
+    monkeypatch.setattr("pyggml_spec.cli.run.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("pyggml_spec.cli.experts.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    for place, words in (("missing/s.json", "there is no folder missing"), (".", "that is a folder"), ("", "that is a folder")):
+        for option, what in (("--stats", "statistics"), ("--logprobs", "log probabilities")):
+            code, text = said("run", "-p", "a", option, place)
+            assert code == 1 and text.startswith(f"pyspec: the {what} cannot be written to {place}") and words in text, text
+        code, text = said("experts", "profile", "-m", "t.gguf", "-f", __file__, "-o", place or ".")
+        assert code == 1 and "the profile cannot be written to" in text and words in text, text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_a_model_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(PyspecError, match=r"s.json: the folder \S+ cannot be written; name another file"):
+        check_place(tmp_path / "s.json", "statistics")
+    check_place(Path("/dev/null"), "statistics")
 
 
 def test_require_spec_names_what_took_the_drafter_away(said):
