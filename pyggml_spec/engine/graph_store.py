@@ -34,6 +34,7 @@ class Step:
     rows: Any = None  # what C fills in of its fields, see fill.py
     _logits: np.ndarray | None = None
     _best: np.ndarray | None = None  # F32 [rows] largest logits, as ``ids`` found them, where they are in host memory
+    _lost: bool = False  # where they are not: a row has no largest one, which a device says by a token of -1
 
     def __post_init__(self) -> None:
         self.host: dict[str, np.ndarray] = self.fields.host
@@ -41,7 +42,7 @@ class Step:
 
     def finite(self) -> bool:
         """Whether neither NaN nor Inf came out, of the target or the drafter, in any row. Call ``ids`` first."""
-        if self._best is not None and not np.isfinite(self._best).all():
+        if self._lost or (self._best is not None and not np.isfinite(self._best).all()):
             return False
         for sums, count in self._sums.values():  # noqa: SIM110  (half the time of all())
             if not lib.pgs_finite(sums, count):
@@ -52,12 +53,16 @@ class Step:
         """Whether neither NaN nor Inf came out of the target in the rows first .. first + count - 1. Call ``ids`` first."""
         if self._best is not None and not np.isfinite(self._best[first : first + count]).all():
             return False
+        if self._lost and (self.host["ids"][first : first + count] < 0).any():
+            return False
         return all(lib.pgs_finite(sums + first, count) for name, (sums, _) in self._sums.items() if name != DRAFT_SUM)
 
     def ids(self) -> np.ndarray:
         """I32 [rows] greedy choice after each row that has logits, once the step has run."""
         if "ids" in self.host:
-            return self.host["ids"].copy()
+            ids = self.host["ids"].copy()
+            self._lost = bool((ids < 0).any())
+            return ids
         logits = self._host_logits()
         ids = logits.argmax(axis=1)
         self._best = logits[np.arange(ids.size), ids]  # NaN or Inf if there is one in the row, or nothing else than -Inf

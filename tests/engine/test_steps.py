@@ -2,12 +2,15 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from decode.helpers import run
 
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.graph_store import Step
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.ggml.device import Backend
@@ -43,6 +46,17 @@ def test_1000_steps_inside_a_span_build_and_allocate_nothing(session):
     assert _total(engine, "graphs_built") - built == 0
     assert _total(engine, "buffer_growths") - growths == 0
     assert {key: step.graph.properties_hash() for key, step in engine.graphs.steps().items()} == hashes
+
+
+def test_a_row_without_a_largest_logit_is_not_finite():
+    """A GPU chooses greedily by itself and says by -1 that NaN stood among a row's logits: the token -1 would have been looked up in the next step."""
+    ids = np.array([5, -1, 0], np.int32)
+    step = Step(None, SimpleNamespace(host={"ids": ids}, at={}), {})
+    assert step.ids().tolist() == [5, -1, 0]
+    assert not step.finite() and [step.finite_rows(row, 1) for row in range(3)] == [True, False, True] and not step.finite_rows(0, 2)
+    ids[1] = 7
+    step.ids()
+    assert step.finite() and step.finite_rows(0, 3)
 
 
 def test_a_graph_is_known_by_a_number_that_stands_for_its_nodes(pair):
