@@ -78,7 +78,7 @@ class Engine:
         """
         self.parts.arrive()
         self.parts.check_open()
-        self._sequences.begin(slot, drafting)
+        self._sequences.begin(self._sequences.number(slot), drafting)
 
     def release(self, slot: int) -> None:
         """Ends the sequence; the slot can be admitted again."""
@@ -101,7 +101,7 @@ class Engine:
         lacks an operation or memory for it, ``candidates`` gives all. On the CPU all logits lie in host memory, and nothing has to be read.
         """
         self.parts.arrive()
-        self._candidates.announce(count, slot, masked)
+        self._candidates.announce(count, self._sequences.number(slot), masked)
 
     def candidates(self, row: int, slot: int = 0) -> tuple[np.ndarray | None, np.ndarray]:
         """What may come after ``row`` of the slot's last work (of a prompt, after its last row): I32 token ids (None: all of the vocabulary)
@@ -145,7 +145,7 @@ class Engine:
         """Commits what is accepted in one slot, or in all: caches and recurrent states hold the whole sequences, whose lengths are final."""
         self.parts.arrive()
         self.parts.check_open()
-        self._commits.settle(slot)
+        self._commits.settle(None if slot is None else self._sequences.number(slot))
 
     def flush(self, covered: SlotRange | None = None) -> None:
         """Folds what was accepted of last blocks into the recurrent states now; the next step would otherwise do it first.

@@ -28,12 +28,8 @@ class Sequences:
         Raises:
             EngineError: there is none.
         """
-        slots = self._slots
-        if type(slot) is not int or not 0 <= slot < len(slots):
-            slot = whole(slot, "the slot", 0, MOST_SLOTS)
-            if slot >= len(slots):
-                raise EngineError(f"slot {slot} has no sequence: there are {len(slots)} slots")
-        s = slots[slot]
+        slot = self.number(slot)
+        s = self._slots[slot]
         if self._flying and slot in self._flying:
             raise EngineError(f"the step of slot {slot} is still under way: land its group first")
         if not s.used:
@@ -42,6 +38,19 @@ class Sequences:
             self._parts.check_open()
             self._begin(slot, True)
         return s
+
+    def number(self, slot: int) -> int:
+        """``slot``, admitted or not.
+
+        Raises:
+            EngineError: there is none of this number.
+        """
+        count = len(self._slots)
+        if type(slot) is not int or not 0 <= slot < count:
+            slot = whole(slot, "the slot", 0, MOST_SLOTS)
+            if slot >= count:
+                raise EngineError(f"slot {slot} has no sequence: there are {count} slots")
+        return slot
 
     def token(self, token: int) -> int:
         return whole(token, "the pending token", 0, self._parts.target.n_vocab - 1)
@@ -217,7 +226,7 @@ class Sequences:
         if copy is None:
             name = p.backend.device.name
             raise DeviceError(f"no memory on {name} for a snapshot of {n} tokens; close another one or use a smaller `n_ctx`")
-        return Snapshot(copy, n, s.cursor.pending, s.drafting, engine)
+        return Snapshot(copy, n, s.cursor.pending, s.drafting, s.sound, engine)
 
     def restore(self, snapshot: Snapshot, slot: int, engine: object) -> None:
         p, s = self._parts, self.of(slot)
@@ -228,7 +237,8 @@ class Sequences:
         with p.sequence.whole(snapshot.committed, snapshot.drafting, slot) as pieces:
             snapshot.pieces.write_to(pieces)
         s.cursor.reset()
-        s.drafting = snapshot.drafting
+        s.drafting, s.sound = snapshot.drafting, snapshot.sound
+        s.clean = s.clean and s.sound
         self.resume(snapshot.committed, snapshot.pending, slot)
 
     def resume(self, committed: int, pending: int | None, slot: int) -> None:

@@ -73,6 +73,7 @@ class Place:
     done: int = 0
     resumed: int = 0  # chunks that were brought back, not computed
     wanted: set[int] = field(default_factory=set)  # depths at which a state is to be kept
+    kept: list[Chunk] = field(default_factory=list)  # whose copies were made of what this slot computed
     damaged: bool = False  # a file was refused: the deeper ones were not looked at, and are written again
     saved: bool = False
     ends: tuple[int, list[Chunk]] = (
@@ -177,14 +178,15 @@ class PrefixCache:
         if not self._alone and not self._keep_rows(slot, place, chunks, chunks):
             return
         if stateful and chunks and STATE not in chunks[-1].copies:
-            with self.engine.sequence.state(depth * self.grain, slot) as pieces:
-                self._keep(chunks[-1], STATE, pieces, () if self._alone else chunks)
+            self._keep_state(slot, place, chunks, depth * self.grain, () if self._alone else chunks)
 
     def discard(self, slot: int) -> None:
-        """Drops the copies of what the slot's prompt computed: over several devices, only its last chunk says whether all of them were finite."""
+        """Drops the copies of what the slot's prompt computed, also before and between what it was brought back: over several devices, only its last
+        chunk says whether all of them were finite."""
         place = self._places.get(slot)
         if place is not None:
-            self._copies.drop(place.chunks[place.resumed :])
+            self._copies.drop(place.kept)
+            place.kept = []
 
     def keep_end(self, slot: int, ids: Sequence[int], write: bool = False) -> None:
         """Keeps what the slot's sequence has left so far, whose tokens ``ids`` begin with: the next turn of a conversation goes on behind it.
@@ -209,8 +211,7 @@ class PrefixCache:
             if STATE in chunks[-1].copies:
                 chunks[-1].used[STATE] = self._copies.clock
             else:
-                with engine.sequence.state(n, slot) as pieces:
-                    self._keep(chunks[-1], STATE, pieces, chunks)
+                self._keep_state(slot, place, chunks, n, chunks)
         self._forget()
         if write and self._writer is not None:
             self._write(chunks, place.resumed if place.damaged else len(chunks))
@@ -356,7 +357,14 @@ class PrefixCache:
                 with self._rows(slot, chunk, place.drafting) as pieces:
                     if not self._keep(chunk, ROWS, pieces, keep):
                         return False
+                place.kept.append(chunk)
         return True
+
+    def _keep_state(self, slot: int, place: Place, chunks: Sequence[Chunk], n: int, keep: Sequence[Chunk]) -> None:
+        """Copies the state that the slot's ``n`` tokens left, those of ``chunks``."""
+        with self.engine.sequence.state(n, slot) as pieces:
+            self._keep(chunks[-1], STATE, pieces, keep)
+        place.kept.append(chunks[-1])
 
     def _forget(self) -> None:
         """What is known of more prompts than are remembered; the slots' own ones may still get copies."""

@@ -208,12 +208,14 @@ class SequenceMemory:
 
 @dataclass
 class Snapshot:
-    """A whole sequence of ``engine`` at one moment: a copy of what its ``committed`` tokens left, and the ``pending`` token behind them."""
+    """A whole sequence of ``engine`` at one moment: a copy of what its ``committed`` tokens left, and the ``pending`` token behind them. ``sound``: as
+    of a slot."""
 
     pieces: Pieces
     committed: int
     pending: int | None
     drafting: bool
+    sound: bool
     engine: object
 
     @property

@@ -414,6 +414,10 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
     assert batch.forwards == before
     with pytest.raises(EngineError, match="1 rows cannot be accepted of a block of 0"):
         batch.accept(1, 5, 0)
+    for slot, words in ((-1, "the slot is -1"), (2, "slot 2 has no sequence"), (True, "the slot is True")):  # -1 was the last one
+        for call in (batch.reset, batch.settle, lambda slot: batch.read_candidates(4, slot)):
+            with pytest.raises(EngineError, match=words):
+                call(slot=slot)
     batch.step({0: Draft(16)})
     with pytest.raises(EngineError, match="nothing was accepted of"):
         batch.step({0: Verify()})

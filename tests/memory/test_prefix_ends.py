@@ -12,6 +12,7 @@ from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.decode.scheduler import Scheduler
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.slot import Prompt
 from pyggml_spec.ggml.library import versions
 from pyggml_spec.memory.prefix import layout_of
 from pyggml_spec.memory.prefix_files import PrefixFiles
@@ -255,3 +256,25 @@ def test_nothing_is_kept_of_a_prompt_whose_end_is_not_finite(pair):
         scheduler.run()
         assert stream.error is not None and scheduler.prefixes.used_bytes == 0
         assert used or scheduler.engine.sequence.stateful
+
+
+def test_nor_of_chunks_before_those_that_another_slot_brought(pair):
+    """What is brought back between two passes says nothing of the chunks before it, which this slot computed: their copies stayed."""
+    with make(pair) as scheduler:
+        engine, cache, prompt = scheduler.engine, scheduler.prefixes, tokens(74, 4 * CHUNK + 9)
+        slots = [engine.admit(), engine.admit()]
+
+        def chunks(slot, count):
+            engine.step({slot: Prompt(prompt[engine.slots[slot].cursor.committed :][:CHUNK], more=True)})
+            cache.computed(slot, wanted=True)
+            return chunks(slot, count - 1) if count > 1 else None
+
+        for slot in slots:
+            cache.enter(slot, prompt, True)
+        chunks(slots[0], 1)
+        mine = cache._copies.chunks.copy()
+        chunks(slots[1], 3)
+        assert cache.bring_back(slots[0]).tokens == 3 * CHUNK
+        cache.discard(slots[0])
+        kept = [bool(chunk.copies) for chunk in mine.values()]
+        assert kept == [False, True, True, False] and cache.used_bytes > 0

@@ -68,6 +68,20 @@ def test_a_snapshot_in_the_middle_of_a_block_is_refused(engine):
     assert engine.snapshot().committed == 0
 
 
+def test_what_was_not_sound_is_not_when_it_comes_back(engine):
+    """Nothing of a sequence that gave NaN goes to later prompts, and its rows are cleared behind it: a restored one's were not."""
+    engine.reset()
+    engine.prefill(PROMPT[:40])
+    engine.slots[0].sound = engine.slots[0].clean = False
+    snapshot = engine.snapshot()
+    engine.reset()
+    assert engine.slots[0].sound and engine.slots[0].clean
+    engine.restore(snapshot)
+    assert not engine.slots[0].sound and not engine.slots[0].clean
+    snapshot.close()
+    engine.reset()
+
+
 def test_resuming_with_fewer_tokens_than_there_are_is_refused(engine):
     engine.reset()
     engine.prefill(PROMPT[:40])
