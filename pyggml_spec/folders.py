@@ -5,7 +5,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from .errors import BuildError
+from .errors import BuildError, PyspecError
 
 
 def _user_cache() -> Path | None:
@@ -21,11 +21,38 @@ def _temporary(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder; a user without a home has it beside the temporary files."""
+    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder; a user without a home has it beside the temporary files.
+
+    Raises:
+        PyspecError: there, somebody else could put costs, hashes of files and findings of the probe into it, which would then be believed.
+    """
     if named := os.environ.get("PYSPEC_CACHE"):
         return Path(named)
     cache = _user_cache()
-    return cache / "pyspec" if cache is not None else _temporary("pyspec")
+    if cache is not None:
+        return cache / "pyspec"
+    folder = _temporary("pyspec")
+    try:
+        why = _why_not_own(folder)
+    except OSError:  # nothing can be kept, which every user of the folder says or does without
+        return folder
+    if why:
+        raise PyspecError(f"{folder}, where pyspec would keep what it measured, {why}; name a folder of yours in PYSPEC_CACHE")
+    return folder
+
+
+def _why_not_own(folder: Path) -> str:
+    """Makes a folder beside the temporary files, where anybody may have made it before; what is wrong with it, empty if nothing is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if folder.is_symlink():
+        return "is a link, which is not followed"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    mine = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return "" if mine else "can be written by others"
 
 
 def build_folder() -> Path:
@@ -38,15 +65,10 @@ def build_folder() -> Path:
     if cache is not None:
         return cache / "pyggml_spec"
     folder = _temporary("pyggml_spec")
-    if folder.is_symlink():
-        raise BuildError(
-            f"{folder}, where builds would be kept, is a link, which is not followed; name a folder of yours in XDG_CACHE_HOME"
-        )
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        about = folder.lstat()
+        why = _why_not_own(folder)
     except OSError as error:
-        raise BuildError(f"{folder} cannot be used for builds ({error.strerror}); name a folder of yours in XDG_CACHE_HOME") from None
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise BuildError(f"others can write to {folder}, where builds would be kept; name a folder of yours in XDG_CACHE_HOME")
+        why = f"cannot be made ({error.strerror})"
+    if why:
+        raise BuildError(f"{folder}, where builds would be kept, {why}; name a folder of yours in XDG_CACHE_HOME")
     return folder

@@ -13,6 +13,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from ..checks import whole
 from ..errors import DeviceError
@@ -46,14 +48,14 @@ class Worker:
             DeviceError: no such device or host, the port is taken, or ggml's RPC backend was not built.
         """
         library()  # before anything is promised
-        self.port, self.say = port, say
+        self.port, self._tell = port, say
         self.devices = _served(names)
         self.threads = threads or default_threads()
         self.programs = whole(programs, "the number of programs at a time", 1, MOST_PROGRAMS, DeviceError)
         self.cache = cache_folder() / "worker" if cache else None
         self.host, self._socket = _bind(host, port)
         self._servers = [_Server(self, i) for i in range(self.programs)]
-        self._greeted = threading.Event()
+        self._greeted, self._greeting = False, threading.Lock()
         self._over = threading.Event()
         self._failure: str | None = None
         self._asked = False
@@ -98,11 +100,19 @@ class Worker:
     def ended(self) -> bool:
         return self._over.is_set()
 
+    def say(self, line: str) -> None:
+        """It goes on serving where nobody reads any more what it says."""
+        with suppress(OSError):
+            self._tell(line)
+
     def listens(self) -> None:
         """A server does; the first time, what is served where is said."""
-        if self._greeted.is_set():
-            return
-        self._greeted.set()
+        with self._greeting:
+            first, self._greeted = not self._greeted, True
+        if first:
+            self._greet()
+
+    def _greet(self) -> None:
         for i, device in enumerate(self.devices):
             name = f"RPC:{self.host}:{self.port}{f'/{i}' if i else ''}"
             self.say(f"{device.name} ({device.description}, {free_bytes(device) >> 20} MiB free) is the device {name}")
@@ -111,8 +121,7 @@ class Worker:
             + ("" if self.host.startswith(LOCAL) else ": have only machines that you trust on this network (docs/workers.md)")
         )
         if self.cache is not None:
-            kept = sum(path.stat().st_size for path in self.cache.iterdir())
-            self.say(f"weights of 10 MiB and more are kept in {self.cache} ({kept >> 20} MiB now)")
+            self.say(f"weights of 10 MiB and more are kept in {self.cache} ({_bytes_in(self.cache) >> 20} MiB now)")
 
     def fail(self, why: str) -> None:
         """Ends all of it."""
@@ -138,6 +147,12 @@ class _Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # nobody else would notice that this thread serves nothing any more
+            self.worker.fail(f"cannot be run: {type(error).__name__}: {error}")
+
+    def _run(self) -> None:
         in_vain = 0
         while not self.worker.ended:
             self.listened = self.used = False
@@ -174,8 +189,12 @@ class _Server:
                 process.kill()
             reader = threading.Thread(target=_read, args=(process.stderr, errors))
             reader.start()
-            for line in process.stdout or ():
-                self._heard(line.decode("utf-8", "replace").strip())
+            try:
+                for line in process.stdout or ():
+                    self._heard(line.decode("utf-8", "replace").strip())
+            except BaseException:
+                process.kill()  # or it would be waited for
+                raise
             reader.join()
         said = next((line for line in errors if "GGML_ASSERT" in line or "error" in line.lower()), errors[-1] if errors else "")
         how = f"was ended by signal {-process.returncode}" if process.returncode < 0 else f"ended with {process.returncode}"
@@ -199,6 +218,15 @@ def _read(pipe: object, lines: deque[str]) -> None:
     for line in pipe or ():  # type: ignore[attr-defined]
         if text := line.decode("utf-8", "replace").strip():
             lines.append(text)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of its files; one that is renamed meanwhile, because it is whole, is left out."""
+    total = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def _environment() -> dict[str, str]:

@@ -4,7 +4,9 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 from cli.process import one_sentence, pyspec
@@ -85,6 +87,44 @@ def scripted(monkeypatch, code: str, most: int = 99) -> list[str]:
     monkeypatch.setattr(worker, "command", lambda: [sys.executable, "-S", "-c", code])
     worker.serve()
     return said
+
+
+@contextmanager
+def ended_within(seconds: float, worker: tools.Worker):
+    """A worker that does not end by itself fails the test."""
+    timer = threading.Timer(seconds, worker.fail, ["did not end by itself"])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def test_a_server_that_cannot_be_run_is_a_sentence(monkeypatch):
+    """Its thread had ended, and the worker stayed and served nobody."""
+    worker = tools.Worker("127.0.0.1", free_port(), "CPU", 1, False)
+    monkeypatch.setattr(worker, "command", lambda: ["/nowhere/python"])
+    with ended_within(60, worker), pytest.raises(DeviceError, match="cannot be run: FileNotFoundError"):
+        worker.serve()
+
+
+def test_nobody_has_to_read_what_a_worker_says(monkeypatch):
+    """`pyspec worker 2>&1 | head -1`: the thread that said the next line ended, and with it the worker's service."""
+    said = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if sum("another one" in line for line in said) == 2:
+            worker.end()
+        raise BrokenPipeError
+
+    worker = tools.Worker("127.0.0.1", free_port(), "CPU", 1, False, say=say)
+    monkeypatch.setattr(
+        worker, "command", lambda: [sys.executable, "-S", "-c", "print('Listening\\nAccepted client connection', flush=True)"]
+    )
+    with ended_within(60, worker):
+        worker.serve()
+    assert sum("another one" in line for line in said) == 2
 
 
 def test_several_programs_at_a_time():

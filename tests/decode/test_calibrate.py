@@ -12,7 +12,7 @@ import pyggml_spec as ps
 from pyggml_spec.decode import calibrate
 from pyggml_spec.decode.calibrate import FILL, START, cached_costs, step_cost, step_costs
 from pyggml_spec.decode.width import WidthControl
-from pyggml_spec.errors import BuildError, ContextError
+from pyggml_spec.errors import BuildError, ContextError, PyspecError
 from pyggml_spec.folders import build_folder, cache_folder
 
 
@@ -164,10 +164,10 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    assert cache_folder() == tmp_path / f"pyspec-{os.getuid()}"
+    assert cache_folder() == tmp_path / f"pyspec-{os.getuid()}" and cache_folder().stat().st_mode & 0o777 == 0o700
     assert build_folder() == tmp_path / f"pyggml_spec-{os.getuid()}" and build_folder().stat().st_mode & 0o777 == 0o700
     build_folder().chmod(0o777)  # libraries in it would be loaded
-    with pytest.raises(BuildError, match="others can write to .*XDG_CACHE_HOME"):
+    with pytest.raises(BuildError, match="can be written by others; .*XDG_CACHE_HOME"):
         build_folder()
     mine = tmp_path / "mine"
     mine.mkdir(mode=0o700)
@@ -175,6 +175,13 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
     (tmp_path / f"pyggml_spec-{os.getuid()}").symlink_to(mine)
     with pytest.raises(BuildError, match="is a link, which is not followed; .*XDG_CACHE_HOME"):
         build_folder()
+    cache_folder().chmod(0o777)  # somebody else's hashes of files, costs and findings would be believed
+    with pytest.raises(PyspecError, match="can be written by others; .*PYSPEC_CACHE"):
+        cache_folder()
+    (tmp_path / f"pyspec-{os.getuid()}").rmdir()
+    (tmp_path / f"pyspec-{os.getuid()}").symlink_to(mine)
+    with pytest.raises(PyspecError, match="is a link, which is not followed; .*PYSPEC_CACHE"):
+        cache_folder()
 
 
 def test_what_is_computed_beforehand_leaves_room_for_the_block_that_is_measured(monkeypatch, tmp_path):
