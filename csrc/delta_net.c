@@ -325,11 +325,6 @@ static int replay_all(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgra
     return 0;
 }
 
-// Starts a graph over the slots [first, first + count): commits the blocks of `width_from` rows that the step before left, and lays the
-// convolution history out for `width_to`.
-//   keep: F32 [1, width_from * count], 1 for accepted rows, 0 for the others; NULL where the state has been written directly
-//   tail: I32 [d_conv - 1, L], rows of [history ; block] that become the history: n, n + 1, ... for n accepted rows; NULL: as it lies.
-//         With slots I32 [(d_conv - 1) * count * L], rows of the whole table in `conv`, slots inside layers
 // Row `number` of [history ; block of `width` rows] of a slot: of that itself, or of a layer's table.
 static int64_t history_row(const pgs_delta * d, int64_t slot, int64_t width, int64_t number) {
     const int64_t hist = d->s.conv - 1;
@@ -356,6 +351,11 @@ void pgs_delta_fill_commit(const pgs_delta * d, const int64_t * accepted, bool r
     }
 }
 
+// Starts a graph over the slots [first, first + count): commits the blocks of `width_from` rows that the step before left, and lays the
+// convolution history out for `width_to`.
+//   keep: F32 [1, width_from * count], 1 for accepted rows, 0 for the others; NULL where the state has been written directly
+//   tail: I32 [d_conv - 1, L], rows of [history ; block] that become the history: n, n + 1, ... for n accepted rows; NULL: as it lies.
+//         With slots I32 [(d_conv - 1) * count * L], rows of the whole table in `conv`, slots inside layers
 int pgs_delta_begin(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t first, int64_t count, int64_t width_from,
                     int64_t width_to, struct ggml_tensor * keep, struct ggml_tensor * tail, char * err) {
     const pgs_delta_shape s = d->s;

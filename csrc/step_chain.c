@@ -45,7 +45,11 @@ void pgs_flow_free(pgs_flow * flow) {
 }
 
 pgs_flow * pgs_flow_new(pgs_io ** ios, int n_ios, size_t capacity, char * err) {
-    pgs_flow * flow = n_ios <= MOST_DEVICES ? calloc(1, sizeof(*flow)) : NULL;
+    if (n_ios > MOST_DEVICES) {
+        snprintf(err, PGS_ERR, "a step goes over %d devices; %d are possible", n_ios, MOST_DEVICES);
+        return NULL;
+    }
+    pgs_flow * flow = calloc(1, sizeof(*flow));
     if (flow != NULL) {
         const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(ggml_backend_get_device(pgs_io_backend(ios[n_ios - 1])));
         flow->buffer = pinned != NULL ? ggml_backend_buft_alloc_buffer(pinned, STAGES * capacity) : NULL;
@@ -149,6 +153,11 @@ void pgs_chain_free(pgs_chain * chain) {
     }
 }
 
+// ggml ends the process over copies between tensors of other strides, also of a dimension of 1, where any would do.
+static bool fits(const struct ggml_tensor * src, const struct ggml_tensor * dst) {
+    return src->type == dst->type && ggml_are_same_shape(src, dst) && ggml_are_same_stride(src, dst) && ggml_is_contiguous(src);
+}
+
 pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const pgs_hop * hops, int n_hops, char * err) {
     pgs_chain * chain = calloc(1, sizeof(*chain));
     if (chain != NULL) {
@@ -166,7 +175,7 @@ pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const 
     }
     for (int i = 0; i < n_hops; i++) {
         if (hops[i].after < 0 || hops[i].after >= hops[i].to || hops[i].to >= n_parts || (i > 0 && hops[i].after < hops[i - 1].after) ||
-            ggml_nbytes(hops[i].src) != ggml_nbytes(hops[i].dst) || !ggml_is_contiguous(hops[i].src)) {
+            !fits(hops[i].src, hops[i].dst)) {
             snprintf(err, PGS_ERR, "a copy from part %d to part %d of a step of %d parts does not fit", hops[i].after, hops[i].to, n_parts);
             pgs_chain_free(chain);
             return NULL;

@@ -4,8 +4,8 @@
 // waits (the CPU) can do that in threads only, and workers answer one after the other; so a lane waits for each part of its step and for each copy,
 // on whatever device, and nothing that it reads or writes is another lane's: graphs, step buffers and what is copied into are its own.
 //
-// A device is taken in the order in which lanes come, but whoever begins a step there comes first: the drafts of a step are made on its last
-// device, and all the others wait for them.
+// Of those who wait for a device, whoever begins a step there comes first: the drafts of a step are made on its last device, and all the others wait for
+// them. There are two lanes: one waits at most, and who has just left a device goes on to another one.
 #include "pgs.h"
 
 #include <stdio.h>
@@ -37,7 +37,11 @@ void pgs_turns_free(pgs_turns * turns) {
 }
 
 pgs_turns * pgs_turns_new(pgs_io ** ios, int n_ios, char * err) {
-    pgs_turns * turns = n_ios <= MOST_DEVICES ? calloc(1, sizeof(*turns)) : NULL;
+    if (n_ios > MOST_DEVICES) {
+        snprintf(err, PGS_ERR, "a step goes over %d devices; %d are possible", n_ios, MOST_DEVICES);
+        return NULL;
+    }
+    pgs_turns * turns = calloc(1, sizeof(*turns));
     if (turns == NULL) {
         snprintf(err, PGS_ERR, "no memory for the turns of %d devices", n_ios);
         return NULL;

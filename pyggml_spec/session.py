@@ -25,7 +25,7 @@ from .decode.width import NEVER_PAYS, Kind, WidthControl, chain_kinds, useful_wi
 from .engine.engine import Engine
 from .engine.graphs import STREAMED
 from .engine.lanes import GROUPS
-from .engine.options import MOST_WIDTH, WIDEST_CHUNK, EngineOptions, candidate_widths, check_options
+from .engine.options import MOST_WIDTH, WIDEST_CHUNK, EngineOptions, candidate_widths, check_masks, check_options
 from .engine.parts import Closable, P
 from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
 from .events import StepEvent
@@ -150,6 +150,7 @@ class Session:
         self.drafter = self._open_drafters(file, draft, spec)
         options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width, spec.lookup is not None))
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
+        check_masks(options, backends)
         offload = check_offload(offload, options.chunk)
         placement, host = self._place_experts(experts, threads, max(options.chunk, options.width), offload is not None, kernels)
         segments = self._split(backends, tensor_split, options)

@@ -1,15 +1,19 @@
 """What an engine is asked for: options, and the widths that follow from them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..checks import whole
 from ..errors import ContextError, PairError
+from ..ggml.device import Backend
+from ..memory.kv import padded
 from ..memory.kv_types import MOST_CONTEXT, KVTypes
 from ..models.base import Target
 from ..models.team import Drafts
 
 WIDTHS = (2, 4, 8, 16)
 MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14
+MOST_MASKED = (1 << 31) - 1  # values of a mask: ggml-cuda counts those of most operations in an int
 CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
 
 
@@ -41,6 +45,17 @@ def candidate_widths(block_size: int) -> tuple[int, ...]:
 def prefill_widths(chunk: int) -> tuple[int, ...]:
     """Rows of the graphs that prompts are computed by, the widest of ``chunk``."""
     return tuple(sorted({*(c for c in CHUNKS if c < chunk), chunk}))
+
+
+def check_masks(options: EngineOptions, backends: Iterable[Backend]) -> None:
+    """Raises ContextError where a step's mask, a value for each of its rows and each position, has more of them than a device can count."""
+    device = next((backend.device for backend in backends if backend.device.kind != "cpu"), None)
+    rows = max(options.chunk, options.slots * options.width)
+    if device is not None and rows * padded(options.n_ctx) > MOST_MASKED:
+        raise ContextError(
+            f"steps of {rows} rows over a context of {options.n_ctx} tokens need masks of more than {MOST_MASKED} values, which {device.name} cannot "
+            "count; use a smaller `chunk` or a smaller `n_ctx`"
+        )
 
 
 def check_options(options: EngineOptions, target: Target, drafter: Drafts | None) -> None:

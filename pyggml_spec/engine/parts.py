@@ -23,7 +23,7 @@ from .graph_store import Step
 from .graphs import MOST_CANDIDATES, StepGraphs
 from .lanes import GROUPS, Lane, half_of, ready_for
 from .masked import MaskedRows
-from .options import EngineOptions, candidate_widths, check_options, prefill_widths
+from .options import EngineOptions, candidate_widths, check_masks, check_options, prefill_widths
 from .slot import Slot
 
 TRASH_ROWS = 16
@@ -59,6 +59,7 @@ class Parts:
     def __init__(self, backend: Backend, target: Target, drafter: Drafts | None, options: EngineOptions) -> None:
         check_options(options, target, drafter)
         self.segments: tuple[Segment, ...] = target.weights.segments or (Segment(backend, 0, target.n_layer),)
+        check_masks(options, [segment.backend for segment in self.segments])
         if len(self.segments) > 1:
             check_drafter(drafter)
         self.backend, self.target, self.drafter, self.options = backend, target, drafter, options

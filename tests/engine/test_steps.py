@@ -1,6 +1,7 @@
 """No work that repeats: what is built once stays built, and roles do not share memory."""
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +12,9 @@ from decode.helpers import run
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graph_store import Step
-from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.errors import DeviceError, EngineError
-from pyggml_spec.ggml.device import Backend
+from pyggml_spec.engine.options import EngineOptions, check_masks
+from pyggml_spec.errors import ContextError, DeviceError, EngineError
+from pyggml_spec.ggml.device import Backend, Device
 from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.memory.slots import SlotRange
@@ -225,3 +226,18 @@ def test_a_gpu_builds_the_graphs_of_its_next_span_while_it_computes(pair, monkey
                 spans = {key[2] for key in session.engine.graphs.steps() if key[0] == ("plain" if mode == "plain" else "fused")}
     assert texts[0] == texts[1] and {1024, 2048} <= spans
     assert stats.graphs_built_ahead == 1 and not stats.graphs_built_after_warmup and not stats.buffer_growths_after_warmup
+
+
+@pytest.mark.parametrize("kind, slots, chunk, n_ctx, fits", [
+    ("gpu", 1, 4096, 1 << 19, False), ("gpu", 1, 4096, (1 << 19) - 256, True), ("rpc", 1, 512, 1 << 22, False), ("cpu", 1, 4096, 1 << 23, True),
+    ("gpu", 64, 512, 1 << 21, False), ("gpu", 32, 512, 1 << 21, True),
+])  # fmt: skip
+def test_masks_of_more_values_than_a_gpu_counts_are_refused(kind, slots, chunk, n_ctx, fits):
+    """ggml-cuda takes the number of values as an int: of 2^31 it would launch nothing, and end the process."""
+    device, options = Device("X", "", kind, 0, 0, 0), EngineOptions(n_ctx=n_ctx, chunk=chunk, slots=slots, width=16 if slots == 64 else 31)
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(ContextError, match=r"need masks of more than .*, which X cannot count; use a smaller `chunk`")
+    ):
+        check_masks(options, [SimpleNamespace(device=device)])

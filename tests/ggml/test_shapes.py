@@ -5,6 +5,7 @@ from contextlib import closing
 import pytest
 
 from pyggml_spec.errors import EngineError
+from pyggml_spec.ggml.chain import ChainFields, ChainGraph
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.library import lib
@@ -142,3 +143,19 @@ def test_fields_of_a_step(g):
             fields.output("out", "i32", node)
         with pytest.raises(EngineError, match="ends at byte"):
             fields.output("out", "f32", g.scale(Tensors(g).f32(5000), 2.0))
+
+
+def test_a_copy_between_devices_of_other_strides():
+    """One row of a wider table is contiguous, whatever its stride, and ggml compares strides when the step runs."""
+    with closing(Backend(pick_device("CPU"), 1)) as first, closing(Backend(pick_device("CPU"), 1)) as second:
+        roles = [Role(backend, "test") for backend in (first, second)]
+        with closing(StepIO(second, 4096, [first])) as io, closing(ChainGraph(io, lambda part, at: roles[at], lambda at: None)) as chain:
+            fields = ChainFields(io, chain)
+            chain.enter(0)
+            x = chain.columns(fields.input("x", "f32", 8, 1), 4)
+            chain.enter(1)
+            fields.output("y", "f32", chain.scale(chain.bring(x, 0), 2.0))
+            with pytest.raises(EngineError, match="a copy from part 0 to part 1 of a step of 2 parts does not fit"):
+                chain.plan()
+        for role in roles:
+            role.close()
