@@ -133,21 +133,26 @@ async def send_response(send: Send, response: Response, more_headers: Iterable[t
 
 
 async def unless_gone(receive: Receive, work: Awaitable[None]) -> bool:
-    """Runs ``work``, which is cancelled when the client goes away; whether it came to its end."""
-    doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    """Does ``work``, which is cancelled when the client goes away; whether it came to its end. In the task that calls it: one more would make the first
+    token wait for its turn."""
+    task, gone = asyncio.current_task(), False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        if task is not None:
+            task.cancel()
+
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
+        await work
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        if task is not None:
+            task.uncancel()
     finally:
         watching.cancel()
-        if not doing.done():
-            doing.cancel()
-    try:
-        await doing
-    except asyncio.CancelledError:
-        return False
-    return True
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return not gone

@@ -347,24 +347,29 @@ class Queue:
                 self._waiting[key] = jobs  # its next turn is behind the other keys'
             self.running.add(job)
             job.started = time.perf_counter()
-            if job.ask.sampling is None or job.ask.sampling.is_greedy:
-                self._submit(job)
+            if job.ask.sampling is None or job.ask.sampling.is_greedy:  # which draws nothing: it is given to the engine at once
+                if (handle := self._handle(job)) is not None:
+                    self._submitted(job, handle)
             else:
                 self._loop.run_in_executor(self._pool, self._submit, job)
 
     def _submit(self, job: Job) -> None:
-        """In a thread of the pool where a sampler is made, which may take milliseconds; what draws nothing is given to the engine at once."""
+        """In a thread of the pool: to make a sampler may take milliseconds."""
+        if (handle := self._handle(job)) is not None:
+            self._call(self._submitted, job, handle)
+
+    def _handle(self, job: Job) -> Handle | None:
+        """Gives it to the engine; what the engine refuses ends with the event loop's next turn."""
         ask, concurrent = job.ask, self._concurrent
         seed = ask.sampling.seed if ask.sampling is not None else None
         try:
-            handle = concurrent.submit(
+            return concurrent.submit(
                 ask.ids, ask.max_tokens, mode=ask.mode, sampling=ask.sampling, stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
                 progress=ask.progress, synthetic=self._synthetic(job.number if seed is None else seed) if self._synthetic is not None else None, sink=lambda item: self._wakeup.put(job, item),
             )  # fmt: skip
         except BaseException as error:
             self._call(self._finish, job, End(error))
-            return
-        self._call(self._submitted, job, handle)
+            return None
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -146,9 +146,10 @@ async def _chat_chunks(context: Context, reader: Reader, frame: _Frame, options:
                 told = {"prompt_progress": progress(answer, delta.prompt_read)} | ({"timings": answer.timings()} if options.timings else {})
                 yield frame.delta(index, {"role": "assistant", "content": None}, more=told)
                 continue
+            out = b""
             if index not in begun:
                 begun.add(index)
-                yield frame.delta(index, {"role": "assistant", "content": None})
+                out = frame.delta(index, {"role": "assistant", "content": None})
             changes = _changes(answer, delta, called)
             if delta.logprobs or (options.speculation and delta.tokens):
                 changes = changes or [{"content": ""}]
@@ -156,7 +157,9 @@ async def _chat_chunks(context: Context, reader: Reader, frame: _Frame, options:
             for i, change in enumerate(changes):
                 end = i == len(changes) - 1
                 probabilities = [answer.probability(p) for p in delta.logprobs] if end else []
-                yield frame.delta(index, change, None, probabilities, more if end else {})
+                out += frame.delta(index, change, None, probabilities, more if end else {})
+            if out:
+                yield out
             if last:
                 alone = not options.usage and len(reader.answers) == 1
                 summary = {k: v for k, v in _summary(context, reader.answers, options.verbose).items() if k != "usage"} if alone else {}

@@ -16,6 +16,35 @@ MOST_HEAD = 64 << 10  # bytes in which nothing of a request comes to its end: a 
 HEAD_SECONDS = 30.0
 
 
+class _HeadWithBody:
+    """A transport for one response: its head waits for the first piece of its body, until the event loop's next turn at most. Apart they would be two
+    packets, two wakes of the client, and a turn of the thread of the steps between them, which takes Python's lock when the first one is sent."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head = b""
+        self._begun = False
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._begun:
+            data, self._head = self._head + data, b""
+            self._transport.write(data)
+        elif data.startswith(b"HTTP/1.1 100 "):  # the client waits for it
+            self._transport.write(data)
+        else:
+            self._head, self._begun = data, True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+
 class JsonProtocol(HttpToolsProtocol):
     """What is no HTTP is told so in JSON; so is whoever takes too long for a head, or never comes to its end: neither the parser nor uvicorn has limits."""
 
@@ -51,7 +80,10 @@ class JsonProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_is_there()
         self._moved = True
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.cycle.transport = _HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._moved = True

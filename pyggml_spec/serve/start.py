@@ -171,7 +171,7 @@ async def _serve(
         app = App(Context(served, queue, pool), metrics, keys, origins, settings.most_body)
         config = uvicorn.Config(
             app, http=JsonProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
-            loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, ssl_certfile=settings.certificate, ssl_keyfile=settings.certificate_key,
+            loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, proxy_headers=False, ssl_certfile=settings.certificate, ssl_keyfile=settings.certificate_key,
         )  # fmt: skip
         server = Server(config)
         ending: list[asyncio.Task[None]] = []

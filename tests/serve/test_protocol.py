@@ -78,3 +78,75 @@ def test_what_is_slow_and_long_but_comes_is_answered(monkeypatch):
     chunks = [HEAD + b"transfer-encoding: chunked\r\n\r\n", *[b"c350\r\n" + LONG + b"\r\n"] * 3, b"0\r\n\r\n"]
     got = asyncio.run(say([*one, *one, *chunks]))
     assert got.count(b'{"got":150000}') == 3 and got.count(b"HTTP/1.1 200") == 3
+
+
+class Wrote:
+    """A transport that keeps what each call wrote."""
+
+    def __init__(self):
+        self.pieces, self.closed = [], False
+
+    def write(self, data):
+        self.pieces.append(data)
+
+    def is_closing(self):
+        return self.closed
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_head_leaves_with_the_first_piece_of_its_body():
+    """In a packet of its own it was a wake of the client, and a turn of the thread of the steps, before the first token."""
+
+    async def test():
+        transport = Wrote()
+        head = protocol._HeadWithBody(transport, asyncio.get_running_loop())
+        head.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        head.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        assert transport.pieces == [b"HTTP/1.1 100 Continue\r\n\r\n"]
+        head.write(b"first")
+        head.write(b"second")
+        await asyncio.sleep(0)
+        assert transport.pieces[1:] == [b"HTTP/1.1 200 OK\r\n\r\nfirst", b"second"]
+        for ends in (False, True):  # nothing comes behind it: it leaves with the loop's next turn, or with the end
+            transport = Wrote()
+            head = protocol._HeadWithBody(transport, asyncio.get_running_loop())
+            head.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+            if ends:
+                head.close()
+            else:
+                await asyncio.sleep(0)
+            assert transport.pieces == [b"HTTP/1.1 204 No Content\r\n\r\n"] and transport.closed == ends
+
+    asyncio.run(test())
+
+
+def test_work_ends_with_its_client_and_no_other_way():
+    async def test():
+        gone, ended = asyncio.Event(), []
+
+        async def receive():
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def work(seconds):
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                ended.append(seconds)
+
+        assert await http.unless_gone(receive, work(0)) is True
+        asyncio.get_running_loop().call_soon(gone.set)
+        assert await http.unless_gone(receive, work(3600)) is False and ended == [0, 3600]
+        assert asyncio.current_task().cancelling() == 0  # whoever goes on in this task is not cancelled
+        gone.clear()
+        outer = asyncio.ensure_future(http.unless_gone(receive, work(3601)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        outer.cancel()  # the server ends: that is no client that went away
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        assert ended == [0, 3600, 3601]
+
+    asyncio.run(test())
