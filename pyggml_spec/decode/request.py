@@ -6,11 +6,11 @@ from functools import cache
 
 import numpy as np
 
-from ..checks import whole
+from ..checks import token_ids, whole
 from ..engine.engine import Engine
 from ..engine.options import candidate_widths
 from ..engine.slot import Draft, StepResult, Verify, Work
-from ..errors import EngineError
+from ..errors import ContextError, EngineError
 from ..sampling.sampler import Sampler
 from .accept import Choices, choose_block, first_token
 from .forced import ForcedDrafts
@@ -109,8 +109,8 @@ class Request:
         failed: what its constraint or its scripted drafter has raised before a step, which others share: it ends with it behind the step.
     """
 
-    def __init__(self, prompt: Sequence[int], options: LoopOptions, stats: Stats, width: int) -> None:
-        self.options, self.stats, self.limits = options, stats, options.limits()
+    def __init__(self, prompt: Sequence[int], options: LoopOptions, stats: Stats, width: int, n_vocab: int) -> None:
+        self.options, self.stats, self.limits, self._n_vocab = options, stats, options.limits(), n_vocab
         self.history, self.width = list(prompt), width
         self.speculating = options.mode == SPECULATIVE and options.width > 1
         self.forced: list[int] = []
@@ -157,13 +157,25 @@ class Request:
                     return drafted(kind)
                 return Draft(kind.width, check=self.guide.check if self.guide is not None else None, drafter=kind.drafter, weigh=weigh)
             try:
-                drafts = self.options.drafts(self.history, kind.width - 1)
+                drafts = self._scripted(self.options.drafts, kind.width - 1)
             except Exception as error:
                 self.failed = error
                 return ALONE
             self._begin(drafts)
             return Verify(drafts)
         return ALONE if self.options.mode != REFERENCE else Verify([self.history[-1]] * (self.width - 1))
+
+    def _scripted(self, drafter: Drafts, count: int) -> list[int]:
+        """What it gives, ``count`` ids at most.
+
+        Raises:
+            ContextError: something else, which the engine would refuse, and with it the step that others share.
+        """
+        drafts = drafter(self.history, count)
+        ids = token_ids(drafts, self._n_vocab, "what the scripted drafter gave").tolist() if len(drafts) else []
+        if len(ids) > count:
+            raise ContextError(f"the scripted drafter gave {len(ids)} ids where {count} were asked for")
+        return ids
 
     def _begin(self, drafts: Sequence[int] = ()) -> None:
         if self.guide is not None:

@@ -153,7 +153,7 @@ class Scheduler:
         width = engine.options.width if options.mode == REFERENCE and self.width == 1 else self.width
         stats.mode, stats.width, stats.prompt_tokens = options.mode, 1 if options.mode == PLAIN else width, len(ids)
         stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""
-        stream = Stream(self, Request(ids, options, stats, width), stats)
+        stream = Stream(self, Request(ids, options, stats, width, engine.target.n_vocab), stats)
         stream._known = stream._filled = known
         stream._progress, stream._interrupted = progress, interrupted
         if engine.drafter is None and options.drafts is None:

@@ -412,6 +412,20 @@ def test_every_cancelled_sequence_ends_although_the_end_of_one_raises(scheduler,
     assert scheduler.idle and not any(slot.used for slot in scheduler.engine.slots)
 
 
+@pytest.mark.parametrize(
+    "given, words", [([9999], "9999 is outside"), ([1] * 99, "99 ids where"), ("ab", "gave is 'ab'"), ([0.5], "whole numbers")]
+)
+def test_wrong_ids_of_a_scripted_drafter_end_its_own_sequence_alone(pair, scheduler, given, words):
+    """The engine refused the step that all of them shared, and every sequence ended with that."""
+    texts = prompts(2)
+    wrong = scheduler.submit(texts[0], LoopOptions(20, SPECULATIVE, drafts=lambda history, count: given))
+    other = scheduler.submit(texts[1], DRAFT)
+    scheduler.run()
+    assert other.tokens == pair.solo(texts[1], 20)
+    with pytest.raises(ContextError, match=words):
+        wrong.result()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("mode", [PLAIN, SPECULATIVE])
 def test_a_logit_that_is_no_number_wins_no_greedy_choice(pair, scheduler, monkeypatch, value, mode):
