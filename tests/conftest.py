@@ -1,5 +1,6 @@
 """Models that many tests share."""
 
+import gc
 import os
 
 # Two workers of two threads on two cores: threads that spin at a barrier keep away the one that they wait for. Read when ggml is loaded.
@@ -8,6 +9,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of tests start `pysp
 
 import pytest
 from random_gguf.model import Shape, write_dflash, write_qwen35
+
+gc.disable()  # until the tests are collected: none of what they are made of is garbage, and looking for it is a third of what collecting takes
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor do tests look through it again
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

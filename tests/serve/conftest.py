@@ -1,7 +1,23 @@
-"""One server per module."""
+"""One server per module, and the clients of others: importing them takes seconds, which only the process that runs these tests has to spend."""
+
+from types import ModuleType
 
 import pytest
 from serve.running import Running
+
+
+@pytest.fixture(scope="session")
+def openai() -> ModuleType:
+    import openai
+
+    return openai
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> ModuleType:
+    import anthropic
+
+    return anthropic
 
 
 @pytest.fixture(scope="module")

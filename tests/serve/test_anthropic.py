@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import pytest
 
 ASK = {"model": "x", "max_tokens": 20, "extra_body": {"temperature": 0}, "messages": [{"role": "user", "content": "import os"}]}
@@ -14,7 +13,7 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def client(server):
+def client(server, anthropic):
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
 
 
@@ -86,6 +85,6 @@ def test_errors_have_its_shape(server, body):
     assert response.json()["error"]["type"] == "invalid_request_error" and len(response.json()["error"]["message"]) > 15
 
 
-def test_the_clients_errors(client):
+def test_the_clients_errors(client, anthropic):
     with pytest.raises(anthropic.BadRequestError, match="exceeds the available context"):
         client.messages.create(**{**ASK, "messages": [{"role": "user", "content": json.dumps(list(range(3000)))}]})

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 from serve.running import events
 
@@ -18,11 +17,11 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def client(server):
+def client(server, openai):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def test_models(client, server):
+def test_models(client, server, openai):
     (entry,) = client.models.list().data
     assert entry.id == "target.gguf" and client.models.retrieve(entry.id).id == entry.id
     with pytest.raises(openai.NotFoundError, match="there is no model"):
@@ -189,7 +188,7 @@ def test_tools_may_be_there_without_being_called(client):
     assert "".join(c.choices[0].delta.content or "" for c in chunks)
 
 
-def test_responses(client):
+def test_responses(client, openai):
     got = client.responses.create(model="x", input="import os", instructions="You write Python.", max_output_tokens=12, temperature=0)
     chat = client.chat.completions.create(model="x", messages=CHAT, max_tokens=12, temperature=0)
     assert got.output_text == chat.choices[0].message.content and got.usage.output_tokens == 12 and got.status == "incomplete"
@@ -229,7 +228,7 @@ def test_what_is_wrong_is_named(server, fields, param, stream):
     assert (error["param"] or "").startswith(param or "") and len(error["message"]) > 15
 
 
-def test_the_clients_errors(client):
+def test_the_clients_errors(client, openai):
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model="x", messages=CHAT * 200)
     assert (

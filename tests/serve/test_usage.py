@@ -4,8 +4,6 @@ import contextlib
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-import anthropic
-import openai
 import pytest
 from serve.running import Running
 from serve.test_queue import ask, sent, wait_for
@@ -76,7 +74,7 @@ def small():
 
 
 @pytest.mark.parametrize("who", ["openai", "anthropic"])
-def test_clients_that_get_429_come_again(small, who):
+def test_clients_that_get_429_come_again(small, who, openai, anthropic):
     """Their own retries, as they are: 429 with Retry-After, and an answer in the end. Without retries they say what happened."""
 
     def metric(*names):
