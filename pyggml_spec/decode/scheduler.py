@@ -362,12 +362,12 @@ class Scheduler:
             request.guide.widths = self.widths.useful if self.widths is not None else ()
         rows = [(kind.drafter, engine.graphs.width_for(kind.width)) for kind in looked]
         alone = dict.fromkeys(engine.drafting_role("draft", drafter, width, width) for drafter, width in rows)
-        widest = max((width for _, width in rows), default=1)
+        verified = {min(width, kind.width) for kind in looked for width in candidate_widths(request.options.width)}
         return [
             ("plain", 1),
             *fused,
             *alone,
-            *(("verify", width) for width in candidate_widths(request.options.width) if 1 < width <= widest),
+            *(("verify", width) for width in sorted(verified) if width > 1),
         ]
 
     def _cancel_all(self) -> None:

@@ -12,7 +12,9 @@ from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
+from pyggml_spec.engine.ahead import Ahead
 from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.graphs import StepGraphs
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.ggml.graph import Graph
 from pyggml_spec.ggml.library import ffi, lib, read_tensor
@@ -76,6 +78,22 @@ def test_nothing_is_built_while_it_runs(session):
     session.generate(PROMPTS[0], 40)
     stats = session.generate(PROMPTS[0], 60)[1]
     assert stats.drafted > 0 and (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
+
+
+def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
+    """12 drafts of a chain, all of which may come, were verified by a graph that nobody had built: blocks are of 2, 4, 8 and 16 rows."""
+    monkeypatch.setattr(
+        "pyggml_spec.session.cached_costs", lambda engine, widths, *_, **__: ({1: 1.0, **{w: 0.9 * w for w in widths}}, True)
+    )
+    monkeypatch.setattr(
+        "pyggml_spec.session.cached_kinds", lambda _, kinds, *__: {k: 1.0 if k.width == 12 else 0.9 * k.width for k in kinds}
+    )
+    built, prepare, plan = [], Ahead.prepare, StepGraphs._plan
+    monkeypatch.setattr(StepGraphs, "_plan", lambda *args: (plan(*args), built.append(args[1].graph.role.name)))
+    monkeypatch.setattr(Ahead, "prepare", lambda *args: (prepare(*args), built.clear()))
+    with ps.load(device="CPU", threads=1, n_ctx=256, spec=["draft-mtp"]) as session:
+        stats = session.generate(PROMPTS[0], 60, sampling=ps.Sampling(temperature=0, regex=r"(.|\n){60,99}"))[1]
+        assert stats.widths[12] > 0 and built == []
 
 
 def test_control_c_between_two_steps_leaves_a_usable_session(session):
