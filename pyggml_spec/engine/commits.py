@@ -1,10 +1,12 @@
 """What steps left to be done later: accepted rows of blocks are folded into the recurrent states, and the drafter catches up with plain tokens."""
 
+from collections.abc import Collection, Mapping
+
 import numpy as np
 
 from ..errors import EngineError
 from ..memory.features import CATCH_UPS, RING
-from ..memory.slots import SlotRange
+from ..memory.slots import SlotRange, covering
 from .parts import Parts
 
 
@@ -15,10 +17,10 @@ class Commits:
         self._parts, self._delta, self._ring = parts, parts.delta, parts.ring
         self.catch_ups = 0  # graphs that caught up so far
 
-    def before_rows(self, covered: SlotRange, plain: bool) -> None:
-        """Rows that are certain, ``plain`` tokens or chunks, are about to be written into the states of these slots."""
+    def before_rows(self, slots: Collection[int], covered: SlotRange, plain: bool) -> None:
+        """Rows of these ``slots`` that are certain, ``plain`` tokens or chunks, are about to be written into the states."""
         delta = self._delta
-        self._make_room(1) if plain else self.catch_up()
+        self._make_room(1, slots) if plain else self.catch_up(slots)
         if delta is None:
             return
         if delta.inline:
@@ -26,37 +28,43 @@ class Commits:
         elif delta.is_behind(covered):
             self.flush(covered)
 
-    def before_block(self, width: int, method: str, late: bool) -> None:
-        """Blocks of ``width`` rows are about to be computed, drafted by ``method`` if that is not empty; ``late``: other drafters' rows wait."""
+    def before_block(self, width: int, slots: Collection[int], method: str, late: bool) -> None:
+        """Blocks of ``width`` rows of these ``slots`` are about to be computed, drafted by ``method`` if that is not empty; ``late``: other
+        drafters' rows wait."""
         if late:
-            self._make_room(width)
+            self._make_room(width, slots)
             if method:
-                self.catch_up(method)
+                self.catch_up(slots, method)
         else:
-            self.catch_up()
+            self.catch_up(slots)
         self.lay_out(width)
 
-    def _make_room(self, rows: int) -> None:
-        """For what drafters will read of so many rows."""
-        ring = self._ring
-        for method in ring.methods if ring is not None else ():
-            assert ring is not None
-            if RING - rows < ring.waiting(method, self._committed) > 0:
-                self.catch_up(method)
+    def _make_room(self, rows: int, slots: Collection[int]) -> None:
+        """For what drafters will read of so many rows; who shares steps shares graphs that catch up, too."""
+        if self._ring is None:
+            return
+        for method in self._ring.methods:
+            for slot in slots:
+                if RING - rows < self._waiting(method, slot) > 0:
+                    self.catch_up(slots, method)
+                    break
 
-    @property
-    def _committed(self) -> int:
-        return self._parts.slots[0].cursor.committed
+    def _waiting(self, method: str, slot: int) -> int:
+        assert self._ring is not None
+        return self._ring.waiting(method, self._parts.slots[slot].cursor.committed, slot)
 
     def settle(self, slot: int | None = None) -> None:
         """Commits what is accepted in one slot, or in all: caches and recurrent states hold the whole sequences, whose lengths are final."""
         covered = self._parts.graphs.every if slot is None else SlotRange(slot, 1)
         self._parts.check_landed(covered)
+        self._check_accepted(covered)
+        self.catch_up(covered.slots)
+        self.flush(covered)
+
+    def _check_accepted(self, covered: SlotRange) -> None:
         for index in covered.slots:
             if rows := self._parts.slots[index].open_rows:
                 raise EngineError(f"the last block of {rows} rows in slot {index} is neither accepted nor given up: call accept first")
-        self.catch_up()
-        self.flush(covered)
 
     def flush(self, covered: SlotRange) -> None:
         """Folds what was accepted of last blocks into the recurrent states now; the next step would otherwise do it first.
@@ -78,7 +86,8 @@ class Commits:
         if delta.inline:
             self._commit(self._parts.graphs.every, width)
         else:
-            self.settle()
+            self._check_accepted(self._parts.graphs.every)
+            self.flush(self._parts.graphs.every)
         delta.lay_out(width)
 
     def _commit(self, covered: SlotRange, width_to: int) -> None:
@@ -91,36 +100,46 @@ class Commits:
         step.fields.run()
         delta.accepted[covered.part] = 0
 
-    def catch_up(self, *methods: str) -> None:
-        """Computes the K/V rows that drafters lack, all of them or those of these ``methods``, and what the next draft of a chain begins with (one slot)."""
+    def catch_up(self, slots: Collection[int], *methods: str) -> None:
+        """Computes the K/V rows of these slots that drafters lack, all of them or those of these ``methods``, and what their next draft of a chain
+        begins with."""
         ring = self._ring
-        for method in methods or (ring.methods if ring is not None else ()):
-            if ring is None:
-                return
-            if count := ring.waiting(method, self._committed):
+        if ring is None:
+            return
+        for method in methods or ring.methods:
+            while counts := {slot: min(RING, n) for slot in slots if (n := self._waiting(method, slot))}:
                 self._parts.arrive()
-                first = self._committed - count
-                for done in range(0, count, RING):
-                    self._catch_up(method, first + done, min(RING, count - done))
-            ring.caught_up(method)
+                self._catch_up(method, counts)
+            for slot in slots:
+                ring.caught_up(method, slot)
 
-    def _catch_up(self, method: str, first: int, count: int) -> None:
+    def _catch_up(self, method: str, counts: Mapping[int, int]) -> None:
+        """The first rows of each of these slots that wait, at most RING."""
         p, ring = self._parts, self._ring
         assert p.draft_kv is not None and ring is not None
-        width = next(w for w in CATCH_UPS if count <= w)
-        step = p.graphs.get(p.graphs.role("catchup", method), width, 0)
-        host, at = step.host, ring.at(first, width)
-        at[count:] = at[count - 1]  # rows of trash are computed of real ones: NaN among what was left there would stay
-        host["ring_at"][:] = at
-        host["positions"][:] = first + np.arange(width)
-        p.draft_kv.rows_for(first, width, count, host["kv_rows"])
-        if "boundary" in host:
-            assert p.boundary is not None
-            host["ring_tokens"][:], host["last"][0] = ring.tokens[at], count - 1
-            host["before"][0] = p.boundary.row(0)
-            p.boundary.fill(0, 1, host["boundary"])
-            p.boundary.at[0] = 0
-            if "draft_context" in host:
-                np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
+        covered = covering(counts, len(p.slots))
+        width = next(w for w in CATCH_UPS if max(counts.values()) <= w)
+        step = p.graphs.catching_up(method, width, covered)
+        host = step.host
+        for i, slot in enumerate(covered.slots):
+            own, count = slice(i * width, (i + 1) * width), counts.get(slot, 0)
+            first = p.slots[slot].cursor.committed - self._waiting(method, slot)
+            at = ring.at(first, width, slot)
+            at[count:] = at[max(count - 1, 0)]  # rows of trash are computed of real ones: NaN among what was left there would stay
+            host["ring_at"][own] = at
+            host["positions"][own] = first + np.arange(width)
+            p.draft_kv.rows_for(first, width, count, host["kv_rows"][own])
+            host["kv_rows"][own] += i * (p.draft_kv.live + p.draft_kv.trash)
+            if "boundary" in host:
+                assert p.boundary is not None
+                host["ring_tokens"][own], host["last"][i] = ring.tokens[at], own.start + max(count - 1, 0)
+                host["before"][i] = p.boundary.row(slot)
+                p.boundary.fill(slot, min(count, 1), host["boundary"][i : i + 1])
+        if "draft_context" in host:
+            np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
         step.fields.run()
+        for slot, count in counts.items():
+            if "boundary" in host and p.boundary is not None:
+                p.boundary.at[slot] = 0
+            ring.computed(method, count, slot)
         self.catch_ups += 1

@@ -248,7 +248,7 @@ class Engine:
         """Makes the states of all slots ready for blocks of ``width`` rows, as the first step with such blocks would, which is too late for a group's
         beside another one."""
         self.parts.check_landed(self.graphs.every)
-        self._commits.before_block(self.graphs.width_for(whole(width, "the block width", 2, self.options.width)), "", False)
+        self._commits.before_block(self.graphs.width_for(whole(width, "the block width", 2, self.options.width)), (), "", False)
 
     def abandon(self) -> None:
         """Waits for every group's step, and forgets what it brought: its slots can only be released."""

@@ -23,7 +23,7 @@ class Fill:
     def __init__(self, parts: Parts, graphs: StepGraphs) -> None:
         self._slots, self._target = parts.slots, parts.target
         self._kv, self._delta, self._ring, self._boundary = parts.kv, parts.delta, parts.ring, parts.boundary
-        self._drafting = graphs.draft_parts
+        self._drafting, self._only = graphs.draft_parts, len(parts.slots) == 1
         self._committed, self._real = (ffi.new("int64_t[]", len(parts.slots)) for _ in range(2))
 
     def certain(self, step: Step, width: int, work: Given, rows: Rows, covered: SlotRange) -> None:
@@ -44,7 +44,7 @@ class Fill:
         if "take" in host:
             assert self._delta is not None
             self._delta.fill_take(host["take"], width, covered, single=True)
-        self._ring_rows(host, width)
+        self._ring_rows(host, width, rows, covered)
 
     def block(self, step: Step, width: int, method: str, drafts: int, work: Given, rows: Rows, covered: SlotRange) -> None:
         """The inputs of blocks, given, or with so many drafts of each slot that ``method`` is to make."""
@@ -70,13 +70,22 @@ class Fill:
             self._commit(step, covered)
             if "take" in host:
                 self._delta.fill_take(host["take"], width, covered)
-        self._ring_rows(host, width)
+        self._ring_rows(host, width, rows, covered)
 
-    def _ring_rows(self, host: dict[str, np.ndarray], width: int) -> None:
-        """Where what drafters will read goes, of the only slot."""
-        if "ring_rows" in host:
-            assert self._ring is not None
+    def _ring_rows(self, host: dict[str, np.ndarray], width: int, rows: Rows, covered: SlotRange) -> None:
+        """Where what drafters will read goes."""
+        if "ring_rows" not in host:
+            return
+        assert self._ring is not None
+        if self._only:
             host["ring_rows"][:] = self._ring.at(self._slots[0].cursor.committed, width)
+            return
+        at = host["ring_rows"]
+        at[:] = self._ring.trash
+        for slot, n in rows.items():
+            if (s := self._slots[slot]).drafting:
+                first = (slot - covered.first) * width
+                at[first : first + n] = self._ring.at(s.cursor.committed, n, slot)
 
     def _commit(self, step: Step, covered: SlotRange) -> None:
         """What of the blocks before is folded into the states first."""

@@ -4,12 +4,12 @@ Every graph has ``width`` rows for each slot of its range, one slot after the ot
 
 role      rows                        recurrent state               drafter
 prefill   a padded chunk              written directly              K/V rows of the chunk (STREAMED: with copies of the host's weights)
-plain     1                           written directly              features into the ring (one slot), K/V rows (several)
+plain     1                           written directly              features into the ring (split, several slots: K/V rows)
 verify    W, ids from the host        replay, then left unfolded    K/V rows of the block, or features into the ring
 draft     -                           -                             drafts the blocks alone, to be looked at before they are verified
 fused     W, given or drafted         replay, then left unfolded    drafts the blocks first, then their K/V rows; of others, features into the ring
 commit    -                           replay (one slot: into another width)
-catchup   8 or RING, of one slot      -                             one drafter's K/V rows of the tokens whose features are in the ring
+catchup   8 or RING                   -                             one drafter's K/V rows of the tokens whose features are in the ring
 logits    an exact chunk              written directly              -        (all logits readable; parity checks)
 capture   an exact chunk              written directly              -        (inputs of named target layers readable; doctor)
 
@@ -17,7 +17,7 @@ Over several devices a step is a chain of graphs (``ggml/chain.py``): drafts on 
 the drafter keeps of them, on the last again. The builders below are written for one device; ``_forward`` changes devices where layers do.
 
 What one slot alone has for speed, and several cannot have: [history ; block] lies as it is read, drafts are the verifier's token ids in place,
-drafter and target write the same rows, and rows of drafters that did not draft wait in a ring until they are due.
+and drafter and target write the same rows. Rows of drafters that did not draft wait in a ring until they are due.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ from ..models.drafter import ContextRows, Drafter
 from ..models.segments import Segment
 from ..models.team import Drafts
 from .drafting import Asked, Drafting, drafting_of
-from .graph_store import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore
+from .graph_store import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore, Step
 from .masked import MaskedRows
 from .slot import Slot
 
@@ -235,7 +235,16 @@ class StepGraphs(GraphStore):
         """Those of all drafters, the largest first."""
         for method in self.draft_parts if self.ring is not None and self.drafting else ():
             for width in reversed(CATCH_UPS):
-                self.get(self.role("catchup", method), width, 0)
+                self.catching_up(method, width, self.every)
+
+    def catching_up(self, method: str, width: int, covered: SlotRange) -> Step:
+        """The graph that catches up, the same one whatever steps are to be read of the slots, and whoever is drafted for in this one."""
+        aimed = self.drafting, self.candidates, self.kept
+        self.drafting, self.candidates, self.kept = True, 0, False
+        try:
+            return self.get(self.role("catchup", method), width, 0, covered)
+        finally:
+            self.drafting, self.candidates, self.kept = aimed
 
     # -- parts
 
@@ -553,13 +562,14 @@ class StepGraphs(GraphStore):
         assert self.ring is not None and self.draft_kv is not None
         member = self._member(method)
         self._begin(g, -1)
-        at = f.input("ring_at", "i32", width)
+        total = width * covered.count
+        at = f.input("ring_at", "i32", total)
         features = [g.rows(table, at) for table in self.ring.tables]
         hidden = features.pop() if self.chain is not None else features[0]
-        rows = {"positions": f.input("positions", "i32", width), "kv_rows": f.input("kv_rows", "i64", width)}
-        carry = self._carry(g, f, 1, covered, (member,))
-        tokens = f.input("ring_tokens", "i32", width) if carry is not None else at
-        last = f.input("last", "i32", 1) if carry is not None else None
+        rows = {"positions": f.input("positions", "i32", total), "kv_rows": f.input("kv_rows", "i64", total)}
+        carry = self._carry(g, f, covered.count, covered, (member,))
+        tokens = f.input("ring_tokens", "i32", total) if carry is not None else at
+        last = f.input("last", "i32", covered.count) if carry is not None else None
         done = Done(hidden, features, Given(rows, None, carry, tokens))
         self._context(g, f, done, self._caches(g, self.draft_kv, covered), True, last, (member,))
 

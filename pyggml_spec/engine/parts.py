@@ -106,9 +106,11 @@ class Parts:
         of_slot = ROW_BYTES * widest + tail + 4 * rings * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
         before = [segment.backend for segment in self.segments[:-1]]
         self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192, before))
-        if self.drafter is not None and opt.slots == 1:
+        if self.drafter is not None and (
+            opt.slots == 1 or len(self.segments) == 1
+        ):  # groups of a split target catch up in no step of theirs
             kept, methods = len(self.drafter.captures) + self.drafter.chained, [member.method for member in self.drafter.members]
-            self.ring = self._own(FeatureRing(self.backend, self.target.n_embd, kept, opt.width, methods))
+            self.ring = self._own(FeatureRing(self.backend, self.target.n_embd, kept, opt.width, opt.slots, methods))
         widths = {"prefill": self.chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks}
         for at, member in enumerate(self.drafter.members if self.drafter is not None else ()):
             own = tuple(w for w in blocks if w <= member.block_size) or blocks[:1]
@@ -148,12 +150,11 @@ class Parts:
         method = self.graphs.method_of(method)
         return next(member.block_size for member in self.drafter.members if member.method == method)
 
-    @property
-    def chain_waits(self) -> bool:
-        """Whether the last step left the rows of the drafter of chains for later: the boundary is not its last token's then."""
+    def chain_waits(self, slot: int) -> bool:
+        """Whether the slot's last step left the rows of the drafter of chains for later: the boundary is not its last token's then."""
         if self.ring is None or self.graphs.chain is None:
             return False
-        return self.ring.waits(self.graphs.chain.method)
+        return self.ring.waits(self.graphs.chain.method, slot)
 
     def keep_masked(self, rows: MaskedRows | None) -> None:
         """Owns these from now on, and has graphs leave their logits there where somebody asks."""

@@ -127,7 +127,7 @@ class Sequences:
         if self._delta is not None and self._delta.inline:  # whatever stays of the rows
             self._delta.fill_slot(index, 0)
         if p.ring is not None:
-            p.ring.begin()
+            p.ring.begin(index)
         if p.boundary is not None:
             p.boundary.begin(index)
         s.cursor.reset()
@@ -139,6 +139,8 @@ class Sequences:
         """Ends the sequence. Its memory is cleared before any step of another slot looks at it."""
         s = self.of(slot)
         s.used, s.clean = False, s.clean and self._only
+        if self._parts.ring is not None:
+            self._parts.ring.begin(slot)
         s.cursor.reset()
         s.folded()
         if self._delta is not None:
@@ -159,6 +161,8 @@ class Sequences:
         p.kv.fill_slot(index, 0)
         if p.draft_kv is not None:
             p.draft_kv.fill_slot(index, 0)
+        if p.ring is not None:
+            p.ring.clear(index)
         if self._delta is not None and not self._delta.inline:
             self._delta.fill_slot(index, 0)
         s.clean = True
@@ -205,7 +209,7 @@ class Sequences:
         s.open_rows = 0
         if self._delta is not None:
             self._delta.accepted[slot] = committed - s.base
-        if self._parts.boundary is not None and not self._parts.chain_waits:
+        if self._parts.boundary is not None and not self._parts.chain_waits(slot):
             self._parts.boundary.at[slot] = committed - s.base
 
     def give_up(self, slot: int) -> None:
@@ -236,6 +240,8 @@ class Sequences:
             self.begin(slot, snapshot.drafting)
         with p.sequence.whole(snapshot.committed, snapshot.drafting, slot) as pieces:
             snapshot.pieces.write_to(pieces)
+        if p.ring is not None:
+            p.ring.begin(slot)
         s.cursor.reset()
         s.drafting, s.sound = snapshot.drafting, snapshot.sound
         s.clean = s.clean and s.sound

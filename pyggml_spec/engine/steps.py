@@ -69,7 +69,7 @@ class Steps:
         """I32 [slots, width - 1] drafts of the blocks, F32 [slots, width] sums that are finite if the drafter is sound, and F32 [slots, width - 1]
         what it says of each draft, None if that is nothing."""
         width, method = self._graphs.width_for(max(item.width for item in drafting.values())), self._who(drafting.values())
-        self._commits.catch_up()
+        self._commits.catch_up(drafting)
         role = self._graphs.role("draft", method)
         step = self._graphs.get(role, width, self._parts.kv.span(self._longest(covered) + width), covered)
         self._fill.drafts(step, width, method, drafting, covered)
@@ -157,7 +157,7 @@ class Steps:
     ) -> tuple[Step, int]:
         """What is to be run, and the length of the longest sequence."""
         longest = self._longest(covered)
-        self._commits.before_rows(covered, role == "plain")
+        self._commits.before_rows(rows, covered, role == "plain")
         step = self._graphs.get(role, width, self._graphs.certain_span(role, longest + width), covered, *more)
         self._fill.certain(step, width, work, rows, covered)
         return step, longest
@@ -168,13 +168,17 @@ class Steps:
             self._delta.after_rows(int(role == "plain"))
         if self._parts.boundary is not None:
             self._leave(step, rows)
-        self._store(step, width)
+        self._store(step, width, rows, covered)
 
-    def _store(self, step: Step, width: int, ready: str = "") -> None:
+    def _store(self, step: Step, width: int, rows: Mapping[int, int], covered: SlotRange, ready: str = "") -> None:
         """What a step left for drafters other than the one that is ``ready``."""
-        if "ring_rows" in step.host:
-            assert self._parts.ring is not None
-            self._parts.ring.stored(self._slots[0].cursor.committed, step.host["tokens"][:width], (ready,))
+        if "ring_rows" not in step.host:
+            return
+        assert self._parts.ring is not None
+        for slot, n in rows.items():
+            if (s := self._slots[slot]).drafting:
+                first = (slot - covered.first) * width
+                self._parts.ring.stored(s.cursor.committed, step.host["tokens"][first : first + n], (ready,), slot)
 
     def blocks(
         self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None, late: bool = True
@@ -204,7 +208,7 @@ class Steps:
             role, more, drafts = self._graphs.of_drafts("fused", method, width, max(item.width for item in drafting) - 1)
         else:
             more = self._graphs.late if late else ()
-        self._commits.before_block(width, method, bool(method or more))
+        self._commits.before_block(width, rows, method, bool(method or more))
         longest = self._longest(covered)
         step = self._graphs.get(role, width, self._parts.kv.span(longest + width), covered, *more)
         self._fill.block(step, width, method, drafts, work, rows, covered)
@@ -220,7 +224,8 @@ class Steps:
             self._delta.after_block(covered)
         if self._parts.boundary is not None:
             self._leave(step, rows)
-        self._store(step, width, next((self._graphs.method_of(item.drafter) for item in work.values() if isinstance(item, Draft)), ""))
+        ready = next((self._graphs.method_of(item.drafter) for item in work.values() if isinstance(item, Draft)), "")
+        self._store(step, width, rows, covered, ready)
         ids, sound = step.ids(), step.finite()
         return {slot: self._of_block(step, ids, sound, width, slot, item, rows[slot], covered, times) for slot, item in work.items()}
 

@@ -3,7 +3,7 @@
 Rows of a drafter that is not drafting now are for nothing unless it drafts again, and row by row they are dear: with both drafters of the
 embedded pair a plain step took 1.21 times what it takes without them. So a step stores captured hidden states here for those that did not draft it,
 and one batched graph turns them into K/V rows when their drafter is about to draft, or RING of them wait: 0.016 ms per token of the 1.25 ms of a plain
-step.
+step. Each slot has a ring of its own; one graph catches up for all slots of the step that needs it.
 """
 
 from collections.abc import Iterable
@@ -20,55 +20,64 @@ CATCH_UPS = (8, RING)  # rows of the graphs that catch up
 
 
 class FeatureRing:
-    """F32 [n_embd, RING + width] for each of ``count`` hidden states of a row, zeroed; the row of position p is p modulo their number. Owns its buffer.
+    """F32 [n_embd, (RING + width) * slots + 1] for each of ``count`` hidden states of a row, zeroed. Owns its buffer.
 
-    Attributes:
-        tokens: I32, the token of each row.
+    Position p of a slot has the row p modulo ``rows`` of those that are its own; the last row of all is for what counts nowhere.
     """
 
-    def __init__(self, backend: Backend, n_embd: int, count: int, width: int, methods: Iterable[str]) -> None:
-        self.rows = RING + width
+    def __init__(self, backend: Backend, n_embd: int, count: int, width: int, slots: int, methods: Iterable[str]) -> None:
+        self.rows, self.trash = RING + width, (RING + width) * slots
         params = ffi.new("struct ggml_init_params *", {"mem_size": (count + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
         self._ctx = lib.ggml_init(params[0])
-        self.tables = [lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 2, (n_embd, self.rows)) for _ in range(count)]
+        self.tables = [lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 2, (n_embd, self.trash + 1)) for _ in range(count)]
         self._buffer: Any = backend.allocate(self._ctx)
         if self._buffer == ffi.NULL:
             lib.ggml_free(self._ctx)
-            raise DeviceError(f"no memory for {self.rows} rows of {count * n_embd} captured features on {backend.device.name}")
+            raise DeviceError(f"no memory for {self.trash + 1} rows of {count * n_embd} captured features on {backend.device.name}")
         lib.ggml_backend_buffer_clear(self._buffer, 0)
-        self.tokens = np.zeros(self.rows, np.int32)
-        self._first: dict[str, int | None] = dict.fromkeys(methods)  # position of the first token whose rows a method lacks
+        self.tokens = np.zeros(self.trash, np.int32)  # of each row
+        self.methods = tuple(methods)
+        # of each slot, the position of the first token whose rows a method lacks
+        self._first: list[dict[str, int | None]] = [dict.fromkeys(self.methods) for _ in range(slots)]
 
-    def begin(self) -> None:
+    def begin(self, slot: int = 0) -> None:
         """Another sequence: nothing waits."""
-        self._first = dict.fromkeys(self._first)
+        self._first[slot] = dict.fromkeys(self.methods)
 
-    def at(self, first: int, count: int) -> np.ndarray:
-        """Rows of so many positions, I64 [count]."""
-        return (first + np.arange(count)) % self.rows
+    def clear(self, slot: int) -> None:
+        """Writes zeros over what the slot's sequence left, which may be NaN."""
+        for table in self.tables:
+            lib.ggml_backend_tensor_memset(table, 0, slot * self.rows * table.nb[1], self.rows * table.nb[1])
 
-    def stored(self, first: int, tokens: np.ndarray, ready: Iterable[str]) -> None:
+    def at(self, first: int, count: int, slot: int = 0) -> np.ndarray:
+        """Rows of so many positions of a slot, I64 [count]."""
+        return slot * self.rows + (first + np.arange(count)) % self.rows
+
+    def stored(self, first: int, tokens: np.ndarray, ready: Iterable[str], slot: int = 0) -> None:
         """The rows of ``tokens`` I32 from position ``first`` on were stored; methods that are ``ready`` have theirs."""
-        self.tokens[self.at(first, len(tokens))] = tokens
-        for method, before in self._first.items():
+        self.tokens[self.at(first, len(tokens), slot)] = tokens
+        firsts = self._first[slot]
+        for method, before in firsts.items():
             if before is None and method not in ready:
-                self._first[method] = first
+                firsts[method] = first
 
-    def waiting(self, method: str, committed: int) -> int:
-        """Committed tokens whose rows the method lacks, the last ones."""
-        first = self._first[method]
+    def waiting(self, method: str, committed: int, slot: int = 0) -> int:
+        """Of ``committed`` tokens of a slot those whose rows the method lacks, the last ones."""
+        first = self._first[slot][method]
         return 0 if first is None else committed - first
 
-    def waits(self, method: str) -> bool:
-        """Whether the method lacks the rows of the last block, if any of them counts."""
-        return self._first[method] is not None
+    def waits(self, method: str, slot: int = 0) -> bool:
+        """Whether the method lacks the rows of the slot's last block, if any of them counts."""
+        return self._first[slot][method] is not None
 
-    def caught_up(self, method: str) -> None:
-        self._first[method] = None
+    def computed(self, method: str, count: int, slot: int = 0) -> None:
+        """The method has the rows of the first ``count`` tokens of a slot that waited."""
+        first = self._first[slot][method]
+        assert first is not None
+        self._first[slot][method] = first + count
 
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return tuple(self._first)
+    def caught_up(self, method: str, slot: int = 0) -> None:
+        self._first[slot][method] = None
 
     @property
     def nbytes(self) -> int:

@@ -175,6 +175,8 @@ class PrefixCache:
         if stateful and (now % self.grain or not (wanted or (not self._alone and depth % SHARED_STATE_EVERY == 0))):
             return
         chunks = place.chunks[:depth]
+        if not self._alone:
+            self.engine.settle(slot)  # a last token that came with others' plain ones left rows for drafters to compute
         if not self._alone and not self._keep_rows(slot, place, chunks, chunks):
             return
         if stateful and chunks and STATE not in chunks[-1].copies:

@@ -1,6 +1,7 @@
 """Several drafters of one target: each drafts what it drafts alone, whoever drafted before, and the text is the plain one."""
 
 import itertools
+import random
 from contextlib import ExitStack, closing
 
 import pytest
@@ -10,7 +11,7 @@ from random_gguf.mtp import write_mtp, write_mtp_target
 
 import pyggml_spec as ps
 from pyggml_spec.decode.width import PLAIN_STEP, Kind, WidthControl
-from pyggml_spec.engine.slot import Draft
+from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import EngineError, PairError
 
 BLOCKS, CHAIN, BOTH = "draft-dflash", "draft-mtp", ["draft-dflash", "draft-mtp"]
@@ -235,15 +236,85 @@ def test_several_answers_to_one_prompt_in_eight_slots(team):
         assert [handle.result()[0] for handle in handles] == want
 
 
-def test_a_drafter_that_does_not_draft_catches_up_in_batches(files):
+@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+def test_rows_wait_in_each_slot_for_itself(team):
+    """Slots draft, verify and take plain tokens in steps of their own choice, by either drafter, beside one that is not drafted for and one that ends:
+    each has the drafts that a sequence alone has."""
+    rng, steps = random.Random(5), 45
+    with team.batch(5) as scheduler, closing(ExitStack()) as kept:
+        engine, alone = scheduler.engine, team.engine
+        lengths = {0: 11, 1: 40, 2: 70, 4: 33}
+        for slot in range(5):
+            assert engine.admit(drafting=slot != 4) == slot
+            engine.prefill(list(range(slot, slot + lengths.get(slot, 20))), slot=slot)
+        done = {slot: [] for slot in lengths}
+        for i in range(steps):
+            if i == 20:
+                engine.release(3)
+            if i == 10:
+                snapshot = kept.enter_context(closing(engine.snapshot(1)))
+            if i == 30:
+                engine.restore(snapshot, 1)
+                done[1].append(("restore", done[1].index(("snapshot",))))
+            if i == 10:
+                done[1].append(("snapshot",))
+            method, work = rng.choice(["", "", *BOTH]), {}
+            for slot in rng.sample(sorted(lengths), rng.randint(1, 4)):
+                drafting = method and slot != 4 and rng.random() < 0.7
+                work[slot] = Draft(4, drafter=method) if drafting else Verify(rng.choice([[], [], [7, 8, 9]]))
+            if i == 5:
+                work = {0: Verify(), 2: Prompt([3, 4, 5]), 1: Verify([7, 8, 9])}
+            for slot, result in engine.step(work).items():
+                item, many = work[slot], len(result.tokens)
+                rows = rng.randint(1, many)
+                done[slot].append((item, rows, result.tokens.tolist()))
+                if not isinstance(item, Prompt):
+                    engine.accept(rows, int(result.ids[rows - 1]), slot)
+        catch_ups = engine.catch_ups
+        used = sum(item.rows for work in done.values() for item, *_ in work if isinstance(item, (Draft, Verify, Prompt)))
+    assert 0 < catch_ups < used / 4
+    for slot in (0, 1, 2):
+        alone.reset()
+        alone.prefill(list(range(slot, slot + lengths[slot])))
+        drafted, snapshot = 0, None
+        for item, *what in done[slot]:
+            if item == "snapshot":
+                snapshot = alone.snapshot()
+                continue
+            if item == "restore":
+                alone.restore(snapshot)
+                snapshot.close()
+                continue
+            result = alone.step({0: item})[0]
+            rows, tokens = what
+            assert result.tokens.tolist() == tokens, slot
+            drafted += isinstance(item, Draft)
+            if not isinstance(item, Prompt):
+                alone.accept(rows, int(result.ids[rows - 1]))
+        assert drafted > 5
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_drafter_that_does_not_draft_catches_up_in_batches(files, slots):
     """Its rows were computed in every step: a plain step with both drafters took 1.21 times what it takes without."""
-    with ps.load(files["target"], files["blocks"], spec=BOTH, device="CPU", threads=1, n_ctx=512, draft_width=8) as session:
-        engine = session.engine
-        engine.prefill(list(range(40)))
-        for method, runs in (("", 2), (BLOCKS, 2), (CHAIN, 2)):
+    with ExitStack() as stack:
+        session = stack.enter_context(
+            ps.load(files["target"], files["blocks"], spec=BOTH, device="CPU", threads=1, n_ctx=512, draft_width=8)
+        )
+        engine = session.engine if slots == 1 else stack.enter_context(session.batch(slots)).engine
+        for slot in range(slots):
+            assert slots == 1 or engine.admit() == slot
+            engine.prefill(list(range(40)), slot=slot)
+        for method, runs in (("", 2), (BLOCKS, 2), (CHAIN, 2), ("", 3), (BLOCKS, 2)):
             engine.settle()
             before = engine.catch_ups
-            for _ in range(100):
-                result = engine.fused_step(4, drafter=method) if method else engine.plain_step()
-                engine.accept(1, int(result.ids[0]))
+            for _ in range(60):
+                work = Draft(4, drafter=method) if method else Verify()
+                for slot, result in engine.step(dict.fromkeys(range(slots), work)).items():
+                    engine.accept(1, int(result.ids[0]), slot)
             assert engine.catch_ups - before <= runs
+            if method == CHAIN:
+                built = engine.graphs.counters()
+        after = engine.graphs.counters()
+        assert all(after[name].buffer_growths == was.buffer_growths for name, was in built.items()) and after.keys() == built.keys()
+        assert all(after[name].graphs_built == was.graphs_built for name, was in built.items() if name.startswith("catchup"))
