@@ -696,8 +696,11 @@ class Session:
         scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files, self.other_costs, wanted)
         if slots == 1:  # the same graphs
             scheduler.widths = self.width_control()
-        elif self.costs and (control := self.width_control()) is not None and control.never_pays:
-            scheduler.pin_width(1, NEVER_PAYS)  # where W rows cost W plain steps, those of several sequences are no cheaper
+        elif self.costs and (control := self.width_control()) is not None:
+            if control.never_pays:
+                scheduler.pin_width(1, NEVER_PAYS)  # where W rows cost W plain steps, those of several sequences are no cheaper
+            elif scheduler.widths is not None and not engine.groups:  # whose steps are launched before anybody could look at drafts
+                scheduler.widths.confidence = control.confidence
         return scheduler
 
     def concurrent(

@@ -1,6 +1,6 @@
 """One sequence: what is asked of it, what it does in its next step, and what a step brings it. Alone or among others, this is its life."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -145,7 +145,7 @@ class Request:
         self._begin(self.forced)
         return Verify([*self.forced, *[self.forced[-1]] * (self._forced.width(self.forced) - 1 - len(self.forced))])
 
-    def work(self, kind: Kind, weigh: Callable[[np.ndarray], int] | None = None) -> Work:
+    def work(self, kind: Kind, weigh: Callable[[Mapping[int, np.ndarray]], int] | None = None) -> Work:
         """What it does in a step of this kind. ``weigh``: as in ``Draft``."""
         self._begin()
         self.found = []

@@ -110,6 +110,9 @@ class Scheduler:
         self._changed = False  # somebody came, goes, or has read its prompt
         self._longest_wait = 0  # nanoseconds
         self._looked: Choice | None = None  # what was found for the step
+        # of blocks whose drafter had said something of them, drafts that were verified and right ones; and milliseconds of verifying them
+        self._weighed: dict[int, tuple[int, int]] = {}
+        self._verifying = 0.0
         self._prompts_turn, self._covered = True, 1  # slots that the decoding step covers
         self._padded = [
             next((w for w in (1, *candidate_widths(engine.options.width)) if n <= w), n) for n in range(engine.options.width + 1)
@@ -522,13 +525,13 @@ class Scheduler:
         """The kind of the next step of those that decode."""
         return Kind("", self.width) if self.widths is None else self.widths.choose(self._covered, self._sequences)
 
-    def _weigher(self, kind: Kind) -> Callable[[np.ndarray], int] | None:
-        """Says how many drafts of a block of this kind are to be verified, where its drafter says what they are worth."""
-        confidence = self._confidence(kind)
-        if confidence is None or self.widths is None:
+    def _weigher(self, kind: Kind) -> Callable[[Mapping[int, np.ndarray]], int] | None:
+        """Says how many drafts of blocks of this kind are to be verified, where its drafter says what they are worth."""
+        self._weighed, confidence = {}, self._confidence(kind)
+        if confidence is None or self.widths is None or not self.widths.settled(self._covered):  # whole blocks teach what they cost
             return None
-        pace = self.widths.pace(self._covered, kind, self._sequences)
-        return lambda said: confidence.worth(said.tolist(), pace)
+        pace, covered = self.widths.pace(self._covered, kind, self._sequences), self._covered
+        return lambda said: confidence.worth({slot: of.tolist() for slot, of in said.items()}, pace, covered)
 
     def _confidence(self, kind: Kind) -> Confidence | None:
         """Of a step of this kind, what its drafter's words are worth; None where it says nothing."""
@@ -567,8 +570,11 @@ class Scheduler:
             if stream._suffix is not None:
                 stream._suffix.extend(block)
             stream._rows = item.verified or item.width if isinstance(item, Draft) else item.rows
-            if isinstance(item, Draft) and item.weigh is not None and (confidence := self._confidence(self._kind)) is not None:
-                confidence.observe(len(result.tokens) - 1, len(block) - 1)
+            if isinstance(item, Draft) and item.weigh is not None:
+                self._weighed[stream.slot], self._verifying = (
+                    (len(result.tokens) - 1, len(block) - 1),
+                    1e-3 * (result.times.upload + result.times.compute + result.times.read),
+                )
                 stream._rows = len(result.tokens)  # a block that was cut says nothing of what whole ones take
             stream._matched = len(block) - 1  # forbidden drafts are rejected ones, of blocks that cost less
         if block:
@@ -674,6 +680,8 @@ class Scheduler:
         if self.lookup is not None and len(work) == len(decoding):
             given = all(isinstance(item, Verify) for item in work.values())
             self.lookup.observe(self._covered, width if given else None, milliseconds, sum(s._matched + 1 for s in decoding))
+        if self._weighed and (confidence := self._confidence(self._kind)) is not None:
+            confidence.observe(self._weighed, self._covered, self._verifying if len(work) == len(decoding) == len(self._weighed) else None)
         self._rounds.whole()
         caught_up, self._catch_ups = self.engine.catch_ups != self._catch_ups, self.engine.catch_ups
         if self.widths is not None and (self._looked is None or self._looked.otherwise):

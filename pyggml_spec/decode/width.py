@@ -190,7 +190,7 @@ class WidthControl:
     further kinds of these drafters.
 
     Attributes:
-        confidence: by drafter, of those that say what their drafts are worth, where there is one slot.
+        confidence: by drafter, of those that say what their drafts are worth.
     """
 
     def __init__(self, widths: Mapping[str, Sequence[int]], costs: Mapping[Kind, float] | None = None, more: Iterable[Kind] = ()) -> None:
@@ -327,7 +327,7 @@ class WidthControl:
     def cost(self, covered: int, kind: Kind) -> float:
         """Milliseconds that such a step is expected to take, which are fewer than all of its rows take where its drafter's doubts cut blocks."""
         ms, doubts = self.costs[covered, kind], self.confidence.get(kind.drafter)
-        return ms if doubts is None else max(ms - doubts.saves(kind.width), self.costs[covered, PLAIN_STEP])
+        return ms if doubts is None else max(ms - doubts.saves(kind.width, covered), self.costs[covered, PLAIN_STEP])
 
     def _cheapest(self, covered: int) -> float:
         """Milliseconds of the cheapest block."""

@@ -227,7 +227,9 @@ class StepGraphs(GraphStore):
         for method in self.draft_parts if self._blocks[-1] > 1 else ():
             role = self.role("fused", method)
             self.get(role, self._widths[role][-1], live)
-            if self.slots == 1 and self._member(method).confident:  # how many drafts are verified is decided between two graphs
+            if (self.slots == 1 or not self.split) and self._member(
+                method
+            ).confident:  # how many drafts are verified is decided between two graphs
                 for role in (self.role("draft", method), "verify"):
                     self.get(role, self._widths[role][-1], live)
 

@@ -10,7 +10,7 @@ A slot is one sequence for its whole life and never moves:
     any -- release --> free
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,7 +58,8 @@ class Draft:
     ``masks``: I32 [width - 1] ids to draft from instead of mask tokens; the drafts are then worth nothing, but varied. Chains have none. ``check``:
     asked, once the drafts (I32 [width - 1]) are made, how many of them are worth verifying; fewer rows are computed then, the first one always.
     ``verified``: rows of the graph that verifies them, 0 for ``width``: more rows can cost less (27B shape on one H200: 8 rows 26 ms, 16 21).
-    ``weigh``: of the same drafts, how many are worth verifying by what the drafter says of each, F32 [W - 1], where it does.
+    ``weigh``: of the same drafts, how many are worth verifying by what the drafter says of each, F32 [W - 1] by slot, where it does: asked once
+    for all slots of a step that have it, because the rows of one are the rows of all.
     ``drafter``: the method of the one that drafts, "" for the first; in a step of several slots the same one does for all of them.
     """
 
@@ -67,7 +68,7 @@ class Draft:
     check: Callable[[np.ndarray], int] | None = None
     verified: int = 0
     drafter: str = ""
-    weigh: Callable[[np.ndarray], int] | None = None
+    weigh: Callable[[Mapping[int, np.ndarray]], int] | None = None
 
     @property
     def rows(self) -> int:

@@ -51,11 +51,10 @@ class Steps:
         drafting = {slot: item for slot, item in work.items() if isinstance(item, Draft)}
         ids, sums, said = self._drafts(drafting, covered)
         given: dict[int, Work] = dict(work)
+        worth = self._worth(drafting, said, covered)
         for slot, item in drafting.items():
             drafts = ids[slot - covered.first, : item.width - 1]
-            passed = len(drafts) if item.check is None else item.check(drafts)
-            if item.weigh is not None and said is not None:
-                passed = min(passed, item.weigh(said[slot - covered.first, : item.width - 1]))
+            passed = min(len(drafts) if item.check is None else item.check(drafts), worth.get(slot, len(drafts)))
             rows_of = min(self._graphs.width_for(passed + 1), item.width)
             given[slot], rows = Verify(drafts[: rows_of - 1]), {**rows, slot: rows_of}
         results = self.run(given, rows, covered, meanwhile, late=False)
@@ -64,6 +63,15 @@ class Steps:
                 self._sound(slot, False)
                 results[slot] = replace(results[slot], draft_finite=False)
         return results
+
+    @staticmethod
+    def _worth(drafting: Mapping[int, Draft], said: np.ndarray | None, covered: SlotRange) -> dict[int, int]:
+        """How many drafts of these slots are worth verifying by what the drafter ``said`` of them."""
+        asked: dict[Callable, dict[int, np.ndarray]] = {}
+        for slot, item in drafting.items():
+            if item.weigh is not None and said is not None:
+                asked.setdefault(item.weigh, {})[slot] = said[slot - covered.first, : item.width - 1]
+        return {slot: most for weigh, of in asked.items() for most in (weigh(of),) for slot in of}
 
     def _drafts(self, drafting: Mapping[int, Draft], covered: SlotRange) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """I32 [slots, width - 1] drafts of the blocks, F32 [slots, width] sums that are finite if the drafter is sound, and F32 [slots, width - 1]
