@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import whole
 from ..errors import DeviceError
 from ..pin import installed_libraries
+from . import host_memory
 from .kernels import pick_level
 from .library import FITNESS, Buffer, BufferType, CData, Context, DeviceHandle, LevelHandle, Tensor, check_present, ffi, lib, text
 from .workers import is_worker
@@ -49,6 +50,8 @@ def devices() -> list[Device]:
         dev = lib.ggml_backend_dev_get(index)
         lib.ggml_backend_dev_memory(dev, free, total)
         kind = _KINDS.get(lib.ggml_backend_dev_type(dev), "other")
+        if kind == "cpu":  # ggml calls all of it free
+            free[0] = host_memory.free(total[0])
         found.append(
             Device(text(lib.ggml_backend_dev_name(dev)), text(lib.ggml_backend_dev_description(dev)), kind, free[0], total[0], index)
         )
@@ -134,17 +137,8 @@ def kernels_in_use() -> tuple:
 
 
 def free_bytes(device: Device) -> int:
-    """What the device has free. ggml calls all of the CPU's memory free; Linux knows how much a program can still have."""
-    return min(device.memory_free, _meminfo("MemAvailable", device.memory_free)) if device.kind == "cpu" else device.memory_free
-
-
-def _meminfo(name: str, unknown: int) -> int:
-    """Bytes that Linux reports; ``unknown`` elsewhere."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return unknown
+    """What the device has free, of the CPU's memory now, and of others when they were listed."""
+    return host_memory.free(device.memory_total) if device.kind == "cpu" else device.memory_free
 
 
 def default_threads() -> int:
@@ -222,7 +216,7 @@ class Backend:
         """
         buffer_type = buffer_type or self.default_buffer_type
         need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buffer_type)
-        if self.device.kind == "cpu" and need > free_bytes(self.device) + _meminfo("SwapFree", 0):
+        if self.device.kind == "cpu" and need > free_bytes(self.device) + host_memory.swap():
             return ffi.NULL
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buffer_type)
         if buffer == ffi.NULL:
@@ -236,7 +230,7 @@ class Backend:
         if self.device.kind != "cpu":
             return self.allocate(ctx)
         need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, self.default_buffer_type)
-        return lib.pgs_pages_buffer(ctx) if need <= free_bytes(self.device) + _meminfo("SwapFree", 0) else ffi.NULL
+        return lib.pgs_pages_buffer(ctx) if need <= free_bytes(self.device) + host_memory.swap() else ffi.NULL
 
     def give_back(self, buffer: Buffer) -> None:
         """Frees what ``borrow`` gave."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.ggml import device
+from pyggml_spec.ggml import device, host_memory
 from pyggml_spec.ggml.device import waited_for_core
 
 
@@ -72,7 +72,7 @@ def test_a_system_that_does_not_say(monkeypatch):
 def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
     """Linux gave it all the same, and ended the process when zeros were written to it: "Killed", and nothing else."""
     memory = {"MemAvailable": 64 << 20, "SwapFree": 0}
-    monkeypatch.setattr(device, "_meminfo", lambda name, unknown: memory[name])
+    monkeypatch.setattr(host_memory, "meminfo", lambda name, unknown: memory[name])
     with pytest.raises(
         ps.DeviceError, match=r"a context of 1048576 tokens needs \d+ MiB for K/V on CPU, which has 64 MiB free; use a smaller `n_ctx`"
     ):
@@ -82,6 +82,35 @@ def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
         ps.load(*pair, device="CPU", threads=1, n_ctx=256)
     memory["SwapFree"] = 1 << 30  # slow, but nobody is killed
     ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4).close()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_has_what_its_group_may_have(pair, monkeypatch, tmp_path, version):
+    """The machine's memory was called free: in a container of 4 GiB, "Killed", and nothing else."""
+    limit, used, files = host_memory._NAMES[version]
+    top = tmp_path / ("memory" if version == 1 else "")
+    own = tmp_path / "own"
+    own.write_text("7:cpu,cpuacct:/a\n5:memory:/a/b\n" if version == 1 else "0::/a/b\n")
+    for group, values in (("", ("max" if version == 2 else 1 << 62, 0, 0)), ("a", (96 << 20, 40 << 20, 4 << 20)), ("a/b", (1 << 40, 1, 0))):
+        (top / group).mkdir(parents=True, exist_ok=True)
+        for name, value in zip((limit, used), values, strict=False):
+            (top / group / name).write_text(f"{value}\n")
+        (top / group / "memory.stat").write_text(f"anon 1\n{files[0]} {values[2]}\n{files[1]} {values[2]}\n")
+    monkeypatch.setattr(host_memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN", own)
+    cpu = device.pick_device("CPU")
+    assert cpu.memory_free == device.free_bytes(cpu) == 64 << 20
+    with pytest.raises(ps.DeviceError, match="on CPU, which has 64 MiB free; use a smaller `n_ctx`"):
+        ps.load(*pair, device="CPU", threads=1, n_ctx=1 << 20)
+    (top / "a" / used).write_text("not a number")  # of what nobody says, all is there
+    assert device.free_bytes(cpu) == 96 << 20
+
+
+def test_memory_that_is_taken_is_not_called_free(monkeypatch):
+    """`pyspec devices` said "23.5 GiB free of 23.5 GiB", whatever ran beside it."""
+    monkeypatch.setattr(host_memory, "meminfo", lambda name, unknown: {"MemAvailable": 1 << 20}[name])
+    cpu = next(d for d in device.devices() if d.kind == "cpu")
+    assert cpu.memory_free == min(1 << 20, device.free_bytes(cpu)) and cpu.memory_total > 1 << 30
 
 
 def test_a_backend_is_asked_what_it_is(monkeypatch):

@@ -1,0 +1,73 @@
+"""What a process can still have of the machine's memory: what Linux calls available, and no more than its control group (a container) may have."""
+
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+_NAMES = {  # by version of control groups: limit, what is used, and of that what the kernel takes back: pages of files, a model's among them
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+_GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_NO_LIMIT = 1 << 60  # version 1 has a number of pages near 2^63 bytes
+
+
+def free(total: int) -> int:
+    """Bytes, of ``total``; elsewhere than on Linux all of them, because nobody says."""
+    return min(total, meminfo("MemAvailable", total), *(_room(*group) for group in limited(_GROUPS, _OWN)))
+
+
+def swap() -> int:
+    """Bytes that can be swapped out: slow, but nobody is killed."""
+    return meminfo("SwapFree", 0)
+
+
+def meminfo(name: str, unknown: int) -> int:
+    """Bytes that Linux reports; ``unknown`` elsewhere."""
+    try:
+        return _number(Path("/proc/meminfo"), f"{name}:") * 1024
+    except (OSError, ValueError, IndexError, StopIteration):
+        return unknown
+
+
+@cache  # asked at every allocation: nothing where there is no limit, instead of 0.1 ms
+def limited(groups: Path, own: Path) -> list[tuple[Path, int]]:
+    """The control groups with a limit of memory that this process is in, and their version; ``own``: where Linux says which."""
+    found: dict[Path, int] = {}
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return []
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if not controllers:
+            version, top = 2, groups
+        elif "memory" in controllers.split(","):
+            version, top = 1, groups / "memory"
+        else:
+            continue
+        # a container may see its own group as the top one, whatever the path says
+        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+            found[top / str(group).lstrip("/")] = version
+    return [(group, version) for group, version in found.items() if _limit(group, version) is not None]
+
+
+def _limit(group: Path, version: int) -> int | None:
+    try:
+        limit = int((group / _NAMES[version][0]).read_text())  # "max" is no number
+    except (OSError, ValueError):
+        return None
+    return limit if limit < _NO_LIMIT else None
+
+
+def _room(group: Path, version: int) -> int:
+    limit, (_, used, files) = _limit(group, version), _NAMES[version]
+    if limit is None:
+        return _NO_LIMIT
+    try:
+        return max(0, limit - int((group / used).read_text()) + sum(_number(group / "memory.stat", name) for name in files))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return limit
+
+
+def _number(path: Path, name: str) -> int:
+    """What stands behind ``name`` in a file of names and numbers."""
+    return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name} "))
