@@ -317,8 +317,9 @@ bool pgs_graph_stale(const pgs_graph * graph) {
 }
 
 static int add_cut(pgs_graph * graph, graph_cut cut, char * err) {
-    if (known_fields(graph) == NULL) {
-        snprintf(err, PGS_ERR, "this ggml lays its graphs out in another way, so experts cannot be in host memory with it");
+    // before its first node a graph cannot say how it is laid out: the cut behind that asks
+    if (ggml_graph_n_nodes(graph->gf) > 0 && known_fields(graph) == NULL) {
+        snprintf(err, PGS_ERR, "this ggml lays its graphs out in another way, so weights of steps cannot be in host memory with it");
         return 1;
     }
     graph_cut * cuts = realloc(graph->cuts, (size_t) (graph->n_cuts + 1) * sizeof(*cuts));

@@ -279,9 +279,11 @@ class Session:
     ) -> tuple[Placement | None, Backend | None]:
         """Where the target's experts go, and the CPU that computes those of the host; ``copied``: for prompts, they are to be copied to the device."""
         placement = options.placement(self.target, rows, copied) if options is not None else None
-        if copied and (placement is None or all(len(hot) == self.target.experts.n_expert for hot in placement.hot.values())):  # type: ignore[attr-defined]
+        none_hosted = placement is None or all(len(hot) == self.target.experts.n_expert for hot in placement.hot.values())  # type: ignore[attr-defined]
+        if copied and none_hosted and not self._hosts_layers:
             raise EngineError(
-                "`offload_prompts` is for routed experts that lie in host memory, and none do: keep some there (`n_cpu_moe`; `experts` in Python), or leave it out"
+                "`offload_prompts` is for routed experts and layers that lie in host memory, and none do: keep some there (`n_cpu_moe`, or a CPU beside "
+                "the device; `experts` in Python), or leave it out"
             )
         if placement is None:
             return None, None
@@ -295,6 +297,8 @@ class Session:
         """Memory on the devices for copies of the host's experts, if all have some for it; ``offload`` as of ``load``."""
         if offload is None:
             return None
+        if self._hosts_layers and not self.target.weights.hosts_experts:
+            return self._open_guests(offload)
         for part in getattr(self.target.weights, "parts", [self.target.weights]):
             if part.backend.device.kind == "rpc":
                 return self._without_streams(f"copies for {part.backend.device.name} would go over the network")
@@ -307,9 +311,30 @@ class Session:
             return self._without_streams(f"copies of two layers need {need >> 20} MiB on {name}, which has {free >> 20} MiB free")
         return None
 
+    def _open_guests(self, offload: int | str) -> None:
+        """The same for copies of the layers that the CPU has, on the device behind it."""
+        weights, device = cast(SplitWeights, self.target.weights), self.backends[1].device
+        if device.kind == "rpc":
+            return self._without_streams(f"copies for {device.name} would go over the network")
+        try:
+            stream = weights.open_guests(offload if isinstance(offload, int) else 1)
+        except DeviceError as error:
+            return self._without_streams(str(error))
+        if stream.fits:
+            return None
+        free, need = free_bytes(present(device)), stream.need
+        stream.close()
+        return self._without_streams(f"copies of two layers need {need >> 20} MiB on {device.name}, which has {free >> 20} MiB free")
+
+    @property
+    def _hosts_layers(self) -> bool:
+        """Whether the CPU has layers beside another device."""
+        return len(self.backends) > 1 and self.backends[0].device.kind == "cpu"
+
     def _without_streams(self, why: str) -> None:
+        what = "layers" if self._hosts_layers and not self.target.weights.hosts_experts else "experts"
         self.target.weights.close_streams()
-        self.notes.append(f"prompts of experts in host memory are computed by the CPU: {why}")
+        self.notes.append(f"prompts of {what} in host memory are computed by the CPU: {why}")
 
     def _make_engine(self, options: EngineOptions) -> Engine:
         """Without copies of experts, if it has no memory beside them."""
@@ -331,12 +356,20 @@ class Session:
             chunk = settle(self.engine)
             if chunk is None or chunk.copies >= chunk.host:
                 self.engine.graphs.drop("prefill", STREAMED)
+                self.engine.parts.drop_guests()
                 took = f"a chunk of {chunk.rows} rows takes {chunk.host:.0f} ms there, and {chunk.copies:.0f} ms with copies on {where}" if chunk else (
                     f"a context of {self.engine.options.n_ctx} holds no chunk that could be measured"
                 )  # fmt: skip
                 return self._without_streams(took)
         took = f"; {chunk.rows} rows take {chunk.copies:.0f} ms, by the CPU {chunk.host:.0f} ms" if chunk is not None else ""
         layers, nbytes = sum(len(stream.layers) for stream in streams), sum(stream.nbytes for stream in streams)
+        guests = self.target.weights.guests
+        if guests is not None:
+            self.notes.append(
+                f"chunks of prompts of {streams[0].rows} rows or more compute on {where} with copies of {layers} layer{'s' * (layers > 1)} of the CPU "
+                f"({nbytes / 2**30:.2f} GiB there, {guests.buffer_bytes / 2**30:.2f} GiB of host memory beside the layers{took})"
+            )
+            return None
         self.notes.append(
             f"chunks of prompts of {streams[0].rows} rows or more compute on {where} with copies of the experts of {layers} layer{'s' * (layers > 1)} "
             f"({nbytes / 2**30:.2f} GiB there{took})"
@@ -910,7 +943,8 @@ def load(
         tensor_split: how many layers each of several devices gets, in proportion and in the order in which they are named; None takes their free
             memory, and gives a CPU what GPUs have no room for.
         offload_prompts: chunks of prompts of so many rows or more compute on the device with copies of the experts that ``experts`` keeps in host memory,
-            layer by layer; "auto" measures from how many rows on that is faster. None: the CPU computes what lies in its memory.
+            or of the layers that a CPU beside it has, layer by layer; "auto" measures from how many rows on that is faster. None: the CPU computes what
+            lies in its memory.
         rope: what holds of positions in place of what the target's file says, to stretch its context: as llama.cpp's options of these names.
 
     Raises:

@@ -184,8 +184,8 @@ def expert_options(command):
                 "--offload-prompts",
                 type=OffloadRows(),
                 metavar="ROWS",
-                help="Chunks of prompts of so many rows or more compute on the device, with copies of the experts that are in host memory; auto: "
-                "from where that is faster, which is measured. Default: off.",
+                help="Chunks of prompts of so many rows or more compute on the device, with copies of the experts or layers that are in host memory; "
+                "auto: from where that is faster, which is measured. Default: off.",
             ),
         ]
     ):

@@ -22,7 +22,7 @@ and drafter and target write the same rows. Rows of drafters that did not draft 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -34,11 +34,12 @@ from ..ggml.step_io import StepFields, StepIO
 from ..memory.boundary import BoundaryRows
 from ..memory.delta import DeltaRows, DeltaState
 from ..memory.features import CATCH_UPS, RING, FeatureRing
+from ..memory.guests import Guests
 from ..memory.kv import SPAN, KVCache, padded, spans_up_to
 from ..memory.slots import SlotRange
-from ..models.base import Rows, Seen, Target
+from ..models.base import DeltaLayers, Rows, Seen, Target
 from ..models.drafter import ContextRows, Drafter
-from ..models.segments import Segment
+from ..models.segments import Segment, SplitWeights
 from ..models.team import Drafts
 from .drafting import Asked, Drafting, drafting_of
 from .graph_store import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore, Step
@@ -56,6 +57,17 @@ class Carry(NamedTuple):
     rows: Tensor
 
 
+class BothRows(NamedTuple):
+    """The states of guests' layers, which are the ``first`` so many, and those of the others."""
+
+    guests: DeltaRows
+    first: int
+    own: DeltaRows
+
+    def layer(self, g: Graph, index: int, *more: Any) -> Tensor:
+        return (self.guests if index < self.first else self.own).layer(g, index, *more)
+
+
 STREAMED = "streamed"
 LATE = "late"
 WITHOUT_LAYERS = 4096  # nodes planned for what stands before and behind the layers; a test counts them
@@ -66,7 +78,7 @@ class Given(NamedTuple):
     are such, ``tokens`` I32 [T]."""
 
     rows: dict
-    delta: DeltaRows | None
+    delta: DeltaLayers | None
     carry: Carry | None
     tokens: Tensor
 
@@ -119,6 +131,8 @@ class StepGraphs(GraphStore):
         members = drafter.members if drafter is not None else ()
         self.chain = next((member for member in members if member.chained), None)
         self.masked: MaskedRows | None = None
+        self.guests: Guests | None = None
+        self._visiting: Guests | None = None  # while the graph of a chunk is built that the first device's layers are only guests in
         self.drafting = self.can_draft
         self._blocks = widths["verify"]
         self._builders = {
@@ -198,6 +212,8 @@ class StepGraphs(GraphStore):
     def copies(self, rows: int) -> tuple[str, ...]:
         """What graphs of chunks of so many rows differ in: STREAMED where they compute with copies of weights that lie in host memory."""
         streams = self.target.weights.streams
+        if self.target.weights.guests is not None and self.guests is None:  # several slots
+            return ()
         return (STREAMED,) if streams and rows >= min(stream.rows for stream in streams) else ()
 
     def variants(self, role: str, width: int) -> list[tuple]:
@@ -262,6 +278,8 @@ class StepGraphs(GraphStore):
     def _caches(self, g: Graph, kv: KVCache, covered: SlotRange) -> tuple:
         """The K/V tensors of these slots; rows are counted from the first one. Of another device's layers they are as they are: nobody asks."""
         if self.slots == 1:
+            if self._visiting is not None and kv is self.kv:
+                return (*self._visiting.kv.layers, *kv.layers[len(self._visiting.kv.layers) :])
             return kv.layers
         views = list(kv.layers)
         for i in self._own_caches(g, kv):
@@ -307,7 +325,7 @@ class StepGraphs(GraphStore):
         self._replay(g, f, covered, width, width, True)
         return DeltaRows(self.delta, width, True, take=self._take(f, width, covered))
 
-    def _direct_states(self, g: Graph, f: StepFields, width: int, covered: SlotRange) -> DeltaRows | None:
+    def _direct_states(self, g: Graph, f: StepFields, width: int, covered: SlotRange) -> DeltaLayers | None:
         """The states under rows that are certain. One slot's plain token lies behind its history, as a block of one row does."""
         if self.delta is None:
             return None
@@ -316,13 +334,18 @@ class StepGraphs(GraphStore):
             return DeltaRows(self.delta, 1, False)
         return self._chunk_states(g, f, width, covered, self._take(f, 1, covered) if width == 1 else None)
 
-    def _chunk_states(self, g: Graph, f: StepFields, width: int, covered: SlotRange, take: Tensor | None = None) -> DeltaRows | None:
+    def _chunk_states(self, g: Graph, f: StepFields, width: int, covered: SlotRange, take: Tensor | None = None) -> DeltaLayers | None:
         if self.delta is None:
             return None
         on = f.input("on", "f32", 1, width * covered.count)
         last = f.input("last", "i32", self.delta.history_rows, covered.count)
         self.delta.begin(g, covered, 0, 0, None, None)
-        return DeltaRows(self.delta, 0, False, on, last, take)
+        own = DeltaRows(self.delta, 0, False, on, last, take)
+        guests = self._visiting.delta if self._visiting is not None else None
+        if guests is None:
+            return own
+        guests.begin(g, covered, 0, 0, None, None)
+        return BothRows(DeltaRows(guests, 0, False, on, last, take), guests.shape.layers, own)
 
     def _take(self, f: StepFields, width: int, covered: SlotRange) -> Tensor | None:
         """Where [history ; block] of each of several slots is gathered from."""
@@ -331,6 +354,19 @@ class StepGraphs(GraphStore):
 
     def _entered(self, segment: int) -> None:
         self.target.weights.enter(segment)
+
+    def _streamed(self, g: Graph, layer: int, x: Tensor) -> None:
+        """Nodes of ``layer`` come now: behind it and its weights, if they are copies, and with what came before done with its own."""
+        assert self._visiting is not None
+        (stream,), end = self.target.weights.streams, self.segments[1].first
+        if 0 < layer <= end:
+            g.expand(x)
+            stream.end(g, layer - 1)
+        if layer < end:
+            stream.begin(g, layer)
+            cast(SplitWeights, self.target.weights).visit()
+        elif layer == end:
+            self.target.weights.enter(1)
 
     def _begin(self, g: Graph, segment: int = 0) -> None:
         """The first device of a step."""
@@ -348,20 +384,26 @@ class StepGraphs(GraphStore):
             return Done(*self.target.forward(g, Rows(tokens=now.tokens, delta=now.delta, **now.rows), capture), now)
         chain, here = cast(ChainGraph, g), [now]
         parts = [chain.part]  # of each segment's layers
+        firsts, ends = [segment.first for segment in self.segments], [segment.end for segment in self.segments]
+        if self._visiting is not None:
+            firsts[1] = ends[0] = 0
 
         def rows() -> Rows:
             return Rows(tokens=here[-1].tokens, delta=here[-1].delta, cross=cross, **here[-1].rows)
 
         def cross(layer: int, tensors: tuple) -> tuple[Rows, tuple] | None:
-            if len(parts) == len(self.segments) or layer != self.segments[len(parts)].first:
-                return None
-            chain.enter(len(parts))
-            parts.append(chain.part)
-            here.append(given())
-            return rows(), tuple(x if x is None else chain.bring(x, parts[-2]) for x in tensors)
+            crossed = None
+            if len(parts) < len(self.segments) and layer == firsts[len(parts)]:
+                chain.enter(len(parts))
+                parts.append(chain.part)
+                here.append(given())
+                tensors = tuple(x if x is None else chain.bring(x, parts[-2]) for x in tensors)
+                crossed = rows(), tensors
+            if self._visiting is not None:
+                self._streamed(g, layer, tensors[0])
+            return crossed
 
         hidden, features = self.target.forward(g, rows(), capture)
-        ends = [segment.end for segment in self.segments]
         made = [next((i for i, end in enumerate(ends) if v < end), len(ends) - 1) for v in capture]
         return Done(hidden, [chain.bring(x, parts[i]) for x, i in zip(features, made, strict=True)], here[-1])
 
@@ -457,15 +499,20 @@ class StepGraphs(GraphStore):
 
     def _prefill(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, *more: str) -> dict:
         self.target.weights.streaming = STREAMED in more
+        self._visiting = self.guests if STREAMED in more else None
         try:
             return self._chunk(g, f, width, span, covered)
         finally:
-            self.target.weights.streaming = False
+            self.target.weights.streaming, self._visiting = False, None
 
     def _chunk(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange) -> dict:
         out_row: list[Tensor] = []
 
         def given() -> Given:
+            if self._visiting is not None and g.segment == 0:  # it embeds, and computes no layer
+                tokens = f.tokens(width * covered.count)
+                nothing = dict.fromkeys(("positions", "kv_rows", "mask"), tokens) | {"span": 0, "sliding": None, "kv": ()}
+                return Given(nothing, None, None, tokens)
             rows, delta = self._rows(g, f, width, span, covered), self._chunk_states(g, f, width, covered)
             out_row[:] = [f.input("out_row", "i32", covered.count)]
             return Given(rows, delta, self._carry(g, f, covered.count, covered), f.tokens(width * covered.count))

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import Protocol, TypeVar, cast
 
 from ..errors import DeviceError, EngineError
 from ..ggml.chain import Turns
@@ -12,12 +13,13 @@ from ..memory.boundary import BoundaryRows
 from ..memory.cursor import Cursor
 from ..memory.delta import DeltaHome, DeltaState
 from ..memory.features import FeatureRing
+from ..memory.guests import Guests
 from ..memory.kv import KVCache
 from ..memory.kv_types import KVTypes, check_types
 from ..memory.slots import SlotRange
 from ..memory.snapshot import SequenceMemory
 from ..models.base import KVShape, Target
-from ..models.segments import Segment, check_drafter
+from ..models.segments import Segment, SplitWeights, check_drafter
 from ..models.team import Drafts
 from .graph_store import Step
 from .graphs import MOST_CANDIDATES, StepGraphs
@@ -52,6 +54,8 @@ class Parts:
         lanes: of two groups of slots whose steps can be under way together; none where the target is not split.
         flying: slots whose step is under way in a lane, until it has landed.
         turns: of the devices of a split target, for whoever wants steps part by part.
+        guests: K/V rows and states of the first device's layers on the second one, which computes chunks of prompts with copies of their weights; None
+            where it does not.
     """
 
     kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
@@ -117,6 +121,7 @@ class Parts:
             widths |= {role if at == 0 else f"{role} {member.method}": own for role in ("fused", "draft")}
         caches = self.kv, self.draft_kv, self.delta, self.ring, self.boundary
         self.graphs = self._own(self.graphs_class(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
+        self.guests = self.graphs.guests = self._visitors()
         if len(self.segments) > 1:
             self.turns = self._own(Turns(self.io))
         if self.turns is not None and self._has_groups():
@@ -124,6 +129,32 @@ class Parts:
                 io = self._own(StepIO(self.backend, half_of(opt.slots) * of_slot + 8192, before, self.turns.handle))
                 graphs = self.graphs_class(self.segments, io, self.target, self.drafter, *caches, widths, opt.slots, half_of(opt.slots))
                 self.lanes.append(Lane(io, self._own(graphs)))
+
+    def _visitors(self) -> Guests | None:
+        """Of one slot: several have their prompts computed where the layers are."""
+        weights, opt, shape = self.target.weights, self.options, self.target.delta_shape()
+        if weights.guests is None or opt.slots > 1:
+            return None
+        first = self.target.caches_before(self.segments[1].first)
+        shapes, window, backend = self.target.kv_shapes(), self.target.window, self.segments[1].backend
+        kv = self._cache(shapes[: first[0]], opt.kv, window, max(opt.chunk, opt.width), homes=[(backend, first[0])])
+        delta = None
+        if shape is not None and first[1]:
+            cast(SplitWeights, weights).visit()
+            home = DeltaHome(1, backend, first[1], self.target.delta_row(0))
+            weights.enter(len(self.segments) - 1)
+            delta = self._own(DeltaState([home], replace(shape, layers=first[1]), opt.width, opt.slots, self.planned))
+        there = SequenceMemory(kv, None, delta, shapes, window, first=first)
+        return Guests(kv, delta, there, SequenceMemory(self.kv, None, self.delta, shapes, window, first=first))
+
+    def drop_guests(self) -> None:
+        """Frees what was kept for chunks that compute with copies of layers. No graph over it may be left."""
+        if self.guests is not None:
+            for part in (self.guests.kv, self.guests.delta):
+                if part is not None:
+                    self._owned.remove(part)
+                    part.close()
+            self.guests = self.graphs.guests = None
 
     def _has_groups(self) -> bool:
         return self.options.groups and not ready_for(self.segments, self.options.slots, self.target.weights.expert_counts() is not None)
@@ -221,6 +252,10 @@ class Parts:
             out["draft_kv"] = self.draft_kv.nbytes + sum(part.nbytes for part in (self.ring, self.boundary) if part is not None)
         if self.delta is not None:
             out["recurrent"] = self.delta.nbytes
+        if self.guests is not None:
+            out["kv"] += self.guests.kv.nbytes
+            if self.guests.delta is not None:
+                out["recurrent"] += self.guests.delta.nbytes
         if self.graphs.masked is not None:
             out["compute"] += self.graphs.masked.nbytes
         out["compute"] += sum(lane.graphs.compute_bytes for lane in self.lanes)
@@ -236,6 +271,10 @@ class Parts:
             mine = {"weights": parts[index].nbytes, "kv": kv[index], "compute": sum(of.compute_bytes_on(segment.backend) for of in graphs)}
             if index in states or (last == 0 and states):
                 mine["recurrent"] = sum(states.values()) if last == 0 else states[index]
+            if index == 1 and self.guests is not None:
+                mine["kv"] += self.guests.kv.nbytes
+                if self.guests.delta is not None:
+                    mine["recurrent"] = mine.get("recurrent", 0) + self.guests.delta.nbytes
             out.append(mine)
         out[last] |= {name: nbytes for name, nbytes in whole.items() if name.startswith("draft_")}
         out[last]["compute"] += whole["compute"] - sum(mine["compute"] for mine in out)  # logits that are kept there

@@ -14,7 +14,7 @@ from .ahead import Ahead
 from .commits import Commits
 from .fill import Fill
 from .graph_store import Step
-from .graphs import StepGraphs
+from .graphs import STREAMED, StepGraphs
 from .lanes import Flight
 from .parts import Parts
 from .sequences import Sequences
@@ -154,9 +154,16 @@ class Steps:
         *more: Any,
         ahead: bool = False,
     ) -> tuple[Step, StepTimes]:
-        """Computes rows that are certain, ``width`` of each slot. Cursors stay where they are. ``ahead``: nobody waits for them."""
+        """Computes rows that are certain, ``width`` of each slot. Cursors stay where they are. ``ahead``: nobody waits for them,
+        unless guests have to go home."""
         step, longest = self._rows(role, work, rows, covered, width, *more)
-        times = self._run(step, role, width, covered, longest, meanwhile, *more, ahead=ahead)
+        guests = self._parts.guests if STREAMED in more else None
+        if guests is not None:
+            self._parts.arrive()
+            guests.bring(longest)
+        times = self._run(step, role, width, covered, longest, meanwhile, *more, ahead=ahead and guests is None)
+        if guests is not None:
+            guests.take_back(longest, rows[0])
         self._after_rows(step, role, width, rows, covered)
         return step, times
 

@@ -459,7 +459,7 @@ def layout_of(
     placement = engine.target.weights.placement  # beside a GPU, the host's experts round in another way
     experts = {"experts": hashlib.sha256(repr(placement).encode()).hexdigest()[:32]} if placement is not None else {}
     if streams := engine.target.weights.streams:  # and wide chunks as the device does
-        experts["copies of experts"] = f"for chunks of {min(stream.rows for stream in streams)} rows"
+        experts["copies of the host's weights"] = f"for chunks of {min(stream.rows for stream in streams)} rows"
     lines = {
         **experts,
         **({"slots": f"shared, chunks of {min(engine.options.chunk, GRAIN)}"} if shared else {}),

@@ -136,17 +136,20 @@ class Pieces:
 class SequenceMemory:
     """Where the caches of an engine keep the sequence of a slot. Borrows the caches.
 
-    ``shapes``: of the target's attention layers, in the order of ``kv.layers``; ``window``: positions that its sliding layers see.
+    ``shapes``: of the target's attention layers, in the order of ``kv.layers``; ``window``: positions that its sliding layers see. ``first``: only of the
+    first so many of the attention layers, and of the delta-net layers.
     """
 
     def __init__(
         self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int,
-        boundary: BoundaryRows | None = None
+        boundary: BoundaryRows | None = None, first: tuple[int, int] | None = None
     ) -> None:  # fmt: skip
         self._kv, self._draft_kv, self._delta, self._window, self._boundary = kv, draft_kv, delta, window, boundary
+        layers, states = first if first is not None else (len(kv.layers), delta.shape.layers if delta is not None else 0)
+        self._states = states
         in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
-        self._full = [t for layer, ring in zip(kv.layers, in_ring) if not ring for t in layer.stored]
-        self._ringed = [t for layer, ring in zip(kv.layers, in_ring) if ring for t in layer.stored]
+        self._full = [t for layer, ring in zip(kv.layers[:layers], in_ring) if not ring for t in layer.stored]
+        self._ringed = [t for layer, ring in zip(kv.layers[:layers], in_ring) if ring for t in layer.stored]
         self._drafter = [t for layer in draft_kv.layers for t in layer.stored] if draft_kv is not None else []
         self._backends = {
             t: cache.backend_of(t) for cache in (kv, draft_kv) if cache is not None for layer in cache.layers for t in layer.stored
@@ -172,7 +175,7 @@ class SequenceMemory:
     def _pieces(self, slot: int, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
         tensors = self._full + (self._drafter if drafting else [])
         delta = self._delta if state_of is not None else None
-        layers = delta.shape.layers if delta is not None else 0
+        layers = self._states if delta is not None else 0
         pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed) + 1)
         for tensor in tensors:
             pieces.add_rows(tensor, self._backends[tensor], slot, first, count)

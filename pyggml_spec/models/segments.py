@@ -19,6 +19,7 @@ from ..ggml.weight_stream import WeightStream
 from .base import Target
 from .dflash import DFlash
 from .eagle3 import Eagle3
+from .guests import GuestWeights
 from .mtp import MTP
 from .placement import Placement
 from .team import Drafts
@@ -165,7 +166,10 @@ class SplitWeights:
     Attributes:
         segments: of the layers.
         parts: each one's weights.
+        guests: those of the first segment's layers, while the second one's device computes chunks of prompts with copies of them.
     """
+
+    guests_class = GuestWeights  # planning puts one without memory here
 
     def __init__(
         self,
@@ -180,8 +184,9 @@ class SplitWeights:
     ) -> None:
         """``borrowed``: the last device has the embedding too, for drafters that come later."""
         check_drafter(drafter)
-        self.segments, self.placement, self.file = tuple(segments), placement, target.file
+        self.segments, self.placement, self.file, self._target = tuple(segments), placement, target.file, target
         self.parts: list[Weights] = []
+        self.guests: GuestWeights | None = None
         specs, groups, alike = target.specs(), target.groups(), target.fused_alike()
         borrowed = borrowed or borrows_embedding(drafter)
         needed = [specs_on(specs, segments, index, borrowed) for index in range(len(segments))]
@@ -203,6 +208,30 @@ class SplitWeights:
     def enter(self, segment: int) -> None:
         """Says which segment's graph is being built from now on."""
         self._here = self.parts[segment]
+
+    def visit(self) -> None:
+        """In the second segment's graph, layers of the first one are added from now on."""
+        assert self.guests is not None
+        self._here = self.guests
+
+    def open_guests(self, rows: int, progress: Callable[[int, int], None] | None = None) -> WeightStream:
+        """Chunks of ``rows`` rows and more compute on the second device with copies of the first one's layers from now on, if it has memory for them:
+        see the stream's ``fits``.
+
+        Raises:
+            DeviceError: the host has none.
+        """
+        (host, _, end), (device, *_) = self.segments[:2]
+        specs = [spec for spec in self._target.specs() if spec.name.startswith("blk.") and int(spec.name.split(".")[1]) < end]
+        names = {spec.name for spec in specs}
+        groups = {name: members for name, members in self._target.groups().items() if set(members) <= names}
+        families = [tuple(name for name in family if name in groups) for family in self._target.fused_alike()]
+        self.guests = self.guests_class(host, device, self.parts[1], self.file, specs, groups, families, progress)
+        stream = self.parts[1].open_stream(rows, self.guests.layers)
+        assert stream is not None
+        if stream.fits:
+            self.guests.lend(stream)
+        return stream
 
     # -- of the segment that is being built
 
@@ -244,6 +273,10 @@ class SplitWeights:
     # -- of all
 
     @property
+    def hosts_experts(self) -> bool:
+        return any(part.hosts_experts for part in self.parts)
+
+    @property
     def streams(self) -> list[WeightStream]:
         return [stream for part in self.parts for stream in part.streams]
 
@@ -263,6 +296,9 @@ class SplitWeights:
     def close_streams(self) -> None:
         for part in self.parts:
             part.close_streams()
+        if self.guests is not None:
+            self.guests.close()
+            self.guests = None
 
     def expert_counts(self) -> ExpertCounts | None:
         counts = [count for part in self.parts if (count := part.expert_counts()) is not None]
@@ -304,6 +340,7 @@ class SplitWeights:
         return sum(part.nbytes for part in self.parts)
 
     def close(self) -> None:
+        self.close_streams()
         for part in reversed(self.parts):
             part.close()
         self.parts = []

@@ -136,6 +136,7 @@ class Weights:
     """
 
     segments: tuple = ()  # of layers on several devices; see segments.py
+    guests: "Weights | None" = None  # of layers in host memory that a device computes with copies of; see guests.py
     stream_class = WeightStream  # planning puts one without memory here
 
     def __init__(
@@ -166,8 +167,7 @@ class Weights:
         self.bytes_by_type: dict[str, int] = {}
         self.repacked_bytes = 0
         self.own_bytes, self.other_matrix_bytes = 0, 0  # of matrices whose products our own kernels make, and of the others
-        own = [OWN] if backend.level is not None else []
-        self._bufts: list[BufferType | None] = [*own, *backend.extra_buffer_types(), backend.default_buffer_type]
+        self._bufts = self._types_of(backend)
         self._chosen: dict[tuple[int, tuple[int, ...], str], int] = {}
         try:
             specs = list(specs)
@@ -178,6 +178,11 @@ class Weights:
         except BaseException:
             self.close()
             raise
+
+    def _types_of(self, backend: Backend) -> list[BufferType | None]:
+        """The buffer types that tensors may lie in, the first one first that can run what is asked of them."""
+        own = [OWN] if backend.level is not None else []
+        return [*own, *backend.extra_buffer_types(), backend.default_buffer_type]
 
     # -- planning
 
@@ -474,15 +479,21 @@ class Weights:
 
     # -- copies of them on the device, for wide chunks of prompts
 
-    def open_stream(self, rows: int) -> WeightStream | None:
-        """Chunks of ``rows`` rows and more compute with copies of the host's experts from now on. Owns the stream, unless there was no memory for it
-        (see its ``fits``); None where all experts are on the device."""
-        if not self._hosted:
+    def open_stream(self, rows: int, layers: dict[int, dict[str, Tensor]] | None = None) -> WeightStream | None:
+        """Chunks of ``rows`` rows and more compute with copies of the host's experts from now on, or of these ``layers``. Owns the stream, unless there
+        was no memory for it (see its ``fits``); None where all experts are on the device."""
+        sources = self._hosted if layers is None else layers
+        if not sources:
             return None
-        stream = self.stream_class(self.backend, self._hosted, rows)
+        stream = self.stream_class(self.backend, sources, rows)
         if stream.fits:
             self.stream = stream
         return stream
+
+    @property
+    def hosts_experts(self) -> bool:
+        """Whether some lie in host memory."""
+        return bool(self._hosted)
 
     @property
     def streams(self) -> list[WeightStream]:

@@ -28,6 +28,7 @@ from ..ggml.weight_stream import WeightStream
 from ..gguf_io import GGUFFile
 from ..memory.kv import SPAN, KVCache
 from ..memory.kv_types import MOST_CONTEXT, KVTypes
+from ..models.guests import GuestWeights
 from ..models.placement import ExpertOptions, Placement
 from ..models.registry import open_target
 from ..models.segments import SplitWeights
@@ -107,6 +108,21 @@ class PlannedWeights(Weights):
         return self._planned
 
 
+class PlannedGuests(GuestWeights):
+    """What goes to the device has no memory, and neither has what lies in the host's."""
+
+    _upload, _upload_experts, _upload_values, _inside = (
+        PlannedWeights._upload,
+        PlannedWeights._upload,
+        PlannedWeights._upload,
+        PlannedWeights._inside,
+    )
+
+    def _allocate(self, home: int, jobs: list) -> None:
+        ctx = self._context(len(jobs))
+        self._buffers.append(_Pretence(ctx, self._new_tensors(ctx, home, jobs), lib.ggml_backend_cpu_buffer_type()).buffer)
+
+
 class PlannedKV(KVCache):
     """K/V rows without memory."""
 
@@ -184,7 +200,7 @@ class Plan:
         free: what the device had free, before anything was loaded.
         largest_context: the longest context up to the trained one that fits, a multiple of 256 or the trained one; 0 if none does.
         split: the devices that share the layers; empty for one. A device that is named twice is one that has to have room for both.
-        copied: bytes of the weights in ``memory`` that are copies of experts in host memory, for prompts (``offload_prompts``).
+        copied: bytes of the weights in ``memory`` that are copies of experts or layers in host memory, for prompts (``offload_prompts``).
     """
 
     device: str
@@ -440,6 +456,7 @@ def _plan_on(
         placed = session._place_experts(experts, threads, max(options.chunk, width), offload is not None)
         if segments:
             split = SplitWeights(target, segments, drafter, *placed, lambda done, total: None, PlannedWeights.of_part)
+            split.guests_class = PlannedGuests
             target.weights = cast(Weights, own(split))
         else:
             target.weights = own(PlannedWeights(backend, target, *placed))

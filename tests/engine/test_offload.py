@@ -8,8 +8,8 @@ import pytest
 from ggml.kernel_graphs import LEVELS
 from models.test_placement import WRITERS
 from pairs import write_pair
-from random_gguf.archs import write_gpt_oss, write_qwen35moe
-from random_gguf.model import Shape, write_dflash
+from random_gguf.archs import write_gemma4, write_gpt_oss, write_qwen35moe
+from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
 from pyggml_spec.decode import copying
@@ -20,6 +20,7 @@ from pyggml_spec.ggml.device import Backend
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.memory.prefix import layout_of
+from pyggml_spec.models import guests as guests_module
 from pyggml_spec.models import weights as weights_module
 from pyggml_spec.models.placement import ExpertOptions, Routing, routed_layers
 from pyggml_spec.models.registry import open_target
@@ -282,10 +283,128 @@ def test_rows_of_other_kernels_of_the_host_are_not_mixed(tmp_path):
     assert len(seen) == 2
 
 
+# -- dense layers: the first ones are a CPU's beside the device
+
+
+def layers_of_the_cpu(path, count, rows=1, **more):
+    """A session whose first ``count`` layers of four are one CPU's, the others another's."""
+    return loaded(path, more.pop("draft", None), None, rows, device="CPU,CPU", tensor_split=[count, 4 - count], **more)
+
+
+CUT = {
+    "qwen35": write_qwen35,
+    "gpt-oss": write_gpt_oss,
+    "deepseek2": WRITERS["deepseek2"],
+    "gemma4": lambda path, *more: write_gemma4(path, *more, shared=False),
+}
+
+
+@pytest.mark.parametrize("arch", CUT)
+def test_layers_of_the_cpu_have_the_bits_of_the_device(tmp_path, arch):
+    """Behind every chunk their rows and states are at home again, for the next one and for what is generated."""
+    path = CUT[arch](tmp_path / "t.gguf", Shape(), "F16")
+    with loaded(path, experts=None, rows=None) as session:
+        want = seen(session)
+    for count in (1, 3):
+        with layers_of_the_cpu(path, count) as session:
+            found = seen(session)
+            (stream,) = session.target.weights.streams
+            assert (len(stream.layers), stream.counts().chunks) == (count, 1 + 1 + 2 + 3 + 2)
+            assert f"compute on CPU with copies of {len(stream.layers)} layer" in session.notes[-1] and "of the CPU (" in session.notes[-1]
+        np.testing.assert_array_equal(found[0], want[0])
+        assert found[1] == want[1]
+
+
+def test_rings_of_the_cpus_layers(tmp_path):
+    path, ids = write_gpt_oss(tmp_path / "t.gguf", Shape(), "F16"), IDS * 3
+    found = []
+    for rows in (None, 32):
+        with layers_of_the_cpu(path, 3, rows, n_ctx=700, chunk=32) as session:
+            assert session.engine.parts.kv.ring == 256
+            session.engine.prefill(ids[:437])  # 21 rows more than whole chunks, behind more than one turn of the ring
+            found.append((session.engine.candidates(0)[1].copy(), session.generate(ids[:300], 12, ignore_end=True)[0]))
+            assert rows is None or counts(session)[0][1] == 14 + 10
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_drafters_and_prefixes_behind_copies_of_layers(tmp_path):
+    """The drafter reads what layers gave that are copies; prompts begin where others ended; several slots leave prompts to the CPU."""
+    shape = Shape()
+    target, draft = write_qwen35(tmp_path / "t.gguf", shape, "F16"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
+    texts, drafts = [], []
+    for rows in (None, 33):
+        with layers_of_the_cpu(target, 3, rows, draft=draft, draft_width=4, prefix_memory=1 << 24) as session:
+            engine, waited = session.engine, []
+            engine.prefill(IDS, stop=lambda waited=waited, parts=engine.parts: waited.append(parts.under_way is None))
+            drafts.append(engine.fused_step(4).tokens.tolist())
+            assert rows is None or waited == [True] * 3
+            for key, step in engine.graphs.steps().items():
+                if "streamed" in key:  # hidden rows go to the device, and nothing comes from where no layer was computed
+                    assert [hop[:2] for hop in step.graph.hops] == [(0, 1)]
+            texts.append([session.generate(IDS[:end], 10, ignore_end=True)[0] for end in (70, 140, 140)])
+            texts[-1].append(session.generate(IDS[:100], 10, mode="plain", ignore_end=True)[0])
+            before = counts(session)
+            with session.batch(2) as scheduler:
+                streams = [scheduler.submit(IDS[: 50 + 30 * i], LoopOptions(10, SPECULATIVE)) for i in range(3)]
+                scheduler.run()
+                texts[-1] += [list(stream.tokens) for stream in streams]
+            assert counts(session) == before and (rows is None or before[0][1] > 3)
+    assert texts[0] == texts[1] and drafts[0] == drafts[1]
+
+
+def test_narrow_chunks_between_wide_ones_find_what_those_left(tmp_path):
+    """One of 20 rows, by the CPU, lies behind one by copies and before another."""
+    path, found = write_qwen35(tmp_path / "t.gguf", Shape(), "F16"), []
+    for rows in (None, 64):
+        with layers_of_the_cpu(path, 2, rows) as session:
+            engine = session.engine
+            for first, end in ((0, 64), (64, 84), (84, 148), (148, 150)):
+                engine.prefill(IDS[first:end])
+            found.append(engine.candidates(0)[1].copy())
+            assert rows is None or counts(session)[0][1] == 2
+    np.testing.assert_array_equal(*found)
+
+
+def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
+    """Of the device, of the host, or for an engine beside them; or that copies do not make faster: the CPU computes its layers, and the note says why."""
+    path = write_qwen35(tmp_path / "t.gguf", Shape(), "F16")
+    with layers_of_the_cpu(path, 2, None) as session:
+        want, memory = seen(session), session.engine.memory()
+
+    def check(words, rows=1):
+        with layers_of_the_cpu(path, 2, rows) as session:
+            assert session.notes[-1].startswith("prompts of layers in host memory are computed by the CPU: ") and words in session.notes[-1]
+            assert session.engine.memory() == memory and counts(session) == [] and session.engine.parts.guests is None
+            np.testing.assert_array_equal(seen(session)[0], want[0])
+
+    allocate = Backend.allocate
+    with monkeypatch.context() as m:
+        m.setattr(Backend, "allocate", lambda self, ctx, *more: ffi.NULL if "weight_stream" in _caller() else allocate(self, ctx, *more))
+        check("copies of two layers need")
+    with monkeypatch.context() as m:
+        m.setattr(guests_module, "free_bytes", lambda device: 1 << 20)
+        check("MiB of host memory beside them, of which 1 are free")
+    with monkeypatch.context() as m:
+        m.setattr(copying, "chunk_cost", lambda engine, rows, copies: 2.0 if copies else 1.0)
+        m.setenv("XDG_CACHE_HOME", str(tmp_path))
+        check("a chunk of 64 rows takes 1 ms there, and 2 ms with copies on CPU", "auto")
+
+
+def test_experts_of_the_host_take_the_copies(tmp_path):
+    """Layers of the CPU and experts of the device's layers: a step has copies of one kind."""
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "F16")
+    with loaded(path, rows=None, device="CPU,CPU", tensor_split=[2, 2]) as session:
+        want = seen(session)
+    with loaded(path, device="CPU,CPU", tensor_split=[2, 2]) as session:
+        assert session.target.weights.guests is None and len(session.target.weights.streams) == 2
+        np.testing.assert_array_equal(seen(session)[0], want[0])
+
+
 def test_refusals(tmp_path):
     routed, (dense, _) = write_qwen35moe(tmp_path / "r.gguf"), write_pair(tmp_path, "qwen35")
     for path, experts, rows, words in (
-        (routed, None, 1, "`offload_prompts` is for routed experts that lie in host memory, and none do"),
+        (routed, None, 1, "`offload_prompts` is for routed experts and layers that lie in host memory, and none do"),
         (routed, ExpertOptions(0, 1.0), 1, "and none do"),
         (routed, ExpertOptions(count=True), 1, "and none do"),
         (dense, None, "auto", "and none do"),

@@ -17,10 +17,10 @@ from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET, Session
 from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
 
 
-def _assert_exact(target, draft, **options):
+def _assert_exact(target, draft, device="CPU", **options):
     """Every purpose to the byte: the plan is the engine's own code without memory, so any difference is a drift between the two."""
-    planned = plan(target, draft, device="CPU", **options)
-    with ps.load(target, draft, device="CPU", **{"threads": 1, **options}) as session:
+    planned = plan(target, draft, device=device, **options)
+    with ps.load(target, draft, device=device, **{"threads": 1, **options}) as session:
         loaded = session.engine.memory()
         assert planned.n_ctx == session.engine.options.n_ctx
         by_type = dict(session.target.weights.bytes_by_type)
@@ -96,6 +96,17 @@ def test_copies_of_experts_for_prompts(tmp_path, write):
     without, planned = plan(path, **options), _assert_exact(path, None, n_ctx=300, experts=ExpertOptions(3), offload_prompts=1)
     assert 0 < planned.copied == planned.memory["weights"] - without.memory["weights"] < planned.host_bytes
     tight = plan(path, **options, offload_prompts=1, free=without.total)
+    assert tight.fits and (tight.copied, tight.memory) == (0, without.memory)
+
+
+def test_copies_of_layers_are_planned(tmp_path):
+    """Two places for the weights, and the layers' own rows and states on the device that computes chunks with them."""
+    path, options = write_qwen35(tmp_path / "t.gguf", Shape(), "Q4_K"), {"device": "CPU,CPU", "n_ctx": 300, "tensor_split": [3, 1]}
+    without, planned = plan(path, **options), _assert_exact(path, None, offload_prompts=1, **options)
+    assert 0 < planned.copied == planned.memory["weights"] - without.memory["weights"]
+    assert planned.memory["recurrent"] == 2 * without.memory["recurrent"] and planned.memory["kv"] > without.memory["kv"]
+    assert planned.split[0].total == without.split[0].total and planned.split[1].total > without.split[1].total
+    tight = plan(path, **options, offload_prompts=1, free=sum(part.total for part in without.split))
     assert tight.fits and (tight.copied, tight.memory) == (0, without.memory)
 
 
