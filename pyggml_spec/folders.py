@@ -41,6 +41,17 @@ def cache_folder() -> Path:
     return folder
 
 
+def why_nothing_is_kept() -> str:
+    """A sentence where the cache folder cannot be made or written; empty where it can."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        why = "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+    return why and f"{folder} cannot keep what was measured ({why}), so every start measures again; name another folder in PYSPEC_CACHE"
+
+
 def _why_not_own(folder: Path) -> str:
     """Makes a folder beside the temporary files, where anybody may have made it before; what is wrong with it, empty if nothing is.
 

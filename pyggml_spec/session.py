@@ -29,6 +29,7 @@ from .engine.options import MOST_WIDTH, WIDEST_CHUNK, EngineOptions, candidate_w
 from .engine.parts import Closable, P
 from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
 from .events import StepEvent
+from .folders import why_nothing_is_kept
 from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, present
 from .ggml.devices import in_order, open_backends, pick_devices
 from .ggml.library import versions
@@ -417,6 +418,8 @@ class Session:
         widths, (first, *_) = candidate_widths(self.engine.options.width), self.drafter.members
         self.costs, self.costs_cached = cached_costs(self.engine, tuple(w for w in widths if w <= first.block_size), fresh)
         kinds = [kind for member in self.drafter.members for kind in _kinds_of(member, widths)]
+        if not self.costs_cached and (why := why_nothing_is_kept()) and why not in self.notes:
+            self.notes.append(why)
         known = {Kind(first.method, width): ms for width, ms in self.costs.items() if width > 1}
         costs = known | cached_kinds(self.engine, tuple(kind for kind in kinds if kind not in known), fresh) if known else {}
         self.other_costs = {kind: ms for kind, ms in worth_keeping(costs).items() if kind not in known}

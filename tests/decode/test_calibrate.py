@@ -13,7 +13,7 @@ from pyggml_spec.decode import calibrate
 from pyggml_spec.decode.calibrate import FILL, START, cached_costs, step_cost, step_costs
 from pyggml_spec.decode.width import WidthControl
 from pyggml_spec.errors import BuildError, ContextError, PyspecError
-from pyggml_spec.folders import build_folder, cache_folder
+from pyggml_spec.folders import build_folder, cache_folder, why_nothing_is_kept
 
 
 @pytest.fixture
@@ -99,7 +99,14 @@ def test_a_cache_that_cannot_be_written_is_no_error(pair, tmp_path, monkeypatch)
     blocked.write_text("")
     monkeypatch.setenv("PYSPEC_CACHE", str(blocked / "below"))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
-        assert session.costs
+        assert (
+            session.costs
+            and f"{blocked / 'below'} cannot keep what was measured (Not a directory), so every" in session.engaged().notes[-1]
+        )
+        monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "a" / "b"))
+        assert why_nothing_is_kept() == "" and (tmp_path / "a" / "b").is_dir()
+        monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+        assert "b cannot keep what was measured (it cannot be written)" in why_nothing_is_kept()
 
 
 def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
