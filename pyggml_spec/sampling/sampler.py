@@ -72,6 +72,7 @@ class Sampling:
             before it the text is free.
             None: the constraint holds from the beginning.
         logprobs: report the log probability of every token and of this many most likely ones, under the model itself, before any sampler.
+        logprobs_after: report those that the token was drawn from instead, behind all samplers; tokens without any are left out.
 
     Raises:
         SamplingError: a value out of range, an unknown sampler, or several constraints.
@@ -96,6 +97,7 @@ class Sampling:
     lark: str | None = None
     triggers: tuple[str | int | Pattern, ...] = ()
     logprobs: int | None = None
+    logprobs_after: bool = False
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -105,6 +107,10 @@ class Sampling:
             right = isinstance(value, int if name in _WHOLE else (int, float)) and not isinstance(value, bool)
             if not right or not low <= value <= high:
                 raise SamplingError(f"{name} is {value!r}, but it has to be a {kind} from {low:.10g} to {high:.10g}")
+        if self.logprobs_after not in (True, False) or (self.logprobs_after and self.logprobs is None):
+            raise SamplingError(
+                f"logprobs_after is {self.logprobs_after!r} and logprobs {self.logprobs!r}; give True or False, and with True how many logprobs"
+            )
         for name, words in KINDS.items():
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise SamplingError(f"the {words} is of the type {type(getattr(self, name)).__name__}; give its text")
@@ -173,7 +179,11 @@ class Sampling:
         if self.constrained and self.likeliest:
             return 0
         raising = min(self.presence_penalty, self.frequency_penalty) < 0 or self.repeat_penalty < 1
-        if self.logprobs is not None or max(self.logit_bias.values(), default=0) > 0 or (self.penalises and raising):
+        if (
+            (self.logprobs is not None and not self.logprobs_after)
+            or max(self.logit_bias.values(), default=0) > 0
+            or (self.penalises and raising)
+        ):
             return None
         first = self.samplers[: self.samplers.index("top_k")] if "top_k" in self.samplers else self.samplers
         sums = (self.top_p < 1 and "top_p" in first) or (self.typical_p < 1 and "typ_p" in first)  # over all tokens
@@ -207,7 +217,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The natural logarithm of a token's probability under the model, and the most likely (token, logprob) at its place, best first."""
+    """The natural logarithm of a token's probability under the model, or behind the samplers, and the most likely (token, logprob) at its place, best
+    first."""
 
     token: int
     logprob: float
@@ -294,7 +305,8 @@ class Sampler:
                 token = self._draw_allowed(self.grammar, ids, logits, allowed)
         self.take(token)
         if self.sampling.logprobs is not None:
-            self.logprobs.append(_logprob(token, logits, self.sampling.logprobs))
+            count = self.sampling.logprobs
+            self.logprobs.append(self._logprob_after(token, count) if self.sampling.logprobs_after else _logprob(token, logits, count))
         return token
 
     def _largest(self, logits: np.ndarray, allowed: np.ndarray) -> int:
@@ -351,6 +363,14 @@ class Sampler:
         if array.selected < 0 or chosen["logit"] == -math.inf or math.isnan(chosen["p"]):
             raise self._nothing_left()
         return int(chosen["id"])
+
+    def _logprob_after(self, token: int, count: int) -> TokenLogprob:
+        """Of what the last draw was from: libllama leaves the probabilities where the logits were."""
+        drawn = self._tokens[: self._array.size]
+        left = drawn[drawn["p"] > 0]
+        best = left[np.lexsort((left["id"], -left["p"]))][:count]
+        top = tuple((int(i), math.log(p)) for i, p in zip(best["id"], best["p"]))
+        return TokenLogprob(token, math.log(drawn["p"][self._array.selected]), top)
 
     def _nothing_left(self) -> EngineError:
         how = self.sampling.describe()

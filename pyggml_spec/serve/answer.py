@@ -1,6 +1,7 @@
 """What one sequence has brought so far, told apart and counted: text, tokens, log probabilities, usage and timings of every dialect."""
 
 import codecs
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,12 +109,18 @@ class Answer:
         return found[1] if found is not None else ""
 
     def probability(self, told: TokenLogprob) -> dict[str, Any]:
-        """One token's log probability with the most likely ones."""
-        return {**self._named(told.token, told.logprob), "top_logprobs": [self._named(*pair) for pair in told.top]}
+        """One token's log probability with the most likely ones; behind the samplers, probabilities, as llama.cpp's server says them."""
+        top = "top_probs" if self._after else "top_logprobs"
+        return {**self._named(told.token, told.logprob), top: [self._named(*pair) for pair in told.top]}
+
+    @property
+    def _after(self) -> bool:
+        return self.job.ask.sampling is not None and self.job.ask.sampling.logprobs_after
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self._tokenizer.piece(token)
-        return {"id": token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), "logprob": max(logprob, -3.4e38)}
+        value = {"prob": min(1.0, math.exp(logprob))} if self._after else {"logprob": max(logprob, -3.4e38)}
+        return {"id": token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), **value}
 
     def timings(self) -> dict[str, Any]:
         return timings(self.stats, self.job, self.prompt_read)

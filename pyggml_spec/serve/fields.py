@@ -39,7 +39,6 @@ OFF = {  # samplers that are not there, and the values that ask for nothing
     "dry_multiplier": (0,),
     "mirostat": (0,),
     "adaptive_target": (-1,),
-    "post_sampling_probs": (False,),
     "n_indent": (0,),
     "t_max_predict_ms": (0, -1),
     "t_max_prompt_ms": (0, -1),
@@ -149,8 +148,9 @@ def sampling(
         values["samplers"] = _samplers(body["samplers"])
     if "logit_bias" in body:
         values["logit_bias"] = logit_bias(body["logit_bias"], tokenizer)
+    after = flag(body, "post_sampling_probs")
     if n_probs is not None:
-        values["logprobs"] = n_probs
+        values |= {"logprobs": n_probs, "logprobs_after": after}
     if constraint is not None:
         values |= dict.fromkeys(("grammar", "json_schema", "regex", "lark")) | {constraint[0]: constraint[1], "triggers": triggers}
     try:

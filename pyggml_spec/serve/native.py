@@ -110,7 +110,7 @@ def settings(context: Context, ask: Ask, seed: int | None = None) -> dict[str, A
         "frequency_penalty": s.frequency_penalty, "min_keep": s.min_keep, "samplers": list(s.samplers),
         "dynatemp_range": 0.0, "xtc_probability": 0.0, "top_n_sigma": -1.0, "dry_multiplier": 0.0, "mirostat": 0, "adaptive_target": -1.0,
         "adaptive_decay": 0.0, "stop": list(ask.stop), "max_tokens": n, "n_predict": n, "ignore_eos": ask.ignore_end,
-        "logit_bias": bias + (context.served.end_bias() if ask.ignore_end else []), "n_probs": s.logprobs or 0,
+        "logit_bias": bias + (context.served.end_bias() if ask.ignore_end else []), "n_probs": s.logprobs or 0, "post_sampling_probs": s.logprobs_after,
         "grammar": s.grammar or "", "grammar_lazy": bool(s.triggers),
         "grammar_triggers": [_trigger(t) for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": ask.reuse,
         "speculative.types": ",".join(context.served.session.methods) or "none" if ask.mode is None else "none",

@@ -230,6 +230,7 @@ def _read_completions(context: Context, body: Mapping[str, Any], key: str) -> tu
 def _legacy(answer: Answer, told: Sequence[Any]) -> dict[str, Any]:
     """OpenAI's form of log probabilities of completions, and llama.cpp's beside it."""
     content = [answer.probability(p) for p in told]
+    top = "top_probs" if content and "top_probs" in content[0] else "top_logprobs"
     offsets, at = [], 0
     for part in content:
         offsets.append(at)
@@ -237,8 +238,10 @@ def _legacy(answer: Answer, told: Sequence[Any]) -> dict[str, Any]:
     return {
         "content": content,
         "tokens": [part["token"] for part in content],
-        "token_logprobs": [part["logprob"] for part in content],
-        "top_logprobs": [{top["token"]: top["logprob"] for top in part["top_logprobs"]} for part in content],
+        "token_logprobs": [max(p.logprob, -3.4e38) for p in told],
+        "top_logprobs": [
+            {named["token"]: max(logprob, -3.4e38) for named, (_, logprob) in zip(part[top], p.top)} for part, p in zip(content, told)
+        ],
         "text_offset": offsets,
     }
 

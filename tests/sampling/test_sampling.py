@@ -22,7 +22,7 @@ from pyggml_spec.engine.graphs import MOST_CANDIDATES
 from pyggml_spec.engine.slot import Prompt, StepResult
 from pyggml_spec.errors import EngineError, SamplingError
 from pyggml_spec.memory.cursor import Cursor
-from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling
+from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling, TokenLogprob
 from pyggml_spec.tools.reference import LlamaReference
 
 ALPHA = 1e-6
@@ -409,6 +409,40 @@ def test_log_probabilities_are_the_models_own(demo):
         assert [t for t, _ in p.top] == np.argsort(-row)[:3].tolist() and p.top[0][1] >= p.logprob
 
 
+def test_probabilities_behind_the_samplers_are_those_of_the_draw(demo):
+    """Of the tokens that the chain left, after temperature and penalties; the same from a row's largest logits as from all of them."""
+    rng = np.random.default_rng(5)
+    n = demo.target.n_vocab
+    sampling = Sampling(seed=3, temperature=1.3, top_k=5, top_p=0.9, min_p=0, repeat_penalty=1.5, logprobs=8, logprobs_after=True)
+    assert sampling.candidates() == Sampling(temperature=1.3, top_k=5, repeat_penalty=1.5).candidates() < n
+    whole, few = Sampler(sampling, demo.tokenizer, n), Sampler(sampling, demo.tokenizer, n)
+    seen = []
+    for _ in range(20):
+        logits = rng.normal(0, 3, n).astype(np.float32)
+        token = whole.choose(None, logits)
+        largest = np.argsort(-logits)[: sampling.candidates()].astype(np.int32)
+        assert few.choose(largest, logits[largest]) == token
+        (told,), (again,) = whole.take_logprobs(), few.take_logprobs()
+        assert again == told and told.token == token
+        penalised = logits.astype(np.float64)
+        for i in set(seen[-64:]):
+            penalised[i] = penalised[i] / 1.5 if penalised[i] > 0 else penalised[i] * 1.5
+        best = np.argsort(-penalised)[:5]
+        shares = np.exp(penalised[best] - penalised[best[0]])  # top_p comes before the temperature
+        left = best[: int(np.searchsorted(np.cumsum(shares / shares.sum()), 0.9)) + 1]
+        want = np.exp((penalised[left] - penalised[left[0]]) / 1.3)
+        assert [i for i, _ in told.top] == left.tolist()
+        assert np.exp([p for _, p in told.top]) == pytest.approx(want / want.sum(), abs=1e-5)
+        assert dict(told.top)[token] == told.logprob
+        seen.append(token)
+    for sampler in (whole, few):
+        sampler.close()
+    greedy = Sampler(Sampling(temperature=0, logprobs=3, logprobs_after=True), demo.tokenizer, n)
+    token = greedy.choose(None, logits)
+    assert greedy.take_logprobs()[0] == TokenLogprob(token, 0.0, ((token, 0.0),))  # nothing else could come
+    greedy.close()
+
+
 def test_the_greedy_path_never_sees_a_sampler(demo):
     """Greedy decoding reads argmax ids as before: no logits leave the device for it."""
     list(demo.steps("def f(", 20))
@@ -463,7 +497,8 @@ def test_nothing_left_to_choose_from_is_said():
         ({"repeat_penalty": 0}, "repeat_penalty is 0"), ({"seed": 1 << 32}, "seed"), ({"logit_bias": {-1: 1.0}}, "token -1"),
         ({"logit_bias": {1: math.nan}}, "nan"), ({"samplers": ("top_k", "mirostat")}, "mirostat"), ({"samplers": ("top_k", "top_k")}, "once"),
         ({"samplers": ("top_k",), "temperature": 0}, "temperature of 0"), ({"grammar": "root ::= [a]", "json_schema": "{}"}, "one of them"),
-        ({"logprobs": -1}, "logprobs is -1"),
+        ({"logprobs": -1}, "logprobs is -1"), ({"logprobs_after": True}, "logprobs_after is True and logprobs None"),
+        ({"logprobs_after": 3, "logprobs": 1}, "logprobs_after is 3"),
     ],
 )  # fmt: skip
 def test_parameters_out_of_range_are_refused(values, words):

@@ -21,6 +21,27 @@ def test_a_stream_is_the_answer(server):
     assert last["timings"]["predicted_n"] == 40 and last["timings"]["predicted_per_second"] > 0
 
 
+def test_probabilities_behind_the_samplers(server):
+    """By llama.cpp's names; what the samplers left, which is all there is."""
+    asked = {"prompt": PROMPT, "n_predict": 6, "temperature": 1.0, "top_k": 4, "n_probs": 10, "seed": 7, "post_sampling_probs": True}
+    whole = server.ok("/completion", **asked)
+    told = whole["completion_probabilities"]
+    assert len(told) == 6 and whole["generation_settings"]["post_sampling_probs"] is True
+    for token in told:
+        assert set(token) == {"id", "token", "bytes", "prob", "top_probs"} and 1 <= len(token["top_probs"]) <= 4
+        assert sum(p["prob"] for p in token["top_probs"]) == pytest.approx(1, abs=1e-4)
+        assert {p["id"]: p["prob"] for p in token["top_probs"]}[token["id"]] == token["prob"]
+    chat = server.ok("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=3, logprobs=True, top_logprobs=2,
+                     temperature=0, post_sampling_probs=True)  # fmt: skip
+    assert [[p["prob"] for p in token["top_probs"]] for token in chat["choices"][0]["logprobs"]["content"]] == [[1.0]] * 3
+    old = server.ok("/v1/completions", prompt="x", max_tokens=2, logprobs=2, temperature=0, post_sampling_probs=True)["choices"][0][
+        "logprobs"
+    ]
+    assert old["token_logprobs"] == [0.0, 0.0] and [list(top.values()) for top in old["top_logprobs"]] == [[0.0], [0.0]]
+    refused = server.post("/completion", prompt="x", post_sampling_probs=1)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "post_sampling_probs"
+
+
 @pytest.mark.parametrize("prompt", [PROMPT, "ids", "mixed", {"prompt_string": PROMPT}], ids=str)
 def test_prompts_of_every_kind_are_the_same_prompt(server, prompt):
     ids = server.ok("/tokenize", content=PROMPT, add_special=True)["tokens"]
