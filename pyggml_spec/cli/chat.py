@@ -28,7 +28,7 @@ from .options import (
     text_of,
 )
 from .report import answer_line, engaged_line, footer
-from .run import write_atomically
+from .run import check_place, write_atomically
 from .sampling import sampling_options, take_sampling
 from .terminal import Interrupt, TextOut, progress_line, say
 
@@ -294,5 +294,6 @@ class _Desk:
             "thinking": chat.thinking is not False if chat.template.can_think else None,
             "messages": [*system, *chat.messages],
         }
+        check_place(Path(os.path.expanduser(rest)), "conversation")
         write_atomically(Path(os.path.expanduser(rest)), json.dumps(content, indent=1, ensure_ascii=False) + "\n", "conversation")
         say(f"{len(chat.messages) // 2} turns written to {rest}")

@@ -218,11 +218,24 @@ def check_place(path: Path, what: str) -> None:
         why = "that is a folder; name a file"
     elif not os.path.isdir(folder):
         why = f"there is no folder {folder}; make it, or name another file"
+    elif _is_model(path):
+        why = "that is a GGUF file, which it would take the place of; name another file"
     elif not os.path.exists(path) and not os.access(folder, os.W_OK | os.X_OK):
         why = f"the folder {folder} cannot be written; name another file"
     else:
         return
     raise PyspecError(f"the {what} cannot be written to {path}: {why}")
+
+
+def _is_model(path: Path) -> bool:
+    """`--stats model.gguf -m model.gguf` is typed easily, and the file took hours to fetch."""
+    try:
+        if path.is_file():  # to open a pipe would wait
+            with path.open("rb") as file:
+                return file.read(4) == b"GGUF"
+    except OSError:
+        pass
+    return False
 
 
 def write_atomically(path: Path, text: str, what: str = "statistics") -> None:

@@ -160,6 +160,9 @@ def convert_drafter(
         raise ConvertError(f"{kind!r} is not a type to convert to; use one of {', '.join(TYPES)}")
     kind, out, notes = names[kind.lower()], Path(out), []
     config_path, paths = _sources(Path(source))
+    for read in (Path(target), config_path, *paths):
+        if out.exists() and read.exists() and out.samefile(read):
+            raise ConvertError(f"the output {out} is a file that is read ({read}), and would take its place; name another output")
     with ExitStack() as stack:
         config = _read_config(config_path)
         places = _place([stack.enter_context(SafetensorsFile(path)) for path in paths])

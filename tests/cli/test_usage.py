@@ -74,6 +74,11 @@ def test_a_place_where_no_file_can_be_is_said_before_a_model_is_loaded(said, mon
         code, text = said("experts", "profile", "-m", "t.gguf", "-f", __file__, "-o", place or ".")
         assert code == 1 and "the profile cannot be written to" in text and words in text, text
     assert not list(tmp_path.iterdir())
+    (tmp_path / "t.gguf").write_bytes(b"GGUF and hours of fetching")
+    code, text = said("run", "-p", "a", "-m", "t.gguf", "--stats", "t.gguf")
+    assert code == 1 and "cannot be written to t.gguf: that is a GGUF file" in text, text
+    (tmp_path / "s.json").write_text("old")
+    check_place(tmp_path / "s.json", "statistics")
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_a_model_is_loaded(monkeypatch, tmp_path):

@@ -312,6 +312,15 @@ def test_an_interrupt_leaves_no_file_and_an_existing_one_as_it_was(demo, tmp_pat
     assert out.read_bytes() == b"before" and list(tmp_path.iterdir()) == [out]
 
 
+def test_what_is_read_is_never_replaced(demo, tmp_path):
+    """`-o target.gguf --force` took the target's place."""
+    (tmp_path / "target.gguf").symlink_to(DEMO_TARGET)
+    for out in (tmp_path / "target.gguf", demo / "config.json", *demo.glob("*.safetensors")):
+        with pytest.raises(ConvertError, match=rf"the output \S+{out.name} is a file that is read \(\S+{out.name}\)"):
+            convert_drafter(demo, tmp_path / "target.gguf", out, replace=True)
+    assert (tmp_path / "target.gguf").is_symlink()
+
+
 def test_progress_reaches_the_end(demo, tmp_path):
     seen = []
     convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf", progress=lambda what, done, total: seen.append((done, total)))
