@@ -13,10 +13,12 @@ import pytest
 from cli.process import pyspec
 
 from pyggml_spec.cli.main import cli
+from pyggml_spec.decode.stats import BatchStats, Stats
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EVERY = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
 GUIDE = ROOT / "docs" / "guide.md"
 ELSEWHERE = (
     "bench",
@@ -129,6 +131,53 @@ def test_files_and_tests_that_pages_name_exist(page):
     tests = "\n".join(p.read_text("utf-8") for p in (ROOT / "tests").rglob("*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub names a heading."""
+    words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip().lower())
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda page: page.name)
+def test_links_into_pages_lead_to_headings(page):
+    for link, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]*)\)", page.read_text("utf-8")):
+        text = ((page.parent / link) if link else page).read_text("utf-8")
+        assert anchor in map(_anchor, re.findall(r"^#+ (.*)$", text, re.MULTILINE)), f"{link}#{anchor}"
+
+
+def _options(group=cli) -> set[str]:
+    context, found = click.Context(group), set()
+    for command in (group.get_command(context, name) for name in group.list_commands(context)):
+        found |= (
+            _options(command)
+            if isinstance(command, click.Group)
+            else {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+        )
+    return found
+
+
+def test_options_and_variables_that_pages_name_exist():
+    """Those of our commands and scripts; of other programs, those named here."""
+    others = {"--no-cache-dir", "--kv-unified"}  # pip's, llama-server's
+    files = [path for folder in ("pyggml_spec", "scripts", "csrc", "patches") for path in (ROOT / folder).rglob("*.*")]
+    code = "\n".join(path.read_text("utf-8") for path in files if path.suffix in (".py", ".c", ".h", ".patch"))
+    known = _options() | others | set(re.findall(r"\"(--?[a-z][\w-]+)\"", code))
+    for page in EVERY:
+        text = page.read_text("utf-8")
+        named = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]+", " ".join(re.findall(r"`([^`\n]+)`", text))))
+        assert named <= known, (page.name, named - known)
+        variables = set(re.findall(r"\b(?:PYSPEC|GGML|LLAMA|HF)_[A-Z0-9_]+\b", text))
+        assert all(name in code for name in variables), (page.name, variables)
+
+
+def test_every_count_is_explained():
+    """`waited_s` and `grouped` were written, and nobody was told what they are."""
+    slots = (ROOT / "docs" / "slots.md").read_text("utf-8")
+    tables = (ROOT / "docs" / "statistics.md").read_text("utf-8"), slots[slots.index("## Statistics") : slots.index("## Measuring")]
+    for stats, table in zip((Stats(mode="plain", device="CPU"), BatchStats()), tables, strict=True):
+        named = re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|")))
+        assert set(named) == set(stats.as_dict())
 
 
 def test_an_installation_by_hand_builds_llama_cpp_python_once():
