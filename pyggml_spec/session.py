@@ -33,6 +33,7 @@ from .folders import why_nothing_is_kept
 from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, present
 from .ggml.devices import in_order, open_backends, pick_devices
 from .ggml.library import versions
+from .ggml.peer import open_up
 from .gguf_io import GGUFFile
 from .memory.kv_types import MOST_CONTEXT, KVTypes
 from .memory.prefix import PrefixCache, Reuse, layout_of
@@ -139,6 +140,7 @@ class Session:
     ) -> "Session":
         started = time.perf_counter()
         backends = self._open(device, threads, kernels)
+        self.notes += open_up([backend.device for backend in backends])
         file = self._own(GGUFFile(target))
         file.rope = rope
         self.target = open_target(file)

@@ -11,8 +11,9 @@ from itertools import pairwise
 from ..engine.engine import Engine
 from ..errors import PyspecError
 from ..ggml.device import free_bytes, present
+from ..ggml.peer import REFUSED
 from ..models.segments import EMBEDDING, FIRST, cuts_by
-from ..tools.split_steps import CopySpeed, DeviceShare, SplitStep, copy_speeds, split_chunk, split_steps
+from ..tools.split_steps import HOST_ONLY, CopySpeed, DeviceShare, SplitStep, copy_speeds, split_chunk, split_steps
 from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
 
 DEAR = 0.1  # share of a step that copies may take
@@ -126,8 +127,8 @@ def cut_cost(step: SplitStep, copies: Sequence[CopySpeed]) -> Check:
         return Check("cut cost", OK, found, "", RUNNING, data)
     if any("network" in speed.way for speed in copies):
         remedy = "each copy waits for the network: use fewer workers, nearer ones, or blocks that accept more tokens per step"
-    elif any("GGML_CUDA_P2P=1" in speed.way for speed in copies):
-        remedy = "set GGML_CUDA_P2P=1 before the start, so that GPUs copy to each other directly"
+    elif any(f"{REFUSED}=0" in speed.way for speed in copies):
+        remedy = f"start without {REFUSED}=0, so that GPUs copy to each other directly"
     else:
         remedy = "put the model on fewer devices if one has room for it; smaller types of weights need less"
     return Check("cut cost", WARN, found, remedy, RUNNING, data)
@@ -172,11 +173,11 @@ def device_copies(copies: Sequence[CopySpeed]) -> Check:
         speed = f"{one.bandwidth / 1e9:.1f} GB/s" if one.bandwidth else "no memory to measure large ones"
         said.append(f"{one.source} to {one.target} {one.small_us:.0f} us and {speed}, {one.way}")
     data = {"copies": [one.as_dict() for one in copies]}
-    if any("GGML_CUDA_P2P=1" in one.way for one in copies):
+    if any(HOST_ONLY in one.way for one in copies):
         remedy = (
-            "set GGML_CUDA_P2P=1 before the start where the machine's peer access works: `pyspec run --temp 0` with the same prompt and devices, with it "
-            "and without it, says whether text stays the same"
-        )
+            f"start without {REFUSED}=0" if any(f"{REFUSED}=0" in one.way for one in copies) else
+            "put neighbouring layers on GPUs that the machine links, or the model on fewer devices: `nvidia-smi topo -m` shows the links"
+        )  # fmt: skip
         return Check("device copies", WARN, "; ".join(said), remedy, RUNNING, data)
     return Check("device copies", OK, "; ".join(said), "", RUNNING, data)
 

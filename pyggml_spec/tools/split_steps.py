@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, replace
 
 from ..engine.engine import Engine
 from ..errors import EngineError
+from ..ggml import peer
 from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
 
 WARMUP, RUNS = 3, 8
+HOST_ONLY = "without peer access"
 SMALL, LARGE, OVER_NETWORK = 4096, 64 << 20, 1 << 20  # bytes of the copies that are timed
 
 
@@ -175,9 +177,10 @@ def _copy_speed(source: Backend, target: Backend) -> CopySpeed:
 def way_of_copies(source: str, target: str) -> str:
     """How rows go from one of these devices to the other."""
     if source.startswith("CUDA") and target.startswith("CUDA"):
-        if "GGML_CUDA_P2P" in os.environ:
-            return "directly where the driver can, GGML_CUDA_P2P is set"
-        return "without peer access: it takes GGML_CUDA_P2P=1, set before the start"
+        if peer.BY_GGML in os.environ:
+            return f"directly where the driver can, {peer.BY_GGML} is set"
+        why = peer.why_not(source, target)
+        return f"{HOST_ONLY}: {why}" if why else "directly"
     if "RPC" in source or "RPC" in target:
         return "over the network, through this machine"
     return "through the host"

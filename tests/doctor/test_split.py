@@ -108,10 +108,12 @@ def test_room_is_that_of_the_largest_layer(session, monkeypatch):
     assert first.beside == -(-engine.target.file.tensors["token_embd.weight"].nbytes // each) and last.beside == 0
 
 
-def test_the_remedy_for_copies_names_what_compares_texts():
-    """It named `pyspec compare`, which takes one device."""
-    check = split.device_copies([CopySpeed("D0", "D1", 50.0, 1e9, "through the host; it takes GGML_CUDA_P2P=1")])
-    assert check.verdict == WARN and "`pyspec run --temp 0`" in check.remedy and "compare" not in check.remedy
+def test_copies_that_go_through_the_host_have_a_remedy():
+    ways = {"directly": "", "without peer access: PYSPEC_PEER_COPIES=0 is set": "start without PYSPEC_PEER_COPIES=0",
+            "without peer access: the driver offers none": "nvidia-smi topo -m"}  # fmt: skip
+    for way, words in ways.items():
+        check = split.device_copies([CopySpeed("CUDA0", "CUDA1", 50.0, 1e9, way)])
+        assert (check.verdict == WARN) == bool(words) == bool(check.remedy) and words in check.remedy and way in check.found
 
 
 def test_chunks_are_levelled():
@@ -127,7 +129,7 @@ def step(copy_ms: float, *computes: float) -> SplitStep:
 
 
 @pytest.mark.parametrize(
-    "way, words", [("over the network, through this machine", "waits for the network"), ("it takes GGML_CUDA_P2P=1", "set GGML_CUDA_P2P=1"),
+    "way, words", [("over the network, through this machine", "waits for the network"), ("PYSPEC_PEER_COPIES=0 is set", "start without PYSPEC_PEER_COPIES=0"),
                    ("through the host", "fewer devices")]
 )  # fmt: skip
 def test_a_dear_cut_is_a_warning_with_its_remedy(way, words):

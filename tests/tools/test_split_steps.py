@@ -11,6 +11,7 @@ import pyggml_spec as ps
 from pyggml_spec.cli.main import cli
 from pyggml_spec.engine.slot import Draft
 from pyggml_spec.errors import EngineError
+from pyggml_spec.ggml import peer
 from pyggml_spec.tools import split_steps as split_steps_module
 from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, copy_speeds, split_steps, told_apart, way_of_copies
 
@@ -62,7 +63,10 @@ def test_copies_between_neighbours_and_back(session, files, monkeypatch):
     there, back = copy_speeds(session.engine)
     assert there.small_us > 0 and there.bandwidth > 1e7 and (back.source, back.target) == ("CPU", "CPU")
     monkeypatch.delenv("GGML_CUDA_P2P", raising=False)
-    assert way_of_copies("CUDA0", "CUDA1") == "without peer access: it takes GGML_CUDA_P2P=1, set before the start"
+    monkeypatch.setattr(peer, "_ways", {frozenset(("CUDA0", "CUDA1")): "", frozenset(("CUDA0", "CUDA2")): "the driver offers none"})
+    assert (
+        way_of_copies("CUDA1", "CUDA0") == "directly" and way_of_copies("CUDA0", "CUDA2") == "without peer access: the driver offers none"
+    )
     monkeypatch.setenv("GGML_CUDA_P2P", "1")
     assert "GGML_CUDA_P2P is set" in way_of_copies("CUDA0", "CUDA1")
     assert way_of_copies("RPC:a:1", "CPU") == "over the network, through this machine"

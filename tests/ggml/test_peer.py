@@ -1,0 +1,84 @@
+"""GPUs copy to each other directly where a process that tried it says that it works. The driver here is a fake; what it says on GPUs is in docs/devices.md."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pyggml_spec.ggml import peer
+from pyggml_spec.ggml.device import Device
+
+A, B, C = (Device(f"CUDA{i}", "a GPU", "gpu", 0, 0, i) for i in range(3))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> str:
+    out = tmp_path_factory.mktemp("cuda") / "libcuda.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", str(Path(__file__).with_name("fake_cuda.c")), "-o", str(out)], check=True)
+    return str(out)
+
+
+@pytest.fixture
+def log(library, tmp_path, monkeypatch) -> Path:
+    """Where the driver writes what is switched on; nothing is known yet."""
+    monkeypatch.setattr(peer, "LIBRARY", library)
+    monkeypatch.setattr(peer, "_ways", {})
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    for name in (peer.BY_GGML, peer.REFUSED, "FAKE_PEER", "FAKE_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "log"
+
+
+def lines(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_what_works_is_switched_on_and_remembered(log, monkeypatch):
+    assert peer.open_up([A, B]) == [] and peer.why_not("CUDA1", "CUDA0") == ""
+    assert lines(log) == ["0 to 1", "1 to 0"] * 2  # by the process that tries it, and by this one
+    assert peer.open_up([A, B]) == [] and len(lines(log)) == 4
+    monkeypatch.setattr(peer, "_ways", {})  # another process, which tries nothing
+    monkeypatch.setenv("FAKE_PEER", "wrong")
+    assert peer.open_up([B, A]) == [] and len(lines(log)) == 6
+
+
+@pytest.mark.parametrize(
+    "way, words, kept",
+    [
+        ("none", "the driver offers no peer access between them", True),
+        ("wrong", "what one copies to the other arrives as something else", True),
+        ("waits", "a process that tried it did not end within 60 s", True),
+        ("fails", "a process that tried it failed (OSError: cuMemcpyPeer gave 719)", False),
+    ],
+)
+def test_what_does_not_work_stays_off_and_is_said(log, monkeypatch, tmp_path, way, words, kept):
+    monkeypatch.setenv("FAKE_PEER", way)
+    if way == "waits":  # whether it came that far or not
+        monkeypatch.setattr(peer, "LIMIT_S", 1)
+    assert peer.open_up([A, B]) == [f"CUDA0 and CUDA1 copy to each other through the host: {words}"]
+    assert peer.why_not("CUDA0", "CUDA1") == words
+    assert way == "waits" or lines(log) == ([] if way == "none" else ["0 to 1", "1 to 0"])  # the child's
+    assert len(list((tmp_path / "cache").glob("peer-*.json"))) == kept
+
+
+def test_each_pair_of_three(log, monkeypatch):
+    monkeypatch.setenv("FAKE_GPUS", "3")
+    assert peer.open_up([A, B, C]) == [] and {"0 to 2", "2 to 1"} <= set(lines(log)) and len(lines(log)) == 12
+
+
+def test_nobody_is_asked_in_vain(log, monkeypatch, tmp_path):
+    cpu, worker = Device("CPU", "", "cpu", 0, 0, 0), Device("RPC:127.0.0.1:1", "", "rpc", 0, 0, -1)
+    assert peer.open_up([cpu, A]) == peer.open_up([A, A]) == peer.open_up([worker, A]) == []
+    monkeypatch.setenv("GGML_CUDA_P2P", "1")  # ggml did it
+    assert peer.open_up([A, B]) == []
+    monkeypatch.delenv("GGML_CUDA_P2P")
+    monkeypatch.setenv("FAKE_GPUS", "1")  # one that ggml shows as several
+    assert peer.open_up([A, B]) == [] and lines(log) == []
+    monkeypatch.setattr(peer, "_ways", {})
+    monkeypatch.setenv("PYSPEC_PEER_COPIES", "0")
+    assert peer.open_up([A, B]) == ["CUDA0 and CUDA1 copy to each other through the host: PYSPEC_PEER_COPIES=0 is set"]
+    monkeypatch.setattr(peer, "_ways", {})
+    monkeypatch.delenv("PYSPEC_PEER_COPIES")
+    monkeypatch.setattr(peer, "LIBRARY", str(tmp_path / "none.so"))
+    assert "the driver cannot be asked (" in peer.open_up([A, B])[0] and lines(log) == []
