@@ -14,10 +14,10 @@ from .http import PING, Request, Response, event, json_response, stream_response
 from .parse import Call
 from .reading import Context, Reader
 
-_PASSED = (
-    "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "seed", "min_p", "speculative", "speculation", "cache_prompt", "priority",
-    "grammar", "json_schema", *fields.BUDGETS,
-)  # fmt: skip
+PASSED = {
+    *fields.NUMBERS, *fields.OFF, "stream", "chat_template_kwargs", "samplers", "logit_bias", "ignore_eos", "speculative", "speculation", "cache_prompt",
+    "priority", "grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "grammar_triggers", *fields.BUDGETS,
+}  # fmt: skip
 MAX_TOKENS, TEMPERATURE = 4096, 1.0
 _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_")
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*?cch=[0-9a-f]+;\s*")
@@ -25,7 +25,8 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*?cch=[0-9a-f]+;\s*")
 
 async def messages(context: Context, request: Request) -> Response:
     body = to_openai(request.json())
-    request.unknown += [f"output_config.{name}" for name in fields.mapping(request.json(), "output_config")]
+    known = ("effort", "format")
+    request.unknown += [f"output_config.{name}" for name in fields.mapping(request.json(), "output_config") if name not in known]
     plan = await context.in_pool(read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     identifier = "msg_cmpl_" + secrets.token_hex(12)
@@ -53,7 +54,7 @@ def to_openai(body: Mapping[str, Any]) -> dict[str, Any]:
     given = body.get("messages")
     if not isinstance(given, list):
         raise ApiError(400, 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]', param="messages")
-    out: dict[str, Any] = {name: body[name] for name in _PASSED if name in body}
+    out: dict[str, Any] = {name: body[name] for name in PASSED if name in body}
     system = _system(body.get("system"))
     out["messages"] = ([{"role": "system", "content": system}] if system is not None else []) + [
         m for message in given for m in _message(message)
@@ -70,8 +71,15 @@ def to_openai(body: Mapping[str, Any]) -> dict[str, Any]:
         out["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     elif kind is not None:
         out["tool_choice"] = {"any": "required"}.get(kind, kind)
-    if fields.mapping(body, "output_config").get("format") is not None:
-        raise ApiError(501, "output_config.format is not supported here; use json_schema", param="output_config")
+    out["parallel_tool_calls"] = not fields.flag(choice, "disable_parallel_tool_use")
+    config = fields.mapping(body, "output_config")
+    if config.get("effort") is not None:
+        out["reasoning_effort"] = config["effort"]
+    form = config["format"] if config.get("format") is not None else body.get("output_format")
+    if form is not None:
+        if not isinstance(form, dict) or form.get("type") != "json_schema" or "response_format" in out:
+            raise fields.wrong("output_config.format", form, '{"type": "json_schema", "schema": ...}, and no response_format beside it')
+        out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema", {})}}
     if fields.mapping(body, "thinking").get("type") == "disabled":
         out["reasoning_effort"] = "none"
     return out
@@ -89,7 +97,7 @@ def _system(system: Any) -> str | None:
 
 
 def _message(message: Any) -> list[dict[str, Any]]:
-    """One message as those that it comes to: results of tools are messages of their own."""
+    """One message as those that it comes to: results of tools are messages of their own, before the text, because they answer the turn before."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return [message]
     content: list[dict[str, Any]] = []
@@ -118,7 +126,7 @@ def _message(message: Any) -> list[dict[str, Any]]:
     if content or calls or thought:
         turn: dict[str, Any] = {"role": message.get("role"), "content": content or ""}
         out.append({**turn, **({"tool_calls": calls} if calls else {}), **({"reasoning_content": thought} if thought else {})})
-    return out + results
+    return results + out
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
     served.check_model(body)
     n_probs = _probabilities(body)
     constraint = fields.constraint(body)
-    tools = read_tools(body)
+    body, tools = _allowed(body, read_tools(body))
     choice = _choice(body, tools)
     called = [] if choice == "none" else tools
     if called and constraint is not None:
@@ -226,7 +226,9 @@ def _check_parts(parts: list[Any], at: str) -> None:
         if kind in ("image_url", "image", "input_audio", "input_video", "video_url"):
             what = "audio" if "audio" in str(kind) else "video" if "video" in str(kind) else "image"
             raise ApiError(400, f"{what} input is not supported: this server runs text models; send text alone", param="messages")
-        if kind not in ("text", "thinking", "reasoning") or not isinstance(part.get("text", part.get("thinking")), str):
+        if kind == "refusal" and isinstance(part.get("refusal"), str):  # what an assistant's message may hold
+            part |= {"type": "text", "text": part["refusal"]}
+        elif kind not in ("text", "thinking", "reasoning") or not isinstance(part.get("text", part.get("thinking")), str):
             raise ApiError(400, f'a part of {at} is no text; send {{"type": "text", "text": ...}}', param="messages")
 
 
@@ -245,6 +247,24 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(function.get("parameters", {}), (dict, bool, type(None))):
             raise ApiError(400, f"the parameters of tools[{i}] are no JSON schema", param="tools")
     return tools
+
+
+def _allowed(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+    """The request and its tools as if those alone that ``tool_choice`` allows had been given. Raises ApiError."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return body, tools
+    inner = choice.get("allowed_tools", choice)
+    inner = inner if isinstance(inner, dict) else {}
+    given, mode = inner.get("tools"), inner.get("mode", "auto")
+    names = [
+        t.get("function", t).get("name") if isinstance(t, dict) and isinstance(t.get("function", t), dict) else None
+        for t in (given if isinstance(given, list) else [])
+    ]
+    known = [tool["function"]["name"] for tool in tools]
+    if not isinstance(given, list) or mode not in ("auto", "required") or not all(name in known for name in names):
+        raise fields.wrong("tool_choice", choice, 'allowed_tools with the mode "auto" or "required" and a list of tools that are given')
+    return {**body, "tool_choice": mode}, [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def _choice(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import fields
+from .anthropic import PASSED
 from .errors import ApiError
 
 log = logging.getLogger("pyspec.serve")
@@ -26,14 +27,13 @@ CHAT = {
 }  # fmt: skip
 TAKEN = {
     "/completion": COMMON | {"prompt", "id_slot", "return_tokens", "response_fields"},
-    "/completions": COMMON | {"prompt", "stream_options", "echo", "suffix", "best_of"},
+    "/completions": COMMON | {"prompt", "stream_options"},
     "/chat/completions": COMMON | CHAT,
     "/responses": (COMMON | CHAT | {"input", "instructions", "max_output_tokens", "reasoning", "text", "previous_response_id", "conversation", "background"})
     - {"messages", "n", "n_cmpl"},
     "/messages": {
-        "model", "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking", "temperature", "top_p", "top_k", "stream",
-        "chat_template_kwargs", "seed", "min_p", "speculative", "speculation", "cache_prompt", "priority", "grammar", "json_schema", "sse_ping_interval",
-        "output_config", *fields.BUDGETS,
+        *PASSED, "model", "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking", "sse_ping_interval", "output_config",
+        "output_format",
     },
 }  # fmt: skip
 NO_EFFECT = {  # each does nothing to the tokens here; docs/server.md says why

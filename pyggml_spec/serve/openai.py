@@ -187,17 +187,8 @@ def _changes(answer: Answer, delta: Delta, called: dict[int, int]) -> list[dict[
 # -- completions
 
 
-def _refuse(body: Mapping[str, Any]) -> None:
-    if fields.flag(body, "echo"):
-        raise ApiError(400, "echo is not supported; the prompt is yours already", param="echo")
-    for name in ("best_of", "suffix"):
-        if name in body:
-            raise ApiError(400, f"{name} is not supported; leave it out", param=name)
-
-
 async def completions(context: Context, request: Request) -> Response:
     body = request.json()
-    _refuse(body)
     stream, options = fields.flag(body, "stream"), _Stream(body)
     asks, n_probs = await context.prepared(request, _read_completions, context, body, request.key)
     reader = Reader(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))

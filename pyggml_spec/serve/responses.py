@@ -15,11 +15,14 @@ from .parse import Call
 from .reading import Context, Reader
 
 _STATEFUL = ("previous_response_id", "conversation")
+_NESTED = {"reasoning": ("effort",), "text": ("format",)}  # members that mean something
 _TEXTS = ("input_text", "output_text", "text")
 
 
 async def create(context: Context, request: Request) -> Response:
     body = to_chat(request.json())
+    for name, known in _NESTED.items():
+        request.unknown += [f"{name}.{inner}" for inner in fields.mapping(request.json(), name) if inner not in known]
     request.unknown += [f"tools: {tool.get('type')}" for tool in request.json().get("tools", []) if tool.get("type") != "function"]
     plan = await context.in_pool(read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
@@ -44,6 +47,10 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     for name in _STATEFUL:
         if name in body:
             raise ApiError(400, f"{name} is not supported: this server keeps no responses; send the whole conversation", param=name)
+    if "prompt" in body:
+        raise ApiError(
+            400, "prompt is not supported: this server keeps no prompts; send its text as instructions and input", param="prompt"
+        )
     if fields.flag(body, "background"):
         raise ApiError(400, "background is not supported: this server keeps no responses", param="background")
     out = {
@@ -62,7 +69,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
             _take(messages, item, i)
     else:
         raise ApiError(400, "input is missing; send a text or a list of items", param="input")
-    out["messages"] = messages
+    out["messages"] = _one_system(messages)
     if "max_output_tokens" in body:
         out["max_tokens"] = body["max_output_tokens"]
     effort = fields.mapping(body, "reasoning").get("effort")
@@ -82,6 +89,16 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if "tool_choice" in body:
         out["tool_choice"] = body["tool_choice"]
     return out
+
+
+def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Instructions and what the developer says behind them as one message: most templates take one, at the beginning."""
+    count = next(
+        (i for i, m in enumerate(messages) if m["role"] not in ("system", "developer") or not isinstance(m["content"], str)), len(messages)
+    )
+    if count < 2:
+        return messages
+    return [{"role": "system", "content": "\n\n".join(m["content"] for m in messages[:count])}, *messages[count:]]
 
 
 def _take(messages: list[dict[str, Any]], item: Any, i: int) -> None:

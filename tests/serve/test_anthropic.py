@@ -48,6 +48,12 @@ def test_stop_sequences(client):
     assert got.stop_reason == "stop_sequence" and got.stop_sequence == stop and got.content[0].text == free[: free.index(stop)]
 
 
+def test_an_answer_in_the_format_that_was_asked_for(client):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "enum": [42]}}, "required": ["n"], "additionalProperties": False}
+    got = client.messages.create(**ASK, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})
+    assert json.loads(got.content[0].text) == {"n": 42}
+
+
 def test_tools(client):
     got = client.messages.create(**{**ASK, "max_tokens": 90}, tools=[TOOL], tool_choice={"type": "tool", "name": "look_up"})
     (block,) = got.content

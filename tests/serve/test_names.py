@@ -9,11 +9,12 @@ import pytest
 
 from pyggml_spec.serve import names
 from pyggml_spec.serve.anthropic import to_openai
-from pyggml_spec.serve.conversation import _template_arguments
+from pyggml_spec.serve.conversation import _allowed, _template_arguments
 from pyggml_spec.serve.errors import ApiError
 from pyggml_spec.serve.http import Request
 from pyggml_spec.serve.jobs import Answers
 from pyggml_spec.serve.reading import Reader
+from pyggml_spec.serve.responses import to_chat
 
 LLAMA_SERVER = [
     "verbose", "timings_per_token", "stream", "stream_options", "cache_prompt", "return_tokens", "return_progress", "sse_ping_interval",
@@ -104,13 +105,72 @@ def test_tools_that_others_run_are_refused(server, path):
     assert taken.status_code == 200, taken.text
 
 
-def test_a_format_of_anthropics_is_refused_and_an_effort_is_named(server):
-    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    for more in ({"output_format": {"type": "json_schema"}}, {"output_config": {"format": {"type": "json_schema"}}}):
-        response = server.post("/v1/messages", **asked, **more)
-        assert response.status_code == 501 and "json_schema" in response.json()["error"]["message"]
-    response = server.post("/v1/messages", **asked, output_config={"effort": "high"})
-    assert response.status_code == 200 and response.headers[names.HEADER] == "output_config.effort"
+def test_what_anthropics_clients_send_is_obeyed():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    said: dict = {"messages": [], "thinking": {"type": "adaptive"}}
+    form = {"type": "json_schema", "schema": schema}
+    for more in ({"output_format": form}, {"output_config": {"format": form, "effort": "high"}}):
+        assert to_openai(said | more)["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert to_openai(said | more)["reasoning_effort"] == "high"
+    assert to_openai({**said, **more, "thinking": {"type": "disabled"}})["reasoning_effort"] == "none"
+    for wrong in ({"output_format": {"type": "text"}}, {"output_format": form, "response_format": {"type": "text"}}, {"output_format": 3}):
+        with pytest.raises(ApiError, match="output_config.format is .*json_schema"):
+            to_openai(said | wrong)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    assert to_openai(said | {"tool_choice": choice})["parallel_tool_calls"] is False and to_openai(said)["parallel_tool_calls"] is True
+    for name, value in {"regex": "a+", "logit_bias": {"3": -1}, "repeat_penalty": 1.1, "ignore_eos": True, "samplers": ["top_k"]}.items():
+        assert to_openai(said | {name: value})[name] == value and names.check("/v1/messages", {name: value}) == []
+    assert names.check("/v1/messages", {"n_probs": 3, "timings_per_token": True}) == ["n_probs", "timings_per_token"]
+
+
+def test_results_of_tools_come_before_the_text_beside_them():
+    """They answer the turn before; clients put reminders behind them."""
+    blocks = [{"type": "text", "text": "go on"}, {"type": "tool_result", "tool_use_id": "t", "content": "eggs"}]
+    for content in (blocks, blocks[::-1]):
+        told = to_openai({"messages": [{"role": "user", "content": content}]})["messages"]
+        assert [m["role"] for m in told] == ["tool", "user"] and told[1]["content"] == [{"type": "text", "text": "go on"}]
+
+
+def test_tools_that_are_allowed_are_the_only_ones():
+    tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b", "c")]
+    allowed = [{"type": "function", "function": {"name": "c"}}, {"type": "function", "name": "a"}]
+    for choice in ({"mode": "required", "tools": allowed}, {"allowed_tools": {"mode": "required", "tools": allowed}}):
+        body, kept = _allowed({"x": 1, "tool_choice": {"type": "allowed_tools", **choice}}, tools)
+        assert body == {"x": 1, "tool_choice": "required"} and kept == [tools[0], tools[2]]
+    assert _allowed({"tool_choice": {"type": "allowed_tools", "tools": allowed}}, tools)[0] == {"tool_choice": "auto"}
+    for choice in ("auto", {"type": "function", "function": {"name": "a"}}):
+        assert _allowed({"tool_choice": choice}, tools) == ({"tool_choice": choice}, tools)
+    for wrong in ({}, {"tools": 3}, {"tools": [3]}, {"tools": [{"name": "d"}]}, {"tools": allowed, "mode": "none"}, {"allowed_tools": 3}):
+        with pytest.raises(ApiError, match="allowed_tools"):
+            _allowed({"tool_choice": {"type": "allowed_tools", **wrong}}, tools)
+
+
+def test_a_response_has_one_system_message():
+    """What stands in it beside, and means nothing, is named; a prompt that others keep is refused."""
+    said = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {"role": "system", "content": "d"},
+    ]
+    told = to_chat({"instructions": "a", "input": said})["messages"]
+    assert [(m["role"], m["content"]) for m in told] == [("system", "a\n\nb"), ("user", "c"), ("system", "d")]
+    assert to_chat({"input": said})["messages"][0]["role"] == "developer"
+    with pytest.raises(ApiError, match="prompt is not supported"):
+        to_chat({"input": "x", "prompt": {"id": "pmpt_1"}})
+
+
+def test_members_of_a_response_that_mean_nothing_are_named(server):
+    asked = {"input": "x", "max_output_tokens": 1, "reasoning": {"effort": "none", "summary": "auto"}, "text": {"verbosity": "low"}}
+    response = server.post("/v1/responses", **asked)
+    assert response.status_code == 200 and response.headers[names.HEADER] == "reasoning.summary, text.verbosity"
+
+
+def test_completions_take_defaults_of_what_they_refuse(server):
+    asked = {"prompt": "x", "max_tokens": 1}
+    assert server.post("/v1/completions", **asked, echo=False, best_of=1, suffix="").status_code == 200
+    for name, value in {"echo": True, "best_of": 2, "suffix": "y"}.items():
+        refused = server.post("/v1/completions", **asked, **{name: value})
+        assert refused.status_code == 501 and refused.json()["error"]["param"] == name
 
 
 def test_several_answers_by_llama_servers_name(server):
