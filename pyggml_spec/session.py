@@ -488,7 +488,7 @@ class Session:
             max_tokens: at most this many tokens; None: until the end token or the end of the context.
             mode: "speculative" (the default with a drafter), "plain", or "reference".
             sampling: how tokens are chosen; None: greedily, whatever the file recommends (``sampling()`` makes one of that).
-            stop: texts that end the generation; they and what follows are not part of the text.
+            stop: texts that end the generation; they and what follows are not part of the text. An empty one ends nothing.
             ignore_end: go on after the end token.
             special: whether control tokens are recognised in the prompt text.
             append: go on in the caches if the prompt begins with exactly the tokens that the last generation left there. Rows of tokens that

@@ -40,6 +40,9 @@ def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: in
         PyspecError: another name, where the message says why llama.cpp's are not among them; or a name in both lists.
     """
     tokens = 0 if tokens is None else whole(tokens, "the vocabulary of drafts (`draft_vocab`)", LEAST_TOKENS, 1 << 30, PyspecError)
+    for given in (names, without):
+        if isinstance(given, str) or not isinstance(given, (Iterable, type(None))):  # of a text, every letter would be one
+            raise PyspecError(f"ways of drafting are a list of names, like ['suffix'], and not {given!r}")
     asked, refused = None if names is None else list(names), list(without)
     for name in (*(asked or ()), *refused):
         if name in METHODS or name == NONE:

@@ -78,6 +78,13 @@ def test_names_that_are_refused(names, words):
         methods(names)
 
 
+@pytest.mark.parametrize("options", [{"spec": "suffix"}, {"no_spec": "suffix"}, {"spec": 5}])
+def test_one_name_is_no_list_of_letters(options):
+    """It said that 's' is not a way of drafting."""
+    with pytest.raises(PyspecError, match=r"are a list of names, like \['suffix'\], and not ('suffix'|5)"):
+        ps.load(device="CPU", threads=1, n_ctx=256, **options)
+
+
 def test_equal_ends_of_a_layers_file_are_not_loaded_twice(files, tmp_path):
     """Its embedding, norm and head are compared with the target's byte by byte."""
     same = write_mtp(tmp_path / "same.gguf", Shape(), seed=1)  # the seed of the target: the first numbers drawn are those of the ends
