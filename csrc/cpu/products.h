@@ -60,36 +60,21 @@ INLINE void q8_0_rows(const char * records, int64_t blocks, const char * tile, i
     EACH_PART EACH_ROW SUM_STAYS(acc, r);
 }
 
-INLINE void q4_0_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R) {
-    const rec_q4_0 * w = (const rec_q4_0 *) records;
-    const act_32 *   x = (const act_32 *) tile;
-    vf               acc[PARTS][ROWS];
+INLINE vb nibble_quads(const uint8_t * p, int high, int fp4) { return fp4 ? vb_fp4(nibbles(p, high)) : nibbles(p, high); }
+
+// Q4_0 and MXFP4, which lie alike: d * q, where q is too large by 8, or by 12, whose products with a row are by_8 and by_8 / 2 * 3.
+INLINE void nibble_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R, const int fp4) {
+    const char *   w = records;
+    const act_32 * x = (const act_32 *) tile;
+    vf             acc[PARTS][ROWS];
     EACH_PART EACH_ROW acc[p][r] = vf_load(sums + LANES * r + VL * p);
-    for (int64_t b = 0; b < blocks; b++, w++, x++) {
+    for (int64_t b = 0; b < blocks; b++, w += fp4 ? sizeof(rec_mxfp4) : sizeof(rec_q4_0), x++) {
+        const uint8_t(*q)[4 * LANES] = fp4 ? ((const rec_mxfp4 *) w)->q : ((const rec_q4_0 *) w)->q;
         EACH_PART {
             vi s[ROWS];
-            EACH_ROW s[r] = vi_set(x->by_8[row + r]);
-            DOTS_OF(s, nibbles(w->q[t % 4] + 4 * VL * p, t / 4), 15, 8, x->q[row], 32, R)
-            const vf d = vf_half(w->d + VL * p);
-            EACH_ROW SUM_IS(acc, r, vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), SUM_OF(acc, r)));
-        }
-    }
-    EACH_PART EACH_ROW SUM_STAYS(acc, r);
-}
-
-INLINE vb fp4_quads(const uint8_t * p, int high) { return vb_fp4(nibbles(p, high)); }
-
-INLINE void mxfp4_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R) {
-    const rec_mxfp4 * w = (const rec_mxfp4 *) records;
-    const act_32 *    x = (const act_32 *) tile;
-    vf                acc[PARTS][ROWS];
-    EACH_PART EACH_ROW acc[p][r] = vf_load(sums + LANES * r + VL * p);
-    for (int64_t b = 0; b < blocks; b++, w++, x++) {
-        EACH_PART {
-            vi s[ROWS];
-            EACH_ROW s[r] = vi_set(x->by_8[row + r] / 2 * 3);  // what weights + 12 add too much
-            DOTS_OF(s, fp4_quads(w->q[t % 4] + 4 * VL * p, t / 4), 24, 8, x->q[row], 32, R)
-            const vf d = vf_e8m0(w->e + VL * p);
+            EACH_ROW s[r] = vi_set(fp4 ? x->by_8[row + r] / 2 * 3 : x->by_8[row + r]);
+            DOTS_OF(s, nibble_quads(q[t % 4] + 4 * VL * p, t / 4, fp4), fp4 ? 24 : 15, 8, x->q[row], 32, R)
+            const vf d = fp4 ? vf_e8m0(((const rec_mxfp4 *) w)->e + VL * p) : vf_half(((const rec_q4_0 *) w)->d + VL * p);
             EACH_ROW SUM_IS(acc, r, vf_fma(vf_int(s[r]), vf_mul(d, vf_set(x->d[row + r])), SUM_OF(acc, r)));
         }
     }
@@ -245,6 +230,8 @@ INLINE void float_rows(const char * records, int64_t blocks, const char * tile, 
 #define FLOAT_PRODUCT(name, call) SOME(name, call, 4, FOUR, FOUR_OF)
 #endif
 
+#define Q4_0_ROWS(w, n, x, row, sums, R)  nibble_rows(w, n, x, row, sums, R, 0)
+#define MXFP4_ROWS(w, n, x, row, sums, R) nibble_rows(w, n, x, row, sums, R, 1)
 #define Q4_K_ROWS(w, n, x, row, sums, R) k_rows(w, n, x, row, sums, R, 0)
 #define Q5_K_ROWS(w, n, x, row, sums, R) k_rows(w, n, x, row, sums, R, 1)
 #define F16_ROWS(w, n, x, row, sums, R)  float_rows(w, n, x, row, sums, R, F16)
@@ -252,8 +239,8 @@ INLINE void float_rows(const char * records, int64_t blocks, const char * tile, 
 #define F32_ROWS(w, n, x, row, sums, R)  float_rows(w, n, x, row, sums, R, F32)
 
 PRODUCT(q8_0, q8_0_rows)
-PRODUCT(q4_0, q4_0_rows)
-PRODUCT(mxfp4, mxfp4_rows)
+PRODUCT(q4_0, Q4_0_ROWS)
+PRODUCT(mxfp4, MXFP4_ROWS)
 PRODUCT(q4_k, Q4_K_ROWS)
 PRODUCT(q5_k, Q5_K_ROWS)
 PRODUCT(q6_k, q6_k_rows)
