@@ -102,7 +102,10 @@ class Experts:
                     self._beside(g, w, f"{prefix}ffn_down_exps.weight", self._results(g, w, prefix, x, chosen, chosen), chosen), weights
                 )
                 g.expand(out)
-            return self._sum(g, out)
+                # with the weighted sum: ggml-cuda makes one kernel of it, which rounds once where two round twice, and only within a part
+                total = self._sum(g, out)
+                g.expand(total)
+            return total
         if w.host_experts is not None and layer in w.host_experts:
             out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots, chosen))
         else:
