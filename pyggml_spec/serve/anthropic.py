@@ -80,8 +80,8 @@ def to_openai(body: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(form, dict) or form.get("type") != "json_schema" or "response_format" in out:
             raise fields.wrong("output_config.format", form, '{"type": "json_schema", "schema": ...}, and no response_format beside it')
         out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema", {})}}
-    if fields.mapping(body, "thinking").get("type") == "disabled":
-        out["reasoning_effort"] = "none"
+    if "thinking" in body:
+        out["thinking"] = body["thinking"]
     return out
 
 

@@ -107,7 +107,7 @@ def _probabilities(body: Mapping[str, Any]) -> int | None:
     asked = body.get("logprobs", False)
     if not isinstance(asked, bool):
         raise fields.wrong("logprobs", asked, "true or false")
-    if "top_logprobs" in body and not asked:
+    if body.get("top_logprobs", 0) != 0 and not asked:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     if asked:
         return fields.whole(body, "top_logprobs", 20, 0, 1024)
@@ -183,6 +183,13 @@ def _template_arguments(served: Served, body: Mapping[str, Any]) -> tuple[bool |
         thinking = variables.pop("enable_thinking")
         if not isinstance(thinking, bool):
             raise fields.wrong("chat_template_kwargs.enable_thinking", thinking, "true or false")
+    if "enable_thinking" in body:
+        thinking = fields.flag(body, "enable_thinking")
+    kind = fields.mapping(body, "thinking").get("type")
+    if kind not in (None, "enabled", "disabled", "adaptive", "auto"):
+        raise fields.wrong("thinking.type", kind, '"enabled", "disabled", "adaptive" or "auto"')
+    if kind in ("enabled", "disabled"):
+        thinking = kind == "enabled"
     effort = fields.text(body, "reasoning_effort")
     if effort == "none" or fields.thinking_budget(body) == 0:
         thinking = False

@@ -23,7 +23,7 @@ COMMON = {
 }  # fmt: skip
 CHAT = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "stream_options", "reasoning_effort", "reasoning_format", "chat_template_kwargs",
-    "add_generation_prompt", "continue_final_message", *fields.BUDGETS,
+    "add_generation_prompt", "continue_final_message", "thinking", "enable_thinking", *fields.BUDGETS,
 }  # fmt: skip
 TAKEN = {
     "/completion": COMMON | {"prompt", "id_slot", "return_tokens", "response_fields"},

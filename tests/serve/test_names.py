@@ -105,6 +105,24 @@ def test_tools_that_others_run_are_refused(server, path):
     assert taken.status_code == 200, taken.text
 
 
+def test_whether_it_thinks_by_every_name():
+    """OpenAI's, Anthropic's, which others have taken over for chats, and that of templates."""
+    served = types.SimpleNamespace(options=types.SimpleNamespace(template_arguments={}, thinking=None))
+    off: list[dict] = [
+        {"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"},
+        {"thinking": {"type": "enabled"}, "reasoning_effort": "none"},
+    ]  # fmt: skip
+    for body in off:
+        assert _template_arguments(served, body) == (False, {}), body
+        assert names.check("/v1/chat/completions", body) == []
+    assert _template_arguments(served, {"thinking": {"type": "enabled", "budget_tokens": 9}})[0] is True
+    assert _template_arguments(served, {"enable_thinking": True})[0] is True
+    assert _template_arguments(served, {"thinking": {"type": "adaptive"}})[0] is None
+    for wrong in ({"enable_thinking": 1}, {"thinking": {"type": "off"}}, {"thinking": True}):
+        with pytest.raises(ApiError, match="thinking"):
+            _template_arguments(served, wrong)
+
+
 def test_what_anthropics_clients_send_is_obeyed():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     said: dict = {"messages": [], "thinking": {"type": "adaptive"}}
@@ -112,7 +130,7 @@ def test_what_anthropics_clients_send_is_obeyed():
     for more in ({"output_format": form}, {"output_config": {"format": form, "effort": "high"}}):
         assert to_openai(said | more)["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
     assert to_openai(said | more)["reasoning_effort"] == "high"
-    assert to_openai({**said, **more, "thinking": {"type": "disabled"}})["reasoning_effort"] == "none"
+    assert to_openai(said)["thinking"] == said["thinking"]
     for wrong in ({"output_format": {"type": "text"}}, {"output_format": form, "response_format": {"type": "text"}}, {"output_format": 3}):
         with pytest.raises(ApiError, match="output_config.format is .*json_schema"):
             to_openai(said | wrong)
