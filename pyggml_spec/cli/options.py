@@ -1,5 +1,6 @@
 """Options that several commands share, named as people already type them."""
 
+import math
 import re
 from functools import wraps
 from pathlib import Path
@@ -94,6 +95,14 @@ def spec_options(command):
     return wrapped
 
 
+class Finite(click.FloatRange):
+    """No NaN, which every comparison of a range lets through, and no infinity."""
+
+    def convert(self, value, param, ctx):
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is not a finite number", param, ctx)
+
+
 UNLIMITED = 1 << 30  # tokens; more than any context holds
 
 
@@ -173,7 +182,7 @@ def expert_options(command):
             ),
             click.option(
                 "--expert-residency",
-                type=click.FloatRange(0, 1),
+                type=Finite(0, 1),
                 metavar="F",
                 help="Keep the hottest fraction F of each layer's experts on the device.",
             ),

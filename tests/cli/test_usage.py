@@ -116,6 +116,14 @@ def test_a_vocabulary_of_drafts_beyond_the_vocabulary_is_said(said):
     assert code == 0 and "--draft-vocab 99999999 changes nothing: the vocabulary has" in text, text
 
 
+@pytest.mark.parametrize("option", ["--drain", "--queue-timeout", "--expert-residency"])
+def test_not_a_number_is_within_no_range(said, option):
+    """`--drain nan` was taken: a server that ends would have waited for ever."""
+    for value in ("nan", "inf"):
+        code, text = said("serve", option, value)
+        assert code == 2 and (f"{value} is not a finite number" in text or "inf is not in the range" in text), text
+
+
 @pytest.mark.parametrize("share", ["nan", "-1", "0", "inf"])
 def test_a_share_of_one_device_is_a_number(said, share):
     code, text = said("run", *CPU, "-p", "a", "-n", "1", "-ts", share)
