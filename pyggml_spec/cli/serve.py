@@ -2,7 +2,10 @@
 
 import json
 import re
+import ssl
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -114,6 +117,9 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
     source = text_of("chat_template", template, template_file)
     if template is not None and re.fullmatch(r"[\w.-]+", template) and template not in NAMED:
         raise click.UsageError(f"--chat-template {template} is no Jinja text; by name there are {' and '.join(NAMED)}")
+    named = _variables(variables)
+    hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
+    _check(hosts, port, api_key, api_key_file, certificate, certificate_key)
     start.log_to_stderr(verbose)
     with progress_line() as progress:
         session = load(
@@ -126,16 +132,50 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         notes = [f"{session.target.file.path.name} recommends {what}, which is not supported here" for what in refused]
         say(engaged_line(session.engaged(), None, sampling.describe(), notes))
         options = ServeOptions(
-            _names(alias), _names(tags), slots, {"on": True, "off": False}.get(reasoning), reasoning_format, _variables(variables), verbose,
+            _names(alias), _names(tags), slots, {"on": True, "off": False}.get(reasoning), reasoning_format, named, verbose,
             metrics, show_slots, page, prefill_assistant,
         )  # fmt: skip
         settings = start.Settings(
-            tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",), port, slots, None, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],
+            hosts, port, slots, None, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],
             4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, api_key, api_key_file, cors_origins,
             max_body << 20, certificate, certificate_key, synthetic, rates, say,
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, session.engine.options.n_ctx)
         sys.exit(start.serve(session, settings, limits, options, NAMED.get(source or "", source)))
+
+
+class _Encrypted(Exception):
+    """A key that OpenSSL asks the terminal about."""
+
+
+def _check(hosts: Sequence[str], port: int, keys: Sequence[str], key_file: str | None, certificate: str | None, key: str | None) -> None:
+    """Refuses, before a model is loaded, what the start would refuse behind that: addresses, a file of keys, a certificate."""
+    from ..serve.access import Keys
+    from ..serve.start import listen
+
+    if key is not None and certificate is None:
+        raise click.UsageError("--ssl-key-file is the key of a certificate; name that with --ssl-cert-file")
+
+    def encrypted() -> str:
+        raise _Encrypted
+
+    Keys(keys, key_file)
+    if certificate is not None:
+        try:
+            for path in (certificate, key or certificate):
+                Path(path).open("rb").close()
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, encrypted)
+        except _Encrypted:
+            pass
+        except ssl.SSLError as error:
+            pair = certificate if key is None else f"{certificate} with the key {key}"
+            raise PyspecError(
+                f"HTTPS cannot be served by {pair} ({error.reason or error}); give a certificate and its key as PEM"
+            ) from None
+        except OSError as error:
+            raise PyspecError(f"{error.filename} cannot be read: {error.strerror}; give a certificate and its key as PEM") from None
+    for sock in listen(hosts, port):
+        sock.close()
 
 
 def _names(text: str | None) -> tuple[str, ...]:

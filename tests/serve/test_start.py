@@ -17,6 +17,7 @@ from cli.process import environment, one_sentence, pyspec
 from serve.running import Running
 from workers import Worker, need_library
 
+from pyggml_spec.cli.main import main
 from pyggml_spec.serve.protocol import JsonProtocol, Server
 
 
@@ -30,6 +31,26 @@ def test_an_address_that_is_taken_is_one_sentence(server):
     port = server.url.rpartition(":")[2]
     done = pyspec("serve", "--device", "CPU", "-t", 1, "--port", port)
     assert done.returncode == 1 and f"127.0.0.1:{port} cannot be listened at" in done.stderr and "--port" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--ssl-key-file", __file__], "--ssl-key-file is the key of a certificate; name that with --ssl-cert-file"),
+        (["--ssl-cert-file", __file__], "HTTPS cannot be served by "),
+        (["--ssl-cert-file", __file__, "--ssl-key-file", __file__], " with the key "),
+        (["--ssl-cert-file", "none.pem"], "none.pem cannot be read: No such file"),
+        (["--api-key-file", "none.txt"], "none.txt cannot be read"),
+        (["--host", "a..b"], "a..b:0 cannot be listened at"),
+        (["--chat-template-kwargs", "{"], "is no JSON object"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_a_model_is_loaded(capsys, monkeypatch, options, words):
+    """A key without its certificate ended in a traceback, a wrong one in "the output cannot be written", behind minutes of loading."""
+    monkeypatch.setattr("pyggml_spec.session.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--port", "0", *options])
+    assert end.value.code in (1, 2) and words in capsys.readouterr().err
 
 
 def test_two_addresses_and_a_key_file(tmp_path):
