@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 an error, one sentence on stderr; 2 usage; 3 a check that failed; 130 interrupted; 141 the reader of stdout went away.
 """
 
+import errno
 import os
 import sys
 from typing import ClassVar
@@ -11,6 +12,7 @@ import click
 
 from ..errors import PyspecError
 
+_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}  # what a write that nobody caught ends with
 EXIT_ERROR, EXIT_CHECK, EXIT_INTERRUPT, EXIT_PIPE = 1, 3, 130, 141
 
 
@@ -98,7 +100,7 @@ def main(args: list[str] | None = None) -> None:
         code = EXIT_ERROR
     except OSError as error:
         _drop_stdout()
-        what = error.filename or "the output cannot be written"
-        click.echo(f"pyspec: {what}: {error.strerror}", err=True)
+        what = error.filename or ("the output cannot be written" if error.errno in _OUTPUT else "the system refused what was asked of it")
+        click.echo(f"pyspec: {what}: {error.strerror or error}", err=True)
         code = EXIT_ERROR
     sys.exit(code or 0)

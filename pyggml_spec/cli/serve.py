@@ -166,7 +166,10 @@ def _check(hosts: Sequence[str], port: int, keys: Sequence[str], key_file: str |
                 Path(path).open("rb").close()
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, encrypted)
         except _Encrypted:
-            pass
+            if sys.stdin is None or not sys.stdin.isatty():
+                raise PyspecError(
+                    f"the key {key or certificate} is encrypted, and there is no terminal to ask for its pass phrase; give one without"
+                ) from None
         except ssl.SSLError as error:
             pair = certificate if key is None else f"{certificate} with the key {key}"
             raise PyspecError(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,26 @@ def test_not_a_number_is_within_no_range(said, option):
 def test_a_share_of_one_device_is_a_number(said, share):
     code, text = said("run", *CPU, "-p", "a", "-n", "1", "-ts", share)
     assert code == 1 and f"there is one for {share}: name them with --device" in text, text
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (OSError(28, "No space left on device"), "the output cannot be written: No space left on device"),
+        (OSError(22, "Invalid argument"), "the system refused what was asked of it: Invalid argument"),
+        (OSError(2, "No such file or directory", "x.pem"), "x.pem: No such file or directory"),
+        (OSError("odd"), "the system refused what was asked of it: odd"),
+    ],
+)
+def test_an_error_of_the_system_is_called_what_it_is(said, monkeypatch, error, words):
+    """Whatever it was, it was said to be the output."""
+
+    def failing(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("pyggml_spec.cli.run.load", failing)
+    monkeypatch.setattr(sys.modules["pyggml_spec.cli.main"], "_drop_stdout", lambda: None)  # of this process
+    assert said("run", "-p", "a") == (1, f"pyspec: {words}\n")
 
 
 def test_compare_names_its_own_options(said, pair):

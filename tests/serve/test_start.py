@@ -53,6 +53,15 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(capsys, monkeypa
     assert end.value.code in (1, 2) and words in capsys.readouterr().err
 
 
+def test_an_encrypted_key_needs_a_terminal(capsys, monkeypatch):
+    """OpenSSL asked the terminal that a supervisor's process has not: "the output cannot be written: Invalid argument"."""
+    monkeypatch.setattr("pyggml_spec.session.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("ssl.SSLContext.load_cert_chain", lambda self, certificate, key, password: password())
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--port", "0", "--ssl-cert-file", __file__])
+    assert end.value.code == 1 and "is encrypted, and there is no terminal" in capsys.readouterr().err
+
+
 def test_two_addresses_and_a_key_file(tmp_path):
     (tmp_path / "keys").write_text("# ours\nfirst\n")
     running = Running("--host", "127.0.0.1,127.0.0.2", "--api-key-file", tmp_path / "keys", "--slots", 1)
