@@ -216,7 +216,7 @@ class Backend:
         """
         buffer_type = buffer_type or self.default_buffer_type
         need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buffer_type)
-        if self.device.kind == "cpu" and need > free_bytes(self.device) + host_memory.swap():
+        if self.device.kind == "cpu" and need > host_memory.with_swap(self.device.memory_total):
             return ffi.NULL
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, buffer_type)
         if buffer == ffi.NULL:
@@ -230,7 +230,7 @@ class Backend:
         if self.device.kind != "cpu":
             return self.allocate(ctx)
         need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, self.default_buffer_type)
-        return lib.pgs_pages_buffer(ctx) if need <= free_bytes(self.device) + host_memory.swap() else ffi.NULL
+        return lib.pgs_pages_buffer(ctx) if need <= host_memory.with_swap(self.device.memory_total) else ffi.NULL
 
     def give_back(self, buffer: Buffer) -> None:
         """Frees what ``borrow`` gave."""

@@ -13,12 +13,16 @@ _NO_LIMIT = 1 << 60  # version 1 has a number of pages near 2^63 bytes
 
 def free(total: int) -> int:
     """Bytes, of ``total``; elsewhere than on Linux all of them, because nobody says."""
-    return min(total, meminfo("MemAvailable", total), *(_room(*group) for group in limited(_GROUPS, _OWN)))
+    return min(total, meminfo("MemAvailable", total), _of_groups())
 
 
-def swap() -> int:
-    """Bytes that can be swapped out: slow, but nobody is killed."""
-    return meminfo("SwapFree", 0)
+def with_swap(total: int) -> int:
+    """The same and what can be swapped out for it: slow, but nobody is killed. The limit of a group stays what it is: it may have no swap."""
+    return min(free(total) + meminfo("SwapFree", 0), _of_groups())
+
+
+def _of_groups() -> int:
+    return min((_room(*group) for group in limited(_GROUPS, _OWN)), default=_NO_LIMIT)
 
 
 def meminfo(name: str, unknown: int) -> int:
