@@ -212,7 +212,7 @@ class StepGraphs(GraphStore):
     def copies(self, rows: int) -> tuple[str, ...]:
         """What graphs of chunks of so many rows differ in: STREAMED where they compute with copies of weights that lie in host memory."""
         streams = self.target.weights.streams
-        if self.target.weights.guests is not None and self.guests is None:  # several slots
+        if self.target.weights.guests is not None and self.guests is None:  # of a lane, where no prompts are read
             return ()
         return (STREAMED,) if streams and rows >= min(stream.rows for stream in streams) else ()
 
@@ -277,12 +277,11 @@ class StepGraphs(GraphStore):
 
     def _caches(self, g: Graph, kv: KVCache, covered: SlotRange) -> tuple:
         """The K/V tensors of these slots; rows are counted from the first one. Of another device's layers they are as they are: nobody asks."""
+        guests = self._visiting.kv.layers if self._visiting is not None and kv is self.kv else ()
+        views = [*guests, *kv.layers[len(guests) :]]
         if self.slots == 1:
-            if self._visiting is not None and kv is self.kv:
-                return (*self._visiting.kv.layers, *kv.layers[len(self._visiting.kv.layers) :])
-            return kv.layers
-        views = list(kv.layers)
-        for i in self._own_caches(g, kv):
+            return tuple(views)
+        for i in (*range(len(guests)), *self._own_caches(g, kv)):
             k, v = (g.slots(tensor, covered.first, covered.count) for tensor in (views[i].k, views[i].v))
             g.expand(k)  # now: between rope and row write it would keep ggml-cuda from fusing them
             g.expand(v)

@@ -131,9 +131,8 @@ class Parts:
                 self.lanes.append(Lane(io, self._own(graphs)))
 
     def _visitors(self) -> Guests | None:
-        """Of one slot: several have their prompts computed where the layers are."""
         weights, opt, shape = self.target.weights, self.options, self.target.delta_shape()
-        if weights.guests is None or opt.slots > 1:
+        if weights.guests is None:
             return None
         first = self.target.caches_before(self.segments[1].first)
         shapes, window, backend = self.target.kv_shapes(), self.target.window, self.segments[1].backend

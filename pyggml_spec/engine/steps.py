@@ -158,12 +158,15 @@ class Steps:
         unless guests have to go home."""
         step, longest = self._rows(role, work, rows, covered, width, *more)
         guests = self._parts.guests if STREAMED in more else None
+        had = [(slot, self._slots[slot].cursor.committed) for slot in covered.slots]
         if guests is not None:
             self._parts.arrive()
-            guests.bring(longest)
+            for slot, n in had:
+                guests.bring(slot, n)
         times = self._run(step, role, width, covered, longest, meanwhile, *more, ahead=ahead and guests is None)
         if guests is not None:
-            guests.take_back(longest, rows[0])
+            for slot, n in had:
+                guests.take_back(slot, n, rows.get(slot, 0))
         self._after_rows(step, role, width, rows, covered)
         return step, times
 

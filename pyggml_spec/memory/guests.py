@@ -16,14 +16,14 @@ class Guests:
     def __init__(self, kv: KVCache, delta: DeltaState | None, there: SequenceMemory, home: SequenceMemory) -> None:
         self.kv, self.delta, self._there, self._home = kv, delta, there, home
 
-    def bring(self, n: int) -> None:
-        """All that ``n`` committed tokens left."""
-        _copy(self._home.whole(n, False), self._there.whole(n, False))
+    def bring(self, slot: int, n: int) -> None:
+        """All that the ``n`` committed tokens of a slot left."""
+        _copy(self._home.whole(n, False, slot), self._there.whole(n, False, slot))
 
-    def take_back(self, n: int, count: int) -> None:
+    def take_back(self, slot: int, n: int, count: int) -> None:
         """What ``count`` tokens behind them left."""
-        _copy(self._there.rows(n, count, False), self._home.rows(n, count, False))
-        _copy(self._there.state(n + count), self._home.state(n + count))
+        _copy(self._there.rows(n, count, False, slot), self._home.rows(n, count, False, slot))
+        _copy(self._there.state(n + count, slot), self._home.state(n + count, slot))
 
     @property
     def layers(self) -> tuple[int, int]:

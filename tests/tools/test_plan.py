@@ -108,6 +108,9 @@ def test_copies_of_layers_are_planned(tmp_path):
     assert planned.split[0].total == without.split[0].total and planned.split[1].total > without.split[1].total
     tight = plan(path, **options, offload_prompts=1, free=sum(part.total for part in without.split))
     assert tight.fits and (tight.copied, tight.memory) == (0, without.memory)
+    with ps.load(path, threads=1, offload_prompts=1, **options) as session, session.batch(3) as scheduler:
+        of_slots = {name: nbytes for name, nbytes in scheduler.engine.memory().items() if name != "weights"}
+    assert plan(path, **options, offload_prompts=1, slots=3).slots_memory == of_slots
 
 
 def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
