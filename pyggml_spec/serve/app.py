@@ -29,6 +29,7 @@ GET: dict[str, Handler] = {
     "/slots": native.slots,
     "/lora-adapters": native.lora_adapters,
     "/pyspec/live": live.live,
+    "/v1/stream": native.read_stream,
 }
 POST: dict[str, Handler] = {
     **_both("/chat/completions", openai.chat),
@@ -44,7 +45,9 @@ POST: dict[str, Handler] = {
     "/detokenize": native.detokenize,
     "/apply-template": native.apply_template,
     "/lora-adapters": native.lora_adapters,
+    "/v1/streams/lookup": native.look_up_streams,
 }
+DELETE: dict[str, Handler] = {"/v1/stream": native.end_stream}
 NAMED = [
     path for path in POST if path.endswith(("completion", "completions", "/responses", "/messages"))
 ]  # whose fields are looked at by name
@@ -79,6 +82,8 @@ class App:
 
         async def answer() -> None:
             response = await self._answer(request)
+            if request.path in NAMED:
+                native.keep_stream(self.context, request, response)
             if request.unknown:
                 more.append((names.HEADER, names.shown(request.unknown)))
             self.metrics.requests[self._known(request.path), response.status] += 1
@@ -135,6 +140,8 @@ class App:
             if path in NAMED:
                 request.unknown = names.check(path, request.json())
             return await POST[path](self.context, request)
+        if method == "DELETE" and path in DELETE:
+            return await DELETE[path](self.context, request)
         raise self._no_route(request)
 
     async def _get(self, request: Request) -> Response:
@@ -148,7 +155,7 @@ class App:
         raise self._no_route(request)
 
     def _no_route(self, request: Request) -> ApiError:
-        tables: tuple[tuple[str, Mapping[str, Handler]], ...] = (("GET", GET), ("POST", POST))
+        tables: tuple[tuple[str, Mapping[str, Handler]], ...] = (("GET", GET), ("POST", POST), ("DELETE", DELETE))
         allowed = [name for name, table in tables if request.path in table]
         if allowed:
             return ApiError(

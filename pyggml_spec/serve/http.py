@@ -119,7 +119,7 @@ async def read_body(request: Request, receive: Receive, most: int) -> bytes:
 async def send_response(send: Send, response: Response, more_headers: Iterable[tuple[str, str]] = ()) -> None:
     """Sends it; a client that reads slowly is waited for."""
     headers = {**response.headers, **dict(more_headers)}
-    if response.chunks is None:
+    if response.chunks is None and response.status != 204:
         headers["content-length"] = str(len(response.body))
     listed = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": response.status, "headers": listed})

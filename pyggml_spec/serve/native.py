@@ -12,6 +12,8 @@ from .errors import ApiError, api_error
 from .http import PING, Request, Response, event, json_response, stream_response
 from .jobs import Ask, Job
 from .reading import Context, Reader
+from .resumable import HEADER as STREAM_HEADER
+from .resumable import LONGEST_ID, Stream
 from .version import FINGERPRINT, VERSION
 
 _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limit"}
@@ -288,3 +290,52 @@ async def lora_adapters(context: Context, request: Request) -> Response:
     if request.method == "POST":
         raise ApiError(501, "adapters are not supported here; merge the adapter into the model file")
     return json_response([])
+
+
+# -- streams that go on without their reader
+
+
+def keep_stream(context: Context, request: Request, response: Response) -> None:
+    """Makes ``response`` one that goes on without its reader, if that was asked for."""
+    name = request.headers.get(STREAM_HEADER, "")
+    if response.chunks is None or not name:
+        return
+    ended, request.ended = request.ended, []
+    response.chunks = context.streams.begin((request.key, name[:LONGEST_ID]), response.chunks, ended).follow(0)
+
+
+def _stream_asked(context: Context, request: Request) -> tuple[tuple[str, str], Stream | None]:
+    name = request.query.get("conv_id", "")
+    if not name:
+        raise ApiError(400, "conv_id is missing: send the X-Conversation-Id that the stream began with", param="conv_id")
+    key = request.key, name[:LONGEST_ID]
+    return key, context.streams.get(key)
+
+
+async def read_stream(context: Context, request: Request) -> Response:
+    _, stream = _stream_asked(context, request)
+    if stream is None:
+        raise ApiError(404, "there is no stream of this conv_id, or it has ended too long ago", param="conv_id")
+    at = request.query.get("from", "0")
+    if not at.isdecimal() or len(at) > 18 or not stream.first <= int(at) <= stream.size:
+        raise ApiError(400, f"from is {at[:40]!r}; bytes {stream.first} to {stream.size} of this stream are here", param="from")
+    return stream_response(stream.follow(int(at)))
+
+
+async def end_stream(context: Context, request: Request) -> Response:
+    key, _ = _stream_asked(context, request)
+    context.streams.end(key)
+    return Response(status=204)
+
+
+async def look_up_streams(context: Context, request: Request) -> Response:
+    """What is known of the ids that the client knows."""
+    names = request.json().get("conversation_ids", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > 1024:
+        raise fields.wrong("conversation_ids", names, "a list of at most 1024 ids")
+    told: list[dict[str, Any]] = [
+        {"conversation_id": n, "is_done": bool(s.over), "total_bytes": s.size, "started_at": int(s.began), "completed_at": int(s.over)}
+        for name in dict.fromkeys(filter(None, names))
+        for n, s in context.streams.named(request.key, name)
+    ]
+    return json_response(told)

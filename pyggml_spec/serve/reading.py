@@ -12,6 +12,7 @@ from .answer import Answer, Delta
 from .errors import api_error
 from .http import Request
 from .jobs import SILENCE, Ask, Job, Queue
+from .resumable import Streams
 from .served import Served
 
 P = ParamSpec("P")
@@ -27,6 +28,7 @@ class Context:
 
     def __init__(self, served: Served, queue: Queue, pool: Executor) -> None:
         self.served, self.queue, self._pool = served, queue, pool
+        self.streams = Streams()
 
     async def in_pool(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``function`` in a thread: the event loop goes on with everybody's streams."""
