@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ..decode.calibrate import Waiting
 from ..decode.synthetic import SyntheticAcceptance
 from ..errors import PyspecError
 from ..ggml.library import versions
@@ -22,7 +23,7 @@ from .bench_prompts import chosen_prompts, measure, modes
 from .help import GroupedCommand
 from .main import EXIT_INTERRUPT
 from .options import loading_options, target_options
-from .report import engaged_line
+from .report import BUSY, engaged_line
 from .sampling import sampler_options, take_sampling
 from .tables import json_line, written
 from .terminal import Interrupt, progress_line, say, size
@@ -147,7 +148,8 @@ def command(
         session = load(target, draft, n_ctx=n_ctx or max(need, 512), progress=progress, **settings)
     with session:
         say(engaged_line(session.engaged(), None))
-        rows, interrupted = _measured(session, slots, options)
+        with Waiting() as waiting:
+            rows, interrupted = _measured(session, slots, options)
         if not rows:
             sys.exit(EXIT_INTERRUPT)
         click.echo(_slots_table(rows, output) if slots else _table(rows, output))
@@ -169,6 +171,8 @@ def command(
             }
             click.echo(json_line({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
                                    "anatomy": [p.as_dict() for p in parts], "split": [s.as_dict() for s in split], "copies": [c.as_dict() for c in copies]}))  # fmt: skip
+    if waiting.much:
+        say(BUSY)
     if interrupted:
         say("interrupted: the rows hold what was measured until then")
         sys.exit(EXIT_INTERRUPT)

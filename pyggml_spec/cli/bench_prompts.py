@@ -11,11 +11,13 @@ from pathlib import Path
 import click
 
 from ..chat import CONTINUE, chat_template
+from ..decode.calibrate import Waiting
 from ..ggml.library import versions
 from ..session import Session
 from ..tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts
 from ..tools.prompts import CATEGORIES, INCLUDED, Prompt, parse_prompts, prompt_file
 from .main import EXIT_INTERRUPT
+from .report import BUSY
 from .tables import json_line, written
 from .terminal import Interrupt, progress_line, say
 
@@ -53,7 +55,8 @@ def measure(
         conditions = _conditions(session, source, options, progress)
         origin = "none: messages are continued as one text" if template.source == CONTINUE else "the target's"
         conditions["template"] = {"origin": origin, "sha256": hashlib.sha256(template.source.encode("utf-8", "replace")).hexdigest()}
-        rows = bench_prompts(session, prompts, options, template, interrupted=interrupt, progress=progress)
+        with Waiting() as waiting:
+            rows = bench_prompts(session, prompts, options, template, interrupted=interrupt, progress=progress)
     conditions["costs_ms"] = session.costs
     click.echo(written(rows, _HEADER, [_cells(row) for row in rows], output))
     if output == "md":
@@ -66,6 +69,8 @@ def measure(
         say("conditions: " + json_line(conditions))
     if as_json:
         click.echo(json_line({"conditions": conditions, "rows": [row.as_dict() for row in rows]}))
+    if waiting.much:
+        say(BUSY)
     if any(row.runs and not row.acceptance for row in rows):
         say(
             "no draft was verified where acceptance is empty: plain decoding was expected to be faster; --draft-width W measures it all the same"

@@ -10,6 +10,10 @@ from ..session import Engaged
 from .names import in_options
 from .terminal import size
 
+BUSY = (
+    f"warning: other work had the processor for more than {100 * MUCH_WAITING:.0f} % of the time, so speeds, and what they are of each other, "
+    "are not those of an idle machine"
+)
 LEAST_REPLAY = 0.99
 LEAST_WAITED = 0.1  # seconds
 _BAR = " ▁▂▃▄▅▆▇█"

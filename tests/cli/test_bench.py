@@ -6,10 +6,13 @@ import json
 import signal
 import subprocess
 import sys
+from itertools import count
 
 import pytest
 from chat_model import CHATML, with_control_tokens
 from cli.process import default_interrupt, environment, one_sentence, pyspec, start
+
+from pyggml_spec.cli.main import main
 
 SMALL = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-n", 4]
 
@@ -117,6 +120,23 @@ def test_ctrl_c_writes_the_complete_runs(talker, prompts):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130 and out.startswith(b"category,") and b"of 100000 runs" in err and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("measured", ["-p 8", "--prompts FILE"])
+def test_figures_of_a_busy_machine_are_called_that(pair, tmp_path, capsys, monkeypatch, measured, busy):
+    """A table said "speedup 5.11" of four tokens beside other work, and nothing else."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    clock = count(0, 100 * busy)  # seconds that this thread waited, each time one asks
+    monkeypatch.setattr("pyggml_spec.decode.calibrate.waited_for_core", lambda: next(clock))
+    with pytest.raises(SystemExit) as end:
+        main(
+            [
+                "bench",
+                *f"-m {pair[0]} -md {pair[1]} --device CPU -t 1 -n 2 -r 1 {measured}".replace("FILE", str(tmp_path / "p.jsonl")).split(),
+            ]
+        )
+    assert end.value.code == 0 and ("warning: other work had the processor" in capsys.readouterr().err) is busy
 
 
 @pytest.mark.parametrize("output", ["md", "jsonl"])
