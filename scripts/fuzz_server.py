@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from serve.running import Running  # noqa: E402
 from serve.test_malformed import PATHS, body, check  # noqa: E402
-from serve.test_queue import ask, leave, started  # noqa: E402
+from serve.test_queue import ask, leave, sent, started  # noqa: E402
 
 CLIENTS = 8  # that stream when the server is told to end
 
@@ -151,6 +151,12 @@ def end_under_load(server: Running, clients: int, drain: float) -> tuple[int, fl
     return status, took, ends
 
 
+def stay(server: Running, said: dict, over: threading.Event) -> None:
+    """A client that is there until then, however long a busy machine takes."""
+    with sent(server, said, "/completion"):
+        over.wait()
+
+
 def killed(count: int, rng: random.Random) -> tuple[int, int, int]:
     """A server that is killed at any moment of its work and started again on the files it left: texts that are alike, texts, and tokens of prompts
     that came from those files."""
@@ -159,18 +165,20 @@ def killed(count: int, rng: random.Random) -> tuple[int, int, int]:
     with tempfile.TemporaryDirectory() as folder:
         want = None
         for _ in range(count + 1):
-            server = Running("--slots", 4, "--prefix-cache", folder)
+            server, over = Running("--slots", 4, "--prefix-cache", folder), threading.Event()
             try:
                 want = want or server.ok("/completion", **asked, cache_prompt=False)["content"]
                 said = server.ok("/completion", **asked)
                 alike, texts, reused = alike + (said["content"] == want), texts + 1, reused + said["timings"]["cache_n"]
-                load = [threading.Thread(target=leave, args=(server, ask(2000, prompt=f"# {rng.random()}\n" * 40), 10.0)) for _ in range(8)]
+                asks = [ask(2000, prompt=f"# {rng.random()}\n" * 40) for _ in range(8)]
+                load = [threading.Thread(target=stay, args=(server, body, over)) for body in asks]
                 for thread in load:
                     thread.start()
                 started(server, 2)
                 time.sleep(rng.random())
             finally:
                 server.end(signal.SIGKILL)
+                over.set()
             for thread in load:
                 thread.join()
     return alike, texts, reused
