@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from ..errors import EngineError
-from ..memory.features import CATCH_UPS, RING
+from ..memory.features import BATCH, CATCH_UPS
 from ..memory.slots import SlotRange, covering
 from .parts import Parts
 
@@ -41,13 +41,18 @@ class Commits:
 
     def _make_room(self, rows: int, slots: Collection[int]) -> None:
         """For what drafters will read of so many rows; who shares steps shares graphs that catch up, too."""
-        if self._ring is None:
+        ring = self._ring
+        if ring is None:
             return
-        for method in self._ring.methods:
-            for slot in slots:
-                if RING - rows < self._waiting(method, slot) > 0:
-                    self.catch_up(slots, method)
-                    break
+        for method in ring.methods:
+            waiting = [self._waiting(method, slot) for slot in slots]
+            if max(waiting, default=0) <= max(ring.most - rows, 0):
+                continue
+            if min(waiting) >= BATCH + ring.width:  # the last block's rows stay: it may be rolled back
+                self._parts.arrive()
+                self._catch_up(method, dict.fromkeys(slots, BATCH))
+            else:
+                self.catch_up(slots, method)
 
     def _waiting(self, method: str, slot: int) -> int:
         assert self._ring is not None
@@ -107,14 +112,14 @@ class Commits:
         if ring is None:
             return
         for method in methods or ring.methods:
-            while counts := {slot: min(RING, n) for slot in slots if (n := self._waiting(method, slot))}:
+            while counts := {slot: min(BATCH, n) for slot in slots if (n := self._waiting(method, slot))}:
                 self._parts.arrive()
                 self._catch_up(method, counts)
             for slot in slots:
                 ring.caught_up(method, slot)
 
     def _catch_up(self, method: str, counts: Mapping[int, int]) -> None:
-        """The first rows of each of these slots that wait, at most RING."""
+        """The first rows of each of these slots that wait, at most BATCH."""
         p, ring = self._parts, self._ring
         assert p.draft_kv is not None and ring is not None
         covered = covering(counts, len(p.slots))

@@ -9,7 +9,7 @@ verify    W, ids from the host        replay, then left unfolded    K/V rows of 
 draft     -                           -                             drafts the blocks alone, to be looked at before they are verified
 fused     W, given or drafted         replay, then left unfolded    drafts the blocks first, then their K/V rows; of others, features into the ring
 commit    -                           replay (one slot: into another width)
-catchup   8 or RING                   -                             one drafter's K/V rows of the tokens whose features are in the ring
+catchup   8 or BATCH                  -                             one drafter's K/V rows of the tokens whose features are in the ring
 logits    an exact chunk              written directly              -        (all logits readable; parity checks)
 capture   an exact chunk              written directly              -        (inputs of named target layers readable; doctor)
 
@@ -33,7 +33,7 @@ from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
 from ..memory.boundary import BoundaryRows
 from ..memory.delta import DeltaRows, DeltaState
-from ..memory.features import CATCH_UPS, RING, FeatureRing
+from ..memory.features import BATCH, CATCH_UPS, FeatureRing
 from ..memory.guests import Guests
 from ..memory.kv import SPAN, KVCache, padded, spans_up_to
 from ..memory.slots import SlotRange
@@ -121,7 +121,7 @@ class StepGraphs(GraphStore):
         most: int = 0,
     ) -> None:
         """``most``: slots that any of these graphs covers, 0 for all."""
-        widest = max(RING, *(width for of_role in widths.values() for width in of_role))
+        widest = max(BATCH, *(width for of_role in widths.values() for width in of_role))
         super().__init__(segments, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter), most)
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta, self.ring, self.boundary = kv, draft_kv, delta, ring, boundary

@@ -254,7 +254,8 @@ def test_memory_of_a_slot_is_what_the_page_says(tmp_path):
     pair = write_qwen35(tmp_path / "t.gguf", d), write_dflash(tmp_path / "d.gguf", d)
     planned = plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=width, slots=slots).slots_memory
     rows, near = 768 + 16, 4 * (768 + 16)
-    waiting = 4 * d.n_embd * len(d.target_layers) * (slots * (64 + width) + 1)  # rows that a drafter which rests will read
+    row = 4 * d.n_embd * len(d.target_layers)
+    waiting = row * (slots * (max(64, min(2048, (16 << 20) // (row * slots))) + width) + 1)  # rows that a drafter which rests will read
     layers_of = {"kv": (d.n_layer // d.every, d.n_head_kv, 0), "draft_kv": (d.draft_layers, d.draft_heads_kv, waiting)}
     for name, (layers, heads, more) in layers_of.items():
         assert 0 <= planned[name] - more - near - slots * layers * rows * 2 * 2 * d.head_size * heads < 100 * (2 * layers + 1)
