@@ -8,6 +8,7 @@ and the rows of experts in host memory exist for a moment.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -465,6 +466,7 @@ def _plan_on(
             member.weights = own(PlannedWeights(backend, member))
         session._open_streams(offload)
 
+        @cache  # of the same context it is asked up to three times; building the graphs is what a plan takes
         def memory_of(context: int, slots: int) -> tuple[dict[str, int], dict[str, int], list[int]]:
             """By purpose, by role, and on each device: of several slots without the weights."""
             engine = PlannedEngine(backend, target, drafter, replace(options, n_ctx=context, slots=slots))
@@ -482,7 +484,7 @@ def _plan_on(
 
         def on_devices(context: int) -> tuple[PlanPart, ...]:
             one = memory_of(context, 1)[2]
-            more = memory_of(context, slots)[2] if slots != 1 else [0] * len(one)
+            more = [*memory_of(context, slots)[2]] if slots != 1 else [0] * len(one)
             more[-1] += prefix_memory
             totals = [a + b for a, b in zip(one, more, strict=True)]
             rooms = [free_bytes(d) if free is None else free for d in found]
@@ -492,6 +494,7 @@ def _plan_on(
         parts = on_devices(n_ctx)
         if target.weights.streams and not _fit(parts):  # nor are they taken at load
             target.weights.close_streams()
+            memory_of.cache_clear()
             parts = on_devices(n_ctx)
         (memory, roles, _), slots_memory = memory_of(n_ctx, 1), of_slots(n_ctx)
         by_type: dict[str, int] = {}
