@@ -127,24 +127,24 @@ class Writer:
         self._tiled: dict[str, Tiled] = {}
 
     def matrix(self, name: str, n_in: int, n_out: int, gain: float = 1.0, kind: int | None = None) -> None:
-        self._add(name, n_in, n_out, (n_out,), gain, kind)
+        self._add(name, n_in, n_out, (n_out,), gain, kind, n_out)
 
     def experts(self, name: str, n_in: int, n_out: int, count: int, kind: int | None = None) -> None:
-        """``count`` matrices as one 3-D tensor."""
-        self._add(name, n_in, n_out * count, (count, n_out), 1.0, kind)
+        """``count`` matrices as one 3-D tensor; the numbers are drawn for one of them, the others have its rows in another order."""
+        self._add(name, n_in, n_out * count, (count, n_out), 1.0, kind, n_out)
 
     def heads(self, name: str, n_in: int, n_out: int, count: int) -> None:
         """One matrix per head, as one 3-D tensor."""
-        self._add(name, n_in, n_out * count, (count, n_out), 1.0, None)
+        self._add(name, n_in, n_out * count, (count, n_out), 1.0, None, n_out * count)
 
-    def _add(self, name: str, n_in: int, n_out: int, shape: tuple[int, ...], gain: float, kind: int | None) -> None:
+    def _add(self, name: str, n_in: int, n_out: int, shape: tuple[int, ...], gain: float, kind: int | None, drawn: int) -> None:
         if kind is None:
             kind = type_id(self.mix.of(name, self.n_layer)) if self.mix else self.kind
         if n_in % lib.ggml_blck_size(kind):
             kind = type_id("q8_0") if n_in % 32 == 0 else type_id("f16")
         # fresh numbers for small matrices; large ones are turned copies of one block per width: quantising 27 billion takes an hour. An odd
         # number of rows, so that no two experts get the same ones
-        rows = min(n_out, max(64, (1 << 20) // n_in) | 1)
+        rows = min(n_out, max(64, min(drawn, (1 << 20) // n_in)) | 1)
         if rows == n_out:
             tiled = Tiled(self._block(n_in, rows, gain, kind), n_out, 0)
         else:
