@@ -47,7 +47,7 @@ class Forks:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(theirs.fileno())],
-                env={**env, "OPENBLAS_NUM_THREADS": "1"},  # numpy's: threads do not come along
+                env={**env, "OPENBLAS_NUM_THREADS": "1"},  # threads do not come along
                 pass_fds=[theirs.fileno()], stdin=pipe, stdout=pipe, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )  # fmt: skip
 

@@ -27,10 +27,18 @@ def steady():
         yield
 
 
+PROMPTS = [PROMPT, PROMPT[: len(PROMPT) // 2], "import os\n", PROMPT[30:]]
+
+
 @pytest.fixture(scope="module")
-def plain():
+def plains():
     with ps.load(DEMO_TARGET, device="CPU", threads=1, n_ctx=1024) as session:
-        return session.generate(PROMPT, N, ignore_end=True)[0]
+        return [session.generate(prompt, N, ignore_end=True)[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def plain(plains):
+    return plains[0]
 
 
 @pytest.fixture(scope="module", params=["suffix", "draft-dflash,suffix", "ngram-simple"])
@@ -91,12 +99,10 @@ def test_an_answer_left_early_is_no_corpus_of_half_a_step(session, plain):
 
 
 @pytest.mark.parametrize("slots", [2, 4])
-def test_in_slots_each_text_is_its_own(session, plain, slots):
-    prompts = [PROMPT, PROMPT[: len(PROMPT) // 2], "import os\n", PROMPT[30:]][:slots]
-    want = [plain, *(session.generate(prompt, N, mode="plain", ignore_end=True)[0] for prompt in prompts[1:])]
+def test_in_slots_each_text_is_its_own(session, plains, slots):
     for _ in range(2):
-        done = session.generate_all(prompts, N, slots=slots, ignore_end=True)
-        assert [text for text, _ in done] == want
+        done = session.generate_all(PROMPTS[:slots], N, slots=slots, ignore_end=True)
+        assert [text for text, _ in done] == plains[:slots]
     assert any(session.lookup.method in stats.drafters for _, stats in done)
 
 

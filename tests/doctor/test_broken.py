@@ -22,7 +22,7 @@ VALUES = {  # not only which key is wrong: what it has to be
     "half of each head rotated": "64 values of each head",
     "attention scale 1": "0.125",
 }
-EFFORT = Effort(prompts=3, blocks=12, running=False)
+EFFORT = Effort(prompts=2, blocks=12, running=False)
 GLANCE = Effort(prompts=1, prompt_tokens=16, tokens=48, blocks=4, running=False)
 
 

@@ -1,5 +1,7 @@
 """With our own kernels a row has the same bits in every step, so speculative text is plain text at every width, on any graph."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from decode.helpers import oracle, run
@@ -27,15 +29,16 @@ def prompt_of(n, seed=5):
 
 @pytest.mark.parametrize("arch, quant", CASES)
 def test_logits_do_not_depend_on_the_shape_of_a_step(tmp_path, arch, quant):
-    """600 tokens in steps of 1, 5, 16 and 512 rows, with one thread and with two: every bit of every row. (ggml's kernels: hundreds of rows
-    differ, see test_ggmls_kernels_do_depend_on_it.)"""
+    """600 tokens in steps of 5, 16 and 512 rows, and of one at the beginning and across the end of a span, with one thread and with two: every
+    bit of every row. (ggml's kernels: hundreds of rows differ, see test_ggmls_kernels_do_depend_on_it.)"""
     path, ids, seen = TARGETS[arch](tmp_path / "t.gguf", Shape(), quant), prompt_of(600), []
+    singly = [*range(60), 60, *range(460, 600)]  # where steps begin
     for threads in (1, 2):
         with ps.load(path, device="CPU", threads=threads, n_ctx=640, kernels="own") as session:
             engine = session.engine
-            for rows in (512, 16, 5, 1) if threads == 1 else (512, 16, 1):
+            for begins in (range(0, 600, 512), range(0, 600, 16), singly, *([range(0, 600, 5)] if threads == 1 else [])):
                 engine.reset()
-                seen.append(np.concatenate([engine.logits(ids[i : i + rows]) for i in range(0, len(ids), rows)]))
+                seen.append(np.concatenate([engine.logits(ids[i:j]) for i, j in pairwise([*begins, 600])]))
     assert all(np.array_equal(seen[0], other) for other in seen[1:])
 
 

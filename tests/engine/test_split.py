@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from models.test_archs import TARGETS
+from models.test_archs import LEAN, TARGETS
 from pairs import write_pair
 from random_gguf.archs import write_gemma4, write_qwen35moe
 from random_gguf.gemma4_assistant import write_gemma4_assistant
@@ -16,7 +16,9 @@ import pyggml_spec as ps
 from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import DeviceError, EngineError, PairError
+from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions
+from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.segments import cuts_by, segments_of
 
 PROMPT = np.random.default_rng(2).integers(0, 256, 75).tolist()
@@ -26,8 +28,8 @@ DRAFTS = np.random.default_rng(3).integers(0, 256, 64).tolist()
 @contextmanager
 def loaded(target, draft=None, cuts=(), **more):
     """The model cut before these layers."""
-    with ps.load(target) as probe:
-        bounds = [0, *cuts, probe.target.n_layer]
+    with GGUFFile(target) as file:
+        bounds = [0, *cuts, open_target(file).n_layer]
     shares = [b - a for a, b in zip(bounds, bounds[1:])] if cuts else None  # noqa: RUF007
     more = {"threads": 1, "n_ctx": 512, "draft_width": 16 if draft or "spec" in more else None, "prefix_memory": 0} | more
     with ps.load(target, draft, device=",".join(["CPU"] * (len(cuts) + 1)), tensor_split=shares, **more) as session:
@@ -85,7 +87,8 @@ def test_every_cut_of_a_hybrid(tmp_path):
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_architecture(tmp_path, arch, kernels):
     more = {"shared": False} if arch == "gemma4" else {}
-    target, draft = TARGETS[arch](tmp_path / "t.gguf", Shape(), "Q8_0", **more), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
+    shape = Shape(**LEAN)
+    target, draft = TARGETS[arch](tmp_path / "t.gguf", shape, "Q8_0", **more), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     with loaded(target, draft, kernels=kernels) as session:
         alone = trace(session, (1, 2, 7))
         last = session.target.last_cut()

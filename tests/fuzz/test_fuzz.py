@@ -3,12 +3,13 @@
 import pytest
 from fuzz.run import fuzz
 
-SHORT = [("gguf", 800), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 150), ("pair", 60), ("layers", 12)]
+SHORT = [("gguf", 800), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 150), ("pair", 60)]
+FEW = ("layers", 6, "17")  # 1, 571, 1025 (one more than there may be), 6, 96 and 21 of them; models/test_deep.py has 1,024
 
 
-@pytest.mark.parametrize("target, executions", SHORT)
-def test_a_short_run_finds_nothing(target, executions):
-    result = fuzz(target, executions, "2")
+@pytest.mark.parametrize("target, executions, seed", [*((target, count, "2") for target, count in SHORT), FEW])
+def test_a_short_run_finds_nothing(target, executions, seed):
+    result = fuzz(target, executions, seed)
     assert not result.findings, result.findings[0]
     assert result.executions == executions == sum(result.outcomes.values())
     assert len(result.outcomes) > 1

@@ -69,21 +69,29 @@ class Model:
         for name, end in zip(offsets, ends):
             self.tensors[name][2] = self._data[start + offsets[name] : start + end]
 
+    def copy(self) -> "Model":
+        """Another one, whose keys and parts of tensors can be replaced."""
+        other = copy.copy(self)
+        other.keys, other.tensors = dict(self.keys), {name: [*parts] for name, parts in self.tensors.items()}
+        return other
+
     def _take(self, fmt: str) -> tuple:
         out = struct.unpack_from("<" + fmt, self._data, self._at)
         self._at += struct.calcsize("<" + fmt)
         return out
 
     def _text(self) -> bytes:
-        n = self._take("Q")[0]
-        self._at += n
-        return self._data[self._at - n : self._at]
+        first = self._at + 8
+        self._at = first + int.from_bytes(self._data[self._at : first], "little")
+        return self._data[first : self._at]
 
     def _value(self, kind: int):
         if kind == STR:
             return self._text()
         if kind == ARR:
             item, count = self._take("IQ")
+            if item in _FORMAT:
+                return item, list(self._take(f"{count}{_FORMAT[item]}"))
             return item, [self._value(item) for _ in range(count)]
         return self._take(_FORMAT[kind])[0]
 

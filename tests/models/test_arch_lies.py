@@ -34,16 +34,16 @@ GUARDED = {  # keys that can only be refused, whatever number of NUMBERS they ho
 
 def lies(valid, arch):
     """(what was changed, model) for every numeric key of the architecture and every tensor of its second layer."""
-    keys = Model(valid).keys
-    for name, (kind, _) in keys.items():
+    whole = Model(valid)
+    for name, (kind, _) in whole.keys.items():
         for change in (LISTS if kind == ARR else NUMBERS) if name.startswith(f"{arch}.") and kind != 8 else ():
-            model = Model(valid)
+            model = whole.copy()
             model.keys[name] = change
             yield (name.removeprefix(f"{arch}."), change), model
-    for name, (shape, _, data) in Model(valid).tensors.items():
+    for name, (shape, _, data) in whole.tensors.items():
         if name.startswith("blk.1.") or not name.startswith("blk."):
             for other in (None, shape[::-1], (shape[0], len(data) // 4 // shape[0]), (1, *shape)):
-                model = Model(valid)
+                model = whole.copy()
                 if other is None:
                     del model.tensors[name]
                 else:

@@ -45,6 +45,11 @@ ONE_ROW = ("deepseek2",)  # K and V are one row, of one type
 WINDOWED = ["laguna", "gemma4", "gpt-oss", "muse-glimmer"]
 JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
+LEAN = {"n_ff": 128, "n_ff_expert": 64, "n_ff_shared": 64}  # what most of the default shape's time goes to; K-quants need rows of 256
+
+
+def lean(quant):
+    return {} if quant == "Q4_K" else LEAN
 
 
 def assert_equal(path, tokens, **types):
@@ -57,7 +62,7 @@ def assert_equal(path, tokens, **types):
 @pytest.mark.parametrize("arch", WRITERS)
 def test_logits_of_every_type(tmp_path, arch, quant):
     """1, 37 and 300 tokens: one row, an odd chunk, past a span boundary."""
-    path = WRITERS[arch](tmp_path / "t.gguf", Shape(), quant)
+    path = WRITERS[arch](tmp_path / "t.gguf", Shape(**lean(quant)), quant)
     for tokens in (1, 37, 300):
         assert_equal(path, tokens)
 
@@ -71,7 +76,7 @@ def test_mixed_types_are_not_fused_and_still_equal(tmp_path, arch):
 @pytest.mark.parametrize("arch", WRITERS)
 def test_logits_of_every_cache_type(tmp_path, arch, types):
     """Rows are rotated before they are quantised, as llama.cpp does it: without that the NMSE is 1e-4 and worse."""
-    path = WRITERS[arch](tmp_path / "t.gguf", Shape(head_size=128 if arch == "qwen3" else 64))
+    path = WRITERS[arch](tmp_path / "t.gguf", Shape(head_size=128 if arch == "qwen3" else 64, **LEAN))
     for tokens in (37, 300):
         assert_equal(path, tokens, cache_type_k=types[0], cache_type_v=types[arch not in ONE_ROW])
 
@@ -87,7 +92,7 @@ def test_heads_that_no_rotation_fits(tmp_path):
 @pytest.mark.parametrize("quant", ["F32", "Q4_K"])
 def test_drafted_ids(tmp_path, arch, quant):
     """Past the drafter's sliding window of 12, ten blocks."""
-    shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0)  # sqrt(256)
+    shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0, **lean(quant))  # sqrt(256)
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, quant), write_dflash(tmp_path / "d.gguf", shape, quant)
     ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
     with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
@@ -109,7 +114,7 @@ def test_drafted_ids_of_quantised_caches(tmp_path, arch, types):
 @pytest.mark.parametrize("arch", WRITERS)
 def test_speculative_text_equals_plain(tmp_path, arch):
     """A real drafter whose blocks are mostly rejected, and a scripted one with every accepted length 0 .. 15 in turn."""
-    shape = Shape()
+    shape = Shape(**LEAN)
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     prompt = np.random.default_rng(5).integers(0, 256, 230).tolist()
     with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
@@ -122,7 +127,7 @@ def test_speculative_text_equals_plain(tmp_path, arch):
 @pytest.mark.parametrize("arch", [*TARGETS, "qwen3next joined"])
 def test_rollback_after_every_accepted_length(tmp_path, arch):
     """What follows a block of which 0 .. 15 drafts were accepted, garbage behind them, is what follows the same tokens committed singly."""
-    path, tokens = {**TARGETS, **JOINED}[arch](tmp_path / "t.gguf", Shape()), np.random.default_rng(4).integers(0, 256, 60).tolist()
+    path, tokens = {**TARGETS, **JOINED}[arch](tmp_path / "t.gguf", Shape(**LEAN)), np.random.default_rng(4).integers(0, 256, 60).tolist()
 
     def begin(engine):
         engine.reset()
@@ -146,7 +151,7 @@ def test_rollback_after_every_accepted_length(tmp_path, arch):
 @pytest.mark.parametrize("arch", TARGETS)
 def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     """Of every layer and of the last one's output, bit for bit, at a position that was decoded plainly."""
-    path = TARGETS[arch](tmp_path / "t.gguf", Shape())
+    path = TARGETS[arch](tmp_path / "t.gguf", Shape(**LEAN))
     layers = (0, 1, 2, 3)
     draft = write_dflash(tmp_path / "d.gguf", Shape(target_layers=layers))
     tokens = np.random.default_rng(6).integers(0, 256, 128).tolist()
@@ -167,7 +172,7 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(n_head=6, n_head_kv=3, n_embd=384), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3, every=3)]
+    "shape", [Shape(n_head=6, n_head_kv=3, n_embd=384, **LEAN), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3, every=3, **LEAN)]
 )
 @pytest.mark.parametrize("arch", WRITERS)
 def test_odd_shapes(tmp_path, arch, shape):
@@ -211,7 +216,7 @@ def test_qwen35moe_with_gate_and_up_in_one_tensor(tmp_path):
 @pytest.mark.parametrize("quant", QUANTS)
 def test_qwen3next_with_q_k_v_and_z_in_one_matrix(tmp_path, quant):
     """The layout of the first converter, in a model whose k-heads have three v-heads each."""
-    path = write_qwen3next(tmp_path / "t.gguf", Shape(delta_k=2, delta_v=6), quant, joined=True)
+    path = write_qwen3next(tmp_path / "t.gguf", Shape(delta_k=2, delta_v=6, **lean(quant)), quant, joined=True)
     for tokens in (1, 37, 300):
         assert_equal(path, tokens)
 
@@ -277,7 +282,7 @@ def test_laguna_without_sliding_window(tmp_path):
 )
 def test_gemma4_variants(tmp_path, more, quant):
     """The shapes of the dense, the routed and (by default, above) the small models with per-layer embeddings and shared K/V."""
-    assert_equal(write_gemma4(tmp_path / "t.gguf", Shape(n_layer=5), quant, **more), 70)
+    assert_equal(write_gemma4(tmp_path / "t.gguf", Shape(n_layer=5, **lean(quant)), quant, **more), 70)
 
 
 def test_matrices_of_one_block_of_inputs(tmp_path, monkeypatch):
@@ -475,13 +480,13 @@ def test_attention_with_sinks_is_ggmls_and_said(tmp_path):
 
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_a_ring_that_wraps_three_times(tmp_path, arch):
-    """Ring of 256 rows (window 24, chunk 64), prompt of 900, then 200 tokens with every accepted length: equal to plain decoding. A second
+    """Ring of 256 rows (window 24, chunk 64), prompt of 660, then 140 tokens with every accepted length: equal to plain decoding. A second
     sequence in the same rows sees nothing of the first."""
-    path, prompt = WRITERS[arch](tmp_path / "t.gguf", Shape()), np.random.default_rng(9).integers(0, 256, 900).tolist()
+    path, prompt = WRITERS[arch](tmp_path / "t.gguf", Shape(**LEAN)), np.random.default_rng(9).integers(0, 256, 660).tolist()
     with open_engine(path, 64, 1280) as engine:
         assert engine.kv.ring == 256
-        short, text = reference(engine, prompt[:40], 20), reference(engine, prompt, 200)
-        tokens, stats = run(engine, prompt, 200, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
+        short, text = reference(engine, prompt[:40], 20), reference(engine, prompt, 140)
+        tokens, stats = run(engine, prompt, 140, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
         assert tokens == text and set(stats.block_sizes) == set(range(1, 17))
         assert reference(engine, prompt[:40], 20) == short
 
@@ -511,14 +516,14 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
 def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path, arch, monkeypatch):
     """The reference without rings once had F16 rows whatever was asked for: the table of docs/parity.md showed 1e-6 and more."""
     monkeypatch.setattr("pyggml_spec.engine.parts.Parts.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
-    assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape()), 800, cache_type_k="bf16", cache_type_v="q8_0")
+    assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(**LEAN)), 800, cache_type_k="bf16", cache_type_v="q8_0")
 
 
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_logits_behind_a_ring(tmp_path, arch):
     """llama.cpp keeps all positions, so the same rows are summed in another order: equal to rounding, not bit for bit."""
-    path = WRITERS[arch](tmp_path / "t.gguf", Shape())
-    result = compare_logits(path, 1500, seed=1, device="CPU", threads=1, kernels="ggml")
+    path = WRITERS[arch](tmp_path / "t.gguf", Shape(**LEAN))
+    result = compare_logits(path, 1500, seed=1, device="CPU", threads=1, kernels="ggml", greedy=6)
     assert result.nmse < 1e-10 and result.argmax_agree == 1.0
 
 
@@ -550,7 +555,7 @@ STRETCHED = {
 @pytest.mark.parametrize("rope", STRETCHED.values(), ids=STRETCHED)
 def test_positions_as_a_caller_asks_for_them(tmp_path, arch, rope):
     """Bit for bit llama.cpp's with the same options, over what a file says (qwen3 has yarn of its own here)."""
-    path = TARGETS[arch](tmp_path / "t.gguf", Shape(), **({"yarn": 8.0} if arch == "qwen3" else {}))
+    path = TARGETS[arch](tmp_path / "t.gguf", Shape(**LEAN), **({"yarn": 8.0} if arch == "qwen3" else {}))
     assert_equal(path, 90, rope=rope)
 
 

@@ -77,7 +77,7 @@ def test_cache_types(tmp_path, types):
 @pytest.mark.parametrize("host_layers, residency", [(-1, None), (2, None), (1, 0.5), (0, 0.25), (0, 1.0)])
 @pytest.mark.parametrize("write", [write_qwen35moe, write_laguna])
 def test_experts_in_host_memory(tmp_path, write, host_layers, residency):
-    pair = write(tmp_path / "t.gguf", Shape(), "Q4_K"), write_dflash(tmp_path / "d.gguf", Shape())
+    pair = write(tmp_path / "t.gguf", Shape(n_ctx=512), "Q4_K"), write_dflash(tmp_path / "d.gguf", Shape())
     counts = {i: np.arange(8) for i in range(4)}
     (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, counts).to_json())
     experts = ExpertOptions(host_layers, residency)
@@ -139,7 +139,7 @@ QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k
 @pytest.mark.parametrize("arch", WRITERS)
 def test_every_architecture_with_everything_at_once(tmp_path, arch):
     """After generating in every mode and with slots: within 1 % of what is allocated, and what is no compute buffer to the byte."""
-    shape = Shape(window=12, head_size=64)
+    shape = Shape(window=12, head_size=64, n_ctx=1024)
     pair = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, {i: np.arange(8) for i in range(4)}).to_json())
     quantised = QUANTISED | ({"cache_type_v": "q8_0"} if arch == "deepseek2" else {})  # whose K and V are one row
@@ -154,7 +154,7 @@ def test_every_architecture_with_everything_at_once(tmp_path, arch):
 @pytest.mark.parametrize("write", [write_qwen35, write_gemma4])
 def test_the_width_of_passes_and_the_threads(tmp_path, write):
     """`pyspec plan` knew neither -ub nor -t: rings and the buffers of prompts grow with the one, nothing with the other."""
-    shape = Shape(window=12)
+    shape = Shape(window=12, n_ctx=1280)
     pair = write(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
     plans = [_assert_exact(*pair, n_ctx=1100, chunk=chunk) for chunk in (16, 512, 1024)]
     small, usual, large = (p.compute_by_role["prefill"] for p in plans)
@@ -236,7 +236,7 @@ def test_the_check_as_a_command(capsys, monkeypatch):
 @pytest.mark.parametrize("slots, n_ctx", [(2, 300), (5, 700)])
 def test_slots(tmp_path, slots, n_ctx):
     """What Session.concurrent takes on top, to the byte; compute buffers as far as they are reserved at its start."""
-    shape = Shape(window=12)
+    shape = Shape(window=12, n_ctx=1024)
     pair = write_qwen35(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
     planned, alone = (plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=8, slots=n) for n in (slots, 1))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=n_ctx, draft_width=8) as session, session.batch(slots) as scheduler:
