@@ -16,6 +16,8 @@
 // ggml keeps a node's function in the first 24 bytes of its parameters; the scale of scores, or what is added to a mean, comes behind them.
 #define SCALE_AT 32
 
+#define MOST_MADE 16384  // values of a row that is made where it is rounded
+
 // What scripts/profile_cpu.py knows a node by.
 static struct ggml_tensor * named(struct ggml_tensor * node, const char * name) {
     return ggml_set_name(node, name);
@@ -34,24 +36,73 @@ static int64_t blocks_of(const pgs_kernel * k, int64_t n_in) {
     return (n_in + k->block - 1) / k->block;
 }
 
-// Threads share rows, and where there are fewer rows than threads, parts of rows.
+// What a node that products read is made of, where nobody else has to compute it first: a norm, or a gate.
+typedef enum made_by { GIVEN, NORM, GATE } made_by;
+
+// What pgs_activations leaves in the node's parameters, behind ggml's own.
+typedef struct rounding {
+    float   eps;  // of a norm
+    int32_t type, made_by, silus;
+} rounding;
+
+static void run_norm(struct ggml_tensor * dst, int ith, int nth, void * userdata);
+static void run_gate(struct ggml_tensor * dst, int ith, int nth, void * userdata);
+
+// A graph waits for all threads behind each of its nodes: some 160 times in a token of a small model. So products round norms and gates as they make
+// them; the nodes of those fall out of the graph unless somebody else reads them.
+static made_by maker_of(const struct ggml_tensor * x) {
+    ggml_custom_op_t function = NULL;
+    if (x->op == GGML_OP_CUSTOM) {
+        memcpy(&function, x->op_params, sizeof(function));
+    }
+    if (x->ne[0] > MOST_MADE || x->view_src != NULL) {
+        return GIVEN;
+    }
+    if (function == run_gate) {
+        return x->src[1]->ne[0] == x->ne[0] && rows_of(x->src[1]) == rows_of(x) ? GATE : GIVEN;
+    }
+    return function == run_norm ? NORM : GIVEN;
+}
+
+// Threads share rows, and where there are fewer rows than threads, parts of rows; each of these makes a norm of its own.
 static void run_activations(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const pgs_kernel *         k = userdata;
-    const struct ggml_tensor * x = dst->src[0];
-    const int64_t rows = rows_of(x), blocks = blocks_of(k, x->ne[0]), parts = rows < nth ? (nth + rows - 1) / rows : 1;
+    const pgs_level *          level = userdata;
+    const struct ggml_tensor * x = dst->src[0], * weight = dst->src[1], * gate = dst->src[2];
+    rounding                   how;
+    memcpy(&how, (const char *) dst->op_params + SCALE_AT, sizeof(how));
+    const pgs_kernel * k    = pgs_kernel_of(level, how.type);
+    const int64_t      rows = rows_of(x), blocks = blocks_of(k, x->ne[0]), parts = rows < nth ? (nth + rows - 1) / rows : 1;
+    _Alignas(64) float made[MOST_MADE];
     for (int64_t unit = rows * parts * ith / nth; unit < rows * parts * (ith + 1) / nth; unit++) {
         const int64_t row = unit / parts, first = blocks * (unit % parts) / parts, end = blocks * (unit % parts + 1) / parts;
         const int64_t from = first * k->block, to = end * k->block < x->ne[0] ? end * k->block : x->ne[0];
-        char *        tile = (char *) dst->data + (size_t) (row / TILE * blocks + first) * k->act;
-        k->activations(row_of(x, row) + from, to - from, tile, (int) (row % TILE));
+        const float * values = row_of(x, row) + from;
+        if (how.made_by == NORM) {
+            level->norm(row_of(x, row), weight != NULL ? weight->data : NULL, gate != NULL ? row_of(gate, row) : NULL, how.eps, x->ne[0], made);
+            values = made + from;
+        } else if (how.made_by == GATE) {
+            level->gate(values, row_of(gate, row) + from, to - from, how.silus, made);
+            values = made;
+        }
+        k->activations(values, to - from, (char *) dst->data + (size_t) (row / TILE * blocks + first) * k->act, (int) (row % TILE));
     }
 }
 
 struct ggml_tensor * pgs_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x) {
     const pgs_kernel *   k     = pgs_kernel_of(level, type);
     const int64_t        tiles = (rows_of(x) + TILE - 1) / TILE, size = tiles * blocks_of(k, x->ne[0]) * (int64_t) k->act;
-    struct ggml_tensor * src[] = { x };
-    return named(ggml_custom_4d(ctx, GGML_TYPE_I8, size, 1, 1, 1, src, 1, run_activations, GGML_N_TASKS_MAX, (void *) k), "own rounding");
+    const made_by        maker = maker_of(x);
+    rounding             how   = { .type = type, .made_by = maker };
+    struct ggml_tensor * src[] = { maker == GIVEN ? x : x->src[0], maker == NORM ? x->src[1] : NULL,
+                                   maker == NORM ? x->src[2] : maker == GATE ? x->src[1] : NULL };
+    if (maker == NORM) {
+        memcpy(&how.eps, (const char *) x->op_params + SCALE_AT, sizeof(how.eps));
+    } else if (maker == GATE) {
+        memcpy(&how.silus, (const char *) x->op_params + SCALE_AT, sizeof(how.silus));
+    }
+    struct ggml_tensor * out = ggml_custom_4d(ctx, GGML_TYPE_I8, size, 1, 1, 1, src, 3, run_activations, GGML_N_TASKS_MAX, (void *) level);
+    memcpy((char *) out->op_params + SCALE_AT, &how, sizeof(how));
+    return named(out, "own rounding");
 }
 
 typedef struct job {  // the products of one thread: weights, and as many tiles as stay in its cache

@@ -165,6 +165,40 @@ def test_products_of_one_input_share_its_activations(level):
         }
 
 
+@on_every_level
+@pytest.mark.parametrize("name", ["q8_0", "q4_K", "f32"])
+@pytest.mark.parametrize("made", ["norm", "rms_norm", "swiglu", "sigmoid_gated"])
+def test_products_make_the_norms_and_gates_that_they_read(level, name, made):
+    """In one node, with the bits of two, whatever rows and threads; who else reads a norm has it all the same."""
+    n_in, kind = 512, type_id(name)
+    rows, wide = matrix(kind, n_in, 48), activations(9, 2 * n_in)
+    wide[5, 3] = np.nan
+    weight = np.linspace(0.5, 2, n_in, dtype=np.float32)
+
+    def node(graph, memory, x):
+        x = memory.tensor(x)
+        values, gate = graph.columns(x, n_in), graph.columns(x, n_in, n_in)
+        if made == "rms_norm":
+            return graph.rms_norm(values, memory.tensor(weight), 1e-6)
+        if made == "sigmoid_gated":
+            return graph.sigmoid_gated(graph.cont(values), graph.heads(x, n_in, 1, 2 * n_in, n_in))
+        return graph.norm(values, 1e-6) if made == "norm" else graph.swiglu(gate, values)
+
+    with bench(level) as (graph, memory):
+        given = compute(graph, node(graph, memory, wide))
+    with bench(level) as (graph, memory):
+        want = compute(graph, graph.matmul(memory.packed(rows, kind, (n_in, 48)), memory.tensor(given)))
+    for count, threads in ((9, 1), (9, 4), (1, 1), (1, 3)):
+        with bench(level, threads) as (graph, memory):
+            got = compute(graph, graph.matmul(memory.packed(rows, kind, (n_in, 48)), node(graph, memory, wide[:count])))
+            assert np.array_equal(got, want[:count], equal_nan=True)
+            assert {"own norm", "own gate"}.isdisjoint(graph.op_counts())
+    with bench(level, 2) as (graph, memory):
+        x = node(graph, memory, wide)
+        both = graph.concat([x, graph.matmul(memory.packed(rows, kind, (n_in, 48)), x)])
+        assert np.array_equal(compute(graph, both), np.concatenate([given, want], axis=1), equal_nan=True)
+
+
 @of_every_type
 def test_rows_of_a_packed_table(name):
     """What ggml looks up in the file's rows, to the rounding of one fused step; rows that do not exist are NaN."""
