@@ -9,6 +9,7 @@ from cli.process import one_sentence, pyspec
 from click.testing import CliRunner
 from gguf_io.build import STR, U32, gguf, info, key
 
+from pyggml_spec.cli import run
 from pyggml_spec.cli.help import GROUPS, grouped
 from pyggml_spec.cli.main import Commands, cli
 from pyggml_spec.ggml import device
@@ -41,8 +42,14 @@ def test_long_help_is_grouped_and_complete(command):
     params = __import__(f"pyggml_spec.cli.{command}", fromlist=["command"]).command.params
     groups, shown = grouped(params), pyspec(command, "--help").stdout.decode()
     assert [line[:-1] for line in shown.splitlines() if line.endswith(":") and line[:1].strip()] == list(groups)
-    assert sum(map(len, groups.values())) == sum(not p.hidden for p in params) and len(groups) == 4
+    assert sum(map(len, groups.values())) == sum(not p.hidden for p in params) and len(groups) == 5
     assert all(option.opts[0] in shown for options in groups.values() for option in options)
+
+
+def test_help_begins_with_what_is_typed_first():
+    """It began with the stretching of positions."""
+    first = [params.opts[0] for params in grouped(run.command.params)["Options"]]
+    assert first[:3] == ["-p", "-f", "-n"]
 
 
 def test_groups_name_options_that_exist():
