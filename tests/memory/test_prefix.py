@@ -217,7 +217,7 @@ def test_many_requests_in_random_order(engine):
     with engine.sequence.rows(0, 300, True) as rows, engine.sequence.state(300) as state:
         cache = PrefixCache(engine, rows.nbytes + 3 * state.nbytes)
     reused = 0
-    for _ in range(12):
+    for _ in range(9):
         own, cut = texts[rng.integers(2)], int(rng.integers(1, 400))
         prompt = own[:cut] + (tokens(int(rng.integers(1000)), 30) if rng.random() < 0.5 else [])
         run = answer(engine, prompt, cache, n=6)
