@@ -29,26 +29,25 @@ class Forks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._asked: socket.socket | None = None
-        self._at_start: dict[str, str] = {}
+        self._env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # numpy's threads would not come along
 
     def run(self, args: list[str], stdin: bytes | None, env: dict[str, str], **more: str | bool) -> tuple[int, bytes, bytes] | None:
         """Status, stdout and stderr of `pyspec` with these arguments, or of Python with `-c` and code. None where a process of its own would
         start otherwise than the one that is forked has. ``more``: ``cwd``, and whether ``one_core`` is all that it sees."""
-        at_start = {name: value for name, value in env.items() if name.startswith(AT_START)}
+        if any(env.get(name) != self._env.get(name) for name in {*env, *self._env} if name.startswith(AT_START)):
+            return None
         with self._lock:
             if self._asked is None:
-                self._start(env)
-                self._at_start = at_start
-            return self._run(stdin, {"args": args, "env": env, **more}) if at_start == self._at_start else None
+                self._start()
+            return self._run(stdin, {"args": args, "env": env, **more})
 
-    def _start(self, env: dict[str, str]) -> None:
+    def _start(self) -> None:
         self._asked, theirs = socket.socketpair()
         pipe = subprocess.PIPE
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(theirs.fileno())],
-                env={**env, "OPENBLAS_NUM_THREADS": "1"},  # threads do not come along
-                pass_fds=[theirs.fileno()], stdin=pipe, stdout=pipe, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                env=self._env, pass_fds=[theirs.fileno()], stdin=pipe, stdout=pipe, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )  # fmt: skip
 
     def _run(self, stdin: bytes | None, asked: dict) -> tuple[int, bytes, bytes]:
