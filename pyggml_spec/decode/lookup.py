@@ -93,7 +93,10 @@ class LookupControl:
             return Choice(self._cut(sequences, better, rows), True)
         pace = self._paces.setdefault(covered, Pace(sum(otherwise), milliseconds))
         best, wins = Choice([[] for _ in sequences], True), pace.wins(sum(otherwise), milliseconds)
-        options = [(width, self._cut(sequences, [tokens is not None for tokens in found], width)) for width in self.widths if any(found)]
+        if not any(found):  # the one question is whether a plain token brings one to a match sooner
+            plain = rows > 1 and pace.wins(float(len(found)), self.cost(covered, 1)) > wins
+            return Choice(best.drafts, False) if plain else best
+        options = [(width, self._cut(sequences, [tokens is not None for tokens in found], width)) for width in self.widths]
         if rows > 1:
             options.append((1, best.drafts))  # plain tokens: a match may be one token away
             mixed = sum(_up_to(tokens, rows) if of else other for tokens, other, of in zip(found, otherwise, better))

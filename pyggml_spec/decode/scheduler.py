@@ -48,6 +48,7 @@ from .stream import Stream
 from .width import PLAIN_STEP, Drafted, Kind, WidthControl
 
 BESIDE = 128  # prompt tokens per step while others decode
+UNHEARD = 8  # steps without news after which width control is asked again: 30 us that a step of what came before need not take
 LEAST_SHARED = 32  # tokens of a prompt that several sequences have: computing fewer costs no more than copying what they leave
 
 
@@ -95,7 +96,11 @@ class Scheduler:
                 {m.method: [w for w in candidate_widths(engine.options.width) if w <= m.block_size] for m in engine.drafter.members},
                 more=kinds,
             )
-        self._kind = PLAIN_STEP  # of the last decoding step
+        self._kind = PLAIN_STEP  # of the last decoding step, or what would have been but for what came before
+        self._unheard = 0  # steps since width control was last told of one: as long as it knows nothing new, it would choose the same
+        self._otherwise: tuple[list[float], float] | None = (
+            None  # tokens of each sequence that such a step is expected to bring, and milliseconds
+        )
         self._catch_ups = 0  # of the engine, up to the last step
         self._sequences: list[Drafted | None] = []  # those that decode, as width control sees them
         self.width, self._width_reason = width or engine.options.width, ""
@@ -197,7 +202,7 @@ class Scheduler:
 
     def pin_width(self, width: int, reason: str = "") -> None:
         """Every block has ``width`` rows from now on, 1 for plain decoding; ``reason`` goes into the statistics of what is submitted then."""
-        self.width, self.widths, self._width_reason = width, None, reason
+        self.width, self.widths, self._width_reason, self._unheard = width, None, reason, 0
 
     def learn_widths(self) -> None:
         """Steps until the cost of every width is known for the sequences that are decoding now, or one of them has ended."""
@@ -309,6 +314,7 @@ class Scheduler:
     def _arrange(self) -> None:
         """Who leaves, who comes, who reads its prompt and who decodes."""
         self._changed = False  # first: what changes from now on is looked at by the next step
+        self._unheard = 0
         self._drop_cancelled()
         self._admit()
         self._seated = {s.slot: s for s in self._active}
@@ -507,7 +513,9 @@ class Scheduler:
                 work[s.slot] = item
         kind, self._looked = Kind("", self.width), None
         if len(work) < len(decoding):
-            kind = self._kind = self._rounds.next or self._choose()
+            if self._rounds.next is not None or not self._unheard % UNHEARD:
+                self._kind, self._otherwise = self._rounds.next or self._choose(), None
+            kind = self._kind
         self._rounds.next = None
         if self.lookup is not None and self._look_up(self.lookup, decoding, kind.width, work) == 1:
             kind = PLAIN_STEP
@@ -545,6 +553,8 @@ class Scheduler:
         tokens, milliseconds = [1.0] * len(decoding), None
         if not any(drafting):
             milliseconds = lookup.cost(self._covered, 1)
+        elif self._otherwise is not None:
+            tokens, milliseconds = self._otherwise
         elif self.widths is None:
             tokens = [s.stats.tokens_per_draft if of else 1.0 for s, of in zip(decoding, drafting)]
         else:
@@ -553,6 +563,7 @@ class Scheduler:
             milliseconds = self.widths.cost(self._covered, self._kind)
             curves = [s.acceptance[self._kind.drafter].tokens() if s is not None else [1.0] for s in self._sequences]
             tokens = [curve[min(width, len(curve)) - 1] for curve in curves]
+            self._otherwise = tokens, milliseconds
         choice = lookup.choose(self._covered, [s._suffix for s in decoding], tokens, milliseconds, width if any(drafting) else 1)
         self._looked = choice
         for s, drafts in zip(decoding, choice.drafts):
@@ -687,6 +698,9 @@ class Scheduler:
         if self.widths is not None and (self._looked is None or self._looked.otherwise):
             # what a drafter has to catch up with is what other steps left, and no part of what its own cost
             self._observe(decoding, width, milliseconds, len(work) == len(decoding) and not caught_up)
+            self._unheard = 0
+        else:
+            self._unheard += 1
 
     def _observe(self, decoding: Sequence[Stream], width: int, milliseconds: float, alone: bool) -> None:
         """Tells width control what the step of ``width`` rows brought. ``alone``: no prompt rode along."""
