@@ -14,7 +14,7 @@ from pyggml_spec.errors import ContextError
 from pyggml_spec.session import DEMO_TARGET
 
 ROOT = DEMO_TARGET.parents[1]
-COMMAND = re.compile(r"(pyspec|pip|llama-gguf-split|gguf-set-metadata) [^;`]*")  # a whole command line to type, options and all
+COMMAND = re.compile(r"(pyspec|pip|llama-gguf-split|gguf-set-metadata|nvidia-smi) [^;`]*")  # a whole command line to type, options and all
 CPU = ["--device", "CPU", "-t", 1]
 
 

@@ -82,7 +82,7 @@ def test_what_it_says_of_its_drafts_is_what_it_says_in_llama_cpp(tmp_path, from_
     try:
         for kept in (1, 3, 2, 0):
             said = []
-            result = session.engine.step({0: Draft(8, weigh=lambda one, said=said: said.append(one) or 3)})[0]
+            result = session.engine.step({0: Draft(8, weigh=lambda of, said=said: said.append(of[0]) or 3)})[0]
             assert len(said[0]) == 7 and np.abs(said[0] - oracle.said(8)).max() < 1e-5 and np.ptp(said[0]) > 0.01
             assert result.tokens[1:].tolist() == oracle.draft(8)[:3]
             ids, _ = oracle.verify(result.tokens[1:].tolist(), kept)
