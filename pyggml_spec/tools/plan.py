@@ -20,7 +20,7 @@ from ..engine.graph_store import Step
 from ..engine.graphs import StepGraphs
 from ..engine.options import EngineOptions
 from ..engine.parts import P, Parts
-from ..errors import PyspecError
+from ..errors import ContextError, PyspecError
 from ..ggml.device import Backend, devices, free_bytes, pick_device
 from ..ggml.devices import pick_devices
 from ..ggml.graph import Role
@@ -199,7 +199,8 @@ class Plan:
         host_bytes: pages of the file that experts in host memory are read from, while they are used.
         kv_per_token: K/V of one token of context, drafter included.
         free: what the device had free, before anything was loaded.
-        largest_context: the longest context up to the trained one that fits, a multiple of 256 or the trained one; 0 if none does.
+        largest_context: the longest context up to the trained one that fits and that the devices can compute, a multiple of 256 or the trained
+            one; 0 if none does.
         split: the devices that share the layers; empty for one. A device that is named twice is one that has to have room for both.
         copied: bytes of the weights in ``memory`` that are copies of experts or layers in host memory, for prompts (``offload_prompts``).
     """
@@ -491,6 +492,12 @@ def _plan_on(
             layers = [str(segment) for segment in segments] or [""]
             return tuple(PlanPart(d.name, what, n, room) for d, what, n, room in zip(found, layers, totals, rooms, strict=True))
 
+        def fits(context: int) -> bool:
+            try:
+                return _fit(on_devices(context))
+            except ContextError:  # a device cannot count the values of its masks; nobody asked for this context
+                return False
+
         parts = on_devices(n_ctx)
         if target.weights.streams and not _fit(parts):  # nor are they taken at load
             target.weights.close_streams()
@@ -502,7 +509,7 @@ def _plan_on(
             for name, nbytes in weights.bytes_by_type.items():
                 by_type[name] = by_type.get(name, 0) + nbytes
         trained = target.context_length
-        largest = _largest(lambda context: _fit(on_devices(context)), min(trained, MOST_CONTEXT))
+        largest = _largest(fits, min(trained, MOST_CONTEXT))
         room = sum({part.device: part.free for part in parts}.values())
         draft_shapes = drafter.kv_shapes() if drafter is not None else ()
         per_token = sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, draft_shapes))

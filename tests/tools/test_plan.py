@@ -10,6 +10,8 @@ from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
+from pyggml_spec.engine import options as engine_options
+from pyggml_spec.engine import parts
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
 from pyggml_spec.models.placement import ExpertOptions, Routing
@@ -57,6 +59,19 @@ def test_largest_context_fits_and_the_next_one_does_not(pair):
     assert plan(*pair, device="CPU", free=whole.total - 1).largest_context == 2048 - 256
     assert plan(*pair, device="CPU", free=1000).largest_context == 0
     assert plan(*pair, device="CPU").largest_context == 4096
+
+
+def test_contexts_whose_masks_a_device_cannot_count_do_not_fit(pair, monkeypatch):
+    """The trained one is tried first, whatever was asked for."""
+    gpu = SimpleNamespace(device=SimpleNamespace(kind="gpu", name="CUDA0"))
+    monkeypatch.setattr(parts, "check_masks", lambda asked, _: engine_options.check_masks(asked, [gpu]))
+    monkeypatch.setattr(engine_options, "MOST_MASKED", 512 * 1500)
+    planned = plan(*pair, device="CPU", n_ctx=512)
+    assert planned.fits and (planned.trained_context, planned.largest_context) == (4096, 1280)
+    with pytest.raises(
+        ContextError, match="steps of 512 rows over a context of 2000 tokens need masks of more than 768000 values, which CUDA0"
+    ):
+        plan(*pair, device="CPU", n_ctx=2000)
 
 
 def test_kv_per_token(pair):
