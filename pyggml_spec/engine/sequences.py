@@ -165,6 +165,8 @@ class Sequences:
             p.ring.clear(index)
         if self._delta is not None and not self._delta.inline:
             self._delta.fill_slot(index, 0)
+        if p.guests is not None:
+            p.guests.clear(index)
         s.clean = True
 
     # -- within the last block
@@ -236,8 +238,9 @@ class Sequences:
         p, s = self._parts, self.of(slot)
         if not isinstance(snapshot, Snapshot) or snapshot.engine is not engine or snapshot.pieces.closed:
             raise EngineError("this is no open snapshot of this engine: take one with snapshot()")
-        if self._only:
+        if self._only or not s.clean:  # NaN that the sequence before left lies behind what is written, too
             self.begin(slot, snapshot.drafting)
+        p.epoch += 1
         with p.sequence.whole(snapshot.committed, snapshot.drafting, slot) as pieces:
             snapshot.pieces.write_to(pieces)
         if p.ring is not None:

@@ -25,10 +25,11 @@ class Guests:
         _copy(self._there.rows(n, count, False, slot), self._home.rows(n, count, False, slot))
         _copy(self._there.state(n + count, slot), self._home.state(n + count, slot))
 
-    @property
-    def layers(self) -> tuple[int, int]:
-        """How many K/V caches and how many states."""
-        return len(self.kv.layers), self.delta.shape.layers if self.delta is not None else 0
+    def clear(self, slot: int) -> None:
+        """Writes zeros over what the slot's sequence left, which may be NaN. The states of one slot alone are brought whole."""
+        self.kv.fill_slot(slot, 0)
+        if self.delta is not None and not self.delta.inline:
+            self.delta.fill_slot(slot, 0)
 
     @property
     def nbytes(self) -> int:

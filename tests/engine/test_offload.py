@@ -389,6 +389,27 @@ def test_slots_of_the_cpus_layers(tmp_path):
     np.testing.assert_array_equal(*found)
 
 
+def test_nothing_of_a_sequence_of_nan_stays_in_the_rows_of_guests(tmp_path):
+    """Masked rows of NaN are none for a CPU, and poison attention on a GPU."""
+    with layers_of_the_cpu(write_qwen35(tmp_path / "t.gguf", Shape(every=2), "F16"), 3) as session:
+        engine, embeddings = session.engine, session.target.weights.parts[0]["token_embd.weight"]
+        guests = engine.parts.guests
+        lib.ggml_backend_tensor_memset(embeddings, 0xFF, 200 * embeddings.nb[1], embeddings.nb[1])
+
+        def finite():
+            read = []
+            for tensor in (tensor for layer in guests.kv.layers for tensor in layer.stored):
+                read.append(np.empty(lib.ggml_nbytes(tensor) // 2, np.float16))
+                lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(read[-1]), 0, read[-1].nbytes)
+            return all(np.isfinite(rows).all() for rows in read)
+
+        with pytest.raises(EngineError, match="NaN"):
+            engine.prefill([*range(40), *[200] * 10])
+        assert not finite()
+        engine.reset()
+        assert finite()
+
+
 def test_narrow_chunks_between_wide_ones_find_what_those_left(tmp_path):
     """One of 20 rows, by the CPU, lies behind one by copies and before another."""
     path, found = write_qwen35(tmp_path / "t.gguf", Shape(), "F16"), []

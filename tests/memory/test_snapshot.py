@@ -9,7 +9,7 @@ from random_gguf.model import Shape
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.slot import Verify
+from pyggml_spec.engine.slot import Prompt, Verify
 from pyggml_spec.errors import ContextError, EngineError
 
 PROMPT = np.random.default_rng(1).integers(0, 256, 330).tolist()
@@ -80,6 +80,30 @@ def test_what_was_not_sound_is_not_when_it_comes_back(engine):
     assert not engine.slots[0].sound and not engine.slots[0].clean
     snapshot.close()
     engine.reset()
+
+
+def test_a_sound_sequence_in_a_slot_of_nan(tmp_path):
+    """What a sequence of NaN left behind the rows of a copy was there still. Whoever remembers what lay in the slots learns of it."""
+    target, _ = write_pair(tmp_path, "qwen3", Shape())
+    with ps.load(target, device="CPU", threads=1, n_ctx=64) as session:
+        engine = Engine(session.backend, session.target, None, EngineOptions(n_ctx=64, slots=2))
+        for _ in range(2):
+            engine.admit(candidates=None)
+        engine.step({0: Prompt([1, 2, 3])})
+        snapshot = engine.snapshot(0)
+        engine.kv.fill_slot(1, 0xFF)
+        engine.slots[1].sound = engine.slots[1].clean = False
+        epoch = engine.epoch
+        for slot in (1, 0):
+            engine.restore(snapshot, slot)
+            assert engine.epoch > epoch and engine.slots[slot].sound and engine.slots[slot].clean
+            epoch = engine.epoch
+        engine.step({slot: Verify([4, 5]) for slot in (0, 1)})
+        rows = [engine.candidates(2, slot)[1] for slot in (0, 1)]
+        assert np.isfinite(rows).all()
+        np.testing.assert_array_equal(*rows)
+        snapshot.close()
+        engine.close()
 
 
 def test_resuming_with_fewer_tokens_than_there_are_is_refused(engine):
