@@ -12,8 +12,7 @@ from .errors import ApiError, api_error
 from .http import PING, Request, Response, event, json_response, stream_response
 from .jobs import Ask, Job
 from .reading import Context, Reader
-from .resumable import HEADER as STREAM_HEADER
-from .resumable import LONGEST_ID, Stream
+from .resumable import HEADER, Stream, key_of
 from .version import FINGERPRINT, VERSION
 
 _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limit"}
@@ -297,18 +296,16 @@ async def lora_adapters(context: Context, request: Request) -> Response:
 
 def keep_stream(context: Context, request: Request, response: Response) -> None:
     """Makes ``response`` one that goes on without its reader, if that was asked for."""
-    name = request.headers.get(STREAM_HEADER, "")
-    if response.chunks is None or not name:
+    if response.chunks is None or (key := key_of(request, request.headers.get(HEADER, ""))) is None:
         return
     ended, request.ended = request.ended, []
-    response.chunks = context.streams.begin((request.key, name[:LONGEST_ID]), response.chunks, ended).follow(0)
+    response.chunks = context.streams.begin(key, response.chunks, ended).follow(0)
 
 
 def _stream_asked(context: Context, request: Request) -> tuple[tuple[str, str], Stream | None]:
-    name = request.query.get("conv_id", "")
-    if not name:
+    key = key_of(request, request.query.get("conv_id", ""))
+    if key is None:
         raise ApiError(400, "conv_id is missing: send the X-Conversation-Id that the stream began with", param="conv_id")
-    key = request.key, name[:LONGEST_ID]
     return key, context.streams.get(key)
 
 
@@ -335,7 +332,6 @@ async def look_up_streams(context: Context, request: Request) -> Response:
         raise fields.wrong("conversation_ids", names, "a list of at most 1024 ids")
     told: list[dict[str, Any]] = [
         {"conversation_id": n, "is_done": bool(s.over), "total_bytes": s.size, "started_at": int(s.began), "completed_at": int(s.over)}
-        for name in dict.fromkeys(filter(None, names))
-        for n, s in context.streams.named(request.key, name)
+        for n, s in context.streams.named(request.key, {name for name in names if name})
     ]
     return json_response(told)

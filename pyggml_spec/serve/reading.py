@@ -12,7 +12,7 @@ from .answer import Answer, Delta
 from .errors import api_error
 from .http import Request
 from .jobs import SILENCE, Ask, Job, Queue
-from .resumable import Streams
+from .resumable import HEADER, Streams, key_of
 from .served import Served
 
 P = ParamSpec("P")
@@ -45,9 +45,12 @@ class Reader:
     """The answers of one request. Entering the queue is its beginning; the request's ``ended`` cancels what is left."""
 
     def __init__(self, context: Context, request: Request, asks: Sequence[Ask], make: Callable[[Job], Answer]) -> None:
-        """Raises ApiError: the queue is full."""
+        """Raises ApiError: the queue is full, or the id of its stream too long."""
         silence = fields.whole(request.json(), "sse_ping_interval", int(SILENCE), -1, (1 << 31) - 1)
+        key = key_of(request, request.headers.get(HEADER, "")) if request.json().get("stream") is True else None
         self._answers = context.queue.enter(asks)
+        if key is not None:  # now, not when this one's first token is there: it may wait for the slot of the one before
+            context.streams.end(key)
         self._answers.silence = float(silence) if silence > 0 else math.inf
         request.ended.append(self._answers.cancel)
         self.answers = [make(job) for job in self._answers.jobs]

@@ -6,18 +6,26 @@ came with, and means its latest stream.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
 from .errors import ApiError
-from .http import event
+from .http import Request, event
 
 HEADER = "x-conversation-id"
 MOST_BYTES = 4 << 20  # of one stream: what came first goes first
 MOST_ENDED_BYTES = 32 << 20  # of all that are kept behind their end
 KEPT_SECONDS = 300.0  # so long at most
-LONGEST_ID = 400
+LONGEST_ID = 400  # characters
+PIECE = 64 << 10  # bytes that a reader is given at once: what waits for a slow network is a copy
 
 Key = tuple[str, str]
+
+
+def key_of(request: Request, name: str) -> Key | None:
+    """Whose stream ``name`` is, None without a name. Raises ApiError: the name is too long."""
+    if len(name) > LONGEST_ID:
+        raise ApiError(400, f"the id of the stream has {len(name)} characters; {LONGEST_ID} are the most", param="conv_id")
+    return (request.key, name) if name else None
 
 
 class Stream:
@@ -26,9 +34,10 @@ class Stream:
     def __init__(self, chunks: AsyncIterator[bytes], ended: Sequence[Callable[[], None]]) -> None:
         self.first = 0  # which byte of the stream the kept ones begin with
         self.began, self.over = time.time(), 0.0  # seconds since 1970; 0 while it goes on
-        self._kept, self._ended = bytearray(), ended
+        self._kept = bytearray()
         self._more = asyncio.Event()
-        self._task = asyncio.ensure_future(self._take(chunks))
+        self.task = asyncio.ensure_future(self._take(chunks))
+        self.task.add_done_callback(lambda _: self._end(ended))  # a task that is cancelled before it began runs no line of its own
 
     @property
     def size(self) -> int:
@@ -40,18 +49,18 @@ class Stream:
         return len(self._kept) + 1024
 
     async def _take(self, chunks: AsyncIterator[bytes]) -> None:
-        try:
-            async for chunk in chunks:
-                self._kept += chunk
-                if (beyond := len(self._kept) - MOST_BYTES) > 0:
-                    del self._kept[:beyond]
-                    self.first += beyond
-                self._wake()
-        finally:
-            for end in self._ended:
-                end()
-            self.over = time.time()
+        async for chunk in chunks:
+            self._kept += chunk
+            if (beyond := len(self._kept) - MOST_BYTES) > 0:
+                del self._kept[:beyond]
+                self.first += beyond
             self._wake()
+
+    def _end(self, ended: Sequence[Callable[[], None]]) -> None:
+        for end in ended:
+            end()
+        self.over = time.time()
+        self._wake()
 
     def _wake(self) -> None:
         self._more.set()
@@ -63,7 +72,7 @@ class Stream:
             if at < self.first:
                 yield event(ApiError(400, f"the stream is read too slowly: its first {self.first} bytes are gone").openai())
                 return
-            if part := bytes(self._kept[at - self.first :]):
+            if part := bytes(self._kept[at - self.first : at - self.first + PIECE]):
                 at += len(part)
                 yield part
             elif self.over:
@@ -72,7 +81,7 @@ class Stream:
                 await self._more.wait()
 
     def cancel(self) -> None:
-        self._task.cancel()
+        self.task.cancel()
 
 
 class Streams:
@@ -80,12 +89,15 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[Key, Stream] = {}
+        self._ended: dict[Key, Stream] = {}  # those of them that are over, in the order of their ends
+        self._held = 0  # bytes of these
+        self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, key: Key, chunks: AsyncIterator[bytes], ended: Sequence[Callable[[], None]]) -> Stream:
         """In the place of the one of this id before, which ends."""
         self.end(key)
-        self._forget()
         self._streams[key] = stream = Stream(chunks, ended)
+        stream.task.add_done_callback(lambda _: self._keep(key, stream))
         return stream
 
     def get(self, key: Key) -> Stream | None:
@@ -95,15 +107,42 @@ class Streams:
     def end(self, key: Key) -> None:
         if (stream := self._streams.pop(key, None)) is not None:
             stream.cancel()
+        if self._ended.pop(key, None) is not None and stream is not None:
+            self._held -= stream.held
 
-    def named(self, key: str, name: str) -> list[tuple[str, Stream]]:
-        """Of this id, or of an id that goes on with a model's name."""
+    def named(self, key: str, names: Collection[str]) -> list[tuple[str, Stream]]:
+        """Of these ids, or of ids that go on with a model's name behind "::"."""
         self._forget()
-        return [(n, s) for (k, n), s in self._streams.items() if k == key and (n == name or n.startswith(f"{name}::"))]
+        return [(n, s) for (k, n), s in self._streams.items() if k == key and any(part in names for part in _before_models(n))]
+
+    def _keep(self, key: Key, stream: Stream) -> None:
+        """``stream`` is over."""
+        if self._streams.get(key) is stream:
+            self._ended[key] = stream
+            self._held += stream.held
+            self._forget()
 
     def _forget(self) -> None:
-        late, held = time.time() - KEPT_SECONDS, 0
-        for since, key in sorted(((s.over, key) for key, s in self._streams.items() if s.over), reverse=True):
-            held += self._streams[key].held
-            if since < late or held > MOST_ENDED_BYTES:
-                del self._streams[key]
+        """What is over for too long, or too much; and again when the next one will be."""
+        now = time.time()
+        while self._ended:
+            key, stream = next(iter(self._ended.items()))
+            if stream.over > now - KEPT_SECONDS and self._held <= MOST_ENDED_BYTES:
+                if self._timer is None:
+                    self._timer = asyncio.get_running_loop().call_later(
+                        min(KEPT_SECONDS, stream.over + KEPT_SECONDS - now) + 1, self._forget_later
+                    )
+                return
+            self.end(key)
+
+    def _forget_later(self) -> None:
+        self._timer = None
+        self._forget()
+
+
+def _before_models(name: str) -> Iterator[str]:
+    yield name
+    at = name.find("::")
+    while at >= 0:
+        yield name[:at]
+        at = name.find("::", at + 1)

@@ -1,7 +1,10 @@
 """Streams that go on without their reader, and are read again."""
 
 import asyncio
+import gc
 import json
+import types
+import weakref
 
 import httpx
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from pyggml_spec.serve import native, resumable
 from pyggml_spec.serve.errors import ApiError
 from pyggml_spec.serve.http import Request, Response
+from pyggml_spec.serve.reading import Reader
 from pyggml_spec.serve.resumable import Stream, Streams
 
 ASKED = {"prompt": "def quicksort(items):\n", "n_predict": 60, "temperature": 0, "stream": True}
@@ -96,7 +100,7 @@ def test_a_stream_keeps_its_latest_bytes(monkeypatch):
     async def test(gate):
         gate.set()
         stream = Stream(source(gate, b"abcd", b"efgh"), [])
-        await stream._task
+        await stream.task
         assert (stream.first, stream.size) == (5, 11) and await read(stream, 5) == b"fghend"
         assert b"its first 5 bytes are gone" in await read(stream, 4)
 
@@ -125,6 +129,131 @@ def test_what_has_ended_is_kept_for_a_while(monkeypatch):
     run(test)
 
 
+def test_a_stream_that_ends_before_it_began_lets_its_request_go():
+    """Its task never ran, and neither did the end that it was to call: the slot stayed busy, readers waited for ever."""
+
+    async def test(gate):
+        streams, ended = Streams(), []
+        stream = streams.begin(("", "a"), source(gate, b"ab"), [lambda: ended.append(1)])
+        streams.end(("", "a"))
+        assert await read(stream) == b"" and ended == [1] and stream.over
+
+    run(test)
+
+
+def test_what_has_ended_keeps_bytes_alone():
+    """The request's jobs and prompts stayed with it for five minutes, and were in no count."""
+
+    class Held:
+        def end(self):
+            pass
+
+    async def test(gate):
+        gate.set()
+        held = Held()
+        kept, streams = weakref.ref(held), Streams()
+        stream = streams.begin(("", "a"), source(gate, b"ab"), [held.end])
+        del held
+        assert await read(stream) == b"abend" and streams.get(("", "a")) is stream
+        await asyncio.sleep(0)
+        gc.collect()
+        assert kept() is None
+
+    run(test)
+
+
+def test_what_has_ended_is_forgotten_though_nobody_asks(monkeypatch):
+    async def test(gate):
+        gate.set()
+        later, streams, loop = [], Streams(), asyncio.get_running_loop()
+        for name in "ab":
+            stream = streams.begin(("", name), source(gate), [])
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "call_later", lambda seconds, call: later.append((seconds, call)) or call, raising=False)
+                await stream.task
+                await asyncio.sleep(0)
+        ((seconds, call),) = later  # one timer, however many streams
+        assert 0 < seconds <= resumable.KEPT_SECONDS + 1 and len(streams._streams) == 2
+        streams._streams["", "a"].over = 1.0
+        call()
+        assert list(streams._streams) == [("", "b")] and streams._held == stream.held
+        stream.over = 1.0
+        streams._forget()
+        assert not streams._streams and not streams._held
+        streams._timer.cancel()
+
+    run(test)
+
+
+def test_a_reader_gets_pieces():
+    """A slow one held a copy of all 4 MiB until the network took it."""
+
+    async def test(gate):
+        gate.set()
+        data = b"ab" * resumable.PIECE
+        parts = [part async for part in Stream(source(gate, data), []).follow(3)]
+        assert b"".join(parts) == data[3:] + b"end" and max(map(len, parts)) == resumable.PIECE
+
+    run(test)
+
+
+def test_ids_are_looked_up_by_what_stands_before_a_model():
+    async def test(gate):
+        streams = Streams()
+        for key, name in (("", "a"), ("", "a::m"), ("", "a::m::n"), ("", "a:::m"), ("", "ab"), ("", "b::m"), ("k", "a")):
+            streams.begin((key, name), source(gate), [])
+        for names, found in (
+            ({"a"}, "a a::m a::m::n a:::m"),
+            ({"a::m", "a"}, "a a::m a::m::n a:::m"),
+            ({"b", "a::m"}, "a::m a::m::n b::m"),
+            ({"c"}, ""),
+        ):
+            assert " ".join(name for name, _ in streams.named("", names)) == found
+        gate.set()
+
+    run(test)
+
+
+def asked(name, **body):
+    request = Request({"method": "POST", "path": "/completion", "headers": [(b"x-conversation-id", name.encode())]})
+    request._json = body
+    return request
+
+
+def test_a_stream_makes_room_for_its_successor():
+    """It was ended by the first token of its successor, which waited for the slot that it had."""
+
+    class Full:
+        streams, queue = Streams(), types.SimpleNamespace()
+
+    entered = []
+
+    def enter(asks):
+        entered.append(asks)
+        if len(entered) == 1:
+            raise ApiError(429, "full")
+        return types.SimpleNamespace(jobs=[], cancel=lambda: None)
+
+    Full.queue.enter = enter
+
+    async def test(gate):
+        ended = []
+        stream = Full.streams.begin(("", "a"), source(gate, b"ab"), [lambda: ended.append(1)])
+        with pytest.raises(ApiError, match="full"):
+            Reader(Full, asked("a", stream=True), [], None)
+        Reader(Full, asked("a", stream=False), [], None)
+        Reader(Full, asked("b", stream=True), [], None)
+        await asyncio.sleep(0)
+        assert not ended and Full.streams.get(("", "a")) is stream  # who is refused, or is no stream, ends nothing
+        Reader(Full, asked("a", stream=True), [], None)
+        assert await read(stream) == b"ab" and ended == [1]
+        with pytest.raises(ApiError, match="has 401 characters; 400 are the most"):  # two long ones that began alike were one
+            Reader(Full, asked("x" * 401, stream=True), [], None)
+        assert len(entered) == 4
+
+    run(test)
+
+
 def test_only_streams_with_the_header_are_kept():
     async def test(gate):
         class Context:
@@ -135,7 +264,7 @@ def test_only_streams_with_the_header_are_kept():
             request.ended = [gate.set]
             response = Response(chunks=chunks)
             native.keep_stream(Context, request, response)
-            assert response.chunks is chunks and request.ended == [gate.set] and not Context.streams.named("", "a")
+            assert response.chunks is chunks and request.ended == [gate.set] and not Context.streams.named("", {"a"})
         for body in ({"conversation_ids": "a"}, {"conversation_ids": [3]}):
             request._json = body
             with pytest.raises(ApiError, match="conversation_ids"):
