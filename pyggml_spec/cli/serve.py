@@ -1,6 +1,7 @@
 """pyspec serve"""
 
 import json
+import os
 import re
 import ssl
 import sys
@@ -105,6 +106,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         raise PyspecError(why)
     from ..sampling.recommended import recommended
     from ..sampling.sampler import Sampling
+    from ..serve.access import Keys
     from ..serve.fields import Limits
     from ..serve.served import NAMED, ServeOptions
     from ..session import load
@@ -119,7 +121,8 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         raise click.UsageError(f"--chat-template {template} is no Jinja text; by name there are {' and '.join(NAMED)}")
     named = _variables(variables)
     hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
-    _check(hosts, port, api_key, api_key_file, certificate, certificate_key)
+    keys = Keys(api_key, api_key_file)  # once: a pipe has its lines once
+    _check(hosts, port, certificate, certificate_key)
     start.log_to_stderr(verbose)
     with progress_line() as progress:
         session = load(
@@ -137,8 +140,8 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         )  # fmt: skip
         settings = start.Settings(
             hosts, port, slots, None, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],
-            4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, api_key, api_key_file, cors_origins,
-            max_body << 20, certificate, certificate_key, synthetic, rates, say,
+            4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, keys, cors_origins, max_body << 20,
+            certificate, certificate_key, synthetic, rates, say,
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, session.engine.options.n_ctx)
         sys.exit(start.serve(session, settings, limits, options, NAMED.get(source or "", source)))
@@ -148,9 +151,9 @@ class _Encrypted(Exception):
     """A key that OpenSSL asks the terminal about."""
 
 
-def _check(hosts: Sequence[str], port: int, keys: Sequence[str], key_file: str | None, certificate: str | None, key: str | None) -> None:
-    """Refuses, before a model is loaded, what the start would refuse behind that: addresses, a file of keys, a certificate."""
-    from ..serve.access import Keys
+def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | None) -> None:
+    """Refuses, before a model is loaded, what the start would refuse behind that: addresses, a certificate. What is no file, as a pipe, is
+    left for the start, which could not read it again."""
     from ..serve.start import listen
 
     if key is not None and certificate is None:
@@ -159,8 +162,7 @@ def _check(hosts: Sequence[str], port: int, keys: Sequence[str], key_file: str |
     def encrypted() -> str:
         raise _Encrypted
 
-    Keys(keys, key_file)
-    if certificate is not None:
+    if certificate is not None and not any(map(_is_pipe, (certificate, key or certificate))):
         try:
             for path in (certificate, key or certificate):
                 Path(path).open("rb").close()
@@ -179,6 +181,11 @@ def _check(hosts: Sequence[str], port: int, keys: Sequence[str], key_file: str |
             raise PyspecError(f"{error.filename} cannot be read: {error.strerror}; give a certificate and its key as PEM") from None
     for sock in listen(hosts, port):
         sock.close()
+
+
+def _is_pipe(path: str) -> bool:
+    """`<(...)` of a shell, or a device."""
+    return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 
 def _names(text: str | None) -> tuple[str, ...]:

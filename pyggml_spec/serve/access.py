@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Mapping, Sequence
+from hashlib import blake2s
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ class Keys:
 
     def __init__(self, given: Sequence[str] = (), file: str | None = None) -> None:
         self._given, self._file = [key.strip() for text in given for key in text.split(",") if key.strip()], file
-        self._keys: list[bytes] = []
+        self._keys: dict[bytes, str] = {}  # with their names
         self.read()
 
     def read(self) -> None:
@@ -31,10 +32,11 @@ class Keys:
             if not found:
                 raise PyspecError(f"the file of API keys {self._file} has none; put one on each line")
             keys += found
-        self._keys = [key.encode() for key in keys]
+        self._keys = {key.encode(): f"key-{blake2s(key.encode(), digest_size=16).hexdigest()}" for key in keys}
 
     def check(self, headers: Mapping[str, str]) -> str:
-        """The name of the key that a request came with: its place in the list. "" where no keys are asked for.
+        """The name of the key that a request came with: of the key alone, so that it stays the same when the file is read anew. "" where no keys
+        are asked for.
 
         Raises:
             ApiError: none, or a wrong one.
@@ -47,9 +49,9 @@ class Keys:
             else ""
         )
         found = ""
-        for i, key in enumerate(self._keys):  # all of them, so that the time tells nothing
+        for key, name in self._keys.items():  # all of them, so that the time tells nothing
             if hmac.compare_digest(key, sent.strip().encode("utf-8", "surrogateescape")):
-                found = f"key-{i}"
+                found = name
         if not found:
             raise ApiError(
                 401, 'Invalid API Key: send one as "Authorization: Bearer KEY" or "X-Api-Key: KEY"', headers={"www-authenticate": "Bearer"}

@@ -27,7 +27,9 @@ class _HeadWithBody:
         self.is_closing = transport.is_closing
 
     def write(self, data: bytes) -> None:
-        if self._begun:
+        if self._transport.is_closing():  # whoever asked has gone: asyncio's transport takes what is written then, uvloop's raises
+            self._head = b""
+        elif self._begun:
             data, self._head = self._head + data, b""
             self._transport.write(data)
         elif data.startswith(b"HTTP/1.1 100 "):  # the client waits for it

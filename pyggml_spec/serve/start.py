@@ -15,6 +15,7 @@ from typing import Any
 from ..decode.synthetic import SyntheticAcceptance
 from ..errors import PyspecError
 from ..session import Session
+from .access import Keys
 
 log = logging.getLogger("pyspec.serve")
 LIBRARIES = ("uvicorn", "httptools", "msgspec")
@@ -47,8 +48,7 @@ class Settings:
     queue_tokens: int | None = None
     queue_seconds: float | None = None
     drain: float = 30.0
-    keys: Sequence[str] = ()
-    key_file: str | None = None
+    keys: Keys = field(default_factory=Keys)
     origins: str = "localhost"
     most_body: int = 32 << 20
     certificate: str | None = None
@@ -97,7 +97,7 @@ def serve(session: Session, settings: Settings, limits: Any, options: Any, templ
         template: Jinja text of the chat template; None takes the model's.
 
     Raises:
-        PyspecError: an address, a key file, or caches that do not fit.
+        PyspecError: an address, or caches that do not fit.
     """
     from .protocol import loop_factory
 
@@ -116,7 +116,7 @@ async def _serve(
 ) -> int:
     import uvicorn
 
-    from .access import Keys, Origins
+    from .access import Origins
     from .app import App
     from .jobs import Queue, QueueLimits
     from .metrics import Metrics
@@ -124,7 +124,7 @@ async def _serve(
     from .reading import Context
     from .served import Served
 
-    keys, origins, metrics = Keys(settings.keys, settings.key_file), Origins(settings.origins), Metrics()
+    keys, origins, metrics = settings.keys, Origins(settings.origins), Metrics()
     failures: list[BaseException] = []
 
     def told(line: str) -> None:

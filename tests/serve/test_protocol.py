@@ -87,6 +87,8 @@ class Wrote:
         self.pieces, self.closed = [], False
 
     def write(self, data):
+        if self.closed:
+            raise RuntimeError("unable to perform operation on a closed transport")  # as uvloop's does
         self.pieces.append(data)
 
     def is_closing(self):
@@ -118,6 +120,19 @@ def test_a_head_leaves_with_the_first_piece_of_its_body():
             else:
                 await asyncio.sleep(0)
             assert transport.pieces == [b"HTTP/1.1 204 No Content\r\n\r\n"] and transport.closed == ends
+        raised = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
+        for then in ("the loop's next turn", "a body", "the end"):  # the client goes away between the head and its body
+            transport = Wrote()
+            head = protocol._HeadWithBody(transport, asyncio.get_running_loop())
+            head.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            transport.close()
+            if then == "a body":
+                head.write(b"first")
+            elif then == "the end":
+                head.close()
+            await asyncio.sleep(0)
+            assert not transport.pieces and not raised, then
 
     asyncio.run(test())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 import types
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import uvicorn
@@ -18,6 +20,8 @@ from serve.running import Running
 from workers import Worker, need_library
 
 from pyggml_spec.cli.main import main
+from pyggml_spec.serve.access import Keys
+from pyggml_spec.serve.errors import ApiError
 from pyggml_spec.serve.protocol import JsonProtocol, Server
 
 
@@ -51,6 +55,51 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(capsys, monkeypa
     with pytest.raises(SystemExit) as end:
         main(["serve", "--port", "0", *options])
     assert end.value.code in (1, 2) and words in capsys.readouterr().err
+
+
+def test_what_comes_through_a_pipe_is_read_once(monkeypatch):
+    """`--api-key-file <(...)` was read before the model was loaded, and had no keys when the server started; a certificate neither."""
+    ends = []
+
+    def pipe(data):
+        there, to = os.pipe()
+        os.write(to, data)
+        os.close(to)
+        ends.append(there)
+        return f"/dev/fd/{there}"
+
+    asked = []
+
+    def serve(session, settings, *_):
+        asked.append(settings)
+        return 0
+
+    monkeypatch.setattr("pyggml_spec.session.load", MagicMock())
+    monkeypatch.setattr("pyggml_spec.sampling.recommended.recommended", lambda _: ({}, []))
+    monkeypatch.setattr("pyggml_spec.cli.serve.engaged_line", lambda *_: "")
+    monkeypatch.setattr("pyggml_spec.serve.start.serve", serve)
+    keys, certificate, key = (pipe(data) for data in (b"first", b"certificate", b"key"))
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--port", "0", "--api-key-file", keys, "--ssl-cert-file", certificate, "--ssl-key-file", key])
+    assert end.value.code == 0 and asked[0].keys.check({"x-api-key": "first"})
+    assert [os.read(there, 20) for there in ends] == [b"", b"certificate", b"key"]
+    for there in ends:
+        os.close(there)
+
+
+def test_a_key_has_the_same_name_whatever_others_there_are(tmp_path):
+    """Its name was its place in the list: with a line taken out of the file, another key read its streams."""
+    file = tmp_path / "keys"
+    file.write_text("first\nsecond\nthird\n")
+    keys = Keys(["given"], str(file))
+    named = {key: keys.check({"x-api-key": key}) for key in ("given", "first", "second", "third")}
+    assert len(set(named.values())) == 4 and not any(key in name for key, name in named.items())
+    file.write_text("third\n# none\nsecond\n")
+    keys.read()
+    for key in ("given", "second", "third"):
+        assert keys.check({"x-api-key": key}) == keys.check({"authorization": f"Bearer {key}"}) == named[key]
+    with pytest.raises(ApiError, match="Invalid API Key"):
+        keys.check({"x-api-key": "first"})
 
 
 def test_an_encrypted_key_needs_a_terminal(capsys, monkeypatch):
