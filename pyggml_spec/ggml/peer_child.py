@@ -1,10 +1,12 @@
-"""What `peer` runs: ``python peer_child.py LIBCUDA A B``: does what one of these GPUs copies to the other arrive? Says so on stdout.
+"""What `peer` runs: ``python peer_child.py LIBCUDA A B LIMIT``: does what one of these GPUs copies to the other arrive? Says so on stdout.
 
-It needs the standard library alone. Peer access that is broken, by a machine's IOMMU most of all, gives other bytes, or never ends.
+It needs the standard library alone. Peer access that is broken, by a machine's IOMMU most of all, gives other bytes, or never ends: after LIMIT
+seconds the process is gone, also where the one that waited for it was killed.
 """
 
 import ctypes
 import os
+import signal
 import sys
 
 SIZES = (4096, (1 << 20) + 20, 16 << 20)  # bytes of the copies
@@ -89,5 +91,8 @@ def found(cuda: Cuda, a: int, b: int) -> str:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, float(sys.argv[4]))
     driver = Cuda(sys.argv[1])
     print(found(driver, driver.device(int(sys.argv[2])), driver.device(int(sys.argv[3]))))

@@ -1,6 +1,8 @@
 """GPUs copy to each other directly where a process that tried it says that it works. The driver here is a fake; what it says on GPUs is in docs/devices.md."""
 
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,18 +50,65 @@ def test_what_works_is_switched_on_and_remembered(log, monkeypatch):
     [
         ("none", "the driver offers no peer access between them", True),
         ("wrong", "what one copies to the other arrives as something else", True),
-        ("waits", "a process that tried it did not end within 60 s", True),
+        ("waits", "a process that tried it did not end within 60 s; it is tried again after a restart of the machine, or without {}", True),
         ("fails", "a process that tried it failed (OSError: cuMemcpyPeer gave 719)", False),
     ],
 )
 def test_what_does_not_work_stays_off_and_is_said(log, monkeypatch, tmp_path, way, words, kept):
     monkeypatch.setenv("FAKE_PEER", way)
     if way == "waits":  # whether it came that far or not
-        monkeypatch.setattr(peer, "LIMIT_S", 1)
-    assert peer.open_up([A, B]) == [f"CUDA0 and CUDA1 copy to each other through the host: {words}"]
+        monkeypatch.setattr(peer, "LIMIT_S", 0.1)
+    said = peer.open_up([A, B])
+    files = list((tmp_path / "cache").glob("peer-*.json"))
+    words = words.format(*files)
+    assert said == [f"CUDA0 and CUDA1 copy to each other through the host: {words}"]
     assert peer.why_not("CUDA0", "CUDA1") == words
     assert way == "waits" or lines(log) == ([] if way == "none" else ["0 to 1", "1 to 0"])  # the child's
-    assert len(list((tmp_path / "cache").glob("peer-*.json"))) == kept
+    assert len(files) == kept
+
+
+def test_another_start_of_the_machine_is_another_machine(log, monkeypatch, tmp_path):
+    """Its firmware and its IOMMU decide whether peer access works."""
+    monkeypatch.setattr(peer, "BOOT", tmp_path / "boot")
+    for boot, way, works in (
+        ("one\n", "", True),
+        ("one\n", "wrong", True),
+        ("two\n", "wrong", False),
+        (None, "", True),
+        (None, "wrong", True),
+    ):
+        if boot is None:
+            (tmp_path / "boot").unlink(missing_ok=True)
+        else:
+            (tmp_path / "boot").write_text(boot)
+        monkeypatch.setenv("FAKE_PEER", way)
+        monkeypatch.setattr(peer, "_ways", {})
+        assert (peer.open_up([A, B]) == []) is works, (boot, way)
+
+
+def test_a_process_that_cannot_be_ended_is_not_waited_for(log, monkeypatch, tmp_path):
+    """One that is stuck in the driver: loading hung with it."""
+    killed = []
+    (tmp_path / "stuck.py").write_text("import time\ntime.sleep(100)\n")
+    monkeypatch.setattr(peer.peer_child, "__file__", str(tmp_path / "stuck.py"))
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda child: killed.append(child) or None)
+    monkeypatch.setattr(peer, "LIMIT_S", 0.01)
+    monkeypatch.setattr(peer, "END_S", 0.01)
+    (said,) = peer.open_up([A, B])
+    (child,) = killed
+    try:
+        assert "a process that tried it did not end" in said and child.poll() is None
+        assert child.stdout.closed and child.stderr.closed
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+
+
+def test_the_process_ends_by_itself(log, library, monkeypatch):
+    """Where the one that waited for it is gone."""
+    monkeypatch.setenv("FAKE_PEER", "waits")
+    command = [sys.executable, "-I", peer.peer_child.__file__, library, "0", "1", "0.01"]
+    assert subprocess.run(command, check=False, capture_output=True, timeout=100).returncode == -signal.SIGALRM
 
 
 def test_each_pair_of_three(log, monkeypatch):
