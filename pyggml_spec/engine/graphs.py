@@ -132,6 +132,7 @@ class StepGraphs(GraphStore):
         self.chain = next((member for member in members if member.chained), None)
         self.masked: MaskedRows | None = None
         self.guests: Guests | None = None
+        self.looked_at = False  # whether it may be decided between two graphs how many drafts are verified
         self._visiting: Guests | None = None  # while the graph of a chunk is built that the first device's layers are only guests in
         self.drafting = self.can_draft
         self._blocks = widths["verify"]
@@ -243,9 +244,7 @@ class StepGraphs(GraphStore):
         for method in self.draft_parts if self._blocks[-1] > 1 else ():
             role = self.role("fused", method)
             self.get(role, self._widths[role][-1], live)
-            if (self.slots == 1 or not self.split) and self._member(
-                method
-            ).confident:  # how many drafts are verified is decided between two graphs
+            if self.looked_at and self._member(method).confident:
                 for role in (self.role("draft", method), "verify"):
                     self.get(role, self._widths[role][-1], live)
 

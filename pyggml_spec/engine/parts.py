@@ -121,6 +121,7 @@ class Parts:
             widths |= {role if at == 0 else f"{role} {member.method}": own for role in ("fused", "draft")}
         caches = self.kv, self.draft_kv, self.delta, self.ring, self.boundary
         self.graphs = self._own(self.graphs_class(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
+        self.graphs.looked_at = not self._has_groups()
         self.guests = self.graphs.guests = self._visitors()
         if len(self.segments) > 1:
             self.turns = self._own(Turns(self.io))

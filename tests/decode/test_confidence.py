@@ -11,6 +11,7 @@ import pyggml_spec as ps
 from pyggml_spec.decode.confidence import Confidence
 from pyggml_spec.decode.request import LoopOptions
 from pyggml_spec.decode.width import PLAIN_STEP, Kind, WidthControl
+from pyggml_spec.engine.slot import Draft, Prompt
 from pyggml_spec.ggml.library import ffi, lib
 
 COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.2, 16: 3.6}
@@ -170,6 +171,20 @@ def test_slots_verify_what_the_head_believes_in(session, bias, widths):
     assert [text for text, _ in results] == want
     assert seen and {verified for taken in seen for verified, _ in taken.values()} == {width - 1 for width in widths}
     assert any(len(taken) > 1 for taken in seen)
+
+
+def test_slots_of_several_devices_have_their_graphs_at_load(tmp_path):
+    """Those of drafts that are looked at before they are verified: their memory grew with the first of them."""
+    files = write_qwen3(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dspark(tmp_path / "d.gguf", Shape(), "Q8_0", confidence=True)
+    more = {"device": "CPU,CPU", "tensor_split": [2, 2], "threads": 1, "n_ctx": 256, "draft_width": 8}
+    with ps.load(*files, **more) as session, session.batch(2) as scheduler:
+        engine, said = scheduler.engine, []
+        for slot in (engine.admit(), engine.admit()):
+            engine.step({slot: Prompt([1, 2, 3 + slot])})
+        before = engine.memory(), engine.graphs.changes
+        drafted = Draft(8, weigh=lambda of: said.append([*of]) or 7)
+        engine.step({0: drafted, 1: drafted})
+        assert (engine.memory(), engine.graphs.changes) == before and said == [[0, 1]]
 
 
 def test_width_control_of_slots_learns_whole_blocks_first(session):
