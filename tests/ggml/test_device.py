@@ -92,7 +92,8 @@ def test_a_container_has_what_its_group_may_have(pair, monkeypatch, tmp_path, ve
     top = tmp_path / ("memory" if version == 1 else "")
     own = tmp_path / "own"
     own.write_text("7:cpu,cpuacct:/a\n5:memory:/a/b\n" if version == 1 else "0::/a/b\n")
-    for group, values in (("", ("max" if version == 2 else 1 << 62, 0, 0)), ("a", (96 << 20, 40 << 20, 4 << 20)), ("a/b", (1 << 40, 1, 0))):
+    none = "max" if version == 2 else 1 << 62
+    for group, values in (("", (none, 0, 0)), ("a", (96 << 20, 40 << 20, 4 << 20)), ("a/b", (none, 1, 0))):
         (top / group).mkdir(parents=True, exist_ok=True)
         for name, value in zip((limit, used), values, strict=False):
             (top / group / name).write_text(f"{value}\n")
@@ -105,6 +106,11 @@ def test_a_container_has_what_its_group_may_have(pair, monkeypatch, tmp_path, ve
         ps.load(*pair, device="CPU", threads=1, n_ctx=1 << 20)
     (top / "a" / used).write_text("not a number")  # of what nobody says, all is there
     assert device.free_bytes(cpu) == 96 << 20
+    (top / "a/b" / limit).write_text(f"{32 << 20}\n")  # while it runs
+    assert device.free_bytes(cpu) == (32 << 20) - 1
+    for group in ("a", "a/b"):
+        (top / group / limit).write_text(f"{none}\n")
+    assert device.free_bytes(cpu) > 1 << 30
 
 
 def test_memory_that_is_taken_is_not_called_free(monkeypatch):
