@@ -220,11 +220,16 @@ def check_place(path: Path, what: str) -> None:
         why = f"there is no folder {folder}; make it, or name another file"
     elif _is_model(path):
         why = "that is a GGUF file, which it would take the place of; name another file"
-    elif not os.path.exists(path) and not os.access(folder, os.W_OK | os.X_OK):
+    elif _replaced(path) and not os.access(folder, os.W_OK | os.X_OK):
         why = f"the folder {folder} cannot be written; name another file"
     else:
         return
     raise PyspecError(f"the {what} cannot be written to {path}: {why}")
+
+
+def _replaced(path: Path) -> bool:
+    """Whether ``write_atomically`` makes a new file there; devices, pipes and what was opened already are written into."""
+    return not _DESCRIPTOR.fullmatch(os.path.abspath(path)) and (os.path.isfile(path) or not os.path.exists(path))
 
 
 def _is_model(path: Path) -> bool:

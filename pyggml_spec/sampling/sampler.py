@@ -367,10 +367,13 @@ class Sampler:
     def _logprob_after(self, token: int, count: int) -> TokenLogprob:
         """Of what the last draw was from: libllama leaves the probabilities where the logits were."""
         drawn = self._tokens[: self._array.size]
-        left = drawn[drawn["p"] > 0]
+        p = drawn["p"]
+        least = np.partition(p, -count)[-count] if 0 < count < p.size else 0  # to sort all of 250,000 takes a step's time
+        left = drawn[(p > 0) & (p >= least)]
         best = left[np.lexsort((left["id"], -left["p"]))][:count]
         top = tuple((int(i), math.log(p)) for i, p in zip(best["id"], best["p"]))
-        return TokenLogprob(token, math.log(drawn["p"][self._array.selected]), top)
+        chosen = p[self._array.selected]  # 0 where the sum of all, rounded, is below the random number
+        return TokenLogprob(token, math.log(chosen) if chosen > 0 else -math.inf, top)
 
     def _nothing_left(self) -> EngineError:
         how = self.sampling.describe()

@@ -133,7 +133,7 @@ def read_prompt(served: Served, body: Mapping[str, Any], tools: Sequence[dict[st
 
 def render_chat(served: Served, body: Mapping[str, Any]) -> str:
     """The conversation's text, for /apply-template."""
-    messages, options = _template_options(served, body, read_tools(body), False)
+    messages, options = _template_options(served, *_allowed(body, read_tools(body)), False)
     return served.rendered(messages, **options)
 
 

@@ -93,12 +93,21 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Instructions and what the developer says behind them as one message: most templates take one, at the beginning."""
-    count = next(
-        (i for i, m in enumerate(messages) if m["role"] not in ("system", "developer") or not isinstance(m["content"], str)), len(messages)
-    )
-    if count < 2:
+    said: list[str] = []
+    for message in messages:
+        if (text := _instruction(message)) is None:
+            break
+        said.append(text)
+    if len(said) < 2:
         return messages
-    return [{"role": "system", "content": "\n\n".join(m["content"] for m in messages[:count])}, *messages[count:]]
+    return [{"role": "system", "content": "\n\n".join(said)}, *messages[len(said) :]]
+
+
+def _instruction(message: dict[str, Any]) -> str | None:
+    """What a message of the system or the developer says; None of others, and where it is not all text."""
+    content = message["content"] if message["role"] in ("system", "developer") else None
+    parts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    return "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else None
 
 
 def _take(messages: list[dict[str, Any]], item: Any, i: int) -> None:

@@ -86,7 +86,11 @@ def test_a_folder_that_cannot_be_written_is_said_before_a_model_is_loaded(monkey
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
     with pytest.raises(PyspecError, match=r"s.json: the folder \S+ cannot be written; name another file"):
         check_place(tmp_path / "s.json", "statistics")
-    check_place(Path("/dev/null"), "statistics")
+    (tmp_path / "s.json").write_text("old")  # a new file takes its place: the folder has to take that one
+    with pytest.raises(PyspecError, match=r"s.json: the folder \S+ cannot be written; name another file"):
+        check_place(tmp_path / "s.json", "statistics")
+    for place in ("/dev/null", "/dev/stdout", "/dev/fd/1"):  # the latter may be a file, which is written as it is
+        check_place(Path(place), "statistics")
 
 
 def test_require_spec_names_what_took_the_drafter_away(said):

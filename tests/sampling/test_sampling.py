@@ -437,6 +437,17 @@ def test_probabilities_behind_the_samplers_are_those_of_the_draw(demo):
         seen.append(token)
     for sampler in (whole, few):
         sampler.close()
+    even = Sampler(Sampling(seed=3, temperature=1, top_k=0, top_p=1, min_p=0, logprobs=3, logprobs_after=True), demo.tokenizer, n)
+    for peaks, first in (((70, 9, 50, 20), [9, 20, 50]), ((70,), [70, 0, 1]), ((), [0, 1, 2])):  # of equals, the lowest ids
+        logits = np.zeros(n, np.float32)
+        logits[list(peaks)] = 2
+        token = even.choose(None, logits)
+        assert [i for i, _ in even.take_logprobs()[0].top] == first
+    assert even._logprob_after(token, 0).top == () and len(even._logprob_after(token, n + 1).top) == n
+    even._tokens["p"][even._array.selected] = 0  # what rounding can leave: it was an error of mathematics
+    assert even._logprob_after(token, 2).logprob == -math.inf
+    even.close()
+    logits = rng.normal(0, 3, n).astype(np.float32)
     greedy = Sampler(Sampling(temperature=0, logprobs=3, logprobs_after=True), demo.tokenizer, n)
     token = greedy.choose(None, logits)
     assert greedy.take_logprobs()[0] == TokenLogprob(token, 0.0, ((token, 0.0),))  # nothing else could come

@@ -173,6 +173,12 @@ def test_a_response_has_one_system_message():
     told = to_chat({"instructions": "a", "input": said})["messages"]
     assert [(m["role"], m["content"]) for m in told] == [("system", "a\n\nb"), ("user", "c"), ("system", "d")]
     assert to_chat({"input": said})["messages"][0]["role"] == "developer"
+    several = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": text} for text in "xy"]}, *said]
+    told = to_chat({"instructions": "a", "input": several})["messages"]
+    assert [(m["role"], m["content"]) for m in told[:2]] == [("system", "a\n\nx\n\ny\n\nb"), ("user", "c")]
+    image = {"role": "developer", "content": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "u"}]}
+    told = to_chat({"instructions": "a", "input": [said[0], image]})["messages"]
+    assert [m["role"] for m in told] == ["system", "developer"] and told[1]["content"][1] == {"type": "image_url"}
     with pytest.raises(ApiError, match="prompt is not supported"):
         to_chat({"input": "x", "prompt": {"id": "pmpt_1"}})
 

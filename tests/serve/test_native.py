@@ -123,6 +123,12 @@ def test_the_server_about_itself(server):
     assert server.http.get("/lora-adapters").json() == []
     rendered = server.ok("/apply-template", messages=[{"role": "user", "content": "hello"}])["prompt"]
     assert rendered == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    asked, tools = {"messages": [{"role": "user", "content": "x"}]}, [{"type": "function", "function": {"name": name}} for name in "ab"]
+    allowed = {"type": "allowed_tools", "tools": tools[1:]}
+    shown = [
+        server.ok("/apply-template", **asked, tools=tools[i:], tool_choice=c)["prompt"] for i, c in ((0, allowed), (1, "auto"), (0, "auto"))
+    ]
+    assert shown[0] == shown[1] != shown[2]  # as chats mean it
     counted = server.ok("/v1/chat/completions/input_tokens", messages=[{"role": "user", "content": "hello"}])["input_tokens"]
     assert counted == len(server.ok("/tokenize", content=rendered, add_special=True)["tokens"])
     pieces = server.ok("/tokenize", content="a 媽 🤗", with_pieces=True)["tokens"]
