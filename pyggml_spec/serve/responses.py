@@ -106,7 +106,7 @@ def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _instruction(message: dict[str, Any]) -> str | None:
     """What a message of the system or the developer says; None of others, and where it is not all text."""
     content = message["content"] if message["role"] in ("system", "developer") else None
-    parts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    parts: list[Any] = [part.get("text") for part in content] if isinstance(content, list) else [content]
     return "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else None
 
 
