@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from ..errors import EngineError
-from ..memory.features import BATCH, CATCH_UPS
 from ..memory.slots import SlotRange, covering
 from .parts import Parts
 
@@ -45,14 +44,12 @@ class Commits:
         if ring is None:
             return
         for method in ring.methods:
-            waiting = [self._waiting(method, slot) for slot in slots]
-            if max(waiting, default=0) <= max(ring.most - rows, 0):
-                continue
-            if min(waiting) >= BATCH + ring.width:  # the last block's rows stay: it may be rolled back
-                self._parts.arrive()
-                self._catch_up(method, dict.fromkeys(slots, BATCH))
-            else:
-                self.catch_up(slots, method)
+            while max(waiting := [self._waiting(method, slot) for slot in slots], default=0) > max(ring.most - rows, 0):
+                if min(waiting) >= ring.batch + ring.width:  # the last block's rows stay: it may be rolled back
+                    self._parts.arrive()
+                    self._catch_up(method, dict.fromkeys(slots, ring.batch))
+                else:
+                    self.catch_up(slots, method)
 
     def _waiting(self, method: str, slot: int) -> int:
         assert self._ring is not None
@@ -112,18 +109,18 @@ class Commits:
         if ring is None:
             return
         for method in methods or ring.methods:
-            while counts := {slot: min(BATCH, n) for slot in slots if (n := self._waiting(method, slot))}:
+            while counts := {slot: min(ring.batch, n) for slot in slots if (n := self._waiting(method, slot))}:
                 self._parts.arrive()
                 self._catch_up(method, counts)
             for slot in slots:
                 ring.caught_up(method, slot)
 
     def _catch_up(self, method: str, counts: Mapping[int, int]) -> None:
-        """The first rows of each of these slots that wait, at most BATCH."""
+        """The first rows of each of these slots that wait, at most a batch."""
         p, ring = self._parts, self._ring
         assert p.draft_kv is not None and ring is not None
         covered = covering(counts, len(p.slots))
-        width = next(w for w in CATCH_UPS if max(counts.values()) <= w)
+        width = next(w for w in ring.catch_ups if max(counts.values()) <= w)
         step = p.graphs.catching_up(method, width, covered)
         host = step.host
         for i, slot in enumerate(covered.slots):

@@ -9,7 +9,7 @@ verify    W, ids from the host        replay, then left unfolded    K/V rows of 
 draft     -                           -                             drafts the blocks alone, to be looked at before they are verified
 fused     W, given or drafted         replay, then left unfolded    drafts the blocks first, then their K/V rows; of others, features into the ring
 commit    -                           replay (one slot: into another width)
-catchup   8 or BATCH                  -                             one drafter's K/V rows of the tokens whose features are in the ring
+catchup   8 or the ring's batch       -                             one drafter's K/V rows of the tokens whose features are in the ring
 logits    an exact chunk              written directly              -        (all logits readable; parity checks)
 capture   an exact chunk              written directly              -        (inputs of named target layers readable; doctor)
 
@@ -33,7 +33,7 @@ from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
 from ..memory.boundary import BoundaryRows
 from ..memory.delta import DeltaRows, DeltaState
-from ..memory.features import BATCH, CATCH_UPS, FeatureRing
+from ..memory.features import BATCH, FeatureRing
 from ..memory.guests import Guests
 from ..memory.kv import SPAN, KVCache, padded, spans_up_to
 from ..memory.slots import SlotRange
@@ -251,7 +251,7 @@ class StepGraphs(GraphStore):
     def plan_catch_ups(self) -> None:
         """Those of all drafters, the largest first."""
         for method in self.draft_parts if self.ring is not None and self.drafting else ():
-            for width in reversed(CATCH_UPS):
+            for width in reversed(cast(FeatureRing, self.ring).catch_ups):
                 self.catching_up(method, width, self.every)
 
     def catching_up(self, method: str, width: int, covered: SlotRange) -> Step:

@@ -17,13 +17,19 @@ from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
 
 BATCH = 64
-CATCH_UPS = (8, BATCH)  # rows of the graphs that catch up
+FEW = 8  # rows of each slot that the narrow graph catches up with
+AT_ONCE = 512  # rows of all slots that a graph catches up with: 64 slots of the embedded pair with 64 rows each took 67 MB, now 8
 MEMORY, MOST = 16 << 20, 2048  # bytes that rings of more than BATCH rows may take, of all slots together, and rows of such a ring
 
 
 def room(row_bytes: int, slots: int) -> int:
     """Rows of each slot that may wait: as many as MEMORY has room for, BATCH at least."""
     return max(BATCH, min(MOST, MEMORY // (row_bytes * slots)))
+
+
+def batch_of(slots: int) -> int:
+    """Rows of each slot that one graph catches up with: BATCH, or as many as are AT_ONCE of all slots."""
+    return max(FEW, min(BATCH, AT_ONCE // slots // FEW * FEW))
 
 
 class FeatureRing:
@@ -33,10 +39,14 @@ class FeatureRing:
 
     Attributes:
         most: rows of a slot that may wait while a block of ``width`` rows comes.
+        batch: rows of a slot that are caught up with at once.
+        catch_ups: rows per slot of the graphs that catch up, ascending.
     """
 
     def __init__(self, backend: Backend, n_embd: int, count: int, width: int, slots: int, methods: Iterable[str]) -> None:
         self.most = room(4 * n_embd * count, slots)
+        self.batch = batch_of(slots)
+        self.catch_ups = tuple(dict.fromkeys((FEW, self.batch)))
         self.rows, self.width = self.most + width, width
         self.trash = self.rows * slots
         params = ffi.new("struct ggml_init_params *", {"mem_size": (count + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})

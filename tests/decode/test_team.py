@@ -298,14 +298,16 @@ def test_rows_wait_in_each_slot_for_itself(team):
 
 
 @pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
-@pytest.mark.parametrize("most, slots", [(100, 1), (100, 2), (64, 2)])
-def test_where_few_rows_can_wait_the_oldest_are_computed(team, monkeypatch, most, slots):
-    """And drafts are those of a drafter for which all of them waited. A copy of 1,500 tokens paid 4 % of its time for rows that nobody read."""
+@pytest.mark.parametrize("most, slots, at_once", [(100, 1, 512), (100, 2, 512), (64, 2, 512), (100, 2, 20), (20, 2, 16)])
+def test_where_few_rows_can_wait_the_oldest_are_computed(team, monkeypatch, most, slots, at_once):
+    """And drafts are those of a drafter for which all of them waited. A copy of 1,500 tokens paid 4 % of its time for rows that nobody read.
+    Graphs of many slots take few rows of each: 64 slots of the embedded pair took 67 MB for it."""
     drafts, catch_ups = [], []
     for few in (False, True):
         with monkeypatch.context() as patched:
             if few:
                 patched.setattr(features, "room", lambda *_: most)
+                patched.setattr(features, "AT_ONCE", at_once)
             engine = Engine(team.backend, team.target, team.drafter, EngineOptions(n_ctx=512, width=8, slots=slots))
         with closing(engine):
             for slot in range(slots):
@@ -323,7 +325,14 @@ def test_where_few_rows_can_wait_the_oldest_are_computed(team, monkeypatch, most
                 for slot in done:
                     engine.accept(1, 3, slot)
             catch_ups.append(waited)
-    assert drafts[:2] == drafts[2:] and catch_ups[0] == 0 < catch_ups[1] <= 8
+            batches = {key[1] for key in engine.graphs.steps() if key[0].startswith("catchup")}
+            assert batches == ({8, 64} if not few or at_once == 512 else {8})
+    assert drafts[:2] == drafts[2:] and catch_ups[0] == 0 < catch_ups[1] <= (8 if at_once == 512 else 60)
+
+
+@pytest.mark.parametrize("slots, batch", [(1, 64), (8, 64), (12, 40), (64, 8), (4096, 8)])
+def test_rows_that_are_caught_up_with_at_once(slots, batch):
+    assert features.batch_of(slots) == batch
 
 
 @pytest.mark.parametrize("slots", [1, 3])
