@@ -264,11 +264,11 @@ class Parts:
     def memory_by_segment(self) -> list[dict[str, int]]:
         """The same, of each segment's device."""
         whole, last = self.memory(), len(self.segments) - 1
-        parts, kv = getattr(self.target.weights, "parts", [self.target.weights]), self.kv.nbytes_by_home
+        weights, kv = getattr(self.target.weights, "nbytes_by_segment", [self.target.weights.nbytes]), self.kv.nbytes_by_home
         states = self.delta.nbytes_by_segment if self.delta is not None else {}
         out, graphs = [], [self.graphs, *(lane.graphs for lane in self.lanes)]
         for index, segment in enumerate(self.segments):
-            mine = {"weights": parts[index].nbytes, "kv": kv[index], "compute": sum(of.compute_bytes_on(segment.backend) for of in graphs)}
+            mine = {"weights": weights[index], "kv": kv[index], "compute": sum(of.compute_bytes_on(segment.backend) for of in graphs)}
             if index in states or (last == 0 and states):
                 mine["recurrent"] = sum(states.values()) if last == 0 else states[index]
             if index == 1 and self.guests is not None:

@@ -337,7 +337,15 @@ class SplitWeights:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(self.nbytes_by_segment)
+
+    @property
+    def nbytes_by_segment(self) -> list[int]:
+        """The first one's with what guests have of the host's memory, which is a second copy of its layers."""
+        out = [part.nbytes for part in self.parts]
+        if self.guests is not None:
+            out[0] += self.guests.buffer_bytes
+        return out
 
     def close(self) -> None:
         self.close_streams()

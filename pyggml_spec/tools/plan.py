@@ -112,6 +112,7 @@ class PlannedWeights(Weights):
 class PlannedGuests(GuestWeights):
     """What goes to the device has no memory, and neither has what lies in the host's."""
 
+    _planned = 0
     _upload, _upload_experts, _upload_values, _inside = (
         PlannedWeights._upload,
         PlannedWeights._upload,
@@ -121,7 +122,13 @@ class PlannedGuests(GuestWeights):
 
     def _allocate(self, home: int, jobs: list) -> None:
         ctx = self._context(len(jobs))
-        self._buffers.append(_Pretence(ctx, self._new_tensors(ctx, home, jobs), lib.ggml_backend_cpu_buffer_type()).buffer)
+        pretence = _Pretence(ctx, self._new_tensors(ctx, home, jobs), lib.ggml_backend_cpu_buffer_type())
+        self._buffers.append(pretence.buffer)
+        self._planned += pretence.nbytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._planned
 
 
 class PlannedKV(KVCache):
@@ -202,7 +209,8 @@ class Plan:
         largest_context: the longest context up to the trained one that fits and that the devices can compute, a multiple of 256 or the trained
             one; 0 if none does.
         split: the devices that share the layers; empty for one. A device that is named twice is one that has to have room for both.
-        copied: bytes of the weights in ``memory`` that are copies of experts or layers in host memory, for prompts (``offload_prompts``).
+        copied: bytes of the weights in ``memory`` that are copies of experts or layers in host memory, for prompts (``offload_prompts``): two places
+            on the device, and of layers what they are copied from, which the host has beside its own.
     """
 
     device: str
@@ -514,9 +522,11 @@ def _plan_on(
         draft_shapes = drafter.kv_shapes() if drafter is not None else ()
         per_token = sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, draft_shapes))
         host_bytes = target.weights.host_bytes
+        guests = target.weights.guests
+        copied = sum(stream.nbytes for stream in target.weights.streams) + (guests.buffer_bytes if guests is not None else 0)
         return Plan(
             ",".join(d.name for d in found), n_ctx, trained, memory, slots, slots_memory, prefix_memory, by_type, roles, host_bytes, per_token,
-            room, largest, parts if segments else (), sum(stream.nbytes for stream in target.weights.streams)
+            room, largest, parts if segments else (), copied
         )  # fmt: skip
 
 

@@ -115,16 +115,19 @@ def test_copies_of_experts_for_prompts(tmp_path, write):
 
 
 def test_copies_of_layers_are_planned(tmp_path):
-    """Two places for the weights, and the layers' own rows and states on the device that computes chunks with them."""
+    """Two places for the weights, and the layers' own rows and states on the device that computes chunks with them; the host has the layers twice."""
     path, options = write_qwen35(tmp_path / "t.gguf", Shape(), "Q4_K"), {"device": "CPU,CPU", "n_ctx": 300, "tensor_split": [3, 1]}
     without, planned = plan(path, **options), _assert_exact(path, None, offload_prompts=1, **options)
     assert 0 < planned.copied == planned.memory["weights"] - without.memory["weights"]
     assert planned.memory["recurrent"] == 2 * without.memory["recurrent"] and planned.memory["kv"] > without.memory["kv"]
-    assert planned.split[0].total == without.split[0].total and planned.split[1].total > without.split[1].total
+    more = [part.total - before.total for part, before in zip(planned.split, without.split, strict=True)]
+    assert 0 < more[0] < planned.copied and more[1] > 0
     tight = plan(path, **options, offload_prompts=1, free=sum(part.total for part in without.split))
     assert tight.fits and (tight.copied, tight.memory) == (0, without.memory)
     with ps.load(path, threads=1, offload_prompts=1, **options) as session, session.batch(3) as scheduler:
         of_slots = {name: nbytes for name, nbytes in scheduler.engine.memory().items() if name != "weights"}
+        assert [sum(part.values()) for part in session.engine.memory_by_segment()] == [part.total for part in planned.split]
+        assert more[0] == session.target.weights.guests.buffer_bytes
     assert plan(path, **options, offload_prompts=1, slots=3).slots_memory == of_slots
 
 
