@@ -20,6 +20,13 @@ WARMUP = 2  # steps of a new graph that do not count: it is built, and captured 
 COST_RATE = 0.1  # weight of one step in the running cost of its rows
 
 
+def as_of_one(costs: Mapping[int, float], rows: int) -> float:
+    """Milliseconds of so many rows of several sequences, by what rows of one cost, ``costs``: those of the next wider step, or in proportion
+    beyond the widest."""
+    widest = max(costs)
+    return costs[min((width for width in costs if rows <= width), default=widest)] * max(1.0, rows / widest)
+
+
 class Confidence:
     """For the sequences of one engine, of which all that share a step verify as many drafts. ``costs``: milliseconds of a step of one sequence by
     rows, which verifies given ids; 1: a plain one."""
@@ -44,8 +51,7 @@ class Confidence:
         known = self._costs.get((covered, rows))
         if known is not None:
             return known
-        total, widest = covered * rows, max(self._alone)
-        return self._alone[next((w for w in self._alone if total <= w), widest)] * max(1.0, total / widest)
+        return as_of_one(self._alone, covered * rows)
 
     def worth(self, said: Mapping[int, Sequence[float]], pace: float, covered: int = 1) -> int:
         """How many drafts of each block are to be verified, by what is ``said`` of those of each slot, where other steps bring ``pace`` tokens per

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from .confidence import as_of_one
 from .suffix import LOOKUPS, SuffixDrafts, SuffixPool
 
 PACE_DECAY = 0.98  # of the tokens and milliseconds of steps, per step
@@ -74,8 +75,7 @@ class LookupControl:
         known = self._costs.get((covered, rows))
         if known is not None:
             return known
-        total, widest = covered * rows, max(self._alone)
-        return self._alone[next((w for w in sorted(self._alone) if total <= w), widest)] * max(1.0, total / widest)
+        return as_of_one(self._alone, covered * rows)
 
     def choose(
         self, covered: int, sequences: Sequence[SuffixDrafts | None], otherwise: Sequence[float], milliseconds: float | None, rows: int

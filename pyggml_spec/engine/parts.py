@@ -252,10 +252,8 @@ class Parts:
             out["draft_kv"] = self.draft_kv.nbytes + sum(part.nbytes for part in (self.ring, self.boundary) if part is not None)
         if self.delta is not None:
             out["recurrent"] = self.delta.nbytes
-        if self.guests is not None:
-            out["kv"] += self.guests.kv.nbytes
-            if self.guests.delta is not None:
-                out["recurrent"] += self.guests.delta.nbytes
+        for purpose, nbytes in self.guests.memory.items() if self.guests is not None else ():
+            out[purpose] += nbytes
         if self.graphs.masked is not None:
             out["compute"] += self.graphs.masked.nbytes
         out["compute"] += sum(lane.graphs.compute_bytes for lane in self.lanes)
@@ -271,10 +269,8 @@ class Parts:
             mine = {"weights": weights[index], "kv": kv[index], "compute": sum(of.compute_bytes_on(segment.backend) for of in graphs)}
             if index in states or (last == 0 and states):
                 mine["recurrent"] = sum(states.values()) if last == 0 else states[index]
-            if index == 1 and self.guests is not None:
-                mine["kv"] += self.guests.kv.nbytes
-                if self.guests.delta is not None:
-                    mine["recurrent"] = mine.get("recurrent", 0) + self.guests.delta.nbytes
+            for purpose, nbytes in self.guests.memory.items() if index == 1 and self.guests is not None else ():
+                mine[purpose] = mine.get(purpose, 0) + nbytes
             out.append(mine)
         out[last] |= {name: nbytes for name, nbytes in whole.items() if name.startswith("draft_")}
         out[last]["compute"] += whole["compute"] - sum(mine["compute"] for mine in out)  # logits that are kept there

@@ -32,8 +32,9 @@ class Guests:
             self.delta.fill_slot(slot, 0)
 
     @property
-    def nbytes(self) -> int:
-        return self.kv.nbytes + (self.delta.nbytes if self.delta is not None else 0)
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose, as of ``Parts.memory``."""
+        return {"kv": self.kv.nbytes} | ({"recurrent": self.delta.nbytes} if self.delta is not None else {})
 
 
 def _copy(source: Pieces, target: Pieces) -> None:
