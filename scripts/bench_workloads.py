@@ -4,7 +4,7 @@
     bench_workloads.py                                                        # the embedded pair: its DFlash drafter, suffix drafts, both
     bench_workloads.py --device CUDA0 -m target.gguf [-md drafter.gguf]
 
-The text is the recorded one, whatever the target would choose, so that every way of decoding is given the same work: all steps are
+The text is the recorded one, in tokens of the target's own vocabulary, whatever the target would choose, so that every way of decoding is given the same work: all steps are
 computed as ever, and drafts are right where the recorded text goes on with them. Ways run by turns. What is printed of each: tokens per second, and
 over all rounds the time that its steps are worth at what each kind of step takes in its faster runs, of whichever way. The latter depends on choices alone, not on how
 busy the machine was. Last on each line, the best of plain, drafter and suffix over both: 1 or more is no loss.
@@ -23,7 +23,9 @@ from pyggml_spec.decode.lookup import LookupControl
 from pyggml_spec.decode.request import LoopOptions
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.engine.slot import Draft, Prompt
+from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.text.tokenizer import Tokenizer
 
 TEXTS = Path(__file__).parent.parent / "tests" / "decode" / "workloads"
 NAMES = "copy", "json", "prose"
@@ -98,12 +100,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     args = parser.parse_args()
     draft = args.model_draft or (str(DEMO_DRAFTER) if args.model == str(DEMO_TARGET) else None)
-    with ps.load(str(DEMO_TARGET), None, spec=["suffix"], device="CPU", threads=1, n_ctx=512) as known:
-        texts = {}
+    texts = {}
+    with GGUFFile(Path(args.model)) as file:
+        tokenizer = Tokenizer(file)
         for name in args.only:
             parts = (args.texts / f"{name}.txt").read_text().split("\n=====\n")
-            prompt, answer = (known.tokenizer.encode(part) for part in parts)
+            prompt, answer = (tokenizer.encode(part) for part in parts)
             texts[name] = list(prompt), list(answer)[: args.tokens]
+        tokenizer.close()
     n_ctx = max(len(prompt) + len(answer) for prompt, answer in texts.values()) + 64
     specs = {"plain": ["suffix"], "suffix": ["suffix"]}
     if draft:

@@ -14,7 +14,8 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 gc.disable()  # until the tests are collected: none of what they are made of is garbage, and looking for it is a third of what collecting takes
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:  # of the process that hands tests to others too, which collects none itself
     gc.freeze()  # nor do tests look through it again
     gc.enable()
 
