@@ -1,102 +1,169 @@
 """Processes of `pyspec` whose modules are imported already: each is a fork of a process that imported them and did nothing else.
 
 Importing is most of what a command of half a second takes, and hundreds of tests run one. What is read while a process starts (variables of the
-interpreter, of OpenMP, of ggml), signals and terminals are tested with processes that start as users' do.
+interpreter, of OpenMP, of ggml), signals and terminals are tested with processes that start as users' do. So is the end of the interpreter, in which
+libraries take themselves apart: a fork ends before that.
 """
 
 import json
 import os
+import select
+import selectors
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from contextlib import ExitStack, suppress
 
 AT_START = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "GOMP_", "GGML_", "LLAMA_")
 """Beginnings of variables that are read before a command is."""
 
-TIMEOUT = 120
 MODULES = [f"cli.{name}" for name in ("run", "chat", "serve", "bench", "doctor", "plan", "inspect", "compare", "convert", "experts", "devices")] + [
     "cli.names", "cli.worker", "models.registry", "tools.compare", "tools.compare_weights", "tools.experts", "tools.worker",
 ]  # fmt: skip
 
 
 class Forks:
-    """The process that is forked, started when it is needed first. It ends with this one, whose end of the socket closes then."""
+    """The process that is forked, started when it is needed first, and anew where it has ended. It ends with this one, whose end of the socket
+    closes then.
 
-    def __init__(self) -> None:
+    ``env``: its variables. ``timeout``: seconds that a command may take, with all that it started and that holds its stdout or stderr."""
+
+    def __init__(self, env: dict[str, str], timeout: float = 120) -> None:
         self._lock = threading.Lock()
-        self._asked: socket.socket | None = None
-        self._env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # numpy's threads would not come along
+        self._process: subprocess.Popen | None = None
+        self._env, self._timeout = {**env, "OPENBLAS_NUM_THREADS": "1"}, timeout  # numpy's threads would not come along
+        self._driver: bool | None = None
 
     def run(self, args: list[str], stdin: bytes | None, env: dict[str, str], **more: str | bool) -> tuple[int, bytes, bytes] | None:
         """Status, stdout and stderr of `pyspec` with these arguments, or of Python with `-c` and code. None where a process of its own would
-        start otherwise than the one that is forked has. ``more``: ``cwd``, and whether ``one_core`` is all that it sees."""
+        start otherwise than the one that is forked has. ``more``: ``cwd``, and whether ``one_core`` is all that it sees.
+
+        Raises:
+            TimeoutExpired: it took longer than a command may. It has been killed, and what it started too.
+        """
         if any(env.get(name) != self._env.get(name) for name in {*env, *self._env} if name.startswith(AT_START)):
             return None
         with self._lock:
-            if self._asked is None:
-                self._start()
-            return self._run(stdin, {"args": args, "env": env, **more})
+            if self._has_driver():
+                return None
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self.close()
+                    self._start()
+                return self._run(stdin, {"args": args, "env": env, **more})
+            except BaseException:  # what has not been read of it would be taken for the next one's
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Ends the process, and the command that runs."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._asked.close()
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)  # it has to end the command first
+        process.kill()
+        process.communicate()
+
+    def _has_driver(self) -> bool:
+        """A GPU's driver does not outlive a fork, and importing opens it."""
+        if self._driver is None:
+            from pyggml_spec.ggml.device import devices
+
+            self._driver = any(device.kind != "cpu" for device in devices())
+        return self._driver
 
     def _start(self) -> None:
         self._asked, theirs = socket.socketpair()
         pipe = subprocess.PIPE
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno())],
+                [sys.executable, "-P", __file__, str(theirs.fileno())], start_new_session=True,
                 env=self._env, pass_fds=[theirs.fileno()], stdin=pipe, stdout=pipe, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )  # fmt: skip
 
     def _run(self, stdin: bytes | None, asked: dict) -> tuple[int, bytes, bytes]:
-        read, write = os.pipe() if stdin is not None else (os.open(os.devnull, os.O_RDONLY), -1)
-        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        request = json.dumps(asked).encode()
-        try:
-            socket.send_fds(self._asked, [struct.pack("q", len(request))], [read, out_end, err_end])
-            self._asked.sendall(request)
-        finally:
-            for end in (read, out_end, err_end):
-                os.close(end)
-        process = self._number()
-        late = threading.Timer(TIMEOUT, os.kill, (process, signal.SIGKILL))
-        late.start()
-        with ThreadPoolExecutor(3) as pool:
-            texts = [pool.submit(_read, end) for end in (out, err)]
-            if stdin is not None:
-                pool.submit(_write, write, stdin)
-            status = self._number()
-            late.cancel()
-            return status, texts[0].result(), texts[1].result()
+        texts, status, given = {"out": b"", "err": b""}, 0, memoryview(stdin or b"")
+        with ExitStack() as kept, selectors.DefaultSelector() as waiting:
 
-    def _number(self) -> int:
-        return struct.unpack("q", self._asked.recv(8, socket.MSG_WAITALL))[0]
+            def pipe() -> list:
+                return [kept.enter_context(open(end, mode, buffering=0)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True)]
+
+            (read, write), (out, out_end), (err, err_end) = pipe(), pipe(), pipe()
+            request = json.dumps(asked).encode()
+            with read, out_end, err_end:
+                socket.send_fds(self._asked, [struct.pack("q", len(request))], [file.fileno() for file in (read, out_end, err_end)])
+                self._asked.sendall(request)
+            deadline = time.monotonic() + self._timeout
+            waiting.register(self._asked, selectors.EVENT_READ, "status")
+            waiting.register(out, selectors.EVENT_READ, "out")
+            waiting.register(err, selectors.EVENT_READ, "err")
+            if given:
+                os.set_blocking(write.fileno(), False)
+                waiting.register(write, selectors.EVENT_WRITE, "in")
+            else:
+                write.close()
+            while waiting.get_map():
+                for key, _ in waiting.select(max(0, deadline - time.monotonic())):
+                    ended = True
+                    if key.data == "status":
+                        status = self._status()
+                    elif key.data == "in":
+                        with suppress(BrokenPipeError):  # a command need not read what it is given
+                            given = given[write.write(given[: select.PIPE_BUF]) or 0 :]
+                            ended = not given
+                    else:
+                        text = key.fileobj.read(1 << 16)
+                        texts[key.data] += text
+                        ended = not text
+                    if ended:
+                        waiting.unregister(key.fileobj)
+                        if key.data != "status":
+                            key.fileobj.close()
+                if waiting.get_map() and time.monotonic() >= deadline:
+                    raise subprocess.TimeoutExpired(asked["args"], self._timeout, texts["out"], texts["err"])
+        return status, texts["out"], texts["err"]
+
+    def _status(self) -> int:
+        said = self._asked.recv(8, socket.MSG_WAITALL)
+        if len(said) < 8:
+            raise ConnectionError("the process that is forked has ended")
+        return struct.unpack("q", said)[0]
 
 
-def _read(end: int) -> bytes:
-    with open(end, "rb") as file:
-        return file.read()
+def _serve(asked: socket.socket) -> list[str]:
+    """Forks for each request; returns its arguments in the fork. Asked to end, or left alone, it ends what the last command started and itself."""
+    process = 0
 
+    def stop(*_) -> None:
+        if process:  # a zombie at least, so that its number is nobody else's
+            os.killpg(process, signal.SIGKILL)
+        os._exit(0)
 
-def _write(end: int, text: bytes) -> None:
-    try:
-        with open(end, "wb") as file:
-            file.write(text)
-    except BrokenPipeError:
-        pass  # a command need not read what it is given
-
-
-def _serve(asked: socket.socket) -> list[str] | None:
-    """Forks for each request. Returns its arguments in the fork, None at the end."""
+    signal.signal(signal.SIGTERM, stop)
     while True:
         head, ends, *_ = socket.recv_fds(asked, 8, 3)
         if not head:
-            return None
-        request = json.loads(asked.recv(struct.unpack("q", head)[0], socket.MSG_WAITALL))
+            stop()
+        length = struct.unpack("q", head)[0]
+        text = asked.recv(length, socket.MSG_WAITALL)
+        if len(text) < length:
+            stop()
+        request = json.loads(text)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        if process:
+            os.waitpid(process, 0)
         process = os.fork()
         if process == 0:
+            os.setpgid(0, 0)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             for standard, end in enumerate(ends):
                 os.dup2(end, standard)
                 os.close(end)
@@ -106,20 +173,35 @@ def _serve(asked: socket.socket) -> list[str] | None:
             if request["one_core"]:
                 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
             return request["args"]
+        with suppress(PermissionError):  # whoever of the two is first; it has a group and runs another program
+            os.setpgid(process, process)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for end in ends:
             os.close(end)
-        asked.sendall(struct.pack("q", process))
-        asked.sendall(struct.pack("q", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])))
+        ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+        asked.sendall(struct.pack("q", ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status))
 
 
-def _end(code: int) -> None:
+def _end(code: object) -> None:
     """As the interpreter ends, without taking apart what was imported: that writes to all of it, and takes longer than most commands."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
     gc.collect()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    if sys.stdout is not None and not sys.stdout.closed:
+        try:
+            sys.stdout.flush()
+        except Exception as error:
+            print(f"Exception ignored while flushing sys.stdout:\n{type(error).__name__}: {error}", file=sys.stderr)
+            code = 120
+    if sys.stderr is not None and not sys.stderr.closed:
+        try:
+            sys.stderr.flush()
+        except Exception:
+            code = 120
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
@@ -134,12 +216,12 @@ if __name__ == "__main__":
     gc.freeze()  # a collection writes to what it looks at
     with socket.socket(fileno=int(sys.argv[1])) as given:
         words = _serve(given)
-    if words is not None:
-        sys.argv, sys.path = ["", *words], ["", *sys.path]
-        try:
-            if words[:1] == ["-c"]:
-                exec(words[1], {"__name__": "__main__"})
-                _end(0)
-            runpy.run_module("pyggml_spec", run_name="__main__", alter_sys=True)
-        except SystemExit as stopped:
-            _end(stopped.code or 0)
+    sys.argv, sys.path = ["", *words], ["", *sys.path]
+    try:
+        if words[:1] == ["-c"]:
+            sys.argv = ["-c", *words[2:]]
+            exec(words[1], {"__name__": "__main__"})
+            _end(0)
+        runpy.run_module("pyggml_spec", run_name="__main__", alter_sys=True)
+    except SystemExit as stopped:
+        _end(stopped.code)

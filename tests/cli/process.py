@@ -9,12 +9,13 @@ from cli.forks import Forks
 
 COMMAND = [sys.executable, "-m", "pyggml_spec"]
 
-_forks = Forks()
-
 
 def environment(**more) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYSPEC_") and k not in ("NO_COLOR", "FORCE_COLOR")}
     return {**clean, **more}
+
+
+_forks = Forks(environment())
 
 
 def default_interrupt() -> None:
@@ -24,13 +25,14 @@ def default_interrupt() -> None:
 
 def start(*args, **more) -> subprocess.Popen:
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
-    return subprocess.Popen([*COMMAND, *map(str, args)], bufsize=0, **{**pipes, **more}, preexec_fn=default_interrupt)
+    command = [sys.executable] if args[:1] == ("-c",) else COMMAND
+    return subprocess.Popen([*command, *map(str, args)], bufsize=0, **{**pipes, **more}, preexec_fn=default_interrupt)
 
 
 def pyspec(
     *args, stdin: bytes | None = None, env: dict | None = None, cwd: str | os.PathLike = ".", one_core: bool = False, **more
 ) -> subprocess.CompletedProcess:
-    """Runs to the end. ``stdout`` is bytes, ``stderr`` text, checked to hold no traceback."""
+    """Runs to the end, also Python with `-c` and code. ``stdout`` is bytes, ``stderr`` text, checked to hold no traceback."""
     variables, done = environment(**(env or {})), None
     if not more:
         done = _forks.run([*map(str, args)], stdin, variables, cwd=os.path.abspath(cwd), one_core=one_core)

@@ -39,8 +39,10 @@ def test_cache_types_are_engaged(pinned):
 
 
 def test_quiet_says_nothing(pinned, text):
-    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "-q")
-    assert (done.stdout.decode(), done.stderr) == (text, "")
+    """In a process as users': nor does a library that takes itself apart at the end."""
+    process = start("run", *pinned, "-p", PROMPT, "-n", 40, "-q")
+    out, err = process.communicate()
+    assert (process.returncode, out.decode(), err) == (0, text, b"")
 
 
 def test_the_locale_does_not_change_the_text(pinned, text):

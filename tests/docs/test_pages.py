@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from cli.process import pyspec
+from cli.process import environment, pyspec
 
 from pyggml_spec.cli.main import cli
 from pyggml_spec.decode.stats import BatchStats, Stats
@@ -94,7 +94,7 @@ def _one_core() -> None:
 def in_desk(folder: Path, command, **more) -> subprocess.CompletedProcess:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=200, input="def f(x):\n", env={**os.environ, "PATH": path},
+        command, cwd=folder, capture_output=True, text=True, timeout=200, input="def f(x):\n", env=environment(PATH=path),
         preexec_fn=_one_core, **more
     )  # fmt: skip
 
@@ -115,9 +115,9 @@ def test_the_guides_commands_run(desk, line):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_code_of_the_pages_runs(desk, page):
-    """Each block by itself, as somebody would paste it."""
+    """Each block by itself, as somebody would paste it: in a process that has imported nothing yet."""
     for code in blocks(page, "python"):
-        done = pyspec("-c", code, cwd=desk, one_core=True)
+        done = in_desk(desk, [sys.executable, "-c", code])
         assert done.returncode == 0 and not done.stderr, done.stderr
 
 
