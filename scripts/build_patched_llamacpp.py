@@ -85,6 +85,12 @@ def unpack(sdist: Path, out: Path, patched: bool) -> None:
         (Path(part) / root).rename(out / root)
 
 
+def copy_tree(source: Path, target: Path) -> None:
+    """Copies a source tree without its repository and the folders of its builds; files and folders below that are called build-... belong to it."""
+    left_out = {entry.name for entry in source.iterdir() if entry.name == ".git" or (entry.is_dir() and entry.name.startswith("build"))}
+    shutil.copytree(source, target, symlinks=True, ignore=lambda folder, names: left_out if Path(folder) == source else set())
+
+
 def cmake_options(args) -> list[str]:
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", f"-DGGML_CUDA={'ON' if args.cuda else 'OFF'}"]
     options.append(f"-DCMAKE_PROJECT_INCLUDE={RECIPE}")  # of it, here: the compiler's fix, for a tree without 0011
@@ -116,7 +122,7 @@ def main() -> None:
     if not tree.is_dir():
         if args.tree:
             patches.ggml_version(args.tree)
-            shutil.copytree(args.tree, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", "build*"))
+            copy_tree(args.tree, tree)
         else:
             unpack(args.sdist or patches.fetch_sdist(args.out), args.out, patched=not args.unpatched)
     if not args.unpatched:

@@ -6,7 +6,7 @@
     check_replay.py --device CUDA0 -m target.gguf -md drafter.gguf
 
 Each way runs in a process of its own, because ggml-cuda reads its switches once: logits of plain steps, alone and of two slots, and of blocks
-of every width, and the drafts. Exit code 1 if they differ. On one H200, gemma4 with shared K/V differed by up to 1.8 in replayed plain steps before
+of every width, and the drafts. Exit code 1 if they differ, or if the device captures graphs ahead (patches/0026) and one was captured within a step. On one H200, gemma4 with shared K/V differed by up to 1.8 in replayed plain steps before
 models/blocks.py put a copy in front of its attention.
 """
 
@@ -42,6 +42,7 @@ MLA = {
 }  # as published: ggml-cuda's attention takes no other rows of one head
 TARGETS = archs.WRITERS | {
     "deepseek2": lambda path, shape, quant: archs.write_deepseek2(path, replace(shape, **MLA), quant),
+    "glm-dsa": lambda path, shape, quant: archs.write_glm_dsa(path, replace(shape, **MLA, index_heads=32, index_size=128), quant),
     "gemma4, shared K/V": archs.write_gemma4,
     "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False),
     "gemma4, routed": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=0, routed=True),
@@ -95,6 +96,11 @@ def measure(args) -> None:
                 if session.drafter is not None:
                     out[f"{name}|drafts"] = drafts(engine, tokens)
                     out[f"{name}|drafts, two slots"] = drafts_of_slots(session, tokens)
+                replay = engine.io.replay
+                if replay is not None and replay.ahead and replay.inside:
+                    sys.exit(
+                        f"{name}: {replay.inside} graphs were captured within a step, {replay.ahead} before their first one: all should be"
+                    )
     np.savez(args.dump, **out)
 
 

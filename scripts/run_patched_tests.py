@@ -33,6 +33,7 @@ COMPARED = {
     "qwen35-dense",
     "qwen35moe-moe",
     "llama-dense",
+    "glm-dsa-moe",
 }  # llama.cpp's test writes no gemma4 and no drafter
 ROUNDING = 1e-6  # NMSE of the kernels that are the default here, which add in another order; 1e-10 was seen
 REFUSED = {

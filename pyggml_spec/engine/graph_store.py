@@ -1,5 +1,6 @@
 """The graphs that an engine keeps: one per (role, width, span, slots) and what else its steps differ in; built once, planned once."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -21,7 +22,17 @@ MEASURED_SPANS = 16
 # outputs with a value per row, which is not finite if anything in the row is not
 SUMS = IDS_SUM, LOGITS_SUM, DRAFT_SUM = "ids_sum", "logits_sum", "draft_sum"
 KEEP_SPANS, KEEP_GRAPHS = 12, 32  # kept per (role, width) besides the widest span: of one slot, of several
+BY_CALLS = (
+    "prefill",
+    "logits",
+    "capture",
+)  # captured by their calls, if ever: what they launch hides behind what they compute, and many run once
 KEEP_ALL = 192  # kept of all kinds together: 0.4 MB of host memory each for 6 layers, 2 MB for 64
+
+
+def captures_ahead() -> bool:
+    """Whether devices are asked to capture graphs before their first call; ggml-cuda reads the same switch."""
+    return os.environ.get("GGML_CUDA_CAPTURE_AHEAD", "0") != "0"
 
 
 @dataclass
@@ -32,6 +43,7 @@ class Step:
     fields: StepFields
     extra: dict
     rows: Any = None  # what C fills in of its fields, see fill.py
+    ready: bool = False  # whether the device was asked to capture the graph
     _logits: np.ndarray | None = None
     _best: np.ndarray | None = None  # F32 [rows] largest logits, as ``ids`` found them, where they are in host memory
     _lost: bool = False  # where they are not: a row has no largest one, which a device says by a token of -1
@@ -74,16 +86,16 @@ class Step:
         return self._logits
 
     def candidates(self, row: int) -> tuple[np.ndarray | None, np.ndarray]:
-        """I32 token ids (None: all of the vocabulary) and F32 logits after ``row``, until the next step runs.
+        """I32 token ids (None: all of the vocabulary) and F32 logits after ``row``, which are the caller's: what a view showed was freed by closing the engine.
 
         Rows in device memory are read one by one: most of a block's rows are never asked for.
         """
         rows = self.host["ids"].size if "ids" in self.host else len(self._host_logits())
         row = whole(row, "the row whose candidates are asked for", 0, rows - 1)
         if "best_ids" in self.host:
-            return self.host["best_ids"].reshape(rows, -1)[row], self.host["best_logits"].reshape(rows, -1)[row]
+            return self.host["best_ids"].reshape(rows, -1)[row].copy(), self.host["best_logits"].reshape(rows, -1)[row].copy()
         if "ids" not in self.host:
-            return None, self._host_logits()[row]
+            return None, self._host_logits()[row].copy()
         logits = self.extra["logits"]
         out = np.empty(logits.ne[0], np.float32)
         read_tensor(logits, out, row * logits.nb[1], self.fields.io.workers)
@@ -139,17 +151,29 @@ class GraphStore:
         step = self._steps.pop(key, None)
         if step is not None and not self._stale(step):
             self._steps[key] = step  # used last, dropped last: never while it runs
-            return step
+            return step if step.ready else self._make_ready(step, role)
         if step is not None:
             step.graph.close()
         if role in self._widths and (role, self.candidates, self.kept) not in self._reserved:
             self._reserve(role)
             step = self._steps.get(key)
             if step is not None:
-                return step
+                return self._make_ready(step, role)
         self._make_room(role, width, more)
         shape = (width, span, covered, *more)
-        return self._keep(self._make(role, *shape), role, *shape)
+        return self._make_ready(self._keep(self._make(role, *shape), role, *shape), role)
+
+    def _make_ready(self, step: Step, role: str) -> Step:
+        """Has the device capture the graph before its first call: at load those that calibration runs, later those that are built ahead, while it computes.
+        Graphs that are only reserved are never captured."""
+        step.ready = True
+        if role not in BY_CALLS and captures_ahead():
+            took = step.graph.capture()
+            step.fields.captured = took is not None
+            if took is not None and (replay := self.io.replay) is not None:
+                replay.ahead += 1
+                replay.ahead_us += sum(took)
+        return step
 
     def has(self, role: str, width: int, span: int, covered: SlotRange | None = None, *more: Any) -> bool:
         """Whether ``get`` would not have to build."""

@@ -2,6 +2,7 @@
 
 ggml-cuda counts nothing that a caller could read. But an eager launch costs the host about 1.8 us per node (4B shape on one H200: 3.2 ms per
 step with CUDA graphs off) and a replay, which only compares the nodes, 0.05 (0.08 ms): the two cannot be mistaken for each other.
+With patches/0026 a graph is captured before its first call, so that the first one is a replay, too.
 """
 
 from dataclasses import dataclass
@@ -16,22 +17,28 @@ class ReplayCounters:
     """Steps of graphs with at least FEWEST_NODES nodes on a CUDA device.
 
     Attributes:
-        warmup: first and second calls of a graph.
+        warmup: first and second calls of a graph that was not captured ahead.
         captured: graphs that were replayed at least once.
         replayed: later calls that were replays.
         eager: later calls that launched kernel by kernel.
+        ahead: graphs that were captured before their first call.
+        ahead_us: microseconds that this took.
+        inside: of those captured, graphs that were captured within their second call although the device was asked to do it ahead.
     """
 
     warmup: int = 0
     captured: int = 0
     replayed: int = 0
     eager: int = 0
+    ahead: int = 0
+    ahead_us: int = 0
+    inside: int = 0
 
-    def count(self, call: int, launch_us: int, nodes: int) -> bool:
-        """Counts the ``call``-th (from 1) launch of a graph; whether it was a replay."""
+    def count(self, call: int, launch_us: int, nodes: int, captured: bool | None = None) -> bool:
+        """Counts the ``call``-th (from 1) launch of a graph; whether it was a replay. ``captured``: whether it was captured ahead."""
         if nodes < FEWEST_NODES:
             return False
-        if call <= WARMUP_CALLS:
+        if call <= WARMUP_CALLS and not captured:
             self.warmup += 1
             return False
         replay = launch_us < REPLAY_US_PER_NODE * nodes

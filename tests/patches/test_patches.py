@@ -118,7 +118,7 @@ def test_models_that_llama_cpp_writes_are_equal_or_refused_for_the_named_reason(
     monkeypatch.syspath_prepend(SCRIPTS)
     script = importlib.import_module("run_patched_tests")
     shape = Shape(n_layer=2, target_window=8)
-    written = ("qwen3-dense", "qwen3moe-moe", "qwen35-dense", "qwen35moe-moe", "llama-dense")
+    written = ("qwen3-dense", "qwen3moe-moe", "qwen35-dense", "qwen35moe-moe", "llama-dense", "glm-dsa-moe")
     for name in written:
         WRITERS[name.rsplit("-", 1)[0]](tmp_path / f"{name}.gguf", replace(shape, every=2) if "qwen35" in name else shape)
     parts = Model(WRITERS["laguna"](tmp_path / "laguna-moe.gguf", shape))
@@ -144,3 +144,14 @@ def test_models_that_llama_cpp_writes_are_equal_or_refused_for_the_named_reason(
     assert script.compare(tmp_path) == 0
     monkeypatch.setattr(script, "compare_logits", lambda *args, **more: Comparison(1e-9, 1e-4, 1.0, 1.0, 64))
     assert script.compare(tmp_path) == len(written) + len(refused) + 2
+
+
+def test_a_copied_tree_keeps_sources_that_are_called_build(tmp_path: Path, monkeypatch):
+    """llama.cpp's cmake/build-info.cmake was left out with the folders of builds, and the copy could not be configured."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    source = tmp_path / "tree"
+    for name in ("build/a.o", "build-cuda/a.o", ".git/HEAD", "CMakeLists.txt", "cmake/build-info.cmake", "common/build-info.cpp.in"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    importlib.import_module("build_patched_llamacpp").copy_tree(source, tmp_path / "copy")
+    assert set(contents(tmp_path / "copy")) == {"CMakeLists.txt", "cmake/build-info.cmake", "common/build-info.cpp.in"}

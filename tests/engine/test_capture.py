@@ -1,0 +1,87 @@
+"""What is planned ahead is captured ahead, where a device can: once, before its first call, and kept until the graph is closed."""
+
+from collections import Counter
+
+import pytest
+from decode.helpers import run
+
+import pyggml_spec as ps
+from pyggml_spec.engine.graph_store import BY_CALLS
+from pyggml_spec.ggml.library import ffi, lib
+from pyggml_spec.ggml.replay import ReplayCounters
+from pyggml_spec.ggml.step_io import StepFields
+
+
+class Recorder:
+    """A device that captures, as far as callers can tell: what was captured, launched and released, in that order."""
+
+    def __init__(self, monkeypatch, can: bool = True) -> None:
+        self.events: list[tuple[str, int]] = []
+        monkeypatch.setenv("GGML_CUDA_CAPTURE_AHEAD", "1")
+
+        def capture(backend, graph, us) -> bool:
+            self.events.append(("capture", int(ffi.cast("uintptr_t", graph))))
+            us[0], us[1], us[2] = 3, 2, 1
+            return can
+
+        def release(backend, graph) -> None:
+            self.events.append(("release", int(ffi.cast("uintptr_t", graph))))
+
+        self._callbacks = ffi.callback("bool(void *, void *, int64_t *)", capture), ffi.callback("void(void *, void *)", release)
+        lib.pgs_capture_by(*self._callbacks)
+        launch = StepFields.launch
+
+        def recorded(fields) -> None:
+            self.events.append(("launch", int(ffi.cast("uintptr_t", fields.graph.gf))))
+            launch(fields)
+
+        monkeypatch.setattr(StepFields, "launch", recorded)
+
+    def of(self, kind: str) -> Counter:
+        return Counter(graph for what, graph in self.events if what == kind)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    yield Recorder(monkeypatch)
+    lib.pgs_capture_by(ffi.NULL, ffi.NULL)
+
+
+def test_every_graph_of_decoding_is_captured_once_before_its_first_launch_and_released_when_it_is_closed(pair, recorder):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1024, draft_width=4) as session:
+        engine = session.engine
+        engine.io.replay = replay = ReplayCounters()  # as on a CUDA device
+        for mode in ("speculative", "plain"):
+            run(engine, [1, 2, 3], 300, mode=mode, width=4)
+        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): (key[0], step) for key, step in engine.graphs.steps().items()}
+        captured, launched = recorder.of("capture"), recorder.of("launch")
+        assert set(captured.values()) == {1} and replay.ahead > 0 and replay.ahead_us == 6 * replay.ahead
+        ran = {graph: role for graph, (role, _) in steps.items() if graph in launched}
+        assert {role for graph, role in ran.items() if graph not in captured} <= set(BY_CALLS) < {*BY_CALLS, *ran.values()}
+        assert not any(role in BY_CALLS for graph, (role, _) in steps.items() if graph in captured)
+        assert all(recorder.events.index(("capture", graph)) < recorder.events.index(("launch", graph)) for graph in captured & launched)
+        assert len(captured) < len(steps), "graphs that were only reserved at load are not captured"
+        assert replay.inside == 0
+    assert recorder.of("release") == captured
+
+
+def test_what_a_device_does_not_capture_counts_as_captured_within_its_second_call(pair, monkeypatch):
+    recorder = Recorder(monkeypatch, can=False)
+    try:
+        with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+            session.engine.io.replay = replay = ReplayCounters()
+            monkeypatch.setattr("pyggml_spec.ggml.replay.REPLAY_US_PER_NODE", 1e9)  # whatever the time, it is a replay
+            run(session.engine, [1, 2, 3], 30, width=4)
+            assert replay.ahead == 0 and 0 < replay.inside <= replay.captured
+        assert not recorder.of("release")
+    finally:
+        lib.pgs_capture_by(ffi.NULL, ffi.NULL)
+
+
+def test_the_first_call_of_a_graph_that_was_captured_ahead_is_a_replay():
+    counters = ReplayCounters()
+    for call, us in enumerate([90, 80, 80], 1):
+        assert counters.count(call, us, 1800, captured=True)
+    assert (counters.warmup, counters.replayed, counters.eager) == (0, 3, 0)
+    assert not counters.count(1, 90, 1800, captured=False) and not counters.count(2, 90, 1800)
+    assert counters.warmup == 2
