@@ -58,6 +58,8 @@ struct ggml_tensor * ggml_view_1d(struct ggml_context *, struct ggml_tensor *, i
 struct ggml_tensor * ggml_view_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, size_t nb1, size_t offset);
 struct ggml_tensor * ggml_view_3d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2, size_t nb1,
                                   size_t nb2, size_t offset);
+struct ggml_tensor * ggml_view_4d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3, size_t nb1,
+                                  size_t nb2, size_t nb3, size_t offset);
 struct ggml_tensor * ggml_reshape_1d(struct ggml_context *, struct ggml_tensor *, int64_t ne0);
 struct ggml_tensor * ggml_reshape_2d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1);
 struct ggml_tensor * ggml_reshape_3d(struct ggml_context *, struct ggml_tensor *, int64_t ne0, int64_t ne1, int64_t ne2);
@@ -79,6 +81,7 @@ void ggml_mul_mat_set_hint(struct ggml_tensor *, enum ggml_op_hint);
 struct ggml_tensor * ggml_concat(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, int dim);
 struct ggml_tensor * ggml_set_rows(struct ggml_context *, struct ggml_tensor * to, struct ggml_tensor * rows, struct ggml_tensor * index);
 struct ggml_tensor * ggml_get_rows(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_norm(struct ggml_context *, struct ggml_tensor *, float eps);
 struct ggml_tensor * ggml_rms_norm(struct ggml_context *, struct ggml_tensor *, float eps);
 struct ggml_tensor * ggml_rope_ext(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, struct ggml_tensor *, int n_dims,
                                    int mode, int n_ctx_orig, float freq_base, float freq_scale, float ext_factor, float attn_factor,
@@ -98,6 +101,8 @@ struct ggml_tensor * ggml_softplus(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_soft_max(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_argsort_top_k(struct ggml_context *, struct ggml_tensor *, int k);
 struct ggml_tensor * ggml_top_k(struct ggml_context *, struct ggml_tensor *, int k);
+struct ggml_tensor * ggml_lightning_indexer(struct ggml_context *, struct ggml_tensor * q, struct ggml_tensor * k, struct ggml_tensor * weights,
+                                            struct ggml_tensor * mask);
 struct ggml_tensor * ggml_sum_rows(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_argmax(struct ggml_context *, struct ggml_tensor *);
 
@@ -144,6 +149,7 @@ ggml_backend_buffer_t ggml_backend_cpu_buffer_from_ptr(void *, size_t);
 ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
 void ggml_backend_buffer_free(ggml_backend_buffer_t);
 size_t ggml_backend_buffer_get_size(ggml_backend_buffer_t);
+ggml_backend_buffer_type_t ggml_backend_buffer_get_type(ggml_backend_buffer_t);
 void ggml_backend_buffer_clear(ggml_backend_buffer_t, uint8_t);
 void ggml_backend_buffer_set_usage(ggml_backend_buffer_t, enum ggml_backend_buffer_usage);
 void ggml_backend_tensor_set(struct ggml_tensor *, const void * data, size_t offset, size_t size);
@@ -178,7 +184,9 @@ enum llama_rope_scaling_type { LLAMA_ROPE_SCALING_TYPE_NONE, ... };
 #define LLAMA_DEFAULT_SEED ...
 
 struct llama_model; struct llama_context; struct llama_vocab; struct llama_sampler;
-struct llama_model_params { int32_t n_gpu_layers; enum llama_split_mode split_mode; int32_t main_gpu; bool vocab_only; bool use_extra_bufts; ...; };
+struct llama_model_tensor_buft_override { const char * pattern; ggml_backend_buffer_type_t buft; };
+struct llama_model_params { const struct llama_model_tensor_buft_override * tensor_buft_overrides; int32_t n_gpu_layers;
+                            enum llama_split_mode split_mode; int32_t main_gpu; bool vocab_only; bool use_extra_bufts; ...; };
 struct llama_context_params { uint32_t n_ctx; uint32_t n_batch; uint32_t n_ubatch; int32_t n_threads; int32_t n_threads_batch;
                               enum llama_rope_scaling_type rope_scaling_type; enum llama_flash_attn_type flash_attn_type;
                               float rope_freq_base; float rope_freq_scale; float yarn_ext_factor; float yarn_attn_factor;
@@ -203,6 +211,11 @@ enum llama_token_attr llama_vocab_get_attr(const struct llama_vocab *, llama_tok
 bool llama_vocab_is_eog(const struct llama_vocab *, llama_token);
 llama_token llama_vocab_bos(const struct llama_vocab *);
 llama_token llama_vocab_eos(const struct llama_vocab *);
+llama_token llama_vocab_fim_pre(const struct llama_vocab *);
+llama_token llama_vocab_fim_suf(const struct llama_vocab *);
+llama_token llama_vocab_fim_mid(const struct llama_vocab *);
+llama_token llama_vocab_fim_rep(const struct llama_vocab *);
+llama_token llama_vocab_fim_sep(const struct llama_vocab *);
 bool llama_vocab_get_add_bos(const struct llama_vocab *);
 bool llama_vocab_get_add_eos(const struct llama_vocab *);
 int32_t llama_tokenize(const struct llama_vocab *, const char * text, int32_t text_len, llama_token * tokens, int32_t n_tokens_max,

@@ -60,6 +60,10 @@ int                   pgs_graph_plan(pgs_graph * graph, char * err);
 int                   pgs_graph_compute(pgs_graph * graph, char * err);
 int                   pgs_graph_times(pgs_graph * graph, double * out, char * err);
 bool                  pgs_graph_stale(const pgs_graph * graph);
+// Has the device capture a planned graph before its first call, without running it; false where that is left to its calls. us[3]: recording, instantiating
+// and uploading. Nothing else may use the backend meanwhile.
+bool                  pgs_graph_capture(pgs_graph * graph, int64_t * us);
+void                  pgs_capture_by(void * capture, void * release);  // instead of the device's own: tests; NULL: its own again
 void                  pgs_graph_hold(pgs_graph * graph, bool held);  // while its role's buffer is held, no graph is planned that needs a larger one
 int                   pgs_graph_held(const pgs_graph * graph);       // by how many steps of lanes
 uint64_t              pgs_graph_hash(const pgs_graph * graph);
@@ -135,12 +139,19 @@ pgs_graph *     pgs_chain_graph(const pgs_chain * chain, int part);
 pgs_io *        pgs_chain_io(const pgs_chain * chain, int part);
 const pgs_hop * pgs_chain_hop(const pgs_chain * chain, int hop);
 
+// ---- map_watch.c
+
+// From now on a process that reads a page of this memory which its file has no more says `sentence`, and ends with 1. Returns a number for
+// pgs_unwatch_map; -1 where that is not possible.
+int  pgs_watch_map(const void * start, size_t bytes, const char * sentence);
+void pgs_unwatch_map(int number);
+
 // ---- step_lanes.c
 
 typedef struct pgs_spent {  // by one device, on the steps of all lanes
     int64_t parts, computed_us;                // parts computed, uploads and reads included
     int64_t copies, copied_us, copied_bytes;   // to other devices, behind them
-    int64_t queued_us;                         // that lanes waited for their turn on it
+    int64_t queued_us;                         // that lanes waited for their turn on it, or behind what was queued there
 } pgs_spent;
 
 // Whose turn it is on each device of an engine; `ios`: of all of them, the last one's last.

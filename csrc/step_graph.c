@@ -60,6 +60,7 @@ struct pgs_graph {
     graph_cut *           cuts;
     int                   n_cuts;
     pgs_stream *          stream;  // NULL for none
+    ggml_backend_t        captured_by;  // NULL: its calls capture it
 };
 
 pgs_role * pgs_role_new(ggml_backend_t backend) {
@@ -167,8 +168,50 @@ pgs_graph * pgs_graph_new(pgs_role * role, size_t max_nodes, char * err) {
     return graph;
 }
 
+// ggml-cuda runs a graph's first call node by node and captures it within the second. With patches/0026 it captures it before, without running it, and
+// keeps that until it is released instead of ten seconds after its last call.
+typedef bool (*capture_t)(ggml_backend_t, struct ggml_cgraph *, int64_t *);
+typedef void (*release_t)(ggml_backend_t, struct ggml_cgraph *);
+
+static capture_t tests_capture = NULL;
+static release_t tests_release = NULL;
+
+void pgs_capture_by(void * capture, void * release) {
+    tests_capture = (capture_t) capture;
+    tests_release = (release_t) release;
+}
+
+static void * proc_of(ggml_backend_t backend, const char * name) {
+    const ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+    return reg != NULL ? ggml_backend_reg_get_proc_address(reg, name) : NULL;
+}
+
+static capture_t capture_of(ggml_backend_t backend) {
+    return tests_capture != NULL ? tests_capture : (capture_t) proc_of(backend, "ggml_backend_cuda_graph_capture");
+}
+
+static release_t release_of(ggml_backend_t backend) {
+    return tests_release != NULL ? tests_release : (release_t) proc_of(backend, "ggml_backend_cuda_graph_release");
+}
+
+bool pgs_graph_capture(pgs_graph * graph, int64_t * us) {
+    us[0] = us[1] = us[2] = 0;
+    const capture_t capture = capture_of(graph->role->backend);
+    // one with cuts is computed in parts, which are graphs without a uid
+    if (capture == NULL || graph->n_cuts > 0 || pgs_graph_stale(graph) || pgs_graph_uid(graph) == 0 ||
+        !capture(graph->role->backend, graph->gf, us)) {
+        return false;
+    }
+    graph->captured_by = graph->role->backend;
+    return true;
+}
+
 void pgs_graph_free(pgs_graph * graph) {
     if (graph != NULL) {
+        const release_t release = graph->captured_by != NULL ? release_of(graph->captured_by) : NULL;
+        if (release != NULL) {
+            release(graph->captured_by, graph->gf);
+        }
         ggml_free(graph->ctx);
         pages_free(graph->arena, graph->arena_size);
         free(graph->cuts);
@@ -204,8 +247,7 @@ enum { UNKNOWN = -2 };
 typedef int (*check_graph_t)(ggml_backend_t, struct ggml_cgraph *);
 
 static check_graph_t graph_check(ggml_backend_t backend) {
-    const ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
-    return reg != NULL ? (check_graph_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_rpc_check_graph") : NULL;
+    return (check_graph_t) proc_of(backend, "ggml_backend_rpc_check_graph");
 }
 
 static bool is_remote(ggml_backend_t backend) {

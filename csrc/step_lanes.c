@@ -4,6 +4,10 @@
 // waits (the CPU) can do that in threads only, and workers answer one after the other; so a lane waits for each part of its step and for each copy,
 // on whatever device, and nothing that it reads or writes is another lane's: graphs, step buffers and what is copied into are its own.
 //
+// A device with a queue of its own (a GPU of ggml-cuda) is given to the next lane as soon as a part is queued: that one's upload and launch, some
+// 0.1 ms of the host, pass while the device computes, and so do the copies of what a part left, which no part behind it writes. The other devices are
+// held until their part and its copies are done.
+//
 // Of those who wait for a device, whoever begins a step there comes first: the drafts of a step are made on its last device, and all the others wait for
 // them. There are two lanes: one waits at most, and who has just left a device goes on to another one.
 #include "pgs.h"
@@ -25,6 +29,7 @@ struct pgs_turns {
     ggml_backend_t  devices[MOST_DEVICES];
     bool            taken[MOST_DEVICES];
     int             urgent[MOST_DEVICES];  // lanes that wait for it to begin a step
+    int64_t         until[MOST_DEVICES];   // when it had computed what it was last waited for
     pgs_spent       spent[MOST_DEVICES];
 };
 
@@ -83,15 +88,29 @@ static void take(pgs_turns * turns, int device, bool urgent) {
     pthread_mutex_unlock(&turns->mutex);
 }
 
-static void give(pgs_turns * turns, int device, const pgs_spent * spent) {
+static void give(pgs_turns * turns, int device) {
     pthread_mutex_lock(&turns->mutex);
     turns->taken[device] = false;
-    turns->spent[device].parts += spent->parts;
-    turns->spent[device].computed_us += spent->computed_us;
-    turns->spent[device].copies += spent->copies;
-    turns->spent[device].copied_us += spent->copied_us;
-    turns->spent[device].copied_bytes += spent->copied_bytes;
     pthread_cond_broadcast(&turns->changed);
+    pthread_mutex_unlock(&turns->mutex);
+}
+
+// A part that was queued at `start` has been computed now: behind what was queued before it.
+static void book_part(pgs_turns * turns, int device, int64_t start) {
+    pthread_mutex_lock(&turns->mutex);
+    const int64_t now = ggml_time_us(), began = turns->until[device] > start ? turns->until[device] : start;
+    turns->spent[device].parts++;
+    turns->spent[device].queued_us += began - start;
+    turns->spent[device].computed_us += now - began;
+    turns->until[device] = now;
+    pthread_mutex_unlock(&turns->mutex);
+}
+
+static void book_copies(pgs_turns * turns, int device, int64_t start, int copies, int64_t bytes) {
+    pthread_mutex_lock(&turns->mutex);
+    turns->spent[device].copies += copies;
+    turns->spent[device].copied_us += ggml_time_us() - start;
+    turns->spent[device].copied_bytes += bytes;
     pthread_mutex_unlock(&turns->mutex);
 }
 
@@ -99,6 +118,7 @@ typedef enum { IDLE, ASKED, OVER } lane_state;
 
 struct pgs_lane {
     pgs_turns *     turns;
+    ggml_backend_event_t computed[MOST_DEVICES];  // the lane's last part there; NULL where a device is held until it has computed
     pthread_t       thread;
     pthread_mutex_t mutex;
     pthread_cond_t  changed;
@@ -110,38 +130,55 @@ struct pgs_lane {
     char            err[PGS_ERR];
 };
 
+static void copy_rows(pgs_lane * lane, int part, int * hop, int device) {
+    const int64_t start = ggml_time_us();
+    int64_t       bytes = 0;
+    int           copies = 0;
+    for (; *hop < pgs_chain_hops(lane->chain) && pgs_chain_hop(lane->chain, *hop)->after == part; (*hop)++) {
+        const pgs_hop * h = pgs_chain_hop(lane->chain, *hop);
+        ggml_backend_tensor_copy(h->src, h->dst);
+        copies++;
+        bytes += (int64_t) ggml_nbytes(h->src);
+    }
+    if (copies > 0) {
+        book_copies(lane->turns, device, start, copies, bytes);
+    }
+}
+
 static int run(pgs_lane * lane) {
-    pgs_turns *   turns = lane->turns;
-    const int     parts = pgs_chain_parts(lane->chain), hops = pgs_chain_hops(lane->chain);
-    bool          uploaded[MOST_DEVICES] = { false };
-    int           hop = 0;
+    pgs_turns * turns                  = lane->turns;
+    const int   parts                  = pgs_chain_parts(lane->chain);
+    bool        uploaded[MOST_DEVICES] = { false };
+    int         hop                    = 0;
     for (int part = 0; part < parts; part++) {
         pgs_io *             io      = pgs_chain_io(lane->chain, part);
         const ggml_backend_t backend = pgs_io_backend(io);
         const int            device  = number(turns, backend);
-        pgs_spent            spent   = { 0 };
         take(turns, device, part == 0 && parts > 1 && device == turns->n - 1);
         const int64_t start = ggml_time_us();
         if (!uploaded[device] && lane->upload_bytes > 0) {
             pgs_io_upload(io, pgs_io_host(io), lane->upload_bytes);
         }
         uploaded[device] = true;
-        int status = pgs_graph_compute(pgs_chain_graph(lane->chain, part), lane->err);
+        const int status = pgs_graph_compute(pgs_chain_graph(lane->chain, part), lane->err);
         if (status == 0 && part == parts - 1 && lane->read_bytes > 0) {
             pgs_io_read(io, lane->read_offset, lane->read_bytes);
         }
-        ggml_backend_synchronize(backend);
-        const int64_t computed = ggml_time_us();
-        for (; status == 0 && hop < hops && pgs_chain_hop(lane->chain, hop)->after == part; hop++) {
-            const pgs_hop * h = pgs_chain_hop(lane->chain, hop);
-            ggml_backend_tensor_copy(h->src, h->dst);
-            spent.copies++;
-            spent.copied_bytes += (int64_t) ggml_nbytes(h->src);
+        const ggml_backend_event_t computed = lane->computed[device];
+        if (computed != NULL) {
+            ggml_backend_event_record(computed, backend);
+            give(turns, device);
+            ggml_backend_event_synchronize(computed);
+        } else {
+            ggml_backend_synchronize(backend);
         }
-        spent.parts       = 1;
-        spent.computed_us = computed - start;
-        spent.copied_us   = spent.copies > 0 ? ggml_time_us() - computed : 0;
-        give(turns, device, &spent);
+        book_part(turns, device, start);
+        if (status == 0) {
+            copy_rows(lane, part, &hop, device);
+        }
+        if (computed == NULL) {
+            give(turns, device);
+        }
         if (status != 0) {
             return status;
         }
@@ -197,18 +234,34 @@ static void * live(void * arg) {
     return NULL;
 }
 
+static void release(pgs_lane * lane) {
+    for (int i = 0; i < lane->turns->n; i++) {
+        ggml_backend_event_free(lane->computed[i]);
+    }
+    pthread_cond_destroy(&lane->changed);
+    pthread_mutex_destroy(&lane->mutex);
+    free(lane);
+}
+
+// Whether one thread may queue on it while others wait for what they queued, and copy: that is known of ggml-cuda, however it was built.
+static bool is_queue(ggml_backend_t backend) {
+    const char * kind = ggml_backend_reg_name(ggml_backend_dev_backend_reg(ggml_backend_get_device(backend)));
+    return strcmp(kind, "CUDA") == 0 || strcmp(kind, "ROCm") == 0 || strcmp(kind, "MUSA") == 0;
+}
+
 pgs_lane * pgs_lane_new(pgs_turns * turns, char * err) {
     pgs_lane * lane = calloc(1, sizeof(*lane));
     if (lane != NULL) {
         lane->turns = turns;
+        for (int i = 0; i < turns->n; i++) {
+            lane->computed[i] = is_queue(turns->devices[i]) ? ggml_backend_event_new(ggml_backend_get_device(turns->devices[i])) : NULL;
+        }
         pthread_mutex_init(&lane->mutex, NULL);
         pthread_cond_init(&lane->changed, NULL);
         if (pthread_create(&lane->thread, NULL, live, lane) == 0) {
             return lane;
         }
-        pthread_cond_destroy(&lane->changed);
-        pthread_mutex_destroy(&lane->mutex);
-        free(lane);
+        release(lane);
     }
     snprintf(err, PGS_ERR, "no thread could be started for the steps of a group of slots");
     return NULL;
@@ -224,9 +277,7 @@ void pgs_lane_free(pgs_lane * lane) {
     pthread_cond_broadcast(&lane->changed);
     pthread_mutex_unlock(&lane->mutex);
     pthread_join(lane->thread, NULL);
-    pthread_cond_destroy(&lane->changed);
-    pthread_mutex_destroy(&lane->mutex);
-    free(lane);
+    release(lane);
 }
 
 void pgs_lane_start(pgs_lane * lane, pgs_chain * chain, size_t upload_bytes, size_t read_offset, size_t read_bytes) {

@@ -12,9 +12,8 @@
 #define MOST_TILES  16           // tiles that a group of outputs is multiplied with before the next one
 #define TILES_BYTES (384 << 10)  // of their activations: they stay in the second-level cache
 #define CHUNK_BYTES (12 << 10)   // of weights that stay in the first-level cache while tiles use them
-#define PIECE_BYTES (2 << 10)    // of packed weights of one row, which waits for memory: as many are asked for
-#define AHEAD_BYTES (16 << 10)   // behind them
-#define FAR_BYTES   (1 << 20)    // of all experts of a matrix: asking for what is in a cache costs more than it gives
+#define PIECE_BYTES (2 << 10)    // of packed weights that are asked for at once
+#define AHEAD_BYTES (16 << 10)   // ahead of use
 #define READING     2            // rows that cost as much time as reading weights
 
 // ggml keeps a node's function in the first 24 bytes of its parameters.
@@ -192,7 +191,7 @@ struct ggml_tensor * pgs_expert_activations(struct ggml_context * ctx, const pgs
 typedef struct weights {
     const pgs_level *  level;
     const pgs_kernel * k;
-    bool               packed, far;  // larger than caches
+    bool               packed, asks;  // whether weights are asked for ahead of use
     const char *       data;
     size_t             row, expert;  // bytes, where they are a file's
     size_t             block;        // bytes of a file's block
@@ -201,7 +200,7 @@ typedef struct weights {
 
 static weights weights_of(const struct ggml_tensor * w, const pgs_level * level, enum ggml_type type, int64_t n_in, int64_t n_out) {
     const pgs_kernel * k = pgs_kernel_of(level, type);
-    return (weights) { level, k, w->type == GGML_TYPE_I8, ggml_nbytes(w) >= FAR_BYTES, w->data, w->nb[1], w->type == GGML_TYPE_I8 ? w->nb[3] : w->nb[2],
+    return (weights) { level, k, w->type == GGML_TYPE_I8, false, w->data, w->nb[1], w->type == GGML_TYPE_I8 ? w->nb[3] : w->nb[2],
                        ggml_row_size(type, k->block), n_in, n_out, (n_in + k->block - 1) / k->block, (n_out + LANES - 1) / LANES };
 }
 
@@ -240,13 +239,13 @@ static void ask_for(const char * from, size_t bytes) {
 static void multiply_group(const weights * w, int64_t expert, int64_t group, const part * p, float * sums) {
     _Alignas(64) char room[CHUNK_BYTES];
     const pgs_kernel * k     = w->k;
-    const bool         waits = w->packed && w->far && p->count == 1; // for memory
-    const int64_t      fit   = (int64_t) ((waits ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
+    const bool         asks  = w->asks && p->count == 1;
+    const int64_t      fit   = (int64_t) ((asks ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
     memset(sums, 0, (size_t) p->count * TILE * LANES * sizeof(float));
     for (int64_t first = 0; first < w->blocks; first += chunk) {
         const int64_t n       = w->blocks - first < chunk ? w->blocks - first : chunk;
         const char *  records = records_of(w, expert, group, first, n, room);
-        if (waits) {
+        if (asks) {
             ask_for(records + AHEAD_BYTES, (size_t) n * k->record);
         }
         for (int t = 0; t < p->count; t++) {
@@ -285,19 +284,25 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
     int32_t                    p[3];  // type, inputs, experts
     memcpy(p, (const char *) dst->op_params + TYPE_AT, sizeof(p));
     const int64_t pairs = pairs_of(chosen);
-    const weights from  = weights_of(w, userdata, (enum ggml_type) p[0], p[1], dst->ne[0]);
+    weights       from  = weights_of(w, userdata, (enum ggml_type) p[0], p[1], dst->ne[0]);
     const order   o     = order_at(dst->src[2]->data, p[2], pairs);
     int64_t       total = 0, before = 0;
     for (int32_t i = 0; i < *o.count; i++) {
         total += from.groups * (o.runs[i].rows + READING);
     }
     const int64_t mine = total * ith / nth, others = total * (ith + 1) / nth;
+    const int64_t rows = *o.count > 0 ? (pairs + *o.count - 1) / *o.count : 1;  // of an expert, about
+    const pgs_asking asking = from.packed && rows <= TILE ? pgs_asking_begin(from.k->type, PGS_EXPERTS, rows) : (pgs_asking) { 0 };
+    int64_t          read   = 0;  // groups of weights
+    from.asks = asking.asks;
     for (int32_t i = 0; i < *o.count; i++) {
         const int64_t cost  = o.runs[i].rows + READING;
         const int64_t first = at_least(mine - before, cost, from.groups), end = at_least(others - before, cost, from.groups);
         multiply_run(&from, &o.runs[i], o.pair, dst->src[1]->data, first, end, dst->data);
+        read += end - first;
         before += from.groups * cost;
     }
+    pgs_asking_end(&asking, (size_t) (read * from.blocks) * from.k->record);
     for (int64_t pair = ith; pair < pairs; pair += nth) {
         if (o.place[pair] < 0) {
             memset((float *) dst->data + pair * dst->ne[0], 0xff, (size_t) dst->ne[0] * sizeof(float));  // NaN, which the engine notices

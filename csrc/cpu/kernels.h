@@ -11,7 +11,6 @@ typedef struct pgs_kernel {  // products with one type of weight
     int    block;            // inputs of a record
     size_t record;           // bytes of a record
     size_t act;              // bytes of a block of a tile
-    int    asked_rows;       // rows from which weights are asked for ahead of use, however small their matrix is; 0: never
 
     // Rounds `n` values of one row to what products read: `blocks` blocks of row `row` of a tile, values behind the last one being 0.
     void (*activations)(const float * x, int64_t n, char * tile, int row);
@@ -73,6 +72,19 @@ struct pgs_level {
 };
 
 extern const struct pgs_level pgs_level_avx512vnni, pgs_level_avxvnni, pgs_level_avxvnni_evex, pgs_level_avx2, pgs_level_neondot;
+
+// Where weights lie: in caches perhaps, in memory, or with experts of which others are chosen every time.
+typedef enum pgs_lies { PGS_NEAR, PGS_FAR, PGS_EXPERTS, PGS_PLACES } pgs_lies;
+
+typedef struct pgs_asking {
+    void * trial;  // NULL where it is decided
+    bool   asks;   // whether weights are asked for ahead of use
+    double began;  // nanoseconds
+} pgs_asking;
+
+// Around a product of few rows, up to 32, and the bytes of weights that this thread read for it; see asking.c.
+pgs_asking pgs_asking_begin(int type, pgs_lies where, int64_t rows);
+void       pgs_asking_end(const pgs_asking * a, size_t bytes);
 
 // The kernel for a type of weight, or NULL.
 const pgs_kernel * pgs_kernel_of(const struct pgs_level * level, int type);

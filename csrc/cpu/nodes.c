@@ -8,10 +8,10 @@
 #define MOST_TILES  16             // rows / TILE that a group of outputs is multiplied with before the next one
 #define TILES_BYTES (384 << 10)    // of their activations: they stay in the second-level cache
 #define CHUNK_BYTES (12 << 10)     // of weights that stay in the first-level cache while tiles use them
-#define PIECE_BYTES (2 << 10)      // of weights that few rows read, which wait for memory: as many are asked for
-#define AHEAD_BYTES (16 << 10)     // behind them
-#define FAR_BYTES   (1 << 20)      // of a matrix that is no longer in a second-level cache when it is read again; others are asked for where rows compute
-#define ASKED_TILES 4              // with them for long (asked_rows), but are not so many that their weights come while they compute
+#define PIECE_BYTES (2 << 10)      // of weights that are asked for at once
+#define AHEAD_BYTES (16 << 10)     // ahead of use
+#define FAR_BYTES   (1 << 20)      // of a matrix that is no longer in a second-level cache when it is read again
+#define ASKED_TILES 4              // tiles with which weights may be asked for: with more, they come while these compute
 
 // ggml keeps a node's function in the first 24 bytes of its parameters; the scale of scores, or what is added to a mean, comes behind them.
 #define SCALE_AT 32
@@ -110,7 +110,7 @@ typedef struct job {  // the products of one thread: weights, and as many tiles 
     int64_t            blocks;
     const char *       tiles;
     int                count, rows;  // tiles, and rows in them
-    bool               far;          // whether the matrix is larger than caches
+    bool               asks;         // whether weights are asked for ahead of use
 } job;
 
 // Into the second-level cache: further ahead than processors look by themselves, and without the places that first-level misses need.
@@ -122,13 +122,11 @@ static void ask_for(const char * from, size_t bytes) {
 
 static void multiply_group(const job * j, const char * group, float * sums) {
     const pgs_kernel * k     = j->k;
-    const bool         long_enough = k->asked_rows > 0 && j->rows >= k->asked_rows && j->count <= ASKED_TILES;
-    const bool         waits = (j->count == 1 && j->far) || long_enough;  // for memory
-    const int64_t      fit   = (int64_t) ((waits ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
+    const int64_t      fit   = (int64_t) ((j->asks ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
     memset(sums, 0, (size_t) j->count * TILE * LANES * sizeof(float));
     for (int64_t first = 0; first < j->blocks; first += chunk) {
         const int64_t n = j->blocks - first < chunk ? j->blocks - first : chunk;
-        if (waits) {
+        if (j->asks) {
             ask_for(group + (size_t) first * k->record + AHEAD_BYTES, (size_t) n * k->record);
         }
         for (int t = 0; t < j->count; t++) {
@@ -146,9 +144,10 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
     const int64_t fit    = TILES_BYTES / (blocks * (int64_t) k->act), most = fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
     _Alignas(64) float sums[MOST_TILES * TILE * LANES];
     for (int64_t first = 0; first < rows; first += most * TILE) {
-        const int     here = (int) (rows - first < most * TILE ? rows - first : most * TILE);
-        const job     j    = { k, blocks, (const char *) dst->src[1]->data + (size_t) (first / TILE * blocks) * k->act, (here + TILE - 1) / TILE, here,
-                              ggml_nbytes(w) >= FAR_BYTES };
+        const int        here   = (int) (rows - first < most * TILE ? rows - first : most * TILE), count = (here + TILE - 1) / TILE;
+        const bool       few    = count <= ASKED_TILES;
+        const pgs_asking asking = few ? pgs_asking_begin(k->type, ggml_nbytes(w) >= FAR_BYTES ? PGS_FAR : PGS_NEAR, here) : (pgs_asking) { 0 };
+        const job        j      = { k, blocks, (const char *) dst->src[1]->data + (size_t) (first / TILE * blocks) * k->act, count, here, asking.asks };
         for (int64_t g = groups * ith / nth; g < groups * (ith + 1) / nth; g++) {
             multiply_group(&j, (const char *) w->data + (size_t) (g * blocks) * k->record, sums);
             const int64_t lanes = n_out - g * LANES < LANES ? n_out - g * LANES : LANES;
@@ -156,6 +155,7 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
                 memcpy((float *) dst->data + (first + r) * n_out + g * LANES, sums + r * LANES, (size_t) lanes * sizeof(float));
             }
         }
+        pgs_asking_end(&asking, (size_t) ((groups * (ith + 1) / nth - groups * ith / nth) * blocks) * k->record);
     }
 }
 

@@ -32,9 +32,8 @@
         vf_store(sums + LANES * (r) + VL * p, (acc)[p][r]); \
     }
 
-// One row waits for memory, which processors fetch ahead by themselves, and faster when nobody interferes: one core of an EPYC 9004 reads weights of
-// Q8_0 at 29 GB/s, and at 20 when it is asked for what comes next (Q4_K 29 and 24, F16 30 and 22). Kernels of Q6_K, and those of Q4_K and Q5_K for
-// several rows, compute long enough between two records to gain by asking.
+// Kernels of Q6_K, and those of Q4_K and Q5_K for several rows, compute long enough between two records to gain by asking for what comes next, into the
+// first-level cache. Whether the second level is told too, further ahead, is measured (asking.c).
 
 // ---- blocks of 32
 
@@ -248,18 +247,14 @@ FLOAT_PRODUCT(f16, F16_ROWS)
 FLOAT_PRODUCT(bf16, BF16_ROWS)
 FLOAT_PRODUCT(f32, F32_ROWS)
 
-// Rows from which it gains to ask for weights (`asked_rows`): 28 MB in matrices of 0.3 to 2 MB, one and two cores of an EPYC 9004, time with over
-// without. Q8_0: 4 rows 0.87 and 0.92, 8 rows 0.87 and 0.91, 16 rows 0.67 and 0.69, AVX2 alone 1.11 and 1.13, 1.01 and 1.06, 0.91 and 0.91; F16: 8 rows
-// 0.74 and 0.75; Q4_0: 16 rows 0.77 and 0.83, fewer 1.0 to 1.18. Q4_K and Q5_K ask themselves. Whole steps of the embedded pair, 4, 8 and 16 rows: one
-// thread 0.96, 0.97, 0.76, two 1.0, 1.0, 0.86.
 static const pgs_kernel kernels[] = {
-    { GGML_TYPE_Q8_0, 32, sizeof(rec_q8_0), sizeof(act_32), BYTES_ASKED, activations_32, q8_0 },
-    { GGML_TYPE_Q4_0, 32, sizeof(rec_q4_0), sizeof(act_32), 9, activations_32, q4_0 },
-    { GGML_TYPE_MXFP4, 32, sizeof(rec_mxfp4), sizeof(act_32), 9, activations_32, mxfp4 },
-    { GGML_TYPE_Q4_K, 256, sizeof(rec_q4_k), sizeof(act_256), 0, activations_256, q4_k },
-    { GGML_TYPE_Q5_K, 256, sizeof(rec_q5_k), sizeof(act_256), 0, activations_256, q5_k },
-    { GGML_TYPE_Q6_K, 256, sizeof(rec_q6_k), sizeof(act_256), 8, activations_256, q6_k },
-    { GGML_TYPE_F16, 32, sizeof(rec_f16), sizeof(act_f32), 4, activations_f32, f16 },
-    { GGML_TYPE_BF16, 32, sizeof(rec_f16), sizeof(act_f32), 4, activations_f32, bf16 },
-    { GGML_TYPE_F32, 32, sizeof(rec_f32), sizeof(act_f32), 4, activations_f32, f32 },
+    { GGML_TYPE_Q8_0, 32, sizeof(rec_q8_0), sizeof(act_32), activations_32, q8_0 },
+    { GGML_TYPE_Q4_0, 32, sizeof(rec_q4_0), sizeof(act_32), activations_32, q4_0 },
+    { GGML_TYPE_MXFP4, 32, sizeof(rec_mxfp4), sizeof(act_32), activations_32, mxfp4 },
+    { GGML_TYPE_Q4_K, 256, sizeof(rec_q4_k), sizeof(act_256), activations_256, q4_k },
+    { GGML_TYPE_Q5_K, 256, sizeof(rec_q5_k), sizeof(act_256), activations_256, q5_k },
+    { GGML_TYPE_Q6_K, 256, sizeof(rec_q6_k), sizeof(act_256), activations_256, q6_k },
+    { GGML_TYPE_F16, 32, sizeof(rec_f16), sizeof(act_f32), activations_f32, f16 },
+    { GGML_TYPE_BF16, 32, sizeof(rec_f16), sizeof(act_f32), activations_f32, bf16 },
+    { GGML_TYPE_F32, 32, sizeof(rec_f32), sizeof(act_f32), activations_f32, f32 },
 };

@@ -68,7 +68,6 @@ INLINE vb vb_fifth(vb low, vb high, int j) {
 #ifdef DOT_BYTES
 
 #define HELD_ROWS 4
-#define BYTES_ASKED 4  // rows from which weights of Q8_0 are asked for
 
 typedef __m256i vbias;
 
@@ -87,7 +86,6 @@ INLINE vi    bias_dot(vi s, vbias w, const int8_t * x) { return DOT_BYTES(s, w, 
 #else
 
 #define HELD_ROWS 2
-#define BYTES_ASKED 9
 
 // The products of two pairs are added in 16 bits, which saturate: weights up to 63 fit twice (2 * 2 * 63 * 128 = 32,256), up to 31 four times, up to
 // 15 eight times. Weights + 128 do not fit, so their absolute value is multiplied by the activation with the sign: 2 * 128 * 127 = 32,512.

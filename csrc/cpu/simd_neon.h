@@ -12,7 +12,6 @@
 #define ROWS   4
 #define FLOAT_ROWS 4
 #define HELD_ROWS 4
-#define BYTES_ASKED 9  // rows from which weights of Q8_0 are asked for, as where dot products are slow: not timed
 
 typedef struct vf { float32x4_t a, b; } vf;
 typedef struct vi { int32x4_t a, b; } vi;

@@ -6,7 +6,7 @@ from ggml.kernel_graphs import LEVELS, bench, compute, matrix, product
 
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.ggml.kernels import ALL_LEVELS, FEATURES, Level, packed_shape, pick_level
-from pyggml_spec.ggml.library import lib
+from pyggml_spec.ggml.library import check, lib, new_err
 from pyggml_spec.tools.quants import dequantise, type_id
 
 KINDS = ["q8_0", "q4_0", "mxfp4", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32"]
@@ -148,6 +148,21 @@ def test_activations_that_are_views(level, name):
         weight, whole = memory.packed(rows, type_id(name), (n_in, 20)), memory.tensor(x)
         part = graph.part_3d(graph.shaped(whole, n_in + 5, 2, 3), n_in, 3)
         assert np.array_equal(compute(graph, graph.matmul(weight, part)), want)
+
+
+@on_every_level
+@pytest.mark.parametrize("rows, n_out", [(1, 2064), (1, 40), (4, 2064), (30, 40)])
+def test_bits_stay_while_it_is_measured_whether_to_ask_for_weights_ahead(level, rows, n_out):
+    """The first 128 products of a kind are computed both ways, each thread for itself, and the rest as was faster: of matrices in memory and in caches."""
+    weights, x = matrix(type_id("q4_k"), 1024, n_out), activations(rows, 1024)
+    with bench(level, threads=2) as (graph, memory):
+        out = graph.matmul(memory.packed(weights, type_id("q4_k"), (1024, n_out)), memory.tensor(x))
+        first, err = compute(graph, out), new_err()
+        assert np.array_equal(first, product(level, type_id("q4_k"), weights, x))
+        for _ in range(150):
+            check(lib.pgs_graph_compute(graph.handle, err), err)
+            lib.ggml_backend_synchronize(graph.role.backend.handle)
+            assert np.array_equal(graph.host_view(out), first)
 
 
 @on_every_level
