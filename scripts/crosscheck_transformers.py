@@ -43,6 +43,7 @@ MLA = {
     "num_experts_per_tok": 3, "moe_intermediate_size": 128, "n_shared_experts": 2, "first_k_dense_replace": 1, "scoring_func": "sigmoid",
     "num_mtp_layers": 0, "head_dim": 32,
 }  # fmt: skip
+INDEXER = {"index_topk": 32, "index_head_dim": 64, "index_n_heads": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
 
@@ -74,6 +75,8 @@ MODELS = {  # name: (configuration, model, what differs from COMMON)
         "n_group": 1, "topk_group": 1,
         "rope_parameters": {k: v for k, v in YARN.items() if k != "partial_rotary_factor"} | {"mscale": 1.0, "mscale_all_dim": 1.0},
     }),
+    "glm-dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", MLA | INDEXER),
+    "glm-dsa shared": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", MLA | INDEXER | {"indexer_types": ["full", "shared"] * 2}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA3}),
     "qwen35": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", HYBRID),
     "qwen35moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", HYBRID | EXPERTS),

@@ -20,6 +20,7 @@ from pathlib import Path
 from random_gguf.archs import (
     write_deepseek2,
     write_gemma4,
+    write_glm_dsa,
     write_gpt_oss,
     write_laguna,
     write_llama,
@@ -107,6 +108,10 @@ MODELS = {
     "kimi-k2": Model(write_deepseek2, Shape(n_layer=61, n_embd=7168, n_ff=18432, n_head=64, head_size=192, n_rot=64, n_lora_q=1536, n_latent=512,
                                             head_size_v=128, n_vocab=163840, n_ctx=262144, rope_base=5e4, n_expert=384, n_used=8, n_ff_expert=2048,
                                             **drafter(6, 64, 8, 18432, 2, 14, 25, 36, 47, 58)), {"yarn": 64.0, "shared": 1}),
+    "glm-5.1": Model(write_glm_dsa, Shape(n_layer=78, n_embd=6144, n_ff=12288, n_head=64, head_size=256, n_rot=64, n_lora_q=2048, n_latent=512,
+                                          head_size_v=256, n_vocab=154880, n_ctx=202752, rope_base=1e6, n_expert=256, n_used=8, n_ff_expert=2048,
+                                          n_dense=3, index_heads=32, index_size=128, top_k=2048, **drafter(5, 64, 8, 12288, 2, 20, 39, 57, 75)),
+                     {"yarn": 0.0, "shared": 1}),
     "llama-8B": Model(write_llama, Shape(n_layer=32, n_embd=4096, n_ff=14336, n_head=32, n_head_kv=8, head_size=128, n_vocab=128256,
                                          n_ctx=131072, rope_base=5e5, **drafter(5, 32, 8, 14336, 2, 9, 16, 23, 30))),
 }  # fmt: skip
@@ -114,7 +119,8 @@ MODELS = {
 
 def cut(shape: Shape, layers: int) -> Shape:
     """The same model with fewer layers, its drafter reading the deepest that are left."""
-    return replace(shape, n_layer=layers, target_layers=tuple(min(v, layers - 1) for v in shape.target_layers))
+    n_dense = min(shape.n_dense, layers)
+    return replace(shape, n_layer=layers, n_dense=n_dense, target_layers=tuple(min(v, layers - 1) for v in shape.target_layers))
 
 
 DRAFTERS = {"dflash": write_dflash, "dflash2": partial(write_dflash2, block=16, group_size=128, rank=256)}

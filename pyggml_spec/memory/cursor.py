@@ -10,11 +10,14 @@ class Cursor:
     """``committed`` tokens are in the caches (positions 0 .. committed - 1); ``pending`` is chosen but not yet computed, or None.
 
     Invariant: committed + (1 if pending) <= n_ctx + 1; a step may start while committed < n_ctx.
+
+    ``lowest``: the fewest tokens that counted since somebody set it to ``committed``; rows of positions below it were not written since.
     """
 
     n_ctx: int
     committed: int = 0
     pending: int | None = None
+    lowest: int = 0
 
     @property
     def room(self) -> int:
@@ -39,4 +42,5 @@ class Cursor:
 
     def place(self, committed: int, pending: int | None) -> None:
         """Moves it, also back: for those who know that the caches hold the tokens before (a slot within its last block)."""
+        self.lowest = min(self.lowest, self.committed, committed)
         self.committed, self.pending = committed, pending

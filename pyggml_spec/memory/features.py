@@ -23,7 +23,11 @@ MEMORY, MOST = 16 << 20, 2048  # bytes that rings of more than BATCH rows may ta
 
 
 def room(row_bytes: int, slots: int) -> int:
-    """Rows of each slot that may wait: as many as MEMORY has room for, BATCH at least."""
+    """Rows of each slot that may wait: as many as MEMORY has room for, BATCH at least.
+
+    Whatever the context: what a token of it takes, by which the longest one is planned, is then that of K/V rows alone. And BATCH whatever the slots: with less,
+    blocks of 16 rows would be caught up with one by one. 64 slots of a 27B shape take some 500 MB for that, beside 17 GB of K/V rows for 4,096 tokens each.
+    """
     return max(BATCH, min(MOST, MEMORY // (row_bytes * slots)))
 
 
@@ -58,6 +62,8 @@ class FeatureRing:
             raise DeviceError(f"no memory for {self.trash + 1} rows of {count * n_embd} captured features on {backend.device.name}")
         lib.ggml_backend_buffer_clear(self._buffer, 0)
         self.tokens = np.zeros(self.trash, np.int32)  # of each row
+        self._every = np.arange(self.trash)
+        self._every.flags.writeable = False
         self.methods = tuple(methods)
         # of each slot, the position of the first token whose rows a method lacks
         self._first: list[dict[str, int | None]] = [dict.fromkeys(self.methods) for _ in range(slots)]
@@ -72,7 +78,11 @@ class FeatureRing:
             lib.ggml_backend_tensor_memset(table, 0, slot * self.rows * table.nb[1], self.rows * table.nb[1])
 
     def at(self, first: int, count: int, slot: int = 0) -> np.ndarray:
-        """Rows of so many positions of a slot, I64 [count]."""
+        """Rows of so many positions of a slot, I64 [count], read only: mostly a part of an array that is there, for a fifth of the time."""
+        begin = first % self.rows
+        if begin + count <= self.rows:
+            begin += slot * self.rows
+            return self._every[begin : begin + count]
         return slot * self.rows + (first + np.arange(count)) % self.rows
 
     def stored(self, first: int, tokens: np.ndarray, ready: Iterable[str], slot: int = 0) -> None:

@@ -77,7 +77,7 @@ class _Home:
 class KVCache:
     """One K and one V tensor [size * n_head_kv, rows] per attention layer, of the types that ``types`` names. Owns its buffer.
 
-    A latent layer has one tensor, and V is a view of its first values.
+    A latent layer has one tensor, and V is a view of its first values. A layer with an indexer has the rows of that beside them, of K's type.
 
     ``ring`` rows are live in sliding layers, 0 if they keep every position (no window, or a context that is no longer than the ring).
     ``near`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
@@ -121,9 +121,9 @@ class KVCache:
         self.fill(0)
 
     def _layers_on(self, backend: Backend, shapes: Sequence[KVShape], rows: int, types: KVTypes) -> list[KVLayer]:
-        sizes = {n for s in shapes for n in types.rotations(s) if n}
+        sizes = {n for s in shapes for n in (*types.rotations(s), s.index) if n}
         params = ffi.new(
-            "struct ggml_init_params *", {"mem_size": (2 * len(shapes) + len(sizes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True}
+            "struct ggml_init_params *", {"mem_size": (3 * len(shapes) + len(sizes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True}
         )
         home = _Home(backend, lib.ggml_init(params[0]))
         self._homes.append(home)
@@ -147,11 +147,14 @@ class KVCache:
         return home.tensors[-1]
 
     def _layer(self, home: _Home, s: KVShape, rows: int, types: KVTypes) -> KVLayer:
+        index = self._tensor(home, types.ids[0], s.index, rows, self.slots) if s.index else None
         if s.latent:
             k = self._tensor(home, types.ids[0], s.size, rows, self.slots)
-            return KVLayer(k, lib.ggml_view_3d(home.ctx, k, s.latent, rows, self.slots, k.nb[1], k.nb[2], 0))
-        k, v = (self._tensor(home, kind, s.size * s.n_head_kv, rows, self.slots) for kind in types.ids)
-        return KVLayer(k, v, *(home.rotations.get(n) for n in types.rotations(s)))
+            v = lib.ggml_view_3d(home.ctx, k, s.latent, rows, self.slots, k.nb[1], k.nb[2], 0)
+        else:
+            k, v = (self._tensor(home, kind, s.size * s.n_head_kv, rows, self.slots) for kind in types.ids)
+        of_k, of_v, of_index = (home.rotations.get(n) for n in (*types.rotations(s), s.index))
+        return KVLayer(k, v, of_k, of_v, index, of_index)
 
     def span(self, n: int, least: int | None = None) -> int:
         """Rows that attention reads for ``n`` tokens, by default in a step of a generation on this device; see span_for."""

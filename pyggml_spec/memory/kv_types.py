@@ -44,8 +44,9 @@ class KVTypes:
         return _IDS[self.k], _IDS[self.v]
 
     def row_bytes(self, shape: KVShape) -> int:
-        """Bytes of one position of one layer, K and V together."""
-        return sum(lib.ggml_row_size(kind, shape.size * shape.n_head_kv) for kind in (self.ids[:1] if shape.latent else self.ids))
+        """Bytes of one position of one layer, K and V and what an indexer reads together."""
+        attended = sum(lib.ggml_row_size(kind, shape.size * shape.n_head_kv) for kind in (self.ids[:1] if shape.latent else self.ids))
+        return attended + (lib.ggml_row_size(self.ids[0], shape.index) if shape.index else 0)
 
     def rotations(self, shape: KVShape) -> tuple[int, int]:
         """Values that one rotation mixes in K and in V of such a layer, 0 for none: in K as many as a power of two in the head allows.
@@ -81,16 +82,51 @@ def check_types(types: KVTypes, shapes: Iterable[KVShape], backend: Backend, dra
             )
         for letter, name, kind in zip("kv", (types.k, types.v), types.ids, strict=True):
             block = lib.ggml_blck_size(kind)
-            if shape.size % block or shape.latent % block:
+            if shape.size % block or shape.latent % block or shape.index % block:
                 raise ModelError(
                     f"{whose} heads of {shape.size} values are not whole blocks of {block}, which {name} rows consist of; "
                     f"use `{option}_{letter}` f16"
                 )
+        if shape.index and not _scores(types, shape, backend):
+            raise DeviceError(
+                f"{backend.device.name} cannot score {types.k} rows of {shape.index} values for {shape.index_heads} heads of an indexer in this "
+                f"llama-cpp-python{_other_type(types, shape, backend, option)}"
+            )
         if not _runs(types, shape, backend) and _runs(KVTypes(), shape, backend):
             raise DeviceError(
                 f"{backend.device.name} cannot attend over {types} rows with heads of {shape.size} values in this llama-cpp-python; "
                 f"use other types with `{option}_k` and `{option}_v` (f16 works)"
             )
+
+
+def _other_type(types: KVTypes, shape: KVShape, backend: Backend, option: str) -> str:
+    """How to go on where an indexer's rows cannot be of this type."""
+    if types.k != "f16" and _scores(KVTypes(), shape, backend):
+        return f"; use `{option}_k` and `{option}_v` f16"
+    return "; use another device, the CPU scores any"
+
+
+def _scores(types: KVTypes, s: KVShape, backend: Backend) -> bool:
+    """Whether the device has the kernels that an indexer needs."""
+    params = ffi.new("struct ggml_init_params *", {"mem_size": 32 * lib.ggml_tensor_overhead(), "no_alloc": True})
+    ctx = lib.ggml_init(params[0])
+    try:
+
+        def new(kind: int, *ne: int) -> Tensor:
+            return lib.ggml_new_tensor(ctx, kind, len(ne), ne)
+
+        q, k, mask = (
+            new(lib.GGML_TYPE_F32, s.index, s.index_heads, 2),
+            new(types.ids[0], s.index, 1, 4 * 256),
+            new(lib.GGML_TYPE_F16, 4 * 256, 2),
+        )
+        scores = lib.ggml_lightning_indexer(ctx, q, k, new(lib.GGML_TYPE_F32, s.index_heads, 2), mask)
+        chosen = lib.ggml_top_k(ctx, scores, 256)
+        hidden = lib.ggml_fill(ctx, new(lib.GGML_TYPE_F16, 1, 4 * 256, 2), float("-inf"))
+        seen = lib.ggml_set_rows(ctx, hidden, new(lib.GGML_TYPE_F32, 1, 256, 2), chosen)
+        return all(backend.supports(node) for node in (scores, chosen, hidden, seen, lib.ggml_add(ctx, mask, mask)))
+    finally:
+        lib.ggml_free(ctx)
 
 
 def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:

@@ -44,29 +44,35 @@ class KVShape:
     """K/V rows of one attention layer: ``n_head_kv`` heads of ``size`` values each; ``sliding`` layers see the target's window only.
 
     ``latent``: V is the first so many values of the one row that K is, as in multi-head latent attention; 0 where V has rows of its own.
+    ``index``: values of a row that says which positions are attended to, one for all of ``index_heads`` heads; 0 for layers without an indexer.
     """
 
     n_head_kv: int
     size: int
     sliding: bool = False
     latent: int = 0
+    index: int = 0
+    index_heads: int = 0
 
 
 class KVLayer(NamedTuple):
     """The rows of one layer: cache tensors [size * n_head_kv, rows], and what K and V are rotated with (None: stored as they are).
 
-    Of a latent layer ``v`` is a view of ``k``.
+    Of a latent layer ``v`` is a view of ``k``. ``indexer``: the indexer's rows [index, rows] and what they are rotated with, None without an indexer.
     """
 
     k: Tensor
     v: Tensor
     rotation_k: Tensor | None = None
     rotation_v: Tensor | None = None
+    indexer: Tensor | None = None
+    rotation_indexer: Tensor | None = None
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
         """The tensors that hold its rows."""
-        return (self.k,) if self.v.view_src == self.k else (self.k, self.v)
+        attended = (self.k,) if self.v.view_src == self.k else (self.k, self.v)
+        return attended if self.indexer is None else (*attended, self.indexer)
 
 
 class DeltaLayers(Protocol):

@@ -13,8 +13,10 @@ def head_product(g: Graph, matrix: Matrix, x: Tensor, tokens: int = 0) -> Tensor
     """``product`` of a head, of its first so many tokens only where ``tokens`` is not 0."""
     if not tokens or tokens >= matrix.weight.ne[1]:
         return product(g, matrix, x)
-    scale, bias = (v if v is None or v.ne[0] == 1 else g.stretch(v, 0, tokens) for v in (matrix.scale, matrix.bias))
-    return product(g, replace(matrix, weight=g.outputs(matrix.weight, tokens), scale=scale, bias=bias), x)
+    count = g.apart(matrix.weight, tokens)
+    scale, bias = (v if v is None or v.ne[0] == 1 else g.stretch(v, 0, count) for v in (matrix.scale, matrix.bias))
+    out = product(g, replace(matrix, weight=g.outputs(matrix.weight, count), scale=scale, bias=bias), x)
+    return out if count == tokens else g.cont(g.part_3d(out, tokens, 0))
 
 
 def product(g: Graph, matrix: Matrix, x: Tensor) -> Tensor:

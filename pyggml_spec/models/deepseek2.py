@@ -74,13 +74,12 @@ class Hparams:
         if not 0 <= n_dense <= n_layer:
             raise ModelError(f"{file.path}: leading_dense_block_count is {n_dense}, but the model has {n_layer} layers")
         experts = cls._experts(file, arch, n_layer, n_dense) if n_dense < n_layer else None
-        small = n_layer in SMALL or (n_layer, vocabulary(file)) == KANANA
         return cls(
             n_layer,
             positive(file, f"{arch}.embedding_length"),
             positive(file, f"{arch}.feed_forward_length") if n_dense else 0,
             n_head,
-            0 if small else positive(file, f"{arch}.attention.q_lora_rank"),
+            cls._lora_of_q(file, arch, n_layer),
             n_latent,
             size,
             size_v,
@@ -92,6 +91,11 @@ class Hparams:
             experts.n_ff * positive(file, f"{arch}.expert_shared_count", limit=64) if experts is not None else 0,
             positive(file, f"{arch}.context_length", limit=1 << 31),
         )
+
+    @staticmethod
+    def _lora_of_q(file: GGUFFile, arch: str, n_layer: int) -> int:
+        small = n_layer in SMALL or (n_layer, vocabulary(file)) == KANANA
+        return 0 if small else positive(file, f"{arch}.attention.q_lora_rank")
 
     @staticmethod
     def _sizes(file: GGUFFile, arch: str, n_latent: int) -> tuple[int, int]:
@@ -132,10 +136,13 @@ class Hparams:
         return float(magnitude * magnitude / np.sqrt(np.float32(size)))
 
     @staticmethod
-    def _experts(file: GGUFFile, arch: str, n_layer: int, n_dense: int) -> Experts:
-        gating = file.get(f"{arch}.expert_gating_func", int, 0)
-        if not gating:
-            gating = SIGMOID if n_layer in GLM_FLASH[0] and vocabulary(file) == GLM_FLASH[1] else SOFTMAX
+    def _router(file: GGUFFile, n_layer: int) -> int:
+        """Of a file that does not say which."""
+        return SIGMOID if n_layer in GLM_FLASH[0] and vocabulary(file) == GLM_FLASH[1] else SOFTMAX
+
+    @classmethod
+    def _experts(cls, file: GGUFFile, arch: str, n_layer: int, n_dense: int) -> Experts:
+        gating = file.get(f"{arch}.expert_gating_func", int, 0) or cls._router(file, n_layer)
         if gating not in (SOFTMAX, SIGMOID):
             raise ModelError(f"{file.path}: expert_gating_func is {gating}; {SOFTMAX} (softmax) and {SIGMOID} (sigmoid) are supported")
         return Experts.from_gguf(
@@ -160,11 +167,12 @@ class DeepSeek2(Qwen3):
 
     arch = "deepseek2"
     hp: Hparams
+    hparams = Hparams
     biased = ()
     unscaled = frozenset(("attn_q", "output", *FFN, *SHARED, *EXPERT))
 
     def __init__(self, file: GGUFFile) -> None:
-        self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
+        self.file, self.hp = file, self.hparams.from_gguf(file, self.arch)
         self.n_embd, self.n_layer, self.context_length = self.hp.n_embd, self.hp.n_layer, self.hp.context_length
         self.n_vocab = vocabulary(file)
 
@@ -215,10 +223,19 @@ class DeepSeek2(Qwen3):
     # -- the graph
 
     def _attention(self, g: Graph, rows: Rows, h: Tensor, i: int) -> Tensor:
+        q, made = self._projected(g, h, i)
+        return self._attend(g, rows, q, made, rows.mask, i)
+
+    def _projected(self, g: Graph, h: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """What q is made of, or q itself in small models, and what rows are made of."""
+        q, made = project(g, self.weights.group(f"blk.{i}.mixer"), h)
+        return g.rms_norm(q, self.weights[f"blk.{i}.attn_q_a_norm.weight"], self.hp.eps) if self.hp.n_lora_q else q, made
+
+    def _attend(self, g: Graph, rows: Rows, q: Tensor, made: Tensor, mask: Tensor, i: int) -> Tensor:
+        """F32 [n_embd, T] of what ``_projected`` gave, over the rows that the mask shows."""
         hp, w, b, kv = self.hp, self.weights, f"blk.{i}.", rows.kv[i]
-        q, made = project(g, w.group(f"{b}mixer"), h)
         if hp.n_lora_q:
-            q = product(g, w.matrix(f"{b}attn_q_b.weight"), g.rms_norm(q, w[f"{b}attn_q_a_norm.weight"], hp.eps))
+            q = product(g, w.matrix(f"{b}attn_q_b.weight"), q)
         plain, turned = g.parts_of_heads(q, hp.head_size, hp.n_plain)
         absorbed = g.permute(g.matmul(w[f"{b}attn_k_b.weight"], g.permute(plain, 0, 2, 1, 3)), 0, 2, 1, 3)
         q = g.concat([absorbed, hp.rope(g, turned, rows.positions)])
@@ -226,7 +243,7 @@ class DeepSeek2(Qwen3):
         key = hp.rope(g, g.heads(made, hp.rope.n_rot, 1, first=hp.n_latent), rows.positions)
         g.expand(q)
         g.kv_write_rows(kv.k, g.concat([g.shaped(latent, hp.n_latent, 1, latent.ne[1]), key]), rows.kv_rows)
-        out = g.shaped(g.fa_span(q, kv.k, kv.v, rows.mask, 1, rows.span, hp.scale), hp.n_latent, hp.n_head, h.ne[1])
+        out = g.shaped(g.fa_span(q, kv.k, kv.v, mask, 1, rows.span, hp.scale), hp.n_latent, hp.n_head, made.ne[1])
         out = g.permute(g.matmul(w[f"{b}attn_v_b.weight"], g.permute(out, 0, 2, 1, 3)), 0, 2, 1, 3)
         return product(g, w.matrix(f"{b}attn_output.weight"), g.packed(out))
 

@@ -10,7 +10,7 @@ from ..errors import DeviceError
 from ..ggml.device import Backend, device_handle, free_bytes
 from ..ggml.library import BufferType, Tensor, ffi, lib
 from ..ggml.weight_stream import WeightStream
-from ..gguf_io import GGUFFile
+from ..gguf_io import GGUFFile, TensorInfo
 from .weights import Spec, Weights
 
 
@@ -26,14 +26,16 @@ class GuestWeights(Weights):
         host: Backend,
         device: Backend,
         beside: Weights,
+        home: Weights,
         file: GGUFFile,
         specs: Iterable[Spec],
         groups: dict[str, tuple[str, ...]],
         alike: Iterable[tuple[str, ...]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """``beside``: the device's own, which has what every layer may read."""
+        """``beside``: the device's own, which has what every layer may read. ``home``: the host's, of the same layers."""
         self._host, self._own_of_device = host, beside
+        self._fused_at_home = {members[0]: len(home.group(name).fused_rows) for name, members in groups.items()}
         super().__init__(device, file, specs, groups, alike, progress)
         self.layers: dict[int, dict[str, Tensor]] = {}
         for name, tensor in self._tensors.items():
@@ -41,6 +43,10 @@ class GuestWeights(Weights):
 
     def _types_of(self, backend: Backend) -> list[BufferType | None]:
         return [backend.default_buffer_type]
+
+    def _fusable(self, parts: list[tuple[Spec, TensorInfo]]) -> int:
+        """As many as at home: a recurrent state keeps fused projections whole, and its rows are copied between the two."""
+        return self._fused_at_home[parts[0][0].name]
 
     def _host_type(self) -> BufferType:
         return lib.ggml_backend_dev_host_buffer_type(device_handle(self.backend.device)) or lib.ggml_backend_cpu_buffer_type()

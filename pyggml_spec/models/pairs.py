@@ -75,7 +75,7 @@ PUBLISHED = (
     Published("Muse-Glimmer-30B", "muse-glimmer", 52, 6656, 0, "incoai/Muse-Glimmer-30B-DFlash2", "DFlash2"),
     Published("Kimi-K2.5", "deepseek2", 61, 7168, 384, "z-lab/Kimi-K2.5-DFlash"),
     Published("Kimi-K2.6", "deepseek2", 61, 7168, 384, "z-lab/Kimi-K2.6-DFlash"),
-    Published("GLM-5.1", "glm-dsa", 78, UNKNOWN, 256, "z-lab/GLM-5.1-FP8-DFlash"),
+    Published("GLM-5.1", "glm-dsa", 78, 6144, 256, "z-lab/GLM-5.1-FP8-DFlash"),
 )
 
 

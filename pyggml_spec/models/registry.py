@@ -13,6 +13,7 @@ from .dspark import FROM, DSpark
 from .eagle3 import Eagle3
 from .gemma4 import Gemma4
 from .gemma4_assistant import Gemma4Assistant
+from .glm_dsa import GlmDsa
 from .gpt_oss import GptOss
 from .laguna import Laguna
 from .llama import Llama
@@ -27,7 +28,7 @@ from .qwen35moe import Qwen35MoE
 
 TARGETS = {
     cls.arch: cls
-    for cls in (DeepSeek2, Gemma4, GptOss, Laguna, Llama, MiniMaxM2, MuseGlimmer, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE)
+    for cls in (DeepSeek2, Gemma4, GlmDsa, GptOss, Laguna, Llama, MiniMaxM2, MuseGlimmer, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE)
 }
 CHAINS = {cls.arch: cls for cls in (Eagle3, Gemma4Assistant)}  # as ``dialects.RUN`` has them
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))

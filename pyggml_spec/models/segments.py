@@ -226,7 +226,7 @@ class SplitWeights:
         names = {spec.name for spec in specs}
         groups = {name: members for name, members in self._target.groups().items() if set(members) <= names}
         families = [tuple(name for name in family if name in groups) for family in self._target.fused_alike()]
-        self.guests = self.guests_class(host, device, self.parts[1], self.file, specs, groups, families, progress)
+        self.guests = self.guests_class(host, device, self.parts[1], self.parts[0], self.file, specs, groups, families, progress)
         stream = self.parts[1].open_stream(rows, self.guests.layers)
         assert stream is not None
         if stream.fits:

@@ -203,27 +203,29 @@ class Weights:
                 if use in (MATMUL, EXPERTS) and packed_shape(ggml_type, shape) is not None:
                     return i
                 continue
-            if not self.backend.multiplies_right(buft, ggml_type, shape[0]):
+            if not self.backend.multiplies_right(buft, ggml_type, shape):
                 continue
-            probe = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 8 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
-            weight = lib.ggml_new_tensor(probe, ggml_type, len(shape), shape)
-            if use != EXPERTS:
-                node = lib.ggml_mul_mat(
-                    probe, weight, lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, len(shape), (shape[0], 512, *shape[2:]))
-                )
-            else:
-                x = lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 3, (shape[0], 1, 512))
-                node = lib.ggml_mul_mat_id(probe, weight, x, lib.ggml_new_tensor(probe, lib.GGML_TYPE_I32, 2, (1, 512)))
-            weight.buffer = lib.ggml_backend_buft_alloc_buffer(buft, 0)
-            fits = self.backend.supports(node)
-            lib.ggml_backend_buffer_free(weight.buffer)
-            lib.ggml_free(probe)
-            if fits:
+            if self._takes(buft, ggml_type, shape, use):
                 return i
         raise ModelError(
             f"{self.file.path} stores matrices as {text(lib.ggml_type_name(ggml_type))}, which {self.backend.device.name} cannot multiply; "
             "quantise the model to another type"
         )
+
+    def _takes(self, buft: BufferType, ggml_type: int, shape: tuple[int, ...], use: str) -> bool:
+        """Whether the backend runs products of such a tensor in a buffer of this type."""
+        probe = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 8 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
+        weight = lib.ggml_new_tensor(probe, ggml_type, len(shape), shape)
+        if use != EXPERTS:
+            node = lib.ggml_mul_mat(probe, weight, lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, len(shape), (shape[0], 512, *shape[2:])))
+        else:
+            x = lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, 3, (shape[0], 1, 512))
+            node = lib.ggml_mul_mat_id(probe, weight, x, lib.ggml_new_tensor(probe, lib.GGML_TYPE_I32, 2, (1, 512)))
+        weight.buffer = lib.ggml_backend_buft_alloc_buffer(buft, 0)
+        fits = self.backend.supports(node)
+        lib.ggml_backend_buffer_free(weight.buffer)
+        lib.ggml_free(probe)
+        return fits
 
     def _packs(self, ggml_type: int, shape: tuple[int, ...]) -> bool:
         return self._bufts[self._choose_buffer(ggml_type, shape, MATMUL)] is OWN

@@ -177,7 +177,43 @@ def write_deepseek2(
     ``multiplier`` is that of yarn's magnitude, 0 for none; with ``groups`` a token's experts lie in all of them but one; ``sigmoid`` False is the router
     of the first models: a softmax without a bias. ``joined`` stores gate and up of the experts as one tensor.
     """
-    s, w = shape, Writer(Path(path), "deepseek2", quant, seed)
+    w = Writer(Path(path), "deepseek2", quant, seed)
+    _write_deepseek2(w, shape, mixed, yarn, multiplier, groups, sigmoid, joined, shared)
+    w.close()
+    return Path(path)
+
+
+def write_glm_dsa(
+    path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, yarn: float = 4.0,
+    full: tuple[bool, ...] | None = None, shared: int = 2
+) -> Path:  # fmt: skip
+    """Writes a random glm-dsa target: deepseek2 with an indexer in every layer, or in the ``full`` ones; ``shared`` experts."""
+    s, w = shape, Writer(Path(path), "glm-dsa", quant, seed)
+    key = f"{w.arch}.attention.indexer"
+    w.out.add_uint32(f"{key}.head_count", s.index_heads)
+    w.out.add_uint32(f"{key}.key_length", s.index_size)
+    w.out.add_uint32(f"{key}.top_k", s.top_k)
+    if full is not None:
+        w.out.add_array(f"{key}.types", list(full))
+    _write_deepseek2(w, s, mixed, yarn, 0.0, 1, True, False, shared)
+    kinds = {"attn_k": type_id("q6_K")} if mixed else {}
+    shapes = {
+        "attn_k": (s.n_embd, s.index_size),
+        "attn_q_b": (s.n_lora_q, s.index_heads * s.index_size),
+        "proj": (s.n_embd, s.index_heads),
+    }
+    for i in range(s.n_layer):
+        if full is None or full[i]:
+            w.matrices(f"blk.{i}.indexer.", shapes, kinds)
+            w.norms(f"blk.{i}.indexer.", {"k_norm": s.index_size})
+            w.vector(f"blk.{i}.indexer.k_norm.bias", s.index_size, -0.5, 0.5)
+    w.close()
+    return Path(path)
+
+
+def _write_deepseek2(
+    w: Writer, s: Shape, mixed: bool, yarn: float, multiplier: float, groups: int, sigmoid: bool, joined: bool, shared: int
+) -> None:
     stored = s.n_latent + s.n_rot
     w.sizes(replace(s, n_head_kv=1, head_size=stored), size_v=s.n_latent)
     out = w.out
@@ -219,8 +255,6 @@ def write_deepseek2(
         if sigmoid:
             w.vector(b + "exp_probs_b.bias", s.n_expert, -0.3, 0.3)
         w.matrices(b, ffn_shapes(s.n_embd, shared * s.n_ff_expert, "_shexp"), kinds)
-    w.close()
-    return Path(path)
 
 
 def write_experts(w: Writer, prefix: str, s: Shape, other: int | None = None, joined: bool = False, kind: int | None = None) -> None:
@@ -377,7 +411,7 @@ def _gemma4_layer(s: Shape, size: int, heads_kv: int, own_kv: bool, full: bool, 
 
 
 WRITERS: dict[str, Callable[..., Path]] = {
-    "deepseek2": write_deepseek2, "gemma4": write_gemma4, "gpt-oss": write_gpt_oss, "laguna": write_laguna, "llama": write_llama,
+    "deepseek2": write_deepseek2, "gemma4": write_gemma4, "glm-dsa": write_glm_dsa, "gpt-oss": write_gpt_oss, "laguna": write_laguna, "llama": write_llama,
     "minimax-m2": write_minimax_m2, "muse-glimmer": write_muse_glimmer, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe,
     "qwen3next": write_qwen3next, "qwen35": write_qwen35, "qwen35moe": write_qwen35moe,
 }  # fmt: skip

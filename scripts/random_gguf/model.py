@@ -56,6 +56,9 @@ class Shape:
     n_latent: int = 64  # deepseek2: values of a latent row without those that are rotated
     head_size_v: int = 96  # deepseek2: of a head of V
     n_dense: int = 1  # deepseek2: leading layers without experts
+    index_heads: int = 3  # glm-dsa: heads of the indexer
+    index_size: int = 64  # glm-dsa: values of each of them
+    top_k: int = 32  # glm-dsa: positions that attention sees
 
 
 @dataclass(frozen=True)

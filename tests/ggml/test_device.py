@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import pyggml_spec as ps
 from pyggml_spec.ggml import device, host_memory
 from pyggml_spec.ggml.device import waited_for_core
+from pyggml_spec.tools.quants import type_id
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not Path("/proc/thread-self/schedstat").exists(), reason="this system does not say")
@@ -129,3 +131,13 @@ def test_a_backend_is_asked_what_it_is(monkeypatch):
     monkeypatch.setattr(device, "device_feature", lambda of, name: "tma" if name == "SMALL_BATCH" else None)
     assert device.build_notes(gpu) == ["blocks by the patched kernels (tma)"]
     assert device.build_notes(dataclasses.replace(gpu, name="Vulkan0")) == []
+
+
+def test_what_amx_kernels_are_not_given(monkeypatch):
+    """Stacks of matrices, of which they pack the first: deepseek2 was refused on every processor with AMX, by a sentence about its graph."""
+    with closing(device.Backend(device.pick_device("CPU"), 1)) as backend:
+        kind, right = type_id("q8_0"), backend.multiplies_right
+        assert all(right(backend.default_buffer_type, kind, shape) for shape in ((64, 96), (32, 96), (64, 96, 4)))
+        monkeypatch.setattr(device, "text", lambda name: "AMX")
+        found = [right(backend.default_buffer_type, kind, shape) for shape in ((64, 96), (64, 96, 1), (32, 96), (64, 96, 4))]
+        assert found == [True, True, False, False]

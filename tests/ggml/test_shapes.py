@@ -47,6 +47,16 @@ WRONG = {
     "swiglu_oai": [lambda g, t: g.swiglu_oai(t.f32(64, 5), t.f32(32, 5))],
     "swiglu_halves": [lambda g, t: g.swiglu_halves(t.f32(63, 5))],
     "rms_norm": [lambda g, t: g.rms_norm(t.f32(64, 5), t.f32(65), 1e-6)],
+    "layer_norm": [lambda g, t: g.layer_norm(t.f32(64, 5), t.f32(65), t.f32(64), 0.0), lambda g, t: g.layer_norm(t.f32(64, 5), t.f32(64), t.f32(65), 0.0)],
+    "turned": [lambda g, t: g.turned(t.f32(64, 3, 5), t.f32(32, 32))],
+    "index_scores": [lambda g, t: g.index_scores(t.f32(64, 3, 5), t.f16(64, 300), t.f32(3, 5), t.f16(512, 5), 512),
+                     lambda g, t: g.index_scores(t.f32(32, 3, 5), t.f16(64, 300), t.f32(3, 5), t.f16(256, 5), 256),
+                     lambda g, t: g.index_scores(t.f32(64, 3, 5), t.f16(64, 300), t.f32(4, 5), t.f16(256, 5), 256),
+                     lambda g, t: g.index_scores(t.f32(64, 3, 5), t.f16(64, 300), t.f32(3, 4), t.f16(256, 5), 256),
+                     lambda g, t: g.index_scores(t.f32(64, 3, 5), t.f16(64, 300), t.f32(3, 5), t.f16(256, 4), 256),
+                     lambda g, t: g.index_scores(t.f32(64, 3, 6), t.f16(64, 300), t.f32(3, 6), t.f16(256, 3, 1, 2), 256)],
+    "best_of_mask": [lambda g, t: g.best_of_mask(t.f16(256, 5), t.f32(256, 4), 8), lambda g, t: g.best_of_mask(t.f16(256, 5), t.f32(256, 5), 257),
+                     lambda g, t: g.best_of_mask(t.f16(256, 5), t.f32(256, 5), 0), lambda g, t: g.best_of_mask(t.f16(256, 5), t.f16(256, 5), 8)],
     "rows": [lambda g, t: g.rows(t.f32(64, 10), t.f32(5)), lambda g, t: g.rows(t.f32(64, 10), t.i32(5, 2)), lambda g, t: g.rows(t.f32(64, 10, 2), t.i32(5))],
     "concat": [lambda g, t: g.concat([t.f32(64, 5), t.f32(64, 4)]), lambda g, t: g.concat([t.f32(64, 5), t.f16(64, 5)])],
     "top_k": [lambda g, t: g.top_k(t.f32(64, 5), 65), lambda g, t: g.top_k(t.f32(64, 5), 0)],
@@ -100,7 +110,7 @@ WRONG = {
 }  # fmt: skip
 ANY_SHAPE = {  # one operand of any shape, or nothing but a graph's own nodes
     "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "softmax", "norm", "sum_rows", "cont", "whole", "packed", "rotated",
-    "expand", "keep", "plan", "measure", "cut", "cuts", "op_counts", "properties_hash", "traffic", "memory", "close", "place",
+    "expand", "keep", "plan", "measure", "cut", "cuts", "op_counts", "properties_hash", "traffic", "memory", "close", "place", "apart",
 }  # fmt: skip
 
 

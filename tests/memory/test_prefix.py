@@ -23,7 +23,17 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 KINDS = ["qwen35", "mtp", "eagle3", "assistant", "gemma4", "qwen3"]  # states, what chains of drafts leave, rings, rows alone
-OTHERS = ["dflash2", "dspark", "laguna", "gpt-oss", "minimax-m2", "muse-glimmer", "qwen3next", "deepseek2"]  # the same in other layers
+OTHERS = [
+    "dflash2",
+    "dspark",
+    "laguna",
+    "gpt-oss",
+    "minimax-m2",
+    "muse-glimmer",
+    "qwen3next",
+    "deepseek2",
+    "glm-dsa",
+]  # the same in other layers
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -21,7 +21,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 KINDS = ["qwen35", "qwen3", "gemma4"]  # states, rows alone, rings
-OTHERS = ["minimax-m2", "muse-glimmer", "gpt-oss", "qwen3next", "deepseek2"]  # the same in other layers
+OTHERS = ["minimax-m2", "muse-glimmer", "gpt-oss", "qwen3next", "deepseek2", "glm-dsa"]  # the same in other layers
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -11,10 +11,11 @@ from models.dress import dressed
 from random_gguf.archs import WRITERS as ALL
 
 TINY = replace(SMALL, n_expert=4, n_used=2, n_ff_expert=32, n_ff_shared=32, target_window=8)
-OPTIONS = {"qwen3": {"yarn": 4.0}, "gemma4": {"routed": True}, "deepseek2": {"groups": 4}}
+OPTIONS = {"qwen3": {"yarn": 4.0}, "gemma4": {"routed": True}, "deepseek2": {"groups": 4}, "glm-dsa": {"full": (True, True)}}
 SHAPES = {
     "gemma4": replace(TINY, n_layer=4),
     "deepseek2": replace(TINY, n_expert=8, head_size=24, n_rot=8, n_latent=32, n_lora_q=16, head_size_v=16),
+    "glm-dsa": replace(TINY, head_size=24, n_rot=8, n_latent=32, n_lora_q=16, head_size_v=16, top_k=1),
 }
 DRESSED = ("llama", "qwen35moe", "qwen3next", "muse-glimmer")
 

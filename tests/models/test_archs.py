@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from decode.helpers import oracle, reference, run
 from decode.test_draft_parity import assert_blocks_equal
-from gguf_io.build import F32, U32, Model
+from gguf_io.build import ARR, F32, U32, Model
 from llama_oracle import LlamaDFlash
 from random_gguf.archs import (
     WRITERS as TARGETS,
@@ -14,6 +14,7 @@ from random_gguf.archs import (
 from random_gguf.archs import (
     write_deepseek2,
     write_gemma4,
+    write_glm_dsa,
     write_gpt_oss,
     write_laguna,
     write_llama,
@@ -29,7 +30,7 @@ from random_gguf.model import Shape, write_dflash
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.errors import ModelError
+from pyggml_spec.errors import DeviceError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.gguf_io import GGUFFile
@@ -41,7 +42,7 @@ from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.compare import compare_logits, nmse
 
 WRITERS = {name: write for name, write in TARGETS.items() if name != "qwen35"}
-ONE_ROW = ("deepseek2",)  # K and V are one row, of one type
+ONE_ROW = ("deepseek2", "glm-dsa")  # K and V are one row, of one type
 WINDOWED = ["laguna", "gemma4", "gpt-oss", "muse-glimmer"]
 JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
@@ -468,6 +469,100 @@ def test_an_mtp_layer_of_deepseek2_is_named(tmp_path):
     with GGUFFile(path) as file:
         target = open_target(file)
         assert target.n_layer == 4 and "MTP layer" in target.unused()["blk.4.attn_kv_a_mqa.weight"]
+
+
+@pytest.mark.parametrize(
+    "shape, more",
+    [
+        (Shape(top_k=1), {}),
+        (Shape(top_k=256), {"yarn": 0.0}),
+        (Shape(top_k=300), {}),
+        (Shape(top_k=1 << 17), {}),
+        (Shape(index_heads=8, index_size=128, **REAL), {"yarn": 32.0}),
+        (Shape(n_layer=6), {"full": (True, True, False, False, True, False)}),
+        (Shape(n_ctx=1 << 20), {"full": None, "yarn": 0.0}),
+        (Shape(n_dense=4, index_heads=1), {}),
+    ],
+    ids=["one", "a span", "between spans", "more than there are", "published heads", "shared", "GLM 5.2", "one head"],
+)
+def test_glm_dsa_variants(tmp_path, shape, more):
+    assert_equal(write_glm_dsa(tmp_path / "t.gguf", shape, "Q4_K", **more), 290)
+
+
+def test_glm_dsa_chooses_few_of_many(tmp_path):
+    """Three chunks; of one head half the scores are exactly 0: what is alike is chosen as llama.cpp chooses it."""
+    assert_equal(write_glm_dsa(tmp_path / "t.gguf", Shape(n_layer=2, index_heads=1, **LEAN), "Q8_0"), 1500)
+
+
+def test_glm_dsa_has_the_same_bits_at_every_width_with_our_kernels(tmp_path):
+    """What a row sees does not depend on the rows beside it, nor on a span that ends later: many scores of a single head are alike."""
+    path = write_glm_dsa(tmp_path / "t.gguf", Shape(index_heads=1, **LEAN), "Q8_0")
+    ids, seen = np.random.default_rng(5).integers(0, 256, 270).tolist(), []
+    with open_engine(path, 64, 512, "own") as engine:
+        assert engine.step_graph("plain", 1).op_counts()["TOP_K"] == 4
+        for rows in (64, 16, 5, 1):
+            engine.reset()
+            seen.append(np.concatenate([engine.logits(ids[i : i + rows]) for i in range(0, len(ids), rows)]))
+    assert all(np.array_equal(seen[0], other) for other in seen[1:])
+
+
+def test_glm_dsa_scores_nothing_where_all_is_chosen(tmp_path):
+    """The first top_k positions of a context cost what deepseek2's do, and the rows that later ones are chosen by are there then."""
+    path = write_glm_dsa(tmp_path / "t.gguf", Shape(top_k=256, **LEAN))
+    with ps.load(path, device="CPU", threads=1, n_ctx=512) as session:
+        counts = [session.engine.graphs.get("plain", 1, span, SlotRange(0, 1)).graph.op_counts() for span in (256, 512)]
+    assert ["LIGHTNING_INDEXER" in ops for ops in counts] == ["TOP_K" in ops for ops in counts] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("attention.indexer.top_k", 0, "attention.indexer.top_k is 0"),
+        ("attention.indexer.key_length", 96, "key_length is 96, but it has to be one of 64, 128"),
+        ("attention.indexer.key_length", 32, "key_length is 32, but it has to be one of 64, 128"),
+        ("attention.indexer.head_count", 0, "attention.indexer.head_count is 0"),
+        ("attention.indexer.types", np.array([0, 1, 1, 1]), "the first layer has none to see"),
+        ("attention.indexer.types", np.array([1, 1, 1]), "names 3 of 4 layers"),
+        ("attention.q_lora_rank", 0, "attention.q_lora_rank is 0"),
+        ("expert_gating_func", 4, "expert_gating_func is 4"),
+    ],
+)
+def test_glm_dsa_refuses_what_it_does_not_build(tmp_path, key, value, said):
+    with GGUFFile(write_glm_dsa(tmp_path / "t.gguf")) as file:
+        file.metadata[f"glm-dsa.{key}"] = value
+        with pytest.raises(ModelError, match=said):
+            open_target(file)
+
+
+@pytest.mark.parametrize("name", ["attn_k.weight", "attn_q_b.weight", "proj.weight", "k_norm.weight", "k_norm.bias"])
+def test_glm_dsa_without_one_of_its_tensors_is_refused(tmp_path, name):
+    """llama.cpp takes such a file, and ends the process when it computes."""
+    model = Model(write_glm_dsa(tmp_path / "t.gguf"))
+    del model.tensors[f"blk.1.indexer.{name}"]
+    with pytest.raises(ModelError, match=f"no tensor 'blk.1.indexer.{name}'"):
+        ps.load(model.write(tmp_path / "o.gguf"), device="CPU", threads=1, n_ctx=64)
+
+
+def test_glm_dsa_names_the_indexers_that_it_does_not_read(tmp_path):
+    model = Model(write_glm_dsa(tmp_path / "t.gguf", Shape(n_layer=5)))
+    model.keys |= {"glm-dsa.nextn_predict_layers": (U32, 1), "glm-dsa.attention.indexer.types": (ARR, (U32, [1, 0, 1, 0]))}
+    with GGUFFile(model.write(tmp_path / "o.gguf")) as file:
+        unused = open_target(file).unused()
+        assert "sees what another one" in unused["blk.3.indexer.proj.weight"] and "MTP layer" in unused["blk.4.indexer.proj.weight"]
+    assert_equal(tmp_path / "o.gguf", 270)
+
+
+def test_an_indexer_that_a_device_cannot_score_is_refused(tmp_path, monkeypatch):
+    """ggml-cuda has kernels for 32 and 64 heads of 128 values, and none for rows of IQ4_NL."""
+
+    supports = Backend.supports
+
+    def few(self, node):
+        return supports(self, node) and ffi.string(lib.ggml_op_desc(node)) != b"LIGHTNING_INDEXER"
+
+    monkeypatch.setattr(Backend, "supports", few)
+    with pytest.raises(DeviceError, match="CPU cannot score f16 rows of 64 values for 3 heads of an indexer .* use another device"):
+        ps.load(write_glm_dsa(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64)
 
 
 def test_attention_with_sinks_is_ggmls_and_said(tmp_path):

@@ -21,7 +21,7 @@ NAMES = {  # shapes of scripts/make_random_gguf.py: the target that each of them
     "4B": "Qwen3.5-4B", "9B": "Qwen3.5-9B", "27B": "Qwen3.6-27B", "35B-A3B": "Qwen3.6-35B-A3B", "gemma4-31B": "gemma-4-31B-it",
     "gemma4-26B-A4B": "gemma-4-26B-A4B-it", "laguna-XS.2": "Laguna-XS-2.1", "qwen3-4B": "Qwen3-4B, not thinking", "qwen3-8B": "Qwen3-8B, not thinking",
     "qwen3-30B-A3B": "Qwen3-Coder-30B-A3B", "coder-next": "Qwen3-Coder-Next", "gpt-oss-20b": "gpt-oss-20b", "gpt-oss-120b": "gpt-oss-120b",
-    "llama-8B": "Llama-3.1-8B-Instruct", "minimax-m2": "MiniMax-M2.7", "kimi-k2": "Kimi-K2.6",
+    "llama-8B": "Llama-3.1-8B-Instruct", "minimax-m2": "MiniMax-M2.7", "kimi-k2": "Kimi-K2.6", "glm-5.1": "GLM-5.1",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.experts import profile
 
-ROUTED = ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "qwen3next", "minimax-m2", "deepseek2")
+ROUTED = ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "qwen3next", "minimax-m2", "deepseek2", "glm-dsa")
 WRITERS = {name: ALL[name] for name in ROUTED} | {
     "qwen35moe-joined": lambda path, *more: write_qwen35moe(path, *more, joined=True),
     "gemma4": lambda path, *more: write_gemma4(path, *more, routed=True),
