@@ -71,6 +71,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--no-slots", "show_slots", is_flag=True, flag_value=False, default=True, help="No /slots.")
 @click.option("--metrics/--no-metrics", default=True, show_default=True, help="Whether there is /metrics.")
 @click.option("--ui/--no-ui", "page", default=True, help="Whether there is a page at /.")
+@click.option("--spm-infill", "suffix_first", is_flag=True, help="/infill puts the suffix in front of the prefix, as some models want it.")
 @click.option("--prefill-assistant/--no-prefill-assistant", default=True, help="Whether an assistant's message at the end is gone on with.")
 @sampler_options
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
@@ -95,7 +96,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--jinja/--no-jinja", hidden=True, default=True)
 def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, api_key, api_key_file, queue_requests, queue_tokens, queue_seconds, drain,
             max_body, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format, cors_origins, certificate,
-            certificate_key, show_slots, metrics, page, prefill_assistant, draft_width, prefix_cache, prefix_memory, prefix_disk, verbose, synthetic, rates, jinja, **more):  # fmt: skip
+            certificate_key, show_slots, metrics, page, prefill_assistant, suffix_first, draft_width, prefix_cache, prefix_memory, prefix_disk, verbose, synthetic, rates, jinja, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
     -c is the context of each slot. Sampling options are what counts where a request says nothing.
@@ -136,7 +137,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         say(engaged_line(session.engaged(), None, sampling.describe(), notes))
         options = ServeOptions(
             _names(alias), _names(tags), slots, {"on": True, "off": False}.get(reasoning), reasoning_format, named, verbose,
-            metrics, show_slots, page, prefill_assistant,
+            metrics, show_slots, page, prefill_assistant, suffix_first,
         )  # fmt: skip
         settings = start.Settings(
             hosts, port, slots, None, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],

@@ -3,7 +3,7 @@
 import codecs
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..decode.stats import Stats
@@ -36,7 +36,9 @@ class Answer:
         self.job, self._tokenizer, self._parser, self._by_token = job, tokenizer, parser, by_token
         kept = {i for text, i in tokenizer.control_tokens().items() if text in KEPT} if parser is not None else set()
         own = by_token or bool(kept)
-        self._stream = TextStream(lambda t: tokenizer.piece(t, special=t in kept), job.ask.stop) if own else None
+        self._stream = (
+            TextStream(lambda t: tokenizer.piece(t, special=t in kept), job.ask.stop, replace(job.ask.lines, seconds=0.0)) if own else None
+        )
         self.text = ""
         self.content = ""
         self.reasoning = ""

@@ -27,7 +27,7 @@ async def messages(context: Context, request: Request) -> Response:
     body = to_openai(request.json())
     known = ("effort", "format")
     request.unknown += [f"output_config.{name}" for name in fields.mapping(request.json(), "output_config") if name not in known]
-    plan = await context.in_pool(read_chat, context.served, body, request.key)
+    plan = await context.prepared(request, read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     identifier = "msg_cmpl_" + secrets.token_hex(12)
     if fields.flag(body, "stream"):

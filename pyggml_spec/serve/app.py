@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
-from . import anthropic, live, names, native, openai, responses
+from . import anthropic, infill, live, names, native, openai, responses
 from .access import Keys, Origins
 from .errors import ApiError, api_error
 from .http import Receive, Request, Response, Scope, Send, json_response, read_body, send_response, unless_gone
@@ -36,6 +36,7 @@ POST: dict[str, Handler] = {
     "/v1/completions": openai.completions,
     "/completion": native.completion,
     "/completions": native.completion,
+    "/infill": infill.infill,
     **_both("/responses", responses.create),
     **_both("/responses/input_tokens", responses.input_tokens),
     **_both("/messages", anthropic.messages),
@@ -49,12 +50,11 @@ POST: dict[str, Handler] = {
 }
 DELETE: dict[str, Handler] = {"/v1/stream": native.end_stream}
 NAMED = [
-    path for path in POST if path.endswith(("completion", "completions", "/responses", "/messages"))
+    path for path in POST if path.endswith(("completion", "completions", "/responses", "/messages", "/infill"))
 ]  # whose fields are looked at by name
 ELSEWHERE = {  # what llama.cpp's server and OpenAI have and this server has not
     **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), "embeddings"),
     **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "reranking"),
-    "/infill": "infilling",
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/audio/translations"), "audio"),
     **dict.fromkeys(("/v1/images/generations", "/v1/images/edits"), "images"),
     "/v1/moderations": "moderation",

@@ -57,7 +57,7 @@ def sequence_asks(served: Served, body: Mapping[str, Any], ids: list[int], n_pro
     if ignore_end and constraint is not None:
         raise ApiError(400, "a constraint ends with an end token, and ignore_eos ignores it; give one of the two", param="ignore_eos")
     ask = Ask(
-        ids, fields.max_tokens(body, served.limits), sampling, fields.stop_texts(body), ignore_end, fields.mode(body, served.drafter),
+        ids, fields.max_tokens(body, served.limits), sampling, fields.stop_texts(body), fields.line_limits(body), ignore_end, fields.mode(body, served.drafter),
         fields.flag(body, "cache_prompt", True), progress, every_step, fields.whole(body, "priority", 0, -1000, 1000), key,
     )  # fmt: skip
     if n == 1:
@@ -132,8 +132,9 @@ def read_prompt(served: Served, body: Mapping[str, Any], tools: Sequence[dict[st
 
 
 def render_chat(served: Served, body: Mapping[str, Any]) -> str:
-    """The conversation's text, for /apply-template."""
-    messages, options = _template_options(served, *_allowed(body, read_tools(body)), False)
+    """The conversation's text, for /apply-template, with the tools that may be called."""
+    body, tools = _allowed(body, read_tools(body))
+    messages, options = _template_options(served, body, [] if _choice(body, tools) == "none" else tools, False)
     return served.rendered(messages, **options)
 
 

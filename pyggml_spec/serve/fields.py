@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import SamplingError
 from ..sampling.pattern import Pattern
 from ..sampling.sampler import SAMPLERS, Sampling
+from ..text.stream import LineLimits
 from ..text.tokenizer import Tokenizer
 from .errors import ApiError
 
@@ -39,9 +40,6 @@ OFF = {  # samplers that are not there, and the values that ask for nothing
     "dry_multiplier": (0,),
     "mirostat": (0,),
     "adaptive_target": (-1,),
-    "n_indent": (0,),
-    "t_max_predict_ms": (0, -1),
-    "t_max_prompt_ms": (0, -1),
 }
 _SAMPLER_NAMES = {"typical_p": "typ_p", "typ-p": "typ_p", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "temp": "temperature"}
 _SAMPLERS_OFF = ("dry", "top_n_sigma", "xtc", "adaptive_p")
@@ -116,6 +114,12 @@ def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(t, str) for t in value) or len(value) > 256:
         raise wrong(name, value, "a text or a list of at most 256 texts")
     return tuple(t for t in value if t)
+
+
+def line_limits(body: Mapping[str, Any]) -> LineLimits:
+    """``n_indent`` and ``t_max_predict_ms``; 0, and less than 0, are no limits."""
+    milliseconds = whole(body, "t_max_predict_ms", -1, -1, (1 << 31) - 1)
+    return LineLimits(whole(body, "n_indent", 0, 0, 1 << 20), max(0, milliseconds) / 1000)
 
 
 def sampling(

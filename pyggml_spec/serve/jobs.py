@@ -23,6 +23,7 @@ from ..decode.stats import Stats
 from ..decode.synthetic import SyntheticAcceptance
 from ..events import End, StepEvent
 from ..sampling.sampler import Sampling
+from ..text.stream import ANY_LINES, LineLimits
 from .errors import ApiError
 
 log = logging.getLogger("pyspec.serve")
@@ -40,6 +41,7 @@ class Ask:
     max_tokens: int | None = None
     sampling: Sampling | None = None
     stop: tuple[str, ...] = ()
+    lines: LineLimits = ANY_LINES
     ignore_end: bool = False
     mode: str | None = None
     reuse: bool = True
@@ -364,7 +366,7 @@ class Queue:
         seed = ask.sampling.seed if ask.sampling is not None else None
         try:
             return concurrent.submit(
-                ask.ids, ask.max_tokens, mode=ask.mode, sampling=ask.sampling, stop=ask.stop, ignore_end=ask.ignore_end, reuse=ask.reuse,
+                ask.ids, ask.max_tokens, mode=ask.mode, sampling=ask.sampling, stop=ask.stop, lines=ask.lines, ignore_end=ask.ignore_end, reuse=ask.reuse,
                 progress=ask.progress, synthetic=self._synthetic(job.number if seed is None else seed) if self._synthetic is not None else None, sink=lambda item: self._wakeup.put(job, item),
             )  # fmt: skip
         except BaseException as error:

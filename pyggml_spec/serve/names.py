@@ -20,6 +20,7 @@ COMMON = {
     *fields.NUMBERS, *fields.OFF, "model", "stream", "stop", "samplers", "logit_bias", "n_predict", "max_tokens", "max_completion_tokens", "ignore_eos", "n",
     "n_cmpl", "grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "grammar_triggers", "cache_prompt", "return_progress",
     "timings_per_token", "speculative", "speculation", "priority", "n_probs", "post_sampling_probs", "logprobs", "sse_ping_interval", "verbose",
+    "n_indent", "t_max_predict_ms",
 }  # fmt: skip
 CHAT = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "stream_options", "reasoning_effort", "reasoning_format", "chat_template_kwargs",
@@ -27,6 +28,7 @@ CHAT = {
 }  # fmt: skip
 TAKEN = {
     "/completion": COMMON | {"prompt", "id_slot", "return_tokens", "response_fields"},
+    "/infill": COMMON | {"prompt", "id_slot", "return_tokens", "response_fields", "input_prefix", "input_suffix", "input_extra"},
     "/completions": COMMON | {"prompt", "stream_options"},
     "/chat/completions": COMMON | CHAT,
     "/responses": (COMMON | CHAT | {"input", "instructions", "max_output_tokens", "reasoning", "text", "previous_response_id", "conversation", "background"})
@@ -37,7 +39,7 @@ TAKEN = {
     },
 }  # fmt: skip
 NO_EFFECT = {  # each does nothing to the tokens here; docs/server.md says why
-    "n_keep", "n_discard", "n_cache_reuse", "backend_sampling", "preserved_tokens", "id_slot", "return_tokens", "verbose",
+    "n_keep", "n_discard", "n_cache_reuse", "t_max_prompt_ms", "backend_sampling", "preserved_tokens", "id_slot", "return_tokens", "verbose",
     "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta", "adaptive_decay",
     "dynatemp_exponent", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction", "include",
     "truncation",

@@ -1,7 +1,7 @@
 """llama.cpp's own dialect: /completion, the tokenizer, the template, and what the server says of itself."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from ..ggml.library import why_absent
@@ -22,10 +22,15 @@ _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limi
 
 
 async def completion(context: Context, request: Request) -> Response:
+    asks, n_probs = await context.prepared(request, _read, context, request.json(), request.key)
+    return await answered(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))
+
+
+async def answered(context: Context, request: Request, asks: list[Ask], make: Callable[[Job], Answer]) -> Response:
+    """The sequences' answers in this dialect, as they come or whole."""
     body = request.json()
     stream = fields.flag(body, "stream")
-    asks, n_probs = await context.prepared(request, _read, context, body, request.key)
-    reader = Reader(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))
+    reader = Reader(context, request, asks, make)
     if stream:
         await reader.begin()
         return stream_response(_chunks(context, reader, body))
@@ -39,8 +44,7 @@ def _read(context: Context, body: Mapping[str, Any], key: str) -> tuple[list[Ask
     if "prompt" not in body:
         raise ApiError(400, "prompt is required; send a text or a list of token ids", param="prompt")
     fields.whole(body, "id_slot", -1, -1, served.options.slots - 1)  # slots are given by the engine: the number is checked, not obeyed
-    n_probs = fields.whole(body, "n_probs", 0, 0, 1024) or None
-    constraint, progress = fields.constraint(body), fields.flag(body, "return_progress") and fields.flag(body, "stream")
+    n_probs, constraint, progress = read_options(body)
     every_step = fields.flag(body, "speculation")
     response_fields(body)
     return [
@@ -48,6 +52,12 @@ def _read(context: Context, body: Mapping[str, Any], key: str) -> tuple[list[Ask
         for ids in served.text_ids(body["prompt"])
         for ask in sequence_asks(served, body, ids, n_probs, constraint, key, progress, every_step)
     ], n_probs
+
+
+def read_options(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, str] | None, bool]:
+    """How many log probabilities of each token are told, None for none; the constraint; whether the progress of the prompt is told."""
+    told = fields.flag(body, "return_progress") and fields.flag(body, "stream")
+    return fields.whole(body, "n_probs", 0, 0, 1024) or None, fields.constraint(body), told
 
 
 def response_fields(body: Mapping[str, Any]) -> list[str]:

@@ -90,7 +90,7 @@ def progress(answer: Answer, read: int) -> dict[str, Any]:
 async def chat(context: Context, request: Request) -> Response:
     body = request.json()
     stream, options = fields.flag(body, "stream"), _Stream(body)
-    plan = await context.in_pool(read_chat, context.served, body, request.key)
+    plan = await context.prepared(request, read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     frame = _Frame(context, "chat.completion.chunk" if stream else "chat.completion", _identifier())
     if stream:

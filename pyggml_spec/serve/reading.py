@@ -4,9 +4,11 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from ..events import End
+from ..text.renderer import RENDERER, Late
 from . import fields
 from .answer import Answer, Delta
 from .errors import api_error
@@ -20,7 +22,11 @@ R = TypeVar("R")
 
 
 SMALL = 1024  # bytes of a request that is read at once: encoding takes 0.2 ms of the event loop, a thread's turn two times 0.1 to 0.2 ms
-SLOW = {"grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy"}  # compiled, which may take a second
+RENDERING = (
+    0.003  # seconds that the event loop waits for a template, which takes 0.1 ms as a rule; what takes longer is asked again by a thread
+)
+SLOW = {"grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "tools", "text", "output_config", "output_format"}
+"""Fields of what is compiled, which may take a second."""
 
 
 class Context:
@@ -35,9 +41,10 @@ class Context:
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
 
     async def prepared(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """``function``, which reads a request without a template: in a thread if that could take long, or else here, where the first token waits less."""
+        """``function``, which reads a request and changes nothing: in a thread if that could take long, or else here, where the first token waits less."""
         if len(request.body) <= SMALL and not SLOW & request.json().keys():
-            return function(*args, **kwargs)
+            with suppress(Late), RENDERER.hurried(RENDERING):
+                return function(*args, **kwargs)
         return await self.in_pool(function, *args, **kwargs)
 
 

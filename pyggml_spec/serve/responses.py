@@ -24,7 +24,7 @@ async def create(context: Context, request: Request) -> Response:
     for name, known in _NESTED.items():
         request.unknown += [f"{name}.{inner}" for inner in fields.mapping(request.json(), name) if inner not in known]
     request.unknown += [f"tools: {tool.get('type')}" for tool in request.json().get("tools", []) if tool.get("type") != "function"]
-    plan = await context.in_pool(read_chat, context.served, body, request.key)
+    plan = await context.prepared(request, read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     shown = _Shown(context, body)
     if fields.flag(body, "stream"):

@@ -37,6 +37,7 @@ class ServeOptions:
         names: of the model, the first one is its id.
         thinking: True or False for templates that can think; None leaves it to them.
         reasoning: whether reasoning is told apart from the content ("auto") or left in it ("none").
+        suffix_first: whether what is filled in is asked for with the suffix in front of the prefix.
     """
 
     names: tuple[str, ...] = ()
@@ -50,6 +51,7 @@ class ServeOptions:
     show_slots: bool = True
     page: bool = True
     prefill_assistant: bool = True
+    suffix_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,10 @@ class Served:
             raise ApiError(400, f"the {name} has to be a text, a list of token ids, or a list of such", param=name)
         ids: list[int] = []
         for i, part in enumerate(prompt):
-            ids += [part] if isinstance(part, int) else self.tokenizer.encode(self._short(part, name), special=True, bos=i == 0)
+            ids += [part] if isinstance(part, int) else self.tokenizer.encode(self.short(part, name), special=True, bos=i == 0)
         return self.checked(ids, name)
 
-    def _short(self, text: str, name: str) -> str:
+    def short(self, text: str, name: str) -> str:
         """The text itself, unless even tokens of the greatest length would be too many: to encode megabytes takes a thread of two many seconds.
 
         Raises:
@@ -157,7 +159,7 @@ class Served:
     ) -> Prompt:  # fmt: skip
         """A conversation as the model's template writes it; ``prefix`` begins the assistant's turn. Errors as of ``ChatTemplate.encode``."""
         given: dict[str, Any] = {"thinking": thinking, "tools": tools or None, "variables": variables}
-        self._short(
+        self.short(
             "".join(m["content"] for m in messages if m.get("role") != "assistant" and isinstance(m.get("content"), str)), "messages"
         )
         ids = self.template.encode(self.tokenizer, messages, add_generation_prompt=open_turn, **given)

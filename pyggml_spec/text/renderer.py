@@ -3,6 +3,7 @@
 import atexit
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import TemplateError
@@ -19,11 +21,16 @@ START_SECONDS = 60.0
 WALL_SECONDS = 60.0  # for a child that waits instead of computing; processor time is what is limited
 WATCH_SECONDS = 0.02
 MIB = 1 << 20
+AT_ONCE = 1 << 16  # bytes of a question in haste: a socket takes them without waiting for its other end
 WATCHED = sys.platform != "linux"  # elsewhere the kernel's limit of address space cannot be relied on: this process looks at the child's
 
 
 class Stopped(Exception):
     """A limit that a rendering went over; the message completes "it was stopped: "."""
+
+
+class Late(Exception):
+    """A rendering takes longer than whoever asks can wait; asked again without haste it is answered."""
 
 
 class _Died(Exception):
@@ -47,6 +54,8 @@ class _Child:
                 ours.close()
                 raise
         self.socket, self.ready = ours, False
+        self.owes = False  # the answer to a question that nobody waits for any more
+        self._line = bytearray()  # what has come of an answer
 
     def end(self) -> int:
         """Its exit status, after it was ended if it was not."""
@@ -59,7 +68,7 @@ class _Child:
         self.socket.close()
         self.process.returncode = 0
 
-    def ask(self, limits: dict, body: bytes) -> dict:
+    def ask(self, limits: dict, body: bytes, patience: float | None = None) -> dict:
         watched = limits["memory"] if WATCHED else None
         told = json.dumps(limits | {"memory": None} if WATCHED else limits).encode()
         if not self.ready:
@@ -69,10 +78,22 @@ class _Child:
             self.socket.sendall(b"%b\n%b\n" % (told, body))
         except TimeoutError:
             raise Stopped(_SILENT) from None
-        return self._receive(WALL_SECONDS, watched)
+        if patience is None:
+            return self._receive(WALL_SECONDS, watched)
+        try:
+            return self._receive(patience, None)
+        except Stopped:
+            self.owes = True
+            raise Late from None
+
+    def settle(self) -> None:
+        """Waits for the answer that it owes, and forgets it; ConnectionError or Stopped where none comes."""
+        if self.owes:
+            self._receive(WALL_SECONDS, None)
+            self.owes = False
 
     def _receive(self, seconds: float, watched: int | None) -> dict:
-        line, deadline = bytearray(), time.monotonic() + seconds
+        line, deadline = self._line, time.monotonic() + seconds
         while not line.endswith(b"\n"):
             left = max(0.001, deadline - time.monotonic())
             self.socket.settimeout(left if watched is None else min(left, WATCH_SECONDS))
@@ -87,6 +108,7 @@ class _Child:
             if not part:
                 raise ConnectionResetError
             line += part
+        self._line = bytearray()
         return json.loads(line)
 
 
@@ -113,6 +135,8 @@ class Renderer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: _Child | None = None
+        self._latest = math.inf  # seconds that the last answer took
+        self._haste = threading.local()
         atexit.register(self._end)
         os.register_at_fork(after_in_child=self._forget)
 
@@ -125,6 +149,16 @@ class Renderer:
         with self._lock:
             self._started()
 
+    @contextmanager
+    def hurried(self, seconds: float) -> Iterator[None]:
+        """In it this thread starts no process, waits for no other thread, and ``seconds`` at most for each rendering, which raises ``Late`` where that is
+        not enough, or was not for the one before."""
+        self._haste.seconds = seconds
+        try:
+            yield
+        finally:
+            del self._haste.seconds
+
     def ask(self, request: dict, *, seconds: float, memory: int, characters: int) -> dict:
         """What sandbox.py answers to a request.
 
@@ -136,9 +170,12 @@ class Renderer:
         Raises:
             Stopped: a limit was reached.
             TemplateError: the process cannot be started, or ends for reasons of its own.
+            Late: only where this thread is ``hurried``.
         """
         body = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
         limits = {"seconds": seconds, "memory": memory, "characters": characters}
+        if (patience := getattr(self._haste, "seconds", None)) is not None:
+            return self._ask_at_once(limits, body, patience)
         with self._lock:
             for attempt in (1, 2):  # it may have been ended from outside since the last rendering
                 try:
@@ -148,10 +185,34 @@ class Renderer:
                         raise Stopped(f"it ends the process that renders it ({died})") from None
         raise AssertionError
 
-    def _ask(self, limits: dict, body: bytes) -> dict:
+    def _ask_at_once(self, limits: dict, body: bytes, patience: float) -> dict:
+        if WATCHED or len(body) > AT_ONCE or self._latest > patience or not self._lock.acquire(blocking=False):
+            raise Late
+        try:
+            if self._child is None or not self._child.ready or self._child.owes:
+                raise Late
+            return self._ask(limits, body, patience)
+        except _Died:  # from outside, most likely
+            raise Late from None
+        finally:
+            self._lock.release()
+
+    def _settled(self) -> _Child:
+        """The child, which owes nothing."""
         child = self._started()
         try:
-            reply = child.ask(limits, body)
+            child.settle()
+        except (ConnectionError, Stopped):  # what it owed was the end of it
+            self._end()
+        return self._started()
+
+    def _ask(self, limits: dict, body: bytes, patience: float | None = None) -> dict:
+        child, began, self._latest = self._settled(), time.monotonic(), math.inf
+        try:
+            reply = child.ask(limits, body, patience)
+            self._latest = time.monotonic() - began
+        except Late:
+            raise
         except ConnectionError:
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(5)

@@ -1,10 +1,26 @@
 """Tokens to text as they arrive: never half a character, never a part of a stop string."""
 
 import codecs
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from ..errors import SamplingError
+
+STOP, LENGTH = "stop", "length"
+
+
+@dataclass(frozen=True)
+class LineLimits:
+    """What editors ask of a completion. ``indent``: it ends where a line behind the first is indented by fewer characters, 0 for no limit;
+    ``seconds``: with the first line break so long after its first token, 0 for no limit."""
+
+    indent: int = 0
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.indent > 0 or self.seconds > 0
 
 
 def stop_texts(stop: Sequence[str]) -> tuple[str, ...]:
@@ -14,6 +30,9 @@ def stop_texts(stop: Sequence[str]) -> tuple[str, ...]:
     return tuple(stop)
 
 
+ANY_LINES = LineLimits()
+
+
 class TextStream:
     """Turns token bytes into text. ``push`` returns what may be shown; ``finish`` what was held back.
 
@@ -21,24 +40,37 @@ class TextStream:
     back until it is certain that it is not; ``stopped`` becomes True when a stop string is complete, and the text ends before it.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()):
+    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = (), lines: LineLimits = ANY_LINES):
         self._piece = piece
         self.stops = [s for s in stops if s]
+        self._lines = _Lines(lines) if lines else None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
+
+    @property
+    def ended(self) -> str:
+        """Why it has ended: STOP, or LENGTH by the limits of lines; "" while it goes on."""
+        return "" if not self.stopped else LENGTH if self._lines is not None and self._lines.over else STOP
 
     def push(self, token: int) -> str:
         if self.stopped:
             return ""
         self._held += self._decoder.decode(self._piece(token))
-        return self._release(final=False)
+        return self._within(self._release(final=False))
 
     def finish(self) -> str:
         if self.stopped:
             return ""
         self._held += self._decoder.decode(b"", final=True)
-        return self._release(final=True)
+        return self._within(self._release(final=True))
+
+    def _within(self, text: str) -> str:
+        if self._lines is None:
+            return text
+        text = self._lines.cut(text)
+        self.stopped |= self._lines.over
+        return text
 
     def _release(self, final: bool) -> str:
         if not self.stops:
@@ -62,24 +94,48 @@ class TextStream:
         return 0
 
 
+class _Lines:
+    """Follows a text line by line. ``over``: a limit is reached."""
+
+    def __init__(self, limits: LineLimits) -> None:
+        self._limits, self.over = limits, False
+        self._until = 0.0
+        self._indent = -1  # of the line so far, -1 where it is known to be enough, or is the first one
+
+    def cut(self, text: str) -> str:
+        """As much of the text that comes next as is within the limits."""
+        now = time.monotonic() if self._limits.seconds else 0.0
+        self._until = self._until or now + self._limits.seconds
+        for i, character in enumerate(text):
+            if self._indent >= 0 and character in " \t":
+                self._indent += 1
+                continue
+            if 0 <= self._indent < self._limits.indent:
+                self.over = True
+                return text[:i]
+            self._indent = 0 if character == "\n" else -1
+            self.over |= character == "\n" and now > self._until
+        return text
+
+
 class BlockText:
     """The text of a sequence that comes out in blocks.
 
-    With stop texts each token's text is made when ``completes`` is asked about it, which is before the next one is chosen; without, when
+    With stop texts, or limits of its lines, each token's text is made when ``completes`` is asked about it, which is before the next one is chosen; without, when
     ``take`` is asked for the block, which need not hold up the next step (4 us per token).
 
     Attributes:
-        completes: (token) -> whether a stop text is complete with it; None where there are no stop texts.
+        completes: (token) -> why the text ends with it, STOP or LENGTH, or ""; None where nothing of the kind can end it.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = ()):
-        self._text = TextStream(piece, stops)
+    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = (), lines: LineLimits = ANY_LINES):
+        self._text = TextStream(piece, stops, lines)
         self._made: deque[str] = deque()  # of tokens that were asked about and not taken yet
-        self.completes = self._completes if self._text.stops else None
+        self.completes = self._completes if self._text.stops or lines else None
 
-    def _completes(self, token: int) -> bool:
+    def _completes(self, token: int) -> str:
         self._made.append(self._text.push(token))
-        return self._text.stopped
+        return self._text.ended
 
     def take(self, block: Sequence[int]) -> str:
         """What may be shown of the next ``block`` of tokens."""

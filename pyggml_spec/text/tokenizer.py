@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,6 +64,17 @@ def _check_tokens(file: GGUFFile, model: str, tokens: StringArray) -> None:
         missing = next((b for b in range(256) if b"<0x%02X>" % b not in seen and bytes([b]) not in seen), None)
         if missing is not None:
             raise GGUFError(f"{file.path} has no token for the byte {missing:#04x}, without which text cannot be encoded; convert it again")
+
+
+class Fim(NamedTuple):
+    """Control tokens between which a model that was taught to fill in finds what is there: what comes before the gap, what comes behind it, where its
+    text begins; in front of them the name of a repository, and of each file. None: the vocabulary has none."""
+
+    prefix: int | None
+    suffix: int | None
+    middle: int | None
+    repository: int | None
+    file: int | None
 
 
 class Tokenizer:
@@ -173,6 +185,12 @@ class Tokenizer:
             texts = {text_of(lib.llama_vocab_get_text(self.vocab, i)): i for i in ids}
             self._control = {text: i for text, i in texts.items() if text}
         return self._control
+
+    def fim(self) -> "Fim":
+        """The tokens of filling in, of those that the vocabulary has."""
+        names = ("pre", "suf", "mid", "rep", "sep")
+        ids = [getattr(lib, f"llama_vocab_fim_{name}")(self.vocab) for name in names]
+        return Fim(*(i if 0 <= i < self.n_vocab else None for i in ids))
 
     @property
     def bos(self) -> int | None:

@@ -14,7 +14,10 @@ from pyggml_spec.sampling.sampler import Sampling
 from pyggml_spec.serve import jobs
 from pyggml_spec.serve.answer import timings
 from pyggml_spec.serve.errors import ApiError
+from pyggml_spec.serve.http import Request
 from pyggml_spec.serve.jobs import AHEAD, Ask, Queue, QueueLimits
+from pyggml_spec.serve.reading import SMALL, Context
+from pyggml_spec.text.renderer import RENDERER, Late
 
 
 class Engine:
@@ -62,6 +65,32 @@ async def read_all(got):
     while not items or not isinstance(items[-1], End):
         items.append((await got.read())[1])
     return items
+
+
+def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_waiting():
+
+    async def main(pool):
+        context, here, hurries = Context(None, None, pool), threading.get_ident(), []
+
+        def read(late=False):
+            hurries.append(getattr(RENDERER._haste, "seconds", None))
+            if late and hurries[-1] is not None:
+                raise Late
+            return threading.get_ident() == here
+
+        def asked(body):
+            request = Request({"method": "POST", "path": "/v1/chat/completions", "headers": []})
+            request.body = body
+            return request
+
+        assert await context.prepared(asked(b"{}"), read) and hurries.pop() > 0
+        assert not await context.prepared(asked(b"{}"), read, True) and hurries == [hurries[0], None]
+        assert not await context.prepared(asked(b'{"tools": []}'), read) and not await context.prepared(
+            asked(b"{" + b" " * SMALL + b"}"), read
+        )
+
+    with ThreadPoolExecutor(1) as pool:
+        asyncio.run(main(pool))
 
 
 def test_what_comes_before_the_handle_is_not_lost():

@@ -126,9 +126,10 @@ def test_the_server_about_itself(server):
     asked, tools = {"messages": [{"role": "user", "content": "x"}]}, [{"type": "function", "function": {"name": name}} for name in "ab"]
     allowed = {"type": "allowed_tools", "tools": tools[1:]}
     shown = [
-        server.ok("/apply-template", **asked, tools=tools[i:], tool_choice=c)["prompt"] for i, c in ((0, allowed), (1, "auto"), (0, "auto"))
+        server.ok("/apply-template", **asked, tools=tools[i:], tool_choice=c)["prompt"]
+        for i, c in ((0, allowed), (1, "auto"), (0, "auto"), (0, "none"), (2, "auto"))
     ]
-    assert shown[0] == shown[1] != shown[2]  # as chats mean it
+    assert shown[0] == shown[1] != shown[2] != shown[3] == shown[4]  # as chats mean it
     counted = server.ok("/v1/chat/completions/input_tokens", messages=[{"role": "user", "content": "hello"}])["input_tokens"]
     assert counted == len(server.ok("/tokenize", content=rendered, add_special=True)["tokens"])
     pieces = server.ok("/tokenize", content="a 媽 🤗", with_pieces=True)["tokens"]
@@ -161,7 +162,7 @@ def test_metrics_are_what_requests_came_to(server):
     "method, path, status",
     [
         ("GET", "/nowhere", 404), ("POST", "/nowhere", 404), ("GET", "/completion", 405), ("POST", "/props", 405), ("DELETE", "/v1/models", 405),
-        ("POST", "/v1/embeddings", 501), ("POST", "/infill", 501), ("POST", "/lora-adapters", 501),
+        ("POST", "/v1/embeddings", 501), ("POST", "/rerank", 501), ("POST", "/lora-adapters", 501),
     ],
 )  # fmt: skip
 def test_paths_that_are_not_there(server, method, path, status):

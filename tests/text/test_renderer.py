@@ -13,7 +13,7 @@ import pytest
 
 from pyggml_spec.errors import TemplateError
 from pyggml_spec.text import renderer
-from pyggml_spec.text.renderer import MIB, RENDERER
+from pyggml_spec.text.renderer import MIB, RENDERER, Late
 from pyggml_spec.text.template import MEMORY_PER_CHARACTER, OWN_CHARACTERS, OWN_MEMORY, SECONDS, ChatTemplate
 
 TALK = [{"role": "user", "content": "x"}]
@@ -75,6 +75,34 @@ def test_a_child_that_does_not_answer_is_given_up(monkeypatch):
         template.render(TALK)
     monkeypatch.undo()
     assert template.render(TALK) == "ok"
+
+
+def test_who_hurries_waits_for_nothing_and_owes_the_next_one_nothing():
+    slow = ChatTemplate("{% for i in range(99999) %}{% for j in range(9) %}{% endfor %}{% endfor %}slow")
+    other = ChatTemplate("{{ messages[0].content }}")
+    other.render(TALK)
+    with RENDERER.hurried(1.0):
+        assert other.render(TALK) == "x"
+    pid = RENDERER.pid
+    with RENDERER.hurried(0.01), pytest.raises(Late):
+        slow.render(TALK)
+    assert other.render(TALK) == "x" and RENDERER.pid == pid  # no answer to the question before it
+    slow.render(TALK)
+    with RENDERER.hurried(0.01), pytest.raises(Late):
+        other.render(TALK)  # the one before took longer
+    endless = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=0.3)
+    other.render(TALK)
+    with RENDERER.hurried(0.05), pytest.raises(Late):
+        endless.render(TALK)
+    assert other.render(TALK) == "x" and RENDERER.pid != pid  # what it owed was its end, and that is nobody else's loss
+    with RENDERER._lock, RENDERER.hurried(1.0), pytest.raises(Late):
+        other.render(TALK)
+    os.kill(RENDERER.pid, signal.SIGKILL)
+    with RENDERER.hurried(1.0), pytest.raises(Late):
+        other.render(TALK)
+    with RENDERER.hurried(1.0), pytest.raises(Late):
+        other.render(TALK)  # a process is not started either
+    assert other.render(TALK) == "x"
 
 
 def test_threads_may_render_at_once():
