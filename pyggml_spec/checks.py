@@ -1,8 +1,10 @@
 """Checks of what callers hand in. Behind Python is ggml, which ends the process on a number that is out of range, or reads what lies there."""
 
 import operator
+import os
 import reprlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from .ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)
@@ -24,6 +26,30 @@ def whole(value: Any, what: str, low: int, high: int, error: type[PyspecError] =
     if number is None or isinstance(value, bool) or not low <= number <= high:
         raise error(f"{what} is {reprlib.repr(value)}, but it has to be a whole number from {low} to {high}")
     return number
+
+
+def path(value: Any, what: str) -> Path:
+    """``value`` as a path, if it is one: a string, or what has one. Raises PyspecError."""
+    found = os.fspath(value) if hasattr(value, "__fspath__") else value
+    if not isinstance(found, str):
+        raise PyspecError(f"{what} is {reprlib.repr(value)}, but it has to be a path")
+    return Path(found)
+
+
+def numbers(values: Any, what: str) -> list[float]:
+    """``values``, if they are numbers in a row. Raises PyspecError."""
+    try:
+        if not isinstance(values, (str, bytes)):
+            return [float(value) for value in values]
+    except (TypeError, ValueError):
+        pass
+    raise PyspecError(f"{what} are {reprlib.repr(values)}, but they have to be numbers in a row")
+
+
+def either(value: Any, kind: type, what: str) -> None:
+    """Raises PyspecError unless ``value`` is None or a ``kind``."""
+    if value is not None and not isinstance(value, kind):
+        raise PyspecError(f"{what} is {reprlib.repr(value)}, but it has to be {kind.__name__} or None")
 
 
 def token_ids(tokens: Iterable[int], n_vocab: int, what: str = "the prompt") -> np.ndarray:

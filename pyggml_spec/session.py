@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
 from .arguments import GenerateOptions, RequestOptions
-from .checks import token_ids, whole
+from .checks import either, numbers, path, token_ids, whole
 from .concurrent import ConcurrentSession
-from .decode.calibrate import cached_costs, cached_kinds, step_cost
+from .decode.calibrate import cached_costs, cached_kinds, plain_cost
 from .decode.confidence import Confidence
 from .decode.copying import settle
 from .decode.lookup import LookupControl
@@ -388,6 +388,7 @@ class Session:
         disk = PREFIX_DISK if disk is None else whole(disk, "the space for the prefix cache's files", 0, MOST_BYTES, PyspecError)
         if folder is None:
             return None
+        folder = path(folder, "the folder of the prefix cache (`prefix_cache`)")
         layout = layout_of(engine, versions(), lambda what, done, total: progress(f"identity of the {what}", done, total), shared)
         files = PrefixFiles(folder, layout, disk)
         self.notes += [note for note in files.notes if note not in self.notes]
@@ -777,7 +778,7 @@ class Session:
                 self._parts.remove(part)
 
     def calibrate_plain(self, steps: int = 12) -> float:
-        """Milliseconds of one plain decode step of this target on this device: the median of at most ``steps`` that run now.
+        """Milliseconds that plain decoding takes per token here and now, the host's work around each step included: the median of at most ``steps`` steps.
 
         Forgets the sequence. Slow steps are measured for about half a second only.
 
@@ -787,7 +788,7 @@ class Session:
         self._check_own()
         steps = whole(steps, "the number of steps", 1, 1 << 20)
         with self._turns.alone():
-            return step_cost(self.engine, 1, most=steps)
+            return plain_cost(self.scheduler, steps)
 
     def _kv_types(self) -> str:
         kv, draft_kv = self.engine.options.kv, self.engine.options.draft_kv
@@ -885,7 +886,10 @@ def check_offload(rows: int | str | None, chunk: int) -> int | str | None:
 
 def draft_files(draft: "str | Path | Sequence[str | Path] | None") -> tuple[Path, ...]:
     """The drafters' files that a caller named."""
-    return () if draft is None else (Path(draft),) if isinstance(draft, (str, Path)) else tuple(map(Path, draft))
+    named: Sequence[Any] = (
+        () if draft is None else draft if isinstance(draft, Sequence) and not isinstance(draft, (str, bytes)) else (draft,)
+    )
+    return tuple(path(one, "the drafter (`draft`)") for one in named)
 
 
 def demo_drafters(spec: Methods) -> tuple[Path, ...]:
@@ -961,6 +965,9 @@ def load(
         if not DEMO_TARGET.exists():
             raise PyspecError("this installation has no embedded pair; name a target with `target`")
         target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec, draft_vocab))
+    either(experts, ExpertOptions, "`experts`")
+    tensor_split = None if tensor_split is None else numbers(tensor_split, "the proportions (`tensor_split`)")
+    either(rope, RopeOptions, "`rope`")
     if not graphs:
         disable_graph_replay()
     session = Session()
@@ -973,7 +980,7 @@ def load(
         }
         prefix = (prefix_cache, prefix_memory, prefix_disk)
         return session._load(
-            Path(target),
+            path(target, "`target`"),
             draft_files(draft),
             device,
             threads,

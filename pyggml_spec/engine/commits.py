@@ -1,5 +1,6 @@
 """What steps left to be done later: accepted rows of blocks are folded into the recurrent states, and the drafter catches up with plain tokens."""
 
+import time
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -14,7 +15,7 @@ class Commits:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._delta, self._ring = parts, parts.delta, parts.ring
-        self.catch_ups = 0  # graphs that caught up so far
+        self.catch_ups = self.catch_up_us = 0  # graphs that caught up so far, and microseconds of them
 
     def before_rows(self, slots: Collection[int], covered: SlotRange, plain: bool) -> None:
         """Rows of these ``slots`` that are certain, ``plain`` tokens or chunks, are about to be written into the states."""
@@ -117,7 +118,7 @@ class Commits:
 
     def _catch_up(self, method: str, counts: Mapping[int, int]) -> None:
         """The first rows of each of these slots that wait, at most a batch."""
-        p, ring = self._parts, self._ring
+        p, ring, began = self._parts, self._ring, time.perf_counter_ns()
         assert p.draft_kv is not None and ring is not None
         covered = covering(counts, len(p.slots))
         width = next(w for w in ring.catch_ups if max(counts.values()) <= w)
@@ -126,7 +127,7 @@ class Commits:
         for i, slot in enumerate(covered.slots):
             own, count = slice(i * width, (i + 1) * width), counts.get(slot, 0)
             first = p.slots[slot].cursor.committed - self._waiting(method, slot)
-            at = ring.at(first, width, slot)
+            at = ring.at(first, width, slot).copy()
             at[count:] = at[max(count - 1, 0)]  # rows of trash are computed of real ones: NaN among what was left there would stay
             host["ring_at"][own] = at
             host["positions"][own] = first + np.arange(width)
@@ -145,3 +146,4 @@ class Commits:
                 p.boundary.at[slot] = 0
             ring.computed(method, count, slot)
         self.catch_ups += 1
+        self.catch_up_us += (time.perf_counter_ns() - began) // 1000

@@ -105,7 +105,7 @@ class Engine:
 
     def candidates(self, row: int, slot: int = 0) -> tuple[np.ndarray | None, np.ndarray]:
         """What may come after ``row`` of the slot's last work (of a prompt, after its last row): I32 token ids (None: all of the vocabulary)
-        and F32 logits. Valid until ``accept`` or the next step."""
+        and F32 logits. To be asked before ``accept`` and the next step."""
         return self._candidates.after(row, slot)
 
     @property
@@ -404,6 +404,11 @@ class Engine:
     def catch_ups(self) -> int:
         """Graphs so far that computed rows which drafters lacked."""
         return self._commits.catch_ups
+
+    @property
+    def catch_up_us(self) -> int:
+        """Microseconds that they took."""
+        return self._commits.catch_up_us
 
     @property
     def forwards(self) -> int:

@@ -285,6 +285,8 @@ class StepGraphs(GraphStore):
             g.expand(k)  # now: between rope and row write it would keep ggml-cuda from fusing them
             g.expand(v)
             views[i] = views[i]._replace(k=k, v=v)
+            if (indexer := views[i].indexer) is not None:
+                views[i] = views[i]._replace(indexer=g.slots(indexer, covered.first, covered.count))
         return tuple(views)
 
     def _own_caches(self, g: Graph, kv: KVCache) -> range:

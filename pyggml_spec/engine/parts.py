@@ -145,7 +145,7 @@ class Parts:
             weights.enter(len(self.segments) - 1)
             delta = self._own(DeltaState([home], replace(shape, layers=first[1]), opt.width, opt.slots, self.planned))
         there = SequenceMemory(kv, None, delta, shapes, window, first=first)
-        return Guests(kv, delta, there, SequenceMemory(self.kv, None, self.delta, shapes, window, first=first))
+        return Guests(kv, delta, there, SequenceMemory(self.kv, None, self.delta, shapes, window, first=first), opt.slots)
 
     def drop_guests(self) -> None:
         """Frees what was kept for chunks that compute with copies of layers. No graph over it may be left."""

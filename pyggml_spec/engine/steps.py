@@ -101,7 +101,9 @@ class Steps:
         if more and self._graphs.split and self._parts.io.lane is None:
             return self._ahead_of(role, width, work, rows, covered, meanwhile, *copies)
         step, times = self.rows(role, work, rows, covered, width, meanwhile, *copies)
-        return self._of_certain(step, width, work, rows, covered, times)
+        results = self._of_certain(step, width, work, rows, covered, times)
+        self._agree(covered, copies)
+        return results
 
     def _of_certain(
         self, step: Step, width: int, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, times: StepTimes
@@ -116,6 +118,12 @@ class Steps:
             finite = sound or step.finite_rows(at, 1)
             out[slot] = StepResult(tokens, ids[at : at + 1], True, self._sound(slot, finite), times)
         return out
+
+    def _agree(self, covered: SlotRange, more: tuple[Any, ...]) -> None:
+        """What the guests of a step left counts now."""
+        if (guests := self._parts.guests) is not None and STREAMED in more:
+            for slot in covered.slots:
+                guests.agree(slot, self._slots[slot].cursor)
 
     def _expect(self, more: bool) -> None:
         """Whether another chunk of a prompt comes behind the next one."""
@@ -141,6 +149,7 @@ class Steps:
             s.folded()
             s.row = 0
             out[slot] = StepResult(np.empty(0, np.int32), np.empty(0, np.int32), True, True, times)
+        self._agree(covered, more)
         return out
 
     def rows(
@@ -161,8 +170,8 @@ class Steps:
         had = [(slot, self._slots[slot].cursor.committed) for slot in covered.slots]
         if guests is not None:
             self._parts.arrive()
-            for slot, n in had:
-                guests.bring(slot, n)
+            for slot in covered.slots:
+                guests.bring(slot, self._slots[slot].cursor)
         times = self._run(step, role, width, covered, longest, meanwhile, *more, ahead=ahead and guests is None)
         if guests is not None:
             for slot, n in had:

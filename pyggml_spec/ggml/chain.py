@@ -80,6 +80,9 @@ class ChainGraph(Graph):
         if self._chain == ffi.NULL:
             raise EngineError(text(self._err))
 
+    def capture(self) -> None:
+        """Left to its calls: a lane's thread may be using the devices."""
+
     @property
     def chain(self) -> Any:
         """C's handle, after ``plan``."""

@@ -1,6 +1,7 @@
 """Devices of the ggml registry, and the backend (a stream on one device) that a model runs on."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -249,13 +250,15 @@ class Backend:
                 i += 1
         return found
 
-    def multiplies_right(self, buffer_type: BufferType, ggml_type: int, n_in: int) -> bool:
-        """Whether products by matrices of ``n_in`` inputs are what they should be in this buffer type.
+    def multiplies_right(self, buffer_type: BufferType, ggml_type: int, shape: Sequence[int]) -> bool:
+        """Whether products by weights of this shape, in ggml order, are what they should be in this buffer type.
 
         ggml's AMX kernel adds a product of 32 rows and one block of 32 inputs to what lay in the memory of the result (patches/0012): NMSE of
-        the logits 0.004 to 0.3, or NaN.
+        the logits 0.004 to 0.3, or NaN. Of a stack of matrices it says that it takes them, packs the first, and reads behind it for the others.
         """
-        return text(lib.ggml_backend_buft_name(buffer_type)) != "AMX" or n_in > 32 or lib.ggml_blck_size(ggml_type) != n_in
+        if text(lib.ggml_backend_buft_name(buffer_type)) != "AMX":
+            return True
+        return (shape[0] > 32 or lib.ggml_blck_size(ggml_type) != shape[0]) and all(n == 1 for n in shape[2:])
 
     @property
     def traffic(self) -> "Traffic | None":

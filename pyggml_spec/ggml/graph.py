@@ -14,6 +14,7 @@ from .shapes import F32, I32, I64, inside, multiplies, part, repeats, require, r
 
 NODES = 16384  # structs only: about 6 MB of arena per graph
 SPARE = 1024  # more than a model makes between two calls of ``expand``
+_PACKED_OUTPUTS = 32  # what ggml's packing kernels of CPUs take at a time, at most
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,17 @@ class Graph:
             return self._packed_matmul(weight, x)
         require(multiplies(weight, x), "matmul", weight=weight, x=x)
         return lib.ggml_mul_mat(self.ctx, weight, x)
+
+    def apart(self, weight: Tensor, count: int) -> int:
+        """The least number of outputs, from ``count`` on, with which ``outputs`` gives a matrix that can be multiplied.
+
+        ggml's CPU kernels that pack weights for themselves do so by 4 to 32 outputs. A part that ends elsewhere they take for weights as they are, or
+        they leave the end out, and write to stderr that they do (AMX): drafts of ``draft_vocab`` were random, and nothing but acceptance said so.
+        """
+        if isinstance(weight, Packed) or self.role.backend.device.kind != "cpu":
+            return count
+        as_they_are = lib.ggml_backend_buft_is_host(lib.ggml_backend_buffer_get_type(weight.buffer))
+        return count if as_they_are else min(-(-count // _PACKED_OUTPUTS) * _PACKED_OUTPUTS, weight.ne[1])
 
     def outputs(self, weight: Tensor, count: int) -> Tensor:
         """The first ``count`` outputs of a matrix [n_in, n_out], as a view."""
@@ -226,6 +238,10 @@ class Graph:
             return lib.pgs_norm(self.ctx, level, x, weight, ffi.NULL, eps)
         return self.mul(lib.ggml_rms_norm(self.ctx, x, eps), weight)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the innermost dimension."""
+        return self.add(self.mul(lib.ggml_norm(self.ctx, x, eps), weight), bias)
+
     def gated_norm(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
         """x F32 [D, H, T] as in ``rms_norm``, times silu(gate), F32 [D * H, T] -> F32 [D * H, T]."""
         size, heads, rows = x.ne[0], x.ne[1], x.ne[2]
@@ -291,6 +307,33 @@ class Graph:
         """F32 [n, T] -> I32 [k, T], the places of the k largest values, largest first."""
         require(0 < k <= x.ne[0], "top_k", x=x, k=k)
         return lib.ggml_argsort_top_k(self.ctx, x, k)
+
+    def index_scores(self, q: Tensor, cache: Tensor, weights: Tensor, mask: Tensor, span: int) -> Tensor:
+        """What an indexer gives each of the first ``span`` rows of its cache: sum over heads of weight * max(q . row, 0), plus the mask.
+
+        q F32 [n, H, T], cache [n, rows (, slots)], weights F32 [H, T], mask as of ``span_mask`` -> F32 of the mask's shape.
+        """
+        slots, count = mask.ne[3], q.ne[2]
+        fits = q.type == weights.type == F32 and q.ne[0] == cache.ne[0] and list(weights.ne)[:3] == [q.ne[1], count, 1] and q.nb[0] == 4
+        fits = fits and part(cache, 1, 0, span) and mask.ne[0] == span and mask.ne[1] * slots == count and slots <= cache.ne[2]
+        require(fits, "index_scores", q=q, cache=cache, weights=weights, mask=mask, span=span)
+        each = count // slots
+        k = lib.ggml_view_4d(self.ctx, cache, cache.ne[0], 1, span, slots, cache.nb[1], cache.nb[1], cache.nb[2], 0)
+        q = lib.ggml_view_4d(self.ctx, q, q.ne[0], q.ne[1], each, slots, q.nb[1], q.nb[2], q.nb[2] * each, 0)
+        step = weights.nb[1]
+        weights = lib.ggml_view_4d(self.ctx, weights, weights.ne[0], each, 1, slots, step, step * each, step * each, 0)
+        return lib.ggml_lightning_indexer(self.ctx, q, k, weights, mask)
+
+    def best_of_mask(self, mask: Tensor, scores: Tensor, k: int) -> Tensor:
+        """mask F16 [span, T, 1, S] with -inf at all places of each row but those of the ``k`` largest scores, which are F32 of its shape."""
+        span, count, _, slots = mask.ne
+        fits = scores.type == F32 and list(scores.ne) == list(mask.ne) and mask.ne[2] == 1 and 0 < k <= span
+        require(fits and lib.ggml_is_contiguous(mask) and lib.ggml_is_contiguous(scores), "best_of_mask", mask=mask, scores=scores, k=k)
+        chosen = self.shaped(lib.ggml_top_k(self.ctx, scores, k), k, count, slots)
+        hidden = self.shaped(lib.ggml_fill(self.ctx, mask, float("-inf")), 1, span, count, slots)
+        zeros = self.shaped(lib.ggml_fill(self.ctx, lib.ggml_view_1d(self.ctx, scores, k * count * slots, 0), 0.0), 1, k, count, slots)
+        seen = lib.ggml_set_rows(self.ctx, hidden, zeros, chosen)
+        return self.add(self.shaped(seen, span, count, 1, slots), mask)  # rows that nobody may see are among the k where fewer are visible
 
     def argmax(self, x: Tensor) -> Tensor:
         """F32 [n, T] -> I32 [T]."""
@@ -409,6 +452,10 @@ class Graph:
         lib.ggml_mul_mat_set_hint(out, lib.GGML_HINT_SRC0_IS_HADAMARD)
         return lib.ggml_reshape_3d(self.ctx, out, *x.ne[0:3])
 
+    def turned(self, x: Tensor, hadamard: Tensor) -> Tensor:
+        """F32 [D, H, T] times ``hadamard`` F32 [D, D]: by a product on CPUs, where llama.cpp's indexer makes one, by ``rotated`` elsewhere."""
+        return self.matmul(hadamard, x) if self.role.backend.device.kind == "cpu" else self.rotated(x, hadamard)
+
     def repeat(self, x: Tensor, *shape: int) -> Tensor:
         """Repeats x to a 3-D shape."""
         require(len(shape) == 3 and repeats(x, shape), "repeat", x=x, shape=shape)
@@ -497,6 +544,12 @@ class Graph:
     def plan(self) -> None:
         """Checks that the backend runs every node, plans memory, allocates. Raises EngineError with the node that it cannot run."""
         check(lib.pgs_graph_plan(self.handle, self._err), self._err)
+
+    def capture(self) -> tuple[int, int, int] | None:
+        """Has the device capture the planned graph before its first call, without running it: the microseconds that recording, instantiating and uploading
+        took. None where nothing is captured, or only within the second call. Nothing else may use the backend meanwhile."""
+        us = ffi.new("int64_t[3]")
+        return (us[0], us[1], us[2]) if lib.pgs_graph_capture(self.handle, us) else None
 
     @property
     def parts(self) -> "list[Graph]":

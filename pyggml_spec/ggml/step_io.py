@@ -113,9 +113,11 @@ class StepFields:
     Attributes:
         host, at: the fields by name, as arrays of the mirror and as C's pointers to them.
         ahead: whether the next launch is not waited for (see chain.py): another step may be launched behind it then, and nothing is read.
+        captured: whether the device captured the graph before its first launch; None: nobody asked it to.
     """
 
     ahead = False
+    captured: bool | None = None
 
     def __init__(self, io: StepIO, graph: Graph) -> None:
         self.io, self.graph = io, graph
@@ -248,9 +250,10 @@ class StepFields:
 
     def _count_replay(self, counters: ReplayCounters) -> None:
         self._calls += 1
-        if counters.count(self._calls, self._times.compute, self.graph.n_nodes) and not self._replayed:
+        if counters.count(self._calls, self._times.compute, self.graph.n_nodes, self.captured) and not self._replayed:
             self._replayed = True
             counters.captured += 1
+            counters.inside += self.captured is False
 
     def wait(self) -> StepTimes:
         """Blocks until the outputs are there (the GIL is released)."""

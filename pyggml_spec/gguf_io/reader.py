@@ -25,6 +25,7 @@ from ..errors import GGUFError
 from ..ggml.library import lib, text
 from . import split
 from .identity import Progress, content_hash
+from .watch import Watch
 
 T = TypeVar("T")
 
@@ -190,6 +191,7 @@ class GGUFFile:
                     raise GGUFError(f"{self.path} is not a GGUF file (it does not start with 'GGUF')")
                 self._opened = os.fstat(file.fileno())
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._watch = Watch(self._map, self.path)
         except FileNotFoundError:
             raise GGUFError(f"{self.path} does not exist; check the path") from None
         except (OSError, ValueError) as error:
@@ -314,9 +316,18 @@ class GGUFFile:
         return view
 
     def read(self, name: str) -> memoryview:
-        """The tensor's bytes as they lie in the file. Valid until ``close``."""
+        """The tensor's bytes as they lie in the file. Valid until ``close``.
+
+        Raises:
+            GGUFError: the file was cut since it was opened.
+        """
         info = self.tensors[name]
-        data = self._parts[info.part]._map if self._parts else self._map
+        file = self._parts[info.part] if self._parts else self
+        data, end = file._map, info.offset + info.nbytes
+        if (size := data.size()) < end:
+            raise GGUFError(
+                f"{file.path} was cut while it was read: it has {size} bytes, and the tensor {name!r} ended at {end}; fetch it again"
+            )
         return memoryview(data)[info.offset : info.offset + info.nbytes]
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
@@ -379,6 +390,8 @@ class GGUFFile:
         # numpy copies are taken above and StringArray reads on demand, so only memoryviews handed out by read() can still hold the map
         for part in self._parts:
             part.close()
+        with contextlib.suppress(AttributeError):
+            self._watch.close()
         with contextlib.suppress(AttributeError, BufferError):
             self._map.close()
 

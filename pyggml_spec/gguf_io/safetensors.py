@@ -20,6 +20,7 @@ import numpy as np
 
 from ..errors import ConvertError
 from .reader import brief
+from .watch import Watch
 
 MAX_HEADER = 16 << 20
 MAX_TENSORS = 1 << 16
@@ -79,6 +80,7 @@ class SafetensorsFile:
                 raise ConvertError(f"{self.path} is not a file; name a safetensors file")
             with open(self.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._watch = Watch(self._map, self.path)
         except (OSError, ValueError) as error:
             raise ConvertError(f"{self.path} cannot be read: {error}") from None
         try:
@@ -153,6 +155,8 @@ class SafetensorsFile:
         return np.frombuffer(self._map, _INTEGERS[t.dtype], math.prod(t.shape), t.start).astype(np.int64).reshape(t.shape)
 
     def close(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._watch.close()
         with contextlib.suppress(AttributeError, BufferError):
             self._map.close()
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from ..checks import whole
+from ..checks import either, numbers, path, whole
 from ..decode.methods import Methods, methods
 from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.engine import Engine
@@ -305,13 +305,15 @@ def plan(
         if draft is not None:
             raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
         target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec, draft_vocab))
+    either(experts, ExpertOptions, "`experts`")
+    tensor_split = None if tensor_split is None else numbers(tensor_split, "the proportions (`tensor_split`)")
     prefix_memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
     kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
     options = {"chunk": chunk, "kv": kv, "draft_kv": draft_kv}
     return _plan_on(
         device,
         tensor_split,
-        Path(target),
+        path(target, "`target`"),
         draft_files(draft),
         threads,
         kernels,

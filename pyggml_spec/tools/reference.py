@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,20 @@ from ..ggml.device import Device, devices
 from ..ggml.library import FITNESS, ffi, lib
 from ..memory.kv_types import KVTypes
 from ..models.rope import KINDS, RopeOptions
+
+PER_HEAD = ffi.new("char[]", rb"attn_[kv]_b\.weight$")  # stacks of matrices
+
+
+def stacks_as_they_are() -> Any:
+    """Overrides of ``llama_model_params`` with which llama.cpp repacks no stack of matrices.
+
+    ggml's AMX kernels say that they take those, and end the process over the first permuted rows (patches/0012). Where the CPU's own type of memory
+    is asked for, llama.cpp looks for such kernels all the same; that of a caller's memory it takes at its word.
+    """
+    buffer = lib.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", 4096), 0)  # nobody looks there
+    plain = lib.ggml_backend_buffer_get_type(buffer)
+    lib.ggml_backend_buffer_free(buffer)
+    return ffi.new("struct llama_model_tensor_buft_override[2]", [(PER_HEAD, plain)])  # ends where the pattern is NULL
 
 
 class LlamaReference:
@@ -29,10 +44,14 @@ class LlamaReference:
         params = lib.llama_model_default_params()
         here = device.kind not in ("cpu", "rpc")  # of a worker, the processor of this machine is the reference
         params.n_gpu_layers = -1 if here else 0
-        params.use_extra_bufts = not FITNESS.refused  # all of them or none
+        # all of them or none; a worker computes with weights as the file has them
+        params.use_extra_bufts = device.kind != "rpc" and not FITNESS.refused
         if here:
             gpus = [d.name for d in devices() if d.kind in ("gpu", "igpu")]
             params.split_mode, params.main_gpu = lib.LLAMA_SPLIT_MODE_NONE, gpus.index(device.name)
+        else:
+            overrides = stacks_as_they_are()
+            params.tensor_buft_overrides = overrides
         self._model = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise ModelError(f"llama.cpp cannot load {path}, so there is nothing to compare with")
