@@ -30,7 +30,7 @@ from .events import End, StepEvent
 from .ggml.device import give_back_threads
 from .ggml.library import versions
 from .sampling.sampler import Sampler, Sampling
-from .text.stream import BlockText, stop_texts
+from .text.stream import ANY_LINES, BlockText, LineLimits, stop_texts
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -316,6 +316,7 @@ class ConcurrentSession:
         reuse: bool = True,
         progress: bool = False,
         synthetic: SyntheticAcceptance | None = None,
+        lines: LineLimits = ANY_LINES,
         sink: Callable[[StepEvent | End], object] | None = None,
     ) -> Handle:
         """Queues a request, from any thread; it starts when a slot is free. Arguments as of ``Session.steps``, and:
@@ -325,6 +326,7 @@ class ConcurrentSession:
             reuse: False computes all of the prompt, whatever others have left.
             progress: also events without text while the prompt is read, whose ``prompt_read`` says how far it is.
             synthetic: of this request alone.
+            lines: limits of the text's lines, for editors.
             sink: gets the events and then an ``End``, in the place of a reader of the handle. It is called in the thread of the steps, so it has
                 to return at once.
 
@@ -336,7 +338,7 @@ class ConcurrentSession:
         engine = self._scheduler.engine
         ids, stop = self._prompt_ids(prompt, special), stop_texts(stop)
         forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self._scheduler.drafts else PLAIN)
-        text = BlockText(self._tokenizer.piece, stop)
+        text = BlockText(self._tokenizer.piece, stop, lines)
         options = LoopOptions(
             max_tokens,
             mode,

@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -16,6 +17,8 @@ from ..files import make_private, replacing
 from ..folders import cache_folder
 from ..ggml.device import graph_replay_enabled, kernels_in_use, waited_for_core
 from ..ggml.library import versions
+from .request import PLAIN, LoopOptions
+from .scheduler import Scheduler
 from .stats import MUCH_WAITING
 from .width import Kind
 
@@ -100,6 +103,32 @@ def step_cost(
         raise ContextError(f"a context of {engine.options.n_ctx} holds no step of {width} rows that could be measured; raise it")
     engine.reset()
     return 1000 * statistics.median(runs[WARMUP:] or runs)
+
+
+def plain_cost(scheduler: Scheduler, most: int = MOST) -> float:
+    """Milliseconds of a token of plain decoding as texts get it: the mean of at most ``most`` steps, all that the host does around them included. Forgets
+    the sequence.
+
+    Where a step of the embedded pair takes 0.78 ms by ``step_cost``, this says 0.84 to 0.91 and its texts take 0.86 to 0.95 per token: compared with steps
+    alone, speculation that lost nothing seemed to lose 15 %.
+    """
+    engine, runs = scheduler.engine, list[float]()
+    engine.reset()
+    most *= PLAIN_MORE if most == MOST else 1
+    options = LoopOptions(WARMUP + most + 1, PLAIN, engine.options.width, ignore_end=True, reuse=False)
+    with closing(scheduler.submit(START[: max(1, engine.options.n_ctx - 1)], options, slot=0)) as stream:
+        next(stream)  # behind the prompt
+        started = last = time.perf_counter()
+        for _ in stream:
+            now = time.perf_counter()
+            runs.append(now - last)
+            last, spent = now, now - started
+            if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= WARMUP + 3):
+                break
+    engine.reset()
+    if not runs:
+        raise ContextError(f"a context of {engine.options.n_ctx} holds no plain step that could be measured; raise it")
+    return 1000 * statistics.fmean(runs[WARMUP:] or runs)
 
 
 def cost_key(engine: Engine, widths: tuple[int, ...] | tuple[Kind, ...], given: bool = False) -> str:

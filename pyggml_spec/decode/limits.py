@@ -17,12 +17,12 @@ class Limits:
         reason: why the sequence ended with the last of them: STOP, END, LENGTH or CONTEXT, the first that holds; empty while it goes on.
     """
 
-    def __init__(self, max_tokens: int | None, is_end: Callable[[int], bool], completes: Callable[[int], bool] | None = None):
+    def __init__(self, max_tokens: int | None, is_end: Callable[[int], bool], completes: Callable[[int], str] | None = None):
         """
         Args:
             max_tokens: at most so many; None for as many as the context holds.
             is_end: whether a token ends the text.
-            completes: whether a stop text is complete with this token, behind those that it was asked about before.
+            completes: why the text ends with this token, behind those that it was asked about before: STOP, LENGTH, or "" where it goes on.
         """
         self._max_tokens, self._is_end, self._completes = max_tokens, is_end, completes
         self._last = 1  # tokens that the context has room for; the last one is never computed
@@ -41,8 +41,8 @@ class Limits:
     def passes(self, token: int) -> bool:
         """Counts ``token``; whether another one may follow it."""
         self.emitted += 1
-        if self._completes is not None and self._completes(token):
-            self.reason = STOP
+        if self._completes is not None and (why := self._completes(token)):
+            self.reason = why
         elif self._is_end(token):
             self.reason = END
         elif self.emitted == self._max_tokens:

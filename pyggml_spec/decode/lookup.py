@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ..engine.options import MOST_SLOTS
 from .confidence import as_of_one
 from .suffix import LOOKUPS, SuffixDrafts, SuffixPool
 
@@ -20,6 +21,7 @@ COST_RATE = 0.1  # weight of one step in the running cost of its rows
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand
 LONG_RATE = 0.02  # that beyond twice what was measured: behind long texts steps take that long, but some stalled ones prove nothing
 FORGET = 0.02  # of what the cost of other rows has become, per step: rows that stalled a few times would never be tried again
+FORGETS = 8  # steps together: 3 us less for each of them
 
 
 class Pace:
@@ -46,6 +48,10 @@ class Choice(NamedTuple):
     otherwise: bool
 
 
+# by sequences, where nothing is found, or nothing that is worth it: the answers of most steps of most texts
+NOTHING, PLAINLY = ([Choice([[] for _ in range(n)], otherwise) for n in range(MOST_SLOTS + 1)] for otherwise in (True, False))
+
+
 class LookupControl:
     """For the sequences of one engine.
 
@@ -60,6 +66,7 @@ class LookupControl:
         self.pool = pool or SuffixPool(LOOKUPS[method], max(self.widths, default=1) - 1)
         self._costs: dict[tuple[int, int], float] = {(1, rows): ms for rows, ms in costs.items()}
         self._seen: Counter = Counter()
+        self._steps = 0
         self._paces: dict[int, Pace] = {}
 
     def for_slots(self) -> "LookupControl":
@@ -87,26 +94,39 @@ class LookupControl:
             otherwise: tokens that each is expected to get in the step that runs otherwise, of ``rows`` rows and ``milliseconds`` (None: of a
                 width that is pinned, at any cost).
         """
-        found = [s.tokens() if s is not None and s.find() is not None else None for s in sequences]
-        better = [_up_to(tokens, rows) > other for tokens, other in zip(found, otherwise)]
+        pace, matches = self._paces.get(covered), [s.find() if s is not None else None for s in sequences]
+        any_match = any(matches)
+        if not any_match and rows == 1 and pace is not None:
+            return NOTHING[len(sequences)]
         if milliseconds is None:  # all blocks have these rows, whoever drafts
-            return Choice(self._cut(sequences, better, rows), True)
-        pace = self._paces.setdefault(covered, Pace(sum(otherwise), milliseconds))
-        best, wins = Choice([[] for _ in sequences], True), pace.wins(sum(otherwise), milliseconds)
-        if not any(found):  # the one question is whether a plain token brings one to a match sooner
-            plain = rows > 1 and pace.wins(float(len(found)), self.cost(covered, 1)) > wins
-            return Choice(best.drafts, False) if plain else best
-        options = [(width, self._cut(sequences, [tokens is not None for tokens in found], width)) for width in self.widths]
-        if rows > 1:
-            options.append((1, best.drafts))  # plain tokens: a match may be one token away
+            found = [s.tokens() if s is not None and match is not None else None for s, match in zip(sequences, matches)]
+            return Choice(self._cut(sequences, self._better(found, otherwise, rows), rows), True)
+        if pace is None:
+            pace = self._paces[covered] = Pace(sum(otherwise), milliseconds)
+        best, wins = NOTHING[len(sequences)], pace.wins(sum(otherwise), milliseconds)
+        if not any_match:  # the one question is whether a plain token brings one to a match sooner
+            plain = rows > 1 and pace.wins(float(len(sequences)), self.cost(covered, 1)) > wins
+            return PLAINLY[len(sequences)] if plain else best
+        found = [s.tokens() if s is not None and match is not None else None for s, match in zip(sequences, matches)]
+        width = 0  # of the block that wins most
+        for of in self.widths if rows == 1 else (*self.widths, 1):  # 1: plain tokens, of which a match may be one away
+            tokens = sum([1.0 if curve is None else curve[min(of, len(curve)) - 1] for curve in found])
+            if (won := pace.wins(tokens, self.cost(covered, of))) > wins:
+                width, wins = of, won
+        if (
+            len(sequences) > 1 and rows > 1 and any(better := self._better(found, otherwise, rows))
+        ):  # some look up, and others draft, in one step
             mixed = sum(_up_to(tokens, rows) if of else other for tokens, other, of in zip(found, otherwise, better))
-            if any(better) and pace.wins(mixed, milliseconds) > wins:  # some look up, and others draft, in one step
-                best, wins = Choice(self._cut(sequences, better, rows), True), pace.wins(mixed, milliseconds)
-        for width, drafts in options:
-            won = pace.wins(sum(max(1.0, _up_to(tokens, width)) for tokens in found), self.cost(covered, width))
-            if won > wins:
-                best, wins = Choice(drafts, False), won
-        return best
+            if pace.wins(mixed, milliseconds) > wins:
+                return Choice(self._cut(sequences, better, rows), True)
+        if width < 2:
+            return PLAINLY[len(sequences)] if width else best
+        return Choice(self._cut(sequences, [tokens is not None for tokens in found], width), False)
+
+    @staticmethod
+    def _better(found: Sequence[list[float] | None], otherwise: Sequence[float], rows: int) -> list[bool]:
+        """Which sequences' matches promise more than what they would do otherwise."""
+        return [_up_to(tokens, rows) > other for tokens, other in zip(found, otherwise)]
 
     @staticmethod
     def _cut(sequences: Sequence[SuffixDrafts | None], chosen: Sequence[bool], rows: int) -> list[list[int]]:
@@ -120,25 +140,30 @@ class LookupControl:
             return
         key = covered, rows
         self._seen[key] += 1
-        if self._seen[key] <= WARMUP:
+        seen = self._seen[key] - WARMUP  # that count
+        if seen <= 0:
             return
         known, measured = self._costs.get(key), self._alone.get(rows) if covered == 1 else None
-        if known is None or (self._seen[key] == WARMUP + 1 and covered > 1):
+        if known is None or (seen == 1 and covered > 1):
             self._costs[key] = milliseconds
             return
         most = 2 * (measured or known)  # stalled steps prove nothing
-        rate = max(COST_RATE, 1 / (self._seen[key] - WARMUP + MEASURED_WEIGHT))
+        rate = max(COST_RATE, 1 / (seen + MEASURED_WEIGHT))
         cost = known + rate * (min(milliseconds, most) - known)
         if measured is not None and milliseconds > most:
             cost = max(cost, known + LONG_RATE * (min(milliseconds, 2 * max(measured, known)) - known))
         self._costs[key] = cost
-        if measured is None:
-            return
-        # behind long texts all rows take longer. Where plain steps are cheaper than measured, that says nothing of others.
-        longer = max(1.0, self._costs[1, 1] / self._alone[1])
+        self._steps += 1
+        if measured is not None and not self._steps % FORGETS:
+            self._forget(rows)
+
+    def _forget(self, rows: int) -> None:
+        """Costs of others than these ``rows`` become what was measured, and longer behind long texts, where all rows take longer. Where plain steps
+        are cheaper than measured, that says nothing of others."""
+        longer, share = max(1.0, self._costs[1, 1] / self._alone[1]), 1 - (1 - FORGET) ** FORGETS
         for other in self._alone:
             if other not in (1, rows):
-                self._costs[1, other] += FORGET * (longer * self._alone[other] - self._costs[1, other])
+                self._costs[1, other] += share * (longer * self._alone[other] - self._costs[1, other])
 
 
 def _up_to(tokens: list[float] | None, rows: int) -> float:

@@ -44,7 +44,7 @@ class LoopOptions:
     is_end: whether a token ends the text.
     ignore_end: go on after end tokens.
     sampler: chooses the tokens, of this generation alone; None: the greedy ones.
-    completes: whether a stop text is complete with a token; asked once about each that comes out, in order. None: there are none.
+    completes: why the text ends with a token, "stop" or "length", "" where it goes on; asked once about each that comes out, in order. None: nothing does.
     drafts: drafts instead of the drafter.
     forced: whether tokens that the sampler's constraint leaves no choice about are drafts, ahead of the drafter's and without one.
     reuse: whether a prompt may go on behind what another one has computed; of sequences that share an engine.
@@ -57,7 +57,7 @@ class LoopOptions:
     ignore_end: bool = False
     synthetic: SyntheticAcceptance | None = None
     sampler: Sampler | None = None
-    completes: Callable[[int], bool] | None = None
+    completes: Callable[[int], str] | None = None
     drafts: Drafts | None = None
     forced: bool = False
     reuse: bool = True

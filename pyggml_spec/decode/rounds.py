@@ -3,6 +3,8 @@
     launch(0)  launch(1)  land(0)  launch(0)  land(1)  launch(1)  ...
                `--------- a round ---------'
 
+A group is launched again as soon as its sequences have what its step brought them: what is counted and learnt of that step, and what callers do with
+its tokens, is done while both groups are under way. The device that the group's next step begins on waits for everything before that.
 Which sequences those are is found out when somebody came, went or has read its prompt (``arrange``); until both steps have landed, nothing
 changes. ``groups.py`` says before each round whether it is one of groups, and learns from each what it took; a step of all is a round as well.
 """
@@ -26,13 +28,15 @@ from .width import Drafted, Kind, WidthControl
 class Steps(Protocol):
     """Who has the sequences, and does with a group's step what is done with each: the scheduler.
 
-    ``_kind`` is that of the last decoding step; ``_decoding``, ``_sequences`` and ``_covered`` are who decodes.
+    ``_kind`` is that of the last decoding step; ``_decoding``, ``_sequences`` and ``_covered`` are who decodes, ``_changed`` whether
+    somebody came or goes.
     """
 
     engine: Engine
     widths: WidthControl | None
     _kind: Kind
     _covered: int
+    _changed: bool
     _decoding: list[Stream]
     _sequences: list[Drafted | None]
     _stats: BatchStats
@@ -42,8 +46,6 @@ class Steps(Protocol):
     def _bring(self, work: Mapping[int, Work], results: Mapping[int, StepResult]) -> None: ...
 
     def _count(self, work: Mapping[int, Work], results: Mapping[int, StepResult], decoding: Sequence[Stream], began: int) -> Any: ...
-
-    def _drafters_failed(self, decoding: Sequence[Stream], sequences: Sequence[Drafted | None]) -> None: ...
 
     def _fail_all(self, error: BaseException) -> None: ...
 
@@ -85,26 +87,30 @@ class Rounds:
         self._groups = tuple([by_slot[slot] for slot in slots] for slots in halves(by_slot, len(steps.engine.slots)))
 
     def step(self, meanwhile: Callable[[], object] | None) -> bool:
-        """Launches each group that is not under way, and waits for the older step. False if the next step is one of all, and nothing is under way."""
+        """Waits for the older step under way. False if the next step is one of all, and nothing is under way."""
         if not self._groups:
             return False
-        try:
-            begins = not self.flying or self.flying[0].group == 1
-            if of_groups := not begins or self._begins():
-                if begins:
-                    self._launch(0)
-                if len(self.flying) == 1 and self.flying[0].group == 0:
-                    self._launch(1)
-        except BaseException as error:
-            self._steps._fail_all(error)
-            raise
-        if not of_groups and not self.flying:
+        self._launch_due()
+        if not self.flying:
             return False
         self.land(meanwhile)
         return True
 
-    def land(self, meanwhile: Callable[[], object] | None = None) -> None:
-        """Waits for the older step under way, and gives its sequences what it brought."""
+    def _launch_due(self) -> None:
+        """Launches each group that is not under way, unless the next round is one of all."""
+        try:
+            begins = not self.flying or self.flying[0].group == 1
+            if begins and len(self.flying) < 2 and self._begins():
+                self._launch(0)
+            if len(self.flying) == 1 and self.flying[0].group == 0:
+                self._launch(1)
+        except BaseException as error:
+            self._steps._fail_all(error)
+            raise
+
+    def land(self, meanwhile: Callable[[], object] | None = None, again: bool = True) -> None:
+        """Waits for the older step under way, gives its sequences what it brought, and launches their next one, if the other group is under way
+        still and nobody came or goes. ``again`` False: launches nothing."""
         steps, flying = self._steps, self.flying.popleft()
         try:
             if meanwhile is not None:
@@ -114,6 +120,8 @@ class Rounds:
         except BaseException as error:
             steps._fail_all(error)
             raise
+        if again and self.flying and not steps._changed:
+            self._launch_due()
         steps._count(flying.work, results, flying.streams, max(flying.began, self._landed))
         steps._stats.grouped += 1
         self._landed = time.perf_counter_ns()
@@ -121,7 +129,7 @@ class Rounds:
 
     def land_all(self) -> None:
         while self.flying:
-            self.land()
+            self.land(again=False)
 
     def whole(self) -> None:
         """A step of all that decode has ended: that was a round."""
@@ -179,7 +187,6 @@ class Rounds:
             at = [i for i, s in enumerate(steps._decoding) if whole or s in flying.streams]
             streams, sequences = [steps._decoding[i] for i in at], [steps._sequences[i] for i in at]
             steps.widths.observe(steps._covered, steps._kind, milliseconds, sequences, [s._matched for s in streams], steady)
-            steps._drafters_failed(streams, sequences)
 
 
 def _shares(stream: Stream) -> bool:

@@ -40,15 +40,16 @@ from .confidence import Confidence
 from .counters import WARMUP_STEPS, Counters
 from .groups import control_of
 from .guided import Guide, run_step
-from .lookup import Choice, LookupControl
+from .lookup import NOTHING, PLAINLY, Choice, LookupControl
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
 from .rounds import Rounds
 from .stats import BatchStats, Stats
 from .stream import Stream
+from .suffix import SuffixDrafts
 from .width import PLAIN_STEP, Drafted, Kind, WidthControl
 
 BESIDE = 128  # prompt tokens per step while others decode
-UNHEARD = 8  # steps without news after which width control is asked again: 30 us that a step of what came before need not take
+UNHEARD = 32  # steps without news after which width control is asked again: 20 us that a step of what came before need not take
 LEAST_SHARED = 32  # tokens of a prompt that several sequences have: computing fewer costs no more than copying what they leave
 
 
@@ -101,8 +102,11 @@ class Scheduler:
         self._otherwise: tuple[list[float], float] | None = (
             None  # tokens of each sequence that such a step is expected to bring, and milliseconds
         )
-        self._catch_ups = 0  # of the engine, up to the last step
+        self._catch_up_us = 0  # of the engine, up to the last step
         self._sequences: list[Drafted | None] = []  # those that decode, as width control sees them
+        self._drafting = False  # whether any of them drafts
+        self._lookups: list[SuffixDrafts | None] = []  # what they look drafts up in; empty where nobody does
+        self._tokens_each: list[float] = []  # of plain steps
         self.width, self._width_reason = width or engine.options.width, ""
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream] = []  # these have slots; they are the ones that read their prompts, and those that decode
@@ -324,6 +328,9 @@ class Scheduler:
         self._guides = {s.slot: s._request.guide for s in self._decoding if s._request.guide is not None}
         self._forcing = [s for s in self._decoding if s._request.may_force]
         self._sequences = [s._drafted if s._request.speculating else None for s in self._decoding]
+        self._drafting = any(s._request.speculating for s in self._decoding)
+        self._lookups = [s._suffix for s in self._decoding] if any(s._suffix is not None for s in self._decoding) else []
+        self._tokens_each = [1.0] * len(self._decoding)
         self._covered = len(self._decoding) and covering([s.slot for s in self._decoding], len(self.engine.slots)).count
         self._rounds.arrange(not (self._reading or self._guides or self._forcing or self._asking))
         for stream in self._decoding:
@@ -517,7 +524,8 @@ class Scheduler:
                 self._kind, self._otherwise = self._rounds.next or self._choose(), None
             kind = self._kind
         self._rounds.next = None
-        if self.lookup is not None and self._look_up(self.lookup, decoding, kind.width, work) == 1:
+        # where all are forced nobody drafts, and no kind was chosen
+        if self._lookups and len(work) < len(decoding) and self._look_up(decoding, kind.width, work) == 1:
             kind = PLAIN_STEP
         width, weigh = kind.verified, self._weigher(kind)
         for s in decoding:
@@ -535,8 +543,11 @@ class Scheduler:
 
     def _weigher(self, kind: Kind) -> Callable[[Mapping[int, np.ndarray]], int] | None:
         """Says how many drafts of blocks of this kind are to be verified, where its drafter says what they are worth."""
-        self._weighed, confidence = {}, self._confidence(kind)
-        if confidence is None or self.widths is None or not self.widths.settled(self._covered):  # whole blocks teach what they cost
+        self._weighed = {}
+        if self.widths is None or not self.widths.confidence:
+            return None
+        confidence = self._confidence(kind)
+        if confidence is None or not self.widths.settled(self._covered):  # whole blocks teach what they cost
             return None
         pace, covered = self.widths.pace(self._covered, kind, self._sequences), self._covered
         return lambda said: confidence.worth({slot: of.tolist() for slot, of in said.items()}, pace, covered)
@@ -545,18 +556,17 @@ class Scheduler:
         """Of a step of this kind, what its drafter's words are worth; None where it says nothing."""
         return self.widths.confidence.get(kind.drafter) if self.widths is not None and kind.width > 1 else None
 
-    def _look_up(self, lookup: LookupControl, decoding: list[Stream], width: int, work: dict[int, Work]) -> int:
+    def _look_up(self, decoding: list[Stream], width: int, work: dict[int, Work]) -> int:
         """Adds those that verify what came before, if that wins more than a step of this ``width``; returns the width of the others."""
-        if len(work) == len(decoding) or not any(s._suffix for s in decoding):  # all forced: nobody drafts, and no kind was chosen
-            return width
-        drafting = [s._request.speculating and width > 1 for s in decoding]
-        tokens, milliseconds = [1.0] * len(decoding), None
-        if not any(drafting):
-            milliseconds = lookup.cost(self._covered, 1)
+        lookup = self.lookup
+        assert lookup is not None
+        rows, tokens, milliseconds = width, self._tokens_each, None
+        if width == 1 or not self._drafting:
+            rows, milliseconds = 1, lookup.cost(self._covered, 1)
         elif self._otherwise is not None:
             tokens, milliseconds = self._otherwise
         elif self.widths is None:
-            tokens = [s.stats.tokens_per_draft if of else 1.0 for s, of in zip(decoding, drafting)]
+            tokens = [s.stats.tokens_per_draft if s._request.speculating else 1.0 for s in decoding]
         else:
             if (self._covered, self._kind) not in self.widths.costs:  # the costs of drafting are being learnt
                 return width
@@ -564,11 +574,11 @@ class Scheduler:
             curves = [s.acceptance[self._kind.drafter].tokens() if s is not None else [1.0] for s in self._sequences]
             tokens = [curve[min(width, len(curve)) - 1] for curve in curves]
             self._otherwise = tokens, milliseconds
-        choice = lookup.choose(self._covered, [s._suffix for s in decoding], tokens, milliseconds, width if any(drafting) else 1)
-        self._looked = choice
-        for s, drafts in zip(decoding, choice.drafts):
-            if drafts and s.slot not in work:
-                work[s.slot] = s._request.found_work(drafts, (1, *lookup.widths))
+        self._looked = choice = lookup.choose(self._covered, self._lookups, tokens, milliseconds, rows)
+        if choice is not NOTHING[len(decoding)] and choice is not PLAINLY[len(decoding)]:
+            for s, drafts in zip(decoding, choice.drafts):
+                if drafts and s.slot not in work:
+                    work[s.slot] = s._request.found_work(drafts, (1, *lookup.widths))
         return width if choice.otherwise else 1
 
     def _take(self, stream: Stream, item: Work, result: StepResult) -> None:
@@ -578,6 +588,8 @@ class Scheduler:
             block = self._take_prompt(stream, item, result)
         else:
             block = request.take(item, result, self.engine, stream.slot)
+            if not result.draft_finite:  # nobody drafts for it any more
+                self._changed = True
             if stream._suffix is not None:
                 stream._suffix.extend(block)
             stream._rows = item.verified or item.width if isinstance(item, Draft) else item.rows
@@ -689,36 +701,33 @@ class Scheduler:
     def _teach(self, work: Mapping[int, Work], decoding: Sequence[Stream], width: int, milliseconds: float) -> None:
         """Tells whoever chooses what the step of ``width`` rows brought those that decode, and what it took."""
         if self.lookup is not None and len(work) == len(decoding):
-            given = all(isinstance(item, Verify) for item in work.values())
-            self.lookup.observe(self._covered, width if given else None, milliseconds, sum(s._matched + 1 for s in decoding))
+            given = all(isinstance(item, Verify) for item in work.values()) if len(work) > 1 else isinstance(work[decoding[0].slot], Verify)
+            self.lookup.observe(self._covered, width if given else None, milliseconds, sum([s._matched + 1 for s in decoding]))
         if self._weighed and (confidence := self._confidence(self._kind)) is not None:
             confidence.observe(self._weighed, self._covered, self._verifying if len(work) == len(decoding) == len(self._weighed) else None)
-        self._rounds.whole()
-        caught_up, self._catch_ups = self.engine.catch_ups != self._catch_ups, self.engine.catch_ups
+        if self._rounds.control is not None:
+            self._rounds.whole()
+        late, self._catch_up_us = 1e-3 * (self.engine.catch_up_us - self._catch_up_us), self.engine.catch_up_us
         if self.widths is not None and (self._looked is None or self._looked.otherwise):
-            # what a drafter has to catch up with is what other steps left, and no part of what its own cost
-            self._observe(decoding, width, milliseconds, len(work) == len(decoding) and not caught_up)
+            self._observe(decoding, width, milliseconds, len(work) == len(decoding), late)
             self._unheard = 0
         else:
             self._unheard += 1
 
-    def _observe(self, decoding: Sequence[Stream], width: int, milliseconds: float, alone: bool) -> None:
-        """Tells width control what the step of ``width`` rows brought. ``alone``: no prompt rode along."""
+    def _observe(self, decoding: Sequence[Stream], width: int, milliseconds: float, alone: bool, late: float) -> None:
+        """Tells width control what the step of ``width`` rows brought. ``alone``: no prompt rode along; ``late``: milliseconds of catching up."""
         assert self.widths is not None
         sequences = self._sequences
-        if any(s._request.forced or s._request.found for s in (decoding if self._looked is not None else self._forcing)):
+        # what was looked up came instead of drafts only where something was found
+        found = self._looked is not None and self._looked is not NOTHING[len(decoding)]
+        if (found or self._forcing) and any(s._request.forced or s._request.found for s in decoding):
             sequences, alone = [None if s._request.forced or s._request.found else s._drafted for s in decoding], False
             if not any(sequences):
                 return
         matched = [s._matched for s in decoding]
         self.widths.observe(
-            self._covered, self._kind, milliseconds, sequences, matched, alone and width == self._padded[self._kind.verified]
+            self._covered, self._kind, milliseconds, sequences, matched, alone and width == self._padded[self._kind.verified], late
         )
-        self._drafters_failed(decoding, sequences)
-
-    def _drafters_failed(self, decoding: Sequence[Stream], sequences: Sequence[Drafted | None]) -> None:
-        if any(s is not None and not stream._request.speculating for s, stream in zip(sequences, decoding)):
-            self._changed = True  # a drafter has failed
 
 
 def rests(widths: WidthControl | None, known: Callable[[bool], int]) -> bool:

@@ -37,7 +37,8 @@ class Stats:
         graphs_built_after_warmup: graphs that a step had to wait for after the second one; graphs_built_ahead: graphs of the next span that
             were built meanwhile, one per step, on a GPU while it computed.
         experts: with routed experts in host memory, chosen (choices of routers), hits (of those, on the device), host_us (computing the rest).
-        cuda_graphs: on a CUDA device, how steps were launched: warmup (first two calls of a graph), captured (graphs), replayed, eager.
+        cuda_graphs: on a CUDA device, how steps were launched: warmup (first two calls of a graph), captured (graphs), replayed, eager; and of graphs
+            ahead (captured before their first call), ahead_us (microseconds for that), inside (captured within their second call although asked for ahead).
         seconds: wall-clock time by phase: load, prefill, decode.
         waited_s: of the decode time, when other work had the core of the thread that decodes; None where the system does not say.
         host_us: host microseconds per phase of a step, summed: upload, compute (launch), read (includes waiting), host (the rest).

@@ -19,6 +19,7 @@ MOST_LOOKS = 16  # matches of the shortest length that are compared, the last on
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # lengths of matches are told apart by these lower bounds
 PRIOR_WEIGHT = 3.0  # matches that the prior counts for
 DECAY = 0.97  # of what was seen, per match of the same kind
+TOKEN_BITS = 32  # of a token in the number that a run is
 
 
 @dataclass(frozen=True)
@@ -45,40 +46,59 @@ LOOKUPS = {
 
 
 class Index:
-    """Tokens in a row, and where each run of ``least`` of them was seen. A token below 0 is a border that no match crosses."""
+    """Tokens in a row, and where each run of ``least`` of them was seen. A token below 0 is a border that no match crosses.
+
+    Attributes:
+        run: the last run, as one number; None behind fewer tokens than it has.
+        seen: the end of the run before it that is the same, -1 for none.
+    """
 
     def __init__(self, least: int) -> None:
         self.least = least
         self.tokens: list[int] = []
-        self._last: dict[tuple[int, ...], int] = {}  # the end of the last run of these tokens
+        self.run: int | None = None
+        self.seen = -1
+        self._mask, self._run, self._unbroken = (1 << TOKEN_BITS * least) - 1, 0, 0
+        self._last: dict[int, int] = {}  # the end of the last of these runs
         self._before: list[int] = []  # by the end of a run: the end of the one before it, -1 for none
 
     def extend(self, tokens: Sequence[int]) -> None:
-        all_tokens, least, last, before = self.tokens, self.least, self._last, self._before
+        least, last, before, end = self.least, self._last, self._before, len(self.tokens)
+        mask, run, unbroken, seen = self._mask, self._run, self._unbroken, self.seen
         for token in tokens:
-            all_tokens.append(token)
-            run, end = tuple(all_tokens[-least:]), len(all_tokens)
-            usable = end >= least and min(run) >= 0
-            before.append(last.get(run, -1) if usable else -1)
-            if usable:
-                last[run] = end
+            end += 1
+            if token < 0:
+                unbroken, seen = 0, -1
+            else:
+                run = (run << TOKEN_BITS | token) & mask
+                unbroken += 1
+                if unbroken >= least:
+                    seen = last.get(run, -1)
+                    last[run] = end
+            before.append(seen)
+        self.tokens += tokens
+        self._run, self._unbroken, self.seen, self.run = run, unbroken, seen, run if unbroken >= least else None
 
-    def longest(self, tail: Sequence[int], most: int, itself: bool) -> tuple[int, int]:
-        """(length, end) of the longest match of the end of ``tail``, (0, 0) for none. ``itself``: ``tail`` are these very tokens."""
+    def last(self, run: int) -> int:
+        """The end of the last of these runs, -1 for none."""
+        return self._last.get(run, -1)
+
+    def longest(self, end: int, tail: Sequence[int], most: int) -> tuple[int, int]:
+        """(length, end) of the longest match of the end of ``tail``, of those that end at ``end``, where its last run was seen, and before; (0, 0)
+        for none."""
         best, found, tokens = 0, 0, self.tokens
-        end = self._last.get(tuple(tail[-self.least :]), -1)
-        if itself and end == len(tokens):
-            end = self._before[end - 1]
         for _ in range(MOST_LOOKS):
             if end < 0:
                 break
-            n, bound = self.least, min(most, end, len(tail))
-            while n < bound and tokens[end - 1 - n] == tail[-1 - n]:
-                n += 1
-            if n > best:
+            bound = min(most, end, len(tail))
+            # slices are compared at once: one token after the other took a third of a step's host time behind text with many matches
+            if bound > best and (not best or tokens[end - best - 1 : end] == tail[-best - 1 :]):
+                if bound == most and tokens[end - most : end] == tail[-most:]:
+                    return most, end
+                n = max(best, self.least)
+                while n < bound and tokens[end - 1 - n] == tail[-1 - n]:
+                    n += 1
                 best, found = n, end
-                if n >= most:
-                    break
             end = self._before[end - 1]
         return best, found
 
@@ -117,15 +137,15 @@ class Worth:
     def __init__(self, chance: float, positions: int) -> None:
         self.chance = chance  # before anything was seen
         self.tries, self.hits = [0.0] * positions, [0.0] * positions
+        self._tokens: list[float] | None = None
 
     def observe(self, matched: int, offered: int) -> None:
         """The first ``matched`` of ``offered`` drafts were right."""
-        for i in range(len(self.tries)):
-            self.tries[i] *= DECAY
-            self.hits[i] *= DECAY
+        self.tries, self.hits = [DECAY * n for n in self.tries], [DECAY * n for n in self.hits]
         for i in range(min(offered, matched + 1, len(self.tries))):
             self.tries[i] += 1
             self.hits[i] += i < matched
+        self._tokens = None
 
     def survival(self) -> list[float]:
         """The probability that the first 1, 2, ... drafts are right; what was seen of one position is what the next is thought to be like."""
@@ -135,6 +155,12 @@ class Worth:
             alive *= chance
             out.append(alive)
         return out
+
+    def tokens(self) -> list[float]:
+        """The tokens that verifying the first 0, 1, 2, ... drafts is expected to give."""
+        if self._tokens is None:
+            self._tokens = list(accumulate(self.survival(), initial=1.0))
+        return self._tokens
 
 
 class SuffixPool:
@@ -147,7 +173,10 @@ class SuffixPool:
 
     def worth(self, match: Match) -> Worth:
         # a run of 3 that comes again goes on alike about half of the time, one of 12 nearly always
-        return self._worth.setdefault(match.kind, Worth(1 - 0.5 ** (match.length / 3), self.most_drafts))
+        kind = match.kind
+        if kind not in self._worth:
+            self._worth[kind] = Worth(1 - 0.5 ** (match.length / 3), self.most_drafts)
+        return self._worth[kind]
 
     def sequence(self, prompt: Sequence[int]) -> "SuffixDrafts":
         return SuffixDrafts(self, prompt)
@@ -164,40 +193,49 @@ class SuffixDrafts:
 
     def find(self) -> Match | None:
         """What came behind the longest match of the last tokens, if there is one."""
-        lookup, own, most = self.pool.lookup, self.own.tokens, self.pool.most_drafts
-        length, end = self.own.longest(own, lookup.most, True)
-        drafts = _repeated(own[end : end + most], most) if length else []
-        if lookup.shared and length < lookup.most:
-            corpus = self.pool.corpus.index
-            other, end = corpus.longest(own[-lookup.most :], lookup.most, False)
-            if other > length and (behind := _until_border(corpus.tokens[end : end + most])):
-                length, drafts = other, behind
-                self.match = Match(length, False, drafts)
+        own, corpus, most, self.match = self.own, self.pool.corpus.index, self.pool.most_drafts, None
+        run = own.run if self.pool.lookup.shared else None
+        elsewhere = -1 if run is None else corpus.last(run)
+        if own.seen < 0 and elsewhere < 0:  # most tokens of most texts: 1 us
+            return None
+        longest = self.pool.lookup.most
+        length, end = own.longest(own.seen, own.tokens, longest)
+        if elsewhere >= 0 and length < longest:
+            other, at = corpus.longest(elsewhere, own.tokens[-longest:], longest)
+            if other > length and (behind := _until_border(corpus.tokens[at : at + most])):
+                self.match = Match(other, False, behind)
                 return self.match
-        self.match = Match(length, True, drafts) if drafts else None
+        if length:
+            self.match = Match(length, True, _repeated(own.tokens[end : end + most], most))
         return self.match
 
     def tokens(self) -> list[float]:
         """The tokens that verifying the first 0, 1, 2, ... drafts of the match is expected to give; [1.0] where there is none."""
         if self.match is None:
             return [1.0]
-        return list(accumulate(self.pool.worth(self.match).survival()[: len(self.match.drafts)], initial=1.0))
+        tokens, most = self.pool.worth(self.match).tokens(), 1 + len(self.match.drafts)
+        return tokens if len(tokens) <= most else tokens[:most]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """What a step brought."""
-        if self._watched is None and self.match is not None:
-            self._watched = self.match, len(self.own.tokens)
+        if self.match is not None:
+            if self._watched is None:
+                self._watched = self.match, len(self.own.tokens)
+            self.match = None
         self.own.extend(tokens)
-        self.match = None
         if self._watched is not None:
             self._judge(*self._watched)
 
     def _judge(self, match: Match, first: int) -> None:
-        came = self.own.tokens[first : first + len(match.drafts)]
-        right = next((i for i, (a, b) in enumerate(zip(match.drafts, came)) if a != b), None)
-        if right is not None or len(came) == len(match.drafts):
-            self.pool.worth(match).observe(len(came) if right is None else right, len(match.drafts))
-            self._watched = None
+        came, drafts = self.own.tokens[first : first + len(match.drafts)], match.drafts
+        if came == drafts[: len(came)]:
+            right = len(came)
+            if right < len(drafts):
+                return
+        else:
+            right = next(i for i, (a, b) in enumerate(zip(drafts, came)) if a != b)
+        self.pool.worth(match).observe(right, len(drafts))
+        self._watched = None
 
     def end(self) -> None:
         """The sequence has ended: others may repeat it."""
@@ -207,8 +245,8 @@ class SuffixDrafts:
 
 def _repeated(tokens: list[int], count: int) -> list[int]:
     """``count`` tokens: those, over and over. A match that reaches the end of a text is one period before it."""
-    return [tokens[i % len(tokens)] for i in range(count)] if tokens else []
+    return tokens if len(tokens) == count else (tokens * (count // len(tokens) + 1))[:count]
 
 
 def _until_border(tokens: list[int]) -> list[int]:
-    return tokens[: next((i for i, token in enumerate(tokens) if token < 0), len(tokens))]
+    return tokens[: tokens.index(-1)] if -1 in tokens else tokens

@@ -359,15 +359,23 @@ class WidthControl:
         return max(speed.get(kind, 0.0), speed.get(PLAIN_STEP, 0.0))
 
     def observe(
-        self, covered: int, kind: Kind, milliseconds: float, sequences: Sequence[Drafted | None], matched: Sequence[int], known: bool = True
+        self,
+        covered: int,
+        kind: Kind,
+        milliseconds: float,
+        sequences: Sequence[Drafted | None],
+        matched: Sequence[int],
+        known: bool = True,
+        late: float = 0.0,
     ) -> None:
         """Records a step, how long it took, and how many drafts of each sequence it accepted. ``known`` False: the time is of something else
-        too, a prompt or forced tokens."""
-        behind = self._uses.get(covered)
-        late = kind != PLAIN_STEP and behind is not None and behind.plain > 0 and covered in self._settled
+        too, a prompt or forced tokens. ``late``: those milliseconds of it in which the drafter caught up with steps before: no part of what such steps
+        cost, but of what a block behind plain steps does."""
+        behind, own = self._uses.get(covered), milliseconds - late
+        first = kind != PLAIN_STEP and behind is not None and behind.plain > 0 and covered in self._settled
         # a block behind plain steps takes longer than others, so one that is that much faster says that the cost is wrong
-        if known and (not late or milliseconds < TOO_SLOW * self.costs[covered, kind]):
-            self._learn(covered, kind, milliseconds)
+        if known and (not first or own < TOO_SLOW * self.costs[covered, kind]):
+            self._learn(covered, kind, own)
         drafted = [(s, n) for s, n in zip(sequences, matched) if s is not None]
         for s, n in drafted:
             for name, acceptance in s.acceptance.items():
@@ -381,8 +389,8 @@ class WidthControl:
         if kind != PLAIN_STEP and use.plain:
             if known:  # a whole block: what doubts save of others is no part of its cost
                 whole = self.costs[covered, kind]
-                use.late += LATE_RATE * (min(max(milliseconds - whole, 0.0), 2 * whole) - use.late)
-            cost += use.late
+                use.late += LATE_RATE * (late + min(max(own - whole, 0.0), 2 * whole) - use.late)
+            cost += max(use.late, late)
         cost /= self.costs[covered, PLAIN_STEP]
         won = 1 + sum(n for _, n in drafted) / len(drafted) - cost
         if self._allowed is not None:

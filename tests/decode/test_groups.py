@@ -121,6 +121,23 @@ def test_what_fails_once_a_step_is_launched_leaves_no_slot_behind(pair, monkeypa
         assert not scheduler.engine.parts.flying
 
 
+def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
+    """What callers do with them took place while a device waited for the group. Whoever comes finds both landed, and nothing launched in between."""
+    with scheduler_of(pair, 8, 4) as scheduler:
+        streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(7)]
+        while not scheduler.stats.grouped:
+            scheduler.step()
+        assert [flying.group for flying in scheduler._rounds.flying] == [1, 0]
+        streams.append(scheduler.submit(prompts(8)[7], LoopOptions(12, SPECULATIVE)))
+        under_way = []
+        while streams[7].slot < 0:
+            under_way.append([flying.group for flying in scheduler._rounds.flying])
+            scheduler.step()
+        assert under_way == [[1, 0], [0], []]
+        scheduler.run()
+    assert [s.tokens for s in streams[1:]] == [pair.solo(s._prompt, len(s.tokens)) for s in streams[1:]]
+
+
 def test_closing_and_cancelling_wait_for_steps_under_way(pair):
     scheduler = scheduler_of(pair, 4, 4)
     streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]

@@ -80,7 +80,7 @@ def decode_small(session, request):
 def _after(n):
     """A stop text that is complete with the n-th token."""
     seen = []
-    return lambda token: seen.append(token) or len(seen) == n
+    return lambda token: seen.append(token) or "stop" * (len(seen) == n)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -163,11 +163,11 @@ def test_a_stop_text_is_not_visible_in_events_of_speculation():
 
 
 def test_what_holds_first_is_the_reason():
-    limits = Limits(3, is_end=lambda token: token == 9, completes=lambda token: token == 8)
+    limits = Limits(3, is_end=lambda token: token == 9, completes=lambda token: "stop" if token == 8 else "")
     limits.begin(2)
     assert [limits.passes(1), limits.passes(1), limits.left, limits.passes(1), limits.reason] == [True, True, 1, False, "length"]
     for token, reason in ((8, "stop"), (9, "end")):
-        limits = Limits(1, is_end=lambda token: token > 7, completes=lambda token: token == 8)
+        limits = Limits(1, is_end=lambda token: token > 7, completes=lambda token: "stop" if token == 8 else "")
         limits.begin(0)
         assert not limits.passes(token) and limits.reason == reason
     assert Limits(0, lambda token: False).reason == "length"

@@ -113,9 +113,11 @@ def test_the_corpus_is_bounded_and_forgets_the_oldest():
         corpus.add([10 * i, 10 * i + 1, 10 * i + 2, 10 * i + 3] * 5)
     tokens = corpus.index.tokens
     assert len(tokens) <= 1000 and tokens[-2] == 993
-    assert corpus.index.longest([990, 991, 992], 32, False)[0] == 3 and corpus.index.longest([0, 1, 2], 32, False) == (0, 0)
+    pool = SuffixPool(Lookup(least=3))
+    pool.corpus = corpus
+    assert pool.sequence([990, 991, 992]).find().length == 3 and pool.sequence([0, 1, 2]).find() is None
     corpus.add(list(range(5000)))
-    assert len(corpus.index.tokens) <= 1000 and corpus.index.longest([4995, 4996, 4997], 32, False)[0] == 3
+    assert len(corpus.index.tokens) <= 1000 and pool.sequence([4995, 4996, 4997]).find().length == 3
 
 
 def test_matches_equal_a_slow_search():
@@ -130,7 +132,7 @@ def test_matches_equal_a_slow_search():
 
         ends = [end for end in range(len(tokens) - 1, 1, -1) if length(end) >= 2][:16]
         want = max(ends, key=length, default=0)
-        assert index.longest(tokens, most, True) == ((length(want), want) if ends else (0, 0))
+        assert index.longest(index.seen, tokens, most) == ((length(want), want) if ends else (0, 0))
 
 
 def test_ngram_simple_drafts_what_llama_cpp_does():
