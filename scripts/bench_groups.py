@@ -6,13 +6,16 @@
 
 Without -m the embedded pair. Printed for each width (1: plain decoding): the best of the rounds of either kind, their ratio, whether the texts are
 equal, what the automatic choice took, how long each device was busy in the grouped rounds (together more than the whole time: they computed beside each
-other), and this machine's processor time per token. Ends with the number of widths whose texts differ.
+other), and this machine's processor time per token. Then where a round of groups goes: what each device computes of it and copies behind that, how long
+parts were queued, and what a group waits for between two of its steps: the host's time from the end of the one to the launch of the other, by the
+median. Ends with the number of widths whose texts differ.
 """
 
 import argparse
+import statistics
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pyggml_spec as ps
 from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
@@ -22,7 +25,46 @@ PROMPTS = ["def fibonacci(n):\n    ", "The first time that", "import numpy as np
            "SELECT name FROM", "Once upon a time", "int main(void) {"]  # fmt: skip
 
 
-def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: int) -> dict:
+@contextmanager
+def host_gaps(engine):
+    """Microseconds of the host between a group's step that was waited for and its next one, which is filled in in here: those from the end of the one
+    until its results are read, until the other is asked for, and until it is launched."""
+    gaps: dict[str, list[float]] = {"read": [], "chosen": [], "launched": []}
+    read: dict[int, int] = {}
+    launch, land = engine.launch, engine.land
+
+    def timed_land(group):
+        step = engine._flights[group].step
+        wait, ended = step.fields.wait, [0]
+
+        def waits():
+            times = wait()
+            ended[0] = time.perf_counter_ns()
+            return times
+
+        step.fields.wait = waits
+        try:
+            return land(group)
+        finally:
+            del step.fields.wait
+            read[group] = time.perf_counter_ns()
+            gaps["read"].append(1e-3 * (read[group] - ended[0]))
+
+    def timed_launch(group, work):
+        asked = time.perf_counter_ns()
+        launch(group, work)
+        if group in read:
+            gaps["chosen"].append(1e-3 * (asked - read[group]))
+            gaps["launched"].append(1e-3 * (time.perf_counter_ns() - asked))
+
+    engine.launch, engine.land = timed_launch, timed_land
+    try:
+        yield gaps
+    finally:
+        del engine.launch, engine.land
+
+
+def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: int | str) -> dict:
     with session.batch(args.slots, groups=groups) as scheduler:
         scheduler.pin_width(width)
         prompts = [session.prompt_ids(PROMPTS[i % len(PROMPTS)] + "x" * (i // len(PROMPTS))) for i in range(args.slots)]
@@ -37,9 +79,11 @@ def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: 
             scheduler.step()
         scheduler.engine.parts.turns.spent()
         before, began, cpu = scheduler.stats.emitted, time.perf_counter(), time.process_time()
-        while not any(stream.ended for stream in streams):
-            scheduler.step()
-        seconds, emitted = time.perf_counter() - began, scheduler.stats.emitted - before
+        steps = scheduler.stats.steps
+        with host_gaps(scheduler.engine) as gaps:
+            while not any(stream.ended for stream in streams):
+                scheduler.step()
+        seconds, emitted, steps = time.perf_counter() - began, scheduler.stats.emitted - before, scheduler.stats.steps - steps
         spent, cpu = scheduler.engine.parts.turns.spent(), time.process_time() - cpu
         scheduler.run()
         busy = [f"{100 * (s.computed_us + s.copied_us) / 1e6 / seconds:.0f} %" for s in spent]
@@ -49,6 +93,9 @@ def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: 
             "texts": [s.tokens for s in streams],
             "busy": busy,
             "grouped": scheduler.stats.grouped,
+            "round": 1e3 * seconds / max(1, steps // (2 if groups == 2 else 1)),
+            "spent": [{of: 2e-3 * getattr(s, f"{of}_us") / max(1, steps) for of in ("computed", "copied", "queued")} for s in spent],
+            "gaps": {what: statistics.median(of) for what, of in gaps.items() if of},
         }
 
 
@@ -61,7 +108,7 @@ def run(device: str, args: argparse.Namespace) -> int:
         for segment in session.target.weights.segments:
             print(segment)
         for width in args.widths:
-            runs: dict = {1: [], 2: [], None: []}
+            runs: dict = {1: [], 2: [], "auto": []}
             for _ in range(args.rounds):
                 for groups, of in runs.items():
                     of.append(measured(session, args, width, groups))
@@ -70,9 +117,17 @@ def run(device: str, args: argparse.Namespace) -> int:
             differ += not equal
             print(
                 f"{args.slots} sequences, {'plain' if width == 1 else f'width {width}'}: {best[1]['speed']:.1f} tok/s in steps of all, "
-                f"{best[2]['speed']:.1f} in groups ({best[2]['speed'] / best[1]['speed']:.2f}), {best[None]['speed']:.1f} as chosen "
-                f"({best[None]['speed'] / best[1]['speed']:.2f}, {best[None]['grouped']} grouped steps); texts {'equal' if equal else 'DIFFER'}; "
+                f"{best[2]['speed']:.1f} in groups ({best[2]['speed'] / best[1]['speed']:.2f}), {best['auto']['speed']:.1f} as chosen "
+                f"({best['auto']['speed'] / best[1]['speed']:.2f}, {best['auto']['grouped']} grouped steps); texts {'equal' if equal else 'DIFFER'}; "
                 f"devices busy in groups {', '.join(best[2]['busy'])}; processor {best[1]['cpu']:.2f} and {best[2]['cpu']:.2f} ms per token",
+                flush=True,
+            )
+            devices = "; ".join(
+                f"{s['computed']:.2f} computed, {s['copied']:.2f} copied, {s['queued']:.2f} queued" for s in best[2]["spent"]
+            )
+            print(
+                f"    a step of all {best[1]['round']:.2f} ms, a round of groups {best[2]['round']:.2f}; by device {devices}; "
+                f"the host between two steps of a group, us: {', '.join(f'{what} {us:.0f}' for what, us in best[2]['gaps'].items())}",
                 flush=True,
             )
     return differ

@@ -5,9 +5,15 @@
     bench_workloads.py --device CUDA0 -m target.gguf [-md drafter.gguf]
 
 The text is the recorded one, in tokens of the target's own vocabulary, whatever the target would choose, so that every way of decoding is given the same work: all steps are
-computed as ever, and drafts are right where the recorded text goes on with them. Ways run by turns. What is printed of each: tokens per second, and
-over all rounds the time that its steps are worth at what each kind of step takes in its faster runs, of whichever way. The latter depends on choices alone, not on how
-busy the machine was. Last on each line, the best of plain, drafter and suffix over both: 1 or more is no loss.
+computed as ever, and drafts are right where the recorded text goes on with them. Ways run by turns. What is printed of each:
+
+* tokens per second, by the median round, and of a round what its milliseconds were: steps of the engine, what the host does between them (choices, drafts
+  that are looked up, statistics), and what steps took longer than others of their kind and way because a graph of theirs was new to the device;
+* over all rounds the time that its steps are worth at what each kind of step takes in its faster runs, of whichever way: that depends on choices
+  alone, not on how busy the machine was; and at what they take in its own: a drafter beside them makes steps dearer, too;
+* the kinds of steps, graphs launched per step (one, and those between blocks of different widths, and those that catch up), distinct graphs.
+
+Last, the best of plain, drafter and suffix over both: 1 or more is no loss.
 """
 
 import argparse
@@ -59,23 +65,39 @@ class Watched:
     """Keeps what every decoding step of an engine took, by kind."""
 
     def __init__(self, engine):
-        self.step, self.taken, self.took = engine.step, Counter(), defaultdict(list)
+        self.engine, self.step, self.took = engine, engine.step, defaultdict(list)
+        self.begin()
         engine.step = self
 
+    def begin(self) -> None:
+        """A round."""
+        self.taken, self.spent, self.launches, self.new = Counter(), 0.0, 0, []
+
+    def _first_calls(self) -> int:
+        """Of graphs that the device does not replay yet."""
+        replay = self.engine.io.replay
+        return replay.warmup + replay.captured + replay.eager if replay is not None else self.engine.graphs.changes
+
     def __call__(self, work, meanwhile=None):
-        began = time.perf_counter()
+        launches, first_calls, began = self.engine.io.uploads, self._first_calls(), time.perf_counter()
         out = self.step(work, meanwhile)
-        item = work[0]
+        milliseconds, item = 1000 * (time.perf_counter() - began), work[0]
         if not isinstance(item, Prompt):
             kind = (item.drafter or "first", item.width, item.verified) if isinstance(item, Draft) else ("", item.rows, 0)
             self.taken[kind] += 1
-            self.took[kind].append(1000 * (time.perf_counter() - began))
+            self.spent += milliseconds
+            self.launches += self.engine.io.uploads - launches
+            if self._first_calls() == first_calls:
+                self.took[kind].append(milliseconds)
+            else:
+                self.new.append((kind, milliseconds))
         return out
 
 
 def run(session, watched, prompt: list[int], answer: list[int], mode: str) -> tuple[float, Counter, Stats]:
     """Seconds of decoding, steps by kind, and statistics."""
-    text, stats, watched.taken = Recorded(answer), Stats(), Counter()
+    text, stats = Recorded(answer), Stats()
+    watched.begin()
     request.choose_block, request.first_token = text.block, text.first
     session.engine.reset()
     stream = session.scheduler.submit(prompt, LoopOptions(len(answer), mode, ignore_end=True), stats, slot=0)
@@ -86,6 +108,17 @@ def run(session, watched, prompt: list[int], answer: list[int], mode: str) -> tu
         pass
     assert text.done == len(answer), (text.done, len(answer))
     return time.perf_counter() - began, watched.taken, stats
+
+
+def quarter(took: list[float]) -> float:
+    return sorted(took)[len(took) // 4]
+
+
+def in_words(took: float, spent: float, launches: int, steps: int, new: list, costs: dict) -> str:
+    """What a round's milliseconds were."""
+    more = sum(ms - costs.get(kind, ms) for kind, ms in new)
+    between = 1e6 * (took - 1e-3 * spent) / steps
+    return f"{1000 * took:.1f} ms, {more:.1f} of them for {len(new)} calls of new graphs, {between:.0f} us between steps, {launches / steps:.2f} launches a step"
 
 
 def main() -> None:
@@ -119,7 +152,7 @@ def main() -> None:
                 files = (args.model, draft if "draft-dflash" in spec else None)
                 session = stack.enter_context(ps.load(*files, spec=spec, device=args.device, threads=args.threads, n_ctx=n_ctx))
                 ways[way] = session, Watched(session.engine)
-            seconds, steps, drafted = defaultdict(list), defaultdict(Counter), {}
+            seconds, steps, drafted, rounds = defaultdict(list), defaultdict(Counter), {}, defaultdict(list)
             for _ in range(args.rounds):
                 for way, (session, watched) in ways.items():
                     if session.lookup is not None:  # every round is the first one: nothing that has ended is there to be copied
@@ -128,19 +161,24 @@ def main() -> None:
                     took, kinds, stats = run(session, watched, prompt, answer, "plain" if way == "plain" else "speculative")
                     seconds[way].append(took)
                     steps[way] += kinds
+                    rounds[way].append((took, watched.spent, watched.launches, sum(kinds.values()), watched.new))
                     drafted[way] = {who: tuple(counts) for who, counts in stats.drafters.items()}
             every = defaultdict(list)
             for _, watched in ways.values():
                 for kind, took in watched.took.items():
                     every[kind] += took
-            costs = {kind: sorted(took)[len(took) // 4] for kind, took in every.items()}
+            every |= {kind: [ms] for _, watched in ways.values() for kind, ms in watched.new if kind not in every}
+            costs = {kind: quarter(took) for kind, took in every.items()}
+            own = {way: costs | {kind: quarter(took) for kind, took in watched.took.items()} for way, (_, watched) in ways.items()}
             worth = {way: sum(count * costs[kind] for kind, count in kinds.items()) / args.rounds for way, kinds in steps.items()}
             print(f"{name}: {len(prompt)} tokens of prompt, {len(answer)} of text")
             for way in ways:
                 kinds = ", ".join(f"{who or 'given'} {rows}{f' in {more}' if more else ''}: {n // args.rounds}" for (who, rows, more), n in sorted(steps[way].items()))  # fmt: skip
                 print(
-                    f"  {way}: {len(answer) / statistics.median(seconds[way]):.1f} tok/s, worth {worth[way]:.1f} ms; steps {kinds}; {drafted[way]}"
+                    f"  {way}: {len(answer) / statistics.median(seconds[way]):.1f} tok/s, worth {worth[way]:.1f} ms, at its own steps "
+                    f"{sum(count * own[way][kind] for kind, count in steps[way].items()) / args.rounds:.1f}; steps {kinds}; {drafted[way]}"
                 )
+                print(f"    rounds: {'; '.join(in_words(*each, own[way]) for each in rounds[way])}")
             if "both" in ways:
                 alone = [way for way in ways if way != "both"]
                 by_clock = min(statistics.median(seconds[way]) for way in alone) / statistics.median(seconds["both"])
@@ -150,7 +188,11 @@ def main() -> None:
             print(
                 f"  suffix over plain: by the clock {statistics.median(seconds['plain']) / statistics.median(seconds['suffix']):.2f}, by worth {worth['plain'] / worth['suffix']:.2f}"
             )
-            print(f"  ms of steps { ({' '.join(map(str, kind)): round(ms, 3) for kind, ms in sorted(costs.items())}) }", flush=True)
+            for way in ways:
+                print(
+                    f"  ms of steps, {way}: { ({' '.join(map(str, kind)): round(own[way][kind], 3) for kind in sorted(steps[way])}) }",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

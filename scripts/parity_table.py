@@ -125,7 +125,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for arch, write in WRITERS.items():
             for weight, k, v in cases:
-                if arch == "deepseek2" and k != v:  # K and V are one row
+                if arch in ("deepseek2", "glm-dsa") and k != v:  # K and V are one row
                     continue
                 path = write(Path(folder) / "model.gguf", Shape(), weight)
                 results = [compare_logits(path, n, n, args.device, args.threads, "ggml", k, v) for n in lengths]

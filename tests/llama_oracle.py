@@ -16,9 +16,10 @@ from llama_cpp.llama_cpp import _lib
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.memory.kv_types import KVTypes
+from pyggml_spec.tools.reference import stacks_as_they_are
 
 F16 = KVTypes()
-NOT_HANDED_OUT = ("deepseek2", "laguna")  # architectures without layer inputs in the pinned llama.cpp
+NOT_HANDED_OUT = ("deepseek2", "glm-dsa", "laguna")  # architectures without layer inputs in the pinned llama.cpp
 
 
 class _Embd(ctypes.Structure):
@@ -51,6 +52,8 @@ _MTP = 1  # a context that runs the MTP layer
 def _model(path):
     params = L.llama_model_default_params()
     params.n_gpu_layers, params.load_mtp = 0, True
+    overrides = stacks_as_they_are()
+    params.tensor_buft_overrides = int(ffi.cast("uintptr_t", overrides))
     model = L.llama_model_load_from_file(str(path).encode(), params)
     assert model, path
     return model

@@ -13,6 +13,7 @@ from pyggml_spec import arguments
 from pyggml_spec.concurrent import ConcurrentSession
 from pyggml_spec.errors import ContextError, SamplingError, TemplateError
 from pyggml_spec.session import Session, load
+from pyggml_spec.tools.plan import plan
 
 TEXTS = ["def quicksort(", "class Stack:", "import os\n", "for i in range("]
 
@@ -100,3 +101,37 @@ def test_the_file_recommends_to_the_api_what_it_recommends_to_the_command_line(r
     )
     with pytest.raises(SamplingError, match="no field 'temp'"):
         recommending.sampling(temp=0.5)
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda: ps.load(5), "`target` is 5, but it has to be a path"),
+        (lambda: ps.load(b"t.gguf"), "`target` is b't.gguf', but it has to be a path"),
+        (lambda: ps.load("t.gguf", 5), "the drafter (`draft`) is 5, but it has to be a path"),
+        (lambda: ps.load("t.gguf", ["d.gguf", None]), "the drafter (`draft`) is None, but it has to be a path"),
+        (lambda: ps.load(experts=5), "`experts` is 5, but it has to be ExpertOptions or None"),
+        (lambda: ps.load(rope="yarn"), "`rope` is 'yarn', but it has to be RopeOptions or None"),
+        (lambda: ps.load(device="CPU,CPU", tensor_split="1,3"), "the proportions (`tensor_split`) are '1,3', but they have to be numbers in a row"),
+        (lambda: ps.load(device="CPU,CPU", tensor_split=[1, "x"]), "the proportions (`tensor_split`) are [1, 'x'], but they have to be numbers in a row"),
+        (lambda: ps.load(prefix_cache=5, n_ctx=64, draft_width=2), "the folder of the prefix cache (`prefix_cache`) is 5, but it has to be a path"),
+        (lambda: plan(5), "`target` is 5, but it has to be a path"),
+        (lambda: plan(tensor_split=5), "the proportions (`tensor_split`) are 5, but they have to be numbers in a row"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_sentences(call, says):
+    """They were a TypeError of whatever looked at them first."""
+    with pytest.raises(ps.PyspecError) as caught:
+        call()
+    assert str(caught.value) == says
+
+
+def test_candidates_are_the_callers():
+    """They were a view of what the next step writes over, and closing frees."""
+    with ps.load(device="CPU", threads=1, n_ctx=200, draft_width=2) as session:
+        session.engine.prefill([1, 2, 3])
+        _, logits = session.engine.candidates(0)
+        before = logits.copy()
+        session.engine.plain_step()
+        assert (logits == before).all() and logits.flags.owndata
+    assert (logits == before).all()

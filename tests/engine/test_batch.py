@@ -21,7 +21,7 @@ from pyggml_spec.memory.kv import GPU_SPAN, SPAN
 from pyggml_spec.memory.slots import SlotRange, covering
 
 KINDS = ("qwen35", "qwen3", "gemma4")  # states, rows alone, rings: what slots have to keep apart
-OTHERS = ("minimax-m2", "muse-glimmer", "gpt-oss", "qwen3next", "deepseek2")  # the same in other layers
+OTHERS = ("minimax-m2", "muse-glimmer", "gpt-oss", "qwen3next", "deepseek2", "glm-dsa")  # the same in other layers
 
 
 @pytest.fixture(scope="module", params=KINDS)

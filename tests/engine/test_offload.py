@@ -8,7 +8,7 @@ import pytest
 from ggml.kernel_graphs import LEVELS
 from models.test_placement import WRITERS
 from pairs import write_pair
-from random_gguf.archs import write_gemma4, write_gpt_oss, write_qwen35moe
+from random_gguf.archs import write_gemma4, write_glm_dsa, write_gpt_oss, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
@@ -25,6 +25,7 @@ from pyggml_spec.models import guests as guests_module
 from pyggml_spec.models import weights as weights_module
 from pyggml_spec.models.placement import ExpertOptions, Routing, routed_layers
 from pyggml_spec.models.registry import open_target
+from pyggml_spec.models.weights import Weights
 
 IDS = np.random.default_rng(4).integers(0, 256, 150).tolist()
 ALL = ExpertOptions(-1)
@@ -70,7 +71,7 @@ def check_same(path, want, experts, hosted, **more):
         assert (len(stream.layers), stream.counts().chunks) == (hosted, 1 + 1 + 2 + 3 + 2)
 
 
-@pytest.mark.parametrize("arch", ["qwen35moe-joined", "laguna", "gemma4", "deepseek2"])
+@pytest.mark.parametrize("arch", ["qwen35moe-joined", "laguna", "gemma4", "deepseek2", "glm-dsa"])
 def test_bits_are_those_of_experts_on_the_device(tmp_path, arch):
     path = WRITERS[arch](tmp_path / "t.gguf", Shape(), "Q4_K")
     with GGUFFile(path) as file:
@@ -296,14 +297,15 @@ CUT = {
     "qwen35": write_qwen35,
     "gpt-oss": write_gpt_oss,
     "deepseek2": WRITERS["deepseek2"],
+    "glm-dsa": lambda *args: write_glm_dsa(*args, full=(True, False, True, False)),
     "gemma4": lambda path, *more: write_gemma4(path, *more, shared=False),
 }
 
 
 @pytest.mark.parametrize("arch", CUT)
 def test_layers_of_the_cpu_have_the_bits_of_the_device(tmp_path, arch):
-    """Behind every chunk their rows and states are at home again, for the next one and for what is generated."""
-    path = CUT[arch](tmp_path / "t.gguf", Shape(), "F16")
+    """Behind every chunk their rows and states are at home again, for the next one and for what is generated. BF16, which no CPU repacks."""
+    path = CUT[arch](tmp_path / "t.gguf", Shape(), "BF16")
     with loaded(path, experts=None, rows=None) as session:
         want = seen(session)
     for count in (1, 3) if arch == "qwen35" else (3,):
@@ -316,8 +318,23 @@ def test_layers_of_the_cpu_have_the_bits_of_the_device(tmp_path, arch):
         assert found[1] == want[1]
 
 
+@pytest.mark.parametrize("kernels", [None, "ggml"])
+@pytest.mark.parametrize("apart", [False, True], ids=["fused", "apart"])
+def test_copies_are_fused_as_their_layers_are(tmp_path, monkeypatch, apart, kernels):
+    """A state's history keeps fused projections whole. AMX takes gates of 48 outputs in no fused matrix: its rows were copied to wider ones, and
+    ggml ended the process. Three heads are what ggml's kernels of a CPU do not fuse, and our own do."""
+    path, fusable = write_qwen35(tmp_path / "t.gguf", Shape(every=2, n_layer=4, delta_k=1, delta_v=3), "BF16"), Weights._fusable
+    monkeypatch.setattr(Weights, "_fusable", lambda self, parts: 0 if apart and type(self) is Weights else fusable(self, parts))
+    with layers_of_the_cpu(path, 3, kernels=kernels) as session:
+        weights = session.target.weights
+        for name in session.target.groups():
+            if int(name.split(".")[1]) < 3:
+                assert weights.guests.group(name).fused_rows == weights.parts[0].group(name).fused_rows
+        session.generate(IDS, 8, ignore_end=True)
+
+
 def test_rings_of_the_cpus_layers(tmp_path):
-    path, ids = write_gpt_oss(tmp_path / "t.gguf", Shape(), "F16"), IDS * 3
+    path, ids = write_gpt_oss(tmp_path / "t.gguf", Shape(), "BF16"), IDS * 3
     found = []
     for rows in (None, 32):
         with layers_of_the_cpu(path, 3, rows, n_ctx=700, chunk=32) as session:
@@ -332,7 +349,7 @@ def test_rings_of_the_cpus_layers(tmp_path):
 def test_drafters_and_prefixes_behind_copies_of_layers(tmp_path):
     """The drafter reads what layers gave that are copies; prompts begin where others ended; several slots' prompts go the same way, each's own."""
     shape = Shape()
-    target, draft = write_qwen35(tmp_path / "t.gguf", shape, "F16"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
+    target, draft = write_qwen35(tmp_path / "t.gguf", shape, "BF16"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     texts, drafts = [], []
     for rows in (None, 33):
         with layers_of_the_cpu(target, 3, rows, draft=draft, draft_width=4, prefix_memory=1 << 24) as session:
@@ -356,7 +373,7 @@ def test_drafters_and_prefixes_behind_copies_of_layers(tmp_path):
 
 def test_slots_of_the_cpus_layers(tmp_path):
     """A chunk of several slots beside one that has nothing to do, one that decodes in between, and one that begins anew."""
-    path, found = write_qwen35(tmp_path / "t.gguf", Shape(every=2), "F16"), []
+    path, found = write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), []
     for rows in (None, 33):
         with layers_of_the_cpu(path, 3, rows) as session, session.batch(3) as scheduler:
             engine, seen = scheduler.engine, []
@@ -391,7 +408,7 @@ def test_slots_of_the_cpus_layers(tmp_path):
 
 def test_nothing_of_a_sequence_of_nan_stays_in_the_rows_of_guests(tmp_path):
     """Masked rows of NaN are none for a CPU, and poison attention on a GPU."""
-    with layers_of_the_cpu(write_qwen35(tmp_path / "t.gguf", Shape(every=2), "F16"), 3) as session:
+    with layers_of_the_cpu(write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), 3) as session:
         engine, embeddings = session.engine, session.target.weights.parts[0]["token_embd.weight"]
         guests = engine.parts.guests
         lib.ggml_backend_tensor_memset(embeddings, 0xFF, 200 * embeddings.nb[1], embeddings.nb[1])
@@ -412,7 +429,7 @@ def test_nothing_of_a_sequence_of_nan_stays_in_the_rows_of_guests(tmp_path):
 
 def test_narrow_chunks_between_wide_ones_find_what_those_left(tmp_path):
     """One of 20 rows, by the CPU, lies behind one by copies and before another."""
-    path, found = write_qwen35(tmp_path / "t.gguf", Shape(), "F16"), []
+    path, found = write_qwen35(tmp_path / "t.gguf", Shape(), "BF16"), []
     for rows in (None, 64):
         with layers_of_the_cpu(path, 2, rows) as session:
             engine = session.engine
@@ -423,9 +440,51 @@ def test_narrow_chunks_between_wide_ones_find_what_those_left(tmp_path):
     np.testing.assert_array_equal(*found)
 
 
+def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
+    """Every chunk of a prompt of 4,096 tokens copied all rows before it, 2,048 on average. Blocks, rolled back ones, copies of a sequence and sequences
+    that begin anew write rows at home; what the device has of them is not read."""
+    path, draft, found = write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0"), []
+    for rows in (None, 33):
+        with layers_of_the_cpu(path, 3, rows, draft=draft, draft_width=4) as session:
+            engine, seen, brought = session.engine, [], []
+
+            def chunk(first, count, engine=engine, seen=seen, brought=brought):
+                before = engine.parts.guests.brought if engine.parts.guests is not None else 0
+                engine.prefill(IDS[first : first + count])
+                seen.append(engine.candidates(0)[1].copy())
+                brought.append(engine.parts.guests.brought - before if engine.parts.guests is not None else 0)
+
+            chunk(0, 64)
+            chunk(64, 36)
+            chunk(0, 20)  # by the CPU
+            chunk(20, 40)
+            snapshot = engine.snapshot()
+            engine.verify_step([5, 6, 7])
+            engine.accept(3, 8)
+            engine.rollback(engine.cursor.committed - 2)
+            chunk(50, 40)
+            engine.verify_step([9])
+            engine.rollback(engine.cursor.committed)
+            chunk(10, 5)
+            engine.restore(snapshot)
+            chunk(70, 36)
+            chunk(100, 34)
+            engine.reset()
+            chunk(30, 40)
+            snapshot.close()
+            found.append(np.array(seen))
+            if rows is not None:
+                guests = engine.parts.guests
+                row, states = guests.kv.layers[0].k.nb[1] + guests.kv.layers[0].v.nb[1], brought[0]
+                assert len(guests.kv.layers) == 1 and states > 0
+                # a snapshot of 160 tokens is brought whole; of one token of the block's three, and of the chunk's before
+                assert brought == [states, 0, 0, states + 20 * row, states + row, 0, states + 160 * row, 0, states]
+    np.testing.assert_array_equal(*found)
+
+
 def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
     """Of the device, of the host, or for an engine beside them; or that copies do not make faster: the CPU computes its layers, and the note says why."""
-    path = write_qwen35(tmp_path / "t.gguf", Shape(), "F16")
+    path = write_qwen35(tmp_path / "t.gguf", Shape(), "BF16")
     with layers_of_the_cpu(path, 2, None) as session:
         want, memory = seen(session), session.engine.memory()
 
@@ -450,7 +509,7 @@ def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
 
 def test_experts_of_the_host_take_the_copies(tmp_path):
     """Layers of the CPU and experts of the device's layers: a step has copies of one kind."""
-    path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "F16")
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "BF16")
     with loaded(path, rows=None, device="CPU,CPU", tensor_split=[2, 2]) as session:
         want = seen(session)
     with loaded(path, device="CPU,CPU", tensor_split=[2, 2]) as session:

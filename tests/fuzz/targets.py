@@ -155,7 +155,7 @@ class Pair(Target):
         self.routed = [
             i
             for i, name in enumerate(WRITERS, 1)
-            if name in ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "gemma4", "qwen3next", "minimax-m2", "deepseek2")
+            if name in ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "gemma4", "qwen3next", "minimax-m2", "deepseek2", "glm-dsa")
         ]
         self.partners = [(None, drafters[0])] * len(targets) + [(targets[0], None)] * len(drafters)
         others = {}

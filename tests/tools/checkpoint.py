@@ -103,6 +103,40 @@ def vocabulary_of(drafter: str | Path) -> tuple[dict[str, np.ndarray], dict[str,
     return {"d2t": ids - np.arange(ids.size), "t2d": known}, {"draft_vocab_size": ids.size}
 
 
+def as_dspark(drafter: str | Path, nested: bool):
+    """For ``export``: the config of a DFlash becomes that of a DSpark, one object, or with sizes nested and layers counted by their inputs."""
+    more, keys = vocabulary_of(drafter)
+
+    def change(config, tensors):
+        tensors.update(more)
+        inner = config.pop("dflash_config")
+        config |= {"architectures": ["Qwen3DSparkModel"], **keys, **inner}
+        if nested:
+            ids = config.pop("target_layer_ids")
+            sizes = {key: config.pop(key) for key in [*config] if key not in (*keys, "mask_token_id", "block_size", "vocab_size")}
+            config |= {
+                "architectures": ["DSparkSpeculator"],
+                "aux_hidden_state_layer_ids": [i + 1 for i in ids],
+                "transformer_layer_config": sizes,
+            }
+
+    return change
+
+
+def as_dflash2(drafter: str | Path):
+    """For ``export``: the config of a DFlash becomes that of a DFlash2."""
+    with GGUFFile(drafter) as file:
+        numbers = {
+            key: file.get(f"dflash.{key}", int) for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        }
+
+    def change(config, tensors):
+        config["architectures"] = ["DFlash2DraftModel"]
+        config["dflash_config"] |= numbers
+
+    return change
+
+
 def apart(rows: np.ndarray, size: int) -> np.ndarray:
     """Rows of heads of ``size`` whose pairs are neighbours, with the pairs' halves apart."""
     return rows.reshape(-1, size // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)

@@ -8,7 +8,7 @@ from llama_oracle import LlamaDFlash
 from random_gguf.archs import write_qwen3
 from random_gguf.dflash2 import write_dflash2
 from random_gguf.model import Shape
-from tools.checkpoint import export, floats
+from tools.checkpoint import as_dflash2, export, floats
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ConvertError
@@ -205,22 +205,12 @@ def _set(**values):
     return lambda config, tensors: config.update(values)
 
 
-DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-
-
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_a_dflash2_comes_back_bit_by_bit(tmp_path, prefix):
     """Convolutions, whose kernels stay F32, and the selector; with another type the matrices alone are in it."""
     target = write_qwen3(tmp_path / "t.gguf", Shape())
     before = write_dflash2(tmp_path / "d.gguf", Shape(), taps=3)
-    with GGUFFile(before) as file:
-        numbers = {key: file.get(f"dflash.{key}", int) for key in DFLASH2}
-
-    def change(config, tensors):
-        config["architectures"] = ["DFlash2DraftModel"]
-        config["dflash_config"] |= numbers
-
-    folder = export(before, tmp_path / "checkpoint", change, prefix)
+    folder = export(before, tmp_path / "checkpoint", as_dflash2(before), prefix)
     convert_drafter(folder, target, tmp_path / "f32.gguf", "f32")
     left, right = floats(before), floats(tmp_path / "f32.gguf")
     assert left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)

@@ -6,7 +6,7 @@ from random_gguf.archs import write_llama
 from random_gguf.dflash2 import write_dspark
 from random_gguf.eagle3 import write_eagle3
 from random_gguf.model import Shape, write_qwen35
-from tools.checkpoint import apart, export, export_eagle3, floats, vocabulary_of
+from tools.checkpoint import apart, as_dspark, export, export_eagle3, floats
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ConvertError
@@ -133,26 +133,6 @@ def test_stretched_positions(tmp_path, target):
 # -- DSpark
 
 
-def _dspark(drafter, nested):
-    """Changes a DFlash's config into that of a DSpark: one object, or sizes nested and layers counted by their inputs."""
-    more, keys = vocabulary_of(drafter)
-
-    def change(config, tensors):
-        tensors.update(more)
-        inner = config.pop("dflash_config")
-        config |= {"architectures": ["Qwen3DSparkModel"], **keys, **inner}
-        if nested:
-            ids = config.pop("target_layer_ids")
-            sizes = {key: config.pop(key) for key in [*config] if key not in (*keys, "mask_token_id", "block_size", "vocab_size")}
-            config |= {
-                "architectures": ["DSparkSpeculator"],
-                "aux_hidden_state_layer_ids": [i + 1 for i in ids],
-                "transformer_layer_config": sizes,
-            }
-
-    return change
-
-
 @pytest.mark.parametrize(
     "nested, options",
     [
@@ -165,7 +145,7 @@ def test_a_dspark_comes_back_bit_by_bit(tmp_path, nested, options):
     """The ids of such files equal llama.cpp's (tests/decode/test_dspark_parity.py)."""
     target = write_qwen35(tmp_path / "t.gguf", SMALL)
     before = write_dspark(tmp_path / "d.gguf", SMALL, **options)
-    source = export(before, tmp_path / "checkpoint", _dspark(before, nested))
+    source = export(before, tmp_path / "checkpoint", as_dspark(before, nested))
     done = convert_drafter(source, target, tmp_path / "o.gguf", "f32")
     assert (done.block_size, done.target_layers, done.draft_vocab) == (8, (1, 2, 3), options.get("tokens"))
     assert_same(before, tmp_path / "o.gguf")
@@ -260,7 +240,7 @@ def test_dsparks_that_are_refused(tmp_path, target, change, names):
     before = write_dspark(tmp_path / "d.gguf", SMALL, confidence=True)
 
     def both(config, tensors):
-        _dspark(before, False)(config, tensors)
+        as_dspark(before, False)(config, tensors)
         change(config, tensors)
 
     source = export(before, tmp_path / "source", both)

@@ -150,6 +150,7 @@ EXPERTS = {
     "gpt-oss": ExpertOptions(1, 0.5),
     "qwen3next": ExpertOptions(1, 0.5),
     "deepseek2": ExpertOptions(1, 0.5),
+    "glm-dsa": ExpertOptions(1, 0.5),
 }
 QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k": "q8_0"}
 
@@ -160,7 +161,7 @@ def test_every_architecture_with_everything_at_once(tmp_path, arch):
     shape = Shape(window=12, head_size=64, n_ctx=1024)
     pair = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, {i: np.arange(8) for i in range(4)}).to_json())
-    quantised = QUANTISED | ({"cache_type_v": "q8_0"} if arch == "deepseek2" else {})  # whose K and V are one row
+    quantised = QUANTISED | ({"cache_type_v": "q8_0"} if arch in ("deepseek2", "glm-dsa") else {})  # whose K and V are one row
     for options in ({"n_ctx": 300}, {"n_ctx": 600, "slots": 3, "experts": EXPERTS.get(arch), **quantised}):
         found = check(*pair, device="CPU", draft_width=8, **options)
         assert found.error < 0.01 and found.taken is None
