@@ -54,6 +54,7 @@ class ChatTemplate:
         self.can_think = "enable_thinking" in source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._takes = Takes(self._probe)
+        self._names: tuple[Tokenizer, _Names] | None = None
         self._text(self._ask({"source": source}, 0))
 
     @classmethod
@@ -142,6 +143,12 @@ class ChatTemplate:
             f"the chat template {_SENTENCES[answer['failed']].format(line=answer['line'], what=brief(answer['what'], 300))}"
         )
 
+    def control_names(self, tokenizer: Tokenizer) -> "_Names":
+        """What the control tokens of this vocabulary are found by. Kept: 6,000 of them, as gemma4 has, take 0.1 s, and the first time a second."""
+        if self._names is None or self._names[0] is not tokenizer:
+            self._names = tokenizer, _Names(tokenizer.control_tokens())
+        return self._names[1]
+
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping], **options: Any) -> list[int]:
         """Token ids of a conversation; ``options`` as for ``render``. Control tokens come from the template only.
 
@@ -151,14 +158,15 @@ class ChatTemplate:
         control = tokenizer.control_tokens()
         given = {name: plain(options[name]) for name in ("tools", "variables") if options.get(name)}
         messages = plain(messages)
-        guard = _Guard(control, self.source, messages, *given.values())
+        names = self.control_names(tokenizer)
+        guard = _Guard(names, self.source, messages, *given.values())
         options |= {name: guard.split(value) for name, value in given.items()}
         text = self.render(guard.split(messages), **options)
         if guard.mark not in text:
             ids = tokenizer.encode(text, special=True, bos=False)
         else:
             ids = []
-            for i, part in enumerate(guard.pattern.split(text)):
+            for i, part in enumerate(names.pattern.split(text)):
                 ids += (
                     [control[part]] if i % 2 else tokenizer.encode(part.replace(guard.mark, ""), special=False, bos=False) if part else []
                 )
@@ -166,21 +174,28 @@ class ChatTemplate:
         return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
 
 
+class _Names:
+    """Control tokens' texts, as ``_Guard`` looks for them."""
+
+    def __init__(self, control: Mapping[str, int]) -> None:
+        names = sorted((name for name in control if len(name) > 1), key=len, reverse=True)
+        either = "|".join(map(re.escape, names)) or r"(?!)"
+        self.pattern = re.compile(f"({either})")
+        self.inside = re.compile(f"(?=({either}))")
+        self.heads = {name[:n] for name in names for n in range(1, len(name))}
+        self.tails = {name[n:] for name in names for n in range(1, len(name))}
+        self.longest = max(map(len, names), default=0)
+
+
 class _Guard:
     """Puts ``mark`` into every control token's text inside messages, and where an edge could complete one with the text beside it."""
 
-    def __init__(self, control: Mapping[str, int], *texts: Any) -> None:
+    def __init__(self, names: _Names, *texts: Any) -> None:
         taken: set[str] = set()
         for text in texts:
             _characters(text, taken)
         self.mark = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in taken)
-        names = sorted((name for name in control if len(name) > 1), key=len, reverse=True)
-        either = "|".join(map(re.escape, names)) or r"(?!)"
-        self.pattern = re.compile(f"({either})")
-        self._inside = re.compile(f"(?=({either}))")
-        self._heads = {name[:n] for name in names for n in range(1, len(name))}
-        self._tails = {name[n:] for name in names for n in range(1, len(name))}
-        self._longest = max(map(len, names), default=0)
+        self._names = names
 
     def split(self, value: Any) -> Any:
         """``value`` with every text in it made harmless; roles stay as they are where they hold no whole control token."""
@@ -196,10 +211,11 @@ class _Guard:
         return value
 
     def _split(self, text: str, edges: bool) -> str:
-        cuts = {match.start() + 1 for match in self._inside.finditer(text)}
-        if edges and any(text[:n] in self._tails for n in range(1, self._longest)):
+        names = self._names
+        cuts = {match.start() + 1 for match in names.inside.finditer(text)}
+        if edges and any(text[:n] in names.tails for n in range(1, names.longest)):
             cuts.add(0)
-        if edges and any(text[-n:] in self._heads for n in range(1, self._longest)):
+        if edges and any(text[-n:] in names.heads for n in range(1, names.longest)):
             cuts.add(len(text))
         for at in sorted(cuts, reverse=True):
             text = text[:at] + self.mark + text[at:]

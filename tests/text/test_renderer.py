@@ -105,6 +105,22 @@ def test_who_hurries_waits_for_nothing_and_owes_the_next_one_nothing():
     assert other.render(TALK) == "x"
 
 
+def test_who_hurries_is_given_no_text_that_takes_long_to_encode():
+    """66,000 characters were rendered in half a millisecond, and encoded in 170 while no stream of a server went on."""
+    template = ChatTemplate("{{ messages[0].content * messages[0].times }}")
+    short, long = ([{"role": "user", "content": "x", "times": times}] for times in (renderer.MUCH, renderer.MUCH + 1))
+    template.render(short)
+    with RENDERER.hurried(1.0):
+        assert len(template.render(short)) == renderer.MUCH
+        with pytest.raises(Late):
+            template.render(long)
+        with pytest.raises(Late):
+            template.render(short)  # the one before was long
+    assert len(template.render(long)) == renderer.MUCH + 1
+    with RENDERER.hurried(1.0), pytest.raises(Late):
+        template.render(short)
+
+
 def test_threads_may_render_at_once():
     told, template = {}, ChatTemplate("{{ messages[0].content }}")
 
