@@ -87,7 +87,7 @@ class Served:
         self.template.control_names(self.tokenizer)  # now, not while the event loop reads the first chat
         eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
         self.eos = eos if isinstance(eos, int) else None
-        self._longest_piece = max(map(len, self.tokenizer.pieces()))  # bytes; no token has more
+        self.longest_piece = max(map(len, self.tokenizer.pieces()))  # bytes; no token has more
         self._ends = [i for i in range(self.tokenizer.n_vocab) if self.tokenizer.is_end(i)]
 
     @property
@@ -128,7 +128,7 @@ class Served:
         Raises:
             ApiError: it cannot fit the context.
         """
-        least = len(text) // self._longest_piece
+        least = len(text) // self.longest_piece
         if least >= self.n_ctx:
             raise self._too_many(f"at least {least}", least, name)
         return text
@@ -141,11 +141,15 @@ class Served:
         """
         if not ids:
             raise ApiError(400, f"the {name} is empty; give some text", param=name)
+        if len(self.known(ids, name)) >= self.n_ctx:
+            raise self._too_many(str(len(ids)), len(ids), name)
+        return ids
+
+    def known(self, ids: list[int], name: str) -> list[int]:
+        """The ids themselves, if they are tokens. Raises ApiError."""
         outside = next((i for i in ids if not 0 <= i < self.tokenizer.n_vocab), None)
         if outside is not None:
             raise ApiError(400, f"the {name} has the token {outside}, and the vocabulary has {self.tokenizer.n_vocab}", param=name)
-        if len(ids) >= self.n_ctx:
-            raise self._too_many(str(len(ids)), len(ids), name)
         return ids
 
     def _too_many(self, told: str, count: int, name: str) -> ApiError:

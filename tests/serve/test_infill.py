@@ -8,14 +8,15 @@ from serve.running import Running, events
 
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.serve.errors import ApiError
-from pyggml_spec.serve.infill import BATCH, SNIPPET, _read
+from pyggml_spec.serve.infill import BATCH, SNIPPET, _read, lay_out
+from pyggml_spec.serve.served import ServeOptions
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.text.stream import LENGTH, STOP, BlockText, LineLimits
 from pyggml_spec.text.tokenizer import Fim, Tokenizer
 
 FIM = {"pre": 4001, "suf": 4002, "mid": 4003, "rep": 4004, "sep": 4005}
 AROUND = {"input_prefix": "def total(items):\n    ", "input_suffix": "\n    return result\n"}
-EXTRA = [{"filename": "a.py", "text": "x = 1\n"}, {"text": "y = 2\n"}]
+EXTRA = [{"filename": "a.py", "text": "x = 1\n"}, {"filename": None, "text": "y = 2\n"}]
 N_CTX = 512
 
 
@@ -96,6 +97,23 @@ def test_of_what_is_too_long_stays_what_is_near_the_cursor(server, encode):
     asked(server, [*names[-room:], *rest], input_prefix=line * 100, input_suffix=line * 101, input_extra=[{"text": line * 102}])
 
 
+@pytest.mark.parametrize("body", [
+    {"input_prefix": "value = 1\n" * 900_000, "input_suffix": "value = 1\n" * 900_000, "input_extra": [{"text": "value = 1\n" * 900_000}]},
+    {"input_prefix": ["value = 1\n"] * 9000, "input_suffix": ["value = 1\n"] * 9000, "input_extra": [{"text": "value = 1\n"}] * 9000},
+])  # fmt: skip
+def test_what_is_cut_off_is_not_encoded(model, encode, body):
+    """4 MB of text took a thread of the server three seconds, and one after the other all of them."""
+    tokenizer = Tokenizer(GGUFFile(model))
+    encoded, served = [], SimpleNamespace(n_ctx=N_CTX, longest_piece=16, options=ServeOptions(), known=lambda ids, name: ids)
+    served.tokenizer = SimpleNamespace(bos=None, encode=lambda text, **how: encoded.append(len(text)) or tokenizer.encode(text, **how))
+    ids = lay_out(served, tokenizer.fim(), body, encode("x"), 8)
+    assert sum(encoded) < 60_000
+    line, batch = encode("value = 1\n"), N_CTX // 2
+    prefix, suffix = (line * batch)[-3 * (batch // 4) :], (line * batch)[: batch // 4 - 2 - 1]
+    assert ids[-(len(prefix) + len(suffix) + 4) :] == [4001, *prefix, *encode("x"), 4002, *suffix, 4003]
+    tokenizer.close()
+
+
 def test_models_that_fill_in_backwards_and_those_that_do_not(model, encode, tmp_path):
     few = with_keys(DEMO_TARGET, tmp_path / "few.gguf", {f"tokenizer.ggml.fim_{n}_token_id": FIM[n] for n in ("pre", "suf", "mid")})
     backwards = Running("-m", few, "--slots", 1, "-c", 256, "--spm-infill")
@@ -118,7 +136,9 @@ def test_models_that_fill_in_backwards_and_those_that_do_not(model, encode, tmp_
         ({**AROUND, "input_prefix": {}}, "input_prefix"),
         ({**AROUND, "input_prefix": [1.5]}, "input_prefix"),
         ({**AROUND, "input_prefix": [99999]}, "input_prefix"),
+        ({**AROUND, "input_suffix": ["x", 99999]}, "input_suffix"),
         ({**AROUND, "prompt": ["x"]}, "prompt"),
+        ({**AROUND, "prompt": "value = 1\n" * 300}, "prompt"),
         *(({**AROUND, "input_extra": extra}, "input_extra") for extra in ({}, ["x"], [{}], [{"filename": "ok"}], [{"filename": 1, "text": "x"}], [{"text": 1}])),
         ({**AROUND, "n_indent": -1}, "n_indent"),
         ({**AROUND, "t_max_predict_ms": "soon"}, "t_max_predict_ms"),
