@@ -105,7 +105,7 @@ def step_cost(
     return 1000 * statistics.median(runs[WARMUP:] or runs)
 
 
-def plain_cost(scheduler: Scheduler, most: int = MOST) -> float:
+def plain_cost(scheduler: Scheduler, most: int) -> float:
     """Milliseconds of a token of plain decoding as texts get it: the mean of at most ``most`` steps, all that the host does around them included. Forgets
     the sequence.
 
@@ -114,7 +114,6 @@ def plain_cost(scheduler: Scheduler, most: int = MOST) -> float:
     """
     engine, runs = scheduler.engine, list[float]()
     engine.reset()
-    most *= PLAIN_MORE if most == MOST else 1
     options = LoopOptions(WARMUP + most + 1, PLAIN, engine.options.width, ignore_end=True, reuse=False)
     with closing(scheduler.submit(START[: max(1, engine.options.n_ctx - 1)], options, slot=0)) as stream:
         next(stream)  # behind the prompt

@@ -117,7 +117,7 @@ def stop_texts(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
 
 
 def line_limits(body: Mapping[str, Any]) -> LineLimits:
-    """``n_indent`` and ``t_max_predict_ms``; 0, and less than 0, are no limits."""
+    """``n_indent`` and ``t_max_predict_ms``; 0 of either is no limit, and neither are -1 milliseconds."""
     milliseconds = whole(body, "t_max_predict_ms", -1, -1, (1 << 31) - 1)
     return LineLimits(whole(body, "n_indent", 0, 0, 1 << 20), max(0, milliseconds) / 1000)
 

@@ -71,9 +71,8 @@ def _near(served: Served, body: Mapping[str, Any], name: str, most: int, before:
 
 def _cut(served: Served, parts: Sequence[int | str], most: int, last: bool) -> list[int]:
     """The ``last`` tokens of texts and tokens, or the first ones. What is further away is not encoded: 4 MB took a thread three seconds."""
-    reach = (
-        most + BESIDE
-    ) * served.longest_piece  # characters; the tokens at the edge of the text that is left are not among those that stay
+    # characters; the tokens at the edge of the text that is left are not among those that stay
+    reach = (most + BESIDE) * served.longest_piece
     encoded: list[list[int]] = []
     count = 0
     for part in reversed(parts) if last else parts:

@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # name: (values that ask fo
     "use_beam_search": ((False,), "leave it out"),
     "prompt_logprobs": ((), "leave it out"),
     "echo": ((False,), "the prompt is yours already"),
-    "suffix": (("",), "leave it out"),
+    "suffix": (("",), "fill in at /infill"),
     "best_of": ((1,), "leave it out"),
     "lora": (([],), "merge the adapter into the model file"),
     "reasoning_budget_message": (("",), "leave it out"),

@@ -84,7 +84,7 @@ class Served:
         self.names = options.names or (path.name,)
         source = template if template is not None else None if KEY in session.target.file.metadata else CHATML
         self.template: ChatTemplate = chat_template(session, source)[0]
-        self.template.control_names(self.tokenizer)  # now, not while the event loop reads the first chat
+        self.template.prepare(self.tokenizer)  # now, not while the event loop reads the first chat
         eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
         self.eos = eos if isinstance(eos, int) else None
         self.longest_piece = max(map(len, self.tokenizer.pieces()))  # bytes; no token has more

@@ -143,8 +143,11 @@ class ChatTemplate:
             f"the chat template {_SENTENCES[answer['failed']].format(line=answer['line'], what=brief(answer['what'], 300))}"
         )
 
-    def control_names(self, tokenizer: Tokenizer) -> "_Names":
-        """What the control tokens of this vocabulary are found by. Kept: 6,000 of them, as gemma4 has, take 0.1 s, and the first time a second."""
+    def prepare(self, tokenizer: Tokenizer) -> None:
+        """Makes ready what the first ``encode`` with this vocabulary would wait for: the patterns of 6,000 control tokens, as gemma4 has, take a second."""
+        self._control_names(tokenizer)
+
+    def _control_names(self, tokenizer: Tokenizer) -> "_Names":
         if self._names is None or self._names[0] is not tokenizer:
             self._names = tokenizer, _Names(tokenizer.control_tokens())
         return self._names[1]
@@ -158,7 +161,7 @@ class ChatTemplate:
         control = tokenizer.control_tokens()
         given = {name: plain(options[name]) for name in ("tools", "variables") if options.get(name)}
         messages = plain(messages)
-        names = self.control_names(tokenizer)
+        names = self._control_names(tokenizer)
         guard = _Guard(names, self.source, messages, *given.values())
         options |= {name: guard.split(value) for name, value in given.items()}
         text = self.render(guard.split(messages), **options)

@@ -65,6 +65,9 @@ def test_the_plain_speed_is_what_texts_get(pair, monkeypatch):
     monkeypatch.setattr(Scheduler, "_count", lambda *args: (time.sleep(slow), count(*args))[1])
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert session.calibrate_plain(steps=3) >= 1000 * slow
+        slow, before = 0.0, session.scheduler.stats.steps
+        session.calibrate_plain(steps=12)
+        assert session.scheduler.stats.steps - before <= 12 + calibrate.WARMUP + 1  # as it says: it took 36
 
 
 def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle):
