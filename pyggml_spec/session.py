@@ -25,7 +25,7 @@ from .decode.width import NEVER_PAYS, Kind, WidthControl, chain_kinds, useful_wi
 from .engine.engine import Engine
 from .engine.graphs import STREAMED
 from .engine.lanes import GROUPS
-from .engine.options import MOST_WIDTH, WIDEST_CHUNK, EngineOptions, candidate_widths, check_masks, check_options
+from .engine.options import MOST_WIDTH, WIDEST_CHUNK, AtMost, EngineOptions, candidate_widths, check_masks, check_options
 from .engine.parts import Closable, P
 from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
 from .events import StepEvent
@@ -456,7 +456,13 @@ class Session:
             return 16 if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
         if width is None:
             return self.drafter.block_size
-        width, first = max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError)), self.drafter.members[0]
+        limit, first = isinstance(width, AtMost), self.drafter.members[0]
+        width = max(2, int(whole(width, "the draft width", 1, MOST_WIDTH, PairError)))
+        if limit and width > first.block_size:
+            self.notes.append(
+                f"at most {first.block_size - 1} drafts are made where {width - 1} may be: {first.title} was trained for no more"
+            )
+            return first.block_size
         if len(self.drafter.members) > 1 and width > first.block_size:
             raise PairError(
                 f"a draft width of {width} is wider than the {first.block_size} that {first.method} drafts, which drafts alone where the width is "

@@ -18,11 +18,13 @@ def llama_cpp_options(command):
         if flash_attn == "off":
             raise click.UsageError("attention is always flash attention here; leave out -fa off")
         if n_max is not None:
+            from ..engine.options import AtMost
+
             if more["draft_width"] not in (None, n_max + 1):
                 raise click.UsageError(
                     f"--spec-draft-n-max {n_max} and --draft-width {more['draft_width']} contradict each other: the width counts the pending token too"
                 )
-            more["draft_width"] = n_max + 1
+            more["draft_width"] = more["draft_width"] or AtMost(n_max + 1)
         if gpu_layers == 0:
             if more["device"] not in (None, "CPU"):
                 raise click.UsageError(f"-ngl 0 and --device {more['device']} contradict each other")

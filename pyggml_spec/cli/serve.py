@@ -56,7 +56,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
     type=TokenLimit(0),
     help="Tokens per answer where a request says nothing. Default: no limit but the context.",
 )
-@click.option("--chat-template", "template", help="Chat template instead of the model file's: Jinja text, or chatml or llama3.")
+@click.option("--chat-template", "template", help="Chat template instead of the model file's: Jinja text, or chatml, command-r or llama3.")
 @click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
 @click.option("--chat-template-kwargs", "variables", metavar="JSON", help="Further names that the template knows, as a JSON object.")
 @click.option("--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto", help="Thinking mode, where the template has one.")
@@ -119,7 +119,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
     take_prefix(prefix, keep_memory=True)
     source = text_of("chat_template", template, template_file)
     if template is not None and re.fullmatch(r"[\w.-]+", template) and template not in NAMED:
-        raise click.UsageError(f"--chat-template {template} is no Jinja text; by name there are {' and '.join(NAMED)}")
+        raise click.UsageError(f"--chat-template {template} is no Jinja text; by name there are {', '.join(NAMED)}")
     named = _variables(variables)
     hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
     keys = Keys(api_key, api_key_file)  # once: a pipe has its lines once

@@ -37,6 +37,10 @@ class EngineOptions:
     groups: bool = False
 
 
+class AtMost(int):
+    """A block width that a drafter of narrower blocks cuts, where another number is refused: what llama.cpp's tools are told is a limit."""
+
+
 def candidate_widths(block_size: int) -> tuple[int, ...]:
     """The block widths that are planned for at load, and that width control chooses from."""
     return tuple(sorted({*(w for w in WIDTHS if w < block_size), block_size}))

@@ -24,7 +24,12 @@ LLAMA3 = (
     "+ (message.content or '') | trim + '<|eot_id|>' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}"
 )
-NAMED = {"chatml": CHATML, "llama3": LLAMA3}
+COMMAND_R = (
+    "{%- set names = {'system': 'SYSTEM', 'user': 'USER', 'assistant': 'CHATBOT'} -%}{%- for message in messages if message.role in names -%}"
+    "{{- '<|START_OF_TURN_TOKEN|><|' + names[message.role] + '_TOKEN|>' + (message.content or '') | trim + '<|END_OF_TURN_TOKEN|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}{%- endif -%}"
+)
+NAMED = {"chatml": CHATML, "command-r": COMMAND_R, "llama3": LLAMA3}
 THINK, END_THINK = "<think>", "</think>"
 _TAIL = 32  # tokens of a prompt that are looked at for an open <think>
 

@@ -22,6 +22,14 @@ def test_a_pasted_line_is_the_same_run(pair, pinned):
     assert pasted.stderr.splitlines()[0] == ours.stderr.splitlines()[0]
 
 
+def test_a_limit_of_drafts_that_no_block_reaches(pair):
+    """llama.cpp's number is a limit, ours a width: the one is cut to the block, the other refused."""
+    run = ["run", "-m", pair[0], "-md", pair[1], "-t", 1, "--device", "CPU", "-p", PROMPT, "-n", 2]
+    done, refused = pyspec(*run, "--spec-draft-n-max", 99), pyspec(*run, "--draft-width", 100)
+    assert done.returncode == 0 and "drafts are made where 99 may be" in done.stderr
+    assert refused.returncode == 1 and "wider than the block" in refused.stderr
+
+
 def test_no_layers_on_the_device_is_the_cpu(pair):
     done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 0, "-p", PROMPT, "-n", 2)
     assert done.returncode == 0 and " on CPU " in done.stderr
