@@ -25,8 +25,9 @@ static atomic_flag      said = ATOMIC_FLAG_INIT;
 static struct sigaction before;  // what was to be done with the signal until now, and is with those of other memory
 
 static void on_bus(int number, siginfo_t * info, void * context) {
-    const char * at = info->si_addr;
-    for (int i = 0; i < MOST_MAPS; i++) {
+    const bool   sent = info->si_code <= 0;  // by somebody, whose number lies where a fault has its address
+    const char * at   = info->si_addr;
+    for (int i = 0; !sent && i < MOST_MAPS; i++) {
         const char * start = atomic_load(&maps[i].start);
         if (start != NULL && at >= start && at < start + maps[i].bytes) {
             while (atomic_flag_test_and_set(&said)) {  // by another thread, which ends this one
@@ -42,9 +43,9 @@ static void on_bus(int number, siginfo_t * info, void * context) {
         before.sa_sigaction(number, info, context);
     } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
         before.sa_handler(number);
-    } else {  // comes again, when this one returns
+    } else if (!sent || before.sa_handler == SIG_DFL) {  // a fault comes again, when this one returns
         sigaction(number, &before, NULL);
-        if (info->si_code <= 0) {  // somebody sent it
+        if (sent) {
             raise(number);
         }
     }

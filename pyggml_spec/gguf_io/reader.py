@@ -392,8 +392,6 @@ class GGUFFile:
             part.close()
         with contextlib.suppress(AttributeError):
             self._watch.close()
-        with contextlib.suppress(AttributeError, BufferError):
-            self._map.close()
 
     def __enter__(self) -> Self:
         return self

@@ -157,8 +157,6 @@ class SafetensorsFile:
     def close(self) -> None:
         with contextlib.suppress(AttributeError):
             self._watch.close()
-        with contextlib.suppress(AttributeError, BufferError):
-            self._map.close()
 
     def __enter__(self) -> Self:
         return self
