@@ -5,6 +5,7 @@ import subprocess
 import sys
 import typing
 
+import numpy as np
 import pytest
 from gguf_io.build import F32, I32, Model
 
@@ -126,12 +127,15 @@ def test_arguments_of_another_kind_are_sentences(call, says):
     assert str(caught.value) == says
 
 
-def test_candidates_are_the_callers():
+@pytest.mark.parametrize("few", [0, 64], ids=["all", "the largest, as on a GPU"])
+def test_candidates_are_the_callers(few):
     """They were a view of what the next step writes over, and closing frees."""
     with ps.load(device="CPU", threads=1, n_ctx=200, draft_width=2) as session:
+        session.engine.slots[0].candidates = few
         session.engine.prefill([1, 2, 3])
-        _, logits = session.engine.candidates(0)
-        before = logits.copy()
+        found = [part for part in session.engine.candidates(0) if part is not None]
+        assert [part.size for part in found] == ([few, few] if few else [session.tokenizer.n_vocab])
+        before = [part.copy() for part in found]
         session.engine.plain_step()
-        assert (logits == before).all() and logits.flags.owndata
-    assert (logits == before).all()
+        assert all(np.array_equal(*pair) and pair[0].flags.owndata for pair in zip(found, before, strict=True))
+    assert all(np.array_equal(*pair) for pair in zip(found, before, strict=True))

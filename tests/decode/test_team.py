@@ -35,6 +35,7 @@ class InTurn(WidthControl):
         self.kinds, self._turn = list(kinds), itertools.cycle(kinds)
 
     def choose(self, covered, sequences):
+        self.last = sequences
         return next(self._turn) if any(sequences) else PLAIN_STEP
 
     def observe(self, *args, **more):
@@ -153,6 +154,7 @@ def test_a_layer_of_nan_switches_speculation_off_and_keeps_the_text(files):
             session.scheduler.widths = InTurn([Kind(CHAIN, 4), Kind(CHAIN, 3, 4)])
             text, stats = session.generate(PROMPTS[0], 20)
             assert stats.nan_drafts == 1 and stats.widths[1] == stats.steps - 1 and text == want
+            assert session.scheduler.widths.last == [None], "no width is chosen for whom nobody drafts for"
 
 
 def test_a_width_that_the_first_drafter_does_not_draft_is_refused_at_load(tmp_path):

@@ -4,12 +4,15 @@ from collections import Counter
 
 import pytest
 from decode.helpers import run
+from random_gguf.archs import write_qwen35moe
+from random_gguf.model import Shape
 
 import pyggml_spec as ps
 from pyggml_spec.engine.graph_store import BY_CALLS
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.ggml.replay import ReplayCounters
 from pyggml_spec.ggml.step_io import StepFields
+from pyggml_spec.models.placement import ExpertOptions
 
 
 class Recorder:
@@ -85,3 +88,12 @@ def test_the_first_call_of_a_graph_that_was_captured_ahead_is_a_replay():
     assert (counters.warmup, counters.replayed, counters.eager) == (0, 3, 0)
     assert not counters.count(1, 90, 1800, captured=False) and not counters.count(2, 90, 1800)
     assert counters.warmup == 2
+
+
+def test_a_graph_that_the_host_takes_part_in_is_not_captured(tmp_path, recorder):
+    """It is computed in parts, which are other graphs to a device."""
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q4_K")
+    with ps.load(path, device="CPU", threads=1, n_ctx=256, prefix_memory=0, experts=ExpertOptions(-1)) as session:
+        session.generate([1, 2, 3], 4, ignore_end=True)
+        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): step.graph.cuts for step in session.engine.graphs.steps().values()}
+        assert any(steps[graph] for graph in recorder.of("launch")) and not any(steps[graph] for graph in recorder.of("capture"))
