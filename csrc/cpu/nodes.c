@@ -10,6 +10,7 @@
 #define CHUNK_BYTES (12 << 10)     // of weights that stay in the first-level cache while tiles use them
 #define PIECE_BYTES (2 << 10)      // of weights that are asked for at once
 #define AHEAD_BYTES (16 << 10)     // ahead of use
+#define WIDE        4              // groups whose sums are stored together, a row after the other: every row lies in a page of its own
 #define FAR_BYTES   (1 << 20)      // of a matrix that is no longer in a second-level cache when it is read again
 #define ASKED_TILES 4              // tiles with which weights may be asked for: with more, they come while these compute
 
@@ -142,17 +143,28 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
     const struct ggml_tensor * w = dst->src[0];
     const int64_t blocks = w->ne[1], groups = w->ne[2], n_out = dst->ne[0], rows = rows_of(dst);
     const int64_t fit    = TILES_BYTES / (blocks * (int64_t) k->act), most = fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
-    _Alignas(64) float sums[MOST_TILES * TILE * LANES];
+    _Alignas(64) float sums[WIDE][MOST_TILES * TILE * LANES];
     for (int64_t first = 0; first < rows; first += most * TILE) {
         const int        here   = (int) (rows - first < most * TILE ? rows - first : most * TILE), count = (here + TILE - 1) / TILE;
         const bool       few    = count <= ASKED_TILES;
         const pgs_asking asking = few ? pgs_asking_begin(k->type, ggml_nbytes(w) >= FAR_BYTES ? PGS_FAR : PGS_NEAR, here) : (pgs_asking) { 0 };
         const job        j      = { k, blocks, (const char *) dst->src[1]->data + (size_t) (first / TILE * blocks) * k->act, count, here, asking.asks };
-        for (int64_t g = groups * ith / nth; g < groups * (ith + 1) / nth; g++) {
-            multiply_group(&j, (const char *) w->data + (size_t) (g * blocks) * k->record, sums);
-            const int64_t lanes = n_out - g * LANES < LANES ? n_out - g * LANES : LANES;
+        const int64_t end = groups * (ith + 1) / nth;
+        for (int64_t g = groups * ith / nth; g < end; g += WIDE) {
+            const int wide = (int) (end - g < WIDE ? end - g : WIDE);
+            for (int i = 0; i < wide; i++) {
+                multiply_group(&j, (const char *) w->data + (size_t) ((g + i) * blocks) * k->record, sums[i]);
+            }
             for (int r = 0; r < here; r++) {
-                memcpy((float *) dst->data + (first + r) * n_out + g * LANES, sums + r * LANES, (size_t) lanes * sizeof(float));
+                float * to = (float *) dst->data + (first + r) * n_out + g * LANES;
+                for (int i = 0; i < wide; i++) {
+                    const int64_t left = n_out - (g + i) * LANES;
+                    if (left >= LANES) {
+                        memcpy(to + i * LANES, sums[i] + r * LANES, LANES * sizeof(float));
+                    } else {
+                        memcpy(to + i * LANES, sums[i] + r * LANES, (size_t) left * sizeof(float));
+                    }
+                }
             }
         }
         pgs_asking_end(&asking, (size_t) ((groups * (ith + 1) / nth - groups * ith / nth) * blocks) * k->record);
