@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from models.test_archs import LEAN, TARGETS
 from pairs import write_pair
-from random_gguf.archs import write_gemma4, write_qwen35moe
+from random_gguf.archs import write_gemma4, write_glm_dsa, write_qwen35moe
 from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash
 from random_gguf.mtp import write_mtp_target
@@ -425,3 +425,13 @@ def test_groups_of_slots_beside_each_other_give_the_bits_of_steps_of_all(tmp_pat
     with loaded(target, draft, cuts) as session:
         alone = lanes_trace(session, False, slots)
         assert equal(alone, lanes_trace(session, True, slots))
+
+
+def test_what_an_indexer_chose_crosses_a_cut(tmp_path):
+    """Layers that have no indexer see what the last one before them chose, on whatever device; groups have a choice each."""
+    target, found = write_glm_dsa(tmp_path / "t.gguf", Shape(), "Q8_0", full=(True, False, True, False)), []
+    for cuts in ((), (1, 2)):
+        with loaded(target, cuts=cuts, draft_width=8, spec=["suffix"]) as session:
+            found.append(trace(session, (1, 7)) + lanes_trace(session, bool(cuts), 2))
+            masks = [hop for hop in session.engine.step_graph("verify", 4).hops if hop[-1] == 2 * 4 * 256] if cuts else []
+    assert equal(*found) and len(masks) == 1
