@@ -15,19 +15,23 @@ turns; a server that ends is named with its reason, and the others go on. --synt
 
     python scripts/bench_server.py --first [-m TARGET -md DRAFTER] [--device CPU] [--rounds 200]
 
-The time to the first token, through the API and over HTTP (a stream of /completion and one of /v1/chat/completions), one after the other.
+The time to the first token, through the API and over HTTP (a stream of /completion and one of /v1/chat/completions), one after the other: by a client that
+writes a request at once and looks for the first text in what comes (what the server and the way there take), and by Python's http.client (whose
+parsing of a head and second packet count as well). --against PYTHON serves by another checkout's environment too, in turn.
 """
 
 import argparse
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import gettempdir
@@ -86,8 +90,9 @@ def first_tokens(asked: argparse.Namespace) -> None:
     from pyggml_spec.serve.served import CHATML
     from pyggml_spec.text.template import KEY
 
-    served = Served(asked, 1, "--draft-width", WIDTH)
-    connection = HTTPConnection(*served.address, timeout=600)
+    servers = {"HTTP": Served(asked, 1, "--draft-width", WIDTH)}
+    if asked.against:
+        servers["other"] = Served(asked, 1, "--draft-width", WIDTH, python=asked.against)
     with (
         ps.load(asked.m, asked.md, device=asked.device, threads=asked.threads, draft_width=WIDTH, n_ctx=2048) as session,
         session.concurrent(1) as server,
@@ -106,20 +111,12 @@ def first_tokens(asked: argparse.Namespace) -> None:
             handle.result()
             return took
 
-        def http(text: str, chat: bool) -> float:
-            asks: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-            body = {**asks, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False}
-            sent = time.perf_counter()
-            path = "/v1/chat/completions" if chat else "/completion"
-            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-            response = connection.getresponse()
-            while not (line := response.readline()).startswith(b"data: ") or b'"content":null' in line:
-                pass
-            took = time.perf_counter() - sent
-            response.read()
-            return took
-
-        ways = {"API": (api, False), "HTTP, /completion": (http, False), "API, chat": (api, True), "HTTP, chat": (http, True)}
+        ways: dict[str, tuple[Callable[[str, bool], float], bool]] = {"API": (api, False), "API, chat": (api, True)}
+        for name, served in servers.items():
+            bare, library = BareClient(served.address), HTTPConnection(*served.address, timeout=600)
+            ways |= {f"{name}, /completion": (bare.first, False), f"{name}, chat": (bare.first, True)}
+            by_library = partial(first_by_library, library)
+            ways |= {f"{name}, /completion, http.client": (by_library, False), f"{name}, chat, http.client": (by_library, True)}
         took: dict[str, list[float]] = {name: [] for name in ways}
         until = time.monotonic() + asked.budget
         for i in range(asked.rounds + 10):
@@ -132,21 +129,66 @@ def first_tokens(asked: argparse.Namespace) -> None:
         for name, values in took.items():
             other = took["API, chat" if "chat" in name else "API"]
             print(
-                f"{name:18} first token after {statistics.median(values):7.3f} ms (lowest tenth {sorted(values)[len(values) // 10]:.3f}), above the API"
+                f"{name:30} first token after {statistics.median(values):7.3f} ms (lowest tenth {sorted(values)[len(values) // 10]:.3f}), above the API"
                 f" {statistics.median(a - b for a, b in zip(values, other)):+.3f} ms, {len(values)} requests",
                 flush=True,
             )
-    connection.close()
-    served.close()
+    for served in servers.values():
+        served.close()
+
+
+def first_request(text: str, chat: bool) -> tuple[str, str]:
+    """Path and body."""
+    asks: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    body = {**asks, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False}
+    return "/v1/chat/completions" if chat else "/completion", json.dumps(body)
+
+
+def first_by_library(connection: HTTPConnection, text: str, chat: bool) -> float:
+    sent = time.perf_counter()
+    path, body = first_request(text, chat)
+    connection.request("POST", path, body, {"content-type": "application/json"})
+    response = connection.getresponse()
+    while not (line := response.readline()).startswith(b"data: ") or b'"content":null' in line:
+        pass
+    took = time.perf_counter() - sent
+    response.read()
+    return took
+
+
+class BareClient:
+    """A request in one packet, and nothing of the answer taken apart but where its first text is."""
+
+    def __init__(self, address: tuple[str, str]) -> None:
+        self.socket = socket.create_connection(address, timeout=600)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def first(self, text: str, chat: bool) -> float:
+        sent = time.perf_counter()
+        path, body = first_request(text, chat)
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        self.socket.sendall((head + body).encode())
+        got = b""
+        while b'"content":"' not in got:
+            got += self._more()
+        took = time.perf_counter() - sent
+        while not got.endswith(b"0\r\n\r\n"):
+            got += self._more()
+        return took
+
+    def _more(self) -> bytes:
+        if not (more := self.socket.recv(1 << 16)):
+            raise SystemExit("the server closed the connection")
+        return more
 
 
 class Served:
     """`pyspec serve` in a process of its own."""
 
-    def __init__(self, asked: argparse.Namespace, slots: int, *more: object) -> None:
+    def __init__(self, asked: argparse.Namespace, slots: int, *more: object, python: str = sys.executable) -> None:
         models = ["-m", asked.m, *(["-md", asked.md] if asked.md else [])] if asked.m else []
         options = ["--device", asked.device, "-t", asked.threads, "--slots", slots, "-c", 2048, "--port", 0, *more]
-        command = [sys.executable, "-m", "pyggml_spec", "serve", *models, *options]
+        command = [python, "-m", "pyggml_spec", "serve", *models, *options]
         self.process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
         self.asked = asked
         said = []
@@ -321,6 +363,7 @@ def main() -> None:
         "--budget", type=float, default=1e9, help="seconds: no round is begun after them, and with --clients none lasts longer"
     )
     parser.add_argument("--first", action="store_true")
+    parser.add_argument("--against", metavar="PYTHON", help="of another checkout's environment, whose server takes turns with this one")
     parser.add_argument("--synthetic-acceptance", type=float)
     parser.add_argument("--out")
     asked = parser.parse_args()

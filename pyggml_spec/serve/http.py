@@ -18,6 +18,7 @@ encode = msgspec.json.Encoder().encode
 PING = b":\n\n"  # a comment, which keeps connections of silent streams open
 DONE = b"data: [DONE]\n\n"
 BODY_SECONDS = 60.0  # between two pieces of a body
+SOON = 0.001  # seconds of an answer's work before anybody looks whether its client is still there
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -134,8 +135,9 @@ async def send_response(send: Send, response: Response, more_headers: Iterable[t
 
 async def unless_gone(receive: Receive, work: Awaitable[None]) -> bool:
     """Does ``work``, which is cancelled when the client goes away; whether it came to its end. In the task that calls it: one more would make the first
-    token wait for its turn."""
+    token wait for its turn. The client is looked after ``SOON``: that task would run between a prompt's entering the engine and its first step."""
     task, gone = asyncio.current_task(), False
+    watching: asyncio.Task[None] | None = None
 
     async def watch() -> None:
         nonlocal gone
@@ -145,7 +147,11 @@ async def unless_gone(receive: Receive, work: Awaitable[None]) -> bool:
         if task is not None:
             task.cancel()
 
-    watching = asyncio.ensure_future(watch())
+    def begin() -> None:
+        nonlocal watching
+        watching = asyncio.ensure_future(watch())
+
+    beginning = asyncio.get_running_loop().call_later(SOON, begin)
     try:
         await work
     except asyncio.CancelledError:
@@ -154,5 +160,7 @@ async def unless_gone(receive: Receive, work: Awaitable[None]) -> bool:
         if task is not None:
             task.uncancel()
     finally:
-        watching.cancel()
+        beginning.cancel()
+        if watching is not None:
+            watching.cancel()
     return not gone
