@@ -10,6 +10,7 @@ from .events import End, StepEvent
 from .models.placement import ExpertOptions
 from .models.rope import RopeOptions
 from .sampling.sampler import Sampling
+from .text.stream import LineLimits
 
 
 class LoadOptions(TypedDict, total=False):
@@ -55,6 +56,7 @@ class SubmitOptions(RequestOptions, total=False):
     reuse: bool
     progress: bool
     synthetic: SyntheticAcceptance | None
+    lines: LineLimits
     sink: Callable[[StepEvent | End], object] | None
 
 

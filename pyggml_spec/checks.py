@@ -29,9 +29,9 @@ def whole(value: Any, what: str, low: int, high: int, error: type[PyspecError] =
 
 
 def path(value: Any, what: str) -> Path:
-    """``value`` as a path, if it is one: a string, or what has one. Raises PyspecError."""
+    """``value`` as a path, if it is one: a string, or what has one; an empty one would be the current folder. Raises PyspecError."""
     found = os.fspath(value) if hasattr(value, "__fspath__") else value
-    if not isinstance(found, str):
+    if not isinstance(found, str) or not found:
         raise PyspecError(f"{what} is {reprlib.repr(value)}, but it has to be a path")
     return Path(found)
 

@@ -28,6 +28,7 @@ MORE = {  # what else is meant to be used, by module
     "session": ("Engaged",),
     "chat": ("chat_template",),
     "sampling.sampler": ("TokenLogprob",),
+    "text.stream": ("LineLimits",),
     "text.template": ("ChatTemplate",),
     "sampling.recommended": ("recommended", "chosen"),
     "arguments": ("LoadOptions", "GenerateOptions", "RequestOptions"),

@@ -109,6 +109,8 @@ def test_the_file_recommends_to_the_api_what_it_recommends_to_the_command_line(r
     [
         (lambda: ps.load(5), "`target` is 5, but it has to be a path"),
         (lambda: ps.load(b"t.gguf"), "`target` is b't.gguf', but it has to be a path"),
+        (lambda: ps.load(""), "`target` is '', but it has to be a path"),
+        (lambda: ps.load(prefix_cache="", n_ctx=64, draft_width=2), "the folder of the prefix cache (`prefix_cache`) is '', but it has to be a path"),
         (lambda: ps.load("t.gguf", 5), "the drafter (`draft`) is 5, but it has to be a path"),
         (lambda: ps.load("t.gguf", ["d.gguf", None]), "the drafter (`draft`) is None, but it has to be a path"),
         (lambda: ps.load(experts=5), "`experts` is 5, but it has to be ExpertOptions or None"),

@@ -353,6 +353,8 @@ def prefix_options(command):
 
 def take_prefix(values: dict, keep_memory: bool = False) -> None:
     """Turns what ``prefix_options`` added to ``values`` into what ``load`` takes: bytes, and no copies in memory for a single request."""
+    if values["prefix_cache"] == "":
+        raise click.UsageError("the name that --prefix-cache gives is empty; name a folder")
     for name in ("prefix_disk",) if keep_memory else ("prefix_disk", "prefix_memory"):
         if values["prefix_cache"] is None and values[name]:
             raise click.UsageError(

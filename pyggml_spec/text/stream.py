@@ -13,8 +13,12 @@ STOP, LENGTH = "stop", "length"
 
 @dataclass(frozen=True)
 class LineLimits:
-    """What editors ask of a completion. ``indent``: it ends where a line behind the first is indented by fewer characters, 0 for no limit;
-    ``seconds``: with the first line break so long after its first token, 0 for no limit."""
+    """What editors ask of a completion.
+
+    Attributes:
+        indent: it ends where a line behind the first is indented by fewer characters, 0 for no limit.
+        seconds: it ends with the first line break so long after its first token, 0 for no limit.
+    """
 
     indent: int = 0
     seconds: float = 0.0

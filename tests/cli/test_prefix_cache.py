@@ -66,5 +66,7 @@ def test_limits_of_a_cache_that_is_not_there_are_refused(pinned):
 
 
 def test_a_folder_that_cannot_be_made(pinned, tmp_path):
+    done = pyspec("run", *pinned, "-q", "-p", "x", "--prefix-cache", "")
+    assert done.returncode == 2 and "the name that --prefix-cache gives is empty" in done.stderr  # it was the current folder
     (tmp_path / "file").write_text("")
     one_sentence(pyspec("run", *pinned, "-q", "-p", "x", "--prefix-cache", tmp_path / "file"), "prefix cache", "cannot be opened")

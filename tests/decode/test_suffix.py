@@ -102,6 +102,8 @@ def test_ended_sequences_are_repeated_by_others_and_borders_are_not_crossed():
     assert pool.sequence([9, 1, 2, 3]).find() == Match(3, False, [4, 5])
     assert pool.sequence([9, 3, 4, 5]).find() is None  # nothing came behind it
     assert pool.sequence([4, 5, 30]).find() is None
+    pool.sequence([0, 0, 7, 8, 9]).end()
+    assert pool.sequence([7]).find() is None and pool.sequence([0, 0, 7]).find() == Match(3, False, [8, 9])
     own = SuffixPool(Lookup(least=3, shared=False))
     own.sequence([1, 2, 3, 4, 5]).end()
     assert own.sequence([9, 1, 2, 3]).find() is None
@@ -160,11 +162,11 @@ def test_what_is_found_is_judged_whether_it_was_drafted_or_not():
     pool = SuffixPool(Lookup(least=2), most_drafts=3)
     sequence = pool.sequence([1, 2, 3, 4, 5, 1, 2])
     match = sequence.find()
-    before = pool.worth(match).survival()
+    before, tokens = pool.worth(match).survival(), pool.worth(match).tokens()
     for token in (3, 4, 5):  # one by one, as plain steps bring them
         sequence.extend([token])
         sequence.find()
-    assert pool.worth(match).survival() > before
+    assert pool.worth(match).survival() > before and pool.worth(match).tokens() > tokens
     again = pool.sequence([1, 2, 3, 4, 5, 1, 2])
     again.find()
     after = pool.worth(match).survival()
@@ -186,6 +188,10 @@ def test_the_step_that_wins_most_is_taken():
     assert control.choose(1, [control.begin([1, 2, 3, 4])], [1.0], 10.0, 1) == ([[]], True)
     dear = LookupControl("suffix", {1: 10.0, 4: 60.0, 16: 200.0})
     assert dear.choose(1, [dear.begin([1, 2, 3, 4, 5, 6, 1, 2, 3])], [1.0], 10.0, 1) == ([[]], True)
+    # beside a drafter: a match is verified at its own rows' price, not that of the drafter's block, and a plain token may lead to a better one
+    beside, match = LookupControl("suffix", {1: 1.0, 16: 30.0}), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    assert beside.choose(1, [beside.begin(match)], [1.5], 1.4, 16) == ([[]], True)
+    assert beside.choose(1, [beside.begin(match)], [1.1], 2.0, 16) == ([[]], False)
 
 
 def test_rows_that_stalled_are_tried_again_and_a_plain_step_that_was_measured_too_dear_is_learnt():

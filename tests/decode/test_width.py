@@ -460,4 +460,21 @@ def test_what_a_drafter_has_to_catch_up_with_is_paid_for():
         control.observe(1, kind, costs[kind.width] + late, [sequence], [matched], late=late)
         spent, tokens = spent + costs[kind.width] + late, tokens + 1 + matched
     assert spent < 1.012 * tokens
-    assert control.cost(1, Kind(DRAFTER, 2)) == pytest.approx(1.6)  # what is caught up with is no part of what a block costs
+    for width in (2, 4):  # what is caught up with is no part of what a block costs
+        assert control.cost(1, Kind(DRAFTER, width)) == pytest.approx(costs[width])
+
+
+def test_of_a_block_that_catches_up_the_rest_is_learnt_and_all_is_spent():
+    """A cost that was measured too dear stayed: a block behind plain steps never seemed faster than that."""
+    kind, left = Kind(DRAFTER, 4), []
+    for late in (0.0, 6.0):
+        control = WidthControl.measured_for(DRAFTER, {1: 1.0, 4: 3.0})
+        sequence = control.begin()
+        for _ in range(40):
+            control.choose(1, [sequence])
+            control.observe(1, PLAIN_STEP, 1.0, [sequence], [0])
+        control._allowed = 10.0
+        control.observe(1, kind, 1.2 + late, [sequence], [0], late=late)
+        left.append(control._allowed)
+        assert control.cost(1, kind) < 3.0
+    assert left[0] - left[1] == pytest.approx(6.0, rel=0.02)

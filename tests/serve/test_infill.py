@@ -7,8 +7,10 @@ import pytest
 from serve.running import Running, events
 
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.serve.answer import Answer
 from pyggml_spec.serve.errors import ApiError
 from pyggml_spec.serve.infill import BATCH, SNIPPET, _read, lay_out
+from pyggml_spec.serve.jobs import Ask
 from pyggml_spec.serve.served import ServeOptions
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.text.stream import LENGTH, STOP, BlockText, LineLimits
@@ -168,6 +170,7 @@ def test_a_completion_ends_where_its_lines_go_further_out(size):
         assert run(text, LineLimits(indent), size) == (left, why)
     assert run("a\n\nb", LineLimits(1), size) == ("a\n", LENGTH)  # as llama.cpp means an empty line
     assert run("a never b", LineLimits(4), size)[1] == STOP
+    assert run("a\n  ne", LineLimits(4), size)[0] == "a\n  "  # the stop text that seemed to begin is in a line that is too far out
 
 
 def test_a_completion_that_takes_long_ends_with_its_line(monkeypatch, server):
@@ -178,5 +181,8 @@ def test_a_completion_that_takes_long_ends_with_its_line(monkeypatch, server):
     body = {**AROUND, "prompt": "for", "n_predict": 120, "temperature": 0, "ignore_eos": True}
     said = server.ok("/infill", **body, n_indent=60)
     assert said["stop_type"] == "limit" and said["tokens_predicted"] < 120 and not said["content"].rpartition("\n")[2].strip(" \t")
+    assert server.ok("/infill", **body, n_indent=60, n_probs=1)["content"] == said["content"]  # made of single tokens
+    alone = Answer(SimpleNamespace(ask=Ask([1], lines=LineLimits(0, 1.0)), stats=None), None, None, True)
+    assert alone._stream._lines is None  # by its own clock it would end the text elsewhere than the engine
     assert server.ok("/infill", **body, t_max_predict_ms=1)["tokens_predicted"] < 120
     assert server.post("/infill", **body, t_max_prompt_ms=500).headers.get("x-pyspec-ignored") is None
