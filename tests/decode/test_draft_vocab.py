@@ -18,10 +18,10 @@ KINDS = {
 PROMPT = list(range(3, 40))
 
 
-def write(folder, kind, quant="Q8_0"):
+def write(folder, kind, quant="Q8_0", shape=Shape()):
     target, draft, options = KINDS[kind]
-    path = target(folder / "t.gguf", Shape(), quant, **options)
-    return path, draft(folder / "d.gguf", Shape(), quant) if draft is not None else None
+    path = target(folder / "t.gguf", shape, quant, **options)
+    return path, draft(folder / "d.gguf", shape, quant) if draft is not None else None
 
 
 @pytest.fixture(params=KINDS)
@@ -53,6 +53,14 @@ def test_drafts_come_from_the_first_tokens_and_the_text_stays(files, kernels):
 def test_so_they_do_where_ggml_packs_the_head(tmp_path, kind):
     """Q4_0 by eight outputs or more on every x86: the first 100 tokens' ended within a group, and drafts were random."""
     check(write(tmp_path, kind, "Q4_0"), "ggml")
+
+
+def test_a_head_that_ends_within_a_group_of_packed_outputs(tmp_path):
+    """296 outputs are packed by eight; the next 32 behind the first 290 would be 320."""
+    every, text = drafted(write(tmp_path, "dflash", "Q4_0", Shape(n_vocab=296)), "ggml", steps=8)
+    few, same = drafted((tmp_path / "t.gguf", tmp_path / "d.gguf"), "ggml", 290, steps=8)
+    assert same == text and all(token < 290 for drafts in few for token in drafts)
+    assert all(a == b for a, b in zip(every, few, strict=True) if max(a) < 290)
 
 
 def check(files, kernels):

@@ -8,6 +8,7 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 import pyggml_spec as ps
 from pyggml_spec.errors import DeviceError, ModelError, PyspecError
 from pyggml_spec.ggml.device import Backend
+from pyggml_spec.memory import kv_types
 from pyggml_spec.memory.kv import KVCache
 from pyggml_spec.memory.kv_types import MOST_CONTEXT, TYPES, KVTypes, check_types, hadamard
 from pyggml_spec.models.base import KVShape
@@ -17,6 +18,8 @@ from pyggml_spec.models.base import KVShape
 def test_bytes_of_a_row(name, nbytes):
     assert KVTypes(name, name).row_bytes(KVShape(1, 64)) == 2 * nbytes
     assert KVTypes(name, "f16").row_bytes(KVShape(2, 64)) == 2 * nbytes + 256
+    assert KVTypes(name, name).row_bytes(KVShape(1, 64, latent=32)) == nbytes
+    assert KVTypes(name, name).row_bytes(KVShape(1, 64, latent=32, index=128, index_heads=3)) == 3 * nbytes
 
 
 def test_a_type_that_rows_cannot_have_is_named():
@@ -67,6 +70,17 @@ def test_a_device_without_the_kernel(backend, monkeypatch):  # noqa: F811
     with pytest.raises(DeviceError, match="CPU cannot attend over K q8_0 V f16 rows with heads of 64.*`draft_cache_type_k`"):
         check_types(KVTypes("q8_0", "f16"), [KVShape(2, 64)], backend, draft=True)
     check_types(KVTypes("bf16", "f16"), [KVShape(2, 64)], backend, draft=False)
+
+
+def test_an_indexers_rows_of_a_type_that_a_device_cannot_score(backend, monkeypatch):  # noqa: F811
+    """ggml-cuda scores no rows of IQ4_NL; f16 is the remedy where the heads are ones that it scores."""
+    shape = KVShape(1, 96, latent=64, index=64, index_heads=32)
+    monkeypatch.setattr(kv_types, "_scores", lambda types, shape, backend: types.k == "f16")
+    check_types(KVTypes(), [shape], backend, draft=False)
+    with pytest.raises(
+        DeviceError, match="CPU cannot score iq4_nl rows of 64 values for 32 heads .*; use `cache_type_k` and `cache_type_v` f16$"
+    ):
+        check_types(KVTypes("iq4_nl", "iq4_nl"), [shape], backend, draft=False)
 
 
 def test_a_pair_whose_drafter_cannot(tmp_path):

@@ -534,6 +534,22 @@ def test_glm_dsa_refuses_what_it_does_not_build(tmp_path, key, value, said):
             open_target(file)
 
 
+def test_glm_dsa_rotates_no_more_values_than_an_indexers_heads_have(tmp_path):
+    """llama.cpp ends the process there."""
+    with (
+        GGUFFile(write_glm_dsa(tmp_path / "t.gguf", Shape(head_size=192, n_rot=96))) as file,
+        pytest.raises(ModelError, match="key_length is 64, .* and no less than the 96 values that are rotated"),
+    ):
+        open_target(file)
+
+
+def test_glm_dsa_has_no_multiplier_of_yarn(tmp_path):
+    """llama.cpp reads deepseek2's from no other file."""
+    model = Model(write_glm_dsa(tmp_path / "t.gguf", Shape(**LEAN), yarn=8.0))
+    model.keys["glm-dsa.rope.scaling.yarn_log_multiplier"] = (F32, 0.1)
+    assert_equal(model.write(tmp_path / "o.gguf"), 40)
+
+
 @pytest.mark.parametrize("name", ["attn_k.weight", "attn_q_b.weight", "proj.weight", "k_norm.weight", "k_norm.bias"])
 def test_glm_dsa_without_one_of_its_tensors_is_refused(tmp_path, name):
     """llama.cpp takes such a file, and ends the process when it computes."""
