@@ -8,7 +8,8 @@ from random_gguf.archs import write_gemma4
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.decode.lookup import LookupControl
+from pyggml_spec.decode.lookup import Choice, LookupControl
+from pyggml_spec.decode.width import Kind, WidthControl
 from pyggml_spec.errors import EngineError
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 
@@ -99,6 +100,29 @@ def test_an_answer_left_early_is_no_corpus_of_half_a_step(session, plain):
     steps.close()
     assert plain.startswith("".join(begun))
     assert session.generate(PROMPT, N, ignore_end=True)[0] == plain
+
+
+def test_what_is_looked_up_teaches_a_drafter_nothing(session, monkeypatch):
+    """One of two sequences verifies what came before, in a step in which the other one's drafter drafts."""
+    if session.drafter is None:
+        pytest.skip("nobody drafts")
+    looked, taught, observe = [], [], WidthControl.observe
+
+    def choose(self, covered, sequences, otherwise, milliseconds, rows):
+        drafts = self._cut(sequences, [i == 0 and s is not None and s.find() is not None for i, s in enumerate(sequences)], rows)
+        looked[:] = map(bool, drafts)
+        return Choice(drafts, True)
+
+    def observed(self, covered, kind, milliseconds, sequences, *more):
+        taught.append(([*looked, False, False][: len(sequences)], [s is None for s in sequences]))
+        looked.clear()
+        observe(self, covered, kind, milliseconds, sequences, *more)
+
+    monkeypatch.setattr(LookupControl, "choose", choose)
+    monkeypatch.setattr(WidthControl, "choose", lambda *_: Kind("draft-dflash", 4))
+    monkeypatch.setattr(WidthControl, "observe", observed)
+    session.generate_all(PROMPTS[:2], 60, slots=2, ignore_end=True)
+    assert any(was[0] for was, _ in taught) and all(was == untaught for was, untaught in taught)
 
 
 @pytest.mark.parametrize("slots", [2, 4])

@@ -85,6 +85,18 @@ def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_wa
 
         assert await context.prepared(asked(b"{}"), read) and hurries.pop() > 0
         assert not await context.prepared(asked(b"{}"), read, True) and hurries == [hurries[0], None]
+        for name in (
+            "grammar",
+            "regex",
+            "lark",
+            "json_schema",
+            "response_format",
+            "grammar_lazy",
+            "text",
+            "output_config",
+            "output_format",
+        ):
+            assert not await context.prepared(asked(b'{"%b": 1}' % name.encode()), read)  # compiled
         assert not await context.prepared(asked(b'{"tools": []}'), read) and not await context.prepared(
             asked(b"{" + b" " * SMALL + b"}"), read
         )
