@@ -32,6 +32,14 @@
         vf_store(sums + LANES * (r) + VL * p, (acc)[p][r]); \
     }
 
+// Levels that widen sums to 32 bits by a product anyway do it with the scale.
+#ifdef SCALED_DOTS
+#define WHOLE_SCALES 1
+#else
+#define WHOLE_SCALES 0
+#define SCALED_DOTS(whole, w, scales, x, stride, R) (void) (whole);
+#endif
+
 // Kernels of Q6_K, and those of Q4_K and Q5_K for several rows, compute long enough between two records to gain by asking for what comes next, into the
 // first-level cache. Whether the second level is told too, further ahead, is measured (asking.c).
 
@@ -86,7 +94,8 @@ INLINE vb q5_k_quads(const rec_q5_k * w, int i, int t, int p, int odd) {
     return vb_fifth(nibbles(w->q[i][t] + 4 * VL * p, odd), vb_load(w->high[t] + 4 * VL * p), 2 * i + odd);
 }
 
-// Q4_K and Q5_K: d * scale * q - dmin * min
+// Q4_K and Q5_K: d * scale * q - dmin * min. Sums of Q4_K times scales are whole numbers, below 2^24 in half a block: floats hold them exactly, and levels
+// that scale whole numbers (SCALED_DOTS) round the same sum of both halves, once.
 INLINE void k_rows(const char * records, int64_t blocks, const char * tile, int row, float * sums, const int R, const int five) {
     const size_t    size = five ? sizeof(rec_q5_k) : sizeof(rec_q4_k);
     const char *    w    = records;
@@ -94,8 +103,12 @@ INLINE void k_rows(const char * records, int64_t blocks, const char * tile, int 
     for (int64_t b = 0; b < blocks; b++, w += size, x++) {
         const head_k * h = (const head_k *) w;
         EACH_PART {
-            vf sum[ROWS];
-            EACH_ROW sum[r] = vf_zero();
+            vf sum[ROWS], half[ROWS];
+            vi whole[ROWS];
+            EACH_ROW {
+                sum[r] = half[r] = vf_zero();
+                whole[r]         = vi_set(0);
+            }
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
                 if (p == 0 && R > 1) {
@@ -103,9 +116,19 @@ INLINE void k_rows(const char * records, int64_t blocks, const char * tile, int 
                         prefetch(w + AHEAD + i * (size / 4) + k);
                     }
                 }
+                if (i == 2 && !five && !WHOLE_SCALES) {
+                    EACH_ROW {
+                        half[r] = sum[r];
+                        sum[r]  = vf_zero();
+                    }
+                }
                 _Pragma("GCC unroll 2") for (int odd = 0; odd < 2; odd++) {
                     const int j = 2 * i + odd;
-                    vi        s[ROWS];
+                    if (!five && WHOLE_SCALES) {
+                        SCALED_DOTS(whole, nibbles(((const rec_q4_k *) w)->q[i][t] + 4 * VL * p, odd), h->scale[j] + VL * p, x->q[row] + 32 * j, 256, R)
+                        continue;
+                    }
+                    vi s[ROWS];
                     EACH_ROW s[r] = vi_set(0);
                     if (five) {
                         DOTS_OF(s, q5_k_quads((const rec_q5_k *) w, i, t, p, odd), 31, 8, x->q[row] + 32 * j, 256, R)
@@ -117,14 +140,15 @@ INLINE void k_rows(const char * records, int64_t blocks, const char * tile, int 
                 }
             }
             const vf d = vf_half(h->d + VL * p), dmin = vf_half(h->dmin + VL * p);
+            vi       z[ROWS];
+            EACH_ROW z[r] = vi_set(0);
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+                EACH_ROW z[r] = vi_mins(z[r], h->min[i] + 2 * VL * p, x->sum[row + r] + 2 * i);
+            }
             EACH_ROW {
-                vi z = vi_set(0);
-                _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
-                    z = vi_mins(z, h->min[i] + 2 * VL * p, x->sum[row + r] + 2 * i);
-                }
-                const vf dx  = vf_set(x->d[row + r]);
+                const vf dx  = vf_set(x->d[row + r]), all = five ? sum[r] : WHOLE_SCALES ? vf_int(whole[r]) : vf_add(half[r], sum[r]);
                 float *  out = sums + LANES * r + VL * p;
-                vf_store(out, vf_fnma(vf_int(z), vf_mul(dmin, dx), vf_fma(sum[r], vf_mul(d, dx), vf_load(out))));
+                vf_store(out, vf_fnma(vf_int(z[r]), vf_mul(dmin, dx), vf_fma(all, vf_mul(d, dx), vf_load(out))));
             }
         }
     }

@@ -110,6 +110,25 @@ INLINE vi wider(vi s, __m256i pairs) { return _mm256_add_epi32(s, _mm256_madd_ep
         }                                                                                                                   \
     }
 
+// whole[r] += scales times the sums of 8 quads of w, which is at most 15. Scales fit 16 bits, so widening sums of pairs to 32 bits multiplies by them, too.
+#define SCALED_DOTS(whole, w, scales, x, stride, R)                                                                         \
+    {                                                                                                                       \
+        __m256i pairs[ROWS];                                                                                                \
+        _Pragma("GCC unroll 8") for (int t = 0; t < 8; t++) {                                                               \
+            const vb quads = w;                                                                                             \
+            _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                         \
+                const __m256i two = _mm256_maddubs_epi16(quads, _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t)));       \
+                pairs[r]          = t == 0 ? two : _mm256_add_epi16(pairs[r], two);                                         \
+                HELD(pairs[r]);                                                                                             \
+            }                                                                                                               \
+        }                                                                                                                   \
+        const __m256i one = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (scales)));                              \
+        const __m256i both = _mm256_or_si256(one, _mm256_slli_epi32(one, 16));                                              \
+        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                             \
+            (whole)[r] = _mm256_add_epi32((whole)[r], _mm256_madd_epi16(pairs[r], both));                                   \
+        }                                                                                                                   \
+    }
+
 INLINE vbias bias_load(const uint8_t * p) {
     const __m256i w = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) p), _mm256_set1_epi8((char) 128));
     return (vbias) { w, _mm256_abs_epi8(w) };

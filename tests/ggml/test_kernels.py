@@ -78,6 +78,19 @@ def test_all_levels_have_the_same_bits(name):
         assert all(np.array_equal(first, other) for other in others)
 
 
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has only one level")
+@pytest.mark.parametrize("name", ["q4_k", "q5_k"])
+def test_all_levels_round_sums_that_floats_do_not_hold_alike(name):
+    """Scales, weights and activations near their largest: the sum of a block exceeds 2^24, whether levels add it up in whole numbers or not."""
+    rng, n_in = np.random.default_rng(3), 2 * BLOCK[name]
+    blocks = rng.choice(np.array([0xDD, 0xDE, 0xEF, 0xFE, 0xFF], np.uint8), (48, 2, 144 if name == "q4_k" else 176))
+    blocks[:, :, :4], blocks[:, :, 4:16] = np.frombuffer(np.array([1, 0], np.float16).tobytes(), np.uint8), 0xFF
+    x = rng.uniform(0.9, 1, (9, n_in)).astype(np.float32)
+    first, *others = [product(level, type_id(name), blocks.reshape(48, -1), x) for level in LEVELS]
+    assert all(np.array_equal(first, other) for other in others)
+    assert np.allclose(first, exact(name, blocks.reshape(48, -1), x), rtol=1e-2)
+
+
 @on_every_level
 @pytest.mark.parametrize("name, n_in, n_out", [("q8_0", 32, 4099), ("q4_0", 64, 3), ("f16", 33, 5), ("f32", 7, 4099), ("q8_0", 96, 1)])
 def test_odd_shapes(level, name, n_in, n_out):
