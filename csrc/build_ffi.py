@@ -211,6 +211,7 @@ enum llama_token_attr llama_vocab_get_attr(const struct llama_vocab *, llama_tok
 bool llama_vocab_is_eog(const struct llama_vocab *, llama_token);
 llama_token llama_vocab_bos(const struct llama_vocab *);
 llama_token llama_vocab_eos(const struct llama_vocab *);
+llama_token llama_vocab_eot(const struct llama_vocab *);
 llama_token llama_vocab_fim_pre(const struct llama_vocab *);
 llama_token llama_vocab_fim_suf(const struct llama_vocab *);
 llama_token llama_vocab_fim_mid(const struct llama_vocab *);
@@ -244,6 +245,7 @@ struct llama_sampler * llama_sampler_init_top_p(float p, size_t min_keep);
 struct llama_sampler * llama_sampler_init_min_p(float p, size_t min_keep);
 struct llama_sampler * llama_sampler_init_temp(float t);
 struct llama_sampler * llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_logit_bias, const llama_logit_bias * logit_bias);
+struct llama_sampler * llama_sampler_init_infill(const struct llama_vocab * vocab);
 struct llama_sampler * llama_sampler_init_dist(uint32_t seed);
 """
 

@@ -6,7 +6,7 @@ from typing import Any
 from ..errors import SamplingError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
-from .sampler import SAMPLERS, Sampling
+from .sampler import KNOWN, Sampling
 
 _FIELDS = {
     "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
@@ -68,4 +68,4 @@ def recommended(metadata: Mapping) -> tuple[dict, list[str]]:
 
 def _canonical(name: str) -> str:
     plain = name.strip().lower().replace("-", "_")
-    return _ALIASES.get(plain) or next((s for s in (*SAMPLERS, *_OFF) if plain == s.replace("_", "")), plain)
+    return _ALIASES.get(plain) or next((s for s in (*KNOWN, *_OFF) if plain == s.replace("_", "")), plain)

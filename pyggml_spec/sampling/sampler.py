@@ -12,6 +12,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,10 @@ others that fill up the number."""
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
+INFILL = "infill"  # for editors: ends where an end is likely enough, and takes no token that is the beginning of another one apart from it
+KNOWN = (*SAMPLERS, INFILL)
+MOST_FILLED = 256  # candidates that it compares, each with each: of all tokens it would take minutes
+LONGEST_FILLED = 512  # bytes of a token that libllama's has room for; a longer one ends the process
 RANDOM_SEED = lib.LLAMA_DEFAULT_SEED
 _ROUND = 32  # candidates come in multiples of this, so that few graphs are needed
 _RANGES = {
@@ -64,7 +69,8 @@ class Sampling:
         logit_bias: added to the logits of these token ids; -inf forbids one.
         seed: 0 .. 2**32 - 2; None draws one (``Stats.seed`` tells which).
         min_keep: top_p, min_p and typical_p leave at least this many tokens.
-        samplers: the order in which they are applied; one that is left out is off. The bias comes before all, the draw after all.
+        samplers: the order in which they are applied; one that is left out is off. The bias comes before all, the draw after all. "infill", which is
+            for editors and in no order by itself, has to come behind a top_k of at most 256.
         grammar: GBNF text that the output has to match.
         json_schema, regex, lark: the same, given as the text of a JSON schema, a regular expression for the whole output, or a grammar in
             llguidance's variant of Lark. One of the four at most.
@@ -117,9 +123,10 @@ class Sampling:
         self._check_triggers()
         if not isinstance(self.logit_bias, Mapping):
             raise SamplingError(f"the logit bias is {self.logit_bias!r}; give a number by token id, like {{42: -1.5}}")
-        wrong = next((name for name in self.samplers if name not in SAMPLERS or self.samplers.count(name) > 1), None)
+        wrong = next((name for name in self.samplers if name not in KNOWN or self.samplers.count(name) > 1), None)
         if wrong is not None:
-            raise SamplingError(f"the samplers {'; '.join(self.samplers)} are no order: each of {', '.join(SAMPLERS)} may appear once")
+            raise SamplingError(f"the samplers {'; '.join(self.samplers)} are no order: each of {', '.join(KNOWN)} may appear once")
+        self._check_infill()
         if self.temperature == 0 and "temperature" not in self.samplers:
             raise SamplingError("a temperature of 0 does nothing where the order of samplers has no temperature; add it to the order")
         if len(given := [words for name, words in KINDS.items() if getattr(self, name) is not None]) > 1:
@@ -133,6 +140,17 @@ class Sampling:
         """Whether a penalty changes any logit."""
         neutral = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
         return "penalties" in self.samplers and self.repeat_last_n > 0 and not neutral
+
+    def _check_infill(self) -> None:
+        if INFILL not in self.samplers:
+            return
+        if "top_k" not in self.samplers[: self.samplers.index(INFILL)] or not 0 < self.top_k <= MOST_FILLED:
+            raise SamplingError(
+                f"the sampler infill compares each token with each, so a top_k from 1 to {MOST_FILLED} has to stand before it; the order is "
+                f"{'; '.join(self.samplers)}, and top_k is {self.top_k}"
+            )
+        if self.constrained:
+            raise SamplingError("the sampler infill may end the text anywhere, and a constraint may not; leave one of them out")
 
     def _check_triggers(self) -> None:
         right = len(self.triggers) <= MOST_TRIGGERS and all(
@@ -157,8 +175,8 @@ class Sampling:
 
     @property
     def takes_largest(self) -> bool:
-        """Whether the token is the one with the largest logit after bias and penalties: typical_p alone can drop that one."""
-        return self.temperature == 0 and (self.typical_p == 1 or "typ_p" not in self.samplers)
+        """Whether the token is the one with the largest logit after bias and penalties: typical_p and infill alone can drop that one."""
+        return self.temperature == 0 and INFILL not in self.samplers and (self.typical_p == 1 or "typ_p" not in self.samplers)
 
     @property
     def is_greedy(self) -> bool:
@@ -203,6 +221,7 @@ class Sampling:
                 "typ_p": f"typical {self.typical_p:g}" if self.typical_p < 1 else "",
                 "top_p": f"top-p {self.top_p:g}" if self.top_p < 1 else "",
                 "min_p": f"min-p {self.min_p:g}" if self.min_p else "",
+                INFILL: INFILL,
             }
             parts = [on[name] for name in self.samplers if on.get(name)] or ["temperature 1"]
         if self.penalises:
@@ -250,6 +269,8 @@ class Sampler:
         self._tokens = np.zeros(n_vocab, TOKEN_DATA)
         self._array = ffi.new("llama_token_data_array *")
         self.grammar: Grammar | LazyGrammar | None = None
+        if INFILL in sampling.samplers:
+            _filled(tokenizer)
         if sampling.constraint is not None:
             if tokenizer is None:
                 raise SamplingError("a constraint needs the vocabulary that it is for")
@@ -258,10 +279,10 @@ class Sampler:
             lazy = sampling.triggers
             self.grammar = LazyGrammar(*sampling.constraint, lazy, tokenizer) if lazy else Grammar(*sampling.constraint, tokenizer)
         self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        for part in self._parts():
+        for part in self._parts(tokenizer):
             lib.llama_sampler_chain_add(self._chain, part)
 
-    def _parts(self) -> Iterator[LlamaSampler]:
+    def _parts(self, tokenizer: Tokenizer | None) -> Iterator[LlamaSampler]:
         s, bias = self.sampling, self.sampling.logit_bias
         make = {
             "penalties": lambda: lib.llama_sampler_init_penalties(
@@ -272,6 +293,7 @@ class Sampler:
             "top_p": lambda: lib.llama_sampler_init_top_p(s.top_p, s.min_keep),
             "min_p": lambda: lib.llama_sampler_init_min_p(s.min_p, s.min_keep),
             "temperature": lambda: lib.llama_sampler_init_temp(s.temperature),
+            INFILL: lambda: lib.llama_sampler_init_infill(_filled(tokenizer)),
         }
         if bias:
             yield lib.llama_sampler_init_logit_bias(self.n_vocab, len(bias), ffi.new("llama_logit_bias[]", list(bias.items())))
@@ -397,6 +419,19 @@ class Sampler:
             lib.llama_sampler_free(self._chain)
             self._chain = ffi.NULL
         self._tokens, self._all_ids = np.zeros(0, TOKEN_DATA), np.zeros(0, np.int32)  # 4 MB at 250,000 tokens, and a request may live long
+
+
+def _filled(tokenizer: Tokenizer | None) -> Any:
+    """The vocabulary for the sampler infill, which ends the process over some. Raises SamplingError."""
+    if tokenizer is None:
+        raise SamplingError("the sampler infill needs the vocabulary that it is for")
+    if max(lib.llama_vocab_eot(tokenizer.vocab), lib.llama_vocab_eos(tokenizer.vocab)) < 0:
+        raise SamplingError("the sampler infill needs a token that ends the text, and the vocabulary has none; leave it out")
+    if tokenizer.longest_piece > LONGEST_FILLED:
+        raise SamplingError(
+            f"the vocabulary has a token of {tokenizer.longest_piece} bytes, and the sampler infill takes {LONGEST_FILLED} at most; leave it out"
+        )
+    return tokenizer.vocab
 
 
 def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import SamplingError
 from ..sampling.pattern import Pattern
-from ..sampling.sampler import SAMPLERS, Sampling
+from ..sampling.sampler import KNOWN, Sampling
 from ..text.stream import LineLimits
 from ..text.tokenizer import Tokenizer
 from .errors import ApiError
@@ -191,10 +191,10 @@ def _samplers(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise wrong("samplers", value, "a list of names")
     names = [_SAMPLER_NAMES.get(name.strip(), name.strip()) for name in value]
-    unknown = [name for name in names if name not in (*SAMPLERS, *_SAMPLERS_OFF)]
+    unknown = [name for name in names if name not in (*KNOWN, *_SAMPLERS_OFF)]
     if unknown:
-        raise wrong("samplers", unknown[0], f"among {', '.join(SAMPLERS)}")
-    return tuple(name for name in names if name in SAMPLERS)
+        raise wrong("samplers", unknown[0], f"among {', '.join(KNOWN)}")
+    return tuple(name for name in names if name in KNOWN)
 
 
 def logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:

@@ -92,7 +92,7 @@ class Served:
         self.template.prepare(self.tokenizer)  # now, not while the event loop reads the first chat
         eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
         self.eos = eos if isinstance(eos, int) else None
-        self.longest_piece = max(map(len, self.tokenizer.pieces()))  # bytes; no token has more
+        self.longest_piece = self.tokenizer.longest_piece  # bytes
         self._ends = [i for i in range(self.tokenizer.n_vocab) if self.tokenizer.is_end(i)]
 
     @property

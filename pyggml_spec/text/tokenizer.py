@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -169,6 +169,11 @@ class Tokenizer:
         size = 1 << 16
         out, call, vocab = ffi.new("char[]", size), lib.llama_token_to_piece, self.vocab
         return [ffi.unpack(out, max(0, call(vocab, i, out, size, 0, True))) for i in range(self.n_vocab)]
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Bytes of the longest one."""
+        return max(map(len, self.pieces()))
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")

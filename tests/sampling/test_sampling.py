@@ -21,6 +21,7 @@ from pyggml_spec.decode.stats import Stats
 from pyggml_spec.engine.graphs import MOST_CANDIDATES
 from pyggml_spec.engine.slot import Prompt, StepResult
 from pyggml_spec.errors import EngineError, SamplingError
+from pyggml_spec.ggml.library import ffi
 from pyggml_spec.memory.cursor import Cursor
 from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling, TokenLogprob
 from pyggml_spec.tools.reference import LlamaReference
@@ -250,7 +251,7 @@ def test_speculation_keeps_the_distribution_under_a_grammar(table, temperature):
 # -- against libllama
 
 
-def llama_chain(s: Sampling, n_vocab):
+def llama_chain(s: Sampling, n_vocab, vocab=None):
     """The chain that common_sampler_init makes."""
     chain = L.llama_sampler_chain_init(L.llama_sampler_chain_default_params())
     entries = (L.llama_logit_bias * max(1, len(s.logit_bias)))(*s.logit_bias.items())
@@ -263,6 +264,7 @@ def llama_chain(s: Sampling, n_vocab):
         "top_p": lambda: L.llama_sampler_init_top_p(s.top_p, s.min_keep),
         "min_p": lambda: L.llama_sampler_init_min_p(s.min_p, s.min_keep),
         "temperature": lambda: L.llama_sampler_init_temp_ext(s.temperature, 0.0, 1.0),
+        "infill": lambda: L.llama_sampler_init_infill(vocab),
     }
     parts = [L.llama_sampler_init_logit_bias(n_vocab, len(s.logit_bias), entries)] if s.logit_bias else []
     for part in [*parts, *(makers[name]() for name in s.samplers), L.llama_sampler_init_dist(s.seed)]:
@@ -295,6 +297,46 @@ def test_same_tokens_as_llama_cpps_chain(chain):
         assert sampler.choose(None, logits) == llama_choice(oracle, logits)
     sampler.close()
     L.llama_sampler_free(oracle)
+
+
+FILLING = ("top_k", "top_p", "infill")  # as llama.vim and llama.vscode ask for it
+
+
+def test_filling_in_chooses_as_llama_cpp_does(demo):
+    """An end that is likely enough, else beginnings of one another together; from what the device sends, too."""
+    tokenizer, rng, n = demo.tokenizer, np.random.default_rng(4), demo.tokenizer.n_vocab
+    sampling, ends = Sampling(samplers=FILLING, seed=3), 0
+    few, count, ours = Sampler(sampling, tokenizer, n), sampling.candidates(), Sampler(sampling, tokenizer, n)
+    oracle = llama_chain(sampling, n, int(ffi.cast("uintptr_t", tokenizer.vocab)))
+    for i in range(60):
+        logits = rng.normal(0, 1, n).astype(np.float32)
+        logits[rng.permutation(n)[:4]] += 8
+        logits[[t for t in range(n) if tokenizer.is_end(t)]] += 3 + i % 4
+        best = np.argpartition(-logits, count)[:count].astype(np.int32)
+        token = llama_choice(oracle, logits)
+        assert ours.choose(None, logits) == few.choose(best, logits[best]) == token
+        ends += tokenizer.is_end(token)
+    assert 5 < ends < 55
+    for sampler in (few, ours):
+        sampler.close()
+    L.llama_sampler_free(oracle)
+    for values in ({}, {"temperature": 0, "samplers": (*FILLING, "temperature")}):
+        sampling = Sampling(**{"samplers": FILLING, "seed": 5, **values})
+        text = demo.generate("def total(items):\n    ", 40, sampling=sampling)[0]
+        assert text == demo.generate("def total(items):\n    ", 40, mode="reference", sampling=sampling)[0]
+
+
+def test_filling_in_that_would_take_minutes_or_end_the_process_is_refused(demo):
+    for values in ({"top_k": 0}, {"top_k": 257}, {"samplers": ("infill", "top_k")}, {"samplers": ("top_p", "infill")}):
+        with pytest.raises(SamplingError, match="a top_k from 1 to 256 has to stand before it"):
+            Sampling(**{"samplers": FILLING, **values})
+    with pytest.raises(SamplingError, match="a constraint may not"):
+        Sampling(samplers=FILLING, grammar='root ::= "a"')
+    sampling, n = Sampling(samplers=FILLING), demo.tokenizer.n_vocab
+    with pytest.raises(SamplingError, match="a token of 513 bytes"):
+        Sampler(sampling, SimpleNamespace(vocab=demo.tokenizer.vocab, longest_piece=513), n)
+    with pytest.raises(SamplingError, match="needs the vocabulary"):
+        Sampler(sampling, None, n)
 
 
 @pytest.mark.parametrize(

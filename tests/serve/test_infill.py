@@ -88,6 +88,21 @@ def test_what_stands_around_the_cursor_comes_between_the_models_tokens(server, e
     asked(server, [*first, 4005, *encode("filename\n"), 4001, 4006, *encode("    "), 4002, 4007, 4003], **mixed)
 
 
+def test_editors_are_answered(server):
+    """What llama.vim sends: its order of samplers was refused, and so was every completion."""
+    body = {
+        **AROUND, "id_slot": 0, "input_extra": [{"text": "a", "time": 123, "filename": "x.py"}], "prompt": "    ", "n_predict": 16, "stop": [], "n_indent": 4,
+        "top_k": 40, "top_p": 0.9, "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000,
+        "response_fields": ["content", "timings/prompt_n", "truncated"], "stream": False,
+    }  # fmt: skip
+    answer = server.post("/infill", **body)
+    assert answer.status_code == 200 and set(answer.json()) == {"content", "prompt_n", "truncated"}
+    assert "x-pyspec-ignored" not in answer.headers
+    assert server.ok("/infill", **body | {"n_predict": 0, "samplers": [], "response_fields": [""]}) == {}  # the prompt alone, ahead of use
+    refused = server.post("/infill", **body | {"samplers": ["infill"]})
+    assert refused.status_code == 400 and "top_k" in refused.json()["error"]["message"]
+
+
 def test_of_what_is_too_long_stays_what_is_near_the_cursor(server, encode):
     line = "value = value + 1\n"
     prefix, suffix, extra = (encode(line * n) for n in (100, 101, 102))
