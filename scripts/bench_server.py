@@ -18,6 +18,11 @@ turns; a server that ends is named with its reason, and the others go on. --synt
 The time to the first token, through the API and over HTTP (a stream of /completion and one of /v1/chat/completions), one after the other: by a client that
 writes a request at once and looks for the first text in what comes (what the server and the way there take), and by Python's http.client (whose
 parsing of a head and second packet count as well). --against PYTHON serves by another checkout's environment too, in turn.
+
+    python scripts/bench_server.py --beside 32768 [-m TARGET -md DRAFTER] [--device CPU] [--streams 3]
+
+What streams that decode wait for while so long a prompt is read beside them: the time between two of their events, and between two words about the
+prompt's progress, which is one pass of it and one step of theirs.
 """
 
 import argparse
@@ -30,10 +35,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.client import HTTPConnection
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from tempfile import gettempdir
 from typing import Any
 
@@ -156,6 +163,47 @@ def first_by_library(connection: HTTPConnection, text: str, chat: bool) -> float
     return took
 
 
+def beside_a_prompt(asked: argparse.Namespace) -> None:
+    """Prints what streams waited for while a prompt of ``--beside`` tokens was read."""
+    served = Served(asked, asked.streams + 1, context=asked.beside + 64)
+    over = threading.Event()
+    came: list[list[float]] = [[] for _ in range(asked.streams)]
+
+    def events(body: dict[str, Any]) -> Iterator[tuple[float, bytes]]:
+        connection = HTTPConnection(*served.address, timeout=600)
+        connection.request("POST", "/completion", json.dumps({"temperature": 0, "ignore_eos": True, "stream": True, **body}))
+        response = connection.getresponse()
+        while line := response.readline():
+            if line.startswith(b"data: "):
+                yield time.perf_counter(), line[6:]
+        connection.close()
+
+    def decode(times: list[float], prompt: str) -> None:
+        for at, _ in events({"prompt": prompt, "n_predict": -1}):
+            times.append(at)
+            if over.is_set():
+                return
+
+    threads = [threading.Thread(target=decode, args=pair, daemon=True) for pair in zip(came, prompts(asked.streams))]
+    for thread in threads:
+        thread.start()
+    while not all(len(times) > 20 for times in came):
+        time.sleep(0.05)
+    random = Random(1)
+    long = [random.randrange(256, 4000) for _ in range(asked.beside)]
+    told = [(at, json.loads(line)) for at, line in events({"prompt": long, "n_predict": 1, "return_progress": True, "cache_prompt": False})]
+    over.set()
+    passes = [at for at, event in told if "prompt_progress" in event]
+    waits = [b - a for times in came for a, b in pairwise(times) if passes[0] <= a and b <= passes[-1]]
+    turns = [b - a for a, b in pairwise(passes)]
+    print(
+        f"{asked.streams} streams beside a prompt of {asked.beside} tokens in {len(turns)} passes: a pass and a step took {1000 * statistics.median(turns):.1f} ms"
+        f" (longest {1000 * max(turns):.1f}), streams waited {1000 * statistics.median(waits):.1f} ms (longest {1000 * max(waits):.1f}) between two events,"
+        f" {len(waits) / asked.streams / len(turns):.2f} events of each stream to a pass"
+    )
+    os._exit(served.process.kill() or 0)
+
+
 class BareClient:
     """A request in one packet, and nothing of the answer taken apart but where its first text is."""
 
@@ -185,9 +233,9 @@ class BareClient:
 class Served:
     """`pyspec serve` in a process of its own."""
 
-    def __init__(self, asked: argparse.Namespace, slots: int, *more: object, python: str = sys.executable) -> None:
+    def __init__(self, asked: argparse.Namespace, slots: int, *more: object, python: str = sys.executable, context: int = 2048) -> None:
         models = ["-m", asked.m, *(["-md", asked.md] if asked.md else [])] if asked.m else []
-        options = ["--device", asked.device, "-t", asked.threads, "--slots", slots, "-c", 2048, "--port", 0, *more]
+        options = ["--device", asked.device, "-t", asked.threads, "--slots", slots, "-c", context, "--port", 0, *more]
         command = [python, "-m", "pyggml_spec", "serve", *models, *options]
         self.process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
         self.asked = asked
@@ -363,6 +411,7 @@ def main() -> None:
         "--budget", type=float, default=1e9, help="seconds: no round is begun after them, and with --clients none lasts longer"
     )
     parser.add_argument("--first", action="store_true")
+    parser.add_argument("--beside", type=int, metavar="TOKENS")
     parser.add_argument("--against", metavar="PYTHON", help="of another checkout's environment, whose server takes turns with this one")
     parser.add_argument("--synthetic-acceptance", type=float)
     parser.add_argument("--out")
@@ -375,6 +424,8 @@ def main() -> None:
     if asked.first:
         first_tokens(asked)
         return
+    if asked.beside:
+        beside_a_prompt(asked)
     api, served = through_api(asked), Served(asked, asked.streams, "--draft-width", WIDTH)
     ways: dict[str, Callable[[], tuple]] = {"session": alone(asked)} if asked.streams == 1 else {}
     ways |= {"API": api, "HTTP, whole": lambda: served.round_(False), "HTTP, streams": lambda: served.round_(True)}

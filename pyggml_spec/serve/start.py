@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import os
 import signal
 import socket
 import sys
@@ -22,6 +23,8 @@ LIBRARIES = ("uvicorn", "httptools", "msgspec")
 SWITCH_SECONDS = 0.0005  # how long the event loop may keep the interpreter from the thread of the steps
 THREADS = 2  # that render, encode and compile
 TOLD_SECONDS = 0.9  # that readers have for the error that ends what was cut off
+STEP_SECONDS = 1.0  # that a step may take which is under way when all readers have gone
+FILE_SECONDS = 30.0  # the same where beginnings of prompts are still written to files
 STARTING_SOCKETS = 2048  # connections that wait to be taken
 
 
@@ -220,7 +223,10 @@ async def _serve(
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             queue.cancel_all("the server ends")
-            await loop.run_in_executor(None, queue.engine.close)
+            if not await loop.run_in_executor(None, queue.engine.close, STEP_SECONDS if settings.prefix_cache is None else FILE_SECONDS):
+                told("ended while a step was under way")  # two threads on two cores that others use: 1.5 s; a device that hangs: for ever
+                sys.stdout.flush()
+                os._exit(exit_status[0])
     return exit_status[0]
 
 

@@ -14,10 +14,11 @@ START_SECONDS = 120
 
 
 class Running:
-    """One server. ``lines``: what it has said on stderr so far."""
+    """One server. ``lines``: what it has said on stderr so far; ``before``: Python that its process runs first."""
 
-    def __init__(self, *options: object, model: bool = False) -> None:
-        command = [sys.executable, "-m", "pyggml_spec", "serve", "--device", "CPU", "-t", "1", "--port", "0", *map(str, options)]
+    def __init__(self, *options: object, before: str = "") -> None:
+        code = ["-c", f"{before}\nfrom pyggml_spec.__main__ import main\nmain()"] if before else ["-m", "pyggml_spec"]
+        command = [sys.executable, *code, "serve", "--device", "CPU", "-t", "1", "--port", "0", *map(str, options)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment())
         self.lines: list[str] = []
         self._address = ""

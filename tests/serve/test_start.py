@@ -189,6 +189,27 @@ def test_what_does_not_end_in_time_is_told_so(options, second):
     assert got[-1]["error"]["code"] == 503 and "cut off" in got[-1]["error"]["message"]
 
 
+HANGS = """
+import time
+from pyggml_spec.decode.scheduler import Scheduler
+from pyggml_spec.serve import start
+step, start.STEP_SECONDS = Scheduler.step, 0.2
+Scheduler.step = lambda self, *given: step(self, *given) if self.stats.steps < 3 else time.sleep(600)
+"""
+
+
+def test_a_step_that_does_not_end_holds_up_no_end():
+    """A device that hangs, or threads that others leave no core: the thread of the steps was waited for as long as it took."""
+    running, got = Running("--slots", 1, "--drain", "0.1", before=HANGS), []
+    reader = threading.Thread(target=_stream, args=(running, got, 2000))
+    reader.start()
+    while not got:
+        time.sleep(0.01)
+    assert running.end(seconds=30) == 0
+    reader.join(20)
+    assert got[-1]["error"]["code"] == 503 and running.lines[-1] == "ended while a step was under way"
+
+
 def _unread(running, tokens):
     """A stream of which nothing is read, through a window that its answer does not fit."""
     host, port = running.url.removeprefix("http://").split(":")
