@@ -9,12 +9,7 @@
 
 #include <string.h>
 
-#define MOST_TILES  16           // tiles that a group of outputs is multiplied with before the next one
-#define TILES_BYTES (384 << 10)  // of their activations: they stay in the second-level cache
-#define CHUNK_BYTES (12 << 10)   // of weights that stay in the first-level cache while tiles use them
-#define PIECE_BYTES (2 << 10)    // of packed weights that are asked for at once
-#define AHEAD_BYTES (16 << 10)   // ahead of use
-#define READING     2            // rows that cost as much time as reading weights
+#define READING 2  // rows that cost as much time as reading weights
 
 // ggml keeps a node's function in the first 24 bytes of its parameters.
 #define TYPE_AT 32
@@ -230,12 +225,6 @@ typedef struct part {  // tiles of one expert that are multiplied together
     int          count, rows;
 } part;
 
-static void ask_for(const char * from, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) {
-        __builtin_prefetch(from + i, 0, 2);
-    }
-}
-
 static void multiply_group(const weights * w, int64_t expert, int64_t group, const part * p, float * sums) {
     _Alignas(64) char room[CHUNK_BYTES];
     const pgs_kernel * k     = w->k;
@@ -246,7 +235,7 @@ static void multiply_group(const weights * w, int64_t expert, int64_t group, con
         const int64_t n       = w->blocks - first < chunk ? w->blocks - first : chunk;
         const char *  records = records_of(w, expert, group, first, n, room);
         if (asks) {
-            ask_for(records + AHEAD_BYTES, (size_t) n * k->record);
+            pgs_ask_for(records + AHEAD_BYTES, (size_t) n * k->record);
         }
         for (int t = 0; t < p->count; t++) {
             const char * tile = p->tiles + (size_t) (t * w->blocks + first) * k->act;

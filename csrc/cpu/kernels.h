@@ -73,6 +73,20 @@ struct pgs_level {
 
 extern const struct pgs_level pgs_level_avx512vnni, pgs_level_avxvnni, pgs_level_avxvnni_evex, pgs_level_avx2, pgs_level_neondot;
 
+// Of products with matrices and with experts:
+#define MOST_TILES  16           // tiles that a group of outputs is multiplied with before the next one
+#define TILES_BYTES (384 << 10)  // of their activations: they stay in the second-level cache
+#define CHUNK_BYTES (12 << 10)   // of weights that stay in the first-level cache while tiles use them
+#define PIECE_BYTES (2 << 10)    // of weights that are asked for at once
+#define AHEAD_BYTES (16 << 10)   // ahead of use
+
+// Into the second-level cache: further ahead than processors look by themselves, and without the places that first-level misses need.
+static inline void pgs_ask_for(const char * from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(from + i, 0, 2);
+    }
+}
+
 // Where weights lie: in caches perhaps, in memory, or with experts of which others are chosen every time.
 typedef enum pgs_lies { PGS_NEAR, PGS_FAR, PGS_EXPERTS, PGS_PLACES } pgs_lies;
 

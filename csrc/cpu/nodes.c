@@ -5,11 +5,6 @@
 
 #include <string.h>
 
-#define MOST_TILES  16             // rows / TILE that a group of outputs is multiplied with before the next one
-#define TILES_BYTES (384 << 10)    // of their activations: they stay in the second-level cache
-#define CHUNK_BYTES (12 << 10)     // of weights that stay in the first-level cache while tiles use them
-#define PIECE_BYTES (2 << 10)      // of weights that are asked for at once
-#define AHEAD_BYTES (16 << 10)     // ahead of use
 #define WIDE        4              // groups whose sums are stored together, a row after the other: every row lies in a page of its own
 #define FAR_BYTES   (1 << 20)      // of a matrix that is no longer in a second-level cache when it is read again
 #define ASKED_TILES 4              // tiles with which weights may be asked for: with more, they come while these compute
@@ -114,13 +109,6 @@ typedef struct job {  // the products of one thread: weights, and as many tiles 
     bool               asks;         // whether weights are asked for ahead of use
 } job;
 
-// Into the second-level cache: further ahead than processors look by themselves, and without the places that first-level misses need.
-static void ask_for(const char * from, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) {
-        __builtin_prefetch(from + i, 0, 2);
-    }
-}
-
 static void multiply_group(const job * j, const char * group, float * sums) {
     const pgs_kernel * k     = j->k;
     const int64_t      fit   = (int64_t) ((j->asks ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
@@ -128,7 +116,7 @@ static void multiply_group(const job * j, const char * group, float * sums) {
     for (int64_t first = 0; first < j->blocks; first += chunk) {
         const int64_t n = j->blocks - first < chunk ? j->blocks - first : chunk;
         if (j->asks) {
-            ask_for(group + (size_t) first * k->record + AHEAD_BYTES, (size_t) n * k->record);
+            pgs_ask_for(group + (size_t) first * k->record + AHEAD_BYTES, (size_t) n * k->record);
         }
         for (int t = 0; t < j->count; t++) {
             const char * tile = j->tiles + (size_t) (t * j->blocks + first) * k->act;

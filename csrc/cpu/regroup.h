@@ -172,15 +172,9 @@ INLINE void regroup_f16(const char * from, size_t step, rec_f16 * to) {
 }
 
 // Processors do not follow so many places by themselves: what comes behind these rows is asked for in the order in which it lies.
-INLINE void ask_for(const char * from, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) {
-        __builtin_prefetch(from + i, 0, 2);
-    }
-}
-
 #define EACH_BLOCK(rec, file, call)                                                                \
     for (int64_t b = 0; b < blocks; b++) {                                                         \
-        ask_for(next + (size_t) b * LANES * (file), LANES * (file));                               \
+        pgs_ask_for(next + (size_t) b * LANES * (file), LANES * (file));                           \
         call(rows + (size_t) b * (file), step, (rec *) (records + (size_t) b * sizeof(rec)));      \
     }                                                                                              \
     break;
@@ -196,7 +190,7 @@ static void regroup(int type, const char * rows, size_t step, int64_t blocks, ch
         case GGML_TYPE_Q6_K: EACH_BLOCK(rec_q6_k, 210, regroup_q6_k)
         case GGML_TYPE_F32:
             for (int64_t i = 0; i < 32 * blocks; i += 4) {
-                ask_for(next + i * 4 * LANES, 16 * LANES);
+                pgs_ask_for(next + i * 4 * LANES, 16 * LANES);
                 quads_of(rows + 4 * i, step, 4, (uint8_t (*)[4 * LANES]) (records + (size_t) i * 4 * LANES), 0);
             }
             break;
