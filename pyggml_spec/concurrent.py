@@ -424,19 +424,21 @@ class ConcurrentSession:
                 handle._close(error)
             self._handles = []
 
-    def close(self, patience: float | None = None) -> bool:
-        """Cancels every request, ends the thread and frees the slots. Closing twice is fine. A step that is under way is waited for, ``patience`` seconds at
-        most: False where it goes on; what it uses is not freed then, and the process had better end."""
+    def stop(self, patience: float | None = None) -> bool:
+        """Cancels every request and ends the thread; whether that had ended within ``patience`` seconds, for a step that is under way ends by itself alone.
+        Where it has not, ``close`` would wait for it."""
         with self._changed:
             self._closing = True
             for handle in self._handles:
                 handle._stream.cancel()
             self._changed.notify()
         self._thread.join(patience)
-        if self._thread.is_alive():
-            return False
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Cancels every request, ends the thread and frees the slots. Closing twice is fine."""
+        self.stop()
         self._scheduler.close()
-        return True
 
     def __enter__(self) -> Self:
         return self

@@ -223,10 +223,11 @@ async def _serve(
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             queue.cancel_all("the server ends")
-            if not await loop.run_in_executor(None, queue.engine.close, STEP_SECONDS if settings.prefix_cache is None else FILE_SECONDS):
+            if not await loop.run_in_executor(None, queue.engine.stop, STEP_SECONDS if settings.prefix_cache is None else FILE_SECONDS):
                 told("ended while a step was under way")  # two threads on two cores that others use: 1.5 s; a device that hangs: for ever
                 sys.stdout.flush()
                 os._exit(exit_status[0])
+            await loop.run_in_executor(None, queue.engine.close)
     return exit_status[0]
 
 
