@@ -102,7 +102,7 @@ class Scheduler:
         self._otherwise: tuple[list[float], float] | None = (
             None  # tokens of each sequence that such a step is expected to bring, and milliseconds
         )
-        self._catch_up_us = 0  # of the engine, up to the last step
+        self._catch_up_us = 0  # of the engine, before the last step
         self._sequences: list[Drafted | None] = []  # those that decode, as width control sees them
         self._drafting = False  # whether any of them drafts
         self._lookups: list[SuffixDrafts | None] = []  # what they look drafts up in; empty where nobody does
@@ -282,6 +282,7 @@ class Scheduler:
             if self._reading:
                 filling = self._filling()
                 began = time.perf_counter_ns()
+            self._catch_up_us = self.engine.catch_up_us  # prompts, copies of what is computed, and groups catch up beside decoding steps
             work = self._decode_work(decoding, filling) if decoding else {}
             prompts = not decoding or bool(filling and self._prompts_turn and not all(s.slot in work for s in filling))
             if prompts:
@@ -707,7 +708,7 @@ class Scheduler:
             confidence.observe(self._weighed, self._covered, self._verifying if len(work) == len(decoding) == len(self._weighed) else None)
         if self._rounds.control is not None:
             self._rounds.whole()
-        late, self._catch_up_us = 1e-3 * (self.engine.catch_up_us - self._catch_up_us), self.engine.catch_up_us
+        late = 1e-3 * (self.engine.catch_up_us - self._catch_up_us)
         if self.widths is not None and (self._looked is None or self._looked.otherwise):
             self._observe(decoding, width, milliseconds, len(work) == len(decoding), late)
             self._unheard = 0

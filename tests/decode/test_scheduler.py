@@ -15,6 +15,7 @@ from pyggml_spec.decode.request import PLAIN, REFERENCE, SPECULATIVE, LoopOption
 from pyggml_spec.decode.scheduler import BESIDE, Scheduler, generate
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.decode.synthetic import SyntheticAcceptance
+from pyggml_spec.decode.width import WidthControl
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graph_store import Step
 from pyggml_spec.engine.options import EngineOptions
@@ -50,6 +51,18 @@ def test_more_sequences_than_slots_all_get_their_own_tokens(pair, scheduler):
     assert all(s.stats.stop_reason == "length" and s.stats.emitted == 20 for s in streams)
     assert scheduler.stats.emitted == 140 and scheduler.stats.finished == {"length": 7}
     assert scheduler.idle and not scheduler.step()
+
+
+def test_what_was_caught_up_with_beside_a_step_is_no_part_of_it(pair, monkeypatch):
+    """A prompt, and a copy of what a request has computed, catch up as well: the next step seemed to take less than nothing."""
+    seen, observe = [], WidthControl.observe
+    monkeypatch.setattr(WidthControl, "observe", lambda self, *args: seen.append((args[2], args[6])) or observe(self, *args))
+    with _scheduler(pair, 2) as scheduler:
+        scheduler.widths = WidthControl({"draft-dflash": (4,)})
+        scheduler.submit(prompts(1)[0], LoopOptions(12, SPECULATIVE))
+        while scheduler.step():
+            scheduler.engine._commits.catch_up_us += 10**9
+    assert len(seen) > 2 and all(0 <= late <= milliseconds for milliseconds, late in seen)
 
 
 def test_iterating_one_stream_serves_the_others_too(pair, scheduler):
