@@ -42,5 +42,5 @@ class Cursor:
 
     def place(self, committed: int, pending: int | None) -> None:
         """Moves it, also back: for those who know that the caches hold the tokens before (a slot within its last block)."""
-        self.lowest = min(self.lowest, self.committed, committed)
+        self.lowest = min(self.lowest, committed)
         self.committed, self.pending = committed, pending

@@ -155,3 +155,12 @@ def test_a_copied_tree_keeps_sources_that_are_called_build(tmp_path: Path, monke
         (source / name).write_text(name)
     importlib.import_module("build_patched_llamacpp").copy_tree(source, tmp_path / "copy")
     assert set(contents(tmp_path / "copy")) == {"CMakeLists.txt", "cmake/build-info.cmake", "common/build-info.cpp.in"}
+
+
+def test_what_backends_are_asked_for_by_name_is_what_patches_add():
+    """Another name would be found nowhere, and no step would say so: nothing was captured ahead, no worker was asked what it computes."""
+    added = [line for patch in SERIES for line in patch.path.read_text().splitlines() if line.startswith("+")]
+    asked = re.findall(r'proc_of\(backend, "(\w+)"\)', (SCRIPTS.parent / "csrc" / "step_graph.c").read_text())
+    assert len(asked) == 3 and all(any(f'strcmp(name, "{name}") == 0' in line for line in added) for name in asked)
+    read = re.findall(r'environ\.get\("(GGML_\w+)"', (SCRIPTS.parent / "pyggml_spec" / "engine" / "graph_store.py").read_text())
+    assert read and all(any(f'getenv("{name}")' in line for line in added) for name in read)
