@@ -51,7 +51,8 @@ def _tokens(served: Served) -> Fim:
     missing = [name for name in ("prefix", "suffix", "middle") if getattr(fim, name) is None]
     if missing:
         raise ApiError(
-            501, f"{served.name} fills nothing in: its vocabulary has no token for {' and '.join(missing)}; load a model that was taught to"
+            501,
+            f"{served.name} fills nothing in: its vocabulary has no token for {' and '.join(missing)}; load a model that was taught to fill in",
         )
     return fim
 

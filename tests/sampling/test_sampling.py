@@ -316,7 +316,7 @@ def test_filling_in_chooses_as_llama_cpp_does(demo):
         token = llama_choice(oracle, logits)
         assert ours.choose(None, logits) == few.choose(best, logits[best]) == token
         ends += tokenizer.is_end(token)
-    assert 5 < ends < 55
+    assert 5 < ends < 55 and not Sampling(temperature=0, samplers=(*FILLING, "temperature")).is_greedy  # an end may come before the largest
     for sampler in (few, ours):
         sampler.close()
     L.llama_sampler_free(oracle)
