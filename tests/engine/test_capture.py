@@ -81,6 +81,34 @@ def test_what_a_device_does_not_capture_counts_as_captured_within_its_second_cal
         lib.pgs_capture_by(ffi.NULL, ffi.NULL)
 
 
+def test_nobody_asks_unless_it_is_switched_on(pair, recorder, monkeypatch):
+    monkeypatch.setenv("GGML_CUDA_CAPTURE_AHEAD", "0")
+    monkeypatch.setattr("pyggml_spec.ggml.replay.REPLAY_US_PER_NODE", 1e9)
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        session.engine.io.replay = replay = ReplayCounters()
+        run(session.engine, [1, 2, 3], 30, width=4)
+        assert not recorder.of("capture") and replay.captured > 0 and replay.ahead == replay.inside == 0
+
+
+def test_a_graph_that_is_reserved_when_it_is_asked_for_is_captured_before_it_runs(pair, recorder):
+    """Requests that want other candidates have graphs of their own, and memory for them is reserved between two steps."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        session.engine.prefill([1, 2, 3])
+        recorder.events.clear()
+        session.engine.slots[0].candidates = 64
+        session.engine.plain_step()
+        of_plain = [int(ffi.cast("uintptr_t", step.graph.gf)) for key, step in session.engine.graphs.steps().items() if key[0] == "plain"]
+        (launched,) = [graph for graph in of_plain if graph in recorder.of("launch")]
+        assert recorder.events.index(("capture", launched)) < recorder.events.index(("launch", launched))
+
+
+def test_graphs_of_several_devices_are_left_to_their_calls(pair, recorder):
+    """The thread of a lane may be using a device when one of its graphs is built."""
+    with ps.load(*pair, device="CPU,CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        run(session.engine, [1, 2, 3], 12, width=4)
+        assert not recorder.of("capture")
+
+
 def test_the_first_call_of_a_graph_that_was_captured_ahead_is_a_replay():
     counters = ReplayCounters()
     for call, us in enumerate([90, 80, 80], 1):
