@@ -8,7 +8,8 @@ The text is the recorded one, in tokens of the target's own vocabulary, whatever
 computed as ever, and drafts are right where the recorded text goes on with them. Ways run by turns. What is printed of each:
 
 * tokens per second, by the median round, and of a round what its milliseconds were: steps of the engine, what the host does between them (choices, drafts
-  that are looked up, statistics), and what steps took longer than others of their kind and way because a graph of theirs was new to the device;
+  that are looked up, statistics), what steps took longer than others of their kind and way because a graph of theirs was new to the device, and what
+  building graphs took, within steps and between them;
 * over all rounds the time that its steps are worth at what each kind of step takes in its faster runs, of whichever way: that depends on choices
   alone, not on how busy the machine was; and at what they take in its own: a drafter beside them makes steps dearer, too;
 * the kinds of steps, graphs launched per step (one, and those between blocks of different widths, and those that catch up), distinct graphs.
@@ -23,19 +24,24 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pyggml_spec as ps
-from pyggml_spec.decode import request
+from pyggml_spec.decode import calibrate, request, scheduler, stream
 from pyggml_spec.decode.lookup import LookupControl
 from pyggml_spec.decode.request import LoopOptions
 from pyggml_spec.decode.stats import Stats
+from pyggml_spec.engine import commits
 from pyggml_spec.engine.slot import Draft, Prompt
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
 
+clock = SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=time.perf_counter_ns)
 TEXTS = Path(__file__).parent.parent / "tests" / "decode" / "workloads"
 NAMES = "copy", "json", "prose"
+WAYS = "plain", "suffix", "drafter", "both"
 
 
 class Recorded:
@@ -67,12 +73,22 @@ class Watched:
 
     def __init__(self, engine):
         self.engine, self.step, self.took, self.first = engine, engine.step, defaultdict(list), defaultdict(list)
+        self.get = engine.graphs.get
         self.begin()
-        engine.step = self
+        engine.step, engine.graphs.get = self, self._built
 
     def begin(self) -> None:
         """A round."""
         self.taken, self.spent, self.launches, self.new = Counter(), 0.0, 0, []
+        self.built, self.building = Counter(), 0.0
+
+    def _built(self, role, width, *more):
+        before, began = self.engine.graphs.changes, clock.perf_counter()
+        out = self.get(role, width, *more)
+        if self.engine.graphs.changes > before:
+            self.built[role, width] += 1
+            self.building += 1000 * (clock.perf_counter() - began)
+        return out
 
     def _first_calls(self) -> int:
         """Of graphs that the device does not replay yet."""
@@ -80,9 +96,9 @@ class Watched:
         return replay.warmup + replay.captured + replay.eager if replay is not None else self.engine.graphs.changes
 
     def __call__(self, work, meanwhile=None):
-        launches, first_calls, began = self.engine.io.uploads, self._first_calls(), time.perf_counter()
+        launches, first_calls, began = self.engine.io.uploads, self._first_calls(), clock.perf_counter()
         out = self.step(work, meanwhile)
-        milliseconds, item = 1000 * (time.perf_counter() - began), work[0]
+        milliseconds, item = 1000 * (clock.perf_counter() - began), work[0]
         if not isinstance(item, Prompt):
             kind = (item.drafter or "first", item.width, item.verified) if isinstance(item, Draft) else ("", item.rows, 0)
             self.taken[kind] += 1
@@ -96,20 +112,26 @@ class Watched:
         return out
 
 
+def count_processor_time() -> None:
+    """From now on times are those that the thread has had its core for; to the controls, too."""
+    clock.perf_counter, clock.perf_counter_ns = time.thread_time, time.thread_time_ns
+    for module in (calibrate, commits, scheduler, stream):
+        module.time = clock
+
+
 def run(session, watched, prompt: list[int], answer: list[int], mode: str) -> tuple[float, Counter, Stats]:
     """Seconds of decoding, steps by kind, and statistics."""
     text, stats = Recorded(answer), Stats()
     watched.begin()
     request.choose_block, request.first_token = text.block, text.first
     session.engine.reset()
-    stream = session.scheduler.submit(prompt, LoopOptions(len(answer), mode, ignore_end=True), stats, slot=0)
-    blocks = iter(stream)
+    blocks = iter(session.scheduler.submit(prompt, LoopOptions(len(answer), mode, ignore_end=True), stats, slot=0))
     next(blocks)
-    began = time.perf_counter()
+    began = clock.perf_counter()
     for _ in blocks:
         pass
     assert text.done == len(answer), (text.done, len(answer))
-    return time.perf_counter() - began, watched.taken, stats
+    return clock.perf_counter() - began, watched.taken, stats
 
 
 def quarter(took: list[float]) -> float:
@@ -126,11 +148,26 @@ def step_costs(watched: Iterable[Watched]) -> dict[tuple, float]:
     return {kind: quarter(milliseconds) for kind, milliseconds in (first | took).items()}
 
 
-def in_words(took: float, spent: float, launches: int, steps: int, new: list, costs: dict) -> str:
-    """What a round's milliseconds were."""
-    more = sum(ms - costs.get(kind, ms) for kind, ms in new)
-    between = 1e6 * (took - 1e-3 * spent) / steps
-    return f"{1000 * took:.1f} ms, {more:.1f} of them for {len(new)} calls of new graphs, {between:.0f} us between steps, {launches / steps:.2f} launches a step"
+class Round(NamedTuple):
+    """Seconds of decoding, steps, and what was watched."""
+
+    took: float
+    steps: int
+    spent: float
+    launches: int
+    new: list[tuple[tuple, float]]
+    built: Counter
+    building: float
+
+    def in_words(self, costs: dict[tuple, float]) -> str:
+        """What its milliseconds were."""
+        more = sum(ms - costs.get(kind, ms) for kind, ms in self.new)
+        between = 1e6 * (self.took - 1e-3 * self.spent) / self.steps
+        built = f", {self.building:.1f} for building {self.built.total()} graphs" if self.built else ""
+        return (
+            f"{1000 * self.took:.1f} ms, {more:.1f} of them for {len(self.new)} calls of new graphs{built}, {between:.0f} us between steps, "
+            f"{self.launches / self.steps:.2f} launches a step"
+        )
 
 
 def main() -> None:
@@ -139,11 +176,17 @@ def main() -> None:
     parser.add_argument("-m", "--model", default=str(DEMO_TARGET))
     parser.add_argument("-md", "--model-draft")
     parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--processor-time", action="store_true", help="of the one thread, on a CPU that other work has, too")
     parser.add_argument("-r", "--rounds", type=int, default=3)
     parser.add_argument("-n", "--tokens", type=int, default=2000)
     parser.add_argument("--texts", type=Path, default=TEXTS, help="folder of the recorded texts")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     args = parser.parse_args()
+    if args.processor_time:
+        if args.device != "CPU" or args.threads != 1:
+            parser.error("--processor-time is that of one thread: it needs `--device CPU` and `-t 1`")
+        count_processor_time()
     draft = args.model_draft or (str(DEMO_DRAFTER) if args.model == str(DEMO_TARGET) else None)
     texts = {}
     with GGUFFile(Path(args.model)) as file:
@@ -157,6 +200,7 @@ def main() -> None:
     specs = {"plain": ["suffix"], "suffix": ["suffix"]}
     if draft:
         specs |= {"drafter": ["draft-dflash"], "both": ["draft-dflash", "suffix"]}
+    specs = {way: spec for way, spec in specs.items() if way in args.ways}
     for name, (prompt, answer) in texts.items():
         with ExitStack() as stack:  # another session for each text: what one taught is not what the next one begins with
             ways = {}
@@ -173,7 +217,9 @@ def main() -> None:
                     took, kinds, stats = run(session, watched, prompt, answer, "plain" if way == "plain" else "speculative")
                     seconds[way].append(took)
                     steps[way] += kinds
-                    rounds[way].append((took, watched.spent, watched.launches, sum(kinds.values()), watched.new))
+                    rounds[way].append(
+                        Round(took, sum(kinds.values()), watched.spent, watched.launches, watched.new, watched.built, watched.building)
+                    )
                     drafted[way] = {who: tuple(counts) for who, counts in stats.drafters.items()}
             costs = step_costs(watched for _, watched in ways.values())
             own = {way: costs | {kind: quarter(took) for kind, took in watched.took.items()} for way, (_, watched) in ways.items()}
@@ -185,16 +231,17 @@ def main() -> None:
                     f"  {way}: {len(answer) / statistics.median(seconds[way]):.1f} tok/s, worth {worth[way]:.1f} ms, at its own steps "
                     f"{sum(count * own[way][kind] for kind, count in steps[way].items()) / args.rounds:.1f}; steps {kinds}; {drafted[way]}"
                 )
-                print(f"    rounds: {'; '.join(in_words(*each, own[way]) for each in rounds[way])}")
-            if "both" in ways:
-                alone = [way for way in ways if way != "both"]
+                print(f"    rounds: {'; '.join(each.in_words(own[way]) for each in rounds[way])}")
+            alone = [way for way in ways if way != "both"]
+            if "both" in ways and alone:
                 by_clock = min(statistics.median(seconds[way]) for way in alone) / statistics.median(seconds["both"])
                 print(
                     f"  both over the best alone: by the clock {by_clock:.3f}, by what its steps are worth {min(worth[way] for way in alone) / worth['both']:.3f}"
                 )
-            print(
-                f"  suffix over plain: by the clock {statistics.median(seconds['plain']) / statistics.median(seconds['suffix']):.2f}, by worth {worth['plain'] / worth['suffix']:.2f}"
-            )
+            if {"plain", "suffix"} <= ways.keys():
+                print(
+                    f"  suffix over plain: by the clock {statistics.median(seconds['plain']) / statistics.median(seconds['suffix']):.2f}, by worth {worth['plain'] / worth['suffix']:.2f}"
+                )
             for way in ways:
                 print(
                     f"  ms of steps, {way}: { ({' '.join(map(str, kind)): round(own[way][kind], 3) for kind in sorted(steps[way])}) }",

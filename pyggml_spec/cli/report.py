@@ -84,7 +84,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
             f"experts: {100 * s.expert_hit_rate:.1f} % of {e['chosen']} choices were on the device, in layers with experts in host memory; "
             f"the host computed the others for {e['host_us'] / 1e6:.2f} s"
         )
-    ahead = f", {s.graphs_built_ahead} ahead of need" if s.graphs_built_ahead else ""
+    ahead = f", {s.graphs_built_ahead} announced" if s.graphs_built_ahead else ""
     lines.append(
         f"graphs: {s.computes} computed, {s.graphs_built} built ({s.graphs_built_after_warmup} after warm-up{ahead}), "
         f"{s.buffer_growths} buffers allocated ({s.buffer_growths_after_warmup} after warm-up)"

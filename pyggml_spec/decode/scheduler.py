@@ -103,6 +103,7 @@ class Scheduler:
             None  # tokens of each sequence that such a step is expected to bring, and milliseconds
         )
         self._catch_up_us = 0  # of the engine, before the last step
+        self._waited_us = 0  # the same
         self._sequences: list[Drafted | None] = []  # those that decode, as width control sees them
         self._drafting = False  # whether any of them drafts
         self._lookups: list[SuffixDrafts | None] = []  # what they look drafts up in; empty where nobody does
@@ -283,6 +284,7 @@ class Scheduler:
                 filling = self._filling()
                 began = time.perf_counter_ns()
             self._catch_up_us = self.engine.catch_up_us  # prompts, copies of what is computed, and groups catch up beside decoding steps
+            self._waited_us = self.engine.waited_us
             work = self._decode_work(decoding, filling) if decoding else {}
             prompts = not decoding or bool(filling and self._prompts_turn and not all(s.slot in work for s in filling))
             if prompts:
@@ -700,7 +702,8 @@ class Scheduler:
         return width, 1e-6 * spent
 
     def _teach(self, work: Mapping[int, Work], decoding: Sequence[Stream], width: int, milliseconds: float) -> None:
-        """Tells whoever chooses what the step of ``width`` rows brought those that decode, and what it took."""
+        """Tells whoever chooses what the step of ``width`` rows brought those that decode, and what it took but for building its graph."""
+        milliseconds -= 1e-3 * (self.engine.waited_us - self._waited_us)
         if self.lookup is not None and len(work) == len(decoding):
             given = all(isinstance(item, Verify) for item in work.values()) if len(work) > 1 else isinstance(work[decoding[0].slot], Verify)
             self.lookup.observe(self._covered, width if given else None, milliseconds, sum([s._matched + 1 for s in decoding]))

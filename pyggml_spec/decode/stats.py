@@ -34,8 +34,8 @@ class Stats:
         drafters: who drafted what, by name: [steps, drafts verified, drafts accepted]. Names are those of `--spec-type`; "constraint" drafts what a
             constraint leaves no choice about, "script" what a caller gave.
         nan_drafts: blocks whose drafter produced NaN or Inf.
-        graphs_built_after_warmup: graphs that a step had to wait for after the second one; graphs_built_ahead: graphs of the next span that
-            were built meanwhile, one per step, on a GPU while it computed.
+        graphs_built_after_warmup: graphs that a step after the second had to wait for unforeseen; graphs_built_ahead: those that were announced, and
+            built one per step while a GPU computed, or on a CPU when their step came.
         experts: with routed experts in host memory, chosen (choices of routers), hits (of those, on the device), host_us (computing the rest).
         cuda_graphs: on a CUDA device, how steps were launched: warmup (first two calls of a graph), captured (graphs), replayed, eager; and of graphs
             ahead (captured before their first call), ahead_us (microseconds for that), inside (captured within their second call although asked for ahead).

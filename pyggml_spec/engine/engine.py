@@ -88,7 +88,6 @@ class Engine:
     def accept(self, rows: int, pending: int, slot: int = 0) -> None:
         """Commits the first ``rows`` rows of the slot's last block; ``pending`` is the token chosen after them."""
         self._sequences.accept(rows, pending, slot)
-        self.ahead.between_steps()
 
     def choose(self, pending: int, slot: int = 0) -> None:
         """Puts ``pending`` in the place of the greedy choice after a prompt."""
@@ -368,13 +367,13 @@ class Engine:
         will take, so that none of them waits for its graph.
 
         What is needed at once is built here. The graphs of the next span are built one per step, while the device computes; the CPU has no
-        such time to spare and builds the spans of PREPARE_TOKENS tokens here.
+        such time to spare: it plans for the largest of each role here and builds each when its step comes, which ``waited_us`` says.
         """
         self.parts.arrive()
         self.ahead.prepare(kinds, tokens)
 
     def prepare_transitions(self, widths: Sequence[int]) -> None:
-        """Builds the graphs that catch up, and the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
+        """Announces, as ``prepare`` does, the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
         self.parts.arrive()
         self.ahead.prepare_transitions(widths)
 
@@ -397,8 +396,13 @@ class Engine:
 
     @property
     def built_ahead(self) -> int:
-        """Graphs built before their steps."""
-        return self.ahead.built
+        """Graphs that were announced and that no measured time has in it: built before their steps, or on a CPU when those came."""
+        return self.ahead.built + self.graphs.built_as_announced
+
+    @property
+    def waited_us(self) -> int:
+        """Microseconds that steps have waited for graphs to be built."""
+        return self.graphs.waited_us
 
     @property
     def catch_ups(self) -> int:

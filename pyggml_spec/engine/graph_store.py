@@ -1,6 +1,7 @@
 """The graphs that an engine keeps: one per (role, width, span, slots) and what else its steps differ in; built once, planned once."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -138,6 +139,11 @@ class GraphStore:
         self.kept = False  # whether logits stay on the device until the next step, for choices among some of the tokens
         self._steps: dict[tuple, Step] = {}  # the least recently used one first
         self.changes = 0  # grows whenever a graph was planned: what there is to say of their memory may be another
+        self.announced: set[tuple] = (
+            set()
+        )  # (role, width, what else it differs in) of graphs that are built when their steps come, on a CPU
+        self.built_as_announced = 0
+        self.waited_us = 0  # for graphs that steps had to wait for, in all
         self._reserved: set[tuple] = set()
         self._builders: dict[str, Callable[..., dict | None]] = {}
 
@@ -154,8 +160,21 @@ class GraphStore:
             return step if step.ready else self._make_ready(step, role)
         if step is not None:
             step.graph.close()
-        if role in self._widths and (role, self.candidates, self.kept) not in self._reserved:
-            self._reserve(role)
+        began = time.perf_counter_ns()
+        step = self._built(key, role, width, span, covered, *more)
+        self.built_as_announced += (role, width, *more) in self.announced
+        self.waited_us += (time.perf_counter_ns() - began) // 1000
+        return step
+
+    def reserve(self, role: str) -> bool:
+        """Plans the largest graphs of a role, as ``candidates`` and ``kept`` ask now, unless that was done; says whether it did."""
+        if role not in self._widths or (role, self.candidates, self.kept) in self._reserved:
+            return False
+        self._reserve(role)
+        return True
+
+    def _built(self, key: tuple, role: str, width: int, span: int, covered: SlotRange, *more: Any) -> Step:
+        if self.reserve(role):
             step = self._steps.get(key)
             if step is not None:
                 return self._make_ready(step, role)

@@ -88,12 +88,18 @@ def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
     monkeypatch.setattr(
         "pyggml_spec.session.cached_kinds", lambda _, kinds, *__: {k: 1.0 if k.width == 12 else 0.9 * k.width for k in kinds}
     )
-    built, prepare, plan = [], Ahead.prepare, StepGraphs._plan
-    monkeypatch.setattr(StepGraphs, "_plan", lambda *args: (plan(*args), built.append(args[1].graph.role.name)))
-    monkeypatch.setattr(Ahead, "prepare", lambda *args: (prepare(*args), built.clear()))
+    unforeseen, prepare, build = [], Ahead.prepare, StepGraphs._built
+
+    def built(graphs, key, role, width, span, covered, *more):
+        if (role, width, *more) not in graphs.announced:
+            unforeseen.append((role, width, *more))
+        return build(graphs, key, role, width, span, covered, *more)
+
+    monkeypatch.setattr(StepGraphs, "_built", built)
+    monkeypatch.setattr(Ahead, "prepare", lambda *args: (prepare(*args), unforeseen.clear()))
     with ps.load(device="CPU", threads=1, n_ctx=256, spec=["draft-mtp"]) as session:
         stats = session.generate(PROMPTS[0], 60, sampling=ps.Sampling(temperature=0, regex=r"(.|\n){60,99}"))[1]
-        assert stats.widths[12] > 0 and built == []
+        assert stats.widths[12] > 0 and unforeseen == []
 
 
 def test_control_c_between_two_steps_leaves_a_usable_session(session):

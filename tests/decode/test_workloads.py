@@ -57,7 +57,7 @@ class Recorded:
         self.drafter = SimpleNamespace(method=DFLASH, members=(member,)) if drafts else None
         self.options, self.target = SimpleNamespace(n_ctx=1 << 30, width=16, chunk=512, slots=1), SimpleNamespace(n_vocab=1 << 30)
         self.graphs, self.masked, self.unmasked, self.drafting = SimpleNamespace(closed=False), False, "", True
-        self.rows_computed = self.rows_used = self.groups = 0
+        self.rows_computed = self.rows_used = self.groups = self.waited_us = 0
 
     @property
     def slots(self):
@@ -172,6 +172,21 @@ def test_a_copy_does_not_pay_for_a_drafter_that_rests(monkeypatch):
     room = features.room(4 * 512 * 4, 1)  # as many rows as the embedded pair's ring has
     assert milliseconds("copy", one, monkeypatch, drafter=True, suffix=True, most=room) < 1.01 * alone
     assert milliseconds("copy", one, monkeypatch, suffix=True) < milliseconds("copy", one, monkeypatch) / 2.5
+
+
+def test_a_step_that_waits_for_its_graph_costs_what_others_of_its_kind_do(monkeypatch):
+    """Or rows whose graphs are new in every span would be thought dear, and others be tried instead, whose graphs are new, too."""
+    one, taught, step = "embedded pair, one core", [], Recorded.step
+
+    def waits(engine, work, meanwhile=None):
+        engine.now += 30
+        engine.waited_us += 30_000
+        return step(engine, work, meanwhile)
+
+    monkeypatch.setattr(Recorded, "step", waits)
+    monkeypatch.setattr(LookupControl, "observe", lambda self, covered, rows, milliseconds, tokens: taught.append((rows, milliseconds)))
+    milliseconds("copy", one, monkeypatch, suffix=True)
+    assert len(taught) > 100 and all(took == pytest.approx(MACHINES[one][0][rows]) for rows, took in taught)
 
 
 @pytest.mark.parametrize("name, most", [("copy", 5.0), ("json", 3.1), ("prose", 2.1)])

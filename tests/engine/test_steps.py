@@ -80,7 +80,9 @@ def test_a_graph_is_known_by_a_number_that_stands_for_its_nodes(pair):
 def test_graphs_of_all_kinds_together_are_bounded(pair, monkeypatch):
     """Families of 32 and 13 graphs each had no bound together: a server made more of them for hours. What was used last stays."""
     monkeypatch.setattr("pyggml_spec.engine.graph_store.KEEP_ALL", 6)
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=1024) as session:
+    with ps.load(
+        *pair, device="CPU", threads=1, n_ctx=1024, draft_width=4
+    ) as session:  # not pinned, it may rest and have no graphs that draft
         graphs = session.engine.graphs
         want, _ = session.generate([5] * 300, 40)
         before = graphs.changes
@@ -226,6 +228,27 @@ def test_a_gpu_builds_the_graphs_of_its_next_span_while_it_computes(pair, monkey
                 spans = {key[2] for key in session.engine.graphs.steps() if key[0] == ("plain" if mode == "plain" else "fused")}
     assert texts[0] == texts[1] and {1024, 2048} <= spans
     assert stats.graphs_built_ahead == 1 and not stats.graphs_built_after_warmup and not stats.buffer_growths_after_warmup
+
+
+def test_a_cpu_builds_a_graph_when_its_step_comes_and_says_how_long_that_took(session):
+    """All announced ones of the next 2,048 tokens were built before the first token: 57 for a copy whose steps take 30 of them."""
+    engine = session.engine
+    engine.reset()
+    pending = engine.prefill([5] * 250)
+    engine.prepare_transitions([1, 4])
+    engine.prepare([engine.given_role(1), engine.given_role(4)], 2048)  # plans the largest of each
+    engine.graphs.drop("plain")
+    before, ahead, waited = engine.graphs.changes, engine.built_ahead, engine.waited_us
+    engine.prepare([engine.given_role(1), engine.given_role(4)], 2048)
+    assert engine.graphs.changes == before
+    for _ in range(300):
+        pending = int(engine.plain_step().ids[0])
+        engine.accept(1, pending)
+    built = engine.graphs.changes - before
+    assert built >= 2 and engine.built_ahead - ahead == built and engine.waited_us > waited
+    waited = engine.waited_us
+    engine.accept(1, int(engine.plain_step().ids[0]))
+    assert engine.waited_us == waited and engine.graphs.changes == before + built
 
 
 @pytest.mark.parametrize("kind, slots, chunk, n_ctx, fits", [

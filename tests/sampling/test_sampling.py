@@ -100,7 +100,7 @@ class TableTarget:
         self.table, self.cursor, self._rows = table, Cursor(1 << 30), None
         self.graphs, self.options = SimpleNamespace(closed=False), SimpleNamespace(n_ctx=1 << 30, width=4, chunk=512)
         self.target, self.drafter, self.masked, self.unmasked = SimpleNamespace(n_vocab=len(table)), None, False, ""
-        self.rows_computed = self.rows_used = self.groups = self.catch_up_us = 0
+        self.rows_computed = self.rows_used = self.groups = self.catch_up_us = self.waited_us = 0
 
     @property
     def slots(self):

@@ -12,7 +12,7 @@ BLOCK, PLAIN = ("draft-dflash", 2, 0), ("", 1, 0)
 
 def engine(new_graphs: list[bool]) -> SimpleNamespace:
     """Of whose steps those build a graph."""
-    out = SimpleNamespace(io=SimpleNamespace(replay=None, uploads=0), graphs=SimpleNamespace(changes=0))
+    out = SimpleNamespace(io=SimpleNamespace(replay=None, uploads=0), graphs=SimpleNamespace(changes=0, get=None))
 
     def step(work, meanwhile):
         out.graphs.changes += new_graphs.pop(0)
