@@ -408,8 +408,8 @@ CHAIN = "draft-mtp"
 @pytest.mark.parametrize("machine", MACHINES)
 def test_regret_against_the_best_fixed_kind_is_bounded(machine, names):
     """Recorded drafts of the embedded target's two drafters, 20 texts in six orders: who drafts, how many, and in how many rows they are verified,
-    against the one kind of step that hindsight names. With one drafter -1.8 to 2.4 %, with both -0.8 to 3.4 %; both without looks at the other
-    one: 5.5 %, and 9 % in the worst order."""
+    against the one kind of step that hindsight names. With one drafter -2.0 to 2.4 %, with both -1.1 to 2.3 %, and 5.3 % in the worst order;
+    both with looks half as often, and who is as good as 3 % better left out: 3.1 and 7.4 %; without looks at the other one 5.5 and 9 %."""
     verify, block, draft = MACHINES[machine]
     costs = {PLAIN_STEP: verify[1]}
     if DRAFTER in names:
@@ -429,7 +429,8 @@ def test_regret_against_the_best_fixed_kind_is_bounded(machine, names):
 
         order = random.Random(seed).sample(every, len(every))
         gains.append(_replayed(costs, lambda sequence, control=control: control.choose(1, [sequence]), observe, order))
-    assert statistics.mean(gains) > 0.96 * best
+    assert statistics.mean(gains) > (0.96 if len(names) < 2 else 0.97) * best
+    assert min(gains) > (0.92 if len(names) < 2 else 0.94) * best
 
 
 def test_a_chain_is_verified_in_the_rows_that_cost_least():
