@@ -6,7 +6,7 @@ Jinja's sandbox closes the ways out of a template. It does not bound work: `'%(a
 process just as well as an endless loop does. That is what this process is for: the kernel ends it at a limit of memory or of processor time,
 whatever the template does. It imports Jinja from the folders named, nothing of this package, and talks through descriptor 0 only.
 
-A request is two lines of JSON, the limits and what is to be done; an answer is one. What happens at a limit is not answered: the process is gone.
+A request is two lines of JSON, the limits with the template's place, and what is to be done; a template comes with its first request. An answer is one line. What happens at a limit is not answered: the process is gone.
 """
 
 import json
@@ -164,6 +164,7 @@ class Memory:
 def serve() -> None:
     """Answers requests until the other end of descriptor 0 is closed."""
     compiled: dict[str, Compiled] = {}
+    sources: dict[int, str] = {}  # by the place that was said when each came
     for source in WARM:
         answer({"source": source, "values": {"messages": []}, "now": "2000-01-01"}, 1 << 20, {})
     memory = Memory()
@@ -179,10 +180,12 @@ def serve() -> None:
         if reply["last"] or not (line := asked.readline()):
             return
         limits = json.loads(line)
+        if "source" in limits:
+            sources[limits["place"]] = limits["source"]
         if limits["memory"] is not None:
             memory.allow(limits["memory"])
         signal.setitimer(signal.ITIMER_PROF, limits["seconds"])  # its signal ends the process in the middle of whatever it does
-        reply = answer(json.loads(asked.readline()), limits["characters"], compiled)
+        reply = answer(json.loads(asked.readline()) | {"source": sources[limits["place"]]}, limits["characters"], compiled)
         signal.setitimer(signal.ITIMER_PROF, 0)
         reply["last"] = memory.grown()
 
