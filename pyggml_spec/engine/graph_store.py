@@ -32,8 +32,8 @@ KEEP_ALL = 192  # kept of all kinds together: 0.4 MB of host memory each for 6 l
 
 
 def captures_ahead() -> bool:
-    """Whether devices are asked to capture graphs before their first call; ggml-cuda reads the same switch."""
-    return os.environ.get("GGML_CUDA_CAPTURE_AHEAD", "0") != "0"
+    """Whether devices that can (patches/0026) are asked to capture graphs before their first call; ggml-cuda reads the same switch."""
+    return os.environ.get("GGML_CUDA_CAPTURE_AHEAD", "1") != "0"
 
 
 @dataclass
@@ -148,8 +148,13 @@ class GraphStore:
         self._builders: dict[str, Callable[..., dict | None]] = {}
 
     def get(self, role: str, width: int, span: int, covered: SlotRange | None = None, *more: Any) -> Step:
-        """The graph of this role, width, span and range of slots (None: all of them), as ``drafting`` and ``candidates`` ask; built if it
-        is not there or its memory has moved."""
+        """The graph of this role, width, span and range of slots (None: all of them), as ``drafting`` and ``candidates`` ask, captured where the device can;
+        built if it is not there or its memory has moved."""
+        step = self.build(role, width, span, covered, *more)
+        return step if step.ready else self._make_ready(step, role)
+
+    def build(self, role: str, width: int, span: int, covered: SlotRange | None = None, *more: Any) -> Step:
+        """As ``get``, for a step that may come: not captured yet."""
         if self.closed:
             raise EngineError("the session is closed: load the model again")
         covered = covered or self.every
@@ -157,7 +162,7 @@ class GraphStore:
         step = self._steps.pop(key, None)
         if step is not None and not self._stale(step):
             self._steps[key] = step  # used last, dropped last: never while it runs
-            return step if step.ready else self._make_ready(step, role)
+            return step
         if step is not None:
             step.graph.close()
         began = time.perf_counter_ns()
@@ -177,18 +182,19 @@ class GraphStore:
         if self.reserve(role):
             step = self._steps.get(key)
             if step is not None:
-                return self._make_ready(step, role)
+                return step
         self._make_room(role, width, more)
         shape = (width, span, covered, *more)
-        return self._make_ready(self._keep(self._make(role, *shape), role, *shape), role)
+        return self._keep(self._make(role, *shape), role, *shape)
 
     def _make_ready(self, step: Step, role: str) -> Step:
-        """Has the device capture the graph before its first call: at load those that calibration runs, later those that are built ahead, while it computes.
-        Graphs that are only reserved are never captured."""
+        """Has the device capture the graph before its first call: at load for those that calibration runs, later while it computes (see ahead.py), and right
+        before the call otherwise. Graphs that are only reserved are never captured."""
         step.ready = True
         if role not in BY_CALLS and captures_ahead():
             took = step.graph.capture()
             step.fields.captured = took is not None
+            self.waited_us += sum(took or ())
             if took is not None and (replay := self.io.replay) is not None:
                 replay.ahead += 1
                 replay.ahead_us += sum(took)
@@ -198,6 +204,11 @@ class GraphStore:
         """Whether ``get`` would not have to build."""
         step = self._steps.get((role, width, span, covered or self.every, *more, self.drafting, self.candidates, self.kept))
         return step is not None and not self._stale(step)
+
+    def waits(self, role: str, width: int, span: int, *more: Any) -> bool:
+        """Whether it is built, for all slots, and the device was not asked to capture it."""
+        step = self._steps.get((role, width, span, self.every, *more, self.drafting, self.candidates, self.kept))
+        return step is not None and not step.ready and not self._stale(step)
 
     def reserves(self, role: str, width: int, covered: SlotRange) -> bool:
         """Whether graphs like this one were planned for: prompts go slot by slot, a chunk of several at once is planned when it is asked for."""

@@ -20,7 +20,7 @@ class Recorder:
 
     def __init__(self, monkeypatch, can: bool = True) -> None:
         self.events: list[tuple[str, int]] = []
-        monkeypatch.setenv("GGML_CUDA_CAPTURE_AHEAD", "1")
+        monkeypatch.delenv("GGML_CUDA_CAPTURE_AHEAD", raising=False)
 
         def capture(backend, graph, us) -> bool:
             self.events.append(("capture", int(ffi.cast("uintptr_t", graph))))
@@ -66,6 +66,25 @@ def test_every_graph_of_decoding_is_captured_once_before_its_first_launch_and_re
         assert len(captured) < len(steps), "graphs that were only reserved at load are not captured"
         assert replay.inside == 0
     assert recorder.of("release") == captured
+
+
+def test_graphs_of_a_text_are_captured_while_the_device_computes_instead_of_before_its_first_token(pair, recorder):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1024, draft_width=4) as session:
+        engine = session.engine
+        engine.ahead.overlaps = True  # as on a GPU
+        recorder.events.clear()
+        run(engine, [1, 2, 3], 40, mode="speculative", width=4)
+        kinds = [kind for kind, _ in recorder.events]
+        first = [graph for kind, graph in recorder.events if kind == "launch"][1]  # behind the prompt
+        before = {graph for kind, graph in recorder.events[: recorder.events.index(("launch", first))] if kind == "capture"}
+        assert before <= {first}, "what the first step does not launch"
+        assert kinds.count("capture") > len(before), "later ones"
+        waiting = [
+            key
+            for key, step in engine.graphs.steps().items()
+            if key[0].startswith("fused") and not step.ready and key[2] == engine.kv.span(60)
+        ]
+        assert not waiting, "what any step of this span may launch"
 
 
 def test_what_a_device_does_not_capture_counts_as_captured_within_its_second_call(pair, monkeypatch):
