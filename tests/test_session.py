@@ -4,6 +4,7 @@ import asyncio
 import gc
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ import pyggml_spec as ps
 from pyggml_spec.decode.request import LoopOptions
 from pyggml_spec.decode.width import WidthControl
 from pyggml_spec.errors import EngineError
+from pyggml_spec.ggml.kernels import levels
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 
 FIRST, SECOND = "def quicksort(items):\n", "import os\n"
 
@@ -320,3 +323,18 @@ def test_closing_that_is_interrupted_says_so_and_can_be_repeated(monkeypatch):
             session.close()
     session.close()
     assert server.closed and session.engine.graphs.closed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what of a file is in memory is read from /proc")
+def test_a_file_whose_weights_are_packed_is_not_held_beside_them():
+    """Of the embedded target, by pages that this process has of it: all of them stayed, so weights counted twice."""
+    with ps.load(device="CPU", threads=1, kernels="own" if levels() else "ggml", n_ctx=64) as session:
+        path, size = str(DEMO_TARGET), DEMO_TARGET.stat().st_size
+        lines, held, inside = Path("/proc/self/smaps").read_text().splitlines(), 0, False
+        for line in lines:
+            if "-" in line.split(" ", 1)[0]:
+                inside = line.endswith(path)
+            elif inside and line.startswith("Rss:"):
+                held += 1024 * int(line.split()[1])
+        assert 0 < held < 0.2 * size
+        assert session.engaged().memory["weights"] < 1.05 * (size + DEMO_DRAFTER.stat().st_size)

@@ -330,6 +330,14 @@ class GGUFFile:
             )
         return memoryview(data)[info.offset : info.offset + info.nbytes]
 
+    def forget(self, name: str) -> None:
+        """Pages of a tensor that was copied are memory of this process no longer; they come back if it is read again."""
+        info = self.tensors[name]
+        data = (self._parts[info.part] if self._parts else self)._map
+        first, end = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE, (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first and hasattr(mmap, "MADV_DONTNEED"):  # Windows has none
+            data.madvise(mmap.MADV_DONTNEED, first, end - first)
+
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The metadata value of ``key`` if it has the type ``kind``; ``default`` if the key is absent.
 

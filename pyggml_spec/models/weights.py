@@ -314,6 +314,9 @@ class Weights:
                     self._pack(self._tensors[key], sources)
                 else:
                     self._upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
+                if key not in hot:  # the host's experts stay where they are in the file
+                    for info in sources:
+                        self.file.forget(info.name)
                 done += sum(info.nbytes for info in sources)
                 progress(done, total)
         for key, other in alias.items():
