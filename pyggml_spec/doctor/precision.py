@@ -69,6 +69,9 @@ class NoisyFile:
         values = values + rng.standard_normal(values.shape, np.float32) * size.astype(np.float32)
         return quantise(values, new.type).data.cast("B")
 
+    def forget(self, name: str) -> None:
+        self._file.forget(name)
+
 
 def _matrices(model) -> set[str]:
     """The names of the model's matrices in its file."""
