@@ -93,8 +93,8 @@ class Ahead:
                 graphs.build(role, width, after, None, *more)
                 self.built += 1
                 return
-            if self.overlaps and waiting is None:
-                waiting = next(((role, width, s, None, *more) for s in (span, after) if graphs.waits(role, width, s, *more)), None)
+            if waiting is None:
+                waiting = next((key for s in (span, after) if graphs.waits(*(key := (role, width, s, None, *more)))), None)
         if waiting is not None:
             graphs.get(*waiting)
             return

@@ -401,7 +401,7 @@ class Engine:
 
     @property
     def waited_us(self) -> int:
-        """Microseconds that steps have waited for graphs to be built."""
+        """Microseconds that steps have waited for graphs to be built or captured."""
         return self.graphs.waited_us
 
     @property

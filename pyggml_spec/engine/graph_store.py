@@ -23,11 +23,8 @@ MEASURED_SPANS = 16
 # outputs with a value per row, which is not finite if anything in the row is not
 SUMS = IDS_SUM, LOGITS_SUM, DRAFT_SUM = "ids_sum", "logits_sum", "draft_sum"
 KEEP_SPANS, KEEP_GRAPHS = 12, 32  # kept per (role, width) besides the widest span: of one slot, of several
-BY_CALLS = (
-    "prefill",
-    "logits",
-    "capture",
-)  # captured by their calls, if ever: what they launch hides behind what they compute, and many run once
+# captured by their calls, if ever: what they launch hides behind what they compute, and many run once
+BY_CALLS = ("prefill", "logits", "capture")
 KEEP_ALL = 192  # kept of all kinds together: 0.4 MB of host memory each for 6 layers, 2 MB for 64
 
 
@@ -139,11 +136,10 @@ class GraphStore:
         self.kept = False  # whether logits stay on the device until the next step, for choices among some of the tokens
         self._steps: dict[tuple, Step] = {}  # the least recently used one first
         self.changes = 0  # grows whenever a graph was planned: what there is to say of their memory may be another
-        self.announced: set[tuple] = (
-            set()
-        )  # (role, width, what else it differs in) of graphs that are built when their steps come, on a CPU
+        # (role, width, what else it differs in) of graphs that are built when their steps come, on a CPU
+        self.announced: set[tuple] = set()
         self.built_as_announced = 0
-        self.waited_us = 0  # for graphs that steps had to wait for, in all
+        self.waited_us = 0  # for graphs to be built or captured, all steps together
         self._reserved: set[tuple] = set()
         self._builders: dict[str, Callable[..., dict | None]] = {}
 
@@ -202,13 +198,16 @@ class GraphStore:
 
     def has(self, role: str, width: int, span: int, covered: SlotRange | None = None, *more: Any) -> bool:
         """Whether ``get`` would not have to build."""
-        step = self._steps.get((role, width, span, covered or self.every, *more, self.drafting, self.candidates, self.kept))
-        return step is not None and not self._stale(step)
+        return self._find(role, width, span, covered, *more) is not None
 
-    def waits(self, role: str, width: int, span: int, *more: Any) -> bool:
-        """Whether it is built, for all slots, and the device was not asked to capture it."""
-        step = self._steps.get((role, width, span, self.every, *more, self.drafting, self.candidates, self.kept))
-        return step is not None and not step.ready and not self._stale(step)
+    def waits(self, role: str, width: int, span: int, covered: SlotRange | None = None, *more: Any) -> bool:
+        """Whether it is built, and the device was not asked to capture it."""
+        step = self._find(role, width, span, covered, *more)
+        return step is not None and not step.ready
+
+    def _find(self, role: str, width: int, span: int, covered: SlotRange | None, *more: Any) -> Step | None:
+        step = self._steps.get((role, width, span, covered or self.every, *more, self.drafting, self.candidates, self.kept))
+        return None if step is None or self._stale(step) else step
 
     def reserves(self, role: str, width: int, covered: SlotRange) -> bool:
         """Whether graphs like this one were planned for: prompts go slot by slot, a chunk of several at once is planned when it is asked for."""

@@ -6,8 +6,10 @@ spreads outliers over the stretch, so that a block's scale fits all of it. q is 
 (src/llama-kv-cache.cpp), which keeps logits comparable bit for bit.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -106,15 +108,19 @@ def _other_type(types: KVTypes, shape: KVShape, backend: Backend, option: str) -
     return "; use another device, the CPU scores any"
 
 
+@contextmanager
+def _shapes() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
+    """A context of tensors without memory, which devices are asked about, and what makes one there: of a type and its sizes."""
+    ctx = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 32 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
+    try:
+        yield ctx, lambda kind, *ne: lib.ggml_new_tensor(ctx, kind, len(ne), ne)
+    finally:
+        lib.ggml_free(ctx)
+
+
 def _scores(types: KVTypes, s: KVShape, backend: Backend) -> bool:
     """Whether the device has the kernels that an indexer needs."""
-    params = ffi.new("struct ggml_init_params *", {"mem_size": 32 * lib.ggml_tensor_overhead(), "no_alloc": True})
-    ctx = lib.ggml_init(params[0])
-    try:
-
-        def new(kind: int, *ne: int) -> Tensor:
-            return lib.ggml_new_tensor(ctx, kind, len(ne), ne)
-
+    with _shapes() as (ctx, new):
         q, k, mask = (
             new(lib.GGML_TYPE_F32, s.index, s.index_heads, 2),
             new(types.ids[0], s.index, 1, 4 * 256),
@@ -125,18 +131,10 @@ def _scores(types: KVTypes, s: KVShape, backend: Backend) -> bool:
         hidden = lib.ggml_fill(ctx, new(lib.GGML_TYPE_F16, 1, 4 * 256, 2), float("-inf"))
         seen = lib.ggml_set_rows(ctx, hidden, new(lib.GGML_TYPE_F32, 1, 256, 2), chosen)
         return all(backend.supports(node) for node in (scores, chosen, hidden, seen, lib.ggml_add(ctx, mask, mask)))
-    finally:
-        lib.ggml_free(ctx)
 
 
 def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:
-    params = ffi.new("struct ggml_init_params *", {"mem_size": 32 * lib.ggml_tensor_overhead(), "no_alloc": True})
-    ctx = lib.ggml_init(params[0])
-    try:
-
-        def new(kind: int, *ne: int) -> Tensor:
-            return lib.ggml_new_tensor(ctx, kind, len(ne), ne)
-
+    with _shapes() as (ctx, new):
         rows, index = new(lib.GGML_TYPE_F32, s.size * s.n_head_kv, 1), new(lib.GGML_TYPE_I64, 1)
         caches = [new(kind, s.size * s.n_head_kv, 256) for kind in types.ids]
         values = caches[1] if not s.latent else lib.ggml_view_2d(ctx, caches[0], s.latent, 256, caches[0].nb[1], 0)
@@ -144,5 +142,3 @@ def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:
         nodes = [lib.ggml_set_rows(ctx, cache, rows, index) for cache in caches]
         attention = lib.pgs_fa_span(ctx, q, caches[0], values, mask, s.n_head_kv, 256, 1.0, ffi.NULL, backend.level_handle)
         return all(backend.supports(node) for node in (*nodes, attention.view_src))
-    finally:
-        lib.ggml_free(ctx)

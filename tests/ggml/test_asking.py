@@ -1,13 +1,9 @@
 """Whether weights are asked for ahead of use is decided by what products took, of each kind and in each thread by itself."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
-from ggml.test_levels import headers
+from ggml.broken_c import run
 
-ROOT = Path(__file__).parents[2]
-ASKING = ROOT / "csrc" / "cpu" / "asking.c"
+BUILD = "cpu/asking.c", "asking_clock.c"
 BROKEN = {
     "the slower way": ("t->took[1][TRIALS / 2] < t->took[0][TRIALS / 2]", "t->took[1][TRIALS / 2] > t->took[0][TRIALS / 2]"),
     "the fastest product": ("t->took[1][TRIALS / 2] <", "t->took[1][0] <"),
@@ -20,25 +16,10 @@ BROKEN = {
 }
 
 
-def run(folder: Path, *broken: str) -> str:
-    source = ASKING.read_text()
-    if broken:
-        assert source.count(broken[0]) == 1
-        source = source.replace(*broken)
-    (folder / "cpu").mkdir()
-    (folder / "cpu" / "asking.c").write_text(source)
-    program, includes = folder / "asking", ["-I", folder, "-I", ROOT / "csrc" / "cpu", "-I", headers()]
-    parts = ["-std=gnu11", "-O1", *includes, Path(__file__).with_name("asking_clock.c"), "-pthread", "-o", program]
-    subprocess.run(list(map(str, ["cc", *parts])), check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert done.returncode == bool(done.stdout)
-    return done.stdout
-
-
 def test_the_faster_way_is_kept(tmp_path):
-    assert run(tmp_path) == ""
+    assert run(tmp_path, *BUILD, apart=False) == ""
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_decides_otherwise_is_noticed(tmp_path, what):
-    assert run(tmp_path, *BROKEN[what]) != ""
+    assert run(tmp_path, *BUILD, *BROKEN[what], apart=False) != ""

@@ -1,13 +1,9 @@
 """Lanes on devices with queues of their own, which no CPU is: each step reads what its own parts left, and nothing waits that need not."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
-from ggml.test_levels import headers
+from ggml.broken_c import run
 
-ROOT = Path(__file__).parents[2]
-LANES = ROOT / "csrc" / "step_lanes.c"
+BUILD = "step_lanes.c", "lane_queue.c"
 WAIT = "ggml_backend_event_synchronize(computed);"
 QUEUED = f"give(turns, device);\n            {WAIT}"
 BROKEN = {
@@ -24,23 +20,10 @@ BROKEN = {
 }  # fmt: skip
 
 
-def run(folder: Path, *broken: str) -> str:
-    source, program = LANES.read_text(), folder / "lanes"
-    for old, new in zip(broken[::2], broken[1::2], strict=True):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    (folder / "step_lanes.c").write_text(source)
-    parts = [Path(__file__).with_name("lane_queue.c"), folder / "step_lanes.c", "-pthread", "-o", program]
-    subprocess.run(list(map(str, ["cc", "-std=gnu11", "-O1", "-I", ROOT / "csrc", "-I", headers(), *parts])), check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == bool(done.stdout)
-    return done.stdout
-
-
 def test_steps_of_two_lanes(tmp_path):
-    assert run(tmp_path) == ""
+    assert run(tmp_path, *BUILD) == ""
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_missing_wait_is_noticed(tmp_path, what):
-    assert run(tmp_path, *BROKEN[what]) != ""
+    assert run(tmp_path, *BUILD, *BROKEN[what]) != ""
