@@ -111,6 +111,9 @@ def _put_back(ctx, data):
     assert L.llama_state_seq_set_data(ctx, data, len(data), 0) == len(data)
 
 
+NEAR_TIE = 0.01  # logits of random models have a standard deviation of 1
+
+
 class _Pair:
     """What the three have in common: they own models, contexts and batches."""
 
@@ -126,10 +129,12 @@ class _Pair:
             assert _ext_set_output(self.pairs, i, last and i == len(tokens) - 1)
         assert _process(self.dft, _DECODE, self.pairs) == 0
 
-    def _keep(self, rows, ids, accepted, before):
+    rounded = False  # whether rows that were decoded again gave other bits than in their block: ggml's AMX kernels do, 1e-6 at Q4_K
+
+    def _keep(self, rows, logits, accepted, before):
         """How many drafts of the verified ``rows`` stay: ``accepted``, or those that are right. The target's memory ends behind them: where llama.cpp
         cannot roll it back, the state ``before`` is put back, and the rows that stay are decoded again."""
-        matched, first = 0, self.n
+        matched, first, ids = 0, self.n, logits.argmax(axis=1)
         while matched < len(rows) - 1 and ids[matched] == rows[matched + 1]:
             matched += 1
         matched = matched if accepted is None else accepted
@@ -137,7 +142,8 @@ class _Pair:
         if not L.llama_memory_seq_rm(L.llama_get_memory(self.tgt), 0, self.n, -1):
             assert before is not None
             _put_back(self.tgt, before)
-            _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
+            again = _decode(self.tgt, self.batch, rows[: matched + 1], first, self.n_vocab)
+            self.rounded |= not np.array_equal(again, logits[: matched + 1])
         return matched
 
     def close(self):
@@ -241,12 +247,15 @@ class LlamaDFlash(_Pair):
         """Target ids of all rows; keeps ``accepted`` drafts, or those that are right, in both contexts. Returns (ids, matched).
 
         Where llama.cpp cannot roll recurrent states back (qwen3next) the state from before the block is put back, and the accepted rows decoded again.
+        ``unsure``: of which rows its own rounding, once it was seen, may decide between the best two logits.
         """
         rows = [self.pending, *drafts]
         before = _state(self.tgt) if L.llama_model_is_hybrid(self.models[0]) else None
-        ids = _decode(self.tgt, self.batch, rows, self.n, self.n_vocab).argmax(axis=1)
+        logits = _decode(self.tgt, self.batch, rows, self.n, self.n_vocab)
+        ids, best = logits.argmax(axis=1), np.sort(logits, axis=1)
+        self.unsure = (best[:, -1] - best[:, -2] < NEAR_TIE) & self.rounded
         self._capture(len(drafts) + 1, self.n)
-        matched = self._keep(rows, ids, accepted, before)
+        matched = self._keep(rows, logits, accepted, before)
         assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         self.pending = int(ids[matched])
         return ids, matched
@@ -303,7 +312,7 @@ class LlamaMTP(_Pair):
         rows, before = [self.pending, *drafts], _state(self.tgt)
         logits, hidden = self._target(rows, self.n)
         ids = logits.argmax(axis=1)
-        matched = self._keep(rows, ids, accepted, before)
+        matched = self._keep(rows, logits, accepted, before)
         assert self.shared or L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         self.boundary, self.pending = hidden[matched], int(ids[matched])
         return ids, matched
@@ -376,6 +385,6 @@ class LlamaEagle3(_Pair):
         rows, before = [self.pending, *drafts], _state(self.tgt)
         logits, g = self._target(rows, self.n)
         ids = logits.argmax(axis=1)
-        matched = self._keep(rows, ids, accepted, before)
+        matched = self._keep(rows, logits, accepted, before)
         self.waiting, self.pending = g[matched], int(ids[matched])
         return ids, matched
