@@ -9,17 +9,21 @@ rows, of which more can cost less. Costs are measured, because they are not even
 (``calibrate.py``), or from the steps themselves, each kind TRIES times when a number of slots is first seen, unless fewer and more slots are
 known, between which the costs then are taken to lie. Acceptance is tracked per sequence and drafter.
 
-Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time; a block that could lose more than
-that is not tried, a narrower one perhaps. That bounds what a drafter costs that is never right, whatever the costs are, and is the one rule of
-when blocks are tried. What texts have won the next one may lose, too: texts begin with tokens that are hard to foresee. Measured in turn on the
-embedded pair's 20 prompts, two idle cores, a text that could lose one plain step of its own gave 1.16 of plain decoding, at least 0.90; this, 1.52 and
-1.15. What one sequence teaches is the next one's prior. Where a drafter says what its drafts are worth, blocks count as what they become: drafts that
-were not verified bring nothing, and their rows cost nothing (``confidence.py``). A plain step that keeps the drafter's inputs takes 2 to 4 % more there, so a text that could
-afford no block for REST steps is decoded without them to its end.
+Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time; of that each text TEXT_LOSS and what it
+has won itself, as soon as it is known how good drafts are. A block that could lose more than that is not tried, a narrower one perhaps: that bounds
+what a drafter costs that is never right, whatever the costs are. A text for which nothing is left goes on with blocks that pay even if nothing is
+assumed of drafts and DOUBT more of them are wrong: else three unlucky blocks at its beginning, whose tokens are the hardest to foresee, were its
+last ones where blocks are dear. What sequences teach, position by position, is what the next one begins with. By recorded drafts of 20 texts, eight
+rounds, with what blocks behind plain steps take longer, the rules before (what all texts had won any of them could lose, one chance for all
+positions, and no block without means) gave 1.12 on average and 0.91 in the worst text with costs of 1.04, 1.59, 2.8, 3.03, 4.44 ms, and these 1.16
+and 0.97; 1.60 and 1.24 with 3.86, 5.68, 6.3, 8.05, 14, and these 1.65 and 1.25 (``tests/decode/test_width.py``). Where a drafter says what its
+drafts are worth, blocks count as what they become: drafts that were not verified bring nothing, and their rows cost nothing (``confidence.py``). A
+plain step that keeps the drafter's inputs takes 2 to 4 % more there, so a text that could afford no block for REST steps is decoded without them to
+its end.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -55,21 +59,26 @@ PLAIN_STEP = Kind("", 1)
 # 96 tokens and 0.5 to 1.5 % of those that follow.
 DECAY = 0.95  # per step, plain ones too: half of the weight lies on the last 13 steps
 TEAM_DECAY = 0.97  # where drafters are compared, over half as many steps again: both over the better one alone 0.967 to 1.002, with this 0.979 to 1.011
-LONG_DECAY = 0.98
+LONG_DECAY = 0.995  # of what all sequences showed, per block
 PRIOR_ACCEPTANCE = 0.8  # of the first draft, before anything was seen
-PRIOR_WEIGHT = 4.0  # steps that the prior counts for
-PRIOR_STEPS = 4.0  # that the sequences before count for, position by position, where drafters are compared
+ASSUMED_WEIGHT = 4.0  # blocks that this counts for
+PRIOR_WEIGHT, SHARE = 16.0, 0.125  # blocks that what other sequences showed counts for in one, at most, and of each of theirs
+LEAST_CHANCE = 0.01  # of a draft: nothing is certain
+DOUBT = 2.0  # blocks more that may be wrong where a text has lost what it may lose, and drafts go on
 MARGIN = 1.03  # another kind has to be this much better to be worth a change; where drafters are compared no more than the one in use is
 FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubled each time it does not pay
 LAST_PROBE = 768
 CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 tokens, once per session
 PROBE_LOSS = 0.005  # of the time, ever after
+TEXT_LOSS = 1.5  # plain steps that a text may lose before it has won any
 REST = 64  # plain steps for which a text must be able to afford no block to be decoded without the drafter's inputs
 SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
 LATE_RATE = 0.2  # weight of one block behind plain steps in what those take longer
 COST_RATE = 0.05  # weight of one step in the running cost of its kind
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand: what the steps of this text take is learnt soon
+RUN = 4.0  # blocks in a row that share what the first of them has to catch up with, at least
+UNSURE = 8  # plain steps between two such looks: 20 us that a step need not take
 WIDER_PROBE = 48  # steps between looks at wider blocks than the one in use
 CHAINS = (2, 3, 4, 5, 6, 8, 12, 16)  # rows that count of a chain's blocks: each draft costs a pass of its own
 # Steps between looks at another drafter than the one in use, and steps of a look. Recorded drafts of both of the embedded pair's (tests/decode/test_width.py):
@@ -81,14 +90,46 @@ TRIES = WARMUP + 2
 NEVER_PAYS = "plain decoding: no block width would be faster here even if every draft were accepted"
 
 
+class Record:
+    """How often each draft of one drafter was right when all before it were, of all sequences, with a long memory: what a sequence begins with.
+
+    ``assumed``: of the first draft before anything was seen. What was never offered is as good as what comes before it.
+    """
+
+    def __init__(self, positions: int, assumed: float = PRIOR_ACCEPTANCE) -> None:
+        self.tries, self.hits, self.assumed = [0.0] * positions, [0.0] * positions, assumed
+        self._odds: dict[float, list[float]] = {}
+
+    def observe(self, width: int, matched: int) -> None:
+        """One block of ``width`` rows whose first ``matched`` drafts were accepted."""
+        _count(self, LONG_DECAY, width, matched)
+        self._odds = {}
+
+    @property
+    def weight(self) -> float:
+        """Blocks that this counts for in a sequence: texts differ, so many blocks of few of them say little."""
+        return min(PRIOR_WEIGHT, ASSUMED_WEIGHT + SHARE * self.tries[0])
+
+    def odds(self, assumed: float) -> list[float]:
+        """Of each draft, that it is right when all before it were."""
+        out = self._odds.get(assumed)
+        if out is None:
+            out, chance = [], assumed
+            for tries, hits in zip(self.tries, self.hits):
+                chance = (hits + ASSUMED_WEIGHT * chance) / (tries + ASSUMED_WEIGHT)
+                out.append(_odds(chance))
+            self._odds[assumed] = out
+        return out
+
+
 class Acceptance:
     """Of one sequence and drafter, per position i (1-based, index i - 1): how often draft i was accepted when all before it were, with
-    exponential decay. While the sequence decodes plainly, what was seen fades into what was seen in the long run, and that into the prior."""
+    exponential decay. While the sequence decodes plainly, what was seen fades into the ``record`` of all; a sequence whose first drafts are better than
+    theirs has better odds of the later ones by the same factor."""
 
-    def __init__(self, positions: int, prior: float = PRIOR_ACCEPTANCE, decay: float = DECAY) -> None:
-        self.prior, self.decay = prior, decay
-        self.tries, self.hits = [0.0] * positions, [0.0] * positions
-        self.all_tries = self.all_hits = 0.0  # of all positions together, with a long memory
+    def __init__(self, record: Record, decay: float = DECAY) -> None:
+        self.record, self.decay = record, decay
+        self.tries, self.hits = [0.0] * len(record.tries), [0.0] * len(record.tries)
         self._plain = 0  # plain steps since the last block
         self._tokens: list[float] | None = None
 
@@ -99,31 +140,19 @@ class Acceptance:
 
     def observe(self, width: int, matched: int) -> None:
         """One block of ``width`` rows whose first ``matched`` drafts were accepted."""
-        decay, offered = self.decay ** (1 + self._plain), min(width - 1, matched + 1, len(self.tries))
-        self.tries, self.hits = [decay * n for n in self.tries], [decay * n for n in self.hits]
-        for i in range(offered):
-            self.tries[i] += 1
-            self.hits[i] += i < matched
-        self.all_tries = LONG_DECAY * self.all_tries + offered
-        self.all_hits = LONG_DECAY * self.all_hits + min(matched, offered)
+        _count(self, self.decay ** (1 + self._plain), width, matched)
         self._plain, self._tokens = 0, None
 
-    def successor(self) -> "Acceptance":
-        """Of the next sequence of several drafters: what was seen here counts for as much as PRIOR_STEPS steps."""
-        out, share = Acceptance(len(self.tries), self.chance(), TEAM_DECAY), min(1.0, PRIOR_STEPS / max(self.tries[0], 1e-9))
-        out.tries, out.hits = [share * n for n in self.tries], [share * n for n in self.hits]
-        return out
-
-    def chance(self) -> float:
-        """That a draft is right, in the long run."""
-        return (self.all_hits + PRIOR_WEIGHT * self.prior) / (self.all_tries + PRIOR_WEIGHT)
-
     def survival(self) -> list[float]:
-        """a_1, a_2, ...: each position's prior is the estimate of the one before it, so what was never offered is extrapolated."""
-        chance = self.chance()
-        fade, out, alive = self.decay**self._plain, [], 1.0
-        for tries, hits in zip(self.tries, self.hits):
-            chance = (fade * hits + PRIOR_WEIGHT * chance) / (fade * tries + PRIOR_WEIGHT)
+        """a_1, a_2, ...."""
+        return self._survival(self.record.assumed, 0.0)
+
+    def _survival(self, assumed: float, wrong: float) -> list[float]:
+        fade, weight, out, alive, better = self.decay**self._plain, self.record.weight, [], 1.0, 1.0
+        for tries, hits, odds in zip(self.tries, self.hits, self.record.odds(assumed)):
+            better *= odds
+            chance = (fade * hits + weight * better / (1 + better)) / (fade * tries + weight + wrong)
+            better, wrong = _odds(chance) / odds, 0.0
             alive *= chance
             out.append(alive)
         return out
@@ -133,6 +162,22 @@ class Acceptance:
         if self._tokens is None:
             self._tokens = list(accumulate(self.survival(), initial=1.0))
         return self._tokens
+
+    def sure_tokens(self) -> list[float]:
+        """The same by what was seen alone: nothing is assumed, and DOUBT blocks more were wrong."""
+        return list(accumulate(self._survival(0.0, DOUBT), initial=1.0))
+
+
+def _count(of: Record | Acceptance, decay: float, width: int, matched: int) -> None:
+    of.tries, of.hits = [decay * n for n in of.tries], [decay * n for n in of.hits]
+    for i in range(min(width - 1, matched + 1, len(of.tries))):
+        of.tries[i] += 1
+        of.hits[i] += i < matched
+
+
+def _odds(chance: float) -> float:
+    chance = min(max(chance, LEAST_CHANCE), 1 - LEAST_CHANCE)
+    return chance / (1 - chance)
 
 
 def useful_widths(costs: dict[int, float]) -> list[int]:
@@ -168,10 +213,11 @@ def worth_keeping(costs: Mapping[Kind, float]) -> dict[Kind, float]:
 
 
 class Drafted:
-    """What width control knows of one sequence: the acceptance of each drafter, and whether it is decoded plainly to its end."""
+    """What width control knows of one sequence: the acceptance of each drafter, the plain steps that its blocks may still lose, and whether it is decoded
+    plainly to its end."""
 
-    def __init__(self, acceptance: dict[str, Acceptance], resting: bool = False) -> None:
-        self.acceptance, self.resting = acceptance, resting
+    def __init__(self, acceptance: dict[str, Acceptance], resting: bool = False, allowed: float = CREDIT) -> None:
+        self.acceptance, self.resting, self.allowed = acceptance, resting, allowed
 
 
 @dataclass
@@ -181,6 +227,7 @@ class _Use:
     kind: Kind | None = None
     plain: int = 0  # steps since the last block
     wait: int = FIRST_PROBE  # plain steps until blocks are tried again
+    unsure: int = 0  # plain steps until it is looked again whether blocks pay that nothing is left for
     since_wider: int = 0
     since_other: int = 0
     probing: bool = False
@@ -212,8 +259,8 @@ class WidthControl:
             self.costs = {(1, kind): costs[kind] for kind in self.kinds}
         self.confidence: dict[str, Confidence] = {}
         self.changes = 0
-        decay, self._margin = (TEAM_DECAY, 1.0) if len(self.widths) > 1 else (DECAY, MARGIN)
-        self.seen = {name: Acceptance(max(of) - 1, decay=decay) for name, of in self.widths.items()}  # of all sequences
+        self._decay, self._margin = (TEAM_DECAY, 1.0) if len(self.widths) > 1 else (DECAY, MARGIN)
+        self.seen = {name: Record(max(of) - 1) for name, of in self.widths.items()}
         self._allowed: float | None = None  # plain steps that blocks may still lose
         self._turns = list(self.widths)  # whose turn it is to be tried again
         self._tries: Counter = Counter(dict.fromkeys(self.costs, TRIES))
@@ -240,17 +287,31 @@ class WidthControl:
         """Whether the next sequence alone is better off without what drafters need of its tokens: no block could be afforded for long."""
         if self._allowed is None or 1 not in self._settled or len(self.kinds) == 1:
             return False
+        if self._extra() - min(self._allowed, self._text_loss) <= REST * PROBE_LOSS:
+            return False
+        return not self._sure(1, [self._begun()], 0.0)
+
+    def _extra(self) -> float:
+        """Plain steps that the cheapest block of one slot takes longer than one, behind plain steps."""
         last = self._uses.get(1)
-        extra = (self._cheapest(1) + (last.late if last is not None else 0.0)) / self.costs[1, PLAIN_STEP] - 1
-        return extra - self._allowed > REST * PROBE_LOSS
+        return (self._cheapest(1) + (last.late if last is not None else 0.0)) / self.costs[1, PLAIN_STEP] - 1
+
+    @property
+    def _text_loss(self) -> float:
+        """Plain steps that a text may lose before it has won any: one block at least, or else none would ever be tried again."""
+        return max(TEXT_LOSS, self._extra())
+
+    def _begun(self, rests: bool = False) -> Drafted:
+        return Drafted({name: Acceptance(record, self._decay) for name, record in self.seen.items()}, rests)
 
     def begin(self, rests: bool = False) -> Drafted:
         """A sequence that will be drafted for; ``rests``: that will not, because control was ``resting`` when it began."""
         if (last := self._uses.pop(1, None)) is not None:
             self._uses[1] = _Use(late=last.late)
-        if len(self.widths) > 1:
-            return Drafted({name: self.seen[name].successor() for name in self.widths}, rests)
-        return Drafted({name: Acceptance(max(of) - 1, self.seen[name].chance()) for name, of in self.widths.items()}, rests)
+        drafted = self._begun(rests)
+        if 1 in self._settled and any(record.weight == PRIOR_WEIGHT for record in self.seen.values()):
+            drafted.allowed = self._text_loss
+        return drafted
 
     # -- a step
 
@@ -281,19 +342,27 @@ class WidthControl:
             use.kind = use.kind or PLAIN_STEP
             return PLAIN_STEP
         late = use.late if use.plain else 0.0
-        if self._allowed is not None and self._cheapest(covered) + late > plain * (1 + self._allowed):
-            use.kind = use.kind or PLAIN_STEP
-            return PLAIN_STEP
+        allowed = self._may_lose(drafted)
+        sure: Collection[Kind] = ()
+        if allowed is not None and self._cheapest(covered) + late > plain * (1 + allowed):
+            if use.plain >= use.unsure:
+                sure, use.unsure = self._sure(covered, sequences, late), use.plain + UNSURE
+            if not sure:
+                use.kind = use.kind or PLAIN_STEP
+                return PLAIN_STEP
         speed = self._speeds(covered, sequences)
         if self._allowed is None and len(speed) > 1:
             first = max((kind for kind in speed if kind != PLAIN_STEP), key=speed.__getitem__)
             self._allowed = self._credit(self.cost(covered, first) / plain - 1)
+            allowed = self._may_lose(drafted)
         if use.kind is None:
             use.kind = max(speed, key=speed.__getitem__)
             if use.kind == PLAIN_STEP:
                 return PLAIN_STEP
-        most = plain * (1 + (self._allowed or 0.0))
-        affordable = [kind for kind in self.kinds if kind.width > 1 and self.cost(covered, kind) + late <= most]
+        most = plain * (1 + (allowed or 0.0))
+        affordable = [kind for kind in self.kinds if kind.width > 1 and (self.cost(covered, kind) + late <= most or kind in sure)]
+        if use.kind != PLAIN_STEP and use.kind not in affordable:
+            affordable += self._sure(covered, sequences, late)
         if not affordable:
             return PLAIN_STEP
         if use.kind == PLAIN_STEP:
@@ -312,6 +381,22 @@ class WidthControl:
             return use.kind
         return max((PLAIN_STEP, *affordable), key=speed.__getitem__)  # until more has been won
 
+    def _may_lose(self, drafted: Sequence[Drafted]) -> float | None:
+        """Plain steps that the next block may lose if none of its drafts is right; None before the first one."""
+        return None if self._allowed is None else min(self._allowed, sum([s.allowed for s in drafted]) / len(drafted))
+
+    def _sure(self, covered: int, sequences: Sequence[Drafted | None], late: float) -> list[Kind]:
+        """Blocks that would be faster than plain decoding by what was seen alone, even if DOUBT more of them brought nothing."""
+        out, plain, count = [], self.costs[covered, PLAIN_STEP], len(sequences)
+        for name in self.widths:
+            curves = [s.acceptance[name].sure_tokens() if s is not None else None for s in sequences]
+            for kind in self.kinds:
+                if kind.drafter == name:
+                    tokens = sum([curve[min(kind.width, len(curve)) - 1] if curve is not None else 1.0 for curve in curves])
+                    if tokens * plain > count * (self.cost(covered, kind) + late / RUN):
+                        out.append(kind)
+        return out
+
     def _other(self, covered: int, sequences: int, use: _Use, affordable: Sequence[Kind], speed: Mapping[Kind, float]) -> Kind | None:
         """Another drafter's best block, OTHER_LOOK steps in a row, if it is its turn to be looked at: nobody else tells what it is worth now.
         None where it would be slower even if most of its drafts were right."""
@@ -322,9 +407,11 @@ class WidthControl:
             use.since_other = 0
             return None
         others = [kind for kind in affordable if kind.drafter != use.kind.drafter]
-        hoped = Acceptance(max((kind.width for kind in others), default=1) - 1, HOPED_ACCEPTANCE).tokens()
-        most = max((hoped[kind.width - 1] / self.cost(covered, kind) for kind in others), default=0.0)
-        return max(others, key=speed.__getitem__, default=None) if most > speed[use.kind] / sequences else None
+        if not others:
+            return None
+        hoped = Acceptance(Record(max(kind.width for kind in others) - 1, HOPED_ACCEPTANCE)).tokens()
+        most = max(hoped[kind.width - 1] / self.cost(covered, kind) for kind in others)
+        return max(others, key=speed.__getitem__) if most > speed[use.kind] / sequences else None
 
     def cost(self, covered: int, kind: Kind) -> float:
         """Milliseconds that such a step is expected to take, which are fewer than all of its rows take where its drafter's doubts cut blocks."""
@@ -345,7 +432,7 @@ class WidthControl:
         name = next(name for name in self._turns if any(kind.drafter == name for kind in affordable))
         self._turns.remove(name)
         self._turns.append(name)
-        hoped = Acceptance(max(self.widths[name]) - 1).tokens()
+        hoped = Acceptance(Record(max(self.widths[name]) - 1)).tokens()
         return max((kind for kind in affordable if kind.drafter == name), key=lambda kind: hoped[kind.width - 1] / self.cost(covered, kind))
 
     def _speeds(self, covered: int, sequences: Sequence[Drafted | None]) -> dict[Kind, float]:
@@ -397,10 +484,12 @@ class WidthControl:
         won = 1 + sum(n for _, n in drafted) / len(drafted) - cost
         if self._allowed is not None:
             self._allowed = max(0.0, min(self._allowed + won + PROBE_LOSS * cost, SAVINGS))
+        for s, n in drafted:
+            s.allowed = max(0.0, s.allowed + 1 + n - (1 - PROBE_LOSS) * cost)
         if kind == PLAIN_STEP:
             use.plain += 1
             return
-        use.plain = 0
+        use.plain = use.unsure = 0
         use.since_wider += 1
         speed = self._speeds(covered, sequences)
         best = max(speed, key=speed.__getitem__)
@@ -490,7 +579,9 @@ class WidthControl:
         if mine == PLAIN_STEP:
             acceptance = sequence.acceptance[best.drafter]
             share = f"{100 * acceptance.survival()[0]:.0f} %"
-            known = f"first draft accepted {share}" if acceptance.all_tries else f"no draft yet, {share} of the first ones assumed right"
+            known = (
+                f"first draft accepted {share}" if acceptance.record.tries[0] else f"no draft yet, {share} of the first ones assumed right"
+            )
             return f"plain decoding: {speed[mine]:.0f} tok/s expected, {self._named(best)} would give {speed[best]:.0f} ({known})"
         return f"{self._named(mine)}: {speed[mine]:.0f} tok/s expected, {self._named(best)} would give {speed[best]:.0f}"
 

@@ -13,6 +13,7 @@ from pyggml_spec.decode.width import (
     Acceptance,
     Drafted,
     Kind,
+    Record,
     WidthControl,
     chain_kinds,
     useful_widths,
@@ -202,10 +203,10 @@ def _thinned(share, seed=2):
 
 
 @pytest.mark.parametrize(
-    "costs, mean, least", [(OWN_KERNELS, 2.1, 1.6), (GGML, 1.38, 1.04), (H200_27B, 1.63, 1.3), (SLOW_BLOCKS, 1.2, 0.97)]
+    "costs, mean, least", [(OWN_KERNELS, 2.15, 1.6), (GGML, 1.36, 0.96), (H200_27B, 1.63, 1.25), (SLOW_BLOCKS, 1.2, 0.96)]
 )
 def test_recorded_prompts_gain(costs, mean, least):
-    """The rules before this one gave 2.12, 1.40, 1.64 and 1.19 on average, and 1.50, 1.07, 1.33 and 0.967 at least."""
+    """The rules before these gave 2.12, 1.40, 1.64 and 1.19 on average, and 1.50, 1.07, 1.33 and 0.967 at least, with a first text as free as the last one."""
     gains = _session(costs, RECORDED)
     assert statistics.mean(gains) > mean and min(gains) > least
 
@@ -216,6 +217,79 @@ def test_no_text_is_expected_to_lose(costs, share):
     """Drafters that know little of the text, or nothing, cost at most 2 % on average: every prompt lost 4 %."""
     gains = _session(costs, _thinned(share))
     assert statistics.mean(gains) > 0.98
+
+
+# Step costs of Xeons with AMX in virtual machines, two threads, two and one, and what a block behind plain steps takes longer, in plain steps, for up to 8 of
+# them and for more: 0.45 and 1.85 ms where a plain step took 3.86.
+DEAR = {
+    "two threads, busy": {1: 1.36, 2: 3.05, 4: 3.37, 8: 4.94, 16: 9.13},
+    "two threads": {1: 1.04, 2: 1.59, 4: 2.8, 8: 3.03, 16: 4.44},
+    "one thread": {1: 3.86, 2: 5.68, 4: 6.3, 8: 8.05, 16: 14.0},
+}
+LATE = 0.12, 0.48
+
+
+def _rounds(costs, rows, seed, rounds=8, tokens=96):
+    """Speed-up of each text: the median of the rounds behind the first one, all of one session, with clocks that stall."""
+    rng, gains = random.Random(seed), [[] for _ in rows]
+    control, plain_ms = WidthControl.measured_for(DRAFTER, costs), costs[1]
+    for text in list(range(len(rows))) * rounds:
+        sequence, at, spent, plain = control.begin(rests=control.resting), 0, 0.0, 0
+        while at < tokens:
+            chosen = control.choose(1, [sequence])
+            width = chosen.width
+            matched = min(int(rows[text][str(width)][at], 16), width - 1, tokens - 1 - at) if width > 1 else 0
+            late = plain_ms * LATE[plain > 8] if width > 1 and plain else 0.0
+            plain = plain + 1 if width == 1 else 0
+            clock = rng.lognormvariate(0, 0.08) * (2.5 if rng.random() < 0.01 else 1)
+            control.observe(1, chosen, (costs[width] + late) * clock, [sequence], [matched], late=late * clock)
+            spent, at = spent + costs[width] + late, at + matched + 1
+        gains[text].append(tokens * plain_ms / spent)
+    return [statistics.median(of[1:]) for of in gains]
+
+
+@pytest.mark.parametrize(
+    "machine, mean, least", [("two threads, busy", 1.01, 0.965), ("two threads", 1.15, 0.96), ("one thread", 1.63, 1.2)]
+)
+def test_dear_blocks_gain_what_they_can(machine, mean, least):
+    """The rules before gave 0.99 to 1.00, 1.12 and 1.60 on average and 0.97, 0.905 and 1.24 at least: what all texts had won any of them could lose, and
+    one that had lost what it might never drafted again."""
+    gains = _rounds(DEAR[machine], RECORDED, 0)
+    assert statistics.mean(gains) > mean and min(gains) > least
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("machine", DEAR)
+def test_dear_blocks_of_a_drafter_that_knows_nothing_cost_no_text_more_than_two_percent(machine, share):
+    assert min(_rounds(DEAR[machine], _thinned(share), 0)) > 0.98
+
+
+def test_a_text_that_lost_what_it_may_goes_on_with_blocks_that_pay():
+    """Where a block of two took 1.6 plain steps, the first texts' unlucky blocks were their last ones, however good others' drafts were."""
+    control = WidthControl.measured_for(DRAFTER, {1: 1.0, 2: 1.5, 4: 1.9})
+    for _ in range(8):
+        sequence = control.begin()
+        for _ in range(40):
+            chosen = control.choose(1, [sequence])
+            control.observe(1, chosen, {1: 1.0, 2: 1.5, 4: 1.9}[chosen.width], [sequence], [chosen.width - 1])
+    sequence, used = control.begin(), []
+    for step in range(40):
+        chosen = control.choose(1, [sequence])
+        used.append(chosen.width)
+        control.observe(1, chosen, {1: 1.0, 2: 1.5, 4: 1.9}[chosen.width], [sequence], [chosen.width - 1 if step > 3 else 0])
+    assert sequence.allowed > 0 and used[-20:].count(4) > 15
+
+
+def test_what_texts_teach_is_known_by_position():
+    """One chance for all positions made wide blocks seem good in every new text whose first drafts are mostly right."""
+    control = WidthControl.measured_for(DRAFTER, {1: 1.0, 2: 1.2, 8: 2.4})
+    for _ in range(6):
+        sequence = control.begin()
+        for _ in range(30):
+            control.observe(1, kind(8), 2.4, [sequence], [1])
+    tokens = control.begin().acceptance[DRAFTER].tokens()
+    assert tokens[1] > 1.9 and tokens[7] < 2.3
+    assert control.choose(1, [control.begin()]) == kind(2)
 
 
 def _late_session(costs, seed):
@@ -286,7 +360,7 @@ def kind(width) -> Kind:
 
 
 def seen(matched: int, steps: int = 60) -> Drafted:
-    sequence = Drafted({DRAFTER: Acceptance(15)})
+    sequence = Drafted({DRAFTER: Acceptance(Record(15))})
     for _ in range(steps):
         sequence.acceptance[DRAFTER].observe(16, matched)
     return sequence
