@@ -10,16 +10,16 @@ rows, of which more can cost less. Costs are measured, because they are not even
 known, between which the costs then are taken to lie. Acceptance is tracked per sequence and drafter.
 
 Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time; of that each text TEXT_LOSS and what it
-has won itself, as soon as it is known how good drafts are. A block that could lose more than that is not tried, a narrower one perhaps: that bounds
-what a drafter costs that is never right, whatever the costs are. A text for which nothing is left goes on with blocks that pay even if nothing is
-assumed of drafts and DOUBT more of them are wrong: else three unlucky blocks at its beginning, whose tokens are the hardest to foresee, were its
-last ones where blocks are dear. What sequences teach, position by position, is what the next one begins with. By recorded drafts of 20 texts, eight
-rounds, with what blocks behind plain steps take longer, the rules before (what all texts had won any of them could lose, one chance for all
-positions, and no block without means) gave 1.12 on average and 0.91 in the worst text with costs of 1.04, 1.59, 2.8, 3.03, 4.44 ms, and these 1.16
-and 0.97; 1.60 and 1.24 with 3.86, 5.68, 6.3, 8.05, 14, and these 1.65 and 1.25 (``tests/decode/test_width.py``). Where a drafter says what its
-drafts are worth, blocks count as what they become: drafts that were not verified bring nothing, and their rows cost nothing (``confidence.py``). A
-plain step that keeps the drafter's inputs takes 2 to 4 % more there, so a text that could afford no block for REST steps is decoded without them to
-its end.
+has won itself, as soon as it is known how good drafts are. A block that could lose more than that is not tried, and more than a third of it only
+where no other is cheaper: that bounds what a drafter costs that is never right, whatever the costs are, and lets several blocks say whether it is.
+A text for which nothing is left goes on with blocks that pay even if nothing is assumed of drafts and DOUBT more of them are wrong: else three
+unlucky blocks at its beginning, whose tokens are the hardest to foresee, were its last ones where blocks are dear. What sequences teach, position
+by position, is what the next one begins with. By recorded drafts of 20 texts, eight rounds, with what blocks behind plain steps take longer, the
+rules before (what all texts had won any of them could lose, one chance for all positions, and no block without means) gave 1.12 on average and 0.91
+in the worst text with costs of 1.04, 1.59, 2.8, 3.03, 4.44 ms, and these 1.16 and 0.97; 1.60 and 1.24 with 3.86, 5.68, 6.3, 8.05, 14, and these
+1.65 and 1.25 (``tests/decode/test_width.py``). Where a drafter says what its drafts are worth, blocks count as what they become: drafts that were
+not verified bring nothing, and their rows cost nothing (``confidence.py``). A plain step that keeps the drafter's inputs takes 2 to 4 % more there,
+so a text that could afford no block for REST steps is decoded without them to its end.
 """
 
 from collections import Counter
@@ -70,6 +70,7 @@ FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubl
 LAST_PROBE = 768
 CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 tokens, once per session
 PROBE_LOSS = 0.005  # of the time, ever after
+STAKES, NEAR = 3.0, 1.25  # blocks that what may be lost has to pay for, unless one costs no more than NEAR times what the cheapest one does
 TEXT_LOSS = 1.5  # plain steps that a text may lose before it has won any
 REST = 64  # plain steps for which a text must be able to afford no block to be decoded without the drafter's inputs
 SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
@@ -359,7 +360,8 @@ class WidthControl:
             use.kind = max(speed, key=speed.__getitem__)
             if use.kind == PLAIN_STEP:
                 return PLAIN_STEP
-        most = plain * (1 + (allowed or 0.0))
+        may, least = plain * (allowed or 0.0), self._cheapest(covered) + late - plain
+        most = plain + min(may, max(may / STAKES, NEAR * least))
         affordable = [kind for kind in self.kinds if kind.width > 1 and (self.cost(covered, kind) + late <= most or kind in sure)]
         if use.kind != PLAIN_STEP and use.kind not in affordable:
             affordable += self._sure(covered, sequences, late)
