@@ -75,6 +75,12 @@ def test_every_level_of_x86(avx2, tmp_path, name):
     assert output(build(tmp_path, "cc", X86[name])) == avx2
 
 
+@x86
+def test_rounding_by_avx2_gives_the_bits_of_plain_c(avx2, tmp_path):
+    """Plain C is what levels without AVX2 round by."""
+    assert output(build(tmp_path, "cc", X86["avx2"], "-DPLAIN_ROUNDING")) == avx2
+
+
 def cross() -> tuple[str, str] | None:
     compiler, emulator = "aarch64-linux-gnu-gcc", "qemu-aarch64"
     return (compiler, emulator) if shutil.which(compiler) and shutil.which(emulator) else None
