@@ -151,7 +151,11 @@ class Session:
             self.notes.append(self._positions(file))
         self.tokenizer = self._own(Tokenizer(file))
         self.drafter = self._open_drafters(file, draft, spec)
-        options = EngineOptions(**{**asked, "n_ctx": self._context(asked["n_ctx"])}, width=self._width(width, spec.lookup is not None))
+        options = EngineOptions(
+            **{**asked, "n_ctx": self._context(asked["n_ctx"])},
+            width=self._width(width, spec.lookup is not None),
+            given=spec.lookup is not None,
+        )
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
         check_masks(options, backends)
         offload = check_offload(offload, options.chunk)

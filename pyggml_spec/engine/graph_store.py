@@ -154,7 +154,7 @@ class GraphStore:
         if self.closed:
             raise EngineError("the session is closed: load the model again")
         covered = covered or self.every
-        key = (role, width, span, covered, *more, self.drafting, self.candidates, self.kept)
+        key = (role, width, span, covered, *more, *self.asked(role))
         step = self._steps.pop(key, None)
         if step is not None and not self._stale(step):
             self._steps[key] = step  # used last, dropped last: never while it runs
@@ -169,7 +169,7 @@ class GraphStore:
 
     def reserve(self, role: str) -> bool:
         """Plans the largest graphs of a role, as ``candidates`` and ``kept`` ask now, unless that was done; says whether it did."""
-        if role not in self._widths or (role, self.candidates, self.kept) in self._reserved:
+        if role not in self._widths or (role, *self.asked(role)[1:]) in self._reserved:
             return False
         self._reserve(role)
         return True
@@ -206,7 +206,7 @@ class GraphStore:
         return step is not None and not step.ready
 
     def _find(self, role: str, width: int, span: int, covered: SlotRange | None, *more: Any) -> Step | None:
-        step = self._steps.get((role, width, span, covered or self.every, *more, self.drafting, self.candidates, self.kept))
+        step = self._steps.get((role, width, span, covered or self.every, *more, *self.asked(role)))
         return None if step is None or self._stale(step) else step
 
     def reserves(self, role: str, width: int, covered: SlotRange) -> bool:
@@ -240,11 +240,16 @@ class GraphStore:
                 self._keep(kept.pop(largest) if largest in kept else self._make(role, *largest), role, *largest)
             for shape in list(kept):
                 self._keep(kept.pop(shape), role, *shape)
-            self._reserved.add((role, self.candidates, self.kept))
+            self._reserved.add((role, *self.asked(role)[1:]))
         finally:
             self.drafting = drafting
             for step in kept.values():
                 step.graph.close()
+
+    def asked(self, role: str) -> tuple:
+        """What graphs of a role are made for now: whether drafters' rows are written, and how logits are read. Where there are none, that is no reason for
+        another graph."""
+        return self.drafting, self.candidates, self.kept
 
     @property
     def can_draft(self) -> bool:
@@ -295,7 +300,7 @@ class GraphStore:
         except BaseException:
             step.graph.close()
             raise
-        key = (role, *shape, self.drafting, self.candidates, self.kept)
+        key = (role, *shape, *self.asked(role))
         if key in self._steps:  # of a reservation that failed half-way
             self._steps[key].graph.close()
         self._steps[key] = step

@@ -132,7 +132,8 @@ class StepGraphs(GraphStore):
         self.chain = next((member for member in members if member.chained), None)
         self.masked: MaskedRows | None = None
         self.guests: Guests | None = None
-        self.looked_at = False  # whether it may be decided between two graphs how many drafts are verified
+        # whether it may be decided between two graphs how many drafts are verified, and whether ids that are looked up will be
+        self.looked_at = self.given = False
         self._visiting: Guests | None = None  # while the graph of a chunk is built that the first device's layers are only guests in
         self.drafting = self.can_draft
         self._blocks = widths["verify"]
@@ -220,6 +221,9 @@ class StepGraphs(GraphStore):
     def variants(self, role: str, width: int) -> list[tuple]:
         return [(), (STREAMED,)] if role == "prefill" and self.copies(width) else [()]
 
+    def asked(self, role: str) -> tuple:
+        return (True, 0, False) if role == "commit" or role.startswith("draft") else super().asked(role)
+
     def certain_span(self, role: str, rows: int) -> int:
         """Cache rows that a step reads which leaves ``rows`` tokens, all of them certain. Exact ones read what llama.cpp would: where a sum
         over rows is split depends on their number."""
@@ -241,12 +245,18 @@ class StepGraphs(GraphStore):
         """Those of them that tokens are decoded by."""
         live = self.kv.live
         self.get("plain", 1, live)
-        for method in self.draft_parts if self._blocks[-1] > 1 else ():
-            role = self.role("fused", method)
+        if self._blocks[-1] == 1:
+            return
+        sure = [self.role("fused", method) for method in self.draft_parts]
+        looked = [self.role("draft", method) for method in self.draft_parts if self.looked_at]
+        if self.given or looked:
+            looked.append("verify")
+        if any(self._member(method).confident for method in self.draft_parts):
+            sure, looked = [*sure, *looked], []
+        for role in sure:
             self.get(role, self._widths[role][-1], live)
-            if self.looked_at and self._member(method).confident:
-                for role in (self.role("draft", method), "verify"):
-                    self.get(role, self._widths[role][-1], live)
+        for role in looked:  # by constraints, if they come, or where a match is found: captured then
+            self.build(role, self._widths[role][-1], live)
 
     def plan_catch_ups(self) -> None:
         """Those of all drafters, the largest first."""

@@ -26,6 +26,7 @@ class EngineOptions:
     kv, draft_kv: what the target's and the drafter's K and V rows are stored as.
     slots: sequences at once, each with ``n_ctx`` tokens of context.
     groups: whether a split target gets what it takes to decode two groups of slots beside each other (lanes.py).
+    given: whether ids that are looked up will be verified, beside a drafter or without one.
     """
 
     n_ctx: int = 4096
@@ -35,6 +36,7 @@ class EngineOptions:
     draft_kv: KVTypes = KVTypes()
     slots: int = 1
     groups: bool = False
+    given: bool = False
 
 
 class AtMost(int):

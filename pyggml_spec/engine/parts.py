@@ -121,7 +121,7 @@ class Parts:
             widths |= {role if at == 0 else f"{role} {member.method}": own for role in ("fused", "draft")}
         caches = self.kv, self.draft_kv, self.delta, self.ring, self.boundary
         self.graphs = self._own(self.graphs_class(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
-        self.graphs.looked_at = not self._has_groups()
+        self.graphs.looked_at, self.graphs.given = True, opt.given
         self.guests = self.graphs.guests = self._visitors()
         if len(self.segments) > 1:
             self.turns = self._own(Turns(self.io))
@@ -129,6 +129,7 @@ class Parts:
             for _ in range(GROUPS):
                 io = self._own(StepIO(self.backend, half_of(opt.slots) * of_slot + 8192, before, self.turns.handle))
                 graphs = self.graphs_class(self.segments, io, self.target, self.drafter, *caches, widths, opt.slots, half_of(opt.slots))
+                graphs.given = opt.given
                 self.lanes.append(Lane(io, self._own(graphs)))
 
     def _visitors(self) -> Guests | None:

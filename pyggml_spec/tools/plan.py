@@ -463,7 +463,7 @@ def _plan_on(
         n_ctx, width = session._context(n_ctx), session._width(draft_width, spec.lookup is not None)
         backends = session._open(names, threads, kernels)
         backend, found = backends[-1], [b.device for b in backends]
-        options = EngineOptions(n_ctx=n_ctx, width=width, **asked)
+        options = EngineOptions(n_ctx=n_ctx, width=width, given=spec.lookup is not None, **asked)
         segments = session._split(backends, shares, options)
         placed = session._place_experts(experts, threads, max(options.chunk, width), offload is not None)
         if segments:

@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
@@ -14,10 +16,12 @@ from pyggml_spec.engine import masked
 from pyggml_spec.engine.candidates import Candidates
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.masked import MaskedRows
+from pyggml_spec.engine.slot import Draft, Verify
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.sampling.grammar import Grammar, allows, only
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.tools.plan import plan
 
 KEYS = {"the_name_of_the_function": {"type": "string", "maxLength": 12}, "number_of_arguments": {"type": "integer", "maximum": 99}}
 SCHEMA = json.dumps({"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False})
@@ -264,3 +268,41 @@ def test_a_constraint_that_fails_within_a_step_ends_its_own_sequence_alone(sessi
         monkeypatch.undo()
         assert server.submit("def f(", 20).result()[0] == alone
         assert not server.ended
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("spec", ["draft-dflash", "suffix", "draft-dflash,draft-mtp,suffix"])
+def test_memory_of_looked_at_and_looked_up_drafts_is_there_at_load(spec, slots):
+    """Before, the first constrained text of a session made buffers for drafts that are looked at, and of several slots the first suffix draft did."""
+    more = {"spec": spec.split(","), "device": "CPU", "n_ctx": 512}
+    planned = plan(None, None, slots=slots, **more)
+    with ps.load(threads=1, **more) as session, ExitStack() as stack:
+        engine = session.engine
+        assert engine.memory() == planned.memory
+        scheduler = session.scheduler if slots == 1 else stack.enter_context(session.batch(slots))
+        engine = scheduler.engine
+        before, roles = engine.memory(), {name: c.buffer_growths for name, c in engine.graphs.counters().items()}
+        if slots > 1:
+            assert planned.slots_memory == {name: n for name, n in before.items() if name not in ("weights", "draft_weights")}
+        prompt = session.tokenizer.encode("x = [1, 2, 3]\nx = [1, 2, 3]\n")
+        for constrained in (False, True):
+            for width in (4, 16):
+                drafts = Draft(width, check=len) if constrained else Draft(width)
+                for method in [m.method for m in session.drafter.members] if session.drafter is not None else ():
+                    _step_of_all(engine, prompt, replace(drafts, drafter=method))
+                if session.lookup is not None or (constrained and session.drafter is not None):
+                    _step_of_all(engine, prompt, Verify(prompt[: width - 1]))
+        assert engine.memory() == before
+        assert {name: c.buffer_growths for name, c in engine.graphs.counters().items() if name in roles or c.buffer_growths} == roles
+
+
+def _step_of_all(engine, prompt, work):
+    for slot in range(engine.options.slots):
+        if engine.options.slots > 1:
+            assert engine.admit() == slot
+        else:
+            engine.reset()
+        engine.prefill(prompt, slot=slot)
+    engine.step(dict.fromkeys(range(engine.options.slots), work))
+    for slot in range(engine.options.slots) if engine.options.slots > 1 else ():
+        engine.release(slot)

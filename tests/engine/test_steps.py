@@ -174,7 +174,7 @@ def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, v
             raise DeviceError("no memory")
         return real(graph)
 
-    graphs.drafting = False
+    graphs.drafting, graphs.candidates = False, 64  # which nothing is planned for at load
     with monkeypatch.context() as patched:
         patched.setattr(graphs, "_make", lambda *shape: made.append(make(*shape)) or made[-1])
         patched.setattr(Graph, verb, fails)
@@ -184,7 +184,7 @@ def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, v
     assert not graphs.drafting and made and all(step.graph.handle is None for step in made if id(step) not in kept)
     step = graphs.get(*wanted)
     assert step is graphs.get(*wanted) and not step.graph.stale
-    assert any(key[0] == "verify" and key[1:3] != wanted[1:3] for key in graphs.steps())  # reserved now: the largest
+    assert any(key[0] == "verify" and key[1:3] != wanted[1:3] and key[-2] == 64 for key in graphs.steps())  # reserved now: the largest
     engine.close()
 
 
