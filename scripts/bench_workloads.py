@@ -5,11 +5,12 @@
     bench_workloads.py --device CUDA0 -m target.gguf [-md drafter.gguf]
 
 The text is the recorded one, in tokens of the target's own vocabulary, whatever the target would choose, so that every way of decoding is given the same work: all steps are
-computed as ever, and drafts are right where the recorded text goes on with them. Ways run by turns. What is printed of each:
+computed as ever, and drafts are right where the recorded text goes on with them. Ways run by turns, PIECE tokens of the text each: what else the machine
+does, it does to all of them. What is printed of each:
 
-* tokens per second, by the median round, and of a round what its milliseconds were: steps of the engine, what the host does between them (choices, drafts
-  that are looked up, statistics), what steps took longer than others of their kind and way because a graph of theirs was new to the device, and what
-  building graphs took, within steps and between them;
+* tokens per second, each piece by its median round, and of a round what its milliseconds were: what the host does between steps of the engine (choices,
+  drafts that are looked up, statistics), what steps took longer than others of their kind and way because a graph of theirs was new to the device, what
+  building graphs took, within steps and between them, and what drafters took to catch up and commits between blocks of different rows;
 * over all rounds the time that its steps are worth at what each kind of step takes in its faster runs, of whichever way: that depends on choices
   alone, not on how busy the machine was; and at what they take in its own: a drafter beside them makes steps dearer, too;
 * the kinds of steps, graphs launched per step (one, and those between blocks of different widths, and those that catch up), distinct graphs.
@@ -21,7 +22,7 @@ import argparse
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ clock = SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=time.per
 TEXTS = Path(__file__).parent.parent / "tests" / "decode" / "workloads"
 NAMES = "copy", "json", "prose"
 WAYS = "plain", "suffix", "drafter", "both"
+PIECE = 100  # tokens
 
 
 class Recorded:
@@ -73,14 +75,26 @@ class Watched:
 
     def __init__(self, engine):
         self.engine, self.step, self.took, self.first = engine, engine.step, defaultdict(list), defaultdict(list)
-        self.get = engine.graphs.get
+        self.get, self.commit = engine.graphs.get, engine._commits._commit
         self.begin()
-        engine.step, engine.graphs.get = self, self._built
+        engine.step, engine.graphs.get, engine._commits._commit = self, self._built, self._committed
 
     def begin(self) -> None:
         """A round."""
         self.taken, self.spent, self.launches, self.new = Counter(), 0.0, 0, []
         self.built, self.building = Counter(), 0.0
+        self.commits, self.committing, self.caught_up = 0, 0.0, self.engine.catch_up_us
+
+    def _committed(self, *asked) -> None:
+        began = clock.perf_counter()
+        self.commit(*asked)
+        self.commits += 1
+        self.committing += 1000 * (clock.perf_counter() - began)
+
+    @property
+    def catching_up(self) -> float:
+        """Milliseconds of this round."""
+        return 1e-3 * (self.engine.catch_up_us - self.caught_up)
 
     def _built(self, role, width, *more):
         before, began = self.engine.graphs.changes, clock.perf_counter()
@@ -119,19 +133,41 @@ def count_processor_time() -> None:
         module.time = clock
 
 
-def run(session, watched, prompt: list[int], answer: list[int], mode: str) -> tuple[float, Counter, Stats]:
-    """Seconds of decoding, steps by kind, and statistics."""
-    text, stats = Recorded(answer), Stats()
-    watched.begin()
-    request.choose_block, request.first_token = text.block, text.first
-    session.engine.reset()
-    blocks = iter(session.scheduler.submit(prompt, LoopOptions(len(answer), mode, ignore_end=True), stats, slot=0))
-    next(blocks)
-    began = clock.perf_counter()
-    for _ in blocks:
-        pass
-    assert text.done == len(answer), (text.done, len(answer))
-    return clock.perf_counter() - began, watched.taken, stats
+class Running:
+    """A way through the text, of one round, as far as it has come.
+
+    Attributes:
+        seconds: of each piece of the text.
+    """
+
+    def __init__(self, session, watched: Watched, prompt: list[int], answer: list[int], mode: str):
+        self.text, self.stats, self.watched, self.seconds = Recorded(answer), Stats(), watched, list[float]()
+        watched.begin()
+        session.engine.reset()
+        self._chooses()
+        self._blocks = iter(session.scheduler.submit(prompt, LoopOptions(len(answer), mode, ignore_end=True), self.stats, slot=0))
+        next(self._blocks)
+
+    def _chooses(self) -> None:
+        request.choose_block, request.first_token = self.text.block, self.text.first
+
+    def go_on(self) -> bool:
+        """One piece more; False where there is none."""
+        if self.text.done == len(self.text.tokens):
+            return False
+        self._chooses()
+        end, began = min(PIECE * (1 + len(self.seconds)), len(self.text.tokens)), clock.perf_counter()
+        while self.text.done < end:
+            next(self._blocks)
+        if end == len(self.text.tokens):
+            next(self._blocks, None)
+        self.seconds.append(clock.perf_counter() - began)
+        return True
+
+
+def typical(rounds: Sequence[Sequence[float]]) -> float:
+    """Seconds of the text, each piece by its median round."""
+    return sum(statistics.median(piece) for piece in zip(*rounds))
 
 
 def quarter(took: list[float]) -> float:
@@ -158,14 +194,18 @@ class Round(NamedTuple):
     new: list[tuple[tuple, float]]
     built: Counter
     building: float
+    catching_up: float
+    commits: int
+    committing: float
 
     def in_words(self, costs: dict[tuple, float]) -> str:
         """What its milliseconds were."""
         more = sum(ms - costs.get(kind, ms) for kind, ms in self.new)
         between = 1e6 * (self.took - 1e-3 * self.spent) / self.steps
         built = f", {self.building:.1f} for building {self.built.total()} graphs" if self.built else ""
+        late = f", {self.catching_up:.1f} for catching up" if self.catching_up else ""
         return (
-            f"{1000 * self.took:.1f} ms, {more:.1f} of them for {len(self.new)} calls of new graphs{built}, {between:.0f} us between steps, "
+            f"{1000 * self.took:.1f} ms, {more:.1f} of them for {len(self.new)} calls of new graphs{built}{late}, {self.committing:.1f} for {self.commits} commits, {between:.0f} us between steps, "
             f"{self.launches / self.steps:.2f} launches a step"
         )
 
@@ -210,17 +250,22 @@ def main() -> None:
                 ways[way] = session, Watched(session.engine)
             seconds, steps, drafted, rounds = defaultdict(list), defaultdict(Counter), {}, defaultdict(list)
             for _ in range(args.rounds):
+                running = {}
                 for way, (session, watched) in ways.items():
                     if session.lookup is not None:  # every round is the first one: nothing that has ended is there to be copied
                         session.scheduler.lookup = LookupControl(session.lookup.method, session.lookup._alone)
                     session.scheduler.widths = session.width_control()
-                    took, kinds, stats = run(session, watched, prompt, answer, "plain" if way == "plain" else "speculative")
-                    seconds[way].append(took)
+                    running[way] = Running(session, watched, prompt, answer, "plain" if way == "plain" else "speculative")
+                while any(list(map(Running.go_on, running.values()))):
+                    pass
+                for way, one in running.items():
+                    w, kinds, took = one.watched, one.watched.taken, sum(one.seconds)
+                    seconds[way].append(one.seconds)
                     steps[way] += kinds
                     rounds[way].append(
-                        Round(took, sum(kinds.values()), watched.spent, watched.launches, watched.new, watched.built, watched.building)
+                        Round(took, kinds.total(), w.spent, w.launches, w.new, w.built, w.building, w.catching_up, w.commits, w.committing)
                     )
-                    drafted[way] = {who: tuple(counts) for who, counts in stats.drafters.items()}
+                    drafted[way] = {who: tuple(counts) for who, counts in one.stats.drafters.items()}
             costs = step_costs(watched for _, watched in ways.values())
             own = {way: costs | {kind: quarter(took) for kind, took in watched.took.items()} for way, (_, watched) in ways.items()}
             worth = {way: sum(count * costs[kind] for kind, count in kinds.items()) / args.rounds for way, kinds in steps.items()}
@@ -228,19 +273,19 @@ def main() -> None:
             for way in ways:
                 kinds = ", ".join(f"{who or 'given'} {rows}{f' in {more}' if more else ''}: {n // args.rounds}" for (who, rows, more), n in sorted(steps[way].items()))  # fmt: skip
                 print(
-                    f"  {way}: {len(answer) / statistics.median(seconds[way]):.1f} tok/s, worth {worth[way]:.1f} ms, at its own steps "
+                    f"  {way}: {len(answer) / typical(seconds[way]):.1f} tok/s, worth {worth[way]:.1f} ms, at its own steps "
                     f"{sum(count * own[way][kind] for kind, count in steps[way].items()) / args.rounds:.1f}; steps {kinds}; {drafted[way]}"
                 )
                 print(f"    rounds: {'; '.join(each.in_words(own[way]) for each in rounds[way])}")
             alone = [way for way in ways if way != "both"]
             if "both" in ways and alone:
-                by_clock = min(statistics.median(seconds[way]) for way in alone) / statistics.median(seconds["both"])
+                by_clock = min(typical(seconds[way]) for way in alone) / typical(seconds["both"])
                 print(
                     f"  both over the best alone: by the clock {by_clock:.3f}, by what its steps are worth {min(worth[way] for way in alone) / worth['both']:.3f}"
                 )
             if {"plain", "suffix"} <= ways.keys():
                 print(
-                    f"  suffix over plain: by the clock {statistics.median(seconds['plain']) / statistics.median(seconds['suffix']):.2f}, by worth {worth['plain'] / worth['suffix']:.2f}"
+                    f"  suffix over plain: by the clock {typical(seconds['plain']) / typical(seconds['suffix']):.2f}, by worth {worth['plain'] / worth['suffix']:.2f}"
                 )
             for way in ways:
                 print(

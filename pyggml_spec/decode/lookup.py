@@ -6,7 +6,6 @@ there sooner than a dear block. Taking the step that wins most leads to the high
 workloads it is within 2.5 % of the best single method, or above it, where tokens per millisecond fell to 12 % below.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ FIRST_WEIGHT = 20  # steps that the first pace counts for
 WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
 COST_RATE = 0.1  # weight of one step in the running cost of its rows
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand
+SETTLED = 1 / COST_RATE - MEASURED_WEIGHT  # steps after which one has this weight
 LONG_RATE = 0.02  # that beyond twice what was measured: behind long texts steps take that long, but some stalled ones prove nothing
 FORGET = 0.02  # of what the cost of other rows has become, per step: rows that stalled a few times would never be tried again
 FORGETS = 8  # steps together: 3 us less for each of them
@@ -65,7 +65,7 @@ class LookupControl:
         self.widths = tuple(sorted(rows for rows in costs if rows > 1))
         self.pool = pool or SuffixPool(LOOKUPS[method], max(self.widths, default=1) - 1)
         self._costs: dict[tuple[int, int], float] = {(1, rows): ms for rows, ms in costs.items()}
-        self._seen: Counter = Counter()
+        self._seen: dict[tuple[int, int], int] = {}
         self._steps = 0
         self._paces: dict[int, Pace] = {}
 
@@ -96,17 +96,20 @@ class LookupControl:
         """
         pace, matches = self._paces.get(covered), [s.find() if s is not None else None for s in sequences]
         any_match = any(matches)
-        if not any_match and rows == 1 and pace is not None:
-            return NOTHING[len(sequences)]
+        if not any_match and pace is not None and milliseconds is not None:  # most answers
+            if rows == 1:
+                return NOTHING[len(sequences)]
+            # the one question is whether a plain token brings one to a match sooner
+            sooner = pace.wins(float(len(sequences)), self.cost(covered, 1)) > pace.wins(sum(otherwise), milliseconds)
+            return PLAINLY[len(sequences)] if sooner else NOTHING[len(sequences)]
         if milliseconds is None:  # all blocks have these rows, whoever drafts
             found = [s.tokens() if s is not None and match is not None else None for s, match in zip(sequences, matches)]
             return Choice(self._cut(sequences, self._better(found, otherwise, rows), rows), True)
         if pace is None:
             pace = self._paces[covered] = Pace(sum(otherwise), milliseconds)
+            if not any_match:
+                return self.choose(covered, sequences, otherwise, milliseconds, rows)
         best, wins = NOTHING[len(sequences)], pace.wins(sum(otherwise), milliseconds)
-        if not any_match:  # the one question is whether a plain token brings one to a match sooner
-            plain = rows > 1 and pace.wins(float(len(sequences)), self.cost(covered, 1)) > wins
-            return PLAINLY[len(sequences)] if plain else best
         found = [s.tokens() if s is not None and match is not None else None for s, match in zip(sequences, matches)]
         width = 0  # of the block that wins most
         for of in self.widths if rows == 1 else (*self.widths, 1):  # 1: plain tokens, of which a match may be one away
@@ -134,13 +137,14 @@ class LookupControl:
 
     def observe(self, covered: int, rows: int | None, milliseconds: float, tokens: int) -> None:
         """A step brought ``tokens``; ``rows``: of one that only verified given ids, or None."""
-        if covered in self._paces:
-            self._paces[covered].observe(tokens, milliseconds)
+        pace = self._paces.get(covered)
+        if pace is not None:
+            pace.observe(tokens, milliseconds)
         if rows is None:
             return
         key = covered, rows
-        self._seen[key] += 1
-        seen = self._seen[key] - WARMUP  # that count
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        seen -= WARMUP  # that count
         if seen <= 0:
             return
         known, measured = self._costs.get(key), self._alone.get(rows) if covered == 1 else None
@@ -148,7 +152,7 @@ class LookupControl:
             self._costs[key] = milliseconds
             return
         most = 2 * (measured or known)  # stalled steps prove nothing
-        rate = max(COST_RATE, 1 / (seen + MEASURED_WEIGHT))
+        rate = COST_RATE if seen >= SETTLED else 1 / (seen + MEASURED_WEIGHT)
         cost = known + rate * (min(milliseconds, most) - known)
         if measured is not None and milliseconds > most:
             cost = max(cost, known + LONG_RATE * (min(milliseconds, 2 * max(measured, known)) - known))

@@ -50,6 +50,7 @@ from .width import PLAIN_STEP, Drafted, Kind, WidthControl
 
 BESIDE = 128  # prompt tokens per step while others decode
 UNHEARD = 32  # steps without news after which width control is asked again: 20 us that a step of what came before need not take
+PLAINS, ASKED = 16, 8  # plain steps in a row behind which it is asked every so many steps: 5 us of the others
 LEAST_SHARED = 32  # tokens of a prompt that several sequences have: computing fewer costs no more than copying what they leave
 
 
@@ -99,6 +100,7 @@ class Scheduler:
             )
         self._kind = PLAIN_STEP  # of the last decoding step, or what would have been but for what came before
         self._unheard = 0  # steps since width control was last told of one: as long as it knows nothing new, it would choose the same
+        self._plains = 0  # plain steps in a row that it chose
         self._otherwise: tuple[list[float], float] | None = (
             None  # tokens of each sequence that such a step is expected to bring, and milliseconds
         )
@@ -321,7 +323,7 @@ class Scheduler:
     def _arrange(self) -> None:
         """Who leaves, who comes, who reads its prompt and who decodes."""
         self._changed = False  # first: what changes from now on is looked at by the next step
-        self._unheard = 0
+        self._unheard = self._plains = 0
         self._drop_cancelled()
         self._admit()
         self._seated = {s.slot: s for s in self._active}
@@ -705,8 +707,11 @@ class Scheduler:
         """Tells whoever chooses what the step of ``width`` rows brought those that decode, and what it took but for building its graph."""
         milliseconds -= 1e-3 * (self.engine.waited_us - self._waited_us)
         if self.lookup is not None and len(work) == len(decoding):
-            given = all(isinstance(item, Verify) for item in work.values()) if len(work) > 1 else isinstance(work[decoding[0].slot], Verify)
-            self.lookup.observe(self._covered, width if given else None, milliseconds, sum([s._matched + 1 for s in decoding]))
+            if len(work) == 1:
+                given, tokens = isinstance(work[decoding[0].slot], Verify), decoding[0]._matched + 1
+            else:
+                given, tokens = all(isinstance(item, Verify) for item in work.values()), sum([s._matched + 1 for s in decoding])
+            self.lookup.observe(self._covered, width if given else None, milliseconds, tokens)
         if self._weighed and (confidence := self._confidence(self._kind)) is not None:
             confidence.observe(self._weighed, self._covered, self._verifying if len(work) == len(decoding) == len(self._weighed) else None)
         if self._rounds.control is not None:
@@ -714,7 +719,8 @@ class Scheduler:
         late = 1e-3 * (self.engine.catch_up_us - self._catch_up_us)
         if self.widths is not None and (self._looked is None or self._looked.otherwise):
             self._observe(decoding, width, milliseconds, len(work) == len(decoding), late)
-            self._unheard = 0
+            self._plains = self._plains + 1 if self._kind == PLAIN_STEP else 0
+            self._unheard = 1 if self._plains > PLAINS and self._plains % ASKED else 0
         else:
             self._unheard += 1
 

@@ -63,6 +63,13 @@ class Index:
         self._before: list[int] = []  # by the end of a run: the end of the one before it, -1 for none
 
     def extend(self, tokens: Sequence[int]) -> None:
+        if len(tokens) == 1 and self._unbroken >= self.least and (token := tokens[0]) >= 0:  # most steps of most texts
+            run = self.run = self._run = (self._run << TOKEN_BITS | token) & self._mask
+            self.seen = self._last.get(run, -1)
+            self.tokens.append(token)
+            self._last[run] = len(self.tokens)
+            self._before.append(self.seen)
+            return
         least, last, before, end = self.least, self._last, self._before, len(self.tokens)
         mask, run, unbroken, seen = self._mask, self._run, self._unbroken, self.seen
         for token in tokens:
@@ -186,19 +193,20 @@ class SuffixDrafts:
     """The drafts of one sequence. Per step: ``find``, perhaps ``tokens``, and ``extend`` with what came out; ``end`` when it has ended."""
 
     def __init__(self, pool: SuffixPool, prompt: Sequence[int]) -> None:
-        self.pool, self.own = pool, Index(pool.lookup.least)
+        self.pool, self.own, self._shared = pool, Index(pool.lookup.least), pool.lookup.shared
         self.own.extend(prompt)
         self.match: Match | None = None
         self._watched: tuple[Match, int] | None = None  # a match that is being compared with what comes, and where its drafts begin
 
     def find(self) -> Match | None:
         """What came behind the longest match of the last tokens, if there is one."""
-        own, corpus, most, self.match = self.own, self.pool.corpus.index, self.pool.most_drafts, None
-        run = own.run if self.pool.lookup.shared else None
+        own, pool, self.match = self.own, self.pool, None
+        corpus = pool.corpus.index
+        run = own.run if self._shared and corpus.tokens else None
         elsewhere = -1 if run is None else corpus.last(run)
         if own.seen < 0 and elsewhere < 0:  # most tokens of most texts: 1 us
             return None
-        longest = self.pool.lookup.most
+        most, longest = pool.most_drafts, pool.lookup.most
         length, end = own.longest(own.seen, own.tokens, longest)
         if elsewhere >= 0 and length < longest:
             other, at = corpus.longest(elsewhere, own.tokens[-longest:], longest)

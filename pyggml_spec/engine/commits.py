@@ -44,6 +44,11 @@ class Commits:
         ring = self._ring
         if ring is None:
             return
+        for slot in slots:
+            if not ring.has_room(self._parts.slots[slot].cursor.committed, rows, slot):
+                break
+        else:  # most steps
+            return
         for method in ring.methods:
             while max(waiting := [self._waiting(method, slot) for slot in slots], default=0) > max(ring.most - rows, 0):
                 if min(waiting) >= ring.batch + ring.width:  # the last block's rows stay: it may be rolled back

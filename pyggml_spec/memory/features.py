@@ -87,11 +87,24 @@ class FeatureRing:
 
     def stored(self, first: int, tokens: np.ndarray, ready: Iterable[str], slot: int = 0) -> None:
         """The rows of ``tokens`` I32 from position ``first`` on were stored; methods that are ``ready`` have theirs."""
-        self.tokens[self.at(first, len(tokens), slot)] = tokens
+        begin = first % self.rows
+        if begin + len(tokens) <= self.rows:  # in a row, mostly
+            begin += slot * self.rows
+            self.tokens[begin : begin + len(tokens)] = tokens
+        else:
+            self.tokens[self.at(first, len(tokens), slot)] = tokens
         firsts = self._first[slot]
         for method, before in firsts.items():
             if before is None and method not in ready:
                 firsts[method] = first
+
+    def has_room(self, committed: int, rows: int, slot: int = 0) -> bool:
+        """Whether so many rows may come behind ``committed`` tokens of a slot, and wait."""
+        least = committed - max(self.most - rows, 0)
+        for first in self._first[slot].values():  # noqa: SIM110  (in every step)
+            if first is not None and first < least:
+                return False
+        return True
 
     def waiting(self, method: str, committed: int, slot: int = 0) -> int:
         """Of ``committed`` tokens of a slot those whose rows the method lacks, the last ones."""

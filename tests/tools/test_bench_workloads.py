@@ -12,7 +12,12 @@ BLOCK, PLAIN = ("draft-dflash", 2, 0), ("", 1, 0)
 
 def engine(new_graphs: list[bool]) -> SimpleNamespace:
     """Of whose steps those build a graph."""
-    out = SimpleNamespace(io=SimpleNamespace(replay=None, uploads=0), graphs=SimpleNamespace(changes=0, get=None))
+    out = SimpleNamespace(
+        io=SimpleNamespace(replay=None, uploads=0),
+        graphs=SimpleNamespace(changes=0, get=None),
+        catch_up_us=0,
+        _commits=SimpleNamespace(_commit=None),
+    )
 
     def step(work, meanwhile):
         out.graphs.changes += new_graphs.pop(0)
