@@ -565,6 +565,9 @@ class Scheduler:
         """Adds those that verify what came before, if that wins more than a step of this ``width``; returns the width of the others."""
         lookup = self.lookup
         assert lookup is not None
+        if width == 1 and len(decoding) == 1 and self._lookups[0] is not None and lookup.finds_nothing(self._covered, self._lookups[0]):
+            self._looked = NOTHING[1]
+            return 1
         rows, tokens, milliseconds = width, self._tokens_each, None
         if width == 1 or not self._drafting:
             rows, milliseconds = 1, lookup.cost(self._covered, 1)
@@ -706,7 +709,7 @@ class Scheduler:
     def _teach(self, work: Mapping[int, Work], decoding: Sequence[Stream], width: int, milliseconds: float) -> None:
         """Tells whoever chooses what the step of ``width`` rows brought those that decode, and what it took but for building its graph."""
         milliseconds -= 1e-3 * (self.engine.waited_us - self._waited_us)
-        if self.lookup is not None and len(work) == len(decoding):
+        if self.lookup is not None and self._lookups and len(work) == len(decoding):
             if len(work) == 1:
                 given, tokens = isinstance(work[decoding[0].slot], Verify), decoding[0]._matched + 1
             else:

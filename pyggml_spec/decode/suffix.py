@@ -198,6 +198,14 @@ class SuffixDrafts:
         self.match: Match | None = None
         self._watched: tuple[Match, int] | None = None  # a match that is being compared with what comes, and where its drafts begin
 
+    @property
+    def may_match(self) -> bool:
+        """Whether the last tokens were there before: of most texts mostly not."""
+        if self.own.seen >= 0:
+            return True
+        index, run = self.pool.corpus.index, self.own.run
+        return self._shared and run is not None and bool(index.tokens) and index.last(run) >= 0
+
     def find(self) -> Match | None:
         """What came behind the longest match of the last tokens, if there is one."""
         own, pool, self.match = self.own, self.pool, None
