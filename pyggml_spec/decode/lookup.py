@@ -20,7 +20,6 @@ COST_RATE = 0.1  # weight of one step in the running cost of its rows
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand
 SETTLED = 1 / COST_RATE - MEASURED_WEIGHT  # steps after which one has this weight
 LONG_RATE = 0.02  # that beyond twice what was measured: behind long texts steps take that long, but some stalled ones prove nothing
-PLAIN_LOOK = 4  # plain steps of which one is looked at, once their cost is settled: of most texts they are most steps
 FORGET = 0.02  # of what the cost of other rows has become, per step: rows that stalled a few times would never be tried again
 FORGETS = 8  # steps together: 3 us less for each of them
 
@@ -86,7 +85,7 @@ class LookupControl:
         return as_of_one(self._alone, covered * rows)
 
     def finds_nothing(self, covered: int, sequence: SuffixDrafts) -> bool:
-        """Whether ``choose`` would answer NOTHING for this one sequence beside a plain step, as mostly: a fifth of what asking it takes."""
+        """Whether ``choose`` would answer NOTHING for this one sequence beside a plain step, as mostly."""
         return covered in self._paces and not sequence.may_match
 
     def choose(
@@ -150,7 +149,7 @@ class LookupControl:
         key = covered, rows
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         seen -= WARMUP  # that count
-        if seen <= 0 or (rows == 1 and seen > SETTLED and seen % PLAIN_LOOK):
+        if seen <= 0:
             return
         known, measured = self._costs.get(key), self._alone.get(rows) if covered == 1 else None
         if known is None or (seen == 1 and covered > 1):
