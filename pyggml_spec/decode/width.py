@@ -15,11 +15,11 @@ where no other is cheaper: that bounds what a drafter costs that is never right,
 A text for which nothing is left goes on with blocks that pay even if nothing is assumed of drafts and DOUBT more of them are wrong: else three
 unlucky blocks at its beginning, whose tokens are the hardest to foresee, were its last ones where blocks are dear. What sequences teach, position
 by position, is what the next one begins with. By recorded drafts of 20 texts, eight rounds, with what blocks behind plain steps take longer, the
-rules before (what all texts had won any of them could lose, one chance for all positions, and no block without means) gave 1.12 on average and 0.91
-in the worst text with costs of 1.04, 1.59, 2.8, 3.03, 4.44 ms, and these 1.16 and 0.97; 1.60 and 1.24 with 3.86, 5.68, 6.3, 8.05, 14, and these
-1.65 and 1.25 (``tests/decode/test_width.py``). Where a drafter says what its drafts are worth, blocks count as what they become: drafts that were
-not verified bring nothing, and their rows cost nothing (``confidence.py``). A plain step that keeps the drafter's inputs takes 2 to 4 % more there,
-so a text that could afford no block for REST steps is decoded without them to its end.
+rules before (what all texts had won any of them could lose, one chance for all positions, and no block without means) gave 1.11 of plain decoding
+on average and 0.92 in the worst text with costs of 1.04, 1.59, 2.8, 3.03, 4.44 ms, and these 1.16 and 1.00; 1.60 and 1.24 with 3.86, 5.68, 6.3,
+8.05, 14, and these 1.65 and 1.25 (``tests/decode/test_width.py``). Where a drafter says what its drafts are worth, blocks count as what they
+become: drafts that were not verified bring nothing, and their rows cost nothing (``confidence.py``). A plain step that keeps the drafter's inputs
+takes 2 to 4 % more there, so a text that could afford no block for REST steps is decoded without them to its end.
 """
 
 from collections import Counter

@@ -249,11 +249,11 @@ def _rounds(costs, rows, seed, rounds=8, tokens=96):
 
 
 @pytest.mark.parametrize(
-    "machine, mean, least", [("two threads, busy", 1.01, 0.965), ("two threads", 1.15, 0.96), ("one thread", 1.63, 1.2)]
+    "machine, mean, least", [("two threads, busy", 1.03, 0.975), ("two threads", 1.15, 0.985), ("one thread", 1.63, 1.22)]
 )
 def test_dear_blocks_gain_what_they_can(machine, mean, least):
-    """The rules before gave 0.99 to 1.00, 1.12 and 1.60 on average and 0.97, 0.905 and 1.24 at least: what all texts had won any of them could lose, and
-    one that had lost what it might never drafted again."""
+    """1.04, 1.16 and 1.65 on average, 0.98, 1.00 and 1.25 at least. The rules before gave 1.00, 1.11 and 1.60, and 0.98, 0.92 and 1.24: what all texts had
+    won any of them could lose, and one that had lost what it might hardly drafted again."""
     gains = _rounds(DEAR[machine], RECORDED, 0)
     assert statistics.mean(gains) > mean and min(gains) > least
 
