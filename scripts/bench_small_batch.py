@@ -2,11 +2,11 @@
 """Products of a quantised matrix with 1 to 64 rows on a CUDA device: how right, how fast, beside ggml's own kernels in the same library.
 
     bench_small_batch.py check [--types q4_K,q6_K] [--rows 1-64]        error against float64; rows alone and beside others; replays
-    bench_small_batch.py time  [--types ...] [--shapes ...] [--rows 1,8,16,32,64] [--out FILE.json]
+    bench_small_batch.py time  [--types ...] [--shapes ...] [--rows 1,8,16,32,64] [--before LIBRARIES] [--out FILE.json]
 
-The kernels are those of patches/0020 (GGML_CUDA_SMALL_BATCH=0 switches them off, GGML_CUDA_SMALL_BATCH_TMA=0 makes them load as cards before Hopper do).
+The kernels are those of patches/0020 and those behind it (GGML_CUDA_SMALL_BATCH=0 switches them off, GGML_CUDA_SMALL_BATCH_TMA=0 makes them load as cards before Hopper do).
 `time` starts a process per side and lets them take turns; both replay one CUDA graph over at least 1 GB of distinct weights per shape, and what is
-printed is the median per product. `check` ends with the number of cases that are wrong.
+printed is the median per product. With --before the first side is that folder's libraries, another build, instead of ggml's kernels. `check` ends with the number of cases that are wrong.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SHAPES = {  # n_in, n_out
     "head": (5120, 248320),
 }
 EXPERTS = {"35B-A3B gate": (2048, 512, 256, 8), "35B-A3B down": (512, 2048, 256, 8)}  # n_in, n_out, experts, used
-CHECKED = ((5120, 1000), (512, 1), (256, 63), (768, 520), (2560, 12352), (17408, 640), (9216, 2560))
+CHECKED = ((5120, 1000), (512, 1), (256, 63), (768, 520), (2560, 12352), (17408, 640), (9216, 2560), (5120, 15400))
 WORST = 1e-3  # relative L2 error; ggml's own kernels, which round activations to 8 bits, are at 1e-2
 WORST_SWIGLU = 2e-3  # errors of two products; the worst is 1.6e-3, of a matrix with one output
 
@@ -121,11 +121,11 @@ def error(got: np.ndarray, expected: np.ndarray, usual: float = 0.0) -> float:
     return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), usual * expected.size**0.5, 1e-30))
 
 
-def patched(name: str, n_in: int, rows: int) -> bool:
+def patched(name: str, n_in: int, n_out: int, rows: int) -> bool:
     """Whether these products are the patch's: of the others ggml's own kernels are measured, which err by 1e-2."""
     tma = os.environ.get("GGML_CUDA_SMALL_BATCH_TMA") != "0" and lib.ggml_row_size(type_id(name), n_in) % 4 == 0
     if tma:
-        return rows >= (4 if name == "iq4_xs" else 1)
+        return rows >= (4 if name == "iq4_xs" and lib.ggml_row_size(type_id(name), n_in) * n_out < 40_000_000 else 1)
     return (8 if name in ("q4_0", "q8_0", "iq4_xs") else 4) <= rows <= 16
 
 
@@ -174,7 +174,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
             usual = np.linalg.norm(values, axis=1) / n_in**0.5  # of a product; weights are normal, of size n_in ** -0.5
             usual = usual if case.name.startswith("product") else 0.3 * np.minimum(usual, 1) * usual
             alone, changed = None, []
-            for count in (count for count in rows if patched(name, n_in, count)):
+            for count in (count for count in rows if patched(name, n_in, n_out, count)):
                 role = Role(backend, "check")
                 g = Graph(role)
                 part = lib.ggml_view_2d(g.ctx, x, n_in, count, x.nb[1], 0)
@@ -198,7 +198,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                     changed.append(count)
                 g.close()
                 role.close()
-            if case.name == "product" and 16 in rows and patched(name, n_in, 16):
+            if case.name == "product" and 16 in rows and patched(name, n_in, n_out, 16):
                 wrong += nan_spreads(backend, x, a, values)
             if changed:
                 variant += 1
@@ -307,16 +307,17 @@ def leg(args) -> None:
 def compare(args) -> None:
     shapes = {**SHAPES, **EXPERTS}
     chosen = [s for s in shapes if any(part in s for part in args.shapes.split(","))] if args.shapes else list(shapes)
-    sides = {"ggml": "0", "small batch": "1"}
+    first = "before" if args.before else "ggml"
+    sides = {first: {"GGML_CUDA_SMALL_BATCH": "0"}, "small batch": {"GGML_CUDA_SMALL_BATCH": "1"}}
+    if args.before:
+        sides[first] = {"GGML_CUDA_SMALL_BATCH": "1", "LLAMA_CPP_LIB_PATH": args.before, "LD_LIBRARY_PATH": args.before}
     command = [sys.executable, __file__, "leg", "--rows", args.rows, "--device", args.device, "--repeats", str(args.repeats)]
     run = {
-        side: subprocess.Popen(
-            command, env={**os.environ, "GGML_CUDA_SMALL_BATCH": value}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for side, value in sides.items()
+        side: subprocess.Popen(command, env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for side, variables in sides.items()
     }
     results = []
-    print(f"microseconds per product, ggml / small batch (% of {args.bandwidth:.0f} GB/s)")
+    print(f"microseconds per product, {first} / small batch (% of {args.bandwidth:.0f} GB/s)")
     for name in args.types.split(","):
         for shape in chosen:
             times = {}
@@ -328,7 +329,7 @@ def compare(args) -> None:
             size = lib.ggml_row_size(type_id(name), n_in) * n_out
             results.append({"type": name, "shape": shape, "n_in": n_in, "n_out": n_out, "routed": routed, "us": times})
             cells = [
-                f"{rows}: {times['ggml'][rows]:7.1f} / {us:6.1f}" + ("" if routed else f" ({size / us / 1e3 / args.bandwidth * 100:2.0f})")
+                f"{rows}: {times[first][rows]:7.1f} / {us:6.1f}" + ("" if routed else f" ({size / us / 1e3 / args.bandwidth * 100:2.0f})")
                 for rows, us in times["small batch"].items()
             ]
             print(f"{name:7s} {shape:14s} " + " | ".join(cells), flush=True)
@@ -349,6 +350,7 @@ def main() -> None:
     parser.add_argument("--rows", help="for example 1-64 or 1,8,16; by default 1-64 (check), 1,8,16,32,64 (time)")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--bandwidth", type=float, default=4547, help="GB/s that the device reads at (one H200: 4547)")
+    parser.add_argument("--before", help="folder with the libraries of another build, whose times come first")
     parser.add_argument("--out")
     args = parser.parse_args()
     args.rows = args.rows or ("1-64" if args.what == "check" else "1,8,16,32,64")
