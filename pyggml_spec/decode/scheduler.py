@@ -579,14 +579,15 @@ class Scheduler:
             if (self._covered, self._kind) not in self.widths.costs:  # the costs of drafting are being learnt
                 return width
             milliseconds = self.widths.cost(self._covered, self._kind)
-            curves = [s.acceptance[self._kind.drafter].tokens() if s is not None else [1.0] for s in self._sequences]
-            tokens = [curve[min(width, len(curve)) - 1] for curve in curves]
+            tokens = self.widths.promised(self._covered, self._kind, self._sequences)
             self._otherwise = tokens, milliseconds
         self._looked = choice = lookup.choose(self._covered, self._lookups, tokens, milliseconds, rows)
         if choice is not NOTHING[len(decoding)] and choice is not PLAINLY[len(decoding)]:
             for s, drafts in zip(decoding, choice.drafts):
                 if drafts and s.slot not in work:
                     work[s.slot] = s._request.found_work(drafts, (1, *lookup.widths))
+        if choice is PLAINLY[len(decoding)] and self.widths is not None and self.widths.gives_up(self._covered, self._sequences):
+            self._kind, self._looked = PLAIN_STEP, NOTHING[len(decoding)]  # as width control had it now
         return width if choice.otherwise else 1
 
     def _take(self, stream: Stream, item: Work, result: StepResult) -> None:

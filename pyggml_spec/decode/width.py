@@ -383,6 +383,27 @@ class WidthControl:
             return use.kind
         return max((PLAIN_STEP, *affordable), key=speed.__getitem__)  # until more has been won
 
+    def promised(self, covered: int, kind: Kind, sequences: Sequence[Drafted | None]) -> list[float]:
+        """Tokens that each gets of a block of the kind chosen last, as expected; if it is only tried, as they would be were most drafts right."""
+        use = self._uses.get(covered)
+        if use is not None and use.probing:
+            hoped = Acceptance(Record(kind.width - 1, HOPED_ACCEPTANCE)).tokens()[-1]
+            return [hoped if s is not None else 1.0 for s in sequences]
+        curves = [s.acceptance[kind.drafter].tokens() if s is not None else [1.0] for s in sequences]
+        return [curve[min(kind.width, len(curve)) - 1] for curve in curves]
+
+    def gives_up(self, covered: int, sequences: Sequence[Drafted | None]) -> bool:
+        """Whether the block chosen last, which somebody else keeps from running, is not worth much here either; then plain steps are in use from now on,
+        and blocks are tried again after some of them. Else nothing would teach otherwise."""
+        use = self._uses.get(covered)
+        if use is None or use.kind is None or use.probing:
+            return False
+        speed = self._speeds(covered, sequences)
+        if use.kind != PLAIN_STEP and speed[use.kind] > MARGIN * speed[PLAIN_STEP]:
+            return False
+        use.kind = PLAIN_STEP
+        return True
+
     def _may_lose(self, drafted: Sequence[Drafted]) -> float | None:
         """Plain steps that the next block may lose if none of its drafts is right; None before the first one."""
         return None if self._allowed is None else min(self._allowed, sum([s.allowed for s in drafted]) / len(drafted))

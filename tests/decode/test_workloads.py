@@ -164,6 +164,19 @@ def test_both_are_no_slower_than_the_better_one(name, machine, monkeypatch):
     assert milliseconds(name, machine, monkeypatch, drafter=True, suffix=True) < 1.015 * min(alone)
 
 
+@pytest.mark.parametrize("wrong", [300, 600])
+def test_a_drafter_that_becomes_right_is_found_out_beside_suffix_drafts(wrong, monkeypatch):
+    """Its blocks were passed over for ever where plain tokens won more at first: 1.89 and 1.29 of the time that it takes alone."""
+    right, rng, machine = [0] * wrong + [9] * (900 - wrong), np.random.default_rng(1), "27B, H200"
+    text = rng.integers(0, 1 << 20, len(right) + 20).tolist()
+    monkeypatch.setitem(RIGHT, "turn", right)
+    monkeypatch.setattr(sys.modules[__name__], "workload", lambda name: ([1, 2, 3], text))
+    plain, alone, both = (
+        milliseconds("turn", machine, monkeypatch, **way) for way in ({}, {"drafter": True}, {"drafter": True, "suffix": True})
+    )
+    assert both < 1.03 * alone < 0.9 * plain
+
+
 def test_a_copy_does_not_pay_for_a_drafter_that_rests(monkeypatch):
     """With room for 64 rows it caught up every fourth block: 4 % of the time of a text in which it drafts once."""
     one = "embedded pair, one core"
@@ -189,10 +202,10 @@ def test_a_step_that_waits_for_its_graph_costs_what_others_of_its_kind_do(monkey
     assert len(taught) > 100 and all(took == pytest.approx(MACHINES[one][0][rows]) for rows, took in taught)
 
 
-@pytest.mark.parametrize("name, most", [("copy", 5.0), ("json", 3.1), ("prose", 2.1)])
+@pytest.mark.parametrize("name, most", [("copy", 5.0), ("json", 3.1), ("prose", 2.3)])
 def test_what_the_host_does_beside_a_step_is_bounded(name, most, monkeypatch):
     """In calls, of those of a plain step (66), because times say little here. With drafter and suffix drafts a step took the host 79, 52 and 35 us, a
-    plain one 9, where steps of the embedded pair take 250 us on a GPU; now 53, 37 and 23."""
+    plain one 9, where steps of the embedded pair take 250 us on a GPU; then 53, 37 and 23. Prose is told to width control again: 150 calls instead of 128."""
     calls = {"plain": Calls(), "both": Calls()}
     milliseconds(name, "embedded pair, one core", monkeypatch, counted=calls["plain"])
     milliseconds(name, "embedded pair, one core", monkeypatch, drafter=True, suffix=True, counted=calls["both"])
