@@ -305,9 +305,11 @@ struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * ne
 
 // ---- attention
 
-static pgs_cache cache_of(const struct ggml_tensor * t, int64_t head, int64_t slot) {
-    const bool direct = t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16 || t->type == GGML_TYPE_BF16;
-    return (pgs_cache) { (const char *) t->data + (size_t) head * t->nb[2] + (size_t) slot * t->nb[3], t->nb[1], t->type, (int) t->ne[0],
+// asked: heads, this one and what follows, whose rows are asked for ahead of use
+static pgs_cache cache_of(const struct ggml_tensor * t, int64_t head, int64_t slot, int64_t asked) {
+    const bool   direct = t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16 || t->type == GGML_TYPE_BF16;
+    const size_t asks   = asked > 0 ? (size_t) (asked - 1) * t->nb[2] + ggml_row_size(t->type, t->ne[0]) : 0;
+    return (pgs_cache) { (const char *) t->data + (size_t) head * t->nb[2] + (size_t) slot * t->nb[3], t->nb[1], asks, t->type, (int) t->ne[0],
                          direct ? NULL : ggml_get_type_traits(t->type)->to_float };
 }
 
@@ -318,13 +320,17 @@ static void run_attention(struct ggml_tensor * dst, int ith, int nth, void * use
     const int64_t T = q->ne[1], H = q->ne[2], slots = q->ne[3], heads = k->ne[2], group = H / heads, rows = T * group;
     int64_t piece = (rows * heads * slots + nth - 1) / nth;
     piece         = piece < 1 ? 1 : piece > MOST_ROWS ? MOST_ROWS : piece;
-    const int64_t pieces = (rows + piece - 1) / piece, units = pieces * heads * slots;
-    for (int64_t unit = units * ith / nth; unit < units * (ith + 1) / nth; unit++) {
+    const int64_t pieces = (rows + piece - 1) / piece, units = pieces * heads * slots, begin = units * ith / nth, end = units * (ith + 1) / nth;
+    const bool    neighbours = k->nb[2] < k->nb[1] && v->nb[2] < v->nb[1];  // heads of a position
+    for (int64_t unit = begin; unit < end; unit++) {
         const int64_t first = unit % pieces * piece, head = unit / pieces % heads, slot = unit / pieces / heads;
+        const int64_t left  = (end - 1) / pieces < (slot + 1) * heads ? (end - 1) / pieces - unit / pieces + 1 : heads - head;  // heads of this thread in the slot
+        const bool    asks  = unit == begin || (neighbours ? unit % (pieces * heads) : unit % pieces) == 0;
+        const int64_t asked = !asks ? 0 : neighbours ? left : 1;
         pgs_attention a     = { .rows = (int) (rows - first < piece ? rows - first : piece), .span = k->ne[1] };
         memcpy(&a.scale, (const char *) dst->op_params + SCALE_AT, sizeof(a.scale));
-        a.k = cache_of(k, head, slot);
-        a.v = cache_of(v, head, slot);
+        a.k = cache_of(k, head, slot, asked);
+        a.v = cache_of(v, head, slot, asked);
         for (int r = 0; r < a.rows; r++) {
             const int64_t t = (first + r) / group, h = head * group + (first + r) % group;
             a.q[r]    = (const float *) ((const char *) q->data + (size_t) t * q->nb[1] + (size_t) h * q->nb[2] + (size_t) slot * q->nb[3]);

@@ -40,8 +40,8 @@
 #define SCALED_DOTS(whole, w, scales, x, stride, R) (void) (whole);
 #endif
 
-// Kernels of Q6_K, and those of Q4_K and Q5_K for several rows, compute long enough between two records to gain by asking for what comes next, into the
-// first-level cache. Whether the second level is told too, further ahead, is measured (asking.c).
+// Kernels of Q6_K, and those of Q4_K, Q5_K and Q8_0 for several rows, compute long enough between two records to gain by asking for what comes next, into
+// the first-level cache. Whether the second level is told too, further ahead, is measured (asking.c).
 
 // ---- blocks of 32
 
@@ -53,6 +53,9 @@ INLINE void q8_0_rows(const char * records, int64_t blocks, const char * tile, i
     vf               acc[PARTS][ROWS];
     EACH_PART EACH_ROW acc[p][r] = vf_load(sums + LANES * r + VL * p);
     for (int64_t b = 0; b < blocks; b++, w++, x++) {
+        if (R > 2) {
+            _Pragma("GCC unroll 9") for (size_t k = 0; k < sizeof(*w); k += 64) prefetch((const char *) w + AHEAD + k);
+        }
         EACH_PART {
             vi s[ROWS];
             EACH_ROW s[r] = bias_start(x->by_128 + row + r);
