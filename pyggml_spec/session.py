@@ -787,18 +787,20 @@ class Session:
             if part in self._parts:
                 self._parts.remove(part)
 
-    def calibrate_plain(self, steps: int = 36) -> float:
+    def calibrate_plain(self, steps: int = 36, behind: int = 0) -> float:
         """Milliseconds that plain decoding takes per token here and now, the host's work around each step included: the mean of at most ``steps`` steps.
 
-        Forgets the sequence. Slow steps are measured for about half a second only.
+        Forgets the sequence. Steps are measured for 0.15 seconds, slow ones for about half a second. ``behind``: so many tokens stand before them, as in
+        the text that is compared; fewer where computing them would take longer than a tenth of a second.
 
         Raises:
             ContextError: the context is too short for a step.
         """
         self._check_own()
         steps = whole(steps, "the number of steps", 1, 1 << 20)
+        behind = whole(behind, "the number of tokens before them", 0, 1 << 30)
         with self._turns.alone():
-            return plain_cost(self.scheduler, steps)
+            return plain_cost(self.scheduler, steps, behind)
 
     def _kv_types(self) -> str:
         kv, draft_kv = self.engine.options.kv, self.engine.options.draft_kv

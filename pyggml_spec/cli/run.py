@@ -29,6 +29,7 @@ from .tables import json_line
 from .terminal import Interrupt, TextOut, progress_line, say
 
 DEMO_PROMPT = "def quicksort(items):\n"
+PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15 s of the embedded pair, whose pace on a virtual machine changes within less
 
 
 @click.command("run", cls=GroupedCommand, words="the prompt is given with -p")
@@ -87,7 +88,9 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
         stats, failed = _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, options)
         if not quiet:
             with Waiting() as waiting:
-                plain_ms = session.calibrate_plain() if stats.steps and stats.stop_reason != "interrupt" else None
+                measured = bool(stats.steps) and stats.stop_reason != "interrupt"
+                middle = stats.prompt_tokens + stats.emitted // 2  # of the text: what its steps had behind them on average
+                plain_ms = session.calibrate_plain(PLAIN_STEPS, middle) if measured else None
             say(footer(stats, plain_ms, waiting.much))
     if failed is not None:
         say(f"pyspec: {failed}")

@@ -70,6 +70,25 @@ def test_the_plain_speed_is_what_texts_get(pair, monkeypatch):
         assert session.scheduler.stats.steps - before <= 12 + calibrate.WARMUP + 1  # as it says: it took 36
 
 
+def test_plain_steps_have_as_much_behind_them_as_the_text_they_are_compared_with(pair, monkeypatch):
+    """They had eight tokens behind them, where attention reads next to nothing: a text of 256 tokens seemed to lose 5 %."""
+    monkeypatch.setattr(calibrate, "FILL_S", 60)  # on slow machines there are fewer
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        behind, steps = [], session.engine.step
+
+        def seen(work, *args):
+            behind.append(session.engine.cursor.committed)
+            return steps(work, *args)
+
+        monkeypatch.setattr(session.engine, "step", seen)
+        session.calibrate_plain(3, 100)
+        assert behind[-1] >= 100
+        monkeypatch.setattr(calibrate, "FILL_S", 1e-9)  # computing them takes too long: as before
+        session.calibrate_plain(3, 100)
+        assert behind[-1] < 32
+        assert session.calibrate_plain(3, 10_000) > 0  # more than the context holds
+
+
 def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle):
     """A build with other kernels, or a switch of ggml-cuda, has costs of its own: widths were chosen by those that were measured first."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
