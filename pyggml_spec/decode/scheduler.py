@@ -440,7 +440,7 @@ class Scheduler:
                     if len(engine.slots) == 1:
                         stream._counters = Counters(engine)
                     if request.speculating and self.widths is not None:
-                        stream._drafted = self.widths.begin(rests=not engine.slots[stream.slot].drafting)
+                        stream._drafted = self.widths.begin(not engine.slots[stream.slot].drafting, request.options.max_tokens)
                     self._enter(stream)
                 except Exception as error:
                     self._fail(stream, error)
@@ -452,7 +452,11 @@ class Scheduler:
         ):  # what one slot's blocks cost says nothing of theirs; it is asked when there is room
             return False
         prefixes, reuse = self.prefixes, stream._request.options.reuse
-        return rests(self.widths, lambda drafting: prefixes.known(stream._prompt, drafting) if prefixes is not None and reuse else 0)
+        return rests(
+            self.widths,
+            lambda drafting: prefixes.known(stream._prompt, drafting) if prefixes is not None and reuse else 0,
+            stream._request.options.max_tokens,
+        )
 
     def _enter(self, stream: Stream) -> None:
         """Finds out what the prompt shares with others, and whom it waits for."""
@@ -744,12 +748,12 @@ class Scheduler:
         )
 
 
-def rests(widths: WidthControl | None, known: Callable[[bool], int]) -> bool:
+def rests(widths: WidthControl | None, known: Callable[[bool], int], tokens: int | None) -> bool:
     """Whether a text alone gets no rows that drafters read: nobody will draft. ``known``: how much of its prompt is there with these rows, and without:
-    to compute that anew would take longer than they do."""
+    to compute that anew would take longer than they do. ``tokens``: that are asked for at most."""
     if widths is None:
         return False
-    return widths.never_pays or (widths.resting and known(True) <= known(False))
+    return widths.never_pays or (widths.resting(tokens) and known(True) <= known(False))
 
 
 def _alike(a: list[bytes], b: list[bytes]) -> int:

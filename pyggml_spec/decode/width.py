@@ -9,8 +9,8 @@ rows, of which more can cost less. Costs are measured, because they are not even
 (``calibrate.py``), or from the steps themselves, each kind TRIES times when a number of slots is first seen, unless fewer and more slots are
 known, between which the costs then are taken to lie. Acceptance is tracked per sequence and drafter.
 
-Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time; of that each text TEXT_LOSS and what it
-has won itself, as soon as it is known how good drafts are. A block that could lose more than that is not tried, and more than a third of it only
+Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time, both more where many tokens are asked for;
+of that each text TEXT_LOSS and what it has won itself, as soon as it is known how good drafts are. A block that could lose more than that is not tried, and more than a third of it only
 where no other is cheaper: that bounds what a drafter costs that is never right, whatever the costs are, and lets several blocks say whether it is.
 A text for which nothing is left goes on with blocks that pay even if nothing is assumed of drafts and DOUBT more of them are wrong: else three
 unlucky blocks at its beginning, whose tokens are the hardest to foresee, were its last ones where blocks are dear. What sequences teach, position
@@ -67,9 +67,13 @@ LEAST_CHANCE = 0.01  # of a draft: nothing is certain
 DOUBT = 2.0  # blocks more that may be wrong where a text has lost what it may lose, and drafts go on
 MARGIN = 1.03  # another kind has to be this much better to be worth a change; where drafters are compared no more than the one in use is
 FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubled each time it does not pay
-LAST_PROBE = 768
+LAST_PROBE = 128  # what may be lost bounds tries anyway; with 768 a drafter that was wrong for 600 tokens was found right too late
 CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 tokens, once per session
 PROBE_LOSS = 0.005  # of the time, ever after
+# What a text may lose is TEXT_SHARE of the tokens asked for: beside TEXT_LOSS at once, LOSSES at most of its time, and once per session CREDITS at most in
+# place of CREDIT. By recorded drafts, each of 20 texts the first of its session, 160 tokens asked for, costs of an EPYC 9004 (two threads, one) and of a busy
+# Xeon: 1.47, 1.36, 1.16 where CREDIT and PROBE_LOSS gave 1.43, 1.24, 1.07; a drafter that is never right takes 3.6 % instead of 2.2 of that first one.
+TEXT_SHARE, LOSSES, CREDIT_SHARE, CREDITS = 0.02, 0.0125, 0.03, 6.0
 STAKES, NEAR = 3.0, 1.25  # blocks that what may be lost has to pay for, unless one costs no more than NEAR times what the cheapest one does
 TEXT_LOSS = 1.5  # plain steps that a text may lose before it has won any
 REST = 64  # plain steps for which a text must be able to afford no block to be decoded without the drafter's inputs
@@ -217,8 +221,15 @@ class Drafted:
     """What width control knows of one sequence: the acceptance of each drafter, the plain steps that its blocks may still lose, and whether it is decoded
     plainly to its end."""
 
-    def __init__(self, acceptance: dict[str, Acceptance], resting: bool = False, allowed: float = CREDIT) -> None:
-        self.acceptance, self.resting, self.allowed = acceptance, resting, allowed
+    def __init__(self, acceptance: dict[str, Acceptance], resting: bool = False, tokens: int | None = None) -> None:
+        self.acceptance, self.resting = acceptance, resting
+        self.losses = losses(tokens)
+        self.credit = self.allowed = max(CREDIT, min(CREDIT_SHARE * (tokens or 0), CREDITS))
+
+
+def losses(tokens: int | None) -> float:
+    """Share of the time that blocks may lose in a text of so many tokens at most, None where nobody says; what it may lose at once is not in it."""
+    return PROBE_LOSS if not tokens else max(PROBE_LOSS, min(TEXT_SHARE - TEXT_LOSS / tokens, LOSSES))
 
 
 @dataclass
@@ -283,12 +294,12 @@ class WidthControl:
 
     # -- a sequence
 
-    @property
-    def resting(self) -> bool:
-        """Whether the next sequence alone is better off without what drafters need of its tokens: no block could be afforded for long."""
+    def resting(self, tokens: int | None = None) -> bool:
+        """Whether the next sequence alone, of so many ``tokens`` at most, is better off without what drafters need of them: no block could be afforded for
+        long."""
         if self._allowed is None or 1 not in self._settled or len(self.kinds) == 1:
             return False
-        if self._extra() - min(self._allowed, self._text_loss) <= REST * PROBE_LOSS:
+        if self._extra() - min(self._allowed, self._text_loss) <= REST * losses(tokens):
             return False
         return not self._sure(1, [self._begun()], 0.0)
 
@@ -302,14 +313,14 @@ class WidthControl:
         """Plain steps that a text may lose before it has won any: one block at least, or else none would ever be tried again."""
         return max(TEXT_LOSS, self._extra())
 
-    def _begun(self, rests: bool = False) -> Drafted:
-        return Drafted({name: Acceptance(record, self._decay) for name, record in self.seen.items()}, rests)
+    def _begun(self, rests: bool = False, tokens: int | None = None) -> Drafted:
+        return Drafted({name: Acceptance(record, self._decay) for name, record in self.seen.items()}, rests, tokens)
 
-    def begin(self, rests: bool = False) -> Drafted:
-        """A sequence that will be drafted for; ``rests``: that will not, because control was ``resting`` when it began."""
+    def begin(self, rests: bool = False, tokens: int | None = None) -> Drafted:
+        """A sequence that will be drafted for, of so many ``tokens`` at most; ``rests``: that will not, because control was ``resting`` when it began."""
         if (last := self._uses.pop(1, None)) is not None:
             self._uses[1] = _Use(late=last.late)
-        drafted = self._begun(rests)
+        drafted = self._begun(rests, tokens)
         if 1 in self._settled and any(record.weight == PRIOR_WEIGHT for record in self.seen.values()):
             drafted.allowed = self._text_loss
         return drafted
@@ -354,7 +365,7 @@ class WidthControl:
         speed = self._speeds(covered, sequences)
         if self._allowed is None and len(speed) > 1:
             first = max((kind for kind in speed if kind != PLAIN_STEP), key=speed.__getitem__)
-            self._allowed = self._credit(self.cost(covered, first) / plain - 1)
+            self._allowed = self._credit(self.cost(covered, first) / plain - 1, max(s.credit for s in drafted))
             allowed = self._may_lose(drafted)
         if use.kind is None:
             use.kind = max(speed, key=speed.__getitem__)
@@ -445,9 +456,9 @@ class WidthControl:
         """Milliseconds of the cheapest block."""
         return min((self.cost(covered, kind) for kind in self.kinds if kind.width > 1), default=float("inf"))
 
-    def _credit(self, extra: float) -> float:
-        """As many whole blocks, that cost ``extra`` plain steps more than one, as CREDIT pays for."""
-        return extra * int(CREDIT / extra) if extra > 0 else CREDIT
+    def _credit(self, extra: float, credit: float) -> float:
+        """As many whole blocks, that cost ``extra`` plain steps more than one, as ``credit`` pays for."""
+        return extra * int(credit / extra) if extra > 0 else credit
 
     def _probe(self, covered: int, affordable: Sequence[Kind]) -> Kind:
         """The block that is tried again: of the drafter whose turn it is, the best one if it has become good. A wide one that is right says
@@ -506,9 +517,10 @@ class WidthControl:
         cost /= self.costs[covered, PLAIN_STEP]
         won = 1 + sum(n for _, n in drafted) / len(drafted) - cost
         if self._allowed is not None:
-            self._allowed = max(0.0, min(self._allowed + won + PROBE_LOSS * cost, SAVINGS))
+            may = sum(s.losses for s, _ in drafted) / len(drafted)
+            self._allowed = max(0.0, min(self._allowed + won + may * cost, SAVINGS))
         for s, n in drafted:
-            s.allowed = max(0.0, s.allowed + 1 + n - (1 - PROBE_LOSS) * cost)
+            s.allowed = max(0.0, s.allowed + 1 + n - (1 - s.losses) * cost)
         if kind == PLAIN_STEP:
             use.plain += 1
             return
