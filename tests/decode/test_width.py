@@ -234,7 +234,9 @@ LATE = 0.12, 0.48
 
 # Step costs of two cores of an EPYC 9004 in a virtual machine, two threads and one.
 EPYC = {"two threads": {1: 0.8, 2: 1.5, 4: 1.6, 8: 2.1, 16: 3.5}, "one thread": {1: 1.03, 2: 1.8, 4: 2.05, 8: 3.2, 16: 6.0}}
-START = json.loads((Path(__file__).parent / "recorded_start.json").read_text())  # record_drafts.py's digits behind what `pyspec run` begins with
+START = json.loads(
+    (Path(__file__).parent / "recorded_start.json").read_text()
+)  # record_drafts.py's digits behind what `pyspec run` begins with
 
 
 def _first(costs, row, tokens, told=True):
