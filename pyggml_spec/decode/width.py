@@ -9,9 +9,10 @@ rows, of which more can cost less. Costs are measured, because they are not even
 (``calibrate.py``), or from the steps themselves, each kind TRIES times when a number of slots is first seen, unless fewer and more slots are
 known, between which the costs then are taken to lie. Acceptance is tracked per sequence and drafter.
 
-Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time, both more where many tokens are asked for;
-of that each text TEXT_LOSS and what it has won itself, as soon as it is known how good drafts are. A block that could lose more than that is not tried, and more than a third of it only
-where no other is cheaper: that bounds what a drafter costs that is never right, whatever the costs are, and lets several blocks say whether it is.
+Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time, both more where many tokens are asked
+for; of that each text TEXT_LOSS and what it has won itself, as soon as it is known how good drafts are. A block that could lose more than that is
+not tried, and more than a third of it only where no other is cheaper: that bounds what a drafter costs that is never right, whatever the costs are,
+and lets several blocks say whether it is.
 A text for which nothing is left goes on with blocks that pay even if nothing is assumed of drafts and DOUBT more of them are wrong: else three
 unlucky blocks at its beginning, whose tokens are the hardest to foresee, were its last ones where blocks are dear. What sequences teach, position
 by position, is what the next one begins with. By recorded drafts of 20 texts, eight rounds, with what blocks behind plain steps take longer, the
@@ -56,7 +57,7 @@ PLAIN_STEP = Kind("", 1)
 # Chosen on the drafts of the embedded pair's 20 held-out prompts, replayed one after the other, 128 tokens each, with the step costs of several
 # machines: mean speed-up 2.13 (two fast cores, own kernels), 1.39 (two cores, ggml's), 1.65 (27B shape on one H200); the best fixed width for
 # all of them reaches 2.15, 1.40 and 1.57. A drafter that is never right costs 4 % of a first prompt of
-# 96 tokens and 0.5 to 1.5 % of those that follow.
+# 96 tokens and 0.5 to 1.5 % of those that follow (of 256 tokens 3 %, then 1 to 2.3).
 DECAY = 0.95  # per step, plain ones too: half of the weight lies on the last 13 steps
 TEAM_DECAY = 0.97  # where drafters are compared, over half as many steps again: both over the better one alone 0.967 to 1.002, with this 0.979 to 1.011
 LONG_DECAY = 0.995  # of what all sequences showed, per block
@@ -70,9 +71,10 @@ FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubl
 LAST_PROBE = 128  # what may be lost bounds tries anyway; with 768 a drafter that was wrong for 600 tokens was found right too late
 CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 tokens, once per session
 PROBE_LOSS = 0.005  # of the time, ever after
-# What a text may lose is TEXT_SHARE of the tokens asked for: beside TEXT_LOSS at once, LOSSES at most of its time, and once per session CREDITS at most in
-# place of CREDIT. By recorded drafts, each of 20 texts the first of its session, 160 tokens asked for, costs of an EPYC 9004 (two threads, one) and of a busy
-# Xeon: 1.47, 1.36, 1.16 where CREDIT and PROBE_LOSS gave 1.43, 1.24, 1.07; a drafter that is never right takes 3.6 % instead of 2.2 of that first one.
+# What a text may lose is TEXT_SHARE of the tokens asked for: beside TEXT_LOSS at once, LOSSES at most of its time, and once per session CREDIT_SHARE of
+# them, CREDITS at most, in place of CREDIT. By recorded drafts, each of 20 texts the first of its session, 156 tokens asked for, costs of an EPYC 9004 (two
+# threads, one) and of a busy Xeon: 1.44, 1.37, 1.17 where CREDIT and PROBE_LOSS gave 1.43, 1.24, 1.07; a drafter that is never right takes 3 to 4 % of that
+# first one instead of 2 to 2.5.
 TEXT_SHARE, LOSSES, CREDIT_SHARE, CREDITS = 0.02, 0.0125, 0.03, 6.0
 STAKES, NEAR = 3.0, 1.25  # blocks that what may be lost has to pay for, unless one costs no more than NEAR times what the cheapest one does
 TEXT_LOSS = 1.5  # plain steps that a text may lose before it has won any
