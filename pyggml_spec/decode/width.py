@@ -73,9 +73,9 @@ CREDIT = 3.8  # plain steps, as many whole blocks as they pay for: 3 % of 128 to
 PROBE_LOSS = 0.005  # of the time, ever after
 # What a text may lose is TEXT_SHARE of the tokens asked for: beside TEXT_LOSS at once, LOSSES at most of its time, and once per session CREDIT_SHARE of
 # them, CREDITS at most, in place of CREDIT. By recorded drafts, each of 20 texts the first of its session, 156 tokens asked for, costs of an EPYC 9004 (two
-# threads, one) and of a busy Xeon: 1.44, 1.37, 1.17 where CREDIT and PROBE_LOSS gave 1.43, 1.24, 1.07; a drafter that is never right takes 3 to 4 % of that
+# threads, one) and of a busy Xeon: 1.43, 1.37, 1.15 where CREDIT and PROBE_LOSS gave 1.43, 1.24, 1.07; a drafter that is never right takes 3 to 4 % of that
 # first one instead of 2 to 2.5.
-TEXT_SHARE, LOSSES, CREDIT_SHARE, CREDITS = 0.02, 0.0125, 0.03, 6.0
+TEXT_SHARE, LOSSES, CREDIT_SHARE, CREDITS = 0.02, 0.01, 0.03, 6.0
 STAKES, NEAR = 3.0, 1.25  # blocks that what may be lost has to pay for, unless one costs no more than NEAR times what the cheapest one does
 TEXT_LOSS = 1.5  # plain steps that a text may lose before it has won any
 REST = 64  # plain steps for which a text must be able to afford no block to be decoded without the drafter's inputs
