@@ -254,7 +254,9 @@ def _first(costs, row, tokens, told=True):
     return tokens * costs[1] / spent
 
 
-@pytest.mark.parametrize("costs, least", [(EPYC["two threads"], 1.4), (EPYC["one thread"], 1.1), (DEAR["two threads, busy"], 1.1), (GGML, 1.4)])
+@pytest.mark.parametrize(
+    "costs, least", [(EPYC["two threads"], 1.4), (EPYC["one thread"], 1.1), (DEAR["two threads, busy"], 1.1), (GGML, 1.4)]
+)
 def test_a_long_text_may_begin_badly(costs, least):
     """The first eight blocks of the embedded prompt bring eleven tokens, and all behind them almost four each: it was decoded plainly to its end, whose 240
     tokens could pay for more than a text of 96."""
@@ -262,7 +264,12 @@ def test_a_long_text_may_begin_badly(costs, least):
 
 
 def test_first_texts_gain_where_many_tokens_are_asked_for():
-    for costs, more in ((EPYC["one thread"], 0.1), (DEAR["two threads, busy"], 0.06), (DEAR["one thread"], 0.04), (EPYC["two threads"], -0.01)):
+    for costs, more in (
+        (EPYC["one thread"], 0.1),
+        (DEAR["two threads, busy"], 0.06),
+        (DEAR["one thread"], 0.04),
+        (EPYC["two threads"], -0.01),
+    ):
         told, untold = (statistics.mean(_first(costs, row, 156, said) for row in RECORDED) for said in (True, False))
         assert told > untold + more
 
