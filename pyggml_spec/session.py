@@ -596,8 +596,8 @@ class Session:
         return reuse, held
 
     def _needs_drafters_rows(self, ids: list[int], append: bool, tokens: int | None) -> bool:
-        """Whether a text of so many ``tokens`` at most gets the rows that drafters read. Without drafts they are for nothing; but what its prompt goes on behind has them or has
-        not, and to compute that anew takes longer than they do."""
+        """Whether a text of so many ``tokens`` at most gets the rows that drafters read. Without drafts they are for nothing; but what its prompt goes on
+        behind has them or has not, and to compute that anew takes longer than they do."""
         widths = self.scheduler.widths
         if append and widths is not None and widths.resting(tokens):
             return self.engine.slots[0].drafting

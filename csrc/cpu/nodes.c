@@ -324,7 +324,7 @@ static void run_attention(struct ggml_tensor * dst, int ith, int nth, void * use
     const bool    neighbours = k->nb[2] < k->nb[1] && v->nb[2] < v->nb[1];  // heads of a position
     for (int64_t unit = begin; unit < end; unit++) {
         const int64_t first = unit % pieces * piece, head = unit / pieces % heads, slot = unit / pieces / heads;
-        const int64_t left  = (end - 1) / pieces < (slot + 1) * heads ? (end - 1) / pieces - unit / pieces + 1 : heads - head;  // heads of this thread in the slot
+        const int64_t mine  = (end - 1) / pieces - unit / pieces + 1, left = mine < heads - head ? mine : heads - head;  // heads of this thread, and in the slot
         const bool    asks  = unit == begin || (neighbours ? unit % (pieces * heads) : unit % pieces) == 0;
         const int64_t asked = !asks ? 0 : neighbours ? left : 1;
         pgs_attention a     = { .rows = (int) (rows - first < piece ? rows - first : piece), .span = k->ne[1] };

@@ -239,19 +239,24 @@ START = json.loads(
 )  # record_drafts.py's digits behind what `pyspec run` begins with
 
 
-def _first(costs, row, tokens, told=True):
-    """Speed-up of a text that is the first of its session, and how many tokens are asked for is told or not."""
-    control, at, spent, plain = WidthControl.measured_for(DRAFTER, costs), 0, 0.0, 0
-    sequence = control.begin(tokens=tokens if told else None)
+def _spent(control, sequence, costs, row, tokens, clock=lambda: 1.0):
+    """Milliseconds of a recorded text, blocks behind plain steps being late; control sees them through a ``clock``."""
+    at, spent, plain = 0, 0.0, 0
     while at < tokens:
         chosen = control.choose(1, [sequence])
         width = chosen.width
         matched = min(int(row[str(width)][at], 16), width - 1, tokens - 1 - at) if width > 1 else 0
         late = costs[1] * LATE[plain > 8] if width > 1 and plain else 0.0
-        plain = plain + 1 if width == 1 else 0
-        control.observe(1, chosen, costs[width] + late, [sequence], [matched], late=late)
+        plain, seen = plain + 1 if width == 1 else 0, clock()
+        control.observe(1, chosen, (costs[width] + late) * seen, [sequence], [matched], late=late * seen)
         spent, at = spent + costs[width] + late, at + matched + 1
-    return tokens * costs[1] / spent
+    return spent
+
+
+def _first(costs, row, tokens, told=True):
+    """Speed-up of a text that is the first of its session, and how many tokens are asked for is told or not."""
+    control = WidthControl.measured_for(DRAFTER, costs)
+    return tokens * costs[1] / _spent(control, control.begin(tokens=tokens if told else None), costs, row, tokens)
 
 
 @pytest.mark.parametrize(
@@ -299,20 +304,14 @@ def test_what_a_text_may_lose_grows_with_the_tokens_that_are_asked_for():
 
 def _rounds(costs, rows, seed, rounds=8, tokens=96):
     """Speed-up of each text: the median of the rounds behind the first one, all of one session, with clocks that stall."""
-    rng, gains = random.Random(seed), [[] for _ in rows]
-    control, plain_ms = WidthControl.measured_for(DRAFTER, costs), costs[1]
+    rng, gains, control = random.Random(seed), [[] for _ in rows], WidthControl.measured_for(DRAFTER, costs)
+
+    def clock():
+        return rng.lognormvariate(0, 0.08) * (2.5 if rng.random() < 0.01 else 1)
+
     for text in list(range(len(rows))) * rounds:
-        sequence, at, spent, plain = control.begin(rests=control.resting()), 0, 0.0, 0
-        while at < tokens:
-            chosen = control.choose(1, [sequence])
-            width = chosen.width
-            matched = min(int(rows[text][str(width)][at], 16), width - 1, tokens - 1 - at) if width > 1 else 0
-            late = plain_ms * LATE[plain > 8] if width > 1 and plain else 0.0
-            plain = plain + 1 if width == 1 else 0
-            clock = rng.lognormvariate(0, 0.08) * (2.5 if rng.random() < 0.01 else 1)
-            control.observe(1, chosen, (costs[width] + late) * clock, [sequence], [matched], late=late * clock)
-            spent, at = spent + costs[width] + late, at + matched + 1
-        gains[text].append(tokens * plain_ms / spent)
+        sequence = control.begin(rests=control.resting())
+        gains[text].append(tokens * costs[1] / _spent(control, sequence, costs, rows[text], tokens, clock))
     return [statistics.median(of[1:]) for of in gains]
 
 
