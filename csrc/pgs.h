@@ -331,10 +331,10 @@ const char *      pgs_level_name(const pgs_level * level);
 
 // Weights of `n_in` inputs and `n_out` outputs as packed tensors, I8 [ne[0], ne[1], ne[2]]; false if there is no product with this type.
 bool pgs_pack_shape(enum ggml_type type, int64_t n_in, int64_t n_out, int64_t * ne);
-// Packs `n_rows` rows of a file as the outputs `first` and following. Outputs that are no multiple of 16 leave bytes that nobody writes: clear them.
-void pgs_pack_rows(enum ggml_type type, const void * rows, int64_t n_in, int64_t first, int64_t n_rows, void * packed);
-// One output's weights, F32 [n_in].
-void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t index, float * out);
+// Packs `n_rows` rows of a file as the outputs `first` and following of `n_out`. Outputs that are no multiple of 16 leave bytes that nobody writes: clear them.
+void pgs_pack_rows(enum ggml_type type, const void * rows, int64_t n_in, int64_t n_out, int64_t first, int64_t n_rows, void * packed);
+// One output's weights of `n_out`, F32 [n_in].
+void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t n_out, int64_t index, float * out);
 
 // The first type whose products read the same activations as those of `type`.
 enum ggml_type pgs_activation_type(const pgs_level * level, enum ggml_type type);

@@ -186,7 +186,9 @@ struct ggml_tensor * pgs_expert_activations(struct ggml_context * ctx, const pgs
 typedef struct weights {
     const pgs_level *  level;
     const pgs_kernel * k;
-    bool               packed, asks;  // whether weights are asked for ahead of use
+    bool               packed;
+    int                together;  // groups that are multiplied together: pairs where they are packed
+    size_t             ahead;     // bytes ahead of use that weights are asked for
     const char *       data;
     size_t             row, expert;  // bytes, where they are a file's
     size_t             block;        // bytes of a file's block
@@ -195,29 +197,26 @@ typedef struct weights {
 
 static weights weights_of(const struct ggml_tensor * w, const pgs_level * level, enum ggml_type type, int64_t n_in, int64_t n_out) {
     const pgs_kernel * k = pgs_kernel_of(level, type);
-    return (weights) { level, k, w->type == GGML_TYPE_I8, false, w->data, w->nb[1], w->type == GGML_TYPE_I8 ? w->nb[3] : w->nb[2],
+    const bool         packed = w->type == GGML_TYPE_I8;
+    return (weights) { level, k, packed, packed ? 2 : 1, 0, w->data, w->nb[1], packed ? w->nb[3] : w->nb[2],
                        ggml_row_size(type, k->block), n_in, n_out, (n_in + k->block - 1) / k->block, (n_out + LANES - 1) / LANES };
 }
 
-// `n` blocks from `first` on of the outputs of a group as records, in `to` where they are not packed already.
-static const char * records_of(const weights * w, int64_t expert, int64_t group, int64_t first, int64_t n, char * to) {
-    const char * data = w->data + (size_t) expert * w->expert;
-    if (w->packed) {
-        return data + (size_t) (group * w->blocks + first) * w->k->record;
-    }
+// `n` blocks from `first` on of the outputs of a group that a file has, as records in `to`.
+static void regroup(const weights * w, int64_t expert, int64_t group, int64_t first, int64_t n, char * to) {
+    const char *  data = w->data + (size_t) expert * w->expert;
     const int64_t left = w->n_out - group * LANES;
     const char *  rows = data + (size_t) (group * LANES) * w->row + (size_t) first * w->block;
     if (left >= LANES && (first + n) * w->k->block <= w->n_in) {
         const char * next = data + (size_t) (group + 1) * LANES * w->row + (size_t) first * LANES * w->block;
         w->level->regroup(w->k->type, rows, w->row, n, to, next);
-        return to;
+        return;
     }
     memset(to, 0, (size_t) n * w->k->record);  // outputs and inputs that are not there
     const int64_t inputs = (first + n) * w->k->block < w->n_in ? n * w->k->block : w->n_in - first * w->k->block;
     for (int64_t i = 0; i < LANES && i < left; i++) {
-        pgs_pack_rows((enum ggml_type) w->k->type, rows + (size_t) i * w->row, inputs, i, 1, to);
+        pgs_pack_rows((enum ggml_type) w->k->type, rows + (size_t) i * w->row, inputs, LANES, i, 1, to);
     }
-    return to;
 }
 
 typedef struct part {  // tiles of one expert that are multiplied together
@@ -225,38 +224,41 @@ typedef struct part {  // tiles of one expert that are multiplied together
     int          count, rows;
 } part;
 
-static void multiply_group(const weights * w, int64_t expert, int64_t group, const part * p, float * sums) {
+// The outputs of a pair of groups, or of one: packed ones as they lie, those of a file by way of the first-level cache.
+static void multiply_groups(const weights * w, int64_t expert, int64_t group, int groups, const part * p, float * sums) {
     _Alignas(64) char room[CHUNK_BYTES];
-    const pgs_kernel * k     = w->k;
-    const bool         asks  = w->asks && p->count == 1;
-    const int64_t      fit   = (int64_t) ((asks ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
-    memset(sums, 0, (size_t) p->count * TILE * LANES * sizeof(float));
+    const pgs_kernel * k    = w->k;
+    const size_t       size = (size_t) groups * k->record;
+    const int64_t      fit  = (int64_t) (CHUNK_BYTES / size), chunk = w->packed && p->count == 1 ? w->blocks : fit < 1 ? 1 : fit;
+    const char *       packed = w->data + (size_t) expert * w->expert + (size_t) record_of(w->groups, w->blocks, group, 0) * k->record;
     for (int64_t first = 0; first < w->blocks; first += chunk) {
-        const int64_t n       = w->blocks - first < chunk ? w->blocks - first : chunk;
-        const char *  records = records_of(w, expert, group, first, n, room);
-        if (asks) {
-            pgs_ask_for(records + AHEAD_BYTES, (size_t) n * k->record);
+        const int64_t n = w->blocks - first < chunk ? w->blocks - first : chunk;
+        if (!w->packed) {
+            regroup(w, expert, group, first, n, room);
         }
+        const char * records = w->packed ? packed + (size_t) first * size : room;
         for (int t = 0; t < p->count; t++) {
             const char * tile = p->tiles + (size_t) (t * w->blocks + first) * k->act;
             const int    rows = p->rows - t * TILE < TILE ? p->rows - t * TILE : TILE;
-            k->product(records, n, tile, rows, sums + (size_t) t * TILE * LANES);
+            k->product(records, groups, n, tile, rows, sums + (size_t) t * TILE * SUMS_STEP, w->ahead);
         }
     }
 }
 
-// Groups [first, end) of one expert's outputs, for all of its rows.
+// Groups [first, end) of one expert's outputs, for all of its rows; of packed ones those of whole pairs.
 static void multiply_run(const weights * w, const run * r, const int32_t * pair, const char * tiles, int64_t first, int64_t end, float * out) {
     const int64_t fit = TILES_BYTES / (w->blocks * (int64_t) w->k->act), most = fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
-    _Alignas(64) float sums[MOST_TILES * TILE * LANES];
+    _Alignas(64) float sums[MOST_TILES * TILE * SUMS_STEP];
     for (int32_t done = 0; done < r->rows; done += (int32_t) most * TILE) {
         const int  here = r->rows - done < most * TILE ? r->rows - done : (int) most * TILE;
         const part p    = { tiles + (size_t) ((r->place + done) / TILE * w->blocks) * w->k->act, (here + TILE - 1) / TILE, here };
-        for (int64_t g = first; g < end; g++) {
-            multiply_group(w, r->expert, g, &p, sums);
-            const int64_t lanes = w->n_out - g * LANES < LANES ? w->n_out - g * LANES : LANES;
+        for (int64_t g = first; g < end; g += w->together) {
+            const int     groups = end - g < w->together ? 1 : w->together;
+            const int64_t left = w->n_out - g * LANES, outputs = left < groups * LANES ? left : groups * LANES;
+            memset(sums, 0, (size_t) here * SUMS_STEP * sizeof(float));
+            multiply_groups(w, r->expert, g, groups, &p, sums);
             for (int i = 0; i < here; i++) {
-                memcpy(out + pair[r->place + done + i] * w->n_out + g * LANES, sums + i * LANES, (size_t) lanes * sizeof(float));
+                memcpy(out + pair[r->place + done + i] * w->n_out + g * LANES, sums + i * SUMS_STEP, (size_t) outputs * sizeof(float));
             }
         }
     }
@@ -267,29 +269,33 @@ static int64_t at_least(int64_t cost, int64_t of, int64_t most) {
     return n < most ? n : most;
 }
 
-// Threads share groups of outputs, one behind the other through all experts; one with many rows counts for more.
+// Threads share what is multiplied together, one behind the other through all experts; an expert with many rows counts for more.
 static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     const struct ggml_tensor * w = dst->src[0], * chosen = dst->src[3];
     int32_t                    p[3];  // type, inputs, experts
     memcpy(p, (const char *) dst->op_params + TYPE_AT, sizeof(p));
     const int64_t pairs = pairs_of(chosen);
     weights       from  = weights_of(w, userdata, (enum ggml_type) p[0], p[1], dst->ne[0]);
+    const int64_t units = (from.groups + from.together - 1) / from.together;
     const order   o     = order_at(dst->src[2]->data, p[2], pairs);
     int64_t       total = 0, before = 0;
     for (int32_t i = 0; i < *o.count; i++) {
-        total += from.groups * (o.runs[i].rows + READING);
+        total += units * (o.runs[i].rows + READING);
     }
     const int64_t mine = total * ith / nth, others = total * (ith + 1) / nth;
     const int64_t rows = *o.count > 0 ? (pairs + *o.count - 1) / *o.count : 1;  // of an expert, about
     const pgs_asking asking = from.packed && rows <= TILE ? pgs_asking_begin(from.k->type, PGS_EXPERTS, rows) : (pgs_asking) { 0 };
     int64_t          read   = 0;  // groups of weights
-    from.asks = asking.asks;
+    from.ahead = asking.ahead;
     for (int32_t i = 0; i < *o.count; i++) {
         const int64_t cost  = o.runs[i].rows + READING;
-        const int64_t first = at_least(mine - before, cost, from.groups), end = at_least(others - before, cost, from.groups);
-        multiply_run(&from, &o.runs[i], o.pair, dst->src[1]->data, first, end, dst->data);
-        read += end - first;
-        before += from.groups * cost;
+        const int64_t first = from.together * at_least(mine - before, cost, units), last = from.together * at_least(others - before, cost, units);
+        const int64_t end   = last < from.groups ? last : from.groups;
+        if (first < end) {
+            multiply_run(&from, &o.runs[i], o.pair, dst->src[1]->data, first, end, dst->data);
+            read += end - first;
+        }
+        before += units * cost;
     }
     pgs_asking_end(&asking, (size_t) (read * from.blocks) * from.k->record);
     for (int64_t pair = ith; pair < pairs; pair += nth) {
@@ -317,13 +323,22 @@ bool pgs_expert_types(const pgs_level * level, enum ggml_type type) {
 // ---- packing, as fast as memory is
 
 void pgs_pack_experts(const pgs_level * level, enum ggml_type type, const void * rows, int64_t n_in, int64_t n_out, int64_t n_expert, void * packed) {
+    _Alignas(64) char room[CHUNK_BYTES];
     const pgs_kernel * k   = pgs_kernel_of(level, type);
     const size_t       row = ggml_row_size(type, n_in);
-    const weights      w   = { level, k, false, false, rows, row, row * (size_t) n_out, ggml_row_size(type, k->block), n_in, n_out,
+    const weights      w   = { level, k, false, 1, 0, rows, row, row * (size_t) n_out, ggml_row_size(type, k->block), n_in, n_out,
                                (n_in + k->block - 1) / k->block, (n_out + LANES - 1) / LANES };
+    const int64_t      chunk = (int64_t) (CHUNK_BYTES / k->record);
     for (int64_t e = 0; e < n_expert; e++) {
+        char * expert = (char *) packed + (size_t) (e * w.groups * w.blocks) * k->record;
         for (int64_t g = 0; g < w.groups; g++) {
-            records_of(&w, e, g, 0, w.blocks, (char *) packed + (size_t) ((e * w.groups + g) * w.blocks) * k->record);
+            for (int64_t first = 0; first < w.blocks; first += chunk) {
+                const int64_t n = w.blocks - first < chunk ? w.blocks - first : chunk;
+                regroup(&w, e, g, first, n, room);
+                for (int64_t b = 0; b < n; b++) {
+                    memcpy(expert + (size_t) record_of(w.groups, w.blocks, g, first + b) * k->record, room + (size_t) b * k->record, k->record);
+                }
+            }
         }
     }
 }

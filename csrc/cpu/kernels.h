@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define SUMS_STEP 64  // outputs, of four groups, whose sums lie beside each other
+
 typedef struct pgs_kernel {  // products with one type of weight
     int    type;             // enum ggml_type
     int    block;            // inputs of a record
@@ -14,8 +16,9 @@ typedef struct pgs_kernel {  // products with one type of weight
 
     // Rounds `n` values of one row to what products read: `blocks` blocks of row `row` of a tile, values behind the last one being 0.
     void (*activations)(const float * x, int64_t n, char * tile, int row);
-    // sums[rows][LANES] += the products of `blocks` records with `rows` rows of a tile. A row's bits do not depend on the other rows.
-    void (*product)(const char * records, int64_t blocks, const char * tile, int rows, float * sums);
+    // sums[r * SUMS_STEP + i] += the products of the outputs i of a pair of groups, or of one, with the rows r of a tile, over `blocks` blocks: their records
+    // lie as layout.h says. Weights are asked for that many bytes ahead of use. A row's bits depend neither on the other rows nor on the other group.
+    void (*product)(const char * records, int groups, int64_t blocks, const char * tile, int rows, float * sums, size_t ahead);
 } pgs_kernel;
 
 #define POSITIONS 32      // rows of K and V that are taken together
@@ -78,10 +81,8 @@ extern const struct pgs_level pgs_level_avx512vnni, pgs_level_avxvnni, pgs_level
 #define MOST_TILES  16           // tiles that a group of outputs is multiplied with before the next one
 #define TILES_BYTES (384 << 10)  // of their activations: they stay in the second-level cache
 #define CHUNK_BYTES (12 << 10)   // of weights that stay in the first-level cache while tiles use them
-#define PIECE_BYTES (2 << 10)    // of weights that are asked for at once
-#define AHEAD_BYTES (16 << 10)   // ahead of use
 
-// Into the second-level cache: further ahead than processors look by themselves, and without the places that first-level misses need.
+// Into the second-level cache, without the places that first-level misses need.
 static inline void pgs_ask_for(const char * from, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) {
         __builtin_prefetch(from + i, 0, 2);
@@ -93,7 +94,8 @@ typedef enum pgs_lies { PGS_NEAR, PGS_FAR, PGS_EXPERTS, PGS_PLACES } pgs_lies;
 
 typedef struct pgs_asking {
     void * trial;  // NULL where it is decided
-    bool   asks;   // whether weights are asked for ahead of use
+    int    way;
+    size_t ahead;  // bytes ahead of use that weights are asked for; 0: not at all
     double began;  // nanoseconds
 } pgs_asking;
 

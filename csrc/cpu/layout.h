@@ -2,7 +2,8 @@
 // sums of a block are whole numbers, and the floating-point steps behind them are the same fused ones in the same order.
 //
 // Weights: a record holds LANES outputs side by side for the inputs of one block; quads of inputs of one output are neighbours, because that
-// is what the dot products of processors take. Records of the same outputs follow each other (a "group"), groups follow in order.
+// is what the dot products of processors take. Records of the same outputs are a "group". Two groups are a pair, whose records take turns, block by block:
+// products read both as one stream, and multiply what they load of a row with both. A last group without a partner is alone, pairs follow in order.
 // Activations: a tile holds TILE rows side by side, block by block. A tile is always that large; rows that are not there are not read.
 #pragma once
 
@@ -10,6 +11,12 @@
 
 #define LANES 16
 #define TILE  8
+
+// Which record it is, of a matrix of `groups` groups of `blocks` blocks: that of a group's block.
+static inline int64_t record_of(int64_t groups, int64_t blocks, int64_t group, int64_t block) {
+    const int64_t first = group & ~(int64_t) 1;
+    return first + 1 < groups ? first * blocks + 2 * block + (group - first) : group * blocks + block;
+}
 
 // ---- weights. Scales are F16, as in the file.
 

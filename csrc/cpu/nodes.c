@@ -5,9 +5,10 @@
 
 #include <string.h>
 
-#define WIDE        4              // groups whose sums are stored together, a row after the other: every row lies in a page of its own
+#define WIDE        (SUMS_STEP / LANES)  // groups whose sums are stored together, a row after the other: every row lies in a page of its own
 #define FAR_BYTES   (1 << 20)      // of a matrix that is no longer in a second-level cache when it is read again
-#define ASKED_TILES 4              // tiles with which weights may be asked for: with more, they come while these compute
+#define ASKED_TILES 4              // tiles with which it is measured how far ahead weights are asked for: with more, they come while these compute
+#define ASKED_AHEAD (4 << 10)      // bytes, then
 
 // ggml keeps a node's function in the first 24 bytes of its parameters; the scale of scores, or what is added to a mean, comes behind them.
 #define SCALE_AT 32
@@ -106,56 +107,50 @@ typedef struct job {  // the products of one thread: weights, and as many tiles 
     int64_t            blocks;
     const char *       tiles;
     int                count, rows;  // tiles, and rows in them
-    bool               asks;         // whether weights are asked for ahead of use
+    size_t             ahead;        // bytes ahead of use that weights are asked for
 } job;
 
-static void multiply_group(const job * j, const char * group, float * sums) {
-    const pgs_kernel * k     = j->k;
-    const int64_t      fit   = (int64_t) ((j->asks ? PIECE_BYTES : CHUNK_BYTES) / k->record), chunk = fit < 1 ? 1 : fit;
-    memset(sums, 0, (size_t) j->count * TILE * LANES * sizeof(float));
+// The outputs of a pair of groups, or of one.
+static void multiply_groups(const job * j, const char * records, int groups, float * sums) {
+    const pgs_kernel * k    = j->k;
+    const size_t       size = (size_t) groups * k->record;
+    const int64_t      fit  = (int64_t) (CHUNK_BYTES / size), chunk = j->count == 1 ? j->blocks : fit < 1 ? 1 : fit;
     for (int64_t first = 0; first < j->blocks; first += chunk) {
         const int64_t n = j->blocks - first < chunk ? j->blocks - first : chunk;
-        if (j->asks) {
-            pgs_ask_for(group + (size_t) first * k->record + AHEAD_BYTES, (size_t) n * k->record);
-        }
         for (int t = 0; t < j->count; t++) {
             const char * tile = j->tiles + (size_t) (t * j->blocks + first) * k->act;
             const int    rows = j->rows - t * TILE < TILE ? j->rows - t * TILE : TILE;
-            k->product(group + (size_t) first * k->record, n, tile, rows, sums + (size_t) t * TILE * LANES);
+            k->product(records + (size_t) first * size, groups, n, tile, rows, sums + (size_t) t * TILE * SUMS_STEP, j->ahead);
         }
     }
 }
 
+// Threads share pairs of groups.
 static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     const pgs_kernel *         k = userdata;
     const struct ggml_tensor * w = dst->src[0];
-    const int64_t blocks = w->ne[1], groups = w->ne[2], n_out = dst->ne[0], rows = rows_of(dst);
-    const int64_t fit    = TILES_BYTES / (blocks * (int64_t) k->act), most = fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
-    _Alignas(64) float sums[WIDE][MOST_TILES * TILE * LANES];
-    for (int64_t first = 0; first < rows; first += most * TILE) {
-        const int        here   = (int) (rows - first < most * TILE ? rows - first : most * TILE), count = (here + TILE - 1) / TILE;
+    const int64_t blocks = w->ne[1], groups = w->ne[2], pairs = (groups + 1) / 2, n_out = dst->ne[0], rows = rows_of(dst);
+    const int64_t first = pairs * ith / nth * 2, last = pairs * (ith + 1) / nth * 2, end = last < groups ? last : groups;
+    const int64_t fit   = TILES_BYTES / (blocks * (int64_t) k->act), most = fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
+    _Alignas(64) float sums[MOST_TILES * TILE * SUMS_STEP];
+    for (int64_t row = 0; row < rows; row += most * TILE) {
+        const int        here   = (int) (rows - row < most * TILE ? rows - row : most * TILE), count = (here + TILE - 1) / TILE;
         const bool       few    = count <= ASKED_TILES;
-        const pgs_asking asking = few ? pgs_asking_begin(k->type, ggml_nbytes(w) >= FAR_BYTES ? PGS_FAR : PGS_NEAR, here) : (pgs_asking) { 0 };
-        const job        j      = { k, blocks, (const char *) dst->src[1]->data + (size_t) (first / TILE * blocks) * k->act, count, here, asking.asks };
-        const int64_t end = groups * (ith + 1) / nth;
-        for (int64_t g = groups * ith / nth; g < end; g += WIDE) {
-            const int wide = (int) (end - g < WIDE ? end - g : WIDE);
-            for (int i = 0; i < wide; i++) {
-                multiply_group(&j, (const char *) w->data + (size_t) ((g + i) * blocks) * k->record, sums[i]);
+        const pgs_asking asking = few ? pgs_asking_begin(k->type, ggml_nbytes(w) >= FAR_BYTES ? PGS_FAR : PGS_NEAR, here) : (pgs_asking) { .ahead = ASKED_AHEAD };
+        const job        j      = { k, blocks, (const char *) dst->src[1]->data + (size_t) (row / TILE * blocks) * k->act, count, here, asking.ahead };
+        for (int64_t g = first; g < end; g += WIDE) {
+            const int     wide = (int) (end - g < WIDE ? end - g : WIDE);
+            const int64_t left = n_out - g * LANES, outputs = left < wide * LANES ? left : wide * LANES;
+            memset(sums, 0, (size_t) here * SUMS_STEP * sizeof(float));
+            for (int i = 0; i < wide; i += 2) {
+                const char * records = (const char *) w->data + (size_t) record_of(groups, blocks, g + i, 0) * k->record;
+                multiply_groups(&j, records, wide - i < 2 ? 1 : 2, sums + i * LANES);
             }
-            for (int r = 0; r < here; r++) {
-                float * to = (float *) dst->data + (first + r) * n_out + g * LANES;
-                for (int i = 0; i < wide; i++) {
-                    const int64_t left = n_out - (g + i) * LANES;
-                    if (left >= LANES) {
-                        memcpy(to + i * LANES, sums[i] + r * LANES, LANES * sizeof(float));
-                    } else {
-                        memcpy(to + i * LANES, sums[i] + r * LANES, (size_t) left * sizeof(float));
-                    }
-                }
+            for (int r = 0; r < here && outputs > 0; r++) {  // a view may have a group more than outputs
+                memcpy((float *) dst->data + (row + r) * n_out + g * LANES, sums + r * SUMS_STEP, (size_t) outputs * sizeof(float));
             }
         }
-        pgs_asking_end(&asking, (size_t) ((groups * (ith + 1) / nth - groups * ith / nth) * blocks) * k->record);
+        pgs_asking_end(&asking, end > first ? (size_t) ((end - first) * blocks) * k->record : 0);
     }
 }
 
@@ -172,7 +167,7 @@ static void run_look_up(struct ggml_tensor * dst, int ith, int nth, void * userd
         const int32_t i   = *(const int32_t *) ((const char *) index->data + (size_t) r * index->nb[0]);
         float *       out = (float *) dst->data + r * dst->ne[0];
         if (i >= 0 && i < packed->ne[2] * LANES) {
-            pgs_look_up((enum ggml_type) (uintptr_t) userdata, packed->data, dst->ne[0], i, out);
+            pgs_look_up((enum ggml_type) (uintptr_t) userdata, packed->data, dst->ne[0], packed->ne[2] * LANES, i, out);
         } else {
             memset(out, 0xff, (size_t) dst->ne[0] * sizeof(float));  // NaN, which the engine notices
         }

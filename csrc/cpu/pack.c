@@ -179,19 +179,19 @@ static void pack_block(enum ggml_type type, const void * from, int64_t left, voi
     }
 }
 
-void pgs_pack_rows(enum ggml_type type, const void * rows, int64_t n_in, int64_t first, int64_t n_rows, void * packed) {
+void pgs_pack_rows(enum ggml_type type, const void * rows, int64_t n_in, int64_t n_out, int64_t first, int64_t n_rows, void * packed) {
     shape s;
     if (!shape_of(type, &s)) {
         return;
     }
-    const int64_t blocks = (n_in + s.block - 1) / s.block;
+    const int64_t blocks = (n_in + s.block - 1) / s.block, groups = (n_out + LANES - 1) / LANES;
     const size_t  size   = ggml_row_size(type, n_in), step = s.file != 0 ? s.file : 32 * ggml_type_size(type);
     for (int64_t r = 0; r < n_rows; r++) {
-        const int64_t out   = first + r;
-        const char *  from  = (const char *) rows + (size_t) r * size;
-        char *        group = (char *) packed + (size_t) (out / LANES * blocks) * s.record;
+        const int64_t out  = first + r;
+        const char *  from = (const char *) rows + (size_t) r * size;
         for (int64_t b = 0; b < blocks; b++) {
-            pack_block(type, from + (size_t) b * step, n_in - 32 * b, group + (size_t) b * s.record, (int) (out % LANES));
+            char * record = (char *) packed + (size_t) record_of(groups, blocks, out / LANES, b) * s.record;
+            pack_block(type, from + (size_t) b * step, n_in - 32 * b, record, (int) (out % LANES));
         }
     }
 }
@@ -211,16 +211,16 @@ static void look_up_k(const head_k * h, const uint8_t (*high)[4 * LANES], const 
     }
 }
 
-void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t index, float * out) {
+void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t n_out, int64_t index, float * out) {
     shape s;
     if (!shape_of(type, &s)) {
         return;
     }
-    const int64_t blocks = (n_in + s.block - 1) / s.block;
+    const int64_t blocks = (n_in + s.block - 1) / s.block, groups = (n_out + LANES - 1) / LANES;
     const int     lane   = (int) (index % LANES);
-    const char *  record = (const char *) packed + (size_t) (index / LANES * blocks) * s.record;
-    for (int64_t b = 0; b < blocks; b++, record += s.record, out += s.block) {
-        const int64_t left = n_in - b * s.block;
+    for (int64_t b = 0; b < blocks; b++, out += s.block) {
+        const char *  record = (const char *) packed + (size_t) record_of(groups, blocks, index / LANES, b) * s.record;
+        const int64_t left   = n_in - b * s.block;
         switch (type) {
             case GGML_TYPE_Q8_0: {
                 const rec_q8_0 * r = (const rec_q8_0 *) record;

@@ -8,12 +8,13 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define VL     8
-#define ROWS   8  // rows that share a load of weights
-#define FLOAT_ROWS 4  // the same of weights that are not quantised, whose sums are two per output
+#define ROWS    8  // rows that share a load of weights
+#define AT_ONCE 1  // vectors of outputs that share a load of what they are multiplied with
 
 typedef __m256  vf;
 typedef __m256i vi;
 typedef __m256i vb;
+typedef __m256i vx;  // a quad of a row, VL times
 
 INLINE vf vf_zero(void) { return _mm256_setzero_ps(); }
 INLINE vf vf_set(float x) { return _mm256_set1_ps(x); }
@@ -62,30 +63,34 @@ INLINE vb vb_fifth(vb low, vb high, int j) {
     return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(16)));
 }
 
+INLINE vx vx_quad(const void * p) { return _mm256_set1_epi32(quad(p)); }
+
 // Keeps a sum where it is computed. GCC 12 puts off additions of whole numbers until their sum is needed and keeps the summands in memory meanwhile.
-#define HELD(x) __asm__("" : "+x"(x))
+#define HELD_HERE(x) __asm__("" : "+x"(x))
 
 #ifdef DOT_BYTES
 
-#define HELD_ROWS 4
+#define HELD 4  // vectors of sums that fit the registers beside all else
 
 typedef __m256i vbias;
 
-#define DOTS_OF(s, w, most, n, x, stride, R)                                                          \
-    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                           \
-        const vb quads = w;                                                                           \
-        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                       \
-            (s)[r] = DOT_BYTES((s)[r], quads, _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t)));   \
-        }                                                                                             \
+#define DOTS_OF(s, w, most, n, x, stride)                                      \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                    \
+        vb quads[2];                                                           \
+        EACH_VEC quads[v] = w;                                                 \
+        EACH_ROW {                                                             \
+            const vx a = vx_quad((x) + r * (stride) + 4 * t);                  \
+            EACH_VEC (s)[v][r] = DOT_BYTES((s)[v][r], quads[v], a);            \
+        }                                                                      \
     }
 
 INLINE vbias bias_load(const uint8_t * p) { return _mm256_loadu_si256((const __m256i *) p); }
 INLINE vi    bias_start(const int32_t * by_128) { return _mm256_set1_epi32(*by_128); }
-INLINE vi    bias_dot(vi s, vbias w, const int8_t * x) { return DOT_BYTES(s, w, _mm256_set1_epi32(quad(x))); }
+INLINE vi    bias_dot(vi s, vbias w, vx x) { return DOT_BYTES(s, w, x); }
 
 #else
 
-#define HELD_ROWS 2
+#define HELD 2
 
 // The products of two pairs are added in 16 bits, which saturate: weights up to 63 fit twice (2 * 2 * 63 * 128 = 32,256), up to 31 four times, up to
 // 15 eight times. Weights + 128 do not fit, so their absolute value is multiplied by the activation with the sign: 2 * 128 * 127 = 32,512.
@@ -95,37 +100,45 @@ typedef struct vbias {
 
 INLINE vi wider(vi s, __m256i pairs) { return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
 
-#define DOTS_OF(s, w, most, n, x, stride, R)                                                                                \
-    __m256i pairs[ROWS];                                                                                                    \
+#define DOTS_OF(s, w, most, n, x, stride)                                                                                   \
+    __m256i pairs[2][ROWS];                                                                                                 \
     _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                                                 \
-        const vb  quads = w;                                                                                                \
+        vb quads[2];                                                                                                        \
+        EACH_VEC quads[v] = w;                                                                                              \
         const int each = 127 / (most), first = t % each == 0, last = t % each == each - 1 || t == (n) - 1;                  \
-        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                             \
-            const __m256i two = _mm256_maddubs_epi16(quads, _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t)));           \
-            pairs[r]          = first ? two : _mm256_add_epi16(pairs[r], two);                                              \
-            HELD(pairs[r]);                                                                                                 \
-            if (last) {                                                                                                     \
-                (s)[r] = wider((s)[r], pairs[r]);                                                                           \
+        EACH_ROW {                                                                                                          \
+            const vx a = vx_quad((x) + r * (stride) + 4 * t);                                                               \
+            EACH_VEC {                                                                                                      \
+                const __m256i two = _mm256_maddubs_epi16(quads[v], a);                                                      \
+                pairs[v][r]       = first ? two : _mm256_add_epi16(pairs[v][r], two);                                       \
+                HELD_HERE(pairs[v][r]);                                                                                     \
+                if (last) {                                                                                                 \
+                    (s)[v][r] = wider((s)[v][r], pairs[v][r]);                                                              \
+                }                                                                                                           \
             }                                                                                                               \
         }                                                                                                                   \
     }
 
-// whole[r] += scales times the sums of 8 quads of w, which is at most 15. Scales fit 16 bits, so widening sums of pairs to 32 bits multiplies by them, too.
-#define SCALED_DOTS(whole, w, scales, x, stride, R)                                                                         \
+// whole[v][r] += scales times the sums of 8 quads of w, which is at most 15. Scales fit 16 bits, so widening sums of pairs to 32 bits multiplies by them, too.
+#define SCALED_DOTS(whole, w, scales, x, stride)                                                                            \
     {                                                                                                                       \
-        __m256i pairs[ROWS];                                                                                                \
+        __m256i pairs[2][ROWS];                                                                                             \
         _Pragma("GCC unroll 8") for (int t = 0; t < 8; t++) {                                                               \
-            const vb quads = w;                                                                                             \
-            _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                         \
-                const __m256i two = _mm256_maddubs_epi16(quads, _mm256_set1_epi32(quad((x) + r * (stride) + 4 * t)));       \
-                pairs[r]          = t == 0 ? two : _mm256_add_epi16(pairs[r], two);                                         \
-                HELD(pairs[r]);                                                                                             \
+            vb quads[2];                                                                                                    \
+            EACH_VEC quads[v] = w;                                                                                          \
+            EACH_ROW {                                                                                                      \
+                const vx a = vx_quad((x) + r * (stride) + 4 * t);                                                           \
+                EACH_VEC {                                                                                                  \
+                    const __m256i two = _mm256_maddubs_epi16(quads[v], a);                                                  \
+                    pairs[v][r]       = t == 0 ? two : _mm256_add_epi16(pairs[v][r], two);                                  \
+                    HELD_HERE(pairs[v][r]);                                                                                 \
+                }                                                                                                           \
             }                                                                                                               \
         }                                                                                                                   \
-        const __m256i one = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (scales)));                              \
-        const __m256i both = _mm256_or_si256(one, _mm256_slli_epi32(one, 16));                                              \
-        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                             \
-            (whole)[r] = _mm256_add_epi32((whole)[r], _mm256_madd_epi16(pairs[r], both));                                   \
+        EACH_VEC {                                                                                                          \
+            const __m256i one  = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (scales)));                         \
+            const __m256i both = _mm256_or_si256(one, _mm256_slli_epi32(one, 16));                                          \
+            EACH_ROW (whole)[v][r] = _mm256_add_epi32((whole)[v][r], _mm256_madd_epi16(pairs[v][r], both));                 \
         }                                                                                                                   \
     }
 
@@ -137,9 +150,9 @@ INLINE vi bias_start(const int32_t * by_128) {
     (void) by_128;  // the weights are signed here
     return _mm256_setzero_si256();
 }
-INLINE vi bias_dot(vi s, vbias w, const int8_t * x) {
-    vi sum = wider(s, _mm256_maddubs_epi16(w.abs, _mm256_sign_epi8(_mm256_set1_epi32(quad(x)), w.sign)));
-    HELD(sum);
+INLINE vi bias_dot(vi s, vbias w, vx x) {
+    vi sum = wider(s, _mm256_maddubs_epi16(w.abs, _mm256_sign_epi8(x, w.sign)));
+    HELD_HERE(sum);
     return sum;
 }
 

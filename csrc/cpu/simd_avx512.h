@@ -8,14 +8,15 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define VL     16
-#define ROWS   8  // rows whose sums fit the registers
-#define FLOAT_ROWS 8
-#define HELD_ROWS 8
+#define ROWS    8  // rows that share a load of weights
+#define AT_ONCE 2  // vectors of outputs that share a load of what they are multiplied with
+#define HELD    8  // vectors of sums that fit the registers beside all else
 
 typedef __m512  vf;
 typedef __m512i vi;
 typedef __m512i vb;      // VL quads of bytes
 typedef __m512i vbias;   // the same, of weights + 128, ready for products
+typedef __m512i vx;      // a quad of a row, VL times
 
 INLINE vf vf_zero(void) { return _mm512_setzero_ps(); }
 INLINE vf vf_set(float x) { return _mm512_set1_ps(x); }
@@ -64,13 +65,17 @@ INLINE vb vb_fifth(vb low, vb high, int j) {
     return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(16)));
 }
 
-// s[r] += sums of quads of w (an expression of t, 0 .. most) times those of row r, n quads
-#define DOTS_OF(s, w, most, n, x, stride, R)                                                                    \
-    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                                     \
-        const vb quads = w;                                                                                     \
-        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                                 \
-            (s)[r] = _mm512_dpbusd_epi32((s)[r], quads, _mm512_set1_epi32(quad((x) + r * (stride) + 4 * t)));   \
-        }                                                                                                       \
+INLINE vx vx_quad(const void * p) { return _mm512_set1_epi32(quad(p)); }
+
+// s[v][r] += sums of quads of w (an expression of t and v, 0 .. most) times those of row r, n quads
+#define DOTS_OF(s, w, most, n, x, stride)                                              \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                            \
+        vb quads[2];                                                                   \
+        EACH_VEC quads[v] = w;                                                         \
+        EACH_ROW {                                                                     \
+            const vx a = vx_quad((x) + r * (stride) + 4 * t);                          \
+            EACH_VEC (s)[v][r] = _mm512_dpbusd_epi32((s)[v][r], quads[v], a);          \
+        }                                                                              \
     }
 
 // In halves: every second record of Q8_0, 8.5 cache lines long, begins in the middle of one, and loads across two lines of what is not in a cache yet
@@ -80,7 +85,7 @@ INLINE vbias bias_load(const uint8_t * p) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 INLINE vi    bias_start(const int32_t * by_128) { return _mm512_set1_epi32(*by_128); }
-INLINE vi    bias_dot(vi s, vbias w, const int8_t * x) { return _mm512_dpbusd_epi32(s, w, _mm512_set1_epi32(quad(x))); }
+INLINE vi    bias_dot(vi s, vbias w, vx x) { return _mm512_dpbusd_epi32(s, w, x); }
 
 // z + two mins of every output times the sums of two sub-blocks
 INLINE vi vi_mins(vi z, const uint8_t * m, const int16_t * pair) {

@@ -9,14 +9,15 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define VL     8
-#define ROWS   4
-#define FLOAT_ROWS 4
-#define HELD_ROWS 4
+#define ROWS    4
+#define AT_ONCE 1
+#define HELD    4
 
 typedef struct vf { float32x4_t a, b; } vf;
 typedef struct vi { int32x4_t a, b; } vi;
 typedef struct vb { uint8x16_t a, b; } vb;
 typedef struct vbias { int8x16_t a, b; } vbias;
+typedef int32x4_t vx;  // a quad of a row, four times
 
 INLINE vf vf_set(float x) { return (vf) { vdupq_n_f32(x), vdupq_n_f32(x) }; }
 INLINE vf vf_zero(void) { return vf_set(0.0f); }
@@ -91,15 +92,19 @@ INLINE vb vb_join(vb low, vb high, int from, int bits) {
 }
 INLINE vb vb_fifth(vb low, vb high, int j) { return vb_join(low, high, j, 1); }
 
-#define DOTS_OF(s, w, most, n, x, stride, R)                                                              \
-    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                                               \
-        const vb quads = w;                                                                               \
-        _Pragma("GCC unroll 8") for (int r = 0; r < (R); r++) {                                           \
-            (s)[r] = vi_dot((s)[r], quads, vdupq_n_s32(quad((x) + r * (stride) + 4 * t)));                \
-        }                                                                                                 \
+INLINE vx vx_quad(const void * p) { return vdupq_n_s32(quad(p)); }
+
+#define DOTS_OF(s, w, most, n, x, stride)                                      \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                    \
+        vb quads[2];                                                           \
+        EACH_VEC quads[v] = w;                                                 \
+        EACH_ROW {                                                             \
+            const vx a = vx_quad((x) + r * (stride) + 4 * t);                  \
+            EACH_VEC (s)[v][r] = vi_dot((s)[v][r], quads[v], a);               \
+        }                                                                      \
     }
 
-INLINE vi vi_dot(vi s, vb w, int32x4_t x) {
+INLINE vi vi_dot(vi s, vb w, vx x) {
     const int8x16_t by = vreinterpretq_s8_s32(x);
     return (vi) { vdotq_s32(s.a, vreinterpretq_s8_u8(w.a), by), vdotq_s32(s.b, vreinterpretq_s8_u8(w.b), by) };
 }
@@ -111,8 +116,8 @@ INLINE vi bias_start(const int32_t * by_128) {
     (void) by_128;  // the weights are signed here
     return vi_set(0);
 }
-INLINE vi bias_dot(vi s, vbias w, const int8_t * x) {
-    const int8x16_t by = vreinterpretq_s8_s32(vdupq_n_s32(quad(x)));
+INLINE vi bias_dot(vi s, vbias w, vx x) {
+    const int8x16_t by = vreinterpretq_s8_s32(x);
     return (vi) { vdotq_s32(s.a, w.a, by), vdotq_s32(s.b, w.b, by) };
 }
 INLINE int32x4_t pairs_of(uint8x8_t m, int16x8_t pair) {

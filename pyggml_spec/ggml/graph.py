@@ -98,8 +98,8 @@ class Graph:
         require(fits, "outputs", weight=tuple(weight.ne[0:4]), count=count)
         if isinstance(weight, Packed):
             _, blocks, groups = packed_shape(weight.type, (weight.ne[0], count)) or (0, 0, 0)
-            t = weight.tensor  # groups of outputs lie one behind the other
-            part_of = lib.ggml_view_3d(self.ctx, t, t.ne[0], blocks, groups, t.nb[1], t.nb[2], 0)
+            t = weight.tensor  # groups of outputs lie one behind the other, by pairs
+            part_of = lib.ggml_view_3d(self.ctx, t, t.ne[0], blocks, min(groups + groups % 2, t.ne[2]), t.nb[1], t.nb[2], 0)
             return replace(weight, ne=(weight.ne[0], count, 1, 1), tensor=part_of)
         return lib.ggml_view_2d(self.ctx, weight, weight.ne[0], count, weight.nb[1], 0)
 

@@ -125,12 +125,12 @@ def pack_experts(level: Level, packed: Packed, data: CData, threads: int) -> Non
 
 def pack(packed: Packed, data: CData, first: int, rows: int, threads: int) -> None:
     """Fills the outputs [first, first + rows) from ``data``, rows as files store them, in host memory."""
-    n_in, size = packed.ne[0], lib.ggml_row_size(packed.type, packed.ne[0])
+    (n_in, n_out), size = packed.ne[:2], lib.ggml_row_size(packed.type, packed.ne[0])
     base = ffi.cast("char *", data)
 
     def part(row: int) -> None:
         n = min(PACK_ROWS - (first + row) % PACK_ROWS, rows - row)  # two threads never write to the same outputs
-        lib.pgs_pack_rows(packed.type, base + row * size, n_in, first + row, n, packed.tensor.data)
+        lib.pgs_pack_rows(packed.type, base + row * size, n_in, n_out, first + row, n, packed.tensor.data)
 
     starts = [0, *range(PACK_ROWS - first % PACK_ROWS, rows, PACK_ROWS)]
     if threads == 1 or len(starts) == 1:

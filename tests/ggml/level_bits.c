@@ -91,12 +91,16 @@ static void record(char * to, const pgs_kernel * k) {
     }
 }
 
+// By a pair of groups, and by its first group alone.
 static int products(const pgs_kernel * k, int blocks) {
-    char *  records = malloc(k->record * (size_t) blocks), * tile = calloc(k->act, (size_t) blocks);
+    char *  records = malloc(2 * k->record * (size_t) blocks), * first = malloc(k->record * (size_t) blocks), * tile = calloc(k->act, (size_t) blocks);
     float * x = malloc(sizeof(float) * (size_t) (blocks * k->block));
     int     wrong = 0;
-    for (int b = 0; b < blocks; b++) {
+    for (int b = 0; b < 2 * blocks; b++) {
         record(records + (size_t) b * k->record, k);
+        if (b % 2 == 0) {
+            memcpy(first + (size_t) (b / 2) * k->record, records + (size_t) b * k->record, k->record);
+        }
     }
     for (int row = 0; row < TILE; row++) {
         fill(x, (int64_t) blocks * k->block, row == 2 ? 1e-20f : row == 3 ? 1e4f : 1.0f);
@@ -108,19 +112,22 @@ static int products(const pgs_kernel * k, int blocks) {
         }
         k->activations(x, (int64_t) blocks * k->block, tile, row);
     }
-    float alone[TILE][LANES], sums[TILE][LANES];
+    float alone[TILE][2 * LANES], sums[TILE][SUMS_STEP], one[TILE][SUMS_STEP];
     for (int rows = 1; rows <= TILE; rows++) {
         memset(sums, 0, sizeof(sums));
-        k->product(records, blocks, tile, rows, sums[0]);
-        say(sums[0], rows * LANES);
-        memcpy(alone[rows - 1], sums[rows - 1], sizeof(sums[0]));
+        memset(one, 0, sizeof(one));
+        k->product(records, 2, blocks, tile, rows, sums[0], 0);
+        k->product(first, 1, blocks, tile, rows, one[0], 64);
+        memcpy(alone[rows - 1], sums[rows - 1], sizeof(alone[0]));
         for (int row = 0; row < rows; row++) {
-            for (int j = 0; j < LANES; j++) {
+            say(sums[row], 2 * LANES);
+            for (int j = 0; j < 2 * LANES; j++) {
                 wrong |= memcmp(&alone[row][j], &sums[row][j], sizeof(float)) != 0 && alone[row][j] == alone[row][j];
+                wrong |= j < LANES && memcmp(&one[row][j], &sums[row][j], sizeof(float)) != 0 && one[row][j] == one[row][j];
             }
         }
     }
-    free(records), free(tile), free(x);
+    free(records), free(first), free(tile), free(x);
     return wrong;
 }
 

@@ -57,7 +57,7 @@ class Guarded:
         if n_expert:
             lib.pgs_pack_experts(self.level, kind, rows.data, n_in, n_out, n_expert, to.data)
         else:
-            lib.pgs_pack_rows(kind, rows.data, n_in, 0, n_out, to.data)
+            lib.pgs_pack_rows(kind, rows.data, n_in, n_out, 0, n_out, to.data)
         return Packed(kind, (n_in, n_out, n_expert or 1, 1), to)
 
     def run(self, node) -> None:
