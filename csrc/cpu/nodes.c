@@ -8,7 +8,8 @@
 #define WIDE        (SUMS_STEP / LANES)  // groups whose sums are stored together, a row after the other: every row lies in a page of its own
 #define FAR_BYTES   (1 << 20)      // of a matrix that is no longer in a second-level cache when it is read again
 #define ASKED_TILES 4              // tiles with which it is measured how far ahead weights are asked for: with more, they come while these compute
-#define ASKED_AHEAD (4 << 10)      // bytes, then
+#define ASKED_BYTES (64 << 10)     // of weights for a thread, with which it is measured: what else a product does would be taken for reading
+#define ASKED_AHEAD (4 << 10)      // bytes ahead, where it is not measured
 
 // ggml keeps a node's function in the first 24 bytes of its parameters; the scale of scores, or what is added to a mean, comes behind them.
 #define SCALE_AT 32
@@ -132,11 +133,12 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
     const int64_t blocks = w->ne[1], groups = w->ne[2], pairs = (groups + 1) / 2, n_out = dst->ne[0], rows = rows_of(dst);
     const int64_t first = pairs * ith / nth * 2, last = pairs * (ith + 1) / nth * 2, end = last < groups ? last : groups;
     const int64_t fit   = TILES_BYTES / (blocks * (int64_t) k->act), most = fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
+    const int64_t bytes = end > first ? (end - first) * blocks * (int64_t) k->record : 0;
     _Alignas(64) float sums[MOST_TILES * TILE * SUMS_STEP];
     for (int64_t row = 0; row < rows; row += most * TILE) {
         const int        here   = (int) (rows - row < most * TILE ? rows - row : most * TILE), count = (here + TILE - 1) / TILE;
-        const bool       few    = count <= ASKED_TILES;
-        const pgs_asking asking = few ? pgs_asking_begin(k->type, ggml_nbytes(w) >= FAR_BYTES ? PGS_FAR : PGS_NEAR, here) : (pgs_asking) { .ahead = ASKED_AHEAD };
+        const bool       timed  = count <= ASKED_TILES && bytes >= ASKED_BYTES;
+        const pgs_asking asking = timed ? pgs_asking_begin(k->type, ggml_nbytes(w) >= FAR_BYTES ? PGS_FAR : PGS_NEAR, here) : (pgs_asking) { .ahead = ASKED_AHEAD };
         const job        j      = { k, blocks, (const char *) dst->src[1]->data + (size_t) (row / TILE * blocks) * k->act, count, here, asking.ahead };
         for (int64_t g = first; g < end; g += WIDE) {
             const int     wide = (int) (end - g < WIDE ? end - g : WIDE);
@@ -150,7 +152,7 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
                 memcpy((float *) dst->data + (row + r) * n_out + g * LANES, sums + r * SUMS_STEP, (size_t) outputs * sizeof(float));
             }
         }
-        pgs_asking_end(&asking, end > first ? (size_t) ((end - first) * blocks) * k->record : 0);
+        pgs_asking_end(&asking, (size_t) bytes);
     }
 }
 

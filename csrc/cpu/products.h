@@ -11,9 +11,11 @@
 #define PARTS     (LANES / VL)
 #define EACH_PART _Pragma("GCC unroll 4") for (int p = 0; p < PARTS; p++)
 
-// Outputs of G groups (a pair of them, or one alone), V vectors at once: each value of a row that is loaded is multiplied with all of them.
-#define V         (G * PARTS < AT_ONCE ? G * PARTS : AT_ONCE)
+// Outputs of G groups (a pair of them, or one alone), V vectors at once, N if there are as many: each value of a row that is loaded is multiplied with all
+// of them.
+#define V         (G * PARTS < N ? G * PARTS : N)
 #define EACH_FEW  _Pragma("GCC unroll 4") for (int at = 0; at < G * PARTS; at += V)
+#define EACH_TURN _Pragma("GCC unroll 1") for (int at = 0; at < G * PARTS; at += V)  // of more code: Q6_K by AVX2 101 GMAC/s, unrolled 71
 #define EACH_VEC  _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
 #define GROUP     ((at + v) / PARTS)
 #define PART      ((at + v) % PARTS)
@@ -65,7 +67,7 @@ INLINE vb nibbles(const uint8_t * p, int high) { return high ? vb_high(vb_load(p
 
 #define ARGUMENTS const char * w, int64_t blocks, const char * tile, int row, float * sums, size_t ahead
 
-INLINE void q8_0_rows(ARGUMENTS, const int R, const int G) {
+INLINE void q8_0_rows(ARGUMENTS, const int R, const int G, const int N) {
     const size_t   size = sizeof(rec_q8_0);
     const act_32 * x    = (const act_32 *) tile;
     vf             acc[4][ROWS];
@@ -77,7 +79,7 @@ INLINE void q8_0_rows(ARGUMENTS, const int R, const int G) {
             EACH_VEC EACH_ROW s[v][r] = bias_start(x->by_128 + row + r);
             _Pragma("GCC unroll 8") for (int t = 0; t < 8; t++) {
                 vbias q[2];
-                EACH_VEC q[v] = bias_load(((const rec_q8_0 *) w)[GROUP].q[t] + 4 * VL * PART);
+                EACH_VEC q[v] = bias_load(((const rec_q8_0 *) w)[GROUP].q[t] + 4 * VL * PART, GROUP);
                 EACH_ROW {
                     const vx a = vx_quad(x->q[row + r] + 4 * t);
                     EACH_VEC s[v][r] = bias_dot(s[v][r], q[v], a);
@@ -98,7 +100,7 @@ INLINE void q8_0_rows(ARGUMENTS, const int R, const int G) {
 INLINE vb nibble_quads(const uint8_t * p, int high, int fp4) { return fp4 ? vb_fp4(nibbles(p, high)) : nibbles(p, high); }
 
 // Q4_0 and MXFP4, which lie alike: d * q, where q is too large by 8, or by 12, whose products with a row are by_8 and by_8 / 2 * 3.
-INLINE void nibble_rows(ARGUMENTS, const int R, const int G, const int fp4) {
+INLINE void nibble_rows(ARGUMENTS, const int R, const int G, const int N, const int fp4) {
     const size_t   size = fp4 ? sizeof(rec_mxfp4) : sizeof(rec_q4_0);
     const act_32 * x    = (const act_32 *) tile;
     vf             acc[4][ROWS];
@@ -131,11 +133,11 @@ INLINE vb q5_k_quads(const rec_q5_k * w, int i, int t, int p, int odd) {
 
 // Q4_K and Q5_K: d * scale * q - dmin * min. Sums of Q4_K times scales are whole numbers, below 2^24 in half a block: floats hold them exactly, and levels
 // that scale whole numbers (SCALED_DOTS) round the same sum of both halves, once.
-INLINE void k_rows(ARGUMENTS, const int R, const int G, const int five) {
+INLINE void k_rows(ARGUMENTS, const int R, const int G, const int N, const int five) {
     const size_t    size = five ? sizeof(rec_q5_k) : sizeof(rec_q4_k);
     const act_256 * x    = (const act_256 *) tile;
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        EACH_FEW {
+        EACH_TURN {
             vf sum[2][ROWS], half[2][ROWS];
             vi whole[2][ROWS];
             EACH_VEC EACH_ROW {
@@ -193,11 +195,11 @@ INLINE void k_rows(ARGUMENTS, const int R, const int G, const int five) {
 }
 
 // Q6_K: d * scale * (q - 32)
-INLINE void q6_k_rows(ARGUMENTS, const int R, const int G) {
+INLINE void q6_k_rows(ARGUMENTS, const int R, const int G, const int N) {
     const size_t    size = sizeof(rec_q6_k);
     const act_256 * x    = (const act_256 *) tile;
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        EACH_FEW {
+        EACH_TURN {
 #define RECORD (((const rec_q6_k *) w) + GROUP)
             vf sum[2][ROWS];
             EACH_VEC EACH_ROW sum[v][r] = vf_zero();
@@ -238,7 +240,7 @@ INLINE vf float_weights(const char * w, int i, int p, const int type) {
 }
 
 // Two sums per output and block, of even and odd inputs: one would wait for itself.
-INLINE void float_rows(ARGUMENTS, const int R, const int G, const int type) {
+INLINE void float_rows(ARGUMENTS, const int R, const int G, const int N, const int type) {
     const size_t    size = type == F32 ? sizeof(rec_f32) : sizeof(rec_f16);
     const act_f32 * x    = (const act_f32 *) tile;
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
@@ -267,49 +269,47 @@ INLINE void float_rows(ARGUMENTS, const int R, const int G, const int type) {
 // ---- one function per number of rows, for a pair and for a group alone; not inlined, because compilers keep the sums of one in registers and spill those
 // of many
 
-#define ONE(name, R, G, call)                                               \
-    static __attribute__((noinline)) void name##_##R##_##G(ARGUMENTS) {     \
-        call(w, blocks, tile, row, sums, ahead, R, G);                      \
+#define ONE(name, R, G, N, call)                                        \
+    static __attribute__((noinline)) void name##_##R##_##G(ARGUMENTS) { \
+        call(w, blocks, tile, row, sums, ahead, R, G, N);               \
     }
-#define BOTH(name, R, call) ONE(name, R, 1, call) ONE(name, R, 2, call)
-#define FOUR(name, call)  BOTH(name, 1, call) BOTH(name, 2, call) BOTH(name, 3, call) BOTH(name, 4, call)
-#define EIGHT(name, call) FOUR(name, call) BOTH(name, 5, call) BOTH(name, 6, call) BOTH(name, 7, call) BOTH(name, 8, call)
-#define FOUR_OF(name, G)  name##_1_##G, name##_2_##G, name##_3_##G, name##_4_##G
-#define EIGHT_OF(name, G) FOUR_OF(name, G), name##_5_##G, name##_6_##G, name##_7_##G, name##_8_##G
+#define BOTH(name, R, N, call) ONE(name, R, 1, N, call) ONE(name, R, 2, N, call)
+#define ROWS_4(name, call, few, many) BOTH(name, 1, few, call) BOTH(name, 2, few, call) BOTH(name, 3, few, call) BOTH(name, 4, few, call)
+#define ROWS_8(name, call, few, many)                                                                                                \
+    ROWS_4(name, call, few, many) BOTH(name, 5, many, call) BOTH(name, 6, many, call) BOTH(name, 7, many, call) BOTH(name, 8, many, call)
+#define LIST_4(name, G) name##_1_##G, name##_2_##G, name##_3_##G, name##_4_##G
+#define LIST_8(name, G) LIST_4(name, G), name##_5_##G, name##_6_##G, name##_7_##G, name##_8_##G
 
-#define SOME(name, call, most, ONES, ONES_OF)                                                                                       \
-    ONES(name, call)                                                                                                                \
-    static void name(const char * records, int groups, int64_t blocks, const char * tile, int rows, float * sums, size_t ahead) {   \
-        typedef void (*one)(ARGUMENTS);                                                                                             \
-        static const one of_rows[2][most] = { { ONES_OF(name, 1) }, { ONES_OF(name, 2) } };                                         \
-        for (int row = 0; row < rows; row += most) {                                                                                \
-            of_rows[groups - 1][(rows - row < most ? rows - row : most) - 1](records, blocks, tile, row, sums + SUMS_STEP * row, ahead); \
-        }                                                                                                                           \
+// `shape`, of each level: rows at once at most, vectors of outputs at once for up to four rows, and for more.
+#define PRODUCT(name, call, shape) PRODUCT_OF(name, call, shape)
+#define PRODUCT_OF(name, call, most, few, many)                                                                                      \
+    ROWS_##most(name, call, few, many)                                                                                               \
+    static void name(const char * records, int groups, int64_t blocks, const char * tile, int rows, float * sums, size_t ahead) {    \
+        typedef void (*one)(ARGUMENTS);                                                                                              \
+        static const one of_rows[2][most] = { { LIST_##most(name, 1) }, { LIST_##most(name, 2) } };                                  \
+        for (int row = 0; row < rows; row += most) {                                                                                 \
+            const int now = rows - row < most ? rows - row : most;                                                                   \
+            of_rows[groups - 1][now - 1](records, blocks, tile, row, sums + SUMS_STEP * row, ahead);                                 \
+        }                                                                                                                            \
     }
-#if ROWS == 8
-#define PRODUCT(name, call) SOME(name, call, 8, EIGHT, EIGHT_OF)
-#else
-#define PRODUCT(name, call) SOME(name, call, 4, FOUR, FOUR_OF)
-#endif
-#define FLOAT_PRODUCT(name, call) SOME(name, call, 4, FOUR, FOUR_OF)
 
-#define Q4_0_ROWS(w, n, x, row, sums, ahead, R, G)  nibble_rows(w, n, x, row, sums, ahead, R, G, 0)
-#define MXFP4_ROWS(w, n, x, row, sums, ahead, R, G) nibble_rows(w, n, x, row, sums, ahead, R, G, 1)
-#define Q4_K_ROWS(w, n, x, row, sums, ahead, R, G)  k_rows(w, n, x, row, sums, ahead, R, G, 0)
-#define Q5_K_ROWS(w, n, x, row, sums, ahead, R, G)  k_rows(w, n, x, row, sums, ahead, R, G, 1)
-#define F16_ROWS(w, n, x, row, sums, ahead, R, G)   float_rows(w, n, x, row, sums, ahead, R, G, F16)
-#define BF16_ROWS(w, n, x, row, sums, ahead, R, G)  float_rows(w, n, x, row, sums, ahead, R, G, BF16)
-#define F32_ROWS(w, n, x, row, sums, ahead, R, G)   float_rows(w, n, x, row, sums, ahead, R, G, F32)
+#define Q4_0_ROWS(w, n, x, row, sums, ahead, R, G, N)  nibble_rows(w, n, x, row, sums, ahead, R, G, N, 0)
+#define MXFP4_ROWS(w, n, x, row, sums, ahead, R, G, N) nibble_rows(w, n, x, row, sums, ahead, R, G, N, 1)
+#define Q4_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  k_rows(w, n, x, row, sums, ahead, R, G, N, 0)
+#define Q5_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  k_rows(w, n, x, row, sums, ahead, R, G, N, 1)
+#define F16_ROWS(w, n, x, row, sums, ahead, R, G, N)   float_rows(w, n, x, row, sums, ahead, R, G, N, F16)
+#define BF16_ROWS(w, n, x, row, sums, ahead, R, G, N)  float_rows(w, n, x, row, sums, ahead, R, G, N, BF16)
+#define F32_ROWS(w, n, x, row, sums, ahead, R, G, N)   float_rows(w, n, x, row, sums, ahead, R, G, N, F32)
 
-PRODUCT(q8_0, q8_0_rows)
-PRODUCT(q4_0, Q4_0_ROWS)
-PRODUCT(mxfp4, MXFP4_ROWS)
-PRODUCT(q4_k, Q4_K_ROWS)
-PRODUCT(q5_k, Q5_K_ROWS)
-PRODUCT(q6_k, q6_k_rows)
-FLOAT_PRODUCT(f16, F16_ROWS)
-FLOAT_PRODUCT(bf16, BF16_ROWS)
-FLOAT_PRODUCT(f32, F32_ROWS)
+PRODUCT(q8_0, q8_0_rows, BYTES_SHAPE)
+PRODUCT(q4_0, Q4_0_ROWS, BYTES_SHAPE)
+PRODUCT(mxfp4, MXFP4_ROWS, BYTES_SHAPE)
+PRODUCT(q4_k, Q4_K_ROWS, Q4_K_SHAPE)
+PRODUCT(q5_k, Q5_K_ROWS, Q5_K_SHAPE)
+PRODUCT(q6_k, q6_k_rows, Q6_K_SHAPE)
+PRODUCT(f16, F16_ROWS, FLOAT_SHAPE)
+PRODUCT(bf16, BF16_ROWS, FLOAT_SHAPE)
+PRODUCT(f32, F32_ROWS, FLOAT_SHAPE)
 
 static const pgs_kernel kernels[] = {
     { GGML_TYPE_Q8_0, 32, sizeof(rec_q8_0), sizeof(act_32), activations_32, q8_0 },

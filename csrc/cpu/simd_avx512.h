@@ -8,9 +8,17 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define VL     16
-#define ROWS    8  // rows that share a load of weights
-#define AT_ONCE 2  // vectors of outputs that share a load of what they are multiplied with
-#define HELD    8  // vectors of sums that fit the registers beside all else
+#define ROWS   8  // that share a load of weights, at most
+#define HELD   8  // vectors of sums that fit the registers beside all else
+
+// Shapes of products (products.h). One core of an EPYC 9005, weights in the second-level cache, GMAC/s at 4 and 8 rows: Q8_0 269 and 318 with one vector of
+// outputs at once, 335 and 361 with two; Q4_K 340 and 379, 376 and 322 (three sums of each output spill), Q5_K 283 and 312, 286 and 279, Q6_K 239 and 294,
+// 292 and 224.
+#define BYTES_SHAPE 8, 2, 2
+#define Q4_K_SHAPE  8, 2, 1
+#define Q5_K_SHAPE  8, 2, 1
+#define Q6_K_SHAPE  4, 2, 2
+#define FLOAT_SHAPE 4, 2, 2
 
 typedef __m512  vf;
 typedef __m512i vi;
@@ -78,9 +86,13 @@ INLINE vx vx_quad(const void * p) { return _mm512_set1_epi32(quad(p)); }
         }                                                                              \
     }
 
-// In halves: every second record of Q8_0, 8.5 cache lines long, begins in the middle of one, and loads across two lines of what is not in a cache yet
-// cost 5 to 15 % of a row (28 MB, one core of a Xeon with AMX, in turn, off and on: 1.060 and 1.012 ms, 1.309 and 1.098; 256-bit loads 1.020).
-INLINE vbias bias_load(const uint8_t * p) {
+// In halves where it is the second group of a pair, whose records of Q8_0, 8.5 cache lines long, begin in the middle of one: loads across two lines of what
+// is not in a cache yet cost 5 to 15 % of a row (28 MB, one core of a Xeon with AMX, in turn, off and on: 1.060 and 1.012 ms, 1.309 and 1.098; 256-bit loads
+// 1.020). Halves of whole lines cost as much: 67 to 73 GMAC/s of a row in memory on a core of an EPYC 9005, and 72 to 79 with this.
+INLINE vbias bias_load(const uint8_t * p, int second) {
+    if (!second) {
+        return _mm512_loadu_si512(p);
+    }
     const __m256i low = _mm256_loadu_si256((const __m256i *) p), high = _mm256_loadu_si256((const __m256i *) (p + 32));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }

@@ -9,9 +9,14 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define VL     8
-#define ROWS    4
-#define AT_ONCE 1
-#define HELD    4
+#define ROWS   4
+#define HELD   4
+
+#define BYTES_SHAPE 4, 1, 1  // never timed
+#define Q4_K_SHAPE  4, 1, 1
+#define Q5_K_SHAPE  4, 1, 1
+#define Q6_K_SHAPE  4, 1, 1
+#define FLOAT_SHAPE 4, 1, 1
 
 typedef struct vf { float32x4_t a, b; } vf;
 typedef struct vi { int32x4_t a, b; } vi;
@@ -108,7 +113,8 @@ INLINE vi vi_dot(vi s, vb w, vx x) {
     const int8x16_t by = vreinterpretq_s8_s32(x);
     return (vi) { vdotq_s32(s.a, vreinterpretq_s8_u8(w.a), by), vdotq_s32(s.b, vreinterpretq_s8_u8(w.b), by) };
 }
-INLINE vbias bias_load(const uint8_t * p) {
+INLINE vbias bias_load(const uint8_t * p, int second) {
+    (void) second;
     const uint8x16_t high = vdupq_n_u8(128);
     return (vbias) { vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p), high)), vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p + 16), high)) };
 }
