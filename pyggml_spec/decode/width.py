@@ -512,8 +512,9 @@ class WidthControl:
             return
         cost = self.cost(covered, kind)
         if kind != PLAIN_STEP and use.plain:
-            if known:  # a whole block: what doubts save of others is no part of its cost
-                whole = self.costs[covered, kind]
+            whole = self.costs[covered, kind]  # what doubts save of others is no part of its cost
+            late = min(late, 2 * whole)  # one that stalled proves nothing: 90 ms of catching up, once, kept blocks away for the rest of a session
+            if known:
                 use.late += LATE_RATE * (late + min(max(own - whole, 0.0), 2 * whole) - use.late)
             cost += max(use.late, late)
         cost /= self.costs[covered, PLAIN_STEP]
