@@ -1,4 +1,4 @@
-// csrc/cpu/asking.c by a clock that says what products took: is the way that was faster the one that is kept, of each kind by itself?
+// csrc/cpu/asking.c by a clock that says what products took: is the distance that was fastest the one that is kept, of each kind by itself?
 #include "kernels.h"
 
 #include <pthread.h>
@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { MEASURED = 128, LEFT_OUT = 64, BYTES = 1000 };
+enum { LEFT_OUT = 63, MEASURED = LEFT_OUT + 96, BYTES = 1000 };
 
 static _Thread_local int64_t passed;
 
@@ -26,17 +26,18 @@ static void expect(bool fine, const char * what) {
     }
 }
 
-// Whether weights were asked for. `took`: nanoseconds, without and with that.
-static bool product(int type, pgs_lies where, int64_t rows, const int64_t took[2], size_t bytes) {
+// Which of the distances was used. `took`: nanoseconds with each.
+static int product(int type, pgs_lies where, int64_t rows, const int64_t took[WAYS], size_t bytes) {
     const pgs_asking a = pgs_asking_begin(type, where, rows);
-    passed += took[a.asks];
+    passed += took[a.way];
     pgs_asking_end(&a, bytes);
-    return a.asks;
+    expect(a.ahead == AHEAD[a.way], "another distance than is measured");
+    return a.way;
 }
 
-static const int64_t without[2] = { 1000, 1300 }, with[2] = { 1300, 1000 };  // which is faster
+static const int64_t fastest[WAYS][WAYS] = { { 1000, 1300, 1200 }, { 1300, 1000, 1200 }, { 1300, 1200, 1000 } };  // with which distance it is
 
-static bool decided(int type, pgs_lies where, int64_t rows, const int64_t took[2]) {
+static int decided(int type, pgs_lies where, int64_t rows, const int64_t took[WAYS]) {
     for (int i = 0; i < MEASURED; i++) {
         product(type, where, rows, took, BYTES);
     }
@@ -44,19 +45,22 @@ static bool decided(int type, pgs_lies where, int64_t rows, const int64_t took[2
 }
 
 static void what_is_measured(void) {
-    const int64_t misleads[2] = { 9000, 10 };
-    for (int i = 0; i < MEASURED; i += 2) {
-        const bool first = product(GGML_TYPE_Q8_0, PGS_FAR, 1, i < LEFT_OUT || i % 10 == 0 ? misleads : without, BYTES);
-        product(GGML_TYPE_Q8_0, PGS_FAR, 1, misleads, 0);  // nothing of it is this thread's
-        expect(product(GGML_TYPE_Q8_0, PGS_FAR, 1, i < LEFT_OUT ? misleads : without, BYTES) != first, "two products in a row were computed the same way");
+    const int64_t misleads[WAYS] = { 9000, 10, 9000 };
+    for (int i = 0; i < MEASURED; i += WAYS) {
+        int used = 0;
+        for (int j = 0; j < WAYS; j++) {
+            used |= 1 << product(GGML_TYPE_Q8_0, PGS_FAR, 1, i < LEFT_OUT || i % 10 == 0 ? misleads : fastest[0], BYTES);
+            product(GGML_TYPE_Q8_0, PGS_FAR, 1, misleads, 0);  // nothing of it is this thread's
+        }
+        expect(used == (1 << WAYS) - 1, "of as many products in a row as there are distances two had the same");
     }
     for (int i = 0; i < 10; i++) {
-        expect(!product(GGML_TYPE_Q8_0, PGS_FAR, 1, with, BYTES), "the first products, or a few others, decided");
+        expect(product(GGML_TYPE_Q8_0, PGS_FAR, 1, fastest[1], BYTES) == 0, "the first products, or a few others, decided");
     }
 }
 
 static void * another_thread(void * arg) {
-    expect(decided(GGML_TYPE_Q8_0, PGS_FAR, 1, with), "a thread took another one's decision");
+    expect(decided(GGML_TYPE_Q8_0, PGS_FAR, 1, fastest[1]) == 1, "a thread took another one's decision");
     return arg;
 }
 
@@ -69,14 +73,14 @@ int main(void) {
         for (int where = 0; where < PGS_PLACES; where++) {
             for (int r = 0; r < 6; r++) {
                 if (t + where + r > 0 && !(t == 0 && where == PGS_FAR && r == 0)) {
-                    const bool asks = (t + where + r) % 2;
-                    expect(decided(types[t], (pgs_lies) where, rows[r], asks ? with : without) == asks, "the slower way was kept");
-                    expect(product(types[t], (pgs_lies) where, most[r], with, BYTES) == asks, "rows of one kind are two");
+                    const int best = (t + where + r) % WAYS;
+                    expect(decided(types[t], (pgs_lies) where, rows[r], fastest[best]) == best, "a slower distance was kept");
+                    expect(product(types[t], (pgs_lies) where, most[r], fastest[(best + 1) % WAYS], BYTES) == best, "rows of one kind are two");
                 }
             }
         }
     }
-    expect(!product(GGML_TYPE_Q8_0, PGS_FAR, 1, with, BYTES), "a kind took another one's decision");
+    expect(product(GGML_TYPE_Q8_0, PGS_FAR, 1, fastest[1], BYTES) == 0, "a kind took another one's decision");
     pthread_t thread;
     expect(pthread_create(&thread, NULL, another_thread, NULL) == 0 && pthread_join(thread, NULL) == 0, "no thread");
     return 0;
