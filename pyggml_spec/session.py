@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack, cast
 from .arguments import GenerateOptions, RequestOptions
 from .checks import either, numbers, path, token_ids, whole
 from .concurrent import ConcurrentSession
-from .decode.calibrate import cached_costs, cached_kinds, plain_cost
+from .decode.calibrate import cached_costs, cached_kinds, keep_drafts, known_drafts, plain_cost
 from .decode.confidence import Confidence
 from .decode.copying import settle
 from .decode.lookup import LookupControl
@@ -21,7 +21,7 @@ from .decode.scheduler import Scheduler, rests
 from .decode.stats import Stats
 from .decode.synthetic import SyntheticAcceptance
 from .decode.turns import ENDED, Turns
-from .decode.width import NEVER_PAYS, Kind, WidthControl, chain_kinds, useful_widths, worth_keeping
+from .decode.width import NEVER_PAYS, Kind, Record, WidthControl, chain_kinds, useful_widths, worth_keeping
 from .engine.engine import Engine
 from .engine.graphs import STREAMED
 from .engine.lanes import GROUPS
@@ -110,6 +110,8 @@ class Session:
         self._verify_costs: dict[int, float] = {}  # of steps that verify given ids, by rows; where a drafter says what its drafts are worth
         self.other_costs: dict[Kind, float] = {}  # of other kinds of steps: further drafters, and graphs of more rows than there are drafts
         self.costs_cached = False
+        self._known_drafts: Mapping[str, Record] = {}  # what texts taught of each drafter, of earlier sessions at first
+        self._drafts_count = False  # whether what this session's texts teach is to be kept
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
         self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch in it, and its tokens
@@ -176,6 +178,7 @@ class Session:
         self.scheduler = Scheduler(self.engine, options.width, lookup=self.lookup)
         if self.drafter is not None and width is None:
             self._measure_costs()
+            self._known_drafts, self._drafts_count = known_drafts(self.engine), True
         self.scheduler.widths = self.width_control()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
         self.load_seconds = time.perf_counter() - started
@@ -436,6 +439,9 @@ class Session:
         if self.drafter is None or not self.costs:
             return None
         control = WidthControl.measured_for(self.drafter.method, self.costs, self.other_costs)
+        for method, record in control.seen.items():
+            if (known := self._known_drafts.get(method)) is not None:
+                record.goes_on(known)
         confident = [member.method for member in self.drafter.members if member.confident]
         if confident and (given := self._verify_costs or self._given_costs()):
             self._verify_costs, control.confidence = given, {method: Confidence(given) for method in confident}
@@ -532,6 +538,7 @@ class Session:
         )
         options.check(self.drafter or self.lookup)
         turn, sampler = self._turns.take(), None
+        self._drafts_count = self._drafts_count and synthetic is None
         try:
             sampler, started = self._sampler(sampling, ignore_end), time.perf_counter()
             stats = self.new_stats() if stats is None else stats
@@ -587,7 +594,7 @@ class Session:
         widths = self.scheduler.widths
         if widths is not None and widths.outdated and not self._costs_checked:
             self._measure_costs(fresh=True)
-            self._costs_checked = True
+            self._costs_checked, self._known_drafts = True, widths.seen
             widths = self.scheduler.widths = self.width_control()
         drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append, tokens)
         held = self._held(ids, drafting) if append else 0
@@ -866,6 +873,9 @@ class Session:
 
     def _free(self) -> None:
         self._turns.shut(CLOSED)
+        if self._drafts_count and (widths := self.scheduler.widths) is not None:
+            keep_drafts(self.engine, widths.seen)
+            self._drafts_count = False
         with ExitStack() as freed:  # whatever one of them raises, the last one made first
             for part in self._parts:
                 freed.callback(part.close)

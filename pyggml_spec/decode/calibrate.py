@@ -1,18 +1,20 @@
-"""What a step costs at each width, measured on the real graphs of this engine, and kept per model, device and version."""
+"""What a step costs at each width, measured on the real graphs of this engine, and kept per model, device and version; and how good drafts were, kept per
+pair."""
 
 import hashlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from ..engine.engine import Engine
-from ..errors import ContextError
+from ..errors import ContextError, PyspecError
 from ..files import make_private, replacing
 from ..folders import cache_folder
 from ..ggml.device import graph_replay_enabled, kernels_in_use, waited_for_core
@@ -20,7 +22,7 @@ from ..ggml.library import versions
 from .request import PLAIN, LoopOptions
 from .scheduler import Scheduler
 from .stats import MUCH_WAITING
-from .width import Kind
+from .width import Kind, Record
 
 WARMUP = 3  # ggml-cuda captures on the second identical call and replays from the third on
 MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
@@ -31,6 +33,8 @@ START = [0] * 8  # tokens that the measured steps follow at least
 # one thread, three times, busy machine: mean 1.46 of plain decoding without, 1.49 with, where runs of equal code lay between 1.38 and 1.62.
 FILL, MOST_FILL, FILL_S = [0] * 32, 4, 0.1
 SEED = 2
+KEEP_DRAFTS = "PYSPEC_KEEP_DRAFTS"
+LEAST_BLOCKS, MOST_BLOCKS = 8, 1e6  # whose drafts are worth keeping; of an entry, whose weights of old ones fade
 
 
 K = TypeVar("K", int, Kind, tuple[int, str])
@@ -156,13 +160,52 @@ def cost_key(engine: Engine, widths: tuple[int, ...] | tuple[Kind, ...], given: 
         versions(),
         *(map(str, engine.parts.segments) if len(engine.parts.segments) > 1 else ()),
     ]
+    return _hash([*parts, *_files(engine)])
+
+
+def _files(engine: Engine) -> list[Any]:
+    """What tells a pair from others: size and first MiB of each file, and how many tokens of the vocabulary are drafted."""
     members = engine.drafter.members if engine.drafter is not None else ()
-    parts += [f"{member.draft_tokens} tokens" for member in members if member.draft_tokens]
-    paths = [engine.target.file.path, *(member.file.path for member in members)]
-    for path in paths:
+    parts: list[Any] = [f"{member.draft_tokens} tokens" for member in members if member.draft_tokens]
+    for path in (engine.target.file.path, *(member.file.path for member in members)):
         with open(path, "rb") as file:
             parts += [path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()]
+    return parts
+
+
+def _hash(parts: list[Any]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def known_drafts(engine: Engine) -> dict[str, Record]:
+    """By drafter, how often its drafts were right in texts of earlier sessions with this pair, whatever device computed them: a first text begins as a later
+    one does. Empty if there were none, the entry is damaged, or KEEP_DRAFTS is "0"."""
+    if os.environ.get(KEEP_DRAFTS) == "0":
+        return {}
+    try:
+        stored, out = json.loads(_drafts_path(engine).read_text()), {}
+        for method, of in stored.items():
+            record = Record(len(of["tries"]))
+            record.tries, record.hits = [float(n) for n in of["tries"]], [float(n) for n in of["hits"]]
+            fits = len(record.hits) == len(record.tries) > 0
+            if not fits or not all(0 <= hits <= tries < MOST_BLOCKS for tries, hits in zip(record.tries, record.hits)):
+                return {}
+            out[method] = record
+        return out
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return {}
+
+
+def keep_drafts(engine: Engine, seen: Mapping[str, Record]) -> None:
+    """For ``known_drafts`` of later sessions, if blocks enough were seen in this one to say more than is kept."""
+    if os.environ.get(KEEP_DRAFTS) == "0" or sum(record.blocks for record in seen.values()) < LEAST_BLOCKS:
+        return
+    with suppress(OSError, PyspecError):  # a file that has gone, a folder that cannot be trusted
+        keep(_drafts_path(engine), {method: {"tries": record.tries, "hits": record.hits} for method, record in seen.items()})
+
+
+def _drafts_path(engine: Engine) -> Path:
+    return cache_folder() / f"drafts-{_hash([SEED, *_files(engine)])}.json"
 
 
 def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, given: bool = False) -> tuple[dict[int, float], bool]:
@@ -208,11 +251,11 @@ def kept(path: Path, names: dict[str, K]) -> dict[K, float] | None:
         return None
 
 
-def keep(path: Path, costs: Mapping[Any, float]) -> None:
+def keep(path: Path, entry: Mapping[Any, Any]) -> None:
     try:
         make_private(path.parent)
         with replacing(path) as file:
-            file.write(json.dumps(costs).encode())
+            file.write(json.dumps(entry).encode())
     except OSError:
         pass  # a read-only home or a full disk only means measuring again next time
 

@@ -23,6 +23,7 @@ become: drafts that were not verified bring nothing, and their rows cost nothing
 takes 2 to 4 % more there, so a text that could afford no block for REST steps is decoded without them to its end.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,10 @@ PRIOR_ACCEPTANCE = 0.8  # of the first draft, before anything was seen
 ASSUMED_WEIGHT = 4.0  # blocks that this counts for
 PRIOR_WEIGHT, SHARE = 16.0, 0.125  # blocks that what other sequences showed counts for in one, at most, and of each of theirs
 LEAST_CHANCE = 0.01  # of a draft: nothing is certain
+STRANGE, SELDOM = (
+    0.08,
+    math.log(0.001 / 0.999),
+)  # first drafts that are right where a drafter knows nothing of a text, and the odds of such a text
 DOUBT = 2.0  # blocks more that may be wrong where a text has lost what it may lose, and drafts go on
 MARGIN = 1.03  # another kind has to be this much better to be worth a change; where drafters are compared no more than the one in use is
 FIRST_PROBE = 2  # plain steps at least before speculation is tried again; doubled each time it does not pay
@@ -78,6 +83,7 @@ PROBE_LOSS = 0.005  # of the time, ever after
 TEXT_SHARE, LOSSES, CREDIT_SHARE, CREDITS = 0.02, 0.01, 0.03, 6.0
 STAKES, NEAR = 3.0, 1.25  # blocks that what may be lost has to pay for, unless one costs no more than NEAR times what the cheapest one does
 TEXT_LOSS = 1.5  # plain steps that a text may lose before it has won any
+SURE_SHARE, USUAL = 0.08, 96
 REST = 64  # plain steps for which a text must be able to afford no block to be decoded without the drafter's inputs
 SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
@@ -100,16 +106,25 @@ NEVER_PAYS = "plain decoding: no block width would be faster here even if every 
 class Record:
     """How often each draft of one drafter was right when all before it were, of all sequences, with a long memory: what a sequence begins with.
 
-    ``assumed``: of the first draft before anything was seen. What was never offered is as good as what comes before it.
+    ``assumed``: of the first draft before anything was seen. What was never offered is as good as what comes before it. Kept from session to session
+    (``calibrate.py``).
     """
 
     def __init__(self, positions: int, assumed: float = PRIOR_ACCEPTANCE) -> None:
         self.tries, self.hits, self.assumed = [0.0] * positions, [0.0] * positions, assumed
+        self.blocks = 0  # that were observed here
         self._odds: dict[float, list[float]] = {}
 
     def observe(self, width: int, matched: int) -> None:
         """One block of ``width`` rows whose first ``matched`` drafts were accepted."""
         _count(self, LONG_DECAY, width, matched)
+        self.blocks += 1
+        self._odds = {}
+
+    def goes_on(self, other: "Record") -> None:
+        """As if what another one has seen had been seen here, before anything else."""
+        n = min(len(self.tries), len(other.tries))
+        self.tries[:n], self.hits[:n] = other.tries[:n], other.hits[:n]
         self._odds = {}
 
     @property
@@ -155,14 +170,25 @@ class Acceptance:
         return self._survival(self.record.assumed, 0.0)
 
     def _survival(self, assumed: float, wrong: float) -> list[float]:
-        fade, weight, out, alive, better = self.decay**self._plain, self.record.weight, [], 1.0, 1.0
-        for tries, hits, odds in zip(self.tries, self.hits, self.record.odds(assumed)):
+        expected, fade, out, alive, better = self.record.odds(assumed), self.decay**self._plain, [], 1.0, 1.0
+        weight = self.record.weight * self._alike(expected[0])
+        for tries, hits, odds in zip(self.tries, self.hits, expected):
             better *= odds
             chance = (fade * hits + weight * better / (1 + better)) / (fade * tries + weight + wrong)
             better, wrong = _odds(chance) / odds, 0.0
             alive *= chance
             out.append(alive)
         return out
+
+    def _alike(self, odds: float) -> float:
+        """How probable it is, by its first drafts, that this sequence is like the others, whose have these ``odds``, and not one that the drafter knows
+        nothing of."""
+        right = min(odds / (1 + odds), PRIOR_ACCEPTANCE)  # four misses in a row say little, however good others' drafts were
+        if right <= STRANGE:
+            return 1.0
+        hits, misses = self.hits[0], self.tries[0] - self.hits[0]
+        strange = SELDOM + hits * math.log(STRANGE / right) + misses * math.log((1 - STRANGE) / (1 - right))
+        return 1 / (1 + math.exp(min(strange, 50.0)))
 
     def tokens(self) -> list[float]:
         """E(1), E(2), ...."""
@@ -227,6 +253,10 @@ class Drafted:
         self.acceptance, self.resting = acceptance, resting
         self.losses = losses(tokens)
         self.credit = self.allowed = max(CREDIT, min(CREDIT_SHARE * (tokens or 0), CREDITS))
+        self.most = SURE_SHARE * max(
+            tokens or 0, USUAL
+        )  # plain steps that its blocks may have lost in all when they go on because others' were good
+        self.won = 0.0  # plain steps, by its blocks so far
 
 
 def losses(tokens: int | None) -> float:
@@ -423,7 +453,10 @@ class WidthControl:
 
     def _sure(self, covered: int, sequences: Sequence[Drafted | None], late: float) -> list[Kind]:
         """Blocks that would be faster than plain decoding by what was seen alone, even if DOUBT more of them brought nothing."""
-        out, plain, count = [], self.costs[covered, PLAIN_STEP], len(sequences)
+        out: list[Kind] = []
+        plain, count = self.costs[covered, PLAIN_STEP], len(sequences)
+        if any(s is not None and s.won < -s.most for s in sequences):
+            return out
         for name in self.widths:
             curves = [s.acceptance[name].sure_tokens() if s is not None else None for s in sequences]
             for kind in self.kinds:
@@ -513,7 +546,9 @@ class WidthControl:
         cost = self.cost(covered, kind)
         if kind != PLAIN_STEP and use.plain:
             whole = self.costs[covered, kind]  # what doubts save of others is no part of its cost
-            late = min(late, 2 * whole)  # one that stalled proves nothing: 90 ms of catching up, once, kept blocks away for the rest of a session
+            late = min(
+                late, 2 * whole
+            )  # one that stalled proves nothing: 90 ms of catching up, once, kept blocks away for the rest of a session
             if known:
                 use.late += LATE_RATE * (late + min(max(own - whole, 0.0), 2 * whole) - use.late)
             cost += max(use.late, late)
@@ -524,6 +559,7 @@ class WidthControl:
             self._allowed = max(0.0, min(self._allowed + won + may * cost, SAVINGS))
         for s, n in drafted:
             s.allowed = max(0.0, s.allowed + 1 + n - (1 - s.losses) * cost)
+            s.won += 1 + n - cost if kind != PLAIN_STEP else 0.0
         if kind == PLAIN_STEP:
             use.plain += 1
             return

@@ -11,8 +11,9 @@ from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.decode import calibrate
-from pyggml_spec.decode.calibrate import FILL, START, cached_costs, step_cost, step_costs
+from pyggml_spec.decode.calibrate import FILL, START, cached_costs, keep_drafts, known_drafts, step_cost, step_costs
 from pyggml_spec.decode.scheduler import Scheduler
+from pyggml_spec.decode.synthetic import SyntheticAcceptance
 from pyggml_spec.decode.width import WidthControl
 from pyggml_spec.errors import BuildError, ContextError, PyspecError
 from pyggml_spec.folders import build_folder, cache_folder, why_nothing_is_kept
@@ -228,3 +229,51 @@ def test_what_is_computed_beforehand_leaves_room_for_the_block_that_is_measured(
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with ps.load(device="CPU", threads=1, n_ctx=100, spec=["suffix"], draft_width=64) as session:
         assert session.generate("def ", 4, ignore_end=True)[1].emitted == 4
+
+
+def test_a_first_text_begins_with_what_earlier_sessions_texts_taught(tmp_path, monkeypatch, idle):
+    """Every process began with an assumption: the embedded prompt, whose first blocks bring eleven tokens, was decoded plainly for a hundred steps each time."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
+    with ps.load(device="CPU", n_ctx=256) as session:
+        control = session.width_control()
+        assert known_drafts(session.engine) == {} and control.seen["draft-dflash"].tries[0] == 0
+        for _ in range(9):
+            session.scheduler.widths.seen["draft-dflash"].observe(8, 3)
+    entry = next(tmp_path.glob("drafts-*.json"))
+    assert entry.stat().st_mode & 0o077 == 0
+    with ps.load(device="CPU", n_ctx=512, threads=1) as session:  # costs are other ones, the drafter is the same
+        record = session.scheduler.widths.seen["draft-dflash"]
+        assert record.tries[0] == pytest.approx(8.8, rel=0.02) and record.hits[3] == 0 < record.hits[2] == record.hits[0]
+        session._known_drafts = session.scheduler.widths.seen
+        assert session.width_control().seen["draft-dflash"].tries == record.tries  # what measuring costs again must not lose
+        for damage in ("", "{", "[]", '{"draft-dflash": 1}', '{"draft-dflash": {"tries": [1.0], "hits": [2.0]}}', '{"x": {"tries": [], "hits": []}}',
+                       '{"draft-dflash": {"tries": [NaN], "hits": [0]}}', "[" * 100000):  # fmt: skip
+            entry.write_text(damage)
+            assert known_drafts(session.engine) == {}
+    assert entry.read_text() == "[" * 100000  # nothing was drafted, so nothing was kept
+    monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "0")
+    entry.unlink()
+    with ps.load(device="CPU", n_ctx=256) as session:
+        keep_drafts(session.engine, session.scheduler.widths.seen)
+        session.scheduler.widths.seen["draft-dflash"].blocks = 100
+    assert not list(tmp_path.glob("drafts-*.json"))
+
+
+def test_what_is_accepted_at_random_teaches_nothing(tmp_path, monkeypatch, idle):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
+    with ps.load(device="CPU", n_ctx=256) as session:
+        session.generate("def f(", 8, synthetic=SyntheticAcceptance(6.0, 15))
+        session.scheduler.widths.seen["draft-dflash"].blocks = 100
+    assert not list(tmp_path.glob("drafts-*.json"))
+
+
+def test_a_cache_that_cannot_be_written_keeps_no_session_from_closing(tmp_path, monkeypatch, idle):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
+    with ps.load(device="CPU", n_ctx=256) as session:
+        session.scheduler.widths.seen["draft-dflash"].blocks = 100
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "file" / "below"))
+    assert session.engine.graphs.closed

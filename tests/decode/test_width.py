@@ -296,6 +296,17 @@ def test_a_drafter_that_knows_nothing_costs_long_texts_two_percent(costs):
     assert statistics.mean(gains) > 0.985 and min(gains) > 0.975
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("costs", [*EPYC.values(), *DEAR.values(), OWN_KERNELS])
+def test_a_text_that_is_unlike_those_before_it_loses_little(costs, share):
+    """Behind texts whose drafts were good one whose drafts are all wrong took 1.3 times as long: what the others showed counted for more than its own."""
+    control = WidthControl.measured_for(DRAFTER, costs)
+    for row in RECORDED:
+        _spent(control, control.begin(control.resting(96), 96), costs, row, 96)
+    for row in _thinned(share)[:6]:
+        assert 96 * costs[1] / _spent(control, control.begin(control.resting(96), 96), costs, row, 96) > 0.9
+
+
 def test_what_a_text_may_lose_grows_with_the_tokens_that_are_asked_for():
     assert losses(None) == losses(0) == losses(96) == PROBE_LOSS < losses(112) < losses(128) < losses(256) == losses(1 << 62)
     for tokens in (128, 192, 256, 4096):
