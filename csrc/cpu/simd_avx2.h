@@ -190,3 +190,12 @@ INLINE void transpose(vf * x) {
         x[4 + j] = _mm256_permute2f128_ps(b[j], b[4 + j], 0x31);
     }
 }
+
+// The largest of LANES values of four pairs of vectors, none of them NaN.
+INLINE void largest_four(const vf * a, const vf * b, const vf * c, const vf * d, float * out) {
+    const vf a8 = _mm256_max_ps(a[0], a[1]), b8 = _mm256_max_ps(b[0], b[1]), c8 = _mm256_max_ps(c[0], c[1]), d8 = _mm256_max_ps(d[0], d[1]);
+    const vf ab = _mm256_max_ps(_mm256_unpacklo_ps(a8, b8), _mm256_unpackhi_ps(a8, b8));
+    const vf cd = _mm256_max_ps(_mm256_unpacklo_ps(c8, d8), _mm256_unpackhi_ps(c8, d8));
+    const vf s  = _mm256_max_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}

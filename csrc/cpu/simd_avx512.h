@@ -130,3 +130,14 @@ INLINE void transpose(vf * x) {
         x[12 + j] = _mm512_shuffle_f32x4(odd, odder, 0xdd);
     }
 }
+
+// The largest of LANES values of four vectors, none of them NaN.
+INLINE void largest_four(const vf * a, const vf * b, const vf * c, const vf * d, float * out) {
+    const vf ab = _mm512_max_ps(_mm512_shuffle_f32x4(*a, *b, 0x44), _mm512_shuffle_f32x4(*a, *b, 0xee));
+    const vf cd = _mm512_max_ps(_mm512_shuffle_f32x4(*c, *d, 0x44), _mm512_shuffle_f32x4(*c, *d, 0xee));
+    vf       s  = _mm512_max_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    s           = _mm512_max_ps(s, _mm512_permute_ps(s, 0x4e));
+    s           = _mm512_max_ps(s, _mm512_permute_ps(s, 0xb1));
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
+}
