@@ -53,10 +53,20 @@ static void widen(const pgs_cache * c, int64_t first, int n, float * to) {
 
 // Rows that come next are asked for while these are computed with: a step's weights have gone by since they were read last, and what is one head's of each
 // position is too short for what processors fetch by themselves. One core of an EPYC 9004, a step of 1, 2, 4, 8, 16 rows of the embedded pair with 200
-// positions: 60, 230, 306, 452, 727 us of attention, and 40, 180, 249, 393, 672 with it; every head for itself gains nothing there.
-static void ask_for_rows(const pgs_cache * c, int64_t first, int64_t span) {
-    for (int64_t j = first; c->asks > 0 && j < span && j < first + POSITIONS; j++) {
-        pgs_ask_for(c->rows + (size_t) j * c->step, c->asks);
+// positions: 60, 230, 306, 452, 727 us of attention, and 40, 180, 249, 393, 672 with it; every head for itself gains nothing there. A few rows at a time
+// between what is computed, because processors wait when they have asked for too many: a block of 8 rows, two heads of K and V, 224 positions that
+// are in no cache, one core of a Zen 5: 34 us when all rows of a block are asked for at once, 28 so.
+typedef struct ahead {  // rows of K and of V from `first` to `end` are still to be asked for, `each` at a time
+    const pgs_cache * k, * v;
+    int64_t           first, end, each;
+} ahead;
+
+static void ask_for_rows(ahead * next, int64_t n) {
+    const int64_t first = next->first, end = first + n < next->end ? first + n : next->end;
+    for (int64_t j = first; j < end; j++) {
+        pgs_ask_for(next->k->rows + (size_t) j * next->k->step, next->k->asks);
+        pgs_ask_for(next->v->rows + (size_t) j * next->v->step, next->v->asks);
+        next->first = j + 1;
     }
 }
 
@@ -166,11 +176,12 @@ INLINE void score_turned(const float * const * q, const float * turned, int size
 }
 
 // scores of all query rows
-static void score_rows(const pgs_attention * a, const float * k, float * turned, float (*scores)[POSITIONS]) {
+static void score_rows(const pgs_attention * a, const float * k, float * turned, float (*scores)[POSITIONS], ahead * next) {
     int r = 0;
     if (a->rows >= TURN_FROM) {
         turn(k, a->k.size, turned);
         for (; r + TURNED_ROWS <= a->rows; r += TURNED_ROWS) {
+            ask_for_rows(next, next->each);
             score_turned(a->q + r, turned, a->k.size, scores + r, TURNED_ROWS);
         }
         for (; r + TURNED_ROWS / 2 <= a->rows; r += TURNED_ROWS / 2) {
@@ -178,6 +189,7 @@ static void score_rows(const pgs_attention * a, const float * k, float * turned,
         }
     }
     for (; r + ROW_PAIR <= a->rows; r += ROW_PAIR) {
+        ask_for_rows(next, next->each);
         score(a->q + r, k, a->k.size, scores + r, ROW_PAIR);
     }
     for (; r < a->rows; r++) {
@@ -204,12 +216,13 @@ INLINE void weigh(float * out, const float * kept, const float * v, int size, in
     }
 }
 
-static void weigh_rows(float * out, const float * kept, const float * v, int size, float (*scores)[POSITIONS], int rows) {
+static void weigh_rows(float * out, const float * kept, const float * v, int size, float (*scores)[POSITIONS], int rows, ahead * next) {
     for (int e = 0; e < size;) {
         const int wide = e + ACROSS * VL <= size;
         int       r    = 0;
         for (; r + PV_ROWS <= rows; r += PV_ROWS) {
             float * to = out + (size_t) r * size;
+            ask_for_rows(next, next->each);
             wide ? weigh(to, kept + r, v, size, e, scores + r, PV_ROWS, ACROSS) : weigh(to, kept + r, v, size, e, scores + r, PV_ROWS, 1);
         }
         for (; r < rows; r++) {
@@ -319,8 +332,10 @@ static void attend(const pgs_attention * a) {
         so_far.sum[r]     = 0.0f;
     }
     memset(out, 0, (size_t) a->rows * size * sizeof(float));
-    ask_for_rows(&a->k, 0, a->span);
-    ask_for_rows(&a->v, 0, a->span);
+    // as often as score_rows and weigh_rows ask
+    const int times = a->rows / (a->rows < TURN_FROM ? ROW_PAIR : TURNED_ROWS) + a->rows / PV_ROWS * ((size + ACROSS * VL - 1) / (ACROSS * VL)) + 1;
+    ahead     next  = { &a->k, &a->v, 0, a->k.asks > 0 ? a->span : 0, (POSITIONS + times - 1) / times };
+    ask_for_rows(&next, POSITIONS);
     for (int64_t first = 0; first < a->span; first += POSITIONS) {
         const int n    = (int) (a->span - first < POSITIONS ? a->span - first : POSITIONS);
         bool      seen = false;
@@ -332,15 +347,15 @@ static void attend(const pgs_attention * a) {
         if (!seen) {
             continue;
         }
-        ask_for_rows(&a->k, first + POSITIONS, a->span);
-        ask_for_rows(&a->v, first + POSITIONS, a->span);
+        next.first = next.first < first + POSITIONS ? first + POSITIONS : next.first;
         widen(&a->k, first, n, k);
         widen(&a->v, first, n, v);
-        score_rows(a, k, turned, scores);
+        score_rows(a, k, turned, scores, &next);
         for (int r = 0; r < a->rows; r += SOFTENED) {
             soften(scores + r, masks + r, n, a->scale, &so_far, r, a->rows - r < SOFTENED ? a->rows - r : SOFTENED);
         }
-        weigh_rows(out, so_far.kept, v, size, scores, a->rows);
+        weigh_rows(out, so_far.kept, v, size, scores, a->rows, &next);
+        ask_for_rows(&next, first + 2 * POSITIONS - next.first);
     }
     for (int r = 0; r < a->rows; r++) {
         const float share = so_far.sum[r] == 0.0f ? 0.0f : 1.0f / so_far.sum[r];
