@@ -84,18 +84,25 @@ INLINE void delta_step(const pgs_head * h, int64_t t, int64_t j, const float * c
 }
 
 // A panel of columns from j on: all rows.
-INLINE void delta_panel(const pgs_head * h, int64_t j, int64_t count, const int N, const int gives) {
+INLINE void delta_panel(const pgs_head * h, int64_t j, int64_t count, bool follows, const int N, const int gives) {
     _Alignas(64) float own[DELTA_PANEL], change[DELTA_PANEL / LANES];
     const int64_t size = N * LANES;
     float *       state = h->state + j * size, * kept = h->keeps ? state : own;
+    // States have left the caches since the last step. The panel behind is asked for a little at a time, because processors wait when they have asked for
+    // too much: eight heads of 64 that are in no cache, 1, 4, 8 rows: 5.5, 9.9, 15.5 us without, 4.7, 7.1, 12.2 before the changes of a row only, 3.9, 7.5,
+    // 13.1 before every step.
+    const size_t asks = follows ? ((size_t) (2 * size) * sizeof(float) / (size_t) h->rows + 63) / 64 * 64 : 0;
+    const char * behind = (const char *) (state + count * size);
     for (int64_t t = 0; t < h->rows; t++) {
         const float next = t + 1 < h->rows ? h->decay[t + 1] : 1.0f;
-        for (int64_t c = 0; c < count; c += 4) {
+        for (int64_t c = 0; c < count; c += 4, behind += asks) {
+            pgs_ask_for(behind, asks);
             const four by = t == 0 ? delta_change(h, t, j + c, state + c * size, N, 1) : delta_change(h, t, j + c, kept + c * size, N, 0);
             memcpy(change + c, &by, sizeof(by));
         }
-        for (int64_t c = 0; c < count; c += 4) {
+        for (int64_t c = 0; c < count; c += 4, behind += asks) {
             float * to = kept + c * size;
+            pgs_ask_for(behind, asks);
             if (t == 0) {
                 delta_step(h, t, j + c, change + c, state + c * size, to, next, N, 1, gives);
             } else {
@@ -110,7 +117,8 @@ INLINE void delta_panel(const pgs_head * h, int64_t j, int64_t count, const int 
         const int64_t most = DELTA_PANEL / (N * LANES);                                             \
         for (int64_t j = first; j < end; j += most) {                                               \
             const int64_t count = end - j < most ? end - j : most;                                  \
-            h->out != NULL ? delta_panel(h, j, count, N, 1) : delta_panel(h, j, count, N, 0);       \
+            const bool    follows = h->follows || j + count < end;                                  \
+            h->out != NULL ? delta_panel(h, j, count, follows, N, 1) : delta_panel(h, j, count, follows, N, 0); \
         }                                                                                           \
     }
 DELTA(1)

@@ -54,6 +54,7 @@ typedef struct pgs_head {  // one head of a delta-net layer and some rows of a s
     bool          keeps;           // whether the state is written
     float *       out;             // NULL: only the state is wanted
     size_t        step_out;
+    bool          follows;         // whether the columns that lie behind these come next: they are asked for meanwhile
 } pgs_head;
 
 struct pgs_level {
