@@ -54,8 +54,9 @@ static void widen(const pgs_cache * c, int64_t first, int n, float * to) {
 // Rows that come next are asked for while these are computed with: a step's weights have gone by since they were read last, and what is one head's of each
 // position is too short for what processors fetch by themselves. One core of an EPYC 9004, a step of 1, 2, 4, 8, 16 rows of the embedded pair with 200
 // positions: 60, 230, 306, 452, 727 us of attention, and 40, 180, 249, 393, 672 with it; every head for itself gains nothing there. A few rows at a time
-// between what is computed, because processors wait when they have asked for too many: a block of 8 rows, two heads of K and V, 224 positions that
-// are in no cache, one core of a Zen 5: 34 us when all rows of a block are asked for at once, 28 so.
+// between what is computed, because processors wait when they have asked for too many, and of the next head only, because four heads are more than come
+// while one is computed with. One core of a Zen 5, 224 positions that are in no cache, a block of 8 rows: all heads of a block at once 34 us with two
+// heads of K and V, 44 with four, a few rows at a time 27 and 40, of the next head only 27 and 34.
 typedef struct ahead {  // rows of K and of V from `first` to `end` are still to be asked for, `each` at a time
     const pgs_cache * k, * v;
     int64_t           first, end, each;
@@ -64,8 +65,8 @@ typedef struct ahead {  // rows of K and of V from `first` to `end` are still to
 static void ask_for_rows(ahead * next, int64_t n) {
     const int64_t first = next->first, end = first + n < next->end ? first + n : next->end;
     for (int64_t j = first; j < end; j++) {
-        pgs_ask_for(next->k->rows + (size_t) j * next->k->step, next->k->asks);
-        pgs_ask_for(next->v->rows + (size_t) j * next->v->step, next->v->asks);
+        pgs_ask_for(next->k->rows + (size_t) j * next->k->step + next->k->from, next->k->asks);
+        pgs_ask_for(next->v->rows + (size_t) j * next->v->step + next->v->from, next->v->asks);
         next->first = j + 1;
     }
 }
@@ -335,7 +336,8 @@ static void attend(const pgs_attention * a) {
     // as often as score_rows and weigh_rows ask
     const int times = a->rows / (a->rows < TURN_FROM ? ROW_PAIR : TURNED_ROWS) + a->rows / PV_ROWS * ((size + ACROSS * VL - 1) / (ACROSS * VL)) + 1;
     ahead     next  = { &a->k, &a->v, 0, a->k.asks > 0 ? a->span : 0, (POSITIONS + times - 1) / times };
-    ask_for_rows(&next, POSITIONS);
+    const int64_t lead = a->k.from > 0 ? 0 : POSITIONS;  // rows of this head are asked for a block ahead
+    ask_for_rows(&next, lead);
     for (int64_t first = 0; first < a->span; first += POSITIONS) {
         const int n    = (int) (a->span - first < POSITIONS ? a->span - first : POSITIONS);
         bool      seen = false;
@@ -347,7 +349,7 @@ static void attend(const pgs_attention * a) {
         if (!seen) {
             continue;
         }
-        next.first = next.first < first + POSITIONS ? first + POSITIONS : next.first;
+        next.first = next.first < first + lead ? first + lead : next.first;
         widen(&a->k, first, n, k);
         widen(&a->v, first, n, v);
         score_rows(a, k, turned, scores, &next);
@@ -355,7 +357,7 @@ static void attend(const pgs_attention * a) {
             soften(scores + r, masks + r, n, a->scale, &so_far, r, a->rows - r < SOFTENED ? a->rows - r : SOFTENED);
         }
         weigh_rows(out, so_far.kept, v, size, scores, a->rows, &next);
-        ask_for_rows(&next, first + 2 * POSITIONS - next.first);
+        ask_for_rows(&next, first + lead + POSITIONS - next.first);
     }
     for (int r = 0; r < a->rows; r++) {
         const float share = so_far.sum[r] == 0.0f ? 0.0f : 1.0f / so_far.sum[r];
