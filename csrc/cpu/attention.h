@@ -33,6 +33,19 @@ INLINE vf exponential(vf x) {
     return vf_below(x, -87.0f, vf_zero(), vf_mul(sum, vf_exponent(n)));
 }
 
+// VL values of a row of a cache of F32, F16 or BF16, from value e on
+INLINE vf cached(const char * row, int e, const int type) {
+    return type == GGML_TYPE_F16    ? vf_half((const uint16_t *) row + e)
+           : type == GGML_TYPE_BF16 ? vf_bf16((const uint16_t *) row + e)
+                                    : vf_load((const float *) row + e);
+}
+
+INLINE void widen_row(const char * from, float * to, int size, const int type) {
+    for (int e = 0; e < size; e += VL) {
+        vf_store(to + e, cached(from, e, type));
+    }
+}
+
 // Rows [first, first + n) of a cache as F32; zeros behind them.
 static void widen(const pgs_cache * c, int64_t first, int n, float * to) {
     for (int j = 0; j < n; j++) {
@@ -40,12 +53,12 @@ static void widen(const pgs_cache * c, int64_t first, int n, float * to) {
         float *      row  = to + (size_t) j * c->size;
         if (c->to_float != NULL) {
             c->to_float(from, row, c->size);
-            continue;
-        }
-        for (int i = 0; i < c->size; i += VL) {
-            vf_store(row + i, c->type == GGML_TYPE_F16    ? vf_half((const uint16_t *) from + i)
-                              : c->type == GGML_TYPE_BF16 ? vf_bf16((const uint16_t *) from + i)
-                                                          : vf_load((const float *) from + i));
+        } else if (c->type == GGML_TYPE_F16) {
+            widen_row(from, row, c->size, GGML_TYPE_F16);
+        } else if (c->type == GGML_TYPE_BF16) {
+            widen_row(from, row, c->size, GGML_TYPE_BF16);
+        } else {
+            widen_row(from, row, c->size, GGML_TYPE_F32);
         }
     }
     memset(to + (size_t) n * c->size, 0, (size_t) (POSITIONS - n) * c->size * sizeof(float));
@@ -131,14 +144,31 @@ INLINE void score(const float * const * q, const float * k, int size, float (*sc
 #define TURN_FROM 8
 #define TURNED_ROWS (VL / 2)  // with two vectors of positions each that is as many sums as hide the latency of an addition, and two per value of q
 
-static void turn(const float * k, int size, float * turned) {
+INLINE void turn_as(const char * rows, size_t step, int n, int size, float * turned, const int type) {
     for (int j = 0; j < POSITIONS; j += VL) {
         for (int e = 0; e < size; e += VL) {
             vf x[VL];
-            _Pragma("GCC unroll 16") for (int i = 0; i < VL; i++) x[i] = vf_load(k + (size_t) (j + i) * size + e);
+            _Pragma("GCC unroll 16") for (int i = 0; i < VL; i++) {  // behind the last one that one again, which masks hide
+                x[i] = cached(rows + (size_t) (j + i < n ? j + i : n - 1) * step, e, type);
+            }
             transpose(x);
             _Pragma("GCC unroll 16") for (int i = 0; i < VL; i++) vf_store(turned + (size_t) (e + i) * POSITIONS + j, x[i]);
         }
+    }
+}
+
+// Rows [first, first + n) of K, through `k` if they are neither F32 nor F16 nor BF16.
+static void turn(const pgs_cache * c, int64_t first, int n, float * k, float * turned) {
+    const char * rows = c->rows + (size_t) first * c->step;
+    if (c->to_float != NULL) {
+        widen(c, first, n, k);
+        turn_as((const char *) k, (size_t) c->size * sizeof(float), n, c->size, turned, GGML_TYPE_F32);
+    } else if (c->type == GGML_TYPE_F16) {
+        turn_as(rows, c->step, n, c->size, turned, GGML_TYPE_F16);
+    } else if (c->type == GGML_TYPE_BF16) {
+        turn_as(rows, c->step, n, c->size, turned, GGML_TYPE_BF16);
+    } else {
+        turn_as(rows, c->step, n, c->size, turned, GGML_TYPE_F32);
     }
 }
 
@@ -176,25 +206,30 @@ INLINE void score_turned(const float * const * q, const float * turned, int size
     }
 }
 
-// scores of all query rows
-static void score_rows(const pgs_attention * a, const float * k, float * turned, float (*scores)[POSITIONS], ahead * next) {
-    int r = 0;
+// scores of all query rows with rows [first, first + n) of K
+static void score_rows(const pgs_attention * a, int64_t first, int n, float (*scores)[POSITIONS], ahead * next) {
+    _Alignas(64) float k[POSITIONS * MOST_SIZE], turned[POSITIONS * MOST_SIZE];
+    const int size = a->k.size;
+    int       r = 0;
     if (a->rows >= TURN_FROM) {
-        turn(k, a->k.size, turned);
+        turn(&a->k, first, n, k, turned);
         for (; r + TURNED_ROWS <= a->rows; r += TURNED_ROWS) {
             ask_for_rows(next, next->each);
-            score_turned(a->q + r, turned, a->k.size, scores + r, TURNED_ROWS);
+            score_turned(a->q + r, turned, size, scores + r, TURNED_ROWS);
         }
         for (; r + TURNED_ROWS / 2 <= a->rows; r += TURNED_ROWS / 2) {
-            score_turned(a->q + r, turned, a->k.size, scores + r, TURNED_ROWS / 2);
+            score_turned(a->q + r, turned, size, scores + r, TURNED_ROWS / 2);
         }
+    }
+    if (r < a->rows) {
+        widen(&a->k, first, n, k);
     }
     for (; r + ROW_PAIR <= a->rows; r += ROW_PAIR) {
         ask_for_rows(next, next->each);
-        score(a->q + r, k, a->k.size, scores + r, ROW_PAIR);
+        score(a->q + r, k, size, scores + r, ROW_PAIR);
     }
     for (; r < a->rows; r++) {
-        score(a->q + r, k, a->k.size, scores + r, 1);
+        score(a->q + r, k, size, scores + r, 1);
     }
 }
 
@@ -324,7 +359,7 @@ static void soften(float (*scores)[POSITIONS], const uint16_t * const * masks, i
 }
 
 static void attend(const pgs_attention * a) {
-    _Alignas(64) float k[POSITIONS * MOST_SIZE], v[POSITIONS * MOST_SIZE], turned[POSITIONS * MOST_SIZE], out[MOST_ROWS * MOST_SIZE];
+    _Alignas(64) float v[POSITIONS * MOST_SIZE], out[MOST_ROWS * MOST_SIZE];
     _Alignas(64) float scores[MOST_ROWS][POSITIONS];
     softmax            so_far;
     const int          size = a->v.size;
@@ -350,9 +385,8 @@ static void attend(const pgs_attention * a) {
             continue;
         }
         next.first = next.first < first + lead ? first + lead : next.first;
-        widen(&a->k, first, n, k);
         widen(&a->v, first, n, v);
-        score_rows(a, k, turned, scores, &next);
+        score_rows(a, first, n, scores, &next);
         for (int r = 0; r < a->rows; r += SOFTENED) {
             soften(scores + r, masks + r, n, a->scale, &so_far, r, a->rows - r < SOFTENED ? a->rows - r : SOFTENED);
         }
