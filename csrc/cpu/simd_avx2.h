@@ -199,3 +199,15 @@ INLINE void largest_four(const vf * a, const vf * b, const vf * c, const vf * d,
     const vf s  = _mm256_max_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
     _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
+
+// The first, second, third and fourth of VL times four values, `step` apart.
+INLINE void turn_fours(const float * x, float * to, int step) {
+    const vf a = vf_load(x), b = vf_load(x + 8), c = vf_load(x + 16), d = vf_load(x + 24);
+    const vf e = _mm256_permute2f128_ps(a, c, 0x20), f = _mm256_permute2f128_ps(a, c, 0x31);  // of values 0 and 4, 1 and 5
+    const vf g = _mm256_permute2f128_ps(b, d, 0x20), h = _mm256_permute2f128_ps(b, d, 0x31);  // 2 and 6, 3 and 7
+    const vf ef = _mm256_unpacklo_ps(e, f), fe = _mm256_unpackhi_ps(e, f), gh = _mm256_unpacklo_ps(g, h), hg = _mm256_unpackhi_ps(g, h);
+    vf_store(to, _mm256_shuffle_ps(ef, gh, 0x44));
+    vf_store(to + step, _mm256_shuffle_ps(ef, gh, 0xee));
+    vf_store(to + 2 * step, _mm256_shuffle_ps(fe, hg, 0x44));
+    vf_store(to + 3 * step, _mm256_shuffle_ps(fe, hg, 0xee));
+}

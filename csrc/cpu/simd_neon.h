@@ -167,3 +167,11 @@ INLINE void largest_four(const vf * a, const vf * b, const vf * c, const vf * d,
     const float32x4_t ab = vpmaxq_f32(largest_lanes(a), largest_lanes(b)), cd = vpmaxq_f32(largest_lanes(c), largest_lanes(d));
     vst1q_f32(out, vpmaxq_f32(ab, cd));
 }
+
+// The first, second, third and fourth of VL times four values, `step` apart.
+INLINE void turn_fours(const float * x, float * to, int step) {
+    const float32x4x4_t a = vld4q_f32(x), b = vld4q_f32(x + 16);
+    for (int k = 0; k < 4; k++) {
+        vf_store(to + k * step, (vf) { a.val[k], b.val[k] });
+    }
+}
