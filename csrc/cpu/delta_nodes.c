@@ -80,8 +80,8 @@ static void columns(const pgs_level * level, const pgs_head * h, int64_t part, i
     level->delta(h, h->size / LANES * part / parts * LANES, h->size / LANES * (part + 1) / parts * LANES);
 }
 
-// One head of one sequence, `part` of its columns.
-static void run_head(const struct ggml_tensor * dst, const pgs_level * level, int64_t head, int64_t seq, int64_t part, int64_t parts) {
+// One head of one sequence, `part` of its columns; the columns behind them `follow`, or not.
+static void run_head(const struct ggml_tensor * dst, const pgs_level * level, int64_t head, int64_t seq, int64_t part, int64_t parts, bool follow) {
     const struct ggml_tensor * mixed = dst->src[0], * beta = dst->src[1], * alpha = dst->src[2], * dt = dst->src[3], * a = dst->src[4];
     const struct ggml_tensor * on = dst->src[6], * qk_pool = dst->src[7], * gates_pool = dst->src[8];
     const delta_params p = params_of(dst);
@@ -89,8 +89,9 @@ static void run_head(const struct ggml_tensor * dst, const pgs_level * level, in
     const int64_t step = p.pending ? T : LANES;  // rows at once: a pending block is not written between two pieces, so it is one
     _Alignas(64) float q[DELTA_ROWS * 256], k[DELTA_ROWS * 256];
     float norm[256], decay[DELTA_ROWS], strength[DELTA_ROWS];
+    const float scale = 1.0f / sqrtf((float) size);  // x / sqrt(sum x^2 + eps) is a norm with eps / size, times this
     for (int64_t i = 0; i < size; i++) {
-        norm[i] = 1.0f / sqrtf((float) size);  // x / sqrt(sum x^2 + eps) as a norm with eps / size, times this
+        norm[i] = scale;
     }
     for (int64_t first = 0; first < T; first += step) {
         const int64_t rows = T - first < step ? T - first : step;
@@ -114,9 +115,9 @@ static void run_head(const struct ggml_tensor * dst, const pgs_level * level, in
         }
         const pgs_head h = {
             .size = size, .rows = rows, .q = q, .k = k, .v = floats(mixed, first, seq, 0) + (2 * heads_k + head) * size,
-            .step_k = (size_t) size, .step_v = mixed->nb[1] / sizeof(float), .decay = decay, .beta = strength, .scale = 1.0f / sqrtf((float) size),
+            .step_k = (size_t) size, .step_v = mixed->nb[1] / sizeof(float), .decay = decay, .beta = strength, .scale = scale,
             .state = floats(dst->src[5], 0, head, seq), .keeps = !p.pending, .out = floats(dst, head, seq * T + first, 0),
-            .step_out = (size_t) (size * heads),
+            .step_out = (size_t) (size * heads), .follows = follow && first + rows == T,
         };
         columns(level, &h, part, parts);
     }
@@ -125,9 +126,10 @@ static void run_head(const struct ggml_tensor * dst, const pgs_level * level, in
 static void run_delta(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int64_t heads = dst->ne[1], B = dst->src[5]->ne[3];
     const share   s     = shared(heads * B, dst->ne[0], nth);
-    for (int64_t unit = s.units * ith / nth; unit < s.units * (ith + 1) / nth; unit++) {
+    const int64_t end = s.units * (ith + 1) / nth;
+    for (int64_t unit = s.units * ith / nth; unit < end; unit++) {
         const int64_t pair = unit / s.parts;
-        run_head(dst, userdata, pair % heads, pair / heads, unit % s.parts, s.parts);
+        run_head(dst, userdata, pair % heads, pair / heads, unit % s.parts, s.parts, unit + 1 < end);
     }
 }
 
@@ -150,7 +152,8 @@ static void run_replay(struct ggml_tensor * dst, int ith, int nth, void * userda
     const delta_params p    = params_of(dst);
     const int64_t      size = states->ne[0], heads = states->ne[2], w = k->ne[2];
     const share        s    = shared(heads * states->ne[3], size, nth);
-    for (int64_t unit = s.units * ith / nth; unit < s.units * (ith + 1) / nth; unit++) {
+    const int64_t      end  = s.units * (ith + 1) / nth;
+    for (int64_t unit = s.units * ith / nth; unit < end; unit++) {
         const int64_t head = unit / s.parts % heads, n = unit / s.parts / heads;
         const float * kept = (const float *) keep->data + n % p.slots * w, * g = (const float *) gates->data + heads * w * n + head;
         float         decay[DELTA_ROWS], strength[DELTA_ROWS];
@@ -162,6 +165,7 @@ static void run_replay(struct ggml_tensor * dst, int ith, int nth, void * userda
         const pgs_head h = {
             .size = size, .rows = rows, .k = floats(k, head % k->ne[1], 0, n), .v = floats(v, head, 0, n), .step_k = k->nb[2] / sizeof(float),
             .step_v = v->nb[2] / sizeof(float), .decay = decay, .beta = strength, .state = floats(states, 0, head, n), .keeps = true,
+            .follows = unit + 1 < end,
         };
         if (rows > 0) {
             columns(level, &h, unit % s.parts, s.parts);

@@ -29,7 +29,8 @@ typedef struct pgs_kernel {  // products with one type of weight
 typedef struct pgs_cache {  // rows of one head of K or V
     const char * rows;
     size_t       step;  // bytes between them
-    size_t       asks;  // bytes of each row, from here on, that are asked for ahead of use
+    size_t       asks;  // bytes of each row that are asked for ahead of use,
+    size_t       from;  // from here on: 0, or what another head reads next
     int          type, size;
     void (*to_float)(const void * from, float * to, int64_t n);  // NULL for F32, F16 and BF16
 } pgs_cache;
@@ -57,6 +58,7 @@ typedef struct pgs_head {  // one head of a delta-net layer and some rows of a s
     bool          keeps;           // whether the state is written
     float *       out;             // NULL: only the state is wanted
     size_t        step_out;
+    bool          follows;         // whether the columns that lie behind these come next: they are asked for meanwhile
 } pgs_head;
 
 struct pgs_level {

@@ -302,12 +302,12 @@ struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * ne
 
 // ---- attention
 
-// asked: heads, this one and what follows, whose rows are asked for ahead of use
-static pgs_cache cache_of(const struct ggml_tensor * t, int64_t head, int64_t slot, int64_t asked) {
+// Heads whose rows are asked for ahead of use, counted from this one: `count` from `first` on.
+static pgs_cache cache_of(const struct ggml_tensor * t, int64_t head, int64_t slot, int64_t first, int64_t count) {
     const bool   direct = t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16 || t->type == GGML_TYPE_BF16;
-    const size_t asks   = asked > 0 ? (size_t) (asked - 1) * t->nb[2] + ggml_row_size(t->type, t->ne[0]) : 0;
-    return (pgs_cache) { (const char *) t->data + (size_t) head * t->nb[2] + (size_t) slot * t->nb[3], t->nb[1], asks, t->type, (int) t->ne[0],
-                         direct ? NULL : ggml_get_type_traits(t->type)->to_float };
+    const size_t asks   = count > 0 ? (size_t) (count - 1) * t->nb[2] + ggml_row_size(t->type, t->ne[0]) : 0;
+    return (pgs_cache) { (const char *) t->data + (size_t) head * t->nb[2] + (size_t) slot * t->nb[3], t->nb[1], asks, (size_t) first * t->nb[2],
+                         t->type, (int) t->ne[0], direct ? NULL : ggml_get_type_traits(t->type)->to_float };
 }
 
 // Query rows that share a head of K and V and a slot: heads of a token are neighbours, then tokens. Threads share pieces of these rows.
@@ -321,13 +321,15 @@ static void run_attention(struct ggml_tensor * dst, int ith, int nth, void * use
     const bool    neighbours = k->nb[2] < k->nb[1] && v->nb[2] < v->nb[1];  // heads of a position
     for (int64_t unit = begin; unit < end; unit++) {
         const int64_t first = unit % pieces * piece, head = unit / pieces % heads, slot = unit / pieces / heads;
-        const int64_t mine  = (end - 1) / pieces - unit / pieces + 1, left = mine < heads - head ? mine : heads - head;  // heads of this thread, and in the slot
-        const bool    asks  = unit == begin || (neighbours ? unit % (pieces * heads) : unit % pieces) == 0;
-        const int64_t asked = !asks ? 0 : neighbours ? left : 1;
-        pgs_attention a     = { .rows = (int) (rows - first < piece ? rows - first : piece), .span = k->ne[1] };
+        // the first head of a thread, or of a slot, asks for its own rows and, where they lie beside them, those of the next head, which asks for those of
+        // the one behind it
+        const bool    starts = unit == begin || unit % pieces == 0, own = unit == begin || head == 0 || !neighbours;
+        const bool    more   = neighbours && head + 1 < heads && (unit / pieces + 1) * pieces < end;
+        const int64_t from = own ? 0 : 1, count = starts ? own + more : 0;
+        pgs_attention a = { .rows = (int) (rows - first < piece ? rows - first : piece), .span = k->ne[1] };
         memcpy(&a.scale, (const char *) dst->op_params + SCALE_AT, sizeof(a.scale));
-        a.k = cache_of(k, head, slot, asked);
-        a.v = cache_of(v, head, slot, asked);
+        a.k = cache_of(k, head, slot, from, count);
+        a.v = cache_of(v, head, slot, from, count);
         for (int r = 0; r < a.rows; r++) {
             const int64_t t = (first + r) / group, h = head * group + (first + r) % group;
             a.q[r]    = (const float *) ((const char *) q->data + (size_t) t * q->nb[1] + (size_t) h * q->nb[2] + (size_t) slot * q->nb[3]);

@@ -25,11 +25,32 @@ INLINE const float * whole_lanes(const float * x, int64_t i, int64_t n, float * 
     return copy;
 }
 
+INLINE void norm_lanes(const float * x, const float * weight, const float * gate, vf scale, float * out, const int weighted, const int gated) {
+    EACH_PART {
+        vf y = vf_mul(vf_load(x + VL * p), scale);
+        y    = weighted ? vf_mul(y, vf_load(weight + VL * p)) : y;
+        vf_store(out + VL * p, gated ? vf_mul(silu(vf_load(gate + VL * p)), y) : y);
+    }
+}
+
+INLINE void norm_by(const float * x, const float * weight, const float * gate, vf scale, int64_t n, float * out, const int weighted, const int gated) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        norm_lanes(x + i, weight + i, gate + i, scale, out + i, weighted, gated);
+    }
+    if (i < n) {
+        float part[LANES], more[LANES], last[LANES];
+        norm_lanes(whole_lanes(x, i, n, part), weighted ? whole_lanes(weight, i, n, more) : NULL, gated ? whole_lanes(gate, i, n, last) : NULL, scale, part,
+                   weighted, gated);
+        memcpy(out + i, part, (size_t) (n - i) * sizeof(float));
+    }
+}
+
 // out = x / sqrt(mean(x^2) + eps), times `weight` and times silu(gate) where they are not NULL. `out` may be x.
 static void norm(const float * x, const float * weight, const float * gate, float eps, int64_t n, float * out) {
     vf    acc[4][PARTS];
-    float part[LANES], more[LANES], last[LANES];
-    for (int k = 0; k < 4; k++) {
+    float part[LANES];
+    _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) {
         EACH_PART acc[k][p] = vf_zero();
     }
     int64_t i = 0;
@@ -41,28 +62,23 @@ static void norm(const float * x, const float * weight, const float * gate, floa
             }
         }
     }
-    for (int k = 0; i < n; i += LANES, k++) {
-        const float * from = whole_lanes(x, i, n, part);
-        EACH_PART {
-            const vf v = vf_load(from + VL * p);
-            acc[k][p]  = vf_fma(v, v, acc[k][p]);
+    if (i < n) {
+        _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) {
+            if (i + k * LANES < n) {
+                const float * from = whole_lanes(x, i + k * LANES, n, part);
+                EACH_PART {
+                    const vf v = vf_load(from + VL * p);
+                    acc[k][p]  = vf_fma(v, v, acc[k][p]);
+                }
+            }
         }
     }
     EACH_PART vf_store(part + VL * p, vf_add(vf_add(acc[0][p], acc[2][p]), vf_add(acc[1][p], acc[3][p])));
     const vf scale = vf_set(1.0f / sqrtf(sum_of(part) / (float) n + eps));
-    for (i = 0; i < n; i += LANES) {
-        const float * from = whole_lanes(x, i, n, part);
-        const float * w = weight != NULL ? whole_lanes(weight, i, n, more) : NULL;
-        const float * z = gate != NULL ? whole_lanes(gate, i, n, last) : NULL;
-        float *       to = i + LANES <= n ? out + i : part;
-        EACH_PART {
-            vf y = vf_mul(vf_load(from + VL * p), scale);
-            y    = w != NULL ? vf_mul(y, vf_load(w + VL * p)) : y;
-            vf_store(to + VL * p, z != NULL ? vf_mul(silu(vf_load(z + VL * p)), y) : y);
-        }
-        if (to == part) {
-            memcpy(out + i, part, (size_t) (n - i) * sizeof(float));
-        }
+    if (gate != NULL) {
+        weight != NULL ? norm_by(x, weight, gate, scale, n, out, 1, 1) : norm_by(x, x, gate, scale, n, out, 0, 1);
+    } else {
+        weight != NULL ? norm_by(x, weight, x, scale, n, out, 1, 0) : norm_by(x, x, x, scale, n, out, 0, 0);
     }
 }
 
@@ -71,9 +87,15 @@ static void norm(const float * x, const float * weight, const float * gate, floa
 static void convolve(const float * x, size_t step, const float * taps, int n_taps, int64_t rows, int64_t channels, float * out, size_t to) {
     float turned[MOST_TAPS][LANES];
     for (int64_t c = 0; c < channels; c += LANES) {
-        for (int k = 0; k < n_taps; k++) {
-            for (int j = 0; j < LANES; j++) {
-                turned[k][j] = taps[(c + j) * n_taps + k];
+        if (n_taps == 4) {
+            for (int j = 0; j < LANES; j += VL) {
+                turn_fours(taps + (c + j) * 4, turned[0] + j, LANES);
+            }
+        } else {
+            for (int k = 0; k < n_taps; k++) {
+                for (int j = 0; j < LANES; j++) {
+                    turned[k][j] = taps[(c + j) * n_taps + k];
+                }
             }
         }
         for (int64_t t = 0; t < rows; t++) {

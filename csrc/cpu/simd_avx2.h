@@ -228,3 +228,24 @@ INLINE void transpose(vf * x) {
         x[4 + j] = _mm256_permute2f128_ps(b[j], b[4 + j], 0x31);
     }
 }
+
+// The largest of LANES values of four pairs of vectors, none of them NaN.
+INLINE void largest_four(const vf * a, const vf * b, const vf * c, const vf * d, float * out) {
+    const vf a8 = _mm256_max_ps(a[0], a[1]), b8 = _mm256_max_ps(b[0], b[1]), c8 = _mm256_max_ps(c[0], c[1]), d8 = _mm256_max_ps(d[0], d[1]);
+    const vf ab = _mm256_max_ps(_mm256_unpacklo_ps(a8, b8), _mm256_unpackhi_ps(a8, b8));
+    const vf cd = _mm256_max_ps(_mm256_unpacklo_ps(c8, d8), _mm256_unpackhi_ps(c8, d8));
+    const vf s  = _mm256_max_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
+
+// The first, second, third and fourth of VL times four values, `step` apart.
+INLINE void turn_fours(const float * x, float * to, int step) {
+    const vf a = vf_load(x), b = vf_load(x + 8), c = vf_load(x + 16), d = vf_load(x + 24);
+    const vf e = _mm256_permute2f128_ps(a, c, 0x20), f = _mm256_permute2f128_ps(a, c, 0x31);  // of values 0 and 4, 1 and 5
+    const vf g = _mm256_permute2f128_ps(b, d, 0x20), h = _mm256_permute2f128_ps(b, d, 0x31);  // 2 and 6, 3 and 7
+    const vf ef = _mm256_unpacklo_ps(e, f), fe = _mm256_unpackhi_ps(e, f), gh = _mm256_unpacklo_ps(g, h), hg = _mm256_unpackhi_ps(g, h);
+    vf_store(to, _mm256_shuffle_ps(ef, gh, 0x44));
+    vf_store(to + step, _mm256_shuffle_ps(ef, gh, 0xee));
+    vf_store(to + 2 * step, _mm256_shuffle_ps(fe, hg, 0x44));
+    vf_store(to + 3 * step, _mm256_shuffle_ps(fe, hg, 0xee));
+}

@@ -147,3 +147,27 @@ INLINE void transpose(vf * x) {
         x[12 + j] = _mm512_shuffle_f32x4(odd, odder, 0xdd);
     }
 }
+
+// The largest of LANES values of four vectors, none of them NaN.
+INLINE void largest_four(const vf * a, const vf * b, const vf * c, const vf * d, float * out) {
+    const vf ab = _mm512_max_ps(_mm512_shuffle_f32x4(*a, *b, 0x44), _mm512_shuffle_f32x4(*a, *b, 0xee));
+    const vf cd = _mm512_max_ps(_mm512_shuffle_f32x4(*c, *d, 0x44), _mm512_shuffle_f32x4(*c, *d, 0xee));
+    vf       s  = _mm512_max_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    s           = _mm512_max_ps(s, _mm512_permute_ps(s, 0x4e));
+    s           = _mm512_max_ps(s, _mm512_permute_ps(s, 0xb1));
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
+}
+
+// The first, second, third and fourth of VL times four values, `step` apart.
+INLINE void turn_fours(const float * x, float * to, int step) {
+    const __m512i halves = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+    const __m512i others = _mm512_setr_epi32(2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31);
+    const vf a = vf_load(x), b = vf_load(x + 16), c = vf_load(x + 32), d = vf_load(x + 48);
+    const vf low = _mm512_permutex2var_ps(a, halves, b), high = _mm512_permutex2var_ps(c, halves, d);
+    const vf low_of_others = _mm512_permutex2var_ps(a, others, b), high_of_others = _mm512_permutex2var_ps(c, others, d);
+    vf_store(to, _mm512_shuffle_f32x4(low, high, 0x44));
+    vf_store(to + step, _mm512_shuffle_f32x4(low, high, 0xee));
+    vf_store(to + 2 * step, _mm512_shuffle_f32x4(low_of_others, high_of_others, 0x44));
+    vf_store(to + 3 * step, _mm512_shuffle_f32x4(low_of_others, high_of_others, 0xee));
+}

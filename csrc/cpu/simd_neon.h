@@ -169,3 +169,20 @@ INLINE void transpose(vf * x) {
         x[4 + i] = (vf) { b[i], b[4 + i] };
     }
 }
+
+// The largest of LANES values of four pairs of vectors, none of them NaN.
+INLINE float32x4_t largest_lanes(const vf * x) {
+    return vmaxq_f32(vmaxq_f32(x[0].a, x[0].b), vmaxq_f32(x[1].a, x[1].b));
+}
+INLINE void largest_four(const vf * a, const vf * b, const vf * c, const vf * d, float * out) {
+    const float32x4_t ab = vpmaxq_f32(largest_lanes(a), largest_lanes(b)), cd = vpmaxq_f32(largest_lanes(c), largest_lanes(d));
+    vst1q_f32(out, vpmaxq_f32(ab, cd));
+}
+
+// The first, second, third and fourth of VL times four values, `step` apart.
+INLINE void turn_fours(const float * x, float * to, int step) {
+    const float32x4x4_t a = vld4q_f32(x), b = vld4q_f32(x + 16);
+    for (int k = 0; k < 4; k++) {
+        vf_store(to + k * step, (vf) { a.val[k], b.val[k] });
+    }
+}

@@ -110,6 +110,10 @@ static int products(const pgs_kernel * k, int blocks) {
         if (row >= 5 && row <= 6) {
             x[7] = row == 5 ? NAN : INFINITY;
         }
+        if (row == 7) {  // the largest magnitude with both signs
+            x[5]  = -2.0f;
+            x[20] = 2.0f;
+        }
         k->activations(x, (int64_t) blocks * k->block, tile, row);
     }
     float alone[TILE][2 * LANES], sums[TILE][SUMS_STEP], one[TILE][SUMS_STEP];
@@ -144,8 +148,8 @@ static void attention(int size, int rows, int64_t span, int type) {
         half_floats((uint16_t *) v, (int) span * size, type == GGML_TYPE_BF16);
     }
     fill(q, (int64_t) rows * size, 4.0f);
-    a.k = (pgs_cache) { (const char *) k, step, type, size, NULL };
-    a.v = (pgs_cache) { (const char *) v, step, type, size, NULL };
+    a.k = (pgs_cache) { .rows = (const char *) k, .step = step, .type = type, .size = size };
+    a.v = (pgs_cache) { .rows = (const char *) v, .step = step, .type = type, .size = size };
     for (int r = 0; r < rows; r++) {
         for (int64_t j = 0; j < span; j++) {
             mask[r][j] = r == 1 || (j > 0 && bits() % 4 == 0) ? HIDDEN : 0;

@@ -56,8 +56,10 @@ def test_attention_is_right(level, size, heads, heads_kv, rows):
 
 @on_every_level
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0", "q5_1", "iq4_nl"])
-def test_every_type_of_row(level, kind):
-    q, (k, k_values, v, v_values), mask = inputs(64, 4, 2, 100, 3, kind)  # a span that is no multiple of a block
+@pytest.mark.parametrize("rows", [3, 9])
+def test_every_type_of_row(level, kind, rows):
+    """Of few query rows and of as many as have the rows of K turned."""
+    q, (k, k_values, v, v_values), mask = inputs(64, 4, 2, 100, rows, kind)  # a span that is no multiple of a block
     assert np.abs(attention(level, q, (k, v), mask, 2, 100, kind) - exact(q, k_values, v_values, mask)).max() < 1e-5
 
 
