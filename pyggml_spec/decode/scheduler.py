@@ -693,20 +693,21 @@ class Scheduler:
             return 0, 1e-6 * spent
         times, rows = results[decoding[0].slot].times, 1
         upload, compute, read = times.upload, times.compute, times.read
-        rest = spent // 1000 - upload - compute - read
+        rest = max(0, spent // 1000 - upload - compute - read)
         for stream in decoding:
-            own, width, since = stream.stats, stream._rows, stream._last_step
+            own = stream.stats
             host = own.host_us
             host["upload"] += upload
             host["compute"] += compute
             host["read"] += read
-            host["host"] += max(0, rest)
+            host["host"] += rest
             own.seconds["decode"] = 1e-9 * (now - stream._since)
+            if (wait := now - stream._last_step) > self._longest_wait:
+                self._longest_wait = wait
             stream._last_step = now
-            self._longest_wait = max(self._longest_wait, now - since)
             if own.steps == WARMUP_STEPS and stream._counters is not None:
                 stream._counters.warm()
-            rows = max(rows, width)
+            rows = max(rows, stream._rows)
         width = self._padded[rows]
         stats.widths[width] += 1
         return width, 1e-6 * spent
