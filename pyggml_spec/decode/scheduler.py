@@ -280,7 +280,8 @@ class Scheduler:
             return False
         if self._rounds.step(meanwhile):
             return True
-        decoding, filling, began = self._decoding, list[Stream](), time.perf_counter_ns()
+        decoding, began = self._decoding, time.perf_counter_ns()
+        filling: list[Stream] = []
         try:
             if self._reading:
                 filling = self._filling()
@@ -527,13 +528,14 @@ class Scheduler:
         for s in self._forcing:
             if (item := s._request.forced_work()) is not None:
                 work[s.slot] = item
-        kind, self._looked = Kind("", self.width), None
+        self._looked, rounds = None, self._rounds
         if len(work) < len(decoding):
-            if self._rounds.next is not None or not self._unheard % UNHEARD:
-                self._kind, self._otherwise = self._rounds.next or self._choose(), None
+            if rounds.next is not None or not self._unheard % UNHEARD:
+                self._kind, self._otherwise = rounds.next or self._choose(), None
             kind = self._kind
-        self._rounds.next = None
-        # where all are forced nobody drafts, and no kind was chosen
+        else:  # all are forced: nobody drafts, and no kind is chosen
+            kind = Kind("", self.width)
+        rounds.next = None
         if self._lookups and len(work) < len(decoding) and self._look_up(decoding, kind.width, work) == 1:
             kind = PLAIN_STEP
         width, weigh = kind.verified, self._weigher(kind)
