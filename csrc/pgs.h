@@ -189,6 +189,7 @@ typedef struct pgs_rows {  // inputs of one graph in host memory; NULL: it has n
 void pgs_fill_rows(const pgs_rows * rows, const int64_t * committed, const int64_t * real);
 
 bool pgs_finite(const float * values, int64_t n);  // neither NaN nor Inf among them
+bool pgs_finite_at(const float * values, int64_t n, int64_t rows, const int64_t * ids);  // of [n, rows], the one that each row's id names
 
 // ---- kv_write_rows.c
 

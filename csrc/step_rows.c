@@ -63,3 +63,11 @@ bool pgs_finite(const float * values, int64_t n) {
     }
     return finite;
 }
+
+bool pgs_finite_at(const float * values, int64_t n, int64_t rows, const int64_t * ids) {
+    bool finite = true;
+    for (int64_t i = 0; i < rows; i++) {
+        finite = finite && isfinite(values[i * n + ids[i]]);
+    }
+    return finite;
+}

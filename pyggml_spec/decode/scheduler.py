@@ -280,7 +280,8 @@ class Scheduler:
             return False
         if self._rounds.step(meanwhile):
             return True
-        decoding, filling, began = self._decoding, list[Stream](), time.perf_counter_ns()
+        decoding, began = self._decoding, time.perf_counter_ns()
+        filling: list[Stream] = []
         try:
             if self._reading:
                 filling = self._filling()
@@ -527,13 +528,14 @@ class Scheduler:
         for s in self._forcing:
             if (item := s._request.forced_work()) is not None:
                 work[s.slot] = item
-        kind, self._looked = Kind("", self.width), None
+        self._looked, rounds = None, self._rounds
         if len(work) < len(decoding):
-            if self._rounds.next is not None or not self._unheard % UNHEARD:
-                self._kind, self._otherwise = self._rounds.next or self._choose(), None
+            if rounds.next is not None or not self._unheard % UNHEARD:
+                self._kind, self._otherwise = rounds.next or self._choose(), None
             kind = self._kind
-        self._rounds.next = None
-        # where all are forced nobody drafts, and no kind was chosen
+        else:  # all are forced: nobody drafts, and no kind is chosen
+            kind = Kind("", self.width)
+        rounds.next = None
         if self._lookups and len(work) < len(decoding) and self._look_up(decoding, kind.width, work) == 1:
             kind = PLAIN_STEP
         width, weigh = kind.verified, self._weigher(kind)
@@ -693,20 +695,21 @@ class Scheduler:
             return 0, 1e-6 * spent
         times, rows = results[decoding[0].slot].times, 1
         upload, compute, read = times.upload, times.compute, times.read
-        rest = spent // 1000 - upload - compute - read
+        rest = max(0, spent // 1000 - upload - compute - read)
         for stream in decoding:
-            own, width, since = stream.stats, stream._rows, stream._last_step
+            own = stream.stats
             host = own.host_us
             host["upload"] += upload
             host["compute"] += compute
             host["read"] += read
-            host["host"] += max(0, rest)
+            host["host"] += rest
             own.seconds["decode"] = 1e-9 * (now - stream._since)
+            if (wait := now - stream._last_step) > self._longest_wait:
+                self._longest_wait = wait
             stream._last_step = now
-            self._longest_wait = max(self._longest_wait, now - since)
             if own.steps == WARMUP_STEPS and stream._counters is not None:
                 stream._counters.warm()
-            rows = max(rows, width)
+            rows = max(rows, stream._rows)
         width = self._padded[rows]
         stats.widths[width] += 1
         return width, 1e-6 * spent

@@ -543,24 +543,24 @@ class WidthControl:
         use = self._uses.get(covered)
         if use is None or use.kind is None or not drafted:
             return
-        cost = self.cost(covered, kind)
-        if kind != PLAIN_STEP and use.plain:
-            whole = self.costs[covered, kind]  # what doubts save of others is no part of its cost
-            late = min(
-                late, 2 * whole
-            )  # one that stalled proves nothing: 90 ms of catching up, once, kept blocks away for the rest of a session
-            if known:
-                use.late += LATE_RATE * (late + min(max(own - whole, 0.0), 2 * whole) - use.late)
-            cost += max(use.late, late)
-        cost /= self.costs[covered, PLAIN_STEP]
-        won = 1 + sum(n for _, n in drafted) / len(drafted) - cost
+        plain, cost = kind == PLAIN_STEP, 1.0
+        if not plain:
+            cost = self.cost(covered, kind)
+            if use.plain:
+                whole = self.costs[covered, kind]  # what doubts save of others is no part of its cost
+                late = min(late, 2 * whole)  # one that stalled proves nothing: 90 ms, once, kept blocks away for the rest of a session
+                if known:
+                    use.late += LATE_RATE * (late + min(max(own - whole, 0.0), 2 * whole) - use.late)
+                cost += max(use.late, late)
+            cost /= self.costs[covered, PLAIN_STEP]
+        won = 1 + sum([n for _, n in drafted]) / len(drafted) - cost
         if self._allowed is not None:
-            may = sum(s.losses for s, _ in drafted) / len(drafted)
+            may = sum([s.losses for s, _ in drafted]) / len(drafted)
             self._allowed = max(0.0, min(self._allowed + won + may * cost, SAVINGS))
         for s, n in drafted:
             s.allowed = max(0.0, s.allowed + 1 + n - (1 - s.losses) * cost)
-            s.won += 1 + n - cost if kind != PLAIN_STEP else 0.0
-        if kind == PLAIN_STEP:
+            s.won += 1 + n - cost
+        if plain:
             use.plain += 1
             return
         use.plain = use.unsure = 0
@@ -579,10 +579,10 @@ class WidthControl:
 
     def _learn(self, covered: int, kind: Kind, milliseconds: float) -> None:
         key = covered, kind
-        known = self.costs.get(key)
-        if self._tries[key] < TRIES:
-            self._tries[key] += 1
-            if self._tries[key] <= WARMUP:
+        known, tries = self.costs.get(key), self._tries[key] + 1
+        self._tries[key] = tries
+        if tries <= TRIES:
+            if tries <= WARMUP:
                 return
             self.costs[key] = milliseconds if known is None or key in self._guesses else min(known, milliseconds)
             self._guesses.discard(key)
@@ -593,8 +593,7 @@ class WidthControl:
             self._seen[kind] += 1
             self._fast[kind] += milliseconds < TOO_SLOW * measured
         least, most = (measured / 2, measured * 2) if measured is not None else (0.0, 2 * known)
-        self._tries[key] += 1
-        rate = max(COST_RATE, 1 / (self._tries[key] - TRIES + MEASURED_WEIGHT))
+        rate = max(COST_RATE, 1 / (tries - TRIES + MEASURED_WEIGHT))
         self.costs[key] = known + rate * (min(max(milliseconds, least), most) - known)  # one stalled step proves nothing
 
     def settled(self, covered: int) -> bool:

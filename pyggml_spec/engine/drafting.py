@@ -64,6 +64,7 @@ class BlockDrafting:
 
     def __init__(self, drafter: DFlash, target: Target, kv: KVCache, alone: bool) -> None:
         self.drafter, self.target, self.kv, self.alone = drafter, target, kv, alone
+        self._windows = [(window, f"draft_first_{window}") for window in sorted(set(drafter.hp.window) - {0})]
 
     def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
         covered, own = asked.covered, self.drafter.block_rows(asked.width)
@@ -99,11 +100,10 @@ class BlockDrafting:
             for at, slot in enumerate(covered.slots):
                 n = slots[slot].cursor.committed if isinstance(work.get(slot), Draft) else 0
                 positions[at * width : (at + 1) * width] = n + np.arange(width)
-        for window in set(self.drafter.hp.window) - {0}:
-            host[f"draft_first_{window}"][:] = positions - window + 1
+        for window, name in self._windows:
+            host[name][:] = positions - window + 1
         for at, slot in enumerate(covered.slots):
             item, n, first = work.get(slot), slots[slot].cursor.committed, at * width
-            last[first : first + width] = positions[first : first + width]  # a row that it may see, window or not: attention to none is NaN
             real = 0
             if isinstance(item, Draft):
                 real = self.drafter.block_rows(item.width)
@@ -112,6 +112,10 @@ class BlockDrafting:
                     block[first + 1 : first + real] = item.masks[: real - 1]
                 last[first : first + real] = self.drafter.last_seen(n, real)
                 last[first + real : first + width] = n + real - 1
+            else:
+                last[first : first + width] = positions[
+                    first : first + width
+                ]  # a row that it may see, window or not: attention to none is NaN
             if "draft_rows" in host:
                 rows = host["draft_rows"][first : first + width]
                 self.kv.rows_for(n, width, real, rows)

@@ -34,9 +34,11 @@ class Fill:
             tokens[:] = 0
         for slot, n in rows.items():
             first, item = (slot - covered.first) * width, work[slot]
-            given = item.tokens if isinstance(item, Prompt) else [self._slots[slot].cursor.pending]
-            tokens[first : first + n] = given
-            tokens[first + n : first + width] = given[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
+            if isinstance(item, Prompt):
+                tokens[first : first + n] = item.tokens
+                tokens[first + n : first + width] = item.tokens[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
+            else:
+                tokens[first : first + width] = self._slots[slot].cursor.pending
         if self._boundary is not None:
             self._boundary_rows(host, rows, covered)
         if "tail" in host:

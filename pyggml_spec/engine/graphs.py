@@ -125,6 +125,7 @@ class StepGraphs(GraphStore):
         super().__init__(segments, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter), most)
         self.target, self.drafter = target, drafter
         self.kv, self.draft_kv, self.delta, self.ring, self.boundary = kv, draft_kv, delta, ring, boundary
+        self._first = drafter.method if drafter is not None else ""
         self.draft_parts: dict[str, Drafting] = {}
         if drafter is not None and draft_kv is not None:
             self.draft_parts = {member.method: drafting_of(member, target, kv, draft_kv, slots == 1) for member in drafter.members}
@@ -202,10 +203,6 @@ class StepGraphs(GraphStore):
     def late(self) -> tuple[str, ...]:
         """What else graphs of steps that verify given ids differ in where drafters' rows wait."""
         return (LATE,) if self.ring is not None and self.drafting else ()
-
-    @property
-    def _first(self) -> str:
-        return self.drafter.method if self.drafter is not None else ""
 
     def chunk_width(self, rows: int) -> int:
         """Rows per slot of the graph that computes ``rows`` rows of a prompt."""

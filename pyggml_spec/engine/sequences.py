@@ -11,6 +11,8 @@ from .options import MOST_SLOTS, MOST_WIDTH
 from .parts import Parts
 from .slot import Draft, Ids, Prompt, Slot, Verify, Work
 
+_IMPOSSIBLE = "a block of {} rows is impossible here: 2 to {} were planned for at load"
+
 
 class Sequences:
     """The slots of an engine. What callers hand in is checked here."""
@@ -28,7 +30,8 @@ class Sequences:
         Raises:
             EngineError: there is none.
         """
-        slot = self.number(slot)
+        if type(slot) is not int or not 0 <= slot < len(self._slots):
+            slot = self.number(slot)
         s = self._slots[slot]
         if self._flying and slot in self._flying:
             raise EngineError(f"the step of slot {slot} is still under way: land its group first")
@@ -45,11 +48,9 @@ class Sequences:
         Raises:
             EngineError: there is none of this number.
         """
-        count = len(self._slots)
-        if type(slot) is not int or not 0 <= slot < count:
-            slot = whole(slot, "the slot", 0, MOST_SLOTS)
-            if slot >= count:
-                raise EngineError(f"slot {slot} has no sequence: there are {count} slots")
+        slot = whole(slot, "the slot", 0, MOST_SLOTS)
+        if slot >= len(self._slots):
+            raise EngineError(f"slot {slot} has no sequence: there are {len(self._slots)} slots")
         return slot
 
     def token(self, token: int) -> int:
@@ -64,7 +65,7 @@ class Sequences:
             ContextError: a prompt that is empty, does not fit the context or has ids outside the vocabulary.
             EngineError: what the slot cannot do now, or a width that was not planned for.
         """
-        s, options, n_vocab = self.of(slot), self._parts.options, self._parts.target.n_vocab
+        s, options = self.of(slot), self._parts.options
         if s.open_rows:
             raise EngineError(f"slot {slot} has a block of {s.open_rows} rows that nothing was accepted of: call accept or rollback first")
         if isinstance(item, Prompt):
@@ -79,19 +80,24 @@ class Sequences:
         if s.cursor.room < 1:
             raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise `n_ctx`")
         if isinstance(item, Draft):
-            width = whole(item.width, "the width of the block", 0, MOST_WIDTH)
-        elif not len(item.drafts):
+            return self._rows_drafted(slot, item)
+        if not len(item.drafts):
             return 1
-        else:
-            width = 1 + token_ids(item.drafts, n_vocab, "the block of drafts").size
-        if not 1 <= width <= options.width or (isinstance(item, Draft) and width < 2):
-            raise EngineError(f"a block of {width} rows is impossible here: 2 to {options.width} were planned for at load")
-        if isinstance(item, Draft) and not s.drafting:
+        width = 1 + token_ids(item.drafts, self._parts.target.n_vocab, "the block of drafts").size
+        if width > options.width:
+            raise EngineError(_IMPOSSIBLE.format(width, options.width))
+        return width
+
+    def _rows_drafted(self, slot: int, item: Draft) -> int:
+        options, width = self._parts.options, whole(item.width, "the width of the block", 0, MOST_WIDTH)
+        if not 2 <= width <= options.width:
+            raise EngineError(_IMPOSSIBLE.format(width, options.width))
+        if not self._slots[slot].drafting:
             why = "there is no drafter" if self._parts.drafter is None else f"the sequence in slot {slot} was started without drafting"
             raise EngineError(f"{why}: use Verify or a plain step")
-        if isinstance(item, Draft) and (most := self._parts.widest(item.drafter)) < width:
+        if (most := self._parts.widest(item.drafter)) < width:
             raise EngineError(f"a block of {width} rows is wider than the {most} that {self._parts.graphs.method_of(item.drafter)} drafts")
-        if isinstance(item, Draft) and item.verified:
+        if item.verified:
             whole(item.verified, "the number of verified rows", width, options.width)
         return width
 

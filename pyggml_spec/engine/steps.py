@@ -97,26 +97,25 @@ class Steps:
         copies = self._graphs.copies(width * covered.count) if chunk else ()
         if copies:
             self._expect(any(isinstance(item, Prompt) and item.more for item in work.values()))
-        more = all(isinstance(item, Prompt) and item.more for item in work.values())
-        if more and self._graphs.split and self._parts.io.lane is None:
+        if self._graphs.split and self._parts.io.lane is None and all(isinstance(item, Prompt) and item.more for item in work.values()):
             return self._ahead_of(role, width, work, rows, covered, meanwhile, *copies)
         step, times = self.rows(role, work, rows, covered, width, meanwhile, *copies)
         results = self._of_certain(step, width, work, rows, covered, times)
-        self._agree(covered, copies)
+        if copies:
+            self._agree(covered, copies)
         return results
 
     def _of_certain(
         self, step: Step, width: int, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, times: StepTimes
     ) -> dict[int, StepResult]:
-        ids, sound, out = step.ids(), step.finite(), {}
+        ids, sound, tokens, out = step.ids(), step.finite(), step.host["tokens"], {}
         for slot, n in rows.items():
             s, at = self._slots[slot], slot - covered.first
             s.cursor.advance(n, int(ids[at]))
             s.folded()
             s.open_rows, s.row = 0 if isinstance(work[slot], Prompt) else 1, at
-            tokens = step.host["tokens"][at * width : at * width + n].copy()
-            finite = sound or step.finite_rows(at, 1)
-            out[slot] = StepResult(tokens, ids[at : at + 1], True, self._sound(slot, finite), times)
+            finite = sound or self._sound(slot, step.finite_rows(at, 1))
+            out[slot] = StepResult(tokens[at * width : at * width + n].copy(), ids[at : at + 1], True, finite, times)
         return out
 
     def _agree(self, covered: SlotRange, more: tuple[Any, ...]) -> None:
@@ -167,13 +166,14 @@ class Steps:
         unless guests have to go home."""
         step, longest = self._rows(role, work, rows, covered, width, *more)
         guests = self._parts.guests if STREAMED in more else None
-        had = [(slot, self._slots[slot].cursor.committed) for slot in covered.slots]
-        if guests is not None:
+        if guests is None:
+            times = self._run(step, role, width, covered, longest, meanwhile, *more, ahead=ahead)
+        else:
+            had = [(slot, self._slots[slot].cursor.committed) for slot in covered.slots]
             self._parts.arrive()
             for slot in covered.slots:
                 guests.bring(slot, self._slots[slot].cursor)
-        times = self._run(step, role, width, covered, longest, meanwhile, *more, ahead=ahead and guests is None)
-        if guests is not None:
+            times = self._run(step, role, width, covered, longest, meanwhile, *more)
             for slot, n in had:
                 guests.take_back(slot, n, rows.get(slot, 0))
         self._after_rows(step, role, width, rows, covered)
@@ -195,12 +195,11 @@ class Steps:
             self._delta.after_rows(int(role == "plain"))
         if self._parts.boundary is not None:
             self._leave(step, rows)
-        self._store(step, width, rows, covered)
+        if "ring_rows" in step.host:
+            self._store(step, width, rows, covered)
 
     def _store(self, step: Step, width: int, rows: Mapping[int, int], covered: SlotRange, ready: str = "") -> None:
         """What a step left for drafters other than the one that is ``ready``."""
-        if "ring_rows" not in step.host:
-            return
         assert self._parts.ring is not None
         for slot, n in rows.items():
             if (s := self._slots[slot]).drafting:
@@ -221,7 +220,7 @@ class Steps:
     ) -> tuple[Step, str, int, int, tuple[Any, ...]]:
         """What is to be run: its role, rows per slot, the length of the longest sequence, and what else its graph differs in."""
         drafting = [item for item in work.values() if isinstance(item, Draft)]
-        need = max(*rows.values(), *(item.verified for item in drafting), 0)
+        need = max([*rows.values(), *[item.verified for item in drafting]])
         width = self._graphs.block_width(need)
         if not width:
             raise EngineError(f"a step with drafts has at most {self._parts.options.width} rows per slot, but a prompt has {need}")
@@ -232,7 +231,7 @@ class Steps:
         method, role, drafts = "", "verify", 0
         if drafting:
             method = self._who(drafting)
-            role, more, drafts = self._graphs.of_drafts("fused", method, width, max(item.width for item in drafting) - 1)
+            role, more, drafts = self._graphs.of_drafts("fused", method, width, max([item.width for item in drafting]) - 1)
         else:
             more = self._graphs.late if late else ()
         self._commits.before_block(width, rows, method, bool(method or more))
@@ -251,8 +250,9 @@ class Steps:
             self._delta.after_block(covered)
         if self._parts.boundary is not None:
             self._leave(step, rows)
-        ready = next((self._graphs.method_of(item.drafter) for item in work.values() if isinstance(item, Draft)), "")
-        self._store(step, width, rows, covered, ready)
+        if "ring_rows" in step.host:
+            ready = next((self._graphs.method_of(item.drafter) for item in work.values() if isinstance(item, Draft)), "")
+            self._store(step, width, rows, covered, ready)
         ids, sound = step.ids(), step.finite()
         return {slot: self._of_block(step, ids, sound, width, slot, item, rows[slot], covered, times) for slot, item in work.items()}
 
@@ -307,7 +307,8 @@ class Steps:
         s.tokens, s.ids, s.open_rows, s.row = step.host["tokens"][first : first + n].copy(), ids[first : first + n], n, first
         draft_finite = sound or not isinstance(item, Draft) or self._drafts_finite(step, slot - covered.first, covered)
         target_finite = sound or step.finite_rows(first, n)
-        self._sound(slot, draft_finite and target_finite)
+        if not sound:
+            self._sound(slot, draft_finite and target_finite)
         if isinstance(item, Prompt):
             self._sequences.move(slot, s.base + n, int(s.ids[-1]))
             s.row += n - 1
@@ -323,7 +324,7 @@ class Steps:
         Raises:
             EngineError: several are asked for, or one that is not here.
         """
-        methods = {self._graphs.method_of(item.drafter) for item in drafting}
+        methods = {self._graphs.method_of(name) for name in {item.drafter for item in drafting}}
         if len(methods) > 1:
             raise EngineError(f"{' and '.join(sorted(methods))} cannot draft in one step: a step has one drafter for all of its slots")
         return methods.pop()

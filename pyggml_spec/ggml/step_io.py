@@ -236,13 +236,14 @@ class StepFields:
         read_start = self._end if self._read_start is None else self._read_start
         size = self._end - read_start
         self._queue(read_start, size)
-        self.io.uploads += 1
-        self.io.upload_bytes += self._upload_end
+        io = self.io
+        io.uploads += 1
+        io.upload_bytes += self._upload_end
         if size:
-            self.io.reads += 1
-            self.io.read_bytes += size
-        if self.io.replay is not None and not self.graph.cuts:  # a launch with cuts waits for the host, so its time tells nothing
-            self._count_replay(self.io.replay)
+            io.reads += 1
+            io.read_bytes += size
+        if io.replay is not None and not self.graph.cuts:  # a launch with cuts waits for the host, so its time tells nothing
+            self._count_replay(io.replay)
 
     def _queue(self, read_start: int, size: int) -> None:
         args = (self.io.handle, self.graph.handle, self._upload_end, read_start, size, self._times, self._err)
@@ -257,9 +258,11 @@ class StepFields:
 
     def wait(self) -> StepTimes:
         """Blocks until the outputs are there (the GIL is released)."""
-        lib.pgs_step_wait(self.io.handle, self._times)
-        check_present(self.io.workers)
-        return StepTimes(self._times.upload, self._times.compute, self._times.read)
+        times = self._times
+        lib.pgs_step_wait(self.io.handle, times)
+        if self.io.workers:
+            check_present(self.io.workers)
+        return StepTimes(times.upload, times.compute, times.read)
 
     def run(self) -> StepTimes:
         """``launch`` and ``wait``."""

@@ -33,9 +33,10 @@ class Cursor:
 
     def advance(self, rows: int, pending: int | None) -> None:
         """Commits ``rows`` more tokens; ``pending`` is the token that the target chose after them."""
-        if rows < 0 or rows > self.room:
+        committed = self.committed + rows
+        if rows < 0 or committed > self.n_ctx:
             raise EngineError(f"the cursor cannot move by {rows} tokens: {self.room} are left")
-        self.place(self.committed + rows, pending)
+        self.place(committed, pending)
 
     def reset(self) -> None:
         self.place(0, None)

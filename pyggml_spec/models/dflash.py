@@ -215,9 +215,9 @@ class DFlash(Drafter):
     def kv_shapes(self) -> list[KVShape]:
         return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.hp.n_layer
 
-    def last_seen(self, first: int, width: int) -> np.ndarray:
-        """The last position that each row of a block at ``first`` sees, I64 [width]."""
-        return first + (np.arange(width) if self.hp.causal else np.full(width, width - 1))
+    def last_seen(self, first: int, width: int) -> np.ndarray | int:
+        """The last position that each row of a block at ``first`` sees, I64 [width]; one number where it is the same for all."""
+        return first + np.arange(width) if self.hp.causal else first + width - 1
 
     def check_pair(self, target: Target) -> None:
         hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"

@@ -57,10 +57,10 @@ class TextStream:
         """Why it has ended: STOP, or LENGTH by the limits of lines; "" while it goes on."""
         return "" if not self.stopped else LENGTH if self._lines is not None and self._lines.over else STOP
 
-    def push(self, token: int) -> str:
+    def push(self, *tokens: int) -> str:
         if self.stopped:
             return ""
-        self._held += self._decoder.decode(self._piece(token))
+        self._held += self._decoder.decode(b"".join(map(self._piece, tokens)))
         return self._within(self._release(final=False))
 
     def finish(self) -> str:
@@ -144,7 +144,7 @@ class BlockText:
     def take(self, block: Sequence[int]) -> str:
         """What may be shown of the next ``block`` of tokens."""
         if self.completes is None:
-            return "".join(self._text.push(token) for token in block)
+            return self._text.push(*block)
         return "".join(self._made.popleft() for _ in block)
 
     def finish(self) -> str:

@@ -17,7 +17,7 @@ from pyggml_spec.decode.stats import Stats
 from pyggml_spec.decode.synthetic import SyntheticAcceptance
 from pyggml_spec.decode.width import WidthControl
 from pyggml_spec.engine.engine import Engine
-from pyggml_spec.engine.graph_store import Step
+from pyggml_spec.engine.graph_store import HostLogits
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
@@ -443,16 +443,15 @@ def test_wrong_ids_of_a_scripted_drafter_end_its_own_sequence_alone(pair, schedu
 @pytest.mark.parametrize("mode", [PLAIN, SPECULATIVE])
 def test_a_logit_that_is_no_number_wins_no_greedy_choice(pair, scheduler, monkeypatch, value, mode):
     """The largest logit of a row with NaN is NaN: its token came out again and again, and nobody said so."""
-    real = Step._host_logits
+    real = HostLogits.largest
 
-    def logits(self):
-        out = real(self).copy()
-        out[-1, 77] = value
-        return out
+    def largest(self):
+        self.values[-1, 77] = value
+        return real(self)
 
     stream = scheduler.submit(prompts(1)[0], LoopOptions(30, mode))
     while len(stream.tokens) < 3:
         scheduler.step()
-    monkeypatch.setattr(Step, "_host_logits", logits)
+    monkeypatch.setattr(HostLogits, "largest", largest)
     with pytest.raises(EngineError, match="NaN or Inf"):
         stream.result()
