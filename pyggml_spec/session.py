@@ -806,8 +806,9 @@ class Session:
         self._check_own()
         steps = whole(steps, "the number of steps", 1, 1 << 20)
         behind = whole(behind, "the number of tokens before them", 0, 1 << 30)
+        text, stats = BlockText(self.tokenizer.piece, ()), self.new_stats()
         with self._turns.alone():
-            return plain_cost(self.scheduler, steps, behind)
+            return plain_cost(self.scheduler, steps, behind, lambda block: StepEvent(text.take(block), tuple(block), stats.snapshot(), ()))
 
     def _kv_types(self) -> str:
         kv, draft_kv = self.engine.options.kv, self.engine.options.draft_kv

@@ -83,6 +83,7 @@ PROBE_LOSS = 0.005  # of the time, ever after
 TEXT_SHARE, LOSSES, CREDIT_SHARE, CREDITS = 0.02, 0.01, 0.03, 6.0
 STAKES, NEAR = 3.0, 1.25  # blocks that what may be lost has to pay for, unless one costs no more than NEAR times what the cheapest one does
 TEXT_LOSS = 1.5  # plain steps that a text may lose before it has won any
+HOPELESS, LOOK_AGAIN = 0.9, 6  # of plain decoding's speed; texts
 SURE_SHARE, USUAL = 0.08, 96
 REST = 64  # plain steps for which a text must be able to afford no block to be decoded without the drafter's inputs
 SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
@@ -306,6 +307,7 @@ class WidthControl:
         self._decay, self._margin = (TEAM_DECAY, 1.0) if len(self.widths) > 1 else (DECAY, MARGIN)
         self.seen = {name: Record(max(of) - 1) for name, of in self.widths.items()}
         self._allowed: float | None = None  # plain steps that blocks may still lose
+        self._rested = 0  # texts in a row
         self._turns = list(self.widths)  # whose turn it is to be tried again
         self._tries: Counter = Counter(dict.fromkeys(self.costs, TRIES))
         self._guesses: set[tuple[int, Kind]] = set()  # costs that nothing was measured of yet
@@ -331,9 +333,22 @@ class WidthControl:
         long."""
         if self._allowed is None or 1 not in self._settled or len(self.kinds) == 1:
             return False
+        if self._hopeless():
+            return True
         if self._extra() - min(self._allowed, self._text_loss) <= REST * losses(tokens):
             return False
         return not self._sure(1, [self._begun()], 0.0)
+
+    def _hopeless(self) -> bool:
+        """Whether what many blocks of many texts showed is so far from paying here that only every LOOK_AGAIN-th text tries one: each that does loses that
+        block, and 3 % of its plain steps."""
+        if self._rested + 1 >= LOOK_AGAIN or any(record.weight < PRIOR_WEIGHT for record in self.seen.values()):
+            return False
+        speed, late = self._speeds(1, [self._begun()]), self._uses[1].late if 1 in self._uses else 0.0
+        pays = [
+            ms_tokens * self.cost(1, kind) / (self.cost(1, kind) + late / RUN) for kind, ms_tokens in speed.items() if kind != PLAIN_STEP
+        ]
+        return max(pays, default=0.0) < HOPELESS * speed[PLAIN_STEP]
 
     def _extra(self) -> float:
         """Plain steps that the cheapest block of one slot takes longer than one, behind plain steps."""
@@ -350,6 +365,7 @@ class WidthControl:
 
     def begin(self, rests: bool = False, tokens: int | None = None) -> Drafted:
         """A sequence that will be drafted for, of so many ``tokens`` at most; ``rests``: that will not, because control was ``resting`` when it began."""
+        self._rested = self._rested + 1 if rests else 0
         if (last := self._uses.pop(1, None)) is not None:
             self._uses[1] = _Use(late=last.late)
         drafted = self._begun(rests, tokens)

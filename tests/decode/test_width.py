@@ -307,6 +307,17 @@ def test_a_text_that_is_unlike_those_before_it_loses_little(costs, share):
         assert 96 * costs[1] / _spent(control, control.begin(control.resting(96), 96), costs, row, 96) > 0.9
 
 
+@pytest.mark.parametrize("costs, rests", [({1: 0.34, 2: 0.78, 4: 1.0, 8: 1.6, 16: 2.1}, True), (EPYC["two threads"], False)])
+def test_where_no_block_pays_by_what_texts_showed_most_texts_rest(costs, rests):
+    """Two threads whose cores do not share a cache: each text tried one block, three of its 96 plain steps, and kept the drafter's inputs, three more."""
+    control, rested = WidthControl.measured_for(DRAFTER, costs), []
+    for text in range(40):
+        rested.append(control.resting(96))
+        _spent(control, control.begin(rested[-1], 96), costs, RECORDED[text % 20], 96)
+    late = rested[20:]
+    assert (sum(late) > 14 and not all(late)) if rests else not any(late)
+
+
 def test_what_a_text_may_lose_grows_with_the_tokens_that_are_asked_for():
     assert losses(None) == losses(0) == losses(96) == PROBE_LOSS < losses(112) < losses(128) < losses(256) == losses(1 << 62)
     for tokens in (128, 192, 256, 4096):
