@@ -83,7 +83,7 @@ PROBE_LOSS = 0.005  # of the time, ever after
 TEXT_SHARE, LOSSES, CREDIT_SHARE, CREDITS = 0.02, 0.01, 0.03, 6.0
 STAKES, NEAR = 3.0, 1.25  # blocks that what may be lost has to pay for, unless one costs no more than NEAR times what the cheapest one does
 TEXT_LOSS = 1.5  # plain steps that a text may lose before it has won any
-HOPELESS, LOOK_AGAIN = 0.9, 6  # of plain decoding's speed; texts
+HOPELESS, LOOK_AGAIN = 0.95, 6  # of plain decoding's speed; texts
 SURE_SHARE, USUAL = 0.08, 96
 REST = 64  # plain steps for which a text must be able to afford no block to be decoded without the drafter's inputs
 SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
@@ -342,7 +342,7 @@ class WidthControl:
     def _hopeless(self) -> bool:
         """Whether what many blocks of many texts showed is so far from paying here that only every LOOK_AGAIN-th text tries one: each that does loses that
         block, and 3 % of its plain steps."""
-        if self._rested + 1 >= LOOK_AGAIN or any(record.weight < PRIOR_WEIGHT for record in self.seen.values()):
+        if self._rested + 1 >= LOOK_AGAIN or any(record.weight < PRIOR_WEIGHT / 2 for record in self.seen.values()):
             return False
         speed, late = self._speeds(1, [self._begun()]), self._uses[1].late if 1 in self._uses else 0.0
         pays = [
