@@ -1,6 +1,7 @@
 """Constraints in a step: masks on the device give the text that masks on the host give, asked for once per step, and only where they matter."""
 
 import json
+import threading
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.decode.guided import Guide
+from pyggml_spec.decode.scheduler import Scheduler
 from pyggml_spec.decode.synthetic import SyntheticAcceptance
 from pyggml_spec.engine import masked
 from pyggml_spec.engine.candidates import Candidates
@@ -125,10 +127,15 @@ def test_a_device_without_room_for_masks_reads_whole_rows_and_says_so(session, d
     assert not session.generate(PROMPT, 5)[1].notes
 
 
-def test_slots_ask_together(session, device):
+def test_slots_ask_together(session, device, monkeypatch):
+    submitted, step = threading.Event(), Scheduler._step
+    monkeypatch.setattr(
+        Scheduler, "_step", lambda self: submitted.wait(30) and step(self)
+    )  # all four begin with the same step, however fast steps are
     with session.concurrent(slots=4) as server:
         sampling = [Sampling(temperature=0, regex=f"[{c}-{c}A-Z]{{40}}") for c in "wxyz"]
         handles = [server.submit(PROMPT, 30, sampling=s) for s in sampling]
+        submitted.set()
         for handle in handles:
             handle.result()
     assert max(device) >= 4 and not device.rows
