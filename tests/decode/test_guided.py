@@ -130,7 +130,7 @@ def test_a_device_without_room_for_masks_reads_whole_rows_and_says_so(session, d
 def test_slots_ask_together(session, device, monkeypatch):
     submitted, step = threading.Event(), Scheduler._step
     monkeypatch.setattr(
-        Scheduler, "_step", lambda self: submitted.wait(30) and step(self)
+        Scheduler, "_step", lambda *given: submitted.wait(30) and step(*given)
     )  # all four begin with the same step, however fast steps are
     with session.concurrent(slots=4) as server:
         sampling = [Sampling(temperature=0, regex=f"[{c}-{c}A-Z]{{40}}") for c in "wxyz"]
