@@ -341,8 +341,13 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
 enum ggml_type pgs_activation_type(const pgs_level * level, enum ggml_type type);
 // x F32 [n_in, ...] as products with this type of weight read it; any number of products may.
 struct ggml_tensor * pgs_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x);
+// Whether x is so small that each thread of a product had better round it for itself than wait for others that do.
+bool pgs_rounds_alone(const pgs_level * level, enum ggml_type type, const struct ggml_tensor * x);
+// `activations` of x, or NULL: threads round x for themselves, which pgs_rounds_alone has to allow.
 struct ggml_tensor * pgs_product(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * packed,
                                  int64_t n_out, struct ggml_tensor * activations, struct ggml_tensor * x);
+// A product and F32 of its shape, or one row for all of its rows, as one node; NULL where `product` is none, or has something added already.
+struct ggml_tensor * pgs_product_plus(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * product, struct ggml_tensor * added);
 struct ggml_tensor * pgs_packed_rows(struct ggml_context * ctx, enum ggml_type type, struct ggml_tensor * packed, int64_t n_in,
                                      struct ggml_tensor * index);
 // x F32 [n, ...] / sqrt(mean(x^2) + eps) over the innermost dimension, times weight F32 [n] and silu(gate) where they are not NULL; contiguous.

@@ -104,13 +104,16 @@ class Graph:
         return lib.ggml_view_2d(self.ctx, weight, weight.ne[0], count, weight.nb[1], 0)
 
     def _packed_matmul(self, weight: Packed, x: Tensor) -> Tensor:
-        """By our own kernels. What products read of ``x`` is made once, however many matrices it is multiplied with."""
+        """By our own kernels. What products read of ``x`` is made once, however many matrices it is multiplied with, unless the first of them had better
+        make it for itself."""
         require(weight.ne[0] == x.ne[0] and x.type == F32, "matmul", weight=weight.ne[:2], x=x)
         x = x if x.nb[0] == 4 else self.cont(x)
         level = self.role.backend.level_handle
         key = (int(ffi.cast("uintptr_t", x)), lib.pgs_activation_type(level, weight.type))
-        if key not in self._activations:
-            self._activations[key] = lib.pgs_activations(self.ctx, level, weight.type, x)
+        before = self._activations.get(key)
+        alone = before is None and lib.pgs_rounds_alone(level, weight.type, x)
+        if not before:
+            self._activations[key] = ffi.NULL if alone else lib.pgs_activations(self.ctx, level, weight.type, x)
         return lib.pgs_product(self.ctx, level, weight.type, weight.tensor, weight.ne[1], self._activations[key], x)
 
     def matmul_experts(self, experts: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
@@ -135,6 +138,11 @@ class Graph:
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         require(repeats(b, a.ne), "add", a=a, b=b)
+        level = self.role.backend.level_handle
+        if level != ffi.NULL:
+            for product, added in ((a, b), (b, a)):
+                if both := lib.pgs_product_plus(self.ctx, level, product, added):
+                    return both
         return lib.ggml_add(self.ctx, a, b)
 
     def add_rows(self, x: Tensor, table: Tensor, index: Tensor) -> Tensor:
@@ -493,6 +501,11 @@ class Graph:
         lib.ggml_build_forward_expand(self.gf, node)
         if self.n_nodes > self.role.nodes - SPARE:
             raise EngineError(f"a graph of {self.n_nodes} nodes is larger than the {self.role.nodes} that were planned for this model")
+
+    def norm_first(self, x: Tensor) -> None:
+        """Expands a norm before what else comes: ggml-cuda fuses its nodes if they are neighbours. Our own products make norms for themselves."""
+        if self.role.backend.level is None:
+            self.expand(x)
 
     def keep(self, node: Tensor) -> None:
         """Expands ``node`` and keeps its memory until the graph runs again: the host reads it."""

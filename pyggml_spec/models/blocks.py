@@ -34,13 +34,12 @@ def product(g: Graph, matrix: Matrix, x: Tensor) -> Tensor:
 def project(g: Graph, group: Group, x: Tensor) -> list[Tensor]:
     """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where matrices are fused."""
     out: list[Tensor] = []
-    first = 0
-    if group.fused is not None:
-        joined = product(g, group.fused, x)
-        for n in group.fused_rows:
-            out.append(g.columns(joined, n, first))
+    for matrix, rows in group.runs:
+        joined, first = product(g, matrix, x), 0
+        for n in rows:
+            out.append(g.columns(joined, n, first) if len(rows) > 1 else joined)
             first += n
-    return out + [product(g, matrix, x) for matrix in group.rest]
+    return out
 
 
 def swiglu_ffn(g: Graph, gate_up: Group, down: Matrix, x: Tensor) -> Tensor:
@@ -56,11 +55,11 @@ def geglu_ffn(g: Graph, gate_up: Group, down: Matrix, x: Tensor) -> Tensor:
 def _gated_ffn(
     g: Graph, gate_up: Group, down: Matrix, x: Tensor, split: Callable[[Tensor, Tensor], Tensor], halves: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    apart = gate_up.rest if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
+    apart = [run.matrix for run in gate_up.runs] if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
     if apart:
         gate, up = (product(g, matrix, x) for matrix in apart)
         return product(g, down, split(gate, up))
-    assert gate_up.fused is not None  # or else all are in rest
+    assert gate_up.fused is not None  # or else all are apart
     return product(g, down, halves(product(g, gate_up.fused, x)))
 
 

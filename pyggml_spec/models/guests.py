@@ -35,7 +35,9 @@ class GuestWeights(Weights):
     ) -> None:
         """``beside``: the device's own, which has what every layer may read. ``home``: the host's, of the same layers."""
         self._host, self._own_of_device = host, beside
-        self._fused_at_home = {members[0]: len(home.group(name).fused_rows) for name, members in groups.items()}
+        self._fused_at_home = {
+            members[0]: len(rows) if len(rows := home.group(name).runs[0].rows) > 1 else 0 for name, members in groups.items()
+        }
         super().__init__(device, file, specs, groups, alike, progress)
         self.layers: dict[int, dict[str, Tensor]] = {}
         for name, tensor in self._tensors.items():
@@ -61,9 +63,9 @@ class GuestWeights(Weights):
         lib.ggml_backend_buffer_set_usage(buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         self._buffers.append(buffer)
 
-    def _make_groups(self, groups: dict, found: dict, fused: dict[str, int]) -> None:
-        self._grouped = groups, found, fused
-        super()._make_groups(groups, found, fused)
+    def _make_groups(self, groups: dict[str, list[tuple[str, ...]]], found: dict) -> None:
+        self._grouped = groups, found
+        super()._make_groups(groups, found)
 
     def lend(self, stream: WeightStream) -> None:
         """From now on names are those of the stream's tensors on the device."""

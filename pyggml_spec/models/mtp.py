@@ -140,7 +140,7 @@ class MTP(Drafter):
         w, b, model, eps = self.weights, self.prefix, self._model, self.hp.eps
         x = self._pair(g, rows.tokens, rows.before, target)
         h = g.rms_norm(x, w[f"{b}attn_norm.weight"], eps)
-        g.expand(h)
+        g.norm_first(h)
         qg = product(g, w.matrix(f"{b}attn_q.weight"), h)
         k, v = project(g, w.group(f"{b}kv"), h)
         x = g.add(model.attention(g, self.layer, qg, k, v, rows.positions, rows.seen, rows.kv[0]), x)

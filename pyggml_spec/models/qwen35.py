@@ -176,7 +176,7 @@ class Qwen35(Model):
         """Floats per projected row that the recurrent states keep from layer ``first`` on: a fused projection is kept whole, the channels come
         first in it."""
         group = self.weights.group(f"blk.{self.hp.recurrent.index(True, first)}.mixer")
-        return sum(group.fused_rows) or group.rows[0]
+        return sum(group.runs[0].rows)
 
     def caches_before(self, layer: int) -> tuple[int, int]:
         recurrent = sum(self.hp.recurrent[:layer])
@@ -201,7 +201,7 @@ class Qwen35(Model):
             rows, x = rows.at(i, x)
             captured[i] = x
             h = g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps)
-            g.expand(h)
+            g.norm_first(h)
             if hp.recurrent[i]:
                 mixed = self._delta_net(g, rows, h, i, n_delta)
                 n_delta += 1

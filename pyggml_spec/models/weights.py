@@ -13,7 +13,7 @@ nothing is copied. On the CPU no expert is packed or repacked then, so that thos
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -72,30 +72,38 @@ class Matrix:
     bias_first: bool = False
 
 
+class Run(NamedTuple):
+    """One matrix with the outputs of several, or of one, behind each other. ``rows``: outputs of each."""
+
+    matrix: Matrix
+    rows: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Group:
-    """Matrices that read the same input. The first ``len(rows) - len(rest)`` of them are stored as one.
+    """Matrices that read the same input.
 
     Attributes:
-        rows: outputs of each matrix, in order.
-        fused: one matrix with the outputs of the fused ones behind each other, or None.
-        rest: the matrices that are not fused, because their type or their buffer differs.
-        parts: the fused matrices one by one, inside the fused one; empty where the buffer repacks.
+        runs: all of them, in order. The first one has as many as can be stored as one; those behind it have one each, unless our own kernels multiply.
+        parts: the matrices of the first run one by one, inside it, if they are several; empty where the buffer repacks.
     """
 
-    rows: tuple[int, ...]
-    fused: Matrix | None
-    rest: tuple[Matrix, ...]
+    runs: tuple[Run, ...]
     parts: tuple[Matrix, ...]
 
     @property
-    def fused_rows(self) -> tuple[int, ...]:
-        return self.rows[: len(self.rows) - len(self.rest)]
+    def fused(self) -> Matrix | None:
+        """The first run's matrix, if it has the outputs of several."""
+        return self.runs[0].matrix if len(self.runs[0].rows) > 1 else None
 
 
 def _bias_first(name: str) -> bool:
     """As llama.cpp orders them: a product of attention is scaled and then biased, one of an FFN the other way round."""
     return ".ffn_" in name
+
+
+def _run_name(group: str, i: int) -> str:
+    return f"{group}.{i}" if i else group
 
 
 def _layer(name: str) -> int:
@@ -248,6 +256,17 @@ class Weights:
             count += 1
         return count if count > 1 else 0
 
+    def _runs(self, members: tuple[str, ...], fused: int, found: dict[str, tuple[Spec, TensorInfo]]) -> list[tuple[str, ...]]:
+        """A group's runs. Each product is a node that all threads wait behind, so where our own kernels make it, whatever ``fused`` is, the rest is joined as
+        far as it can be: beta and alpha of a delta-net layer, which are 8 to 64 outputs each."""
+        runs, rest = [members[:fused]] if fused else [], members[fused:]
+        while rest:
+            spec, info = found[rest[0]]
+            n = self._fusable([found[m] for m in rest]) if runs and self._packs(info.type, spec.shape) else 0
+            runs.append(rest[: n or 1])
+            rest = rest[n or 1 :]
+        return runs
+
     def _load(self, specs: list[Spec], groups: dict, alike: Iterable[tuple[str, ...]], progress: Callable[[int, int], None]) -> None:
         found = {spec.name: (spec, _find(self.file, spec)) for spec in specs}
         for spec in specs:
@@ -256,17 +275,18 @@ class Weights:
         fused = {name: self._fusable([found[m] for m in members]) for name, members in groups.items()}
         for family in alike:
             fused.update(dict.fromkeys(family, min((fused[name] for name in family), default=0)))
-        in_fused = {member for name, count in fused.items() for member in groups[name][:count]}
+        runs = {name: self._runs(members, fused[name], found) for name, members in groups.items()}
+        joint = {_run_name(name, i): run for name, of in runs.items() for i, run in enumerate(of) if len(run) > 1}
+        in_fused = {member for run in joint.values() for member in run}
 
         # jobs: (key, type, shape, use, sources)
         jobs: list[tuple[str, int, tuple[int, ...], str, list[TensorInfo]]] = []
         joined: dict[str, np.ndarray] = {}
-        for name, count in fused.items():
-            if count:
-                parts = [found[m] for m in groups[name][:count]]
-                shape = (parts[0][0].shape[0], sum(spec.shape[1] for spec, _ in parts))
-                jobs.append((name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
-                joined |= self._joined(name, [spec for spec, _ in parts])
+        for name, run in joint.items():
+            parts = [found[m] for m in run]
+            shape = (parts[0][0].shape[0], sum(spec.shape[1] for spec, _ in parts))
+            jobs.append((name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
+            joined |= self._joined(name, [spec for spec, _ in parts])
         jobs += [(key, lib.GGML_TYPE_F32, values.shape, VECTOR, []) for key, values in joined.items()]
         hot = {}
         for spec, info in found.values():
@@ -300,7 +320,7 @@ class Weights:
         total = sum(info.nbytes for job_list in by_buft.values() for job in job_list for info in job[4])
         for home, job_list in by_buft.items():
             self._allocate(home, job_list)
-        self._make_groups(groups, found, fused)
+        self._make_groups(runs, found)
         done = 0
         for home, job_list in by_buft.items():
             for key, _, _, use, sources in job_list:
@@ -526,19 +546,21 @@ class Weights:
             self._here = {}
         self.stream.end(g, layer)
 
-    def _make_groups(self, groups: dict, found: dict, fused: dict[str, int]) -> None:
-        ctx = self._context(sum(len(members) for members in groups.values()))
-        for name, members in groups.items():
-            rows, count = tuple(found[m][0].shape[1] for m in members), fused[name]
-            whole: Matrix | None = None
-            parts: tuple[Matrix, ...] = ()
-            if count:
-                scale, bias = (self._tensors.get(f"{name}.{kind}") for kind in BESIDE)
-                whole = Matrix(self._tensors[name], scale, bias, _bias_first(members[0]))
-                if self.backend.device.kind != "cpu":
-                    inside = self._inside(ctx, whole.weight, rows[:count])
-                    parts = tuple(self._matrix(m, part) for m, part in zip(members[:count], inside, strict=True))
-            self._groups[name] = Group(rows, whole, tuple(self.matrix(m) for m in members[count:]), parts)
+    def _make_groups(self, groups: dict[str, list[tuple[str, ...]]], found: dict) -> None:
+        ctx = self._context(sum(len(run) for runs in groups.values() for run in runs))
+        for name, runs in groups.items():
+            made, parts = [], tuple[Matrix, ...]()
+            for i, run in enumerate(runs):
+                rows, key = tuple(found[m][0].shape[1] for m in run), _run_name(name, i)
+                if len(run) == 1:
+                    made.append(Run(self.matrix(run[0]), rows))
+                    continue
+                scale, bias = (self._tensors.get(f"{key}.{kind}") for kind in BESIDE)
+                made.append(Run(Matrix(self._tensors[key], scale, bias, _bias_first(run[0])), rows))
+                if i == 0 and self.backend.device.kind != "cpu":
+                    inside = self._inside(ctx, made[0].matrix.weight, rows)
+                    parts = tuple(self._matrix(m, part) for m, part in zip(run, inside, strict=True))
+            self._groups[name] = Group(tuple(made), parts)
 
     def _matrix(self, name: str, weight: Tensor) -> Matrix:
         return Matrix(weight, self.scale(name), self.bias(name), _bias_first(name))
