@@ -430,7 +430,8 @@ static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context *
     const pgs_delta_shape s = d->s;
     const int64_t S = s.head_size, rows = in->proj->ne[1], B = d->count, pairs = s.n_layer * d->n_slots, H = heads_qk(d);
     const size_t  f = sizeof(float);
-    struct ggml_tensor * mixed = pgs_convolution(ctx, s.level, sx, in->conv_w), * qk = NULL, * gates = NULL;
+    pgs_share_sections(in->proj, S * s.n_head_k, S * s.n_head_v);
+    struct ggml_tensor * mixed = pgs_convolution(ctx, s.level, sx, in->conv_w, S * s.n_head_k, S * s.n_head_v), * qk = NULL, * gates = NULL;
     struct ggml_tensor * state = states_view(d, ctx, d->states, replay_scratch(d, s.max_width) + state_floats(d) * at, B);
     if (unfolded) {
         if (pgs_place(d->convd, (size_t) (d->channels * (rows / B) * at) * f, mixed, err) != 0) {

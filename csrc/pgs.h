@@ -348,6 +348,8 @@ struct ggml_tensor * pgs_product(struct ggml_context * ctx, const pgs_level * le
                                  int64_t n_out, struct ggml_tensor * activations, struct ggml_tensor * x);
 // A product and F32 of its shape, or one row for all of its rows, as one node; NULL where `product` is none, or has something added already.
 struct ggml_tensor * pgs_product_plus(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * product, struct ggml_tensor * added);
+// Threads share each section of the outputs of the product that x is or is a part of: two of `first` outputs, then those of `later`.
+void pgs_share_sections(struct ggml_tensor * x, int64_t first, int64_t later);
 struct ggml_tensor * pgs_packed_rows(struct ggml_context * ctx, enum ggml_type type, struct ggml_tensor * packed, int64_t n_in,
                                      struct ggml_tensor * index);
 // x F32 [n, ...] / sqrt(mean(x^2) + eps) over the innermost dimension, times weight F32 [n] and silu(gate) where they are not NULL; contiguous.
@@ -388,7 +390,8 @@ struct ggml_tensor * pgs_expert_product(struct ggml_context * ctx, const pgs_lev
 // ---- cpu/delta_nodes.c
 
 bool pgs_delta_own(const pgs_level * level, int64_t head_size, int64_t max_width, int64_t taps);
-struct ggml_tensor * pgs_convolution(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * rows, struct ggml_tensor * taps);
+struct ggml_tensor * pgs_convolution(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * rows, struct ggml_tensor * taps,
+                                     int64_t first, int64_t later);
 struct ggml_tensor * pgs_delta_rule(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * mixed, const pgs_delta_inputs * in,
                                     int64_t repeat, struct ggml_tensor * states, struct ggml_tensor * qk, struct ggml_tensor * gates, int64_t beta_at);
 struct ggml_tensor * pgs_delta_replay(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * k, struct ggml_tensor * v,

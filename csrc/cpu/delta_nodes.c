@@ -3,12 +3,11 @@
 // the graph, or by the next graph.
 #include "kernels.h"
 #include "layout.h"
+#include "nodes.h"
 #include "pgs.h"
 
 #include <math.h>
-#include <string.h>
 
-// Parameters of a node, behind the function and its data, which take the first 24 bytes.
 typedef struct delta_params {
     float   eps;
     int32_t pending;
@@ -17,17 +16,11 @@ typedef struct delta_params {
     int64_t repeat;   // of each head of q and k, as in pgs_delta_shape
 } delta_params;
 
-#define PARAMS_AT 24
-_Static_assert(PARAMS_AT + sizeof(delta_params) <= GGML_MAX_OP_PARAMS, "parameters of a node");
-
-static struct ggml_tensor * with_params(struct ggml_tensor * node, const delta_params * params, const char * name) {
-    memcpy((char *) node->op_params + PARAMS_AT, params, sizeof(*params));
-    return ggml_set_name(node, name);
-}
+_Static_assert(PARAMETERS_AT + sizeof(delta_params) <= GGML_MAX_OP_PARAMS, "parameters of a node");
 
 static delta_params params_of(const struct ggml_tensor * node) {
     delta_params params;
-    memcpy(&params, (const char *) node->op_params + PARAMS_AT, sizeof(params));
+    memcpy(&params, parameters_of(node), sizeof(params));
     return params;
 }
 
@@ -46,21 +39,36 @@ bool pgs_delta_own(const pgs_level * level, int64_t head_size, int64_t max_width
 
 // ---- the convolution
 
+typedef struct sections {  // of channels, as pgs_section has them
+    int64_t first, later;
+} sections;
+
 static void run_convolution(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     const pgs_level *          level = userdata;
     const struct ggml_tensor * x = dst->src[0], * taps = dst->src[1];
-    const int64_t groups = dst->ne[0] / LANES, first = groups * ith / nth * LANES, end = groups * (ith + 1) / nth * LANES;
-    for (int64_t b = 0; b < dst->ne[2] && first < end; b++) {
-        level->convolve(floats(x, 0, b, 0) + first, x->nb[1] / sizeof(float), (const float *) taps->data + first * taps->ne[0], (int) taps->ne[0],
-                        dst->ne[1], end - first, floats(dst, 0, b, 0) + first, dst->nb[1] / sizeof(float));
+    const int64_t              n = dst->ne[0];
+    sections                   s;
+    memcpy(&s, parameters_of(dst), sizeof(s));
+    for (int64_t start = 0, size; start < n; start += size) {
+        size = pgs_section(s.first, s.later, start, n);
+        const int64_t first = pgs_share(size, ith, nth), last = pgs_share(size, ith + 1, nth), count = (last < size ? last : size) - first, at = start + first;
+        for (int64_t b = 0; b < dst->ne[2] && count > 0; b++) {
+            level->convolve(floats(x, 0, b, 0) + at, x->nb[1] / sizeof(float), (const float *) taps->data + at * taps->ne[0], (int) taps->ne[0],
+                            dst->ne[1], count, floats(dst, 0, b, 0) + at, dst->nb[1] / sizeof(float));
+        }
     }
 }
 
-// rows F32 [channels, d_conv - 1 + T, B], whose rows may lie apart, taps F32 [d_conv, channels] -> silu of the convolution, F32 [channels, T, B].
-struct ggml_tensor * pgs_convolution(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * rows, struct ggml_tensor * taps) {
+// rows F32 [channels, d_conv - 1 + T, B], whose rows may lie apart, taps F32 [d_conv, channels] -> silu of the convolution, F32 [channels, T, B]. Channels
+// of `first` each in q and k and `later` in v, whose heads threads share; 0 if they are of nothing that has heads.
+struct ggml_tensor * pgs_convolution(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * rows, struct ggml_tensor * taps,
+                                     int64_t first, int64_t later) {
     struct ggml_tensor * src[] = { rows, taps };
-    return ggml_set_name(ggml_custom_4d(ctx, GGML_TYPE_F32, rows->ne[0], rows->ne[1] - taps->ne[0] + 1, rows->ne[2], 1, src, 2, run_convolution,
-                                        GGML_N_TASKS_MAX, (void *) level), "own convolution");
+    struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, rows->ne[0], rows->ne[1] - taps->ne[0] + 1, rows->ne[2], 1, src, 2, run_convolution,
+                                                GGML_N_TASKS_MAX, (void *) level);
+    const sections       s     = { first, later };
+    memcpy(parameters_of(out), &s, sizeof(s));
+    return named(out, "own convolution");
 }
 
 // ---- the delta rule
@@ -95,6 +103,9 @@ static void run_head(const struct ggml_tensor * dst, const pgs_level * level, in
     }
     for (int64_t first = 0; first < T; first += step) {
         const int64_t rows = T - first < step ? T - first : step;
+        for (int64_t t = 0; t < rows; t++) {
+            pgs_will_write(floats(dst, head, seq * T + first + t, 0), (size_t) size * sizeof(float));
+        }
         for (int64_t t = 0; t < rows; t++) {
             const int64_t row = seq * T + first + t;
             const float * x   = floats(mixed, first + t, seq, 0) + k_head * size;
@@ -140,8 +151,10 @@ struct ggml_tensor * pgs_delta_rule(struct ggml_context * ctx, const pgs_level *
                                     int64_t repeat, struct ggml_tensor * states, struct ggml_tensor * qk, struct ggml_tensor * gates, int64_t beta_at) {
     struct ggml_tensor * src[] = { mixed, in->beta, in->alpha, in->dt, in->a, states, qk == NULL ? in->on : NULL, qk, gates };
     const delta_params   p     = { in->eps, qk != NULL, beta_at, 0, repeat };
-    return with_params(ggml_custom_4d(ctx, GGML_TYPE_F32, states->ne[0], states->ne[2], mixed->ne[1] * mixed->ne[2], 1, src, 9, run_delta,
-                                      GGML_N_TASKS_MAX, (void *) level), &p, "own delta-net");
+    struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, states->ne[0], states->ne[2], mixed->ne[1] * mixed->ne[2], 1, src, 9, run_delta,
+                                                GGML_N_TASKS_MAX, (void *) level);
+    memcpy(parameters_of(out), &p, sizeof(p));
+    return named(out, "own delta-net");
 }
 
 // ---- replay
@@ -189,5 +202,7 @@ struct ggml_tensor * pgs_delta_replay(struct ggml_context * ctx, const pgs_level
                                       int64_t slots) {
     struct ggml_tensor * src[] = { k, v, gates, states, keep };
     const delta_params   p     = { 0.0f, 0, beta_at, slots, 0 };
-    return with_params(ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, src, 5, run_replay, GGML_N_TASKS_MAX, (void *) level), &p, "own replay");
+    struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, src, 5, run_replay, GGML_N_TASKS_MAX, (void *) level);
+    memcpy(parameters_of(out), &p, sizeof(p));
+    return named(out, "own replay");
 }

@@ -2,6 +2,8 @@
 // decided when a backend is opened.
 #pragma once
 
+#include "layout.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -91,6 +93,18 @@ static inline void pgs_ask_for(const char * from, size_t bytes) {
     }
 }
 
+// Lines that will be written, for this core alone. Stores to lines that another core has read wait for it one behind the other: between cores without a common
+// cache the outputs of a delta-net layer, 128 lines, took 5.7 us of 12.7.
+static inline void pgs_will_write(void * to, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) {
+#if defined(__x86_64__)
+        __asm__ volatile("prefetchw %0" : : "m"(*((const char *) to + i)));  // compilers make another one of it where they may not assume this one
+#else
+        __builtin_prefetch((const char *) to + i, 1, 3);
+#endif
+    }
+}
+
 // Where weights lie: in caches perhaps, in memory, or with experts of which others are chosen every time.
 typedef enum pgs_lies { PGS_NEAR, PGS_FAR, PGS_EXPERTS, PGS_PLACES } pgs_lies;
 
@@ -104,6 +118,18 @@ typedef struct pgs_asking {
 // Around a product of few rows, up to 32, and the bytes of weights that this thread read for it; see asking.c.
 pgs_asking pgs_asking_begin(int type, pgs_lies where, int64_t rows);
 void       pgs_asking_end(const pgs_asking * a, size_t bytes);
+
+// Outputs of the section that begins at `start`, of n: two of `first`, then those of `later`; all of them if `first` is 0. Each section is shared among all
+// threads, so a thread that has heads of q has those of k and v too.
+static inline int64_t pgs_section(int64_t first, int64_t later, int64_t start, int64_t n) {
+    const int64_t size = first == 0 ? n : start < 2 * first ? first : later, left = n - start;
+    return size < left ? size : left;
+}
+
+// Of so many outputs, those before the share of thread i: whole pairs of groups, so it may be more than there are.
+static inline int64_t pgs_share(int64_t outputs, int i, int nth) {
+    return (outputs + 2 * LANES - 1) / (2 * LANES) * i / nth * (2 * LANES);
+}
 
 // The kernel for a type of weight, or NULL.
 const pgs_kernel * pgs_kernel_of(const struct pgs_level * level, int type);

@@ -73,7 +73,7 @@ class Guarded:
 OWN = {
     f"own {name}"
     for name in (
-        "product", "rounding", "rows", "experts", "order", "norm", "gate", "sum", "argmax", "join", "mask", "attention", "convolution",
+        "product", "gated product", "rounding", "rows", "experts", "order", "norm", "gate", "sum", "argmax", "join", "mask", "attention", "convolution",
     )
 }  # fmt: skip
 
@@ -98,6 +98,12 @@ def test_products(guarded, name):
     block = lib.ggml_blck_size(kind)
     for n_in, n_out, rows in itertools.product((block, 3 * block) if block > 1 else (1, 31, 45), (1, 16, 17), (1, 8, 9)):
         guarded(lambda of: of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)))
+        guarded(lambda of: of.g.add(of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)), of.tensor(F32, n_out, rows)))
+        guarded(lambda of: of.g.add(of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)), of.tensor(F32, n_out)))
+    for n, rows in itertools.product((32 if block == 1 else block, 96 if block < 256 else 768), (1, 8, 9, 32)):
+        guarded(lambda of: of.g.matmul(
+            of.packed(kind, n, 17), of.g.swiglu_halves(of.g.matmul(of.packed(TYPES["q8_0"], 32, 2 * n), of.tensor(F32, 32, rows)))
+        ))  # fmt: skip
     index = np.array([0, 36, 17, 15, 16], np.int32)
     guarded(lambda of: of.g.rows(of.packed(kind, n_in, 37), of.tensor(I32, 5, values=index)))
     for n_out, used, rows, packed in itertools.product((1, 19), (1, 2), (1, 7), (False, True)):
@@ -117,7 +123,7 @@ def test_rows_of_values(guarded, n):
         guarded(lambda of: of.g.argmax(of.tensor(F32, n, rows)))
         guarded(lambda of: of.g.concat([of.tensor(F32, n, rows), of.tensor(F32, 5, rows), of.tensor(F32, 1, rows)]))
         guarded(lambda of: of.g.span_mask(of.tensor(F32, n), of.tensor(F32, 1, rows), of.tensor(F32, 1, rows), n))
-        guarded(lambda of: lib.pgs_convolution(of.g.ctx, of.level, of.tensor(F32, 16 * n, 3 + rows, 2), of.tensor(F32, 4, 16 * n)))
+        guarded(lambda of: lib.pgs_convolution(of.g.ctx, of.level, of.tensor(F32, 16 * n, 3 + rows, 2), of.tensor(F32, 4, 16 * n), 0, 0))
 
 
 @pytest.mark.parametrize("name", ["f16", "q8_0", "f32", "bf16"])

@@ -248,6 +248,53 @@ def test_products_make_the_norms_and_gates_that_they_read(level, name, made):
         assert np.array_equal(compute(graph, both), np.concatenate([given, want], axis=1), equal_nan=True)
 
 
+@on_every_level
+@pytest.mark.parametrize(
+    "name, down, n", [("q8_0", "q8_0", 320), ("q4_0", "f16", 96), ("f32", "f32", 32), ("q8_0", "q4_K", 768), ("q4_k", "q6_K", 8448)]
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_what_gates_the_other_half_of_a_product_is_rounded_where_it_is_computed(level, name, down, n, last):
+    """As one node with the bits of three, for as many rows as drafting ever has; if something is added to the halves first, as ever."""
+    n_in, kind, n_out = 2 * BLOCK[name], type_id(name), 33
+    both, rows, x = matrix(kind, n_in, 2 * n), matrix(type_id(down), n, n_out, seed=1), activations(33, n_in)
+    x[3, 5] = np.nan
+
+    def gated(graph, joined):
+        halves = graph.columns(joined, n), graph.columns(joined, n, n)
+        return graph.swiglu(*(reversed(halves) if last else halves))
+
+    with bench(level) as (graph, memory):
+        made = compute(graph, gated(graph, memory.tensor(product(level, kind, both, x))))
+    want = product(level, type_id(down), rows, made)
+    for count, threads in ((1, 1), (1, 3), (4, 2), (8, 1), (9, 2), (16, 3), (32, 2), (33, 2)):
+        with bench(level, threads) as (graph, memory):
+            joined = graph.matmul(memory.packed(both, kind, (n_in, 2 * n)), memory.tensor(x[:count]))
+            got = compute(graph, graph.matmul(memory.packed(rows, type_id(down), (n, n_out)), gated(graph, joined)))
+            assert np.array_equal(got, want[:count], equal_nan=True)
+            assert ("own gated product" in graph.op_counts()) == (count <= 32)
+    with bench(level, 2) as (graph, memory):
+        more = memory.tensor(np.ones((4, 2 * n), np.float32))
+        joined = graph.add(graph.matmul(memory.packed(both, kind, (n_in, 2 * n)), memory.tensor(x[4:8])), more)
+        compute(graph, graph.matmul(memory.packed(rows, type_id(down), (n, n_out)), gated(graph, joined)))
+        assert "own gated product" not in graph.op_counts()
+
+
+@on_every_level
+@of_every_type
+@pytest.mark.parametrize("threads", [1, 3])
+def test_outputs_that_are_shared_by_sections(level, name, threads):
+    """As the heads of q, k and v are, with something behind them; sections that pairs of groups do not fill are left alone."""
+    n_in, kind = BLOCK[name], type_id(name)
+    rows, x = matrix(kind, n_in, 273), activations(12, n_in)
+    want = product(level, kind, rows, x)
+    for first, later in ((32, 96), (64, 64), (128, 512), (16, 32), (48, 96)):
+        with bench(level, threads) as (graph, memory):
+            out = graph.matmul(memory.packed(rows, kind, (n_in, 273)), memory.tensor(x))
+            part = graph.columns(out, 100)
+            lib.pgs_share_sections(part, first, later)
+            assert np.array_equal(compute(graph, out), want)
+
+
 @of_every_type
 def test_rows_of_a_packed_table(name):
     """What ggml looks up in the file's rows, to the rounding of one fused step; rows that do not exist are NaN."""

@@ -76,6 +76,7 @@ class Layer:
         rng = RNG(seed)
         self.size, self.heads_k, self.heads, self.rows, self.repeat = size, heads_k, heads, rows, repeat
         self.channels = size * (2 * heads_k + heads)
+        self.sections = size * heads_k, size * heads
         self.x = rng.standard_normal((TAPS - 1 + rows, self.channels), np.float32)
         self.taps = rng.standard_normal((self.channels, TAPS), np.float32)
         self.beta, self.alpha = rng.standard_normal((2, rows, heads), np.float32)
@@ -107,7 +108,7 @@ class Layer:
         with bench(level, threads) as (graph, memory):
             part = slice(first, first + rows)
             mixed = lib.pgs_convolution(
-                graph.ctx, level.handle, memory.tensor(self.x[first : first + rows + TAPS - 1]), memory.tensor(self.taps)
+                graph.ctx, level.handle, memory.tensor(self.x[first : first + rows + TAPS - 1]), memory.tensor(self.taps), *self.sections
             )
             states = memory.tensor((self.state if state is None else state)[None])
             flag = memory.tensor(np.ascontiguousarray(on[part, None])) if on is not None else ffi.NULL
