@@ -542,7 +542,7 @@ class Session:
         try:
             sampler, started = self._sampler(sampling, ignore_end), time.perf_counter()
             stats = self.new_stats() if stats is None else stats
-            reuse, held = self._begin(ids, mode, append, stats, options.max_tokens)
+            reuse, held = self._begin(ids, mode, append, stats)
             stats.seconds["prefill"] = time.perf_counter() - started  # bringing rows back is part of the start
             if sampler is not None:
                 stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
@@ -589,26 +589,26 @@ class Session:
             if sampler is not None:
                 sampler.close()
 
-    def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats, tokens: int | None) -> tuple[Reuse, int]:
+    def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats) -> tuple[Reuse, int]:
         """What the caches have of ``ids``, and how much of that the last generation left."""
         widths = self.scheduler.widths
         if widths is not None and widths.outdated and not self._costs_checked:
             self._measure_costs(fresh=True)
             self._costs_checked, self._known_drafts = True, widths.seen
             widths = self.scheduler.widths = self.width_control()
-        drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append, tokens)
+        drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append)
         held = self._held(ids, drafting) if append else 0
         reuse = Reuse(held) if held else self.prefix.begin(ids, drafting)
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
         return reuse, held
 
-    def _needs_drafters_rows(self, ids: list[int], append: bool, tokens: int | None) -> bool:
-        """Whether a text of so many ``tokens`` at most gets the rows that drafters read. Without drafts they are for nothing; but what its prompt goes on
-        behind has them or has not, and to compute that anew takes longer than they do."""
+    def _needs_drafters_rows(self, ids: list[int], append: bool) -> bool:
+        """Whether a text gets the rows that drafters read. Without drafts they are for nothing; but what its prompt goes on behind has them or has not, and to
+        compute that anew takes longer than they do."""
         widths = self.scheduler.widths
-        if append and widths is not None and widths.resting(tokens):
+        if append and widths is not None and widths.resting():
             return self.engine.slots[0].drafting
-        return not rests(widths, lambda drafting: self.prefix.known(ids, drafting), tokens)
+        return not rests(widths, lambda drafting: self.prefix.known(ids, drafting))
 
     def _held(self, ids: list[int], drafting: bool) -> int:
         """How many leading tokens of ``ids`` the last generation left in the caches: all that are there, or 0."""

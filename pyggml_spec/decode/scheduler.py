@@ -453,11 +453,7 @@ class Scheduler:
         ):  # what one slot's blocks cost says nothing of theirs; it is asked when there is room
             return False
         prefixes, reuse = self.prefixes, stream._request.options.reuse
-        return rests(
-            self.widths,
-            lambda drafting: prefixes.known(stream._prompt, drafting) if prefixes is not None and reuse else 0,
-            stream._request.options.max_tokens,
-        )
+        return rests(self.widths, lambda drafting: prefixes.known(stream._prompt, drafting) if prefixes is not None and reuse else 0)
 
     def _enter(self, stream: Stream) -> None:
         """Finds out what the prompt shares with others, and whom it waits for."""
@@ -751,12 +747,12 @@ class Scheduler:
         )
 
 
-def rests(widths: WidthControl | None, known: Callable[[bool], int], tokens: int | None) -> bool:
+def rests(widths: WidthControl | None, known: Callable[[bool], int]) -> bool:
     """Whether a text alone gets no rows that drafters read: nobody will draft. ``known``: how much of its prompt is there with these rows, and without:
-    to compute that anew would take longer than they do. ``tokens``: that are asked for at most."""
+    to compute that anew would take longer than they do."""
     if widths is None:
         return False
-    return widths.never_pays or (widths.resting(tokens) and known(True) <= known(False))
+    return widths.never_pays or (widths.resting() and known(True) <= known(False))
 
 
 def _alike(a: list[bytes], b: list[bytes]) -> int:

@@ -10,7 +10,8 @@ rows, of which more can cost less. Costs are measured, because they are not even
 known, between which the costs then are taken to lie. Acceptance is tracked per sequence and drafter.
 
 Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time, both more where many tokens are asked
-for; of that each text TEXT_LOSS and what it has won itself, as soon as it is known how good drafts are. A block that could lose more than that is
+for; of that each text TEXT_LOSS and what it has won itself, as soon as it is known how good drafts are. Each begins with TEXT_LOSS at least: what one
+unlucky text had lost kept blocks away from those behind it. A block that could lose more than that is
 not tried, and more than a third of it only where no other is cheaper: that bounds what a drafter costs that is never right, whatever the costs are,
 and lets several blocks say whether it is.
 A text for which nothing is left goes on with blocks that pay even if nothing is assumed of drafts and DOUBT more of them are wrong: else three
@@ -20,7 +21,7 @@ rules before (what all texts had won any of them could lose, one chance for all 
 on average and 0.92 in the worst text with costs of 1.04, 1.59, 2.8, 3.03, 4.44 ms, and these 1.16 and 1.00; 1.60 and 1.24 with 3.86, 5.68, 6.3,
 8.05, 14, and these 1.65 and 1.25 (``tests/decode/test_width.py``). Where a drafter says what its drafts are worth, blocks count as what they
 become: drafts that were not verified bring nothing, and their rows cost nothing (``confidence.py``). A plain step that keeps the drafter's inputs
-takes 2 to 4 % more there, so a text that could afford no block for REST steps is decoded without them to its end.
+takes 2 to 4 % more there, so where no block pays by what was seen most texts are decoded without them.
 """
 
 import math
@@ -83,11 +84,14 @@ PROBE_LOSS = 0.005  # of the time, ever after
 TEXT_SHARE, LOSSES, CREDIT_SHARE, CREDITS = 0.02, 0.01, 0.03, 6.0
 STAKES, NEAR = 3.0, 1.25  # blocks that what may be lost has to pay for, unless one costs no more than NEAR times what the cheapest one does
 TEXT_LOSS = 1.5  # plain steps that a text may lose before it has won any
-HOPELESS, LOOK_AGAIN = 0.95, 6  # of plain decoding's speed; texts
+HOPELESS, LOOK_AGAIN, FOR_A_REST = 0.95, 6, 4.0  # of plain decoding's speed; texts; blocks seen for one that rests
 SURE_SHARE, USUAL = 0.08, 96
-REST = 64  # plain steps for which a text must be able to afford no block to be decoded without the drafter's inputs
 SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
+# The first of some blocks finds caches cold: on two cores of an EPYC 9005 0.95 ms behind 30 plain steps, 0.77 behind a prompt, then 0.61, 0.59, 0.57. So it
+# says nothing of what blocks cost, unless it took less than SURELY of that. Costs of a slow moment kept blocks away from texts for the rest of a session, and
+# so did those that first blocks had made dearer (replays: 1.06 of plain decoding where it could have been 1.50).
+SURELY, LOOK_RATE = 0.9, 0.9
 LATE_RATE = 0.2  # weight of one block behind plain steps in what those take longer
 COST_RATE = 0.05  # weight of one step in the running cost of its kind
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand: what the steps of this text take is learnt soon
@@ -271,6 +275,7 @@ class _Use:
 
     kind: Kind | None = None
     plain: int = 0  # steps since the last block
+    row: int = 0  # blocks since the last plain step, or since the text began
     wait: int = FIRST_PROBE  # plain steps until blocks are tried again
     unsure: int = 0  # plain steps until it is looked again whether blocks pay that nothing is left for
     since_wider: int = 0
@@ -328,21 +333,12 @@ class WidthControl:
 
     # -- a sequence
 
-    def resting(self, tokens: int | None = None) -> bool:
-        """Whether the next sequence alone, of so many ``tokens`` at most, is better off without what drafters need of them: no block could be afforded for
-        long."""
+    def resting(self) -> bool:
+        """Whether the next sequence alone is better off without what drafters need of it: what was seen is so far from paying here that only every
+        LOOK_AGAIN-th text tries a block, of as many more as fewer blocks were seen. Each that does loses that block, and 3 % of its plain steps."""
         if self._allowed is None or 1 not in self._settled or len(self.kinds) == 1:
             return False
-        if self._hopeless():
-            return True
-        if self._extra() - min(self._allowed, self._text_loss) <= REST * losses(tokens):
-            return False
-        return not self._sure(1, [self._begun()], 0.0)
-
-    def _hopeless(self) -> bool:
-        """Whether what many blocks of many texts showed is so far from paying here that only every LOOK_AGAIN-th text tries one: each that does loses that
-        block, and 3 % of its plain steps."""
-        if self._rested + 1 >= LOOK_AGAIN or any(record.weight < PRIOR_WEIGHT / 2 for record in self.seen.values()):
+        if self._rested + 1 >= min(LOOK_AGAIN, 1 + min(record.tries[0] for record in self.seen.values()) / FOR_A_REST):
             return False
         speed, late = self._speeds(1, [self._begun()]), self._uses[1].late if 1 in self._uses else 0.0
         pays = [
@@ -350,15 +346,13 @@ class WidthControl:
         ]
         return max(pays, default=0.0) < HOPELESS * speed[PLAIN_STEP]
 
-    def _extra(self) -> float:
-        """Plain steps that the cheapest block of one slot takes longer than one, behind plain steps."""
-        last = self._uses.get(1)
-        return (self._cheapest(1) + (last.late if last is not None else 0.0)) / self.costs[1, PLAIN_STEP] - 1
-
     @property
     def _text_loss(self) -> float:
-        """Plain steps that a text may lose before it has won any: one block at least, or else none would ever be tried again."""
-        return max(TEXT_LOSS, self._extra())
+        """Plain steps that a text may lose before it has won any: one block at least of the kind that promises most, or else none would ever be tried again."""
+        speed, last = self._speeds(1, [self._begun()]), self._uses.get(1)
+        best = max((kind for kind in speed if kind != PLAIN_STEP), key=speed.__getitem__)
+        late = last.late if last is not None else 0.0
+        return max(TEXT_LOSS, (self.cost(1, best) + late) / self.costs[1, PLAIN_STEP] - 1)
 
     def _begun(self, rests: bool = False, tokens: int | None = None) -> Drafted:
         return Drafted({name: Acceptance(record, self._decay) for name, record in self.seen.items()}, rests, tokens)
@@ -366,9 +360,12 @@ class WidthControl:
     def begin(self, rests: bool = False, tokens: int | None = None) -> Drafted:
         """A sequence that will be drafted for, of so many ``tokens`` at most; ``rests``: that will not, because control was ``resting`` when it began."""
         self._rested = self._rested + 1 if rests else 0
+        self._infer()
         if (last := self._uses.pop(1, None)) is not None:
             self._uses[1] = _Use(late=last.late)
         drafted = self._begun(rests, tokens)
+        if self._allowed is not None and 1 in self._settled and not rests:
+            self._allowed = max(self._allowed, self._text_loss)
         if 1 in self._settled and any(record.weight == PRIOR_WEIGHT for record in self.seen.values()):
             drafted.allowed = self._text_loss
         return drafted
@@ -440,7 +437,8 @@ class WidthControl:
             return other
         if use.kind in affordable:
             return use.kind
-        return max((PLAIN_STEP, *affordable), key=speed.__getitem__)  # until more has been won
+        best = max((PLAIN_STEP, *affordable), key=speed.__getitem__)  # until more has been won
+        return use.kind if best == PLAIN_STEP and self.cost(covered, use.kind) + late <= plain + may else best
 
     def promised(self, covered: int, kind: Kind, sequences: Sequence[Drafted | None]) -> list[float]:
         """Tokens that each gets of a block of the kind chosen last, as expected; if it is only tried, as they would be were most drafts right."""
@@ -546,11 +544,18 @@ class WidthControl:
         too, a prompt or forced tokens. ``late``: those milliseconds of it in which the drafter caught up with steps before: no part of what such steps
         cost, but of what a block behind plain steps does."""
         behind, own = self._uses.get(covered), milliseconds - late
-        first = kind != PLAIN_STEP and behind is not None and behind.plain > 0 and covered in self._settled
-        # a block behind plain steps takes longer than others, so one that is that much faster says that the cost is wrong
-        if known and (not first or own < TOO_SLOW * self.costs[covered, kind]):
+        first = (
+            kind != PLAIN_STEP
+            and behind is not None
+            and behind.row == 0
+            and covered in self._settled
+            and (covered, kind) not in self._guesses
+        )
+        if known and not first:
             self._learn(covered, kind, own)
-        drafted = [(s, n) for s, n in zip(sequences, matched) if s is not None]
+        elif known and own < SURELY * self.costs[covered, kind]:
+            self._learn(covered, kind, own, LOOK_RATE)
+        drafted = [(s, n) for s, n in zip(sequences, matched) if s is not None and not s.resting]
         for s, n in drafted:
             for name, acceptance in s.acceptance.items():
                 acceptance.observe(kind.width, n) if name == kind.drafter else acceptance.pause()
@@ -578,8 +583,10 @@ class WidthControl:
             s.won += 1 + n - cost
         if plain:
             use.plain += 1
+            use.row = 0
             return
         use.plain = use.unsure = 0
+        use.row += 1
         use.since_wider += 1
         speed = self._speeds(covered, sequences)
         best = max(speed, key=speed.__getitem__)
@@ -593,7 +600,7 @@ class WidthControl:
 
     # -- costs
 
-    def _learn(self, covered: int, kind: Kind, milliseconds: float) -> None:
+    def _learn(self, covered: int, kind: Kind, milliseconds: float, least_rate: float = 0.0) -> None:
         key = covered, kind
         known, tries = self.costs.get(key), self._tries[key] + 1
         self._tries[key] = tries
@@ -609,8 +616,21 @@ class WidthControl:
             self._seen[kind] += 1
             self._fast[kind] += milliseconds < TOO_SLOW * measured
         least, most = (measured / 2, measured * 2) if measured is not None else (0.0, 2 * known)
-        rate = max(COST_RATE, 1 / (tries - TRIES + MEASURED_WEIGHT))
+        rate = max(COST_RATE, 1 / (tries - TRIES + MEASURED_WEIGHT), least_rate)
         self.costs[key] = known + rate * (min(max(milliseconds, least), most) - known)  # one stalled step proves nothing
+        if measured is not None and kind != PLAIN_STEP:
+            self._infer()
+
+    def _infer(self) -> None:
+        """What kinds of blocks cost that were measured beforehand and never seen: as much less than that as those that were seen, or else as plain steps."""
+        if not self._seen or len(self._seen) == len(self.kinds):
+            return
+        faster = {kind: self.costs[1, kind] / self.measured[kind] for kind in self.kinds if self._seen[kind] and kind in self.measured}
+        blocks = [ratio for kind, ratio in faster.items() if kind != PLAIN_STEP]
+        least = min(blocks or faster.values())
+        for kind in self.kinds:
+            if kind in self.measured and kind not in faster:
+                self.costs[1, kind] = self.measured[kind] * (least if least < SURELY else 1.0)
 
     def settled(self, covered: int) -> bool:
         """Whether the cost of every kind is known with this number of slots, or guessed to lie between those of fewer and of more."""

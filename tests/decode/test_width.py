@@ -206,7 +206,7 @@ def _thinned(share, seed=2):
 
 
 @pytest.mark.parametrize(
-    "costs, mean, least", [(OWN_KERNELS, 2.15, 1.6), (GGML, 1.36, 0.96), (H200_27B, 1.63, 1.25), (SLOW_BLOCKS, 1.2, 0.96)]
+    "costs, mean, least", [(OWN_KERNELS, 2.15, 1.6), (GGML, 1.36, 0.96), (H200_27B, 1.63, 1.25), (SLOW_BLOCKS, 1.17, 0.96)]
 )
 def test_recorded_prompts_gain(costs, mean, least):
     """The rules before these gave 2.12, 1.40, 1.64 and 1.19 on average, and 1.50, 1.07, 1.33 and 0.967 at least, with a first text as free as the last one."""
@@ -265,12 +265,12 @@ def _first(costs, row, tokens, told=True):
 def test_a_long_text_may_begin_badly(costs, least):
     """The first eight blocks of the embedded prompt bring eleven tokens, and all behind them almost four each: it was decoded plainly to its end, whose 240
     tokens could pay for more than a text of 96."""
-    assert _first(costs, START, 240) > least > 1 > _first(costs, START, 240, told=False)
+    assert _first(costs, START, 240) > least > _first(costs, START, 240, told=False)
 
 
 def test_first_texts_gain_where_many_tokens_are_asked_for():
     for costs, more in (
-        (EPYC["one thread"], 0.1),
+        (EPYC["one thread"], 0.07),
         (DEAR["two threads, busy"], 0.06),
         (DEAR["one thread"], 0.04),
         (EPYC["two threads"], -0.01),
@@ -281,19 +281,19 @@ def test_first_texts_gain_where_many_tokens_are_asked_for():
 
 @pytest.mark.parametrize("costs", [*EPYC.values(), *DEAR.values(), OWN_KERNELS, GGML])
 def test_a_drafter_that_knows_nothing_costs_long_texts_two_percent(costs):
-    """And its first one 4 %, once, and one of those behind it 2.3: each may take what all may lose until it is known how good drafts are."""
+    """And its first one 4 %, once, and one of those behind it 2.9: each may take what all may lose until it is known how good drafts are."""
     useless = [{width: "0" * len(digits) for width, digits in row.items()} for row in RECORDED[:3]]
     assert _first(costs, useless[0], 156) > 0.96
     control, spent = WidthControl.measured_for(DRAFTER, costs), []
     for _ in range(12):
-        sequence, ms = control.begin(control.resting(256), 256), 0.0
+        sequence, ms = control.begin(control.resting(), 256), 0.0
         for _ in range(256):
             chosen = control.choose(1, [sequence])
             control.observe(1, chosen, costs[chosen.width], [sequence], [0])
             ms += costs[chosen.width]
         spent.append(ms)
     gains = [256 * costs[1] / ms for ms in spent[1:]]
-    assert statistics.mean(gains) > 0.985 and min(gains) > 0.975
+    assert statistics.mean(gains) > 0.985 and min(gains) > 0.97
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -302,9 +302,9 @@ def test_a_text_that_is_unlike_those_before_it_loses_little(costs, share):
     """Behind texts whose drafts were good one whose drafts are all wrong took 1.3 times as long: what the others showed counted for more than its own."""
     control = WidthControl.measured_for(DRAFTER, costs)
     for row in RECORDED:
-        _spent(control, control.begin(control.resting(96), 96), costs, row, 96)
+        _spent(control, control.begin(control.resting(), 96), costs, row, 96)
     for row in _thinned(share)[:6]:
-        assert 96 * costs[1] / _spent(control, control.begin(control.resting(96), 96), costs, row, 96) > 0.9
+        assert 96 * costs[1] / _spent(control, control.begin(control.resting(), 96), costs, row, 96) > 0.9
 
 
 @pytest.mark.parametrize("costs, rests", [({1: 0.34, 2: 0.83, 4: 1.04, 8: 1.77, 16: 2.22}, True), (EPYC["two threads"], False)])
@@ -312,7 +312,7 @@ def test_where_no_block_pays_by_what_texts_showed_most_texts_rest(costs, rests):
     """Two threads whose cores do not share a cache: each text tried one block, three of its 96 plain steps, and kept the drafter's inputs, three more."""
     control, rested = WidthControl.measured_for(DRAFTER, costs), []
     for text in range(40):
-        rested.append(control.resting(96))
+        rested.append(control.resting())
         _spent(control, control.begin(rested[-1], 96), costs, RECORDED[text % 20], 96)
     late = rested[20:]
     assert (sum(late) > 14 and not all(late)) if rests else not any(late)
@@ -338,12 +338,12 @@ def _rounds(costs, rows, seed, rounds=8, tokens=96):
 
 
 @pytest.mark.parametrize(
-    "machine, mean, least", [("two threads, busy", 1.03, 0.975), ("two threads", 1.15, 0.985), ("one thread", 1.63, 1.22)]
+    "machine, mean, least", [("two threads, busy", 1.01, 0.97), ("two threads", 1.15, 0.97), ("one thread", 1.63, 1.22)]
 )
 def test_dear_blocks_gain_what_they_can(machine, mean, least):
-    """1.04, 1.16 and 1.65 on average, 0.98, 1.00 and 1.25 at least. The rules before gave 1.00, 1.11 and 1.60, and 0.98, 0.92 and 1.24: what all texts had
+    """1.03, 1.16 and 1.66 on average, 0.98, 0.98 and 1.25 at least, of three sessions. The rules before gave 1.00, 1.11 and 1.60, and 0.98, 0.92 and 1.24: what all texts had
     won any of them could lose, and one that had lost what it might hardly drafted again."""
-    gains = _rounds(DEAR[machine], RECORDED, 0)
+    gains = [gain for seed in range(3) for gain in _rounds(DEAR[machine], RECORDED, seed)]
     assert statistics.mean(gains) > mean and min(gains) > least
 
 
@@ -450,6 +450,62 @@ def test_costs_that_were_measured_wrong_are_learnt_from_the_steps():
         assert statistics.mean(gains) > 1.8
     dear = {width: ms * (3 if width > 1 else 1) for width, ms in OWN_KERNELS.items()}  # then every probe is behind plain steps
     assert statistics.mean(_session(dear, RECORDED, real=OWN_KERNELS)[len(RECORDED) // 2 :]) > 1.5
+
+
+NEAR = {1: 0.345, 2: 0.60, 4: 0.63, 8: 0.92, 16: 1.52}  # two cores of an EPYC 9005 in a virtual machine, and the same while they were slow
+SLOWED = {1: 0.42, 2: 0.85, 4: 1.01, 8: 1.15, 16: 1.87}
+
+
+def test_costs_of_a_slow_moment_keep_blocks_away_from_no_session():
+    """Each block was one behind plain steps, whose time taught nothing, and what unlucky texts had lost was not there for those behind them: sessions stayed at
+    1.06 of plain decoding. What one kind of block is found to cost says something of those that were measured in the same moment."""
+    for seed in range(4):
+        rows = random.Random(seed).sample(RECORDED, len(RECORDED))
+        control, gains = WidthControl.measured_for(DRAFTER, SLOWED), []
+        for row in rows * 2:
+            gains.append(96 * NEAR[1] / _spent(control, control.begin(control.resting(), 96), NEAR, row, 96))
+        assert statistics.mean(gains[len(rows) :]) > 1.35, seed
+        assert all(control.costs[1, kind] < 1.25 * NEAR[kind.width] for kind in control.kinds if kind.width < 8)
+
+
+def test_the_first_of_some_blocks_says_nothing_of_what_they_cost():
+    """It finds caches cold. At the beginning of texts it counted: a block of four rows seemed to take 0.88 ms, which behind one another take 0.70."""
+    control, block = WidthControl.measured_for(DRAFTER, NEAR), kind(4)
+    for _ in range(20):
+        sequence = control.begin(tokens=96)
+        for took in (1.2, 0.63, 0.63):
+            control.choose(1, [sequence])
+            control.observe(1, block, took, [sequence], [3])
+        for _ in range(3):
+            control.observe(1, PLAIN_STEP, 0.345, [sequence], [0])
+        control.observe(1, block, 1.2, [sequence], [3])
+    assert control.costs[1, block] < 0.65
+
+
+def test_a_text_may_try_a_block_whatever_those_before_it_lost():
+    control = WidthControl.measured_for(DRAFTER, {1: 1.0, 2: 1.5, 4: 2.3})
+    for _ in range(3):
+        sequence, used = control.begin(tokens=96), []
+        for _ in range(40):
+            chosen = control.choose(1, [sequence])
+            used.append(chosen.width)
+            control.observe(1, chosen, {1: 1.0, 2: 1.5, 4: 2.3}[chosen.width], [sequence], [0])
+        assert any(width > 1 for width in used)
+
+
+def test_the_best_block_is_tried_where_a_cheaper_one_would_not_pay():
+    """What may be lost paid for one of four rows and not for three, and one of two was not worth it: there was none for five texts."""
+    control = WidthControl.measured_for(DRAFTER, {1: 2.0, 2: 3.4, 4: 4.7})
+    for _ in range(12):
+        control.seen[DRAFTER].observe(4, 3)  # 2.6 tokens of four rows in 2.35 plain steps, 1.6 of two in 1.7
+        control.seen[DRAFTER].observe(4, 0)
+    control._allowed = 1.4
+    sequence, used = control.begin(tokens=96), []
+    for _ in range(6):
+        chosen = control.choose(1, [sequence])
+        used.append(chosen.width)
+        control.observe(1, chosen, {1: 2.0, 2: 3.4, 4: 4.7}[chosen.width], [sequence], [chosen.width - 1])
+    assert 4 in used
 
 
 def learnt(covered=4, costs=FOUR) -> WidthControl:
@@ -659,7 +715,7 @@ def test_one_stalled_catch_up_keeps_no_blocks_away():
 def test_of_a_block_that_catches_up_the_rest_is_learnt_and_all_is_spent():
     """A cost that was measured too dear stayed: a block behind plain steps never seemed faster than that."""
     kind, left = Kind(DRAFTER, 4), []
-    for late in (0.0, 5.0):
+    for late in (0.0, 2.0):
         control = WidthControl.measured_for(DRAFTER, {1: 1.0, 4: 3.0})
         sequence = control.begin()
         for _ in range(40):
@@ -669,4 +725,4 @@ def test_of_a_block_that_catches_up_the_rest_is_learnt_and_all_is_spent():
         control.observe(1, kind, 1.2 + late, [sequence], [0], late=late)
         left.append(control._allowed)
         assert control.cost(1, kind) < 3.0
-    assert left[0] - left[1] == pytest.approx(5.0, rel=0.02)
+    assert left[0] - left[1] == pytest.approx(2.0, rel=0.02)
