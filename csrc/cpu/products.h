@@ -54,6 +54,19 @@
 #define SCALED_DOTS(whole, w, scales, x, stride) (void) (whole);
 #endif
 
+// s[v][r] += sums of quads of w (an expression of t and v, 0 .. most) times those of row r, n quads
+#ifndef DOTS_OF
+#define DOTS_OF(s, w, most, n, x, stride)                        \
+    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {      \
+        vb quads[2];                                             \
+        EACH_VEC quads[v] = w;                                   \
+        EACH_ROW {                                               \
+            const vx a = vx_quad((x) + r * (stride) + 4 * t);    \
+            EACH_VEC (s)[v][r] = vi_dot((s)[v][r], quads[v], a); \
+        }                                                        \
+    }
+#endif
+
 // `size` bytes of records `ahead` of where they are multiplied, into the first-level cache. How far ahead, or not at all, is measured (asking.c).
 INLINE void ask_for(const char * w, size_t size) {
     for (size_t k = 0; k < size; k += 64) {
@@ -62,6 +75,16 @@ INLINE void ask_for(const char * w, size_t size) {
 }
 
 // ---- blocks of 32
+
+// Sums of whole numbers of a block, times its scales
+#define ADD_BLOCK(acc, s, scale)                                                                     \
+    vf d[2];                                                                                         \
+    EACH_VEC d[v] = scale;                                                                           \
+    EACH_ROW {                                                                                       \
+        ROW_BY_ROW;                                                                                  \
+        const vf dx = vf_set(x->d[row + r]);                                                         \
+        EACH_VEC SUM_IS(acc, r, vf_fma(vf_int((s)[v][r]), vf_mul(d[v], dx), SUM_OF(acc, r)));        \
+    }
 
 INLINE vb nibbles(const uint8_t * p, int high) { return high ? vb_high(vb_load(p)) : vb_low(vb_load(p)); }
 
@@ -85,13 +108,7 @@ INLINE void q8_0_rows(ARGUMENTS, const int R, const int G, const int N) {
                     EACH_VEC s[v][r] = bias_dot(s[v][r], q[v], a);
                 }
             }
-            vf d[2];
-            EACH_VEC d[v] = vf_half(((const rec_q8_0 *) w)[GROUP].d + VL * PART);
-            EACH_ROW {
-                ROW_BY_ROW;
-                const vf dx = vf_set(x->d[row + r]);
-                EACH_VEC SUM_IS(acc, r, vf_fma(vf_int(s[v][r]), vf_mul(d[v], dx), SUM_OF(acc, r)));
-            }
+            ADD_BLOCK(acc, s, vf_half(((const rec_q8_0 *) w)[GROUP].d + VL * PART))
         }
     }
     SUMS_STAY(acc)
@@ -113,13 +130,7 @@ INLINE void nibble_rows(ARGUMENTS, const int R, const int G, const int N, const 
 #define Q(t) ((const uint8_t(*)[4 * LANES]) (w + GROUP * size))[t]  // q is the first of both kinds of records
             DOTS_OF(s, nibble_quads(Q(t % 4) + 4 * VL * PART, t / 4, fp4), fp4 ? 24 : 15, 8, x->q[row], 32)
 #undef Q
-            vf d[2];
-            EACH_VEC d[v] = fp4 ? vf_e8m0(((const rec_mxfp4 *) w)[GROUP].e + VL * PART) : vf_half(((const rec_q4_0 *) w)[GROUP].d + VL * PART);
-            EACH_ROW {
-                ROW_BY_ROW;
-                const vf dx = vf_set(x->d[row + r]);
-                EACH_VEC SUM_IS(acc, r, vf_fma(vf_int(s[v][r]), vf_mul(d[v], dx), SUM_OF(acc, r)));
-            }
+            ADD_BLOCK(acc, s, fp4 ? vf_e8m0(((const rec_mxfp4 *) w)[GROUP].e + VL * PART) : vf_half(((const rec_q4_0 *) w)[GROUP].d + VL * PART))
         }
     }
     SUMS_STAY(acc)
@@ -322,3 +333,10 @@ static const pgs_kernel kernels[] = {
     { GGML_TYPE_BF16, 32, sizeof(rec_f16), sizeof(act_f32), activations_f32, bf16 },
     { GGML_TYPE_F32, 32, sizeof(rec_f32), sizeof(act_f32), activations_f32, f32 },
 };
+
+#undef V
+#undef GROUP
+#undef PART
+#undef SUM
+#undef ONE
+#undef BOTH

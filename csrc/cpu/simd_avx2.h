@@ -89,15 +89,7 @@ INLINE vx vx_quad(const void * p) { return _mm256_set1_epi32(quad(p)); }
 
 typedef __m256i vbias;
 
-#define DOTS_OF(s, w, most, n, x, stride)                                      \
-    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                    \
-        vb quads[2];                                                           \
-        EACH_VEC quads[v] = w;                                                 \
-        EACH_ROW {                                                             \
-            const vx a = vx_quad((x) + r * (stride) + 4 * t);                  \
-            EACH_VEC (s)[v][r] = DOT_BYTES((s)[v][r], quads[v], a);            \
-        }                                                                      \
-    }
+INLINE vi vi_dot(vi s, vb w, vx x) { return DOT_BYTES(s, w, x); }
 
 INLINE vbias bias_load(const uint8_t * p, int second) {
     (void) second;

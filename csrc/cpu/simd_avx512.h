@@ -75,16 +75,7 @@ INLINE vb vb_fifth(vb low, vb high, int j) {
 
 INLINE vx vx_quad(const void * p) { return _mm512_set1_epi32(quad(p)); }
 
-// s[v][r] += sums of quads of w (an expression of t and v, 0 .. most) times those of row r, n quads
-#define DOTS_OF(s, w, most, n, x, stride)                                              \
-    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                            \
-        vb quads[2];                                                                   \
-        EACH_VEC quads[v] = w;                                                         \
-        EACH_ROW {                                                                     \
-            const vx a = vx_quad((x) + r * (stride) + 4 * t);                          \
-            EACH_VEC (s)[v][r] = _mm512_dpbusd_epi32((s)[v][r], quads[v], a);          \
-        }                                                                              \
-    }
+INLINE vi vi_dot(vi s, vb w, vx x) { return _mm512_dpbusd_epi32(s, w, x); }
 
 // In halves where it is the second group of a pair, whose records of Q8_0, 8.5 cache lines long, begin in the middle of one: loads across two lines of what
 // is not in a cache yet cost 5 to 15 % of a row (28 MB, one core of a Xeon with AMX, in turn, off and on: 1.060 and 1.012 ms, 1.309 and 1.098; 256-bit loads

@@ -99,16 +99,6 @@ INLINE vb vb_fifth(vb low, vb high, int j) { return vb_join(low, high, j, 1); }
 
 INLINE vx vx_quad(const void * p) { return vdupq_n_s32(quad(p)); }
 
-#define DOTS_OF(s, w, most, n, x, stride)                                      \
-    _Pragma("GCC unroll 8") for (int t = 0; t < (n); t++) {                    \
-        vb quads[2];                                                           \
-        EACH_VEC quads[v] = w;                                                 \
-        EACH_ROW {                                                             \
-            const vx a = vx_quad((x) + r * (stride) + 4 * t);                  \
-            EACH_VEC (s)[v][r] = vi_dot((s)[v][r], quads[v], a);               \
-        }                                                                      \
-    }
-
 INLINE vi vi_dot(vi s, vb w, vx x) {
     const int8x16_t by = vreinterpretq_s8_s32(x);
     return (vi) { vdotq_s32(s.a, vreinterpretq_s8_u8(w.a), by), vdotq_s32(s.b, vreinterpretq_s8_u8(w.b), by) };
