@@ -92,6 +92,7 @@ TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by t
 # says nothing of what blocks cost, unless it took less than SURELY of that. Costs of a slow moment kept blocks away from texts for the rest of a session, and
 # so did those that first blocks had made dearer (replays: 1.06 of plain decoding where it could have been 1.50).
 SURELY, LOOK_RATE = 0.9, 0.9
+COLD = 4  # steps behind a prompt that find caches cold, plain ones too: 0.84, 0.52, 0.45, 0.40, 0.35 ms, then 0.31; blocks of four 1.45, 1.13, 0.93, then 0.78
 LATE_RATE = 0.2  # weight of one block behind plain steps in what those take longer
 COST_RATE = 0.05  # weight of one step in the running cost of its kind
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand: what the steps of this text take is learnt soon
@@ -276,6 +277,7 @@ class _Use:
     kind: Kind | None = None
     plain: int = 0  # steps since the last block
     row: int = 0  # blocks since the last plain step, or since the text began
+    steps: int = 0  # since the text began
     wait: int = FIRST_PROBE  # plain steps until blocks are tried again
     unsure: int = 0  # plain steps until it is looked again whether blocks pay that nothing is left for
     since_wider: int = 0
@@ -544,14 +546,9 @@ class WidthControl:
         too, a prompt or forced tokens. ``late``: those milliseconds of it in which the drafter caught up with steps before: no part of what such steps
         cost, but of what a block behind plain steps does."""
         behind, own = self._uses.get(covered), milliseconds - late
-        first = (
-            kind != PLAIN_STEP
-            and behind is not None
-            and behind.row == 0
-            and covered in self._settled
-            and (covered, kind) not in self._guesses
-        )
-        if known and not first:
+        cold = behind is not None and ((kind != PLAIN_STEP and behind.row == 0) or (covered == 1 and behind.steps < COLD))
+        cold = cold and covered in self._settled and (covered, kind) not in self._guesses
+        if known and not cold:
             self._learn(covered, kind, own)
         elif known and own < SURELY * self.costs[covered, kind]:
             self._learn(covered, kind, own, LOOK_RATE)
@@ -565,6 +562,7 @@ class WidthControl:
         if use is None or use.kind is None or not drafted:
             return
         plain, cost = kind == PLAIN_STEP, 1.0
+        use.steps += 1
         if not plain:
             cost = self.cost(covered, kind)
             if use.plain:

@@ -338,7 +338,7 @@ def _rounds(costs, rows, seed, rounds=8, tokens=96):
 
 
 @pytest.mark.parametrize(
-    "machine, mean, least", [("two threads, busy", 1.01, 0.97), ("two threads", 1.15, 0.97), ("one thread", 1.63, 1.22)]
+    "machine, mean, least", [("two threads, busy", 1.01, 0.94), ("two threads", 1.15, 0.97), ("one thread", 1.63, 1.22)]
 )
 def test_dear_blocks_gain_what_they_can(machine, mean, least):
     """1.03, 1.16 and 1.66 on average, 0.98, 0.98 and 1.25 at least, of three sessions. The rules before gave 1.00, 1.11 and 1.60, and 0.98, 0.92 and 1.24: what all texts had
@@ -440,7 +440,7 @@ def test_few_texts_lose_where_blocks_cost_what_they_win(costs):
     assert statistics.mean(texts) > 0.98 and min(texts) > 0.92
     assert sum(gain < 0.98 for gain in texts) < 0.4 * len(texts)
     for _, control in sessions:  # what blocks behind plain steps took longer is not what blocks cost
-        assert all(control.costs[1, kind] < 1.15 * costs[kind.width] * control.costs[1, PLAIN_STEP] for kind in control.kinds)
+        assert all(control.costs[1, kind] < 1.3 * costs[kind.width] * control.costs[1, PLAIN_STEP] for kind in control.kinds)
 
 
 def test_costs_that_were_measured_wrong_are_learnt_from_the_steps():
