@@ -90,7 +90,7 @@ SAVINGS = 12.0  # plain steps that blocks have won and may lose again, at most
 TOO_SLOW = 0.6  # a measured cost that a quarter of the real steps undercut by this factor is wrong
 # The first of some blocks finds caches cold: on two cores of an EPYC 9005 0.95 ms behind 30 plain steps, 0.77 behind a prompt, then 0.61, 0.59, 0.57. So it
 # says nothing of what blocks cost, unless it took less than SURELY of that. Costs of a slow moment kept blocks away from texts for the rest of a session, and
-# so did those that first blocks had made dearer (replays: 1.06 of plain decoding where it could have been 1.50).
+# so did those that first blocks had made dearer (replays: 1.03 of plain decoding instead of 1.48).
 SURELY, LOOK_RATE = 0.9, 0.9
 COLD = 4  # steps behind a prompt that find caches cold, plain ones too: 0.84, 0.52, 0.45, 0.40, 0.35 ms, then 0.31; blocks of four 1.45, 1.13, 0.93, then 0.78
 LATE_RATE = 0.2  # weight of one block behind plain steps in what those take longer

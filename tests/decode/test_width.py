@@ -458,7 +458,7 @@ SLOWED = {1: 0.42, 2: 0.85, 4: 1.01, 8: 1.15, 16: 1.87}
 
 def test_costs_of_a_slow_moment_keep_blocks_away_from_no_session():
     """Each block was one behind plain steps, whose time taught nothing, and what unlucky texts had lost was not there for those behind them: sessions stayed at
-    1.06 of plain decoding. What one kind of block is found to cost says something of those that were measured in the same moment."""
+    1.03 of plain decoding. What one kind of block is found to cost says something of those that were measured in the same moment."""
     for seed in range(4):
         rows = random.Random(seed).sample(RECORDED, len(RECORDED))
         control, gains = WidthControl.measured_for(DRAFTER, SLOWED), []
