@@ -284,7 +284,7 @@ def test_what_gates_the_other_half_of_a_product_is_rounded_where_it_is_computed(
 @pytest.mark.parametrize("threads", [1, 3])
 def test_outputs_that_are_shared_by_sections(level, name, threads):
     """As the heads of q, k and v are, with something behind them; sections that pairs of groups do not fill are left alone."""
-    n_in, kind = BLOCK[name], type_id(name)
+    n_in, kind = 2 * BLOCK[name], type_id(name)
     rows, x = matrix(kind, n_in, 273), activations(12, n_in)
     want = product(level, kind, rows, x)
     for first, later in ((32, 96), (64, 64), (128, 512), (16, 32), (48, 96)):
