@@ -16,6 +16,7 @@ from pyggml_spec.engine.options import EngineOptions, check_masks
 from pyggml_spec.errors import ContextError, DeviceError, EngineError
 from pyggml_spec.ggml.device import Backend, Device
 from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.memory.slots import SlotRange
 
@@ -24,6 +25,18 @@ from pyggml_spec.memory.slots import SlotRange
 def session(pair):
     with ps.load(*pair, device="CPU", threads=1, n_ctx=4096) as loaded:
         yield loaded
+
+
+@pytest.mark.skipif(not levels(), reason="our own kernels do not run on this processor")
+@pytest.mark.parametrize("kind, width, rounded, most", [("plain", 1, 0, 80), ("fused", 4, 4, 125)])
+def test_a_step_of_our_own_kernels_has_few_nodes(kind, width, rounded, most):
+    """All threads wait behind each, and read what others wrote: a plain step of the embedded pair had 148, 33 of them roundings, 16 sums and 8 norms that
+    nobody read, and one product each for beta and alpha."""
+    with ps.load(device="CPU", threads=1, kernels="own") as session:
+        counts = session.engine.step_graph(kind, width).op_counts()
+    computed = {op: n for op, n in counts.items() if op not in ("VIEW", "PERMUTE", "RESHAPE")}
+    assert computed.get("own rounding", 0) == rounded and "ADD" not in computed and computed["own gated product"] >= 8
+    assert sum(computed.values()) <= most
 
 
 def _total(engine, name):
