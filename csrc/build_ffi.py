@@ -30,7 +30,7 @@ typedef struct ggml_backend_buffer * ggml_backend_buffer_t;
 typedef struct ggml_backend_buffer_type * ggml_backend_buffer_type_t;
 typedef struct ggml_backend_device * ggml_backend_dev_t;
 typedef struct ggml_backend_reg * ggml_backend_reg_t;
-struct ggml_tensor { enum ggml_type type; int64_t ne[4]; size_t nb[4]; void * data; struct ggml_tensor * view_src;
+struct ggml_tensor { enum ggml_type type; int64_t ne[4]; size_t nb[4]; void * data; struct ggml_tensor * view_src; struct ggml_tensor * src[10];
                      struct ggml_backend_buffer * buffer; ...; };
 struct ggml_init_params { size_t mem_size; void * mem_buffer; bool no_alloc; };
 

@@ -57,6 +57,7 @@ class ggml_tensor(CData):
     nb: Array[int]
     data: CData
     view_src: ggml_tensor
+    src: Array[ggml_tensor]
     buffer: ggml_backend_buffer
 
 class ggml_type_traits(CData):

@@ -137,13 +137,11 @@ class Graph:
         return lib.pgs_expert_product(self.ctx, level, experts.type, tensor, n_in, n_out, n_expert, self._activations[key], order, chosen)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b, b repeated where it has fewer rows. Where ``a`` is a product of our own kernels this is one node with it; who else reads ``a`` has it computed once more."""
         require(repeats(b, a.ne), "add", a=a, b=b)
         level = self.role.backend.level_handle
-        if level != ffi.NULL:
-            for product, added in ((a, b), (b, a)):
-                if both := lib.pgs_product_plus(self.ctx, level, product, added):
-                    return both
-        return lib.ggml_add(self.ctx, a, b)
+        both = lib.pgs_product_plus(self.ctx, level, a, b) if level != ffi.NULL else ffi.NULL
+        return both or lib.ggml_add(self.ctx, a, b)
 
     def add_rows(self, x: Tensor, table: Tensor, index: Tensor) -> Tensor:
         """x F32 [n, m, T] plus the row of the table F32 [n, rows] that index I32 [m, T] names for each of its m parts."""

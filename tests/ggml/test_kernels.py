@@ -198,10 +198,10 @@ def test_what_rounds_and_adds_for_itself_has_the_bits_of_single_nodes(level, nam
     n_in, n_out = 2 * BLOCK[name], 49
     weights, x, added = matrix(type_id(name), n_in, n_out), activations(rows, n_in), activations(rows, n_out, seed=2)
     want = product(level, type_id(name), weights, np.concatenate([x, activations(9, n_in, seed=3)]))[:rows]
-    for term, swapped in ((added, False), (added[:1], False), (added, True)):
+    for term in (added, added[:1]):
         with bench(level, threads) as (graph, memory):
             out, more = graph.matmul(memory.packed(weights, type_id(name), (n_in, n_out)), memory.tensor(x)), memory.tensor(term)
-            got = compute(graph, graph.add(more, out) if swapped else graph.add(out, more))
+            got = compute(graph, graph.add(out, more))
             assert np.array_equal(got, want + term)
             assert "ADD" not in graph.op_counts()
     with bench(level, threads) as (graph, memory):
