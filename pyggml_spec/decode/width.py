@@ -342,7 +342,7 @@ class WidthControl:
             return False
         if self._rested + 1 >= min(LOOK_AGAIN, 1 + min(record.tries[0] for record in self.seen.values()) / FOR_A_REST):
             return False
-        speed, late = self._speeds(1, [self._begun()]), self._uses[1].late if 1 in self._uses else 0.0
+        speed, late = self._speeds(1, [self._begun()]), self._late
         pays = [
             ms_tokens * self.cost(1, kind) / (self.cost(1, kind) + late / RUN) for kind, ms_tokens in speed.items() if kind != PLAIN_STEP
         ]
@@ -351,10 +351,16 @@ class WidthControl:
     @property
     def _text_loss(self) -> float:
         """Plain steps that a text may lose before it has won any: one block at least of the kind that promises most, or else none would ever be tried again."""
-        speed, last = self._speeds(1, [self._begun()]), self._uses.get(1)
-        best = max((kind for kind in speed if kind != PLAIN_STEP), key=speed.__getitem__)
-        late = last.late if last is not None else 0.0
-        return max(TEXT_LOSS, (self.cost(1, best) + late) / self.costs[1, PLAIN_STEP] - 1)
+        speed = self._speeds(1, [self._begun()])
+        best = max(
+            (kind for kind in speed if kind != PLAIN_STEP), key=speed.__getitem__, default=PLAIN_STEP
+        )  # there is none where none could ever pay
+        return max(TEXT_LOSS, (self.cost(1, best) + self._late) / self.costs[1, PLAIN_STEP] - 1)
+
+    @property
+    def _late(self) -> float:
+        """Milliseconds that a block of one slot takes longer behind plain steps."""
+        return self._uses[1].late if 1 in self._uses else 0.0
 
     def _begun(self, rests: bool = False, tokens: int | None = None) -> Drafted:
         return Drafted({name: Acceptance(record, self._decay) for name, record in self.seen.items()}, rests, tokens)
@@ -363,13 +369,15 @@ class WidthControl:
         """A sequence that will be drafted for, of so many ``tokens`` at most; ``rests``: that will not, because control was ``resting`` when it began."""
         self._rested = self._rested + 1 if rests else 0
         self._infer()
-        if (last := self._uses.pop(1, None)) is not None:
-            self._uses[1] = _Use(late=last.late)
+        if 1 in self._uses:
+            self._uses[1] = _Use(late=self._late)
         drafted = self._begun(rests, tokens)
-        if self._allowed is not None and 1 in self._settled and not rests:
-            self._allowed = max(self._allowed, self._text_loss)
-        if 1 in self._settled and any(record.weight == PRIOR_WEIGHT for record in self.seen.values()):
-            drafted.allowed = self._text_loss
+        if 1 in self._settled:
+            loss = self._text_loss
+            if self._allowed is not None and not rests:
+                self._allowed = max(self._allowed, loss)
+            if any(record.weight == PRIOR_WEIGHT for record in self.seen.values()):
+                drafted.allowed = loss
         return drafted
 
     # -- a step

@@ -482,6 +482,15 @@ def test_the_first_of_some_blocks_says_nothing_of_what_they_cost():
     assert control.costs[1, block] < 0.65
 
 
+def test_texts_begin_where_no_block_could_ever_pay_and_earlier_sessions_taught_much():
+    """What a text may lose was that of the best block, and there is none: each text failed."""
+    control = WidthControl.measured_for(DRAFTER, {1: 1.0, 2: 2.5, 4: 4.6})
+    for _ in range(150):
+        control.seen[DRAFTER].observe(4, 2)
+    assert control.never_pays and not control.resting()
+    assert control.choose(1, [control.begin(rests=True)]) == control.choose(1, [control.begin()]) == PLAIN_STEP
+
+
 def test_a_text_may_try_a_block_whatever_those_before_it_lost():
     control = WidthControl.measured_for(DRAFTER, {1: 1.0, 2: 1.5, 4: 2.3})
     for _ in range(3):
