@@ -5,18 +5,10 @@
 // holds: then 16 rows at a time go through the first-level cache as records, and the bits are the same.
 #include "kernels.h"
 #include "layout.h"
+#include "nodes.h"
 #include "pgs.h"
 
-#include <string.h>
-
 #define READING 2  // rows that cost as much time as reading weights
-
-// ggml keeps a node's function in the first 24 bytes of its parameters.
-#define TYPE_AT 32
-
-static struct ggml_tensor * named(struct ggml_tensor * node, const char * name) {
-    return ggml_set_name(node, name);
-}
 
 // ---- which pair is where
 
@@ -138,9 +130,9 @@ static void run_activations(struct ggml_tensor * dst, int ith, int nth, void * u
     const pgs_kernel *         k = userdata;
     const struct ggml_tensor * x = dst->src[0], * chosen = dst->src[2];
     int32_t                    n_expert;
-    memcpy(&n_expert, (const char *) dst->op_params + TYPE_AT, sizeof(n_expert));
+    memcpy(&n_expert, parameters_of(dst), sizeof(n_expert));
     const order   o    = order_at(dst->src[1]->data, n_expert, pairs_of(chosen));
-    const int64_t rows = x->ne[1] * x->ne[2], blocks = (x->ne[0] + k->block - 1) / k->block, parts = rows < nth ? (nth + rows - 1) / rows : 1;
+    const int64_t rows = x->ne[1] * x->ne[2], blocks = pgs_blocks(k, x->ne[0]), parts = rows < nth ? (nth + rows - 1) / rows : 1;
     const int64_t uses = pairs_of(chosen) / rows;  // pairs of a row: neighbours
     for (int64_t unit = rows * parts * ith / nth; unit < rows * parts * (ith + 1) / nth; unit++) {
         const int64_t row = unit / parts, first = blocks * (unit % parts) / parts, end = blocks * (unit % parts + 1) / parts;
@@ -167,7 +159,7 @@ static void run_activations(struct ggml_tensor * dst, int ith, int nth, void * u
 
 size_t pgs_expert_tiles(const pgs_level * level, enum ggml_type type, int64_t n_in, int64_t n_expert, int64_t pairs) {
     const pgs_kernel * k = pgs_kernel_of(level, type);
-    return k == NULL ? 0 : (size_t) (most_tiles(n_expert, pairs) * ((n_in + k->block - 1) / k->block)) * k->act;
+    return k == NULL ? 0 : (size_t) (most_tiles(n_expert, pairs) * pgs_blocks(k, n_in)) * k->act;
 }
 
 struct ggml_tensor * pgs_expert_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x,
@@ -177,8 +169,7 @@ struct ggml_tensor * pgs_expert_activations(struct ggml_context * ctx, const pgs
     struct ggml_tensor * src[]  = { x, by, chosen };
     struct ggml_tensor * out    = ggml_custom_4d(ctx, GGML_TYPE_I8, size, 1, 1, 1, src, 3, run_activations, GGML_N_TASKS_MAX,
                                                  (void *) pgs_kernel_of(level, type));
-    memcpy((char *) out->op_params + TYPE_AT, &count, sizeof(count));
-    return named(out, "own rounding");
+    return with_parameters(out, &count, sizeof(count), "own rounding");
 }
 
 // ---- products
@@ -199,7 +190,7 @@ static weights weights_of(const struct ggml_tensor * w, const pgs_level * level,
     const pgs_kernel * k = pgs_kernel_of(level, type);
     const bool         packed = w->type == GGML_TYPE_I8;
     return (weights) { level, k, packed, packed ? 2 : 1, 0, w->data, w->nb[1], packed ? w->nb[3] : w->nb[2],
-                       ggml_row_size(type, k->block), n_in, n_out, (n_in + k->block - 1) / k->block, (n_out + LANES - 1) / LANES };
+                       ggml_row_size(type, k->block), n_in, n_out, pgs_blocks(k, n_in), (n_out + LANES - 1) / LANES };
 }
 
 // `n` blocks from `first` on of the outputs of a group that a file has, as records in `to`.
@@ -247,7 +238,7 @@ static void multiply_groups(const weights * w, int64_t expert, int64_t group, in
 
 // Groups [first, end) of one expert's outputs, for all of its rows; of packed ones those of whole pairs.
 static void multiply_run(const weights * w, const run * r, const int32_t * pair, const char * tiles, int64_t first, int64_t end, float * out) {
-    const int64_t fit = TILES_BYTES / (w->blocks * (int64_t) w->k->act), most = fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
+    const int64_t most = pgs_tiles_at_once(w->k, w->blocks);
     _Alignas(64) float sums[MOST_TILES * TILE * SUMS_STEP];
     for (int32_t done = 0; done < r->rows; done += (int32_t) most * TILE) {
         const int  here = r->rows - done < most * TILE ? r->rows - done : (int) most * TILE;
@@ -273,7 +264,7 @@ static int64_t at_least(int64_t cost, int64_t of, int64_t most) {
 static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     const struct ggml_tensor * w = dst->src[0], * chosen = dst->src[3];
     int32_t                    p[3];  // type, inputs, experts
-    memcpy(p, (const char *) dst->op_params + TYPE_AT, sizeof(p));
+    memcpy(p, parameters_of(dst), sizeof(p));
     const int64_t pairs = pairs_of(chosen);
     weights       from  = weights_of(w, userdata, (enum ggml_type) p[0], p[1], dst->ne[0]);
     const int64_t units = (from.groups + from.together - 1) / from.together;
@@ -312,8 +303,7 @@ struct ggml_tensor * pgs_expert_product(struct ggml_context * ctx, const pgs_lev
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, n_out, chosen->ne[0], chosen->ne[1], 1, src, 4, run_product, GGML_N_TASKS_MAX,
                                                 (void *) level);
     const int32_t        p[3]  = { type, (int32_t) n_in, (int32_t) n_expert };
-    memcpy((char *) out->op_params + TYPE_AT, p, sizeof(p));
-    return named(out, "own experts");
+    return with_parameters(out, p, sizeof(p), "own experts");
 }
 
 bool pgs_expert_types(const pgs_level * level, enum ggml_type type) {
@@ -327,7 +317,7 @@ void pgs_pack_experts(const pgs_level * level, enum ggml_type type, const void *
     const pgs_kernel * k   = pgs_kernel_of(level, type);
     const size_t       row = ggml_row_size(type, n_in);
     const weights      w   = { level, k, false, 1, 0, rows, row, row * (size_t) n_out, ggml_row_size(type, k->block), n_in, n_out,
-                               (n_in + k->block - 1) / k->block, (n_out + LANES - 1) / LANES };
+                               pgs_blocks(k, n_in), (n_out + LANES - 1) / LANES };
     const int64_t      chunk = (int64_t) (CHUNK_BYTES / k->record);
     for (int64_t e = 0; e < n_expert; e++) {
         char * expert = (char *) packed + (size_t) (e * w.groups * w.blocks) * k->record;

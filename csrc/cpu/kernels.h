@@ -86,6 +86,16 @@ extern const struct pgs_level pgs_level_avx512vnni, pgs_level_avxvnni, pgs_level
 #define TILES_BYTES (384 << 10)  // of their activations: they stay in the second-level cache
 #define CHUNK_BYTES (12 << 10)   // of weights that stay in the first-level cache while tiles use them
 
+// Of a row of so many inputs.
+static inline int64_t pgs_blocks(const pgs_kernel * k, int64_t n_in) {
+    return (n_in + k->block - 1) / k->block;
+}
+
+static inline int64_t pgs_tiles_at_once(const pgs_kernel * k, int64_t blocks) {
+    const int64_t fit = TILES_BYTES / (blocks * (int64_t) k->act);
+    return fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
+}
+
 // Into the second-level cache, without the places that first-level misses need.
 static inline void pgs_ask_for(const char * from, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) {

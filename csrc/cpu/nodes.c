@@ -44,8 +44,7 @@ struct ggml_tensor * pgs_norm(struct ggml_context * ctx, const pgs_level * level
     struct ggml_tensor * src[] = { x, weight, gate };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], src, 3, pgs_run_norm, GGML_N_TASKS_MAX,
                                                 (void *) level);
-    memcpy(parameters_of(out), &eps, sizeof(eps));
-    return named(out, "own norm");
+    return with_parameters(out, &eps, sizeof(eps), "own norm");
 }
 
 // ---- rows of values
@@ -69,8 +68,7 @@ struct ggml_tensor * pgs_gate(struct ggml_context * ctx, const pgs_level * level
     struct ggml_tensor * src[] = { x, gate };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], 1, 1, src, 2, pgs_run_gate, GGML_N_TASKS_MAX, (void *) level);
     const int32_t        how   = silus;
-    memcpy(parameters_of(out), &how, sizeof(how));
-    return named(out, "own gate");
+    return with_parameters(out, &how, sizeof(how), "own gate");
 }
 
 static void run_sum(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -195,6 +193,5 @@ struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_lev
     struct ggml_tensor * src[] = { q, k, v, mask };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, v->ne[0], q->ne[2], q->ne[1], q->ne[3], src, 4, run_attention,
                                                 GGML_N_TASKS_MAX, (void *) level);
-    memcpy(parameters_of(out), &scale, sizeof(scale));
-    return named(out, "own attention");
+    return with_parameters(out, &scale, sizeof(scale), "own attention");
 }

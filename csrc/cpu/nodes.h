@@ -25,6 +25,12 @@ static inline struct ggml_tensor * named(struct ggml_tensor * node, const char *
     return ggml_set_name(node, name);
 }
 
+// Such a node with parameters.
+static inline struct ggml_tensor * with_parameters(struct ggml_tensor * node, const void * parameters, size_t size, const char * name) {
+    memcpy(parameters_of(node), parameters, size);
+    return named(node, name);
+}
+
 static inline int64_t rows_of(const struct ggml_tensor * t) {
     return t->ne[1] * t->ne[2] * t->ne[3];
 }

@@ -7,7 +7,7 @@
 #include "pgs.h"
 
 #define WIDE          (SUMS_STEP / LANES)  // groups whose sums are stored together, a row after the other: every row lies in a page of its own
-#define FAR_BYTES     (1 << 20)            // of a matrix that is no longer in a second-level cache when it is read again
+#define FAR_BYTES     (1 << 20)    // of a matrix that is no longer in a second-level cache when it is read again
 #define ASKED_TILES   4            // tiles with which it is measured how far ahead weights are asked for: with more, they come while these compute
 #define ASKED_BYTES   (64 << 10)   // of weights for a thread, with which it is measured: what else a product does would be taken for reading
 #define ASKED_AHEAD   (4 << 10)    // bytes ahead, where it is not measured
@@ -16,10 +16,6 @@
 #define ROUNDED_BYTES (128 << 10)  // of a tile of these
 #define GATED_ROWS    (4 * TILE)   // rows whose gates are computed where their products are
 #define GATED         8192         // outputs of each half at once, of all rows: each change of halves waits for weights, 0.2 us
-
-static int64_t blocks_of(const pgs_kernel * k, int64_t n_in) {
-    return (n_in + k->block - 1) / k->block;
-}
 
 // ---- rounding
 
@@ -75,14 +71,14 @@ static void round_blocks(const pgs_level * level, const rounding * how, struct g
     } else {
         values = row_of(from[0], row) + begin;
     }
-    k->activations(values, stop - begin, tiles + (size_t) (row / TILE * blocks_of(k, how->n) + first) * k->act, (int) (row % TILE));
+    k->activations(values, stop - begin, tiles + (size_t) (row / TILE * pgs_blocks(k, how->n) + first) * k->act, (int) (row % TILE));
 }
 
 // Threads share rows, and where there are fewer rows than threads, parts of rows; each of these makes a norm of its own.
 static void run_activations(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     rounding how;
     memcpy(&how, parameters_of(dst), sizeof(how));
-    const int64_t rows = how.rows, blocks = blocks_of(pgs_kernel_of(userdata, how.type), how.n), parts = rows < nth ? (nth + rows - 1) / rows : 1;
+    const int64_t rows = how.rows, blocks = pgs_blocks(pgs_kernel_of(userdata, how.type), how.n), parts = rows < nth ? (nth + rows - 1) / rows : 1;
     for (int64_t unit = rows * parts * ith / nth; unit < rows * parts * (ith + 1) / nth; unit++) {
         const int64_t part = unit % parts;
         round_blocks(userdata, &how, dst->src, unit / parts, blocks * part / parts, blocks * (part + 1) / parts, dst->data);
@@ -170,12 +166,7 @@ static range share_of(int64_t start, int64_t outputs, int64_t groups, int ith, i
     return (range) { (start + pgs_share(outputs, ith, nth)) / LANES, end < groups ? end : groups };
 }
 
-static int64_t most_tiles(const pgs_kernel * k, int64_t blocks) {
-    const int64_t fit = TILES_BYTES / (blocks * (int64_t) k->act);
-    return fit < 1 ? 1 : fit < MOST_TILES ? fit : MOST_TILES;
-}
-
-// `outputs` sums of each row from `from` on, and what is added to them.
+// The sums of `outputs` outputs of each row, from `first` on, and what is added to them.
 static void store(struct ggml_tensor * dst, int64_t row, int rows, int64_t first, int64_t outputs, const float * sums) {
     const struct ggml_tensor * added = dst->src[ADDED];
     const int64_t              step  = added != NULL && rows_of(added) > 1 ? dst->ne[0] : 0;
@@ -198,7 +189,7 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
     const product_params       p = params_of(dst);
     const struct ggml_tensor * w = dst->src[WEIGHTS];
     const pgs_kernel *         k = pgs_kernel_of(userdata, p.in.type);
-    const int64_t blocks = w->ne[1], groups = w->ne[2], n_out = dst->ne[0], rows = rows_of(dst), most = most_tiles(k, blocks);
+    const int64_t blocks = w->ne[1], groups = w->ne[2], n_out = dst->ne[0], rows = rows_of(dst), most = pgs_tiles_at_once(k, blocks);
     _Alignas(64) float sums[MOST_TILES * TILE * SUMS_STEP];
     _Alignas(64) char  own[ROUNDED_BYTES];
     int64_t bytes = 0;
@@ -221,8 +212,8 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
             for (int64_t g = r.first; g < r.end; g += WIDE) {
                 const int     wide = (int) (r.end - g < WIDE ? r.end - g : WIDE);
                 const int64_t left = n_out - g * LANES, outputs = left < wide * LANES ? left : wide * LANES;  // a view may have a group more than outputs
-                for (int r = 0; r < j.rows && outputs > 0; r++) {
-                    pgs_will_write((float *) dst->data + (row + r) * n_out + g * LANES, (size_t) outputs * sizeof(float));
+                for (int i = 0; i < j.rows && outputs > 0; i++) {
+                    pgs_will_write((float *) dst->data + (row + i) * n_out + g * LANES, (size_t) outputs * sizeof(float));
                 }
                 multiply(&j, g, wide, sums);
                 if (outputs > 0) {
@@ -237,8 +228,7 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
 static struct ggml_tensor * node_of(struct ggml_context * ctx, enum ggml_type type, const int64_t * ne, struct ggml_tensor ** src, int n_src,
                                     ggml_custom_op_t function, const pgs_level * level, const void * params, size_t size, const char * name) {
     struct ggml_tensor * out = ggml_custom_4d(ctx, type, ne[0], ne[1], ne[2], ne[3], src, n_src, function, GGML_N_TASKS_MAX, (void *) level);
-    memcpy(parameters_of(out), params, size);
-    return named(out, name);
+    return with_parameters(out, params, size, name);
 }
 
 struct ggml_tensor * pgs_product(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * packed,
@@ -285,7 +275,7 @@ static void run_gated(struct ggml_tensor * dst, int ith, int nth, void * userdat
     const struct ggml_tensor * w = dst->src[WEIGHTS];
     const pgs_level *          level = userdata;
     const pgs_kernel *         to = pgs_kernel_of(level, p.type);
-    const int64_t              n = p.first, least = to->block > SUMS_STEP ? to->block : SUMS_STEP, to_blocks = blocks_of(to, n);
+    const int64_t              n = p.first, least = to->block > SUMS_STEP ? to->block : SUMS_STEP, to_blocks = pgs_blocks(to, n);
     const int                  rows = p.in.rows;
     const int64_t parts = (n + least - 1) / least, first = parts * ith / nth * least, last = parts * (ith + 1) / nth * least, end = last < n ? last : n;
     const int64_t piece = GATED / rows / least * least;
@@ -335,18 +325,18 @@ static struct ggml_tensor * gated_product(const pgs_level * level, enum ggml_typ
     const bool both = up->view_offs + gate->view_offs == half && (up->view_offs == 0 || gate->view_offs == 0);
     const bool step = up->nb[1] == product->nb[1] && gate->nb[1] == product->nb[1] && p.first == 0;
     const bool size = n % (2 * LANES) == 0 && n % block == 0 && block <= GATED / GATED_ROWS;
-    return each && both && step && size && rows <= most_tiles(pgs_kernel_of(level, p.in.type), product->src[WEIGHTS]->ne[1]) * TILE ? product : NULL;
+    return each && both && step && size && rows <= pgs_tiles_at_once(pgs_kernel_of(level, p.in.type), product->src[WEIGHTS]->ne[1]) * TILE ? product : NULL;
 }
 
 bool pgs_rounds_alone(const pgs_level * level, enum ggml_type type, const struct ggml_tensor * x) {
     const pgs_kernel * k = pgs_kernel_of(level, type);
-    const bool         few = rows_of(x) <= TILE && ggml_nelements(x) <= ALONE && blocks_of(k, x->ne[0]) * (int64_t) k->act <= ROUNDED_BYTES;
+    const bool         few = rows_of(x) <= TILE && ggml_nelements(x) <= ALONE && pgs_blocks(k, x->ne[0]) * (int64_t) k->act <= ROUNDED_BYTES;
     return few && gated_product(level, type, x) == NULL;
 }
 
 struct ggml_tensor * pgs_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x) {
     const pgs_kernel *   k    = pgs_kernel_of(level, type);
-    const int64_t        ne[] = { (rows_of(x) + TILE - 1) / TILE * blocks_of(k, x->ne[0]) * (int64_t) k->act, 1, 1, 1 };
+    const int64_t        ne[] = { (rows_of(x) + TILE - 1) / TILE * pgs_blocks(k, x->ne[0]) * (int64_t) k->act, 1, 1, 1 };
     struct ggml_tensor * product = gated_product(level, type, x), * from[3];
     const rounding       how = rounding_of(type, x, from);
     if (product == NULL) {

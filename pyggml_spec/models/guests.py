@@ -35,9 +35,7 @@ class GuestWeights(Weights):
     ) -> None:
         """``beside``: the device's own, which has what every layer may read. ``home``: the host's, of the same layers."""
         self._host, self._own_of_device = host, beside
-        self._fused_at_home = {
-            members[0]: len(rows) if len(rows := home.group(name).runs[0].rows) > 1 else 0 for name, members in groups.items()
-        }
+        self._fused_at_home = {members[0]: len(home.group(name).runs[0].rows) for name, members in groups.items()}
         super().__init__(device, file, specs, groups, alike, progress)
         self.layers: dict[int, dict[str, Tensor]] = {}
         for name, tensor in self._tensors.items():
