@@ -11,7 +11,7 @@ from .errors import PyspecError, TemplateError
 from .events import StepEvent
 from .sampling.sampler import Sampling
 from .session import Session, load
-from .text.template import KEY, ChatTemplate
+from .text.template import DEFAULT, KEY, NAME, TOOL_USE, ChatTemplate, templates
 
 CONTINUE = "{% for m in messages %}{{ m.content }}{% if not loop.last or m.role != 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
 """For models that were never taught to chat: all turns are one running text, which the model goes on with."""
@@ -139,8 +139,12 @@ class Chat:
         self.close()
 
 
-def chat_template(session: Session, source: str | None = None) -> tuple[ChatTemplate, str]:
-    """A template and where it is from, in words: ``source`` if it is given, else the model file's, else CONTINUE.
+def chat_template(session: Session, source: str | None = None, otherwise: str = CONTINUE) -> tuple[ChatTemplate, str]:
+    """A template and where it is from, in words.
+
+    Args:
+        source: Jinja text, or the name of one of the file's templates; None for the one that it uses.
+        otherwise: for files that have none.
 
     Raises:
         TemplateError: it is wrong.
@@ -148,10 +152,22 @@ def chat_template(session: Session, source: str | None = None) -> tuple[ChatTemp
     file = session.target.file
     if source == "":
         raise TemplateError("the chat template that was given is empty")
+    found = templates(file)
+    if source is not None and NAME.fullmatch(source):
+        if source not in found:
+            there = f"the file's are named {', '.join(found)}" if found else "the file has none"
+            raise TemplateError(f"the chat template {source!r} is neither Jinja text nor one of the file's; {there}")
+        return ChatTemplate.from_gguf(file, found[source]), f"the template {source} of {file.path.name}"
     if source is not None:
         return ChatTemplate.from_gguf(file, source), "the template that was given"
-    if KEY in file.metadata:
-        return ChatTemplate.from_gguf(file), f"the template of {file.path.name}"
-    return ChatTemplate(
-        CONTINUE
-    ), f"{file.path.name} has no chat template: your lines and its answers are one running text; `chat_template` gives it one"
+    if found:
+        return ChatTemplate.from_gguf(file, found.get(DEFAULT) or next(iter(found.values()))), f"the template of {file.path.name}"
+    has = "an empty chat template" if KEY in file.metadata else "no chat template"
+    how = ": your lines and its answers are one running text" if otherwise == CONTINUE else ": it is spoken to in ChatML"
+    return ChatTemplate(otherwise), f"{file.path.name} has {has}{how}; `chat_template` gives it one"
+
+
+def tool_template(session: Session) -> ChatTemplate | None:
+    """The file's template for conversations with tools, if it has another one for them. Raises TemplateError."""
+    found = templates(session.target.file)
+    return ChatTemplate.from_gguf(session.target.file, found[TOOL_USE]) if TOOL_USE in found and len(found) > 1 else None

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import ssl
 import sys
 from collections.abc import Sequence
@@ -118,8 +117,6 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
     prefix = {"prefix_cache": prefix_cache, "prefix_memory": prefix_memory, "prefix_disk": prefix_disk}
     take_prefix(prefix, keep_memory=True)
     source = text_of("chat_template", template, template_file)
-    if template is not None and re.fullmatch(r"[\w.-]+", template) and template not in NAMED:
-        raise click.UsageError(f"--chat-template {template} is no Jinja text; by name there are {', '.join(NAMED)}")
     named = _variables(variables)
     hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
     keys = Keys(api_key, api_key_file)  # once: a pipe has its lines once

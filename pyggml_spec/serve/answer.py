@@ -9,11 +9,13 @@ from typing import Any
 from ..decode.stats import Stats
 from ..events import StepEvent
 from ..sampling.sampler import TokenLogprob
+from ..text.parse import Parser, Piece
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
+from ..text.values import Call
 from .jobs import Job
-from .parse import KEPT, Call, Parser, Piece
 
+WHOLE = ("end", "stop")  # reasons after which a call whose last marker is missing is whole
 FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "cancelled"}
 
 
@@ -35,9 +37,7 @@ class Answer:
     def __init__(self, job: Job, tokenizer: Tokenizer, parser: Parser | None = None, by_token: bool = False) -> None:
         self.job, self._tokenizer, self._parser, self._by_token = job, tokenizer, parser, by_token
         control = tokenizer.control_tokens() if parser is not None else {}
-        kept = {
-            control[text] for text in KEPT if text in control
-        }  # gemma4 has 6,000 control tokens: to look at each took 0.6 ms per answer
+        kept = {control[text] for text in parser.form.markers() if text in control} if parser is not None else set()
         own = by_token or bool(kept)
         self._stream = (
             TextStream(lambda t: tokenizer.piece(t, special=t in kept), job.ask.stop, replace(job.ask.lines, seconds=0.0)) if own else None
@@ -71,7 +71,7 @@ class Answer:
         self.stats = event.stats
         pieces = list(self._told_apart(self._stream.finish() if self._stream is not None else event.text))
         if self._parser is not None:
-            pieces += self._kept(self._parser.finish())
+            pieces += self._kept(self._parser.finish(cut=event.stats.stop_reason not in WHOLE))
         return Delta(pieces)
 
     def _told_apart(self, text: str) -> Sequence[Piece]:

@@ -6,12 +6,14 @@ import secrets
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import msgspec
+
+from ..text.values import Call
 from . import fields
 from .answer import Answer
 from .conversation import read_chat
 from .errors import ApiError, api_error
 from .http import PING, Request, Response, event, json_response, stream_response
-from .parse import Call
 from .reading import Context, Reader
 
 PASSED = {
@@ -172,7 +174,7 @@ def _content(answer: Answer) -> list[dict[str, Any]]:
         out.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.content or not (answer.calls or answer.reasoning):
         out.append({"type": "text", "text": answer.content})
-    return out + [{**_called(call, answer, i), "input": json.loads(call.arguments)} for i, call in enumerate(answer.calls)]
+    return out + [{**_called(call, answer, i), "input": msgspec.Raw(call.arguments.encode())} for i, call in enumerate(answer.calls)]
 
 
 def _called(call: Call, answer: Answer, i: int) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import SamplingError
+from ..text.formats import BARE
+from ..text.parse import Parser
 from . import fields
 from .answer import Answer
+from .calls import call_schema, calls_grammar
 from .errors import ApiError
 from .jobs import Ask, Job
-from .parse import CALL, END_CALL, END_THINK, Parser
-from .served import Prompt, Served
+from .served import Prefill, Prompt, Served
 
 _ABOUT_TOOLS = (
     "You can call these functions:\n{tools}\nTo call one, answer with <tool_call>{{\"name\": NAME, \"arguments\": ARGUMENTS}}</tool_call>, where the "
@@ -39,10 +41,11 @@ class Chat:
     reasoning: bool
 
     def answer(self, job: Job, served: Served) -> Answer:
-        parser = None
-        if self.called or self.reasoning or self.prompt.thinks:
-            bare = self.forced or CALL not in served.template.source
-            parser = Parser(thinks=self.prompt.thinks, tools=self.called, reasoning=self.reasoning, bare_json=bare)
+        prompt, parser = self.prompt, None
+        if self.forced:
+            parser = Parser(BARE, tools=self.called)
+        elif self.called or self.reasoning or prompt.inside or prompt.form.channels is not None:
+            parser = Parser(prompt.form, inside=prompt.inside, goes_on=prompt.goes_on, tools=self.called, reasoning=self.reasoning)
         return Answer(job, served.tokenizer, parser, self.n_probs is not None)
 
 
@@ -89,13 +92,12 @@ def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
     progress = fields.flag(body, "return_progress") and fields.flag(body, "stream")
     common = progress, fields.flag(body, "speculation")
     asks: list[Ask] | None = None
-    notation = calls_notation(served.template.source)
-    if called and not forced and notation is not None and not _may_think(served, body):
+    if called and not forced and not _may_think(served, body, called):
         several = fields.flag(body, "parallel_tool_calls", True)
         with suppress(ApiError, SamplingError):  # what cannot be promised of a call that may come is read from the text
-            asks = sequence_asks(
-                served, body, prompt.ids, n_probs, ("lark", calls_grammar(called, several, notation)), key, *common, (CALL,)
-            )
+            grammar = calls_grammar(prompt.form, called, several, served.tokenizer.control_tokens())
+            if grammar is not None:
+                asks = sequence_asks(served, body, prompt.ids, n_probs, ("lark", grammar[0]), key, *common, grammar[1])
     if asks is None:
         asks = sequence_asks(served, body, prompt.ids, n_probs, constraint, key, *common)
     reasoning = _reasoning(served, body) and (constraint is None or bool(asks[0].sampling and asks[0].sampling.triggers))
@@ -124,11 +126,7 @@ def _reasoning(served: Served, body: Mapping[str, Any]) -> bool:
 def read_prompt(served: Served, body: Mapping[str, Any], tools: Sequence[dict[str, Any]], closed: bool = False) -> Prompt:
     """The conversation's tokens; ``closed``: the answer must not begin inside of the reasoning."""
     messages, options = _template_options(served, body, tools, closed)
-    prompt = served.chat_ids(messages, **options)
-    if closed and prompt.thinks:
-        ids = prompt.ids + served.tokenizer.encode(f"\n{END_THINK}\n\n", special=True, bos=False)
-        prompt = Prompt(served.checked(ids, "messages"), False, prompt.prefix)
-    return prompt
+    return served.chat_ids(messages, **options)
 
 
 def render_chat(served: Served, body: Mapping[str, Any]) -> str:
@@ -152,23 +150,39 @@ def _template_options(
     last = messages[-1] if messages else {}
     if goes_on is None:
         goes_on = served.options.prefill_assistant and last.get("role") == "assistant" and not last.get("tool_calls") and open_turn
-    prefix = ""
-    if goes_on and last.get("role") == "assistant":
-        if last.get("tool_calls"):
-            raise ApiError(400, "an assistant's message that calls tools cannot be continued; send the tools' results", param="messages")
-        if len(messages) > 1 and messages[-2].get("role") == "assistant":
-            raise ApiError(400, "two messages of the assistant stand at the end of the list; join them", param="messages")
-        prefix, open_turn = _joined_text(last.get("content")), True
+    prefill = Prefill() if closed and open_turn else None
+    if goes_on:
+        prefill, open_turn = _prefill(messages, goes_on, closed), True
         messages = messages[:-1]
-    if tools and "tools" not in served.template.source:
+        if prefill.reasoning:
+            thinking = True
+    if tools and "tools" not in served.template_for(tools).source:
         about = _ABOUT_TOOLS.format(tools="\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools))
         if messages and messages[0].get("role") == "system":
             messages = [{**messages[0], "content": f"{_joined_text(messages[0].get('content'))}\n\n{about}"}, *messages[1:]]
         else:
             messages = [{"role": "system", "content": about}, *messages]
     return messages, {
-        "tools": tools, "thinking": False if closed else thinking, "variables": variables, "open_turn": open_turn, "prefix": prefix,
+        "tools": tools, "thinking": False if closed else thinking, "variables": variables, "open_turn": open_turn, "prefill": prefill,
     }  # fmt: skip
+
+
+def _prefill(messages: list[dict[str, Any]], goes_on: bool | str, closed: bool) -> Prefill:
+    """The last message as what the answer goes on with. Raises ApiError: it cannot be continued."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant":
+        raise ApiError(400, "continue_final_message needs a last message of the assistant; send one", param="continue_final_message")
+    if last.get("tool_calls"):
+        raise ApiError(400, "an assistant's message that calls tools cannot be continued; send the tools' results", param="messages")
+    if len(messages) > 1 and messages[-2].get("role") == "assistant":
+        raise ApiError(400, "two messages of the assistant stand at the end of the list; join them", param="messages")
+    reasoning, content = last.get("reasoning_content") or "", _joined_text(last.get("content"))
+    if goes_on == "reasoning_content" and content:
+        raise ApiError(
+            400, "continue_final_message is reasoning_content, but the last message has content behind it; leave it out", param="continue_final_message"
+        )  # fmt: skip
+    thinks = goes_on == "reasoning_content" or (goes_on is True and reasoning and not content)
+    return Prefill(reasoning, None if thinks and not closed else content)
 
 
 def _joined_text(content: Any) -> str:
@@ -210,12 +224,10 @@ def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(400, f"{at} is no object with a role", param="messages")
         content = message.get("content")
-        if (
-            content is None
-            and (message["role"] != "assistant" or not message.get("tool_calls"))
-            and not (message["role"] == "assistant" and "content" in message)
-        ):
+        if content is None and not (message["role"] == "assistant" and {"content", "tool_calls", "reasoning_content"} & set(message)):
             raise ApiError(400, f"{at} has no content", param="messages")
+        if not isinstance(message.get("reasoning_content"), (str, type(None))):
+            raise ApiError(400, f"the reasoning_content of {at} is no text", param="messages")
         if isinstance(content, list):
             _check_parts(content, at)
         elif not isinstance(content, (str, type(None))):
@@ -293,102 +305,7 @@ def _choice(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> str:
     return choice
 
 
-@dataclass(frozen=True)
-class Tags:
-    """How arguments are written one by one: the call with ``{}`` for the tool's name, what ends it, an argument's name, and what ends its value."""
-
-    call: str
-    end_call: str
-    name: str
-    end: str
-
-
-TAGS = {  # by what templates of this notation have
-    "<function=": Tags("<function={}>", "</function>", "<parameter={}>", "</parameter>"),  # Qwen 3.5, Qwen 3 Coder
-    "<arg_key>": Tags("{}", "", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),  # Laguna
-}
-
-
-def calls_notation(source: str) -> Tags | str | None:
-    """What a template writes between <tool_call> and </tool_call>: arguments in tags, or "json", as Qwen 3 and Hermes do; None without these markers."""
-    if CALL not in source:
-        return None
-    tags = next((tags for mark, tags in TAGS.items() if mark in source), None)
-    return tags if tags is not None else "json" if "arguments" in source else None
-
-
-def _may_think(served: Served, body: Mapping[str, Any]) -> bool:
+def _may_think(served: Served, body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> bool:
     """Whether the answer may hold reasoning, in which the marker of a call means nothing."""
-    return END_THINK in served.template.source and _template_arguments(served, body)[0] is not False
-
-
-def calls_grammar(tools: Sequence[dict[str, Any]], several: bool, notation: Tags | str = "json") -> str:
-    """Lark text of one call between its markers, or of ``several``. Raises ApiError, as ``call_schema``, or where tags cannot hold what is asked for."""
-    more = "(SPACE call)*" if several else ""
-    inside = f"inside: %json {call_schema(tools)}\n" if isinstance(notation, str) else _tagged_calls(tools, notation)
-    return f'start: call {more}\ncall: "{CALL}" SPACE inside SPACE "{END_CALL}"\nSPACE: /[ \\n]{{0,4}}/\n{inside}'
-
-
-_OF_TAGGED = {"type", "properties", "required", "additionalProperties", "description", "title", "$schema", "$defs", "definitions"}
-_OF_TEXTS = {"type", "enum", "description", "title", "default", "examples"}
-
-
-def _tagged_calls(tools: Sequence[dict[str, Any]], tags: Tags) -> str:
-    """Rules for one call of one of ``tools``: arguments in the order of their schema, those that are not required may be left out. A text goes on to its
-    end tag, other values are JSON."""
-    ends = "|".join(end.replace("/", "\\/") for end in (tags.end, END_CALL))
-    rules = [f'TEXT: (/(?s:.*)/ & ~/(?s:.*({ends}).*)/) "{tags.end}"']
-    for i, tool in enumerate(tools):
-        function = tool["function"]
-        schema = fields.meant(function.get("parameters") or {"type": "object"})
-        if not isinstance(schema, dict) or not set(schema) <= _OF_TAGGED or schema.get("type") != "object":
-            raise ApiError(
-                400, f"the parameters of {function['name']!r} are more than the arguments of a call in tags can be held to", param="tools"
-            )
-        known, required = schema.get("properties", {}), schema.get("required", [])
-        shared = {place: schema[place] for place in ("$defs", "definitions") if place in schema}
-        if not set(required) <= set(known) or any(set("<>\n") & set(name) for name in (function["name"], *known)):
-            raise ApiError(
-                400, f"{function['name']!r} has names that cannot stand in tags, or requires what it does not describe", param="tools"
-            )
-        parts = [json.dumps(tags.call.format(function["name"]))]
-        for j, (name, wanted) in enumerate(known.items()):
-            rules.append(f"argument_{i}_{j}: SPACE {json.dumps(tags.name.format(name))} {_tagged_value(wanted, shared, tags, name)}")
-            parts.append(f"argument_{i}_{j}" + ("" if name in required else "?"))
-        rules.append(f"tool_{i}: {' '.join(parts)}" + (f' SPACE "{tags.end_call}"' if tags.end_call else ""))
-    return "\n".join([f"inside: {' | '.join(f'tool_{i}' for i in range(len(tools)))}", *rules, ""])
-
-
-def _tagged_value(wanted: Any, shared: dict[str, Any], tags: Tags, name: str) -> str:
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    if kind == "string" and set(wanted) <= _OF_TEXTS:
-        if "enum" not in wanted:
-            return "TEXT"
-        if all(isinstance(text, str) and text.strip() == text and "<" not in text for text in wanted["enum"]):
-            return f'SPACE ({" | ".join(map(json.dumps, wanted["enum"]))}) SPACE "{tags.end}"'
-    if kind in ("integer", "number", "boolean", "object", "array", "null"):
-        return f'SPACE %json {json.dumps({**wanted, **shared})} SPACE "{tags.end}"'
-    raise ApiError(
-        400, f"the argument {name!r} is neither a text nor of one type in JSON, which a call in tags cannot be held to", param="tools"
-    )
-
-
-def call_schema(tools: Sequence[dict[str, Any]]) -> str:
-    """The JSON schema of a call of one of ``tools``, as {"name": .., "arguments": ..}. Definitions of their parameters move to its root.
-
-    Raises:
-        ApiError: two tools define different things under one name.
-    """
-    shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
-    either = []
-    for tool in tools:
-        parameters = fields.meant(tool["function"].get("parameters") or {"type": "object"})
-        if isinstance(parameters, dict):
-            parameters = dict(parameters)
-            for place, known in shared.items():
-                for name, schema in (parameters.pop(place, None) or {}).items():
-                    if known.setdefault(name, schema) != schema:
-                        raise ApiError(400, f"two tools define {name!r} differently in their parameters; rename one", param="tools")
-        call = {"name": {"const": tool["function"]["name"]}, "arguments": parameters}
-        either.append({"type": "object", "properties": call, "required": ["name", "arguments"], "additionalProperties": False})
-    return json.dumps({"anyOf": either, **{place: known for place, known in shared.items() if known}})
+    template = served.template_for(tools)
+    return template.form.think[1] in template.source and _template_arguments(served, body)[0] is not False

@@ -14,6 +14,7 @@ from ..sampling.pattern import Pattern
 from ..sampling.sampler import KNOWN, Sampling
 from ..text.stream import LineLimits
 from ..text.tokenizer import Tokenizer
+from ..text.values import meant
 from .errors import ApiError
 
 MOST_N = 64
@@ -280,35 +281,6 @@ def _schema(value: Any, name: str) -> str:
     if not isinstance(value, (dict, bool)):
         raise wrong(name, value, 'a JSON schema, like {"type": "object"}')
     return json.dumps(meant(value) if value != {} else {"type": "object"})
-
-
-_SAY_WHAT = ("type", "anyOf", "oneOf", "allOf", "$ref", "enum", "const", "not")
-_OF_OBJECTS, _OF_ARRAYS = ("properties", "required", "additionalProperties", "patternProperties"), ("items", "prefixItems")
-_DEEPEST = 64
-
-
-def meant(schema: Any, depth: int = 0) -> Any:
-    """``schema`` with the types that it leaves out and that llama.cpp fills in: what has properties is an object, what has items an array. JSON Schema
-    alone would let any other value out in their places, a number for instance."""
-    if isinstance(schema, list) and depth < _DEEPEST:
-        return [meant(part, depth + 1) for part in schema]
-    if not isinstance(schema, dict) or depth >= _DEEPEST:
-        return schema
-    out = dict(schema)
-    if not any(name in schema for name in _SAY_WHAT):
-        if any(name in schema for name in _OF_OBJECTS):
-            out["type"] = "object"
-        elif isinstance(schema.get("items"), list):  # a tuple, as older drafts write it
-            out |= {"type": "array", "prefixItems": schema["items"], "items": False, "minItems": len(schema["items"])}
-        elif any(name in schema for name in _OF_ARRAYS):
-            out["type"] = "array"
-    for name in ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"):
-        if name in out:
-            out[name] = meant(out[name], depth + 1)
-    for name in ("properties", "patternProperties", "$defs", "definitions"):
-        if isinstance(out.get(name), dict):
-            out[name] = {key: meant(part, depth + 1) for key, part in out[name].items()}
-    return out
 
 
 def mode(body: Mapping[str, Any], drafter: bool) -> str | None:

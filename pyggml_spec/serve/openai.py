@@ -6,13 +6,13 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from ..text.values import Call
 from . import fields
 from .answer import Answer, Delta, metrics, speculation, usage
 from .conversation import read_chat, sequence_asks
 from .errors import ApiError, api_error
 from .http import DONE, PING, Request, Response, event, json_response, stream_response
 from .native import native_result
-from .parse import Call
 from .reading import Context, Reader
 from .version import FINGERPRINT
 

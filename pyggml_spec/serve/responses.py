@@ -5,13 +5,13 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from ..text.values import Call
 from . import fields
 from .answer import Answer, speculation, usage
 from .conversation import read_chat
 from .errors import ApiError, api_error
 from .http import PING, Request, Response, event, json_response, stream_response
 from .openai import progress
-from .parse import Call
 from .reading import Context, Reader
 
 _STATEFUL = ("previous_response_id", "conversation")

@@ -2,15 +2,16 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..chat import chat_template
+from ..chat import chat_template, tool_template
 from ..concurrent import ConcurrentSession
 from ..sampling.grammar import Grammar
 from ..sampling.lazy import LazyGrammar
 from ..session import Session
-from ..text.template import KEY, ChatTemplate
+from ..text.formats import IN_JSON, Format
+from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from . import fields
 from .errors import ApiError
@@ -30,8 +31,7 @@ COMMAND_R = (
     "{%- if add_generation_prompt -%}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}{%- endif -%}"
 )
 NAMED = {"chatml": CHATML, "command-r": COMMAND_R, "llama3": LLAMA3}
-THINK, END_THINK = "<think>", "</think>"
-_TAIL = 32  # tokens of a prompt that are looked at for an open <think>
+_TAIL = 32  # tokens of a prompt that are looked at for reasoning that it opens
 
 
 @dataclass
@@ -60,17 +60,27 @@ class ServeOptions:
 
 
 @dataclass(frozen=True)
+class Prefill:
+    """What of the assistant's message is there already, and not repeated in the answer. ``content``: None where the reasoning goes on."""
+
+    reasoning: str = ""
+    content: str | None = ""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A conversation as tokens.
 
     Attributes:
-        thinks: whether the answer begins inside of the reasoning.
-        prefix: text of the assistant's that the answer goes on with; not repeated in it.
+        inside: "reasoning" or "content", where the prompt has opened it; "" where the answer says what it begins with.
+        goes_on: whether the prompt ends within a text of the assistant's.
+        form: how answers are written.
     """
 
     ids: list[int]
-    thinks: bool = False
-    prefix: str = ""
+    inside: str
+    goes_on: bool
+    form: Format
 
 
 class Served:
@@ -87,9 +97,11 @@ class Served:
         path = session.target.file.path
         self.path = str(path)
         self.names = options.names or (path.name,)
-        source = template if template is not None else None if KEY in session.target.file.metadata else CHATML
-        self.template: ChatTemplate = chat_template(session, source)[0]
-        self.template.prepare(self.tokenizer)  # now, not while the event loop reads the first chat
+        self.template: ChatTemplate = chat_template(session, template, CHATML)[0]
+        self._tool_template = tool_template(session) if template is None else None
+        for one in (self.template, self._tool_template):
+            if one is not None:
+                one.prepare(self.tokenizer)  # now, not while the event loop reads the first chat
         eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
         self.eos = eos if isinstance(eos, int) else None
         self.longest_piece = self.tokenizer.longest_piece  # bytes
@@ -163,31 +175,42 @@ class Served:
             "server with more", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
         )  # fmt: skip
 
+    def template_for(self, tools: Sequence[Any]) -> ChatTemplate:
+        """The template of a conversation: files may have another one for those with tools."""
+        return self._tool_template if tools and self._tool_template is not None else self.template
+
+    def form_for(self, tools: Sequence[Any]) -> Format:
+        """How answers are written; with a template that knows no tools, calls are asked for in words."""
+        template = self.template_for(tools)
+        return template.form if not tools or "tools" in template.source else replace(template.form, calls=(IN_JSON, *template.form.calls))
+
     def chat_ids(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool | None = None,
-        variables: Mapping[str, Any] | None = None, open_turn: bool = True, prefix: str = "",
+        variables: Mapping[str, Any] | None = None, open_turn: bool = True, prefill: Prefill | None = None,
     ) -> Prompt:  # fmt: skip
-        """A conversation as the model's template writes it; ``prefix`` begins the assistant's turn. Errors as of ``ChatTemplate.encode``."""
-        given: dict[str, Any] = {"thinking": thinking, "tools": tools or None, "variables": variables}
+        """A conversation as the model's template writes it. Errors as of ``ChatTemplate.encode``."""
         self.short(
             "".join(m["content"] for m in messages if m.get("role") != "assistant" and isinstance(m.get("content"), str)), "messages"
         )
-        ids = self.template.encode(self.tokenizer, messages, add_generation_prompt=open_turn, **given)
-        if prefix:
-            ids = ids + self.tokenizer.encode(prefix, special=False, bos=False)
-        tail = self.tokenizer.decode(ids[-_TAIL:], special=True) if open_turn else ""
-        thinks = tail.rfind(THINK) > tail.rfind(END_THINK) and not tail[tail.rfind(THINK) + len(THINK) :].strip()
-        return Prompt(self.checked(ids, "messages"), thinks, prefix)
+        template, form = self.template_for(tools), self.form_for(tools)
+        given: dict[str, Any] = {"thinking": thinking, "tools": tools or None, "variables": variables}
+        ids = template.encode(self.tokenizer, messages, add_generation_prompt=open_turn, **given)
+        opened = open_turn and _opens(self.tokenizer.decode(ids[-_TAIL:], special=True), form)
+        for text, marks in _begun(template, opened, prefill):
+            ids = ids + self.tokenizer.encode(text, special=marks, bos=False)
+        inside = "reasoning" if opened else ""
+        if prefill is not None:
+            inside = "reasoning" if prefill.content is None else "content"
+        return Prompt(self.checked(ids, "messages"), inside, prefill is not None and bool(prefill.content or prefill.content is None), form)
 
     def rendered(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool | None = None,
-        variables: Mapping[str, Any] | None = None, open_turn: bool = True, prefix: str = "",
+        variables: Mapping[str, Any] | None = None, open_turn: bool = True, prefill: Prefill | None = None,
     ) -> str:  # fmt: skip
         """The same as text."""
-        return (
-            self.template.render(messages, add_generation_prompt=open_turn, thinking=thinking, tools=tools or None, variables=variables)
-            + prefix
-        )
+        template = self.template_for(tools)
+        text = template.render(messages, add_generation_prompt=open_turn, thinking=thinking, tools=tools or None, variables=variables)
+        return text + "".join(part for part, _ in _begun(template, _opens(text, template.form), prefill))
 
     def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[fields.Trigger, ...] = ()) -> None:
         """Compiles it, which is kept for its request: what is wrong with it is said before the request waits. Raises SamplingError."""
@@ -217,3 +240,27 @@ class Served:
     def check_model(self, body: Mapping[str, Any]) -> None:
         """The name of the model in a request is not looked at, as in llama.cpp's server: there is one. It has to be a text."""
         fields.text(body, "model")
+
+
+def _opens(text: str, form: Format) -> bool:
+    """Whether a prompt's end opens the reasoning."""
+    begin, end = form.think
+    at = text.rfind(begin)
+    return form.channels is None and at > text.rfind(end) and not text[at + len(begin) :].strip()
+
+
+def _begun(template: ChatTemplate, opened: bool, prefill: Prefill | None) -> list[tuple[str, bool]]:
+    """What of the assistant's message goes behind a prompt, which has ``opened`` the reasoning or not: texts, and whether they are markers."""
+    if prefill is None:
+        return []
+    channels = template.form.channels
+    if channels is not None:
+        begin, between, answers = channels.thinks, channels.ends[0] + channels.start, channels.answers
+    else:
+        (begin, between), answers = template.thinking, ""
+    thought = bool(prefill.reasoning) or opened
+    out = [(begin, True)] if thought and not opened else []
+    out.append((prefill.reasoning, False))
+    if prefill.content is not None:
+        out += [(between if thought else "", True), (answers, True), (prefill.content, False)]
+    return [part for part in out if part[0]]

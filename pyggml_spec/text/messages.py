@@ -12,7 +12,7 @@ from ..errors import TemplateError
 from ..gguf_io.reader import brief
 
 MAX_DEPTH = 100  # of lists and mappings in a message
-_MARK = "words to be found again"
+_MARK, _THOUGHT = "words to be found again", "thoughts before them"
 _TOOL = {
     "name": "known",
     "description": "x",
@@ -86,6 +86,21 @@ class Takes:
         return as_tool == as_other.replace("other", "tool") and bool(self._shown(_USER, inside, tools=_TOOLS, unless=("found'",)))
 
     @cached_property
+    def between(self) -> str | None:
+        """What is written between reasoning and content; None if the template drops the reasoning."""
+        answer = {"role": "assistant", "content": _MARK, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+        _, found, rest = self._probe([_USER, answer], [])[0].partition(_THOUGHT)
+        between, again, _ = rest.partition(_MARK)
+        return between if found and again else None
+
+    @cached_property
+    def content_beside_thoughts(self) -> bool:
+        """Both reasoning and content in a message that calls tools."""
+        thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+        refused = [self._probe([_USER, _calling("x") | thought | {"content": text}, _RESULT], _TOOLS)[1] for text in (_MARK, "")]
+        return refused != [True, False]
+
+    @cached_property
     def thinking_parts(self) -> bool:
         """Reasoning as a part of the content."""
         parts = [{"type": "thinking", "thinking": _MARK}, {"type": "text", "text": "x"}]
@@ -143,8 +158,8 @@ def _turn(message: dict, takes: Takes, developer: bool) -> dict:
         message["role"] = "system"
     if _are_calls(message.get("tool_calls")):
         message["tool_calls"] = [_call(call, takes) for call in message["tool_calls"]]
-        if message.get("content") is None:
-            message["content"] = ""
+    if message.get("role") == "assistant" and message.get("content") is None:
+        message["content"] = ""
     content = message.get("content")
     if isinstance(content, list) and not takes.parts and takes.strings:
         message["content"] = "\n".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
@@ -152,6 +167,8 @@ def _turn(message: dict, takes: Takes, developer: bool) -> dict:
         message["content"] = _parts(content)
     if isinstance(thought := message.get("reasoning_content"), str):
         message.setdefault("thinking", thought)
+        if thought and content and message.get("tool_calls") and not takes.content_beside_thoughts:
+            message["content"] = ""
         if takes.thinking_parts:
             message["content"] = [{"type": "thinking", "thinking": thought}, *_parts(message.get("content"))]
     return message

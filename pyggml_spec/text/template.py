@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import TemplateError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
+from .formats import Format, format_of
 from .messages import Takes, adapted, plain
 from .renderer import MIB, RENDERER, Stopped
 from .tokenizer import Tokenizer
@@ -24,6 +25,8 @@ SECONDS = 5.0  # of processor time, for one rendering
 OWN_MEMORY, MEMORY_PER_CHARACTER = 256 * MIB, 32  # what it may take besides the messages, and for each character of them
 OWN_CHARACTERS = 1 << 18  # what it may make besides four times the messages
 KEY = "tokenizer.chat_template"
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of a file's templates
+NAME = re.compile(r"[\w.-]+")
 _KEEPS = ("preserve_thinking",)  # what templates call keeping the reasoning of earlier turns, and leaving it out
 _DROPS = ("clear_thinking", "truncate_history_thinking", "drop_thinking")
 _PROBED = datetime(2000, 1, 1, tzinfo=UTC)
@@ -36,6 +39,24 @@ _SENTENCES = {  # by what sandbox.py says of a failure
     "long": "was stopped: {what}; do not trust this model file",
     "fails": "fails on this conversation ({what}); change the messages or use another model file",
 }
+
+
+def templates(file: GGUFFile) -> dict[str, str]:
+    """The templates of a model file by their names, without empty ones.
+
+    Raises:
+        TemplateError: one of them is no text.
+    """
+    out: dict[str, str] = {}
+    for key, value in file.metadata.items():
+        if key == KEY or key.startswith(f"{KEY}."):
+            if not isinstance(value, str):
+                too_long = isinstance(value, StringArray) and len(value) == 1 and len(value.raw(0)) > MAX_TEMPLATE
+                what = f"of more than {MAX_TEMPLATE} characters" if too_long else f"{brief(value)}, which is no text"
+                raise TemplateError(f"{file.path} has a chat template {what} ({key}); convert it again, or give one as `chat_template`")
+            if value.strip():
+                out[key[len(KEY) + 1 :] or DEFAULT] = value
+    return out
 
 
 class ChatTemplate:
@@ -52,6 +73,7 @@ class ChatTemplate:
             )
         self.source, self.seconds = source, seconds
         self.can_think = "enable_thinking" in source
+        self.form: Format = format_of(source)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._takes = Takes(self._probe)
         self._names: tuple[Tokenizer, _Names] | None = None
@@ -64,10 +86,8 @@ class ChatTemplate:
         Raises:
             TemplateError: it has none, or one that is no template.
         """
-        source = file.metadata.get(KEY) if source is None else source
-        if isinstance(source, StringArray):
-            raise TemplateError(f"{file.path} has a chat template of more than {MAX_TEMPLATE} characters; use another model file")
-        if not isinstance(source, str) or not source:
+        source = templates(file).get(DEFAULT) if source is None else source
+        if not source:
             raise TemplateError(f"{file.path} has no chat template; give one as `chat_template`, or whole prompts to `pyspec run`")
         tokens = file.metadata.get("tokenizer.ggml.tokens")
 
@@ -142,6 +162,13 @@ class ChatTemplate:
         raise TemplateError(
             f"the chat template {_SENTENCES[answer['failed']].format(line=answer['line'], what=brief(answer['what'], 300))}"
         )
+
+    @property
+    def thinking(self) -> tuple[str, str]:
+        """What begins reasoning in an answer, and what stands between it and the content; as the template writes it where it does."""
+        begin, end = self.form.thinking
+        between = self._takes.between
+        return begin, between if between is not None and self.form.think[1] in between else end
 
     def prepare(self, tokenizer: Tokenizer) -> None:
         """Makes ready what the first ``encode`` with this vocabulary would wait for: the patterns of 6,000 control tokens, as gemma4 has, take a second."""

@@ -1,6 +1,5 @@
 """Constraints that begin at a trigger: before it nothing is held back, behind it everything matches, however tokens are cut."""
 
-import json
 import random
 import time
 
@@ -114,77 +113,6 @@ def test_speculative_text_is_plain_text_and_matches_behind_the_word(temperature)
         assert word and behind[1:].strip().isdigit() and stats.stop_reason in ("end", "length")
         with session.concurrent(2) as server:
             assert server.submit("def square(x):\n    ", 80, sampling=sampling).result()[0] == texts["plain"]
-
-
-def test_calls_of_tools_where_the_model_may_choose(tokenizer):
-    """What `tool_choice` "auto" comes to: the grammar of calls takes right calls, several of them, and no wrong ones."""
-    from pyggml_spec.serve.conversation import calls_grammar
-
-    tool = {
-        "type": "function",
-        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
-    }
-    right = WORD + "\n" + json.dumps({"name": "weather", "arguments": {"city": "Rome"}}) + "\n</tool_call>"
-    for several, texts in ((True, {right: True, right + "\n" + right: True}), (False, {right: True, right + "\n" + right: False})):
-        wrong = right.replace("weather", "whether")
-        for text, fits in {**texts, wrong: False}.items():
-            lazy = LazyGrammar("lark", calls_grammar([tool], several), [WORD], tokenizer)
-            tokens = tokenizer.encode("Let me see. " + text, bos=False)
-            assert (lazy.fits(tokens) == len(tokens)) == fits, text
-            plain = Grammar("lark", calls_grammar([tool], several), tokenizer)
-            tokens = tokenizer.encode(text, bos=False)
-            assert (plain.fits(tokens) == len(tokens)) == fits
-
-
-CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}, "unit": {"type": "string", "enum": ["C", "F"]}},
-        "required": ["city"]}  # fmt: skip
-
-
-@pytest.mark.parametrize("mark", ["<function=", "<arg_key>"])
-@pytest.mark.parametrize(
-    "arguments, fits",
-    [
-        ({"city": "Rome <b>\n\n</b>"}, True),
-        ({"city": "Rome", "days": "3", "unit": "F"}, True),
-        ({"city": "Rome", "days": "0"}, False),
-        ({"city": "Rome", "unit": "K"}, False),
-        ({"days": "3"}, False),
-        ({"city": "Rome", "street": "x"}, False),
-    ],
-)
-def test_calls_whose_arguments_are_in_tags(tokenizer, mark, arguments, fits):
-    """Qwen 3.5's and Laguna's: what the grammar lets out is a call for the parser, with the arguments that were written."""
-    from pyggml_spec.serve.conversation import TAGS, calls_grammar, calls_notation
-    from pyggml_spec.serve.parse import parse_call
-
-    tool, tags = {"type": "function", "function": {"name": "weather", "parameters": CITY}}, TAGS[mark]
-    assert calls_notation(f"{WORD} {mark}") is tags and calls_notation(f"{WORD} arguments") == "json" and calls_notation(mark) is None
-    written = "".join(f"{tags.name.format(name)}\n{value}\n{tags.end}\n" for name, value in arguments.items())
-    if mark == "<arg_key>":
-        written = written.replace("<arg_value>\n", "<arg_value>").replace("\n</arg_value>", "</arg_value>")
-    inside = f"\n{tags.call.format('weather')}\n{written}{tags.end_call}\n"
-    tokens = tokenizer.encode(f"So. {WORD}{inside}</tool_call>", bos=False)
-    lazy = LazyGrammar("lark", calls_grammar([tool], True, tags), [WORD], tokenizer)
-    assert (lazy.fits(tokens) == len(tokens)) == fits
-    if fits:
-        got = json.loads(parse_call(inside, {"weather": tool["function"]}).arguments)
-        assert {name: str(value) for name, value in got.items()} == arguments
-
-
-def test_arguments_that_tags_cannot_be_held_to_are_refused():
-    """They are read from the text then."""
-    from pyggml_spec.serve.conversation import TAGS, calls_grammar
-    from pyggml_spec.serve.errors import ApiError
-
-    for schema in (
-        {"type": ["string", "null"]},
-        {"type": "string", "pattern": "a+"},
-        {"anyOf": [{"type": "string"}, {"type": "integer"}]},
-        True,
-    ):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}}
-        with pytest.raises(ApiError):
-            calls_grammar([tool], True, TAGS["<function="])
 
 
 def test_what_a_trigger_forbids_is_found_once(tokenizer, monkeypatch):

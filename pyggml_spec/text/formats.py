@@ -1,0 +1,188 @@
+"""How chat models write reasoning and tool calls: one description per format, which drives prompts, parser, stream and grammar.
+
+A format is found by what its chat templates contain. To add one, add an entry to FORMATS and its texts to `tests/serve/formats.py`.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+
+NAMED, JSON, GEMMA = "named", "json", "gemma"
+"""Arguments that are not in tags: a JSON object that names the tool too, a JSON object behind the name, Gemma 4's notation behind the name."""
+GEMMA_QUOTE = '<|"|>'
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Arguments one by one.
+
+    Attributes:
+        name: before and behind an argument's name. ``value``: what begins its value then, if anything.
+        end: of its value.
+        lines: whether the value stands on lines of its own.
+    """
+
+    name: tuple[str, str]
+    end: str
+    value: str = ""
+    lines: bool = False
+
+
+@dataclass(frozen=True)
+class Calls:
+    """One way to write a call: ``begin`` NAME ARGUMENTS ``close`` ``end``, whitespace between them.
+
+    Attributes:
+        name: before and behind the tool's name; not used with NAMED.
+        prefix, index: what may stand before and behind the tool's own name, ``index`` as a regular expression.
+        close: ends the arguments, before ``end``.
+        section: around all calls. ``sectioned``: whether calls are looked for in there only.
+        loose: whether ``end`` may be missing although text follows.
+        unopened: whether a known tool's name may begin a call without ``begin``.
+    """
+
+    begin: str
+    end: str
+    arguments: Tags | str
+    name: tuple[str, str] = ("", "")
+    prefix: str = ""
+    index: str = ""
+    close: str = ""
+    section: tuple[str, ...] = ()
+    sectioned: bool = False
+    loose: bool = False
+    unopened: bool = False
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Answers in several messages, each with a header that says who or what it is for: ``start`` HEADER ``message`` TEXT one of ``ends``.
+
+    Attributes:
+        reasoning, content: the addressees of each. Others are tools.
+        thinks, answers: headers as a prompt writes them.
+    """
+
+    start: str
+    message: str
+    ends: tuple[str, ...]
+    reasoning: tuple[str, ...]
+    content: tuple[str, ...]
+    thinks: str
+    answers: str
+
+    def address(self, header: str) -> str:
+        """Whom a message is for: its recipient, or else its channel. Recipients that are the assistant are a slip of gpt-oss."""
+        if to := re.search(r"\bto=(?!assistant\b)([^\s<]+)", header):
+            return to[1]
+        channels = re.findall(r"<\|channel\|>(\w+)", header)
+        return channels[-1] if channels else ""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one family of models writes.
+
+    Attributes:
+        signs: what the source of its templates contains, all of it.
+        think: around reasoning, which comes first; as they are looked for in the text.
+        thinking: the same as a prompt writes them, line breaks included.
+        again: whether reasoning may come behind content, too. ``strays``: markers that mean nothing alone.
+        calls: in which notations; a grammar uses the first one.
+        calls_think: whether a call ends reasoning that is still open.
+        bare: the marker that may stand before an answer that is a call in JSON and nothing else; None where no answer is.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    think: tuple[str, str] = ("<think>", "</think>")
+    thinking: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
+    again: bool = False
+    strays: tuple[str, ...] = ()
+    calls: tuple[Calls, ...] = ()
+    calls_think: bool = False
+    bare: str | None = None
+    channels: Channels | None = None
+
+    @cache  # noqa: B019  (there are a dozen)
+    def markers(self) -> frozenset[str]:
+        """Texts that are control tokens where the vocabulary has them: the parser has to see them."""
+        texts = _texts((self.think, self.strays, self.calls, self.channels, self.bare))
+        return frozenset(marker for text in texts for marker in re.findall(r"<[^<>]+>", text))
+
+    @property
+    def opens_content(self) -> str:
+        """What a prompt ends with so that content comes next."""
+        return self.channels.answers if self.channels is not None else ""
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, (Calls, Tags, Channels)):
+        for field in fields(value):
+            yield from _texts(getattr(value, field.name))
+        if isinstance(value, Calls) and value.arguments == GEMMA:
+            yield GEMMA_QUOTE
+
+
+IN_JSON = Calls("<tool_call>", "</tool_call>", NAMED)
+IN_XML = Calls(
+    "<tool_call>", "</tool_call>", Tags(("<parameter=", ">"), "</parameter>", lines=True),
+    name=("<function=", ">"), close="</function>", unopened=True,
+)  # fmt: skip
+IN_KEYS = Calls("<tool_call>", "</tool_call>", Tags(("<arg_key>", "</arg_key>"), "</arg_value>", value="<arg_value>"))
+
+HARMONY = Channels(
+    "<|start|>assistant", "<|message|>", ("<|end|>", "<|call|>", "<|return|>"), reasoning=("analysis",), content=("final", "commentary", ""),
+    thinks="<|channel|>analysis<|message|>", answers="<|channel|>final<|message|>",
+)  # fmt: skip
+RECIPIENTS = Channels(
+    "<|start|>assistant", "<|message|>", ("<|eom|>", "<|eot|>"), reasoning=("self",), content=("user", ""),
+    thinks=" to=self<|message|>", answers=" to=user<|message|>",
+)  # fmt: skip
+_TIGHT = ("<think>", "</think>")
+
+FORMATS = (
+    Format("gpt-oss", ("<|channel|>", "<|message|>"), calls=(Calls("", "", JSON, prefix="functions."),), channels=HARMONY, strays=("<|constrain|>",)),
+    Format(
+        "muse-glimmer", ("<atem:function_calls>", "<|eom|>"), channels=RECIPIENTS,
+        calls=(Calls('<atem:invoke name="', "", Tags(('<atem:parameter name="', '">'), "</atem:parameter>"), name=("", '">'),
+                     close="</atem:invoke>", section=("<atem:function_calls>", "</atem:function_calls>"), sectioned=True),),
+    ),
+    Format(
+        "gemma 4", ("<|tool_call>",), think=("<|channel>thought", "<channel|>"), thinking=("<|channel>thought\n", "<channel|>"), again=True,
+        strays=("<|channel>", "<channel|>"), calls=(Calls("<|tool_call>", "<tool_call|>", GEMMA, name=("call:", "")),),
+    ),
+    Format(
+        "Kimi K2", ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), thinking=_TIGHT, calls_think=True,
+        calls=(Calls("<|tool_call_begin|>", "<|tool_call_end|>", JSON, name=("", "<|tool_call_argument_begin|>"), prefix="functions.", index=r":\d+",
+                     section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), loose=True),),
+    ),
+    Format(
+        "DeepSeek", ("<｜tool▁call▁begin｜>",), thinking=_TIGHT,
+        calls=(Calls("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", JSON, name=("", "<｜tool▁sep｜>"),
+                     section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")),
+               Calls("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", JSON, name=("function<｜tool▁sep｜>", "\n```json"), close="```",
+                     section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"))),
+    ),
+    Format(
+        "MiniMax-M2", ("<minimax:tool_call>", "<invoke name="),
+        calls=(Calls('<invoke name="', "", Tags(('<parameter name="', '">'), "</parameter>"), name=("", '">'), close="</invoke>",
+                     section=("<minimax:tool_call>", "</minimax:tool_call>"), sectioned=True),),
+    ),
+    Format("Qwen3-Coder", ("<tool_call>", "<function="), calls=(IN_XML, IN_JSON, IN_KEYS), calls_think=True),
+    Format("GLM", ("<tool_call>", "<arg_key>"), thinking=_TIGHT, calls=(IN_KEYS, IN_JSON, IN_XML)),
+    Format("Hermes", ("<tool_call>", "arguments"), calls=(IN_JSON, IN_XML, IN_KEYS)),
+)  # fmt: skip
+BARE = Format("JSON", (), calls=(IN_JSON, IN_XML, IN_KEYS), bare="<|python_tag|>")
+"""Of templates of no known format: Llama 3's, and those that say nothing of tools."""
+
+
+def format_of(source: str) -> Format:
+    """The format of a template's answers."""
+    return next((form for form in FORMATS if all(sign in source for sign in form.signs)), BARE)

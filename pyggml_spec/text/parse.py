@@ -1,0 +1,456 @@
+"""A model's text, as it comes, told apart into reasoning, content and tool calls. What comes out never depends on how the text was cut.
+
+    reasoning --</think>--> content <--> call          one text with markers
+    header --<|message|>--> reasoning, content or call --<|end|>--> header         channels: gpt-oss, muse-glimmer
+
+Markers and notations are those of a ``Format``. What calls no known tool, or was cut, stays text.
+"""
+
+import re
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import values
+from .formats import BARE, GEMMA, GEMMA_QUOTE, JSON, NAMED, Calls, Channels, Format, Tags
+from .values import Call
+
+Waits = Generator[None, None, bool]
+Finds = Generator[None, None, str | None]
+
+_MOST_HEADER = 512  # characters
+_PLAIN, _TEXT = re.compile(r"[\s\w.+:,-]*"), re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new: some content, some reasoning, or a call."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: Call | None = None
+
+
+class Parser:
+    """``push`` text, then ``finish``.
+
+    Args:
+        form: how the model writes.
+        inside: "reasoning" or "content" where the prompt has opened it; "" where the text says what comes.
+        goes_on: whether the prompt holds the beginning of its text, so that whitespace counts.
+        tools: the tools that may be called, with their descriptions.
+        reasoning: False leaves the reasoning in the content.
+    """
+
+    def __init__(
+        self, form: Format = BARE, *, inside: str = "", goes_on: bool = False, tools: Sequence[dict[str, Any]] = (), reasoning: bool = True
+    ) -> None:
+        self.form = form
+        self._tools = {t["function"]["name"]: t["function"] for t in tools}
+        self._reasoning, self._inside, self._goes_on = reasoning, inside, goes_on
+        self._held, self._at = "", 0  # text that is not out yet, and how far it was read
+        self._out: list[Piece] = []
+        self._lead = False  # whether whitespace that comes next is dropped
+        self._blank, self._kind = "", ""  # whitespace that comes out if text follows it, and what it is of
+        self._final = self._cut = False
+        self._moves = self._marked() if form.channels is None else self._messages(form.channels)
+
+    def push(self, text: str) -> list[Piece]:
+        self._held += text
+        next(self._moves, None)
+        return self._taken()
+
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """What was held back. ``cut``: the text was ended by a limit, so that a call without its end is none."""
+        self._final, self._cut = True, cut
+        next(self._moves, None)
+        if self._blank and self._kind == "content":
+            self._out.append(Piece(content=self._blank))
+        return self._taken()
+
+    def _taken(self) -> list[Piece]:
+        out, self._out = self._out, []
+        return out
+
+    # -- the order of things; generators that wait for more text, and go through when there is none
+
+    def _marked(self) -> Generator[None, None, None]:
+        think = self.form.think if self._reasoning else None
+        if self._inside == "reasoning":
+            if think is not None:
+                yield from self._think(fresh=not self._goes_on)
+            elif not self._goes_on:
+                self._emit("content", self.form.thinking[0])
+        elif not self._inside:
+            if think is not None and (yield from self._next(think[0])):
+                self._drop()
+                yield from self._think()
+            elif self.form.bare is not None and self._tools:
+                yield from self._bare(self.form.bare)
+        yield from self._content()
+
+    def _think(self, fresh: bool = True) -> Generator[None, None, None]:
+        """Reasoning that has begun, and its end."""
+        end = self.form.think[1]
+        if fresh:
+            self._turn()
+        begins = self._begins() if self.form.calls_think else {}
+        while found := (yield from self._until("reasoning", (end, *begins))):
+            if found == end or (yield from self._begun(found, begins[found], "reasoning")):
+                break
+        self._turn()
+
+    def _content(self) -> Generator[None, None, None]:
+        begins, form = self._begins(), self.form
+        again, strays = (form.think[:1], form.strays) if form.again and self._reasoning else ((), ())
+        ends = {call.section[1] for call in form.calls if call.section and not call.sectioned and self._tools}
+        while found := (yield from self._until("content", (*begins, *again, *strays, *ends))):
+            if found in begins:
+                yield from self._begun(found, begins[found], "content")
+            elif found in again:
+                yield from self._think()
+
+    def _messages(self, channels: Channels) -> Generator[None, None, None]:
+        while True:
+            header = None if self._inside else (yield from self._header(channels))
+            kind, self._inside = self._inside or "content", ""
+            if header is not None:
+                address = channels.address(header)
+                kind = "reasoning" if address in channels.reasoning else "content" if address in channels.content else address
+            written = (header or "") + (channels.message if header is not None else "")
+            name, raw = kind.removeprefix(self.form.calls[0].prefix), kind == "reasoning" and not self._reasoning
+            if kind in ("reasoning", "content"):
+                if header is not None and not raw:
+                    self._turn()
+                self._emit("content", written if raw else "")
+            elif name in self._tools:
+                if (yield from self._message_call(name, written, channels)):
+                    continue
+                kind = "content"
+            else:  # calls of tools that nobody gave are left out, as in llama-server
+                kind = "content" if self._tools else ""
+                self._emit(kind, written)
+            end = yield from self._until("content" if raw else kind, channels.ends)
+            self._emit("content", end if raw else "")
+            if self._final and not self._held:
+                return
+
+    def _header(self, channels: Channels) -> Finds:
+        """The header that comes next, without its ends; None if the text goes on as it is."""
+        heads = (channels.start, "<|channel|>", channels.message, "to=")
+        while True:
+            text = self._held.lstrip()
+            begun = text.startswith(heads)
+            at = self._held.find(channels.message) if begun else -1
+            if at >= 0:
+                header, self._held = self._held[:at], self._held[at + len(channels.message) :]
+                return header.replace(channels.start, "")
+            if begun and self._final and len(self._held) <= _MOST_HEADER:
+                self._held = ""  # it was cut
+            if self._final or len(self._held) > _MOST_HEADER or not (begun or any(head.startswith(text) for head in heads)):
+                return None
+            yield
+
+    def _message_call(self, name: str, header: str, channels: Channels) -> Waits:
+        """A message that calls a tool: its whole text is arguments, or a section of calls."""
+        (call,) = self.form.calls
+        if not call.section:
+            return (yield from self._call(call, "", "content", name, channels.ends, header))
+        if (yield from self._next(call.section[0])) is None:
+            self._emit("content", header)
+        else:
+            self._drop()
+            yield from self._section(call, call.section[0], "content", header)
+        return False
+
+    # -- calls
+
+    def _begins(self) -> dict[str, list[Calls]]:
+        """What begins calls, and the notations that do."""
+        out: dict[str, list[Calls]] = {}
+        for call in self.form.calls if self._tools else ():
+            for marker in ([call.section[0]] if call.section else []) + ([] if call.sectioned else [call.begin]):
+                out.setdefault(marker, []).append(call)
+            if call.unopened:
+                out[call.name[0]] = [call]
+        return out
+
+    def _begun(self, marker: str, calls: list[Calls], kind: str) -> Waits:
+        """Behind ``marker``, which may begin a call; whether it did. What calls nothing is text of ``kind``."""
+        first = calls[0]
+        if first.section and marker == first.section[0]:
+            return (yield from self._section(first, marker, kind))
+        if marker != first.begin:  # a call without its beginning
+            self._held = marker + self._held
+            return (yield from self._call(first, "", kind))
+        return (yield from self._call((yield from self._notation(calls)), marker, kind))
+
+    def _notation(self, calls: list[Calls]) -> Generator[None, None, Calls]:
+        """Which of ``calls``, which begin alike, is the one that comes."""
+        if len(calls) == 1:
+            return calls[0]
+        heads = {"{" if call.arguments == NAMED else call.name[0]: call for call in calls}
+        found = yield from self._next(*(head for head in heads if head))
+        self._at = 0
+        return heads[found or ""] if found or "" in heads else calls[0]
+
+    def _section(self, call: Calls, begin: str, kind: str, header: str = "") -> Waits:
+        """Calls in the section that ``begin`` has begun; whether there was one."""
+        said, called = header + begin, False
+        while (found := (yield from self._next(call.begin, call.section[1]))) == call.begin:
+            self._drop()
+            notation = yield from self._notation([c for c in self.form.calls if c.section == call.section])
+            called |= yield from self._call(notation, call.begin, kind, said=said)
+            said = ""
+        if not called:
+            self._emit(kind, said + (found or ""))
+        self._drop()
+        return called
+
+    def _call(self, call: Calls, begin: str, kind: str, name: str = "", ends: tuple[str, ...] = (), said: str = "") -> Waits:
+        """One call behind ``begin``; ``ends``: what else may end it. Where it is none, what was read is text of ``kind``, ``said`` before it."""
+        self._at = 0
+        made = yield from self._read(call, name)
+        if made is not None and (yield from self._closed(call, ends, begin)):
+            self._out.append(Piece(call=made))
+            self._turn()
+            self._drop()
+            return True
+        if self._final:
+            self._at = len(self._held)
+        self._emit(kind, said + begin + self._held[: self._at])
+        self._drop()
+        return False
+
+    def _read(self, call: Calls, name: str) -> Generator[None, None, Call | None]:
+        """Name and arguments of a call; ``name``: where it is known already."""
+        if call.arguments == NAMED:
+            told = yield from self._json()
+            return self._named(told) if told is not None else None
+        if not name:
+            found = yield from self._name(call)
+            if found is None:
+                return None
+            name = found
+        if isinstance(call.arguments, Tags):
+            return (yield from self._tagged(call, call.arguments, name))
+        text = yield from (self._json() if call.arguments == JSON else self._quoted(call.end))
+        tool = self._tools.get(name)
+        if text is None or tool is None:
+            return None
+        try:
+            return values.call(name, (values.gemma if call.arguments == GEMMA else values.loads)(text))
+        except ValueError:
+            return None
+
+    def _named(self, text: str) -> Call | None:
+        try:
+            value = values.loads(text)
+            arguments = value.get("arguments", value.get("parameters", {}))
+            arguments = values.loads(arguments) if isinstance(arguments, str) else arguments
+            return values.call(value["name"], arguments) if value.get("name") in self._tools else None
+        except (ValueError, TypeError, AttributeError):
+            return None
+
+    def _name(self, call: Calls) -> Finds:
+        before, behind = call.name
+        if before and (yield from self._next(before)) is None:
+            return None
+        if behind:
+            text = yield from self._to(behind)
+        else:  # up to what cannot be a name
+            text = yield from self._while(r"\s*[^\s<{]*")
+        if text is None:
+            return None
+        text = text.strip()
+        for name in (text, re.sub(f"{call.index}$", "", text)) if call.index else (text,):
+            for short in (name, name.removeprefix(call.prefix)):
+                if short in self._tools:
+                    return short
+        return None
+
+    def _tagged(self, call: Calls, tags: Tags, name: str) -> Generator[None, None, Call | None]:
+        tool, arguments = self._tools[name], {}
+        schema = tool.get("parameters")
+        known = schema.get("properties") if isinstance(schema, dict) else None
+        follows = tuple(marker for marker in (tags.name[0], call.close, call.end) if marker)
+        while (yield from self._next(tags.name[0])) is not None:
+            key = yield from self._to(tags.name[1])
+            if key is None or (tags.value and (yield from self._next(tags.value)) is None):
+                return None
+            text = yield from self._value(tags, follows)
+            if text is None:
+                return None
+            key = key.strip()
+            wanted = known.get(key, True) if isinstance(known, dict) else True
+            arguments[key] = values.typed(text, wanted, schema)
+        return values.call(name, arguments)
+
+    def _value(self, tags: Tags, follows: tuple[str, ...]) -> Finds:
+        """A value up to its end tag, behind which the call has to go on: what else looks like an end tag is a part of it."""
+        start = self._at
+        while (yield from self._to(tags.end)) is not None:
+            behind = self._at
+            if (yield from self._next(*follows)) is not None or (self._final and not self._held[behind:].strip()):
+                self._at = behind
+                text = self._held[start : behind - len(tags.end)]
+                return text.removeprefix("\n").removesuffix("\n") if tags.lines else text
+            self._at = behind
+        return None
+
+    def _closed(self, call: Calls, ends: tuple[str, ...], begin: str) -> Waits:
+        """Whether the call that was read ends here: by its markers, by another call where they may be missing, or with the text."""
+        loose = call.loose or (call.close and not begin)
+        if call.close and (yield from self._next(call.close)) is None:
+            return self._ended()
+        markers = [marker for marker in (call.end, *ends) if marker]
+        if markers and (yield from self._next(*markers)) is None:
+            behind = self._held[self._at :].strip()
+            return bool(loose and behind and not any(m.startswith(behind) for m in markers)) or self._ended()
+        return True
+
+    def _ended(self) -> bool:
+        """Whether the model itself has ended its text here."""
+        return self._final and not self._cut and not self._held[self._at :].strip()
+
+    def _bare(self, marker: str) -> Generator[None, None, None]:
+        """An answer that is calls in JSON and nothing else."""
+        made: list[Call] = []
+        if (yield from self._next(marker)) is None:
+            self._at = 0
+        while (yield from self._next("{")) is not None:
+            self._at -= 1
+            text = yield from self._json()
+            one = self._named(text) if text is not None else None
+            if one is None:
+                break
+            made.append(one)
+            if (yield from self._next(";")) is None and self._ended():
+                self._out += [Piece(call=one) for one in made]
+                self._drop()
+        self._at = 0
+
+    # -- reading on, without giving out; False or None: something else comes, or nothing
+
+    def _next(self, *markers: str) -> Finds:
+        """Which of ``markers`` comes next, behind whitespace; read then."""
+        while True:
+            text = self._held[self._at :].lstrip()
+            found = max((m for m in markers if text.startswith(m)), key=len, default=None)
+            if found is not None:
+                self._at = len(self._held) - len(text) + len(found)
+                return found
+            if self._final or (text and not any(m.startswith(text) for m in markers)):
+                return None
+            yield
+
+    def _to(self, marker: str) -> Finds:
+        """What stands before ``marker``; both are read then."""
+        start = scan = self._at
+        while (at := self._held.find(marker, scan)) < 0:
+            scan = max(start, len(self._held) - len(marker) + 1)
+            if self._final:
+                return None
+            yield
+        self._at = at + len(marker)
+        return self._held[start:at]
+
+    def _while(self, pattern: str) -> Finds:
+        """What matches, which ends before the text does, or with it."""
+        while True:
+            match = re.compile(pattern).match(self._held, self._at)
+            if match is None or match.end() < len(self._held) or self._final:
+                self._at = match.end() if match is not None else self._at
+                return match[0] if match is not None else None
+            yield
+
+    def _json(self) -> Finds:
+        """The text of the JSON object that comes next; None at the first character that cannot be in one, outside of its texts."""
+        if (yield from self._next("{")) is None:
+            return None
+        start, depth, quoted = self._at - 1, 1, False
+        while True:
+            match = (_TEXT if quoted else _PLAIN).match(self._held, self._at)
+            self._at = match.end() if match is not None else self._at
+            mark = self._held[self._at : self._at + 1]
+            if mark == '"':
+                quoted = not quoted
+            elif mark and mark in "{}[]" and not quoted:
+                depth += 1 if mark in "{[" else -1
+            elif (mark and not quoted) or self._final:
+                return None
+            else:
+                yield
+                continue
+            self._at += 1
+            if not depth:
+                return self._held[start : self._at]
+
+    def _quoted(self, end: str) -> Finds:
+        """What stands before ``end``, which does not count between Gemma 4's quotes."""
+        start = scan = self._at
+        quoted = False
+        while True:
+            found = [(at, m) for m in (GEMMA_QUOTE, *(() if quoted else (end,))) if (at := self._held.find(m, scan)) >= 0]
+            if found:
+                at, marker = min(found)
+                if marker == end:
+                    self._at = at
+                    return self._held[start:at]
+                quoted, scan = not quoted, at + len(marker)
+                continue
+            if self._final:
+                self._at = len(self._held)
+                return self._held[start:] if not self._cut else None
+            scan = max(scan, len(self._held) - max(len(end), len(GEMMA_QUOTE)) + 1)
+            yield
+
+    # -- giving out
+
+    def _drop(self) -> None:
+        """Forgets what was read."""
+        self._held, self._at = self._held[self._at :], 0
+
+    def _turn(self) -> None:
+        """Something else begins: whitespace around it is dropped."""
+        self._lead, self._blank = True, ""
+
+    def _until(self, kind: str, markers: Sequence[str]) -> Generator[None, None, str]:
+        """Gives out what is held up to the first of ``markers``, which is returned, or up to what could begin one; "" at the end."""
+        while True:
+            found = min(((at, -len(m), m) for m in markers if (at := self._held.find(m)) >= 0), default=None)
+            at = found[0] if found is not None else len(self._held)
+            if not self._final:  # one of several may have begun before, or go on
+                at = min(at, _beginning(self._held, markers))
+            self._emit(kind, self._held[:at])
+            self._held = self._held[at:]
+            if found is not None and found[0] == at and not self._longer(found[2], markers):
+                self._held = self._held[len(found[2]) :]
+                return found[2]
+            if self._final:
+                return ""
+            yield
+
+    def _longer(self, marker: str, markers: Sequence[str]) -> bool:
+        """Whether what is held may still become a longer marker."""
+        return not self._final and any(len(m) > len(marker) and m.startswith(self._held) for m in markers)
+
+    def _emit(self, kind: str, text: str) -> None:
+        """Holds back whitespace at the end where a marker may follow, before which it is dropped. Without a ``kind`` nothing comes out."""
+        if not kind or not text:
+            return
+        text = self._blank + text
+        if self._lead:
+            text = text.lstrip()
+        body = text.rstrip() if kind == "reasoning" or self._tools else text
+        self._lead, self._blank, self._kind = self._lead and not text, text[len(body) :], kind
+        if body:
+            self._out.append(Piece(reasoning=body) if kind == "reasoning" else Piece(content=body))
+
+
+def _beginning(text: str, markers: Sequence[str]) -> int:
+    """Where the longest end of ``text`` begins that begins a marker."""
+    for n in range(min(max(map(len, markers), default=1) - 1, len(text)), 0, -1):
+        if any(m.startswith(text[-n:]) for m in markers):
+            return len(text) - n
+    return len(text)

@@ -1,0 +1,158 @@
+"""Arguments of tool calls as models write them, as JSON that every client can read."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .formats import GEMMA_QUOTE
+
+KINDS = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+_MOST_DIGITS = 308  # more are beyond a double, which is what most clients read numbers into
+_HALVES = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A whole tool call; ``arguments`` is a JSON object."""
+
+    name: str
+    arguments: str
+
+
+def call(name: str, arguments: Any) -> Call | None:
+    """None if the arguments are no object. Halves of surrogate pairs become U+FFFD: they cannot be sent."""
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        return Call(name, _HALVES.sub("\ufffd", json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
+    except (ValueError, RecursionError):
+        return None
+
+
+def loads(text: str) -> Any:
+    """JSON that may have control characters in its texts. Numbers beyond a double, NaN and Infinity stay texts.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return json.loads(text, strict=False, parse_constant=str, parse_float=_float, parse_int=_int)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _float(text: str) -> float | str:
+    return value if math.isfinite(value := float(text)) else text
+
+
+def _int(text: str) -> int | str:
+    return int(text) if len(text) <= _MOST_DIGITS else text
+
+
+# -- the types that a schema allows
+
+_SAY_WHAT = ("type", "anyOf", "oneOf", "allOf", "$ref", "enum", "const", "not")
+_OF_OBJECTS, _OF_ARRAYS = ("properties", "required", "additionalProperties", "patternProperties"), ("items", "prefixItems")
+_DEEPEST = 64
+
+
+def meant(schema: Any, depth: int = 0) -> Any:
+    """``schema`` with the types that it leaves out and that llama.cpp fills in: what has properties is an object, what has items an array. JSON Schema
+    alone would let any other value out in their places, a number for instance."""
+    if isinstance(schema, list) and depth < _DEEPEST:
+        return [meant(part, depth + 1) for part in schema]
+    if not isinstance(schema, dict) or depth >= _DEEPEST:
+        return schema
+    out = dict(schema)
+    if not any(name in schema for name in _SAY_WHAT):
+        if any(name in schema for name in _OF_OBJECTS):
+            out["type"] = "object"
+        elif isinstance(schema.get("items"), list):  # a tuple, as older drafts write it
+            out |= {"type": "array", "prefixItems": schema["items"], "items": False, "minItems": len(schema["items"])}
+        elif any(name in schema for name in _OF_ARRAYS):
+            out["type"] = "array"
+    for name in ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"):
+        if name in out:
+            out[name] = meant(out[name], depth + 1)
+    for name in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(out.get(name), dict):
+            out[name] = {key: meant(part, depth + 1) for key, part in out[name].items()}
+    return out
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """What a ``$ref`` within ``root`` points to; True, which is any value, if nothing is there."""
+    ref = schema["$ref"]
+    if not isinstance(ref, str) or not ref.startswith("#"):
+        return True
+    at = root
+    for part in ref[1:].strip("/").split("/") if ref != "#" else ():
+        part = part.replace("~1", "/").replace("~0", "~")
+        at = at.get(part, True) if isinstance(at, Mapping) else True
+    return at
+
+
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    for kind, python in (("boolean", bool), ("integer", int), ("number", float), ("string", str), ("array", list), ("object", dict)):
+        if isinstance(value, python):
+            return kind
+    return "null"
+
+
+def kinds(schema: Any, root: Any, seen: tuple[int, ...] = ()) -> frozenset[str]:
+    """The JSON types that ``schema`` allows, as far as it says; references are looked up in ``root``."""
+    schema = meant(schema)
+    if not isinstance(schema, dict) or len(seen) > 32:
+        return KINDS
+    out = KINDS
+    if "$ref" in schema:
+        target = resolved(schema, root)
+        out &= frozenset() if id(target) in seen else kinds(target, root, (*seen, id(target)))
+    if isinstance(schema.get("enum"), list):
+        out &= {kind_of(value) for value in schema["enum"]}
+    if "const" in schema:
+        out &= {kind_of(schema["const"])}
+    if "type" in schema:
+        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        out &= {*named, *(["integer"] if "number" in named else [])}
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            out &= frozenset().union(*(kinds(part, root, seen) for part in schema[name]))
+    for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        out &= kinds(part, root, seen)
+    return out
+
+
+def typed(text: str, schema: Any, root: Any) -> Any:
+    """A parameter's text as a value that its schema allows; where a text is allowed, only what is of another allowed type is none."""
+    allowed = kinds(schema, root)
+    if allowed == {"string"} or (isinstance(schema, dict) and text in (schema.get("enum") or ())):
+        return text
+    try:
+        value = loads(text.strip())
+    except ValueError:
+        return text
+    return text if "string" in allowed and (isinstance(value, str) or kind_of(value) not in allowed) else value
+
+
+# -- Gemma 4's notation
+
+_WORD = re.compile(rf'{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|([^\s:{{}}\[\],"<][^:{{}}\[\],"<]*)(:)?', re.DOTALL)
+
+
+def gemma(text: str) -> Any:
+    """The object that ``text`` is in Gemma 4's notation: names without quotes, texts between <|"|>.
+
+    Raises:
+        ValueError: it is none.
+    """
+
+    def word(match: re.Match[str]) -> str:
+        quoted, bare, colon = match.groups()
+        return json.dumps(quoted) if bare is None else json.dumps(bare.strip()) + ":" if colon else bare
+
+    return loads(_WORD.sub(word, text))
