@@ -214,7 +214,7 @@ class BareClient:
     def first(self, text: str, chat: bool) -> float:
         sent = time.perf_counter()
         path, body = first_request(text, chat)
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         self.socket.sendall((head + body).encode())
         got = b""
         while b'"content":"' not in got:

@@ -110,7 +110,9 @@ def read_slowly(server: Running, seconds: float) -> int:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.settimeout(300)
         sock.connect((host, int(port)))
-        sock.sendall(b"POST /completion HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
+        sock.sendall(
+            b"POST /completion HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
+        )
         while part := sock.recv(200 if time.monotonic() < until else 65536):
             got += len(part)
             if time.monotonic() < until:

@@ -65,6 +65,11 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option(
     "--cors-origins", default="localhost", show_default=True, help="Pages whose scripts may ask: *, localhost, or a list of origins."
 )
+@click.option(
+    "--allowed-hosts",
+    default="",
+    help="Further names by which the server may be asked, beside localhost and the addresses it listens at: a list, *.name for all below a name, or *.",
+)
 @click.option("--ssl-cert-file", "certificate", type=click.Path(), help="Certificate for HTTPS.")
 @click.option("--ssl-key-file", "certificate_key", type=click.Path(), help="Its key.")
 @click.option("--no-slots", "show_slots", is_flag=True, flag_value=False, default=True, help="No /slots.")
@@ -94,7 +99,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 )
 @click.option("--jinja/--no-jinja", hidden=True, default=True)
 def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, api_key, api_key_file, queue_requests, queue_tokens, queue_seconds, drain,
-            max_body, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format, cors_origins, certificate,
+            max_body, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format, cors_origins, allowed_hosts, certificate,
             certificate_key, show_slots, metrics, page, prefill_assistant, suffix_first, draft_width, prefix_cache, prefix_memory, prefix_disk, verbose, synthetic, rates, jinja, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
@@ -106,7 +111,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         raise PyspecError(why)
     from ..sampling.recommended import recommended
     from ..sampling.sampler import Sampling
-    from ..serve.access import Keys
+    from ..serve.access import Hosts, Keys
     from ..serve.fields import Limits
     from ..serve.served import NAMED, ServeOptions
     from ..session import load
@@ -120,6 +125,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
     named = _variables(variables)
     hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
     keys = Keys(api_key, api_key_file)  # once: a pipe has its lines once
+    Hosts(allowed_hosts)  # before a model is loaded
     _check(hosts, port, certificate, certificate_key)
     start.log_to_stderr(verbose)
     with progress_line() as progress:
@@ -138,7 +144,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         )  # fmt: skip
         settings = start.Settings(
             hosts, port, slots, None, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],
-            4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, keys, cors_origins, max_body << 20,
+            4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, keys, cors_origins, allowed_hosts, max_body << 20,
             certificate, certificate_key, synthetic, rates, say,
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, session.engine.options.n_ctx)

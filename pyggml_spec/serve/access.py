@@ -1,38 +1,53 @@
-"""Who may ask: API keys, and what browsers on other pages are told."""
+"""Who may ask: API keys, names of this server, and pages of other sites."""
 
+import codecs
 import hmac
+import ipaddress
+import re
+import socket
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2s
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import PyspecError
 from .errors import ApiError
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
+READS = ("GET", "HEAD", "OPTIONS")  # methods that neither compute nor change anything
+_AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[\w.~-]+)?\]|[^\s\[\]:/@?#\\%]+)(?::\d{1,5})?")
+_AROUND = " \t\r\n\ufeff"
+_BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 
 
 class Keys:
     """The API keys: given ones, and those of a file, one per line, which ``read`` takes anew."""
 
     def __init__(self, given: Sequence[str] = (), file: str | None = None) -> None:
-        self._given, self._file = [key.strip() for text in given for key in text.split(",") if key.strip()], file
+        """Raises PyspecError: one is empty, as of a variable that is not set, or see ``read``: that would serve everybody."""
+        parts = [[key.strip(_AROUND) for key in text.split(",") if key.strip(_AROUND)] for text in given]
+        if not all(parts):
+            raise PyspecError("`api_key` is empty, as a variable that is not set; give a key, or leave the option out to serve without one")
+        if file is not None and not file.strip():
+            raise PyspecError("`api_key_file` is empty, as a variable that is not set; name a file with one key on each line")
+        self._given, self._file = [key for part in parts for key in part], file
         self._keys: dict[bytes, str] = {}  # with their names
         self.read()
 
     def read(self) -> None:
         """Raises PyspecError: the file cannot be read, or has none."""
-        keys = list(self._given)
+        keys = [key.encode("utf-8", "surrogateescape") for key in self._given]
         if self._file is not None:
             try:
-                lines = Path(self._file).read_text("utf-8", "replace").splitlines()
+                found = _lines(Path(self._file).read_bytes())
             except OSError as error:
                 raise PyspecError(f"the file of API keys {self._file} cannot be read: {error.strerror}") from None
-            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
             if not found:
                 raise PyspecError(f"the file of API keys {self._file} has none; put one on each line")
             keys += found
-        self._keys = {key.encode(): f"key-{blake2s(key.encode(), digest_size=16).hexdigest()}" for key in keys}
+        self._keys = {key: f"key-{blake2s(key, digest_size=16).hexdigest()}" for key in keys}
 
     def check(self, headers: Mapping[str, str]) -> str:
         """The name of the key that a request came with: of the key alone, so that it stays the same when the file is read anew. "" where no keys
@@ -43,14 +58,10 @@ class Keys:
         """
         if not self._keys:
             return ""
-        sent = (
-            headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2]
-            if "authorization" in headers or "x-api-key" in headers
-            else ""
-        )
-        found = ""
+        text = headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2]
+        sent, found = text.encode("latin-1", "replace").strip(b" \t"), ""
         for key, name in self._keys.items():  # all of them, so that the time tells nothing
-            if hmac.compare_digest(key, sent.strip().encode("utf-8", "surrogateescape")):
+            if hmac.compare_digest(key, sent) | hmac.compare_digest(_latin(key), sent):
                 found = name
         if not found:
             raise ApiError(
@@ -59,11 +70,118 @@ class Keys:
         return found
 
 
+def _lines(data: bytes) -> list[bytes]:
+    """The keys of a file, in UTF-8: comments, spaces around them and a byte order mark are left out."""
+    for mark, encoding in _BOMS:
+        if data.startswith(mark):
+            data = (
+                data[len(mark) :]
+                .decode(encoding, "surrogateescape" if mark == codecs.BOM_UTF8 else "replace")
+                .encode("utf-8", "surrogateescape")
+            )
+    return [line.strip() for line in data.splitlines() if line.strip() and not line.startswith(b"#")]
+
+
+def _latin(key: bytes) -> bytes:
+    """The key as clients send it that write headers in Latin-1; as it is where that cannot be."""
+    try:
+        return key.decode().encode("latin-1")
+    except UnicodeError:
+        return key
+
+
+class Hosts:
+    """The names by which the server may be asked: this machine's own, the addresses it listens at, and others that it was told. A page of another site
+    that leads its own name here (DNS rebinding) would read everything otherwise."""
+
+    def __init__(self, text: str = "", bound: Sequence[str] = ()) -> None:
+        """``text``: names with commas between them, "*.example.com" for all below one, "*" for any; ``bound``: names and addresses that are listened at.
+
+        Raises:
+            PyspecError: one of them is no name.
+        """
+        told = [part.strip() for part in text.split(",") if part.strip()]
+        self._any = "*" in told
+        self._below = tuple(f".{plain_host(name[2:])}" for name in told if name.startswith("*."))
+        names = [name.removeprefix("*.") for name in told if name != "*"]
+        if wrong := [name for name in names if "*" in name or (host_of(name) is None and not _is_address(name))]:
+            raise PyspecError(f"`allowed_hosts` has {wrong[0]!r}, which is no name of a host; give names without http:// and paths, or *")
+        here = {plain_host(name) for name in bound}
+        self._addresses = any(_is_address(name) and ipaddress.ip_address(name).is_unspecified for name in here)  # any may lead here then
+        self._names = {"localhost", *here, *(host_of(name) or plain_host(name) for name in told)}
+        if self._addresses:
+            self._names.add(plain_host(socket.gethostname()))
+
+    def check(self, scope: Mapping[str, Any]) -> None:
+        """Raises ApiError: a request came for another host, or for none that could be read. What comes through a unix socket is no browser's."""
+        if self._any or scope.get("server") is None:
+            return
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(given) > 1 or (not given and scope.get("http_version", "1.1") != "1.0"):
+            raise ApiError(400, f"the request has {'no header Host' if not given else 'several headers Host'}; send one")
+        if (target := scope.get("authority")) is not None:
+            given.append(target)
+        for text in given:
+            name = host_of(text)
+            if name is None:
+                raise ApiError(400, f"the Host {text[:100]!r} is no name or address of a host")
+            if not self._allows(name):
+                raise ApiError(403, f"this server does not answer as {name[:100]}; start it with --allowed-hosts {name[:100]} if it should")
+
+    def _allows(self, name: str) -> bool:
+        if name in self._names or name.endswith(self._below or "\n"):
+            return True
+        return _is_address(name) and (self._addresses or ipaddress.ip_address(name).is_loopback)
+
+
+@lru_cache(256)
+def host_of(text: str) -> str | None:
+    """The name or address in a header Host, without its port; None where there is none."""
+    found = _AUTHORITY.fullmatch(text.strip(" \t"))
+    return plain_host(found[1]) if found is not None else None
+
+
+def plain_host(name: str) -> str:
+    """As hosts are compared: lower case, without a dot at the end, addresses in their shortest form."""
+    name = name.strip("[]").partition("%")[0].removesuffix(".").lower()
+    if not _is_address(name):
+        try:
+            return name.encode("idna").decode()
+        except UnicodeError:
+            return name
+    address = ipaddress.ip_address(name)
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 class Origins:
     """Which pages' scripts may ask: all ("*"), those of this machine ("localhost"), or a list of origins."""
 
     def __init__(self, text: str = "localhost", credentials: bool = True) -> None:
-        self._allowed, self._credentials = [part.strip() for part in text.split(",") if part.strip()], credentials
+        self._allowed, self._credentials = [part.strip().rstrip("/") for part in text.split(",") if part.strip()], credentials
+
+    def check(self, scope: Mapping[str, Any]) -> None:
+        """Raises ApiError: a page of another site, which need not be able to read the answer, asks for what computes or changes something."""
+        if scope["method"] in READS or "*" in self._allowed:
+            return
+        sent = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"host", b"sec-fetch-site")}
+        origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
+        site = sent.get(b"sec-fetch-site", "")
+        if site == "same-origin":
+            return
+        foreign = [o for o in origins if not self._allows(o) and not _is_at(o, sent.get(b"host", ""))]
+        if foreign or (site in ("cross-site", "same-site") and not origins):
+            told = foreign[0][:100] if foreign else "another site"
+            raise ApiError(
+                403, f"pages of {told} may not ask this server; start it with --cors-origins {told if foreign else '*'} if they should"
+            )
 
     def headers(self, origin: str | None) -> list[tuple[str, str]]:
         if origin is None or not self._allows(origin):
@@ -83,7 +201,17 @@ class Origins:
     def _allows(self, origin: str) -> bool:
         if "*" in self._allowed or origin in self._allowed:
             return True
-        try:
-            return "localhost" in self._allowed and urlsplit(origin).hostname in LOCAL
-        except ValueError:
-            return False
+        return "localhost" in self._allowed and (_authority(origin)[0] in LOCAL)
+
+
+def _is_at(origin: str, host: str) -> bool:
+    """Whether a page of ``origin`` came from this ``host``, which the server answers as."""
+    return _authority(origin) == _authority(f"//{host}") != ("", None)
+
+
+def _authority(url: str) -> tuple[str, int | None]:
+    try:
+        parts = urlsplit(url)
+        return plain_host(parts.hostname or ""), parts.port
+    except ValueError:
+        return "", None

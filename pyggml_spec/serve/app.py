@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
 from . import anthropic, infill, live, names, native, openai, responses
-from .access import Keys, Origins
+from .access import Hosts, Keys, Origins
 from .errors import ApiError, api_error
 from .http import Receive, Request, Response, Scope, Send, json_response, read_body, send_response, unless_gone
 from .metrics import Metrics
@@ -66,8 +66,8 @@ ANTHROPIC = ("/v1/messages", "/messages")
 class App:
     """One per server. ``most_body``: bytes."""
 
-    def __init__(self, context: Context, metrics: Metrics, keys: Keys, origins: Origins, most_body: int) -> None:
-        self.context, self.metrics, self.keys, self.origins, self.most_body = context, metrics, keys, origins, most_body
+    def __init__(self, context: Context, metrics: Metrics, keys: Keys, origins: Origins, hosts: Hosts, most_body: int) -> None:
+        self.context, self.metrics, self.keys, self.origins, self.hosts, self.most_body = context, metrics, keys, origins, hosts, most_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,6 +91,10 @@ class App:
 
         try:
             try:
+                self.hosts.check(scope)
+                self.origins.check(scope)
+                if request.method == "POST":
+                    request.check_kind()
                 request.body = await read_body(request, receive, self.most_body)
             except ApiError as error:
                 await send_response(send, self._refusal(request, error), [*more, ("connection", "close")])
@@ -134,9 +138,6 @@ class App:
         if method in ("GET", "HEAD"):
             return await self._get(request)
         if method == "POST" and path in POST:
-            kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-            if request.body and kind not in ("application/json", "text/plain", "application/x-www-form-urlencoded", ""):
-                raise ApiError(415, f"the body is {kind}; send application/json")
             if path in NAMED:
                 request.unknown = names.check(path, request.json())
             return await POST[path](self.context, request)

@@ -1,6 +1,7 @@
 """Requests and responses over ASGI: bodies within a limit, JSON, event streams, and clients that go away."""
 
 import asyncio
+import codecs
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,31 @@ class Request:
         self._json: dict[str, Any] | None = None
         self.ended: list[Callable[[], None]] = []  # called when the response is out, or nobody waits for it any more
 
+    def check_kind(self) -> None:
+        """Looks at the headers alone: a body without a type is taken for JSON, since scripts leave it out and no page of another site comes this far.
+
+        Raises:
+            ApiError: its body is said to be something else than JSON in UTF-8, or to be compressed.
+        """
+        if self.headers.get("content-length", "0") == "0" and "transfer-encoding" not in self.headers:
+            return
+        coding = self.headers.get("content-encoding", "").strip().lower()
+        if coding not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"the body is compressed ({coding[:60]}), which is not supported; send it as it is",
+                headers={"accept-encoding": "identity"},
+            )
+        kind, _, more = self.headers.get("content-type", "").lower().partition(";")
+        kind = kind.strip()
+        if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise ApiError(
+                415, f"the body is said to be {kind[:100]}; send JSON, with the header Content-Type: application/json (curl: --json, or -H and the header)"
+            )  # fmt: skip
+        charset = _charset(more)
+        if charset not in ("", "utf-8", "utf8", "us-ascii"):
+            raise ApiError(415, f"the body is said to be in {charset[:60]}; JSON is sent in UTF-8")
+
     def json(self) -> dict[str, Any]:
         """The body, an object; absent and null are the same everywhere, so that nulls are left out.
 
@@ -51,13 +77,28 @@ class Request:
         if self._json is not None:
             return self._json
         try:
-            body = msgspec.json.decode(self.body) if self.body else {}
+            text = self.body.removeprefix(codecs.BOM_UTF8)
+            body = msgspec.json.decode(text) if text else {}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON: {error}; send a JSON object") from None
+            raise ApiError(400, f"the body is no JSON: {_why_no_json(self.body) or error}; send a JSON object") from None
         if not isinstance(body, dict):
             raise ApiError(400, 'the body is no JSON object; send one, like {"prompt": "text"}')
         self._json = {name: value for name, value in body.items() if value is not None}
         return self._json
+
+
+def _charset(parameters: str) -> str:
+    """Of the part of a header Content-Type that is behind its type."""
+    given = dict(part.strip().partition("=")[::2] for part in parameters.split(";"))
+    return given.get("charset", "").strip("\"' ")
+
+
+def _why_no_json(body: bytes) -> str:
+    """What it is instead, of what clients send by mistake; empty where that is not known."""
+    if body.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
+        return "it is compressed"
+    utf16 = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:4]
+    return "it is in UTF-16 or UTF-32, and JSON is sent in UTF-8" if utf16 else ""
 
 
 def _query(text: bytes) -> dict[str, str]:

@@ -83,6 +83,8 @@ class JsonProtocol(HttpToolsProtocol):
         self._head_is_there()
         self._moved = True
         before = self.cycle
+        if not self.url.startswith(b"/"):  # a whole URL, whose host counts instead of the header's
+            self.scope["authority"] = self.url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0].decode("latin-1")  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         if self.cycle is not before:
             self.cycle.transport = _HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]

@@ -53,6 +53,7 @@ class Settings:
     drain: float = 30.0
     keys: Keys = field(default_factory=Keys)
     origins: str = "localhost"
+    allowed_hosts: str = ""
     most_body: int = 32 << 20
     certificate: str | None = None
     certificate_key: str | None = None
@@ -119,7 +120,7 @@ async def _serve(
 ) -> int:
     import uvicorn
 
-    from .access import Origins
+    from .access import Hosts, Origins
     from .app import App
     from .jobs import Queue, QueueLimits
     from .metrics import Metrics
@@ -128,6 +129,7 @@ async def _serve(
     from .served import Served
 
     keys, origins, metrics = settings.keys, Origins(settings.origins), Metrics()
+    hosts = Hosts(settings.allowed_hosts, [*settings.hosts, *(sock.getsockname()[0] for sock in sockets)])
     failures: list[BaseException] = []
 
     def told(line: str) -> None:
@@ -171,7 +173,7 @@ async def _serve(
             synthetic = draws
             told("acceptance is synthetic: texts are not the target's, this is for benchmarks only")
         queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken, synthetic)
-        app = App(Context(served, queue, pool), metrics, keys, origins, settings.most_body)
+        app = App(Context(served, queue, pool), metrics, keys, origins, hosts, settings.most_body)
         config = uvicorn.Config(
             app, http=JsonProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
             loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, proxy_headers=False, ssl_certfile=settings.certificate, ssl_keyfile=settings.certificate_key,

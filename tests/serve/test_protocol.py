@@ -11,7 +11,7 @@ from pyggml_spec.serve import http, protocol
 from pyggml_spec.serve.errors import ApiError
 from pyggml_spec.serve.http import Request, json_response, read_body, send_response
 
-HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\n"
 LONG = b"a" * 50_000
 
 

@@ -61,7 +61,7 @@ def sent(server, body, path="/completion", key="none"):
     data = json.dumps(body).encode()
     sock = socket.create_connection((host, int(port)), 20)
     sock.sendall(
-        b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-api-key: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+        b"POST %b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-api-key: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
         % (path.encode(), key.encode(), len(data), data)
     )
     return sock
@@ -142,7 +142,7 @@ def test_a_slow_reader_holds_up_nobody(server):
         sock.settimeout(60)
         sock.connect((host, int(port)))
         sock.sendall(
-            b"POST /completion HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            b"POST /completion HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
             % (len(data), data)
         )
         time.sleep(0.5)

@@ -117,7 +117,7 @@ def test_a_client_that_leaves_frees_the_workers_slot(workers):
     )
     with socket.create_connection(("127.0.0.1", workers.port), 20) as sock:
         sock.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
             % (len(body), body)
         )
         assert sock.recv(100)
