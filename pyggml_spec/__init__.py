@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
+    ConstraintError,
     ContextError,
     ConvertError,
     DeviceError,
@@ -58,6 +59,7 @@ _LAZY = {
 __all__ = [
     "Chat",
     "ConcurrentSession",
+    "ConstraintError",
     "ContextError",
     "ConvertError",
     "Device",

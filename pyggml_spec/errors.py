@@ -37,6 +37,10 @@ class EngineError(PyspecError):
     """A step failed, or the engine was used in a way that its state does not allow."""
 
 
+class ConstraintError(SamplingError, EngineError):
+    """A constraint (schema, grammar, ...) that a generation cannot follow any further: it takes too long, or leaves nothing that may come."""
+
+
 class HubError(PyspecError):
     """A file of the Hugging Face hub that does not exist, or cannot be had now."""
 

@@ -40,6 +40,19 @@ class Guide:
         self.failed: Exception | None = None
         self.widths: Sequence[int] = ()
 
+    @property
+    def slow(self) -> bool:
+        """Whether what may come behind a token takes long to work out: no drafts are verified then, behind each of which it would have to be."""
+        return self._grammar.slow
+
+    def late(self, patience: float) -> bool:
+        """Whether it is not known yet what may come next, in ``patience`` seconds from now; its sequence cannot take part in a step.
+
+        Raises:
+            ConstraintError: it has taken too long.
+        """
+        return self._grammar.late(patience)
+
     def begin(self, drafts: Sequence[int] = ()) -> None:
         """A step that verifies ``drafts``, as far as they are known."""
         self._path, self._bits, self._drawn, self.allowed = list(drafts), [], False, {}

@@ -124,6 +124,8 @@ class Request:
 
     def found_work(self, drafts: list[int], widths: Sequence[int]) -> Work:
         """Verifies ``drafts``, filled up to one of the ``widths`` that there are graphs for; a plain token if none of them may come."""
+        if self.guide is not None and self.guide.slow:
+            return self.work(PLAIN_STEP)
         self._begin(drafts)
         self.forced, self.found = [], drafts if self.guide is None else drafts[: self.guide.check(np.array(drafts))]
         if not self.found:
@@ -150,7 +152,7 @@ class Request:
         self._begin()
         self.found = []
         if self.speculating:
-            if kind.width == 1:
+            if kind.width == 1 or (self.guide is not None and self.guide.slow):
                 return ALONE
             if self.options.drafts is None:
                 if self.guide is None and weigh is None:

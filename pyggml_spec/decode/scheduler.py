@@ -51,6 +51,7 @@ from .width import PLAIN_STEP, Drafted, Kind, WidthControl
 BESIDE = 128  # prompt tokens per step while others decode
 UNHEARD = 32  # steps without news after which width control is asked again: 20 us that a step of what came before need not take
 PLAINS, ASKED = 16, 8  # plain steps in a row behind which it is asked every so many steps: 5 us of the others
+PATIENCE_S, ALONE_S = 0.002, 0.02  # for a mask that is late, where others could go on without it, and where there are none
 LEAST_SHARED = 32  # tokens of a prompt that several sequences have: computing fewer costs no more than copying what they leave
 
 
@@ -117,6 +118,8 @@ class Scheduler:
         self._reading: list[Stream] = []
         self._decoding: list[Stream] = []
         self._guides: dict[int, Guide] = {}  # of those that decode under constraints, by slot
+        self._guided: list[Stream] = []  # the same, and those that sit out steps
+        self._late: list[Stream] = []  # because it is still being worked out what may come next
         self._forcing: list[Stream] = []  # with a constraint that may leave no choice about tokens
         self._asking: list[Stream] = []  # whose owners may interrupt them
         self._changed = False  # somebody came, goes, or has read its prompt
@@ -271,6 +274,8 @@ class Scheduler:
         try:
             if self._changed or self._reading:
                 self._arrange()
+            if self._guided and self._sit_out():
+                self._arrange()
             if self._asking and self._interrupts():
                 self._arrange()
         except BaseException as error:
@@ -278,6 +283,8 @@ class Scheduler:
             raise
         if not self._active:
             return False
+        if not self._decoding and not self._reading:  # all that are there wait for their masks
+            return True
         if self._rounds.step(meanwhile):
             return True
         decoding, began = self._decoding, time.perf_counter_ns()
@@ -330,7 +337,8 @@ class Scheduler:
         self._seated = {s.slot: s for s in self._active}
         self._asking = [s for s in self._active if s._interrupted is not None]
         self._reading = [s for s in self._active if s._left]
-        self._decoding = [s for s in self._active if not s._left]
+        self._guided = [s for s in self._active if not s._left and s._request.guide is not None]
+        self._decoding = [s for s in self._active if not s._left and s not in self._late]
         self._guides = {s.slot: s._request.guide for s in self._decoding if s._request.guide is not None}
         self._forcing = [s for s in self._decoding if s._request.may_force]
         self._sequences = [s._drafted if s._request.speculating else None for s in self._decoding]
@@ -338,10 +346,28 @@ class Scheduler:
         self._lookups = [s._suffix for s in self._decoding] if any(s._suffix is not None for s in self._decoding) else []
         self._tokens_each = [1.0] * len(self._decoding)
         self._covered = len(self._decoding) and covering([s.slot for s in self._decoding], len(self.engine.slots)).count
-        self._rounds.arrange(not (self._reading or self._guides or self._forcing or self._asking))
+        self._rounds.arrange(not (self._reading or self._guided or self._forcing or self._asking))
         for stream in self._decoding:
             if not stream._decoding:
                 self._begin_decoding(stream)
+
+    def _sit_out(self) -> bool:
+        """Leaves out those whose constraint still works out what may come next, and lets them in again when it has; whether that changes who decodes."""
+        slow = [s for s in self._guided if s._request.guide is not None and s._request.guide.slow]
+        if not slow and not self._late:
+            return False
+        alone = len(slow) == len(self._active) and not self._waiting
+        until, late = time.perf_counter() + (ALONE_S if alone else PATIENCE_S), []
+        for stream in slow:
+            patience = until - time.perf_counter() if alone or stream not in self._late else 0.0
+            try:
+                if stream._request.guide is not None and stream._request.guide.late(max(0.0, patience)):
+                    late.append(stream)
+            except Exception as error:  # its own: it takes too long
+                self._fail(stream, error)
+        if late != self._late:
+            self._late, self._changed = late, True
+        return self._changed
 
     def _interrupts(self) -> bool:
         """Whether an owner has interrupted a sequence, which has ended then."""

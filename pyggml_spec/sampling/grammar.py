@@ -2,9 +2,13 @@
 
 One library, llguidance, holds them all: each kind of text becomes a grammar of its notation, and a matcher says which tokens may come next.
 A matcher moves by accepted tokens only, so that nothing is ever taken back.
+
+Most masks take microseconds and are computed when they are asked for. Those of ambiguous grammars grow from token to token: from the first slow one
+on, a thread of their own takes each token and computes what may come behind it, and the scheduler leaves the sequence out until it has (``late``).
 """
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,10 +18,11 @@ from typing import ClassVar, TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
-from ..errors import EngineError, SamplingError
+from ..errors import ConstraintError, EngineError, SamplingError
 from ..large_stack import on_large_stack
 from ..text.tokenizer import Tokenizer
 from . import gbnf, json_schema
+from .mask_thread import MaskJob, consume
 
 T = TypeVar("T")
 KINDS = {"grammar": "grammar", "json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
@@ -25,25 +30,40 @@ MAX_TEXT = 1 << 17  # characters of a regular expression or a Lark grammar; gbnf
 STACK = 256 << 20  # bytes; 20,000 rules, each of which is the next one, take 100 MiB while they are compiled
 KEPT = 64  # compiled grammars per vocabulary
 MASKS = 8192  # of one: its lexer keeps 1.5 kB of each state that it has seen, of a hostile one a new one behind every token
-LIMITS = LLParserLimits(  # a grammar beyond them is refused, or ends its generation with a sentence
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=500_000,  # about 14,000 per millisecond and mask
-    step_max_items=1_000_000,  # about 20,000 per millisecond; strings of single characters take half of it over 250,000 tokens
-    max_lexer_states=50_000,  # 1 to 2 kB each
-    verbose_errors=False,
-)
+LEAST_ITEMS, ITEMS_PER_TOKEN = (
+    100_000,
+    4,
+)  # per mask, 1,000 (of an ambiguous grammar) to 20,000 per millisecond; strings of single characters take two
+SLOW_S, HEAVY_S = 0.005, 0.0005  # a mask of so many seconds, or a token that takes so many: from then on a thread does it
+QUICK_S = 0.001  # a mask by the thread that took less: the next one is computed when it is asked for
+DEADLINE_S = 1.0  # of a thread, for one token
+_AMBIGUOUS = "it is too ambiguous, that is, a text can be read in too many ways; write it so that there is one, like s ::= [a-z]+ for s ::= s s | [a-z]"
 _SAID_BETTER = {
+    "Too many items": _AMBIGUOUS,
+    "Current row has": _AMBIGUOUS,
     "oneOf constraints": "oneOf is possible where its schemas exclude each other by their types or by a constant; use anyOf",
     "NoExtensionBias": "no token continues it",
 }
 _PROBE = b'{"name": [1, true]}\n'
 
 
+def limits(n_vocab: int) -> LLParserLimits:
+    """A grammar beyond them is refused, or ends its generation with a sentence."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=500_000,  # about 14,000 per millisecond and mask
+        step_max_items=max(LEAST_ITEMS, ITEMS_PER_TOKEN * n_vocab),
+        max_lexer_states=50_000,  # 1 to 2 kB each
+        verbose_errors=False,
+    )
+
+
 @dataclass
 class _Compiled:
-    """``masks``: how many were asked of it and its copies, which share what they have worked out."""
+    """``masks``: how many were asked of it and its copies, which share what they have worked out. ``slow``: whether its first one took long."""
 
     matcher: LLMatcher
+    slow: bool
     masks: int = 0
 
 
@@ -71,6 +91,7 @@ class Vocabulary:
         self._ll = LLTokenizer(TokenizerWrapper(_Tokens(pieces, self.ends[0], special, self)), eos_token=self.ends)
         self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
         self._compiling = threading.Lock()
+        self._any: LLMatcher | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
@@ -80,8 +101,8 @@ class Vocabulary:
                 cls._all[tokenizer] = cls(tokenizer)
             return cls._all[tokenizer]
 
-    def compile(self, kind: str, text: str) -> LLMatcher:
-        """A matcher at the beginning of what ``text`` describes, compiled once per text.
+    def compile(self, kind: str, text: str) -> tuple[LLMatcher, bool]:
+        """A matcher at the beginning of what ``text`` describes, compiled once per text, and whether its masks take long.
 
         Args:
             kind: one of KINDS.
@@ -94,23 +115,31 @@ class Vocabulary:
             if known is None:
                 source = self._source(kind, text)
                 try:
-                    matcher = on_large_stack(STACK, lambda: self._matcher(source))
+                    matcher, slow = on_large_stack(STACK, lambda: self._matcher(source))
                 except RuntimeError:
                     raise SamplingError(f"there is no memory to compile the {KINDS[kind]}; make it smaller") from None
                 if why := matcher.get_error() or "; ".join(matcher.get_grammar_warnings()):
                     raise SamplingError(f"the {KINDS[kind]} is refused: {_reason(why)}")
-                known = _Compiled(matcher)
+                known = _Compiled(matcher, slow)
             self._compiled[kind, text] = known
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            return known.matcher.deep_copy()
+            return known.matcher.deep_copy(), known.slow
 
-    def _matcher(self, source: str) -> LLMatcher:
-        matcher = LLMatcher(self._ll, source, log_level=0, limits=LIMITS)
+    def _matcher(self, source: str) -> tuple[LLMatcher, bool]:
+        matcher = LLMatcher(self._ll, source, log_level=0, limits=limits(self.n_vocab))
+        began = time.perf_counter()
         if not matcher.is_error():
             matcher.compute_bitmask()  # what no token begins is refused like other errors
+        slow = time.perf_counter() - began > SLOW_S
         self._raise()  # in this thread: nobody else's constraint has to do with it
-        return matcher
+        return matcher, slow
+
+    def other(self) -> LLMatcher:
+        """A matcher that takes any token, for whoever needs a second one."""
+        if self._any is None:
+            self._any = LLMatcher(self._ll, "start: /(?s:.*)/\n", log_level=0)
+        return self._any.deep_copy()
 
     def masked(self, kind: str, text: str) -> None:
         """Counts a mask; a text with many is compiled anew for the next one who asks, and what it took goes with those who have it."""
@@ -173,7 +202,7 @@ class Vocabulary:
         """Raises what was raised inside a call of ``matcher``, or the error that it ended in."""
         self._raise()
         if matcher.is_error():
-            raise EngineError(f"the {KINDS[kind]} cannot go on: {_reason(matcher.get_error())}")
+            raise ConstraintError(f"the {KINDS[kind]} cannot go on: {_reason(matcher.get_error())}")
 
 
 class Grammar:
@@ -181,6 +210,7 @@ class Grammar:
 
     Attributes:
         ended: whether an end token was accepted: the text is complete.
+        slow: whether a thread of its own computes what may come behind each token.
     """
 
     def __init__(self, kind: str, text: str, tokenizer: Tokenizer) -> None:
@@ -192,11 +222,14 @@ class Grammar:
             SamplingError: the text is wrong: what about it, and where.
         """
         self.kind, self._text, self._vocabulary = kind, text, Vocabulary.of(tokenizer)
-        self._matcher = self._vocabulary.compile(kind, text)
+        self._matcher, self.slow = self._vocabulary.compile(kind, text)
+        self._job: MaskJob | None = None
+        self._bits: np.ndarray | None = None  # what may come here, where that is known already
         self.ended = False
 
     def copy(self) -> "Grammar":
         """Another one at the same place."""
+        self._arrive()
         copy = Grammar.__new__(Grammar)
         copy.__dict__.update(self.__dict__)
         copy._matcher = self._matcher.deep_copy()
@@ -204,12 +237,30 @@ class Grammar:
 
     @property
     def complete(self) -> bool:
-        """Whether what was accepted is a whole text, so that an end token may come."""
-        return self.ended or self._matcher.is_accepting()
+        """Whether what was accepted is a whole text, so that an end token may come; False while that is not known yet."""
+        return self.ended or ((self._job is None or self._job.done) and self._matcher.is_accepting())
+
+    def late(self, patience: float = 0.0) -> bool:
+        """Whether it is still being worked out what may come here, in ``patience`` seconds from now.
+
+        Raises:
+            ConstraintError: for too long already.
+        """
+        if self._job is None or self._job.wait(patience):
+            return False
+        if self._job.running_s > DEADLINE_S:
+            self._vocabulary.forget(self.kind, self._text)
+            raise ConstraintError(
+                f"the {KINDS[self.kind]} cannot go on: what may come next is not known after {DEADLINE_S:g} s, most likely because {_AMBIGUOUS}"
+            )
+        return True
 
     def fits(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens`` may come next, one after the other."""
+        self._arrive()
         tokens = [int(token) for token in tokens]
+        if len(tokens) == 1 and self._bits is not None:
+            return int(allows(self._bits, tokens[0]))
         n = self._checked(self._matcher.validate_tokens(tokens))
         if n < len(tokens) and tokens[n] in self._vocabulary.ends and n == 0:
             return int(self.complete)
@@ -221,10 +272,25 @@ class Grammar:
 
     def bits(self) -> np.ndarray:
         """U8 [4 ceil(n_vocab / 32)]: the tokens that may come next, a bit each, the lowest one of each byte first."""
+        self._arrive()
+        if self._bits is None:
+            bits, self.slow = self._timed()
+            self._bits = bits if self.slow else None
+            return bits
+        return self._bits.copy()
+
+    def _timed(self) -> tuple[np.ndarray, bool]:
+        """``bits``, and whether they took long."""
         self._vocabulary.masked(self.kind, self._text)
+        began = time.perf_counter()
+        bits = self._computed()
+        return bits, self.slow or time.perf_counter() - began > SLOW_S
+
+    def _computed(self) -> np.ndarray:
         bits = np.frombuffer(self._checked(self._matcher.compute_bitmask()), np.uint8)[: self._vocabulary.n_bytes].copy()
+        whole = self.ended or self._matcher.is_accepting()
         for end in self._vocabulary.ends:
-            bits[end >> 3] = bits[end >> 3] & (255 ^ 1 << (end & 7)) | self.complete << (end & 7)
+            bits[end >> 3] = bits[end >> 3] & (255 ^ 1 << (end & 7)) | whole << (end & 7)
         return bits
 
     def mask(self) -> np.ndarray:
@@ -232,7 +298,8 @@ class Grammar:
         return np.unpackbits(self.bits(), count=self._vocabulary.n_vocab, bitorder="little").view(bool)
 
     def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """``bits`` as they are here and as they would be behind each of ``tokens``, up to one that may not come or that ends the text."""
+        """``bits`` as they are here and as they would be behind each of ``tokens``, up to one that may not come or that ends the text, or behind which
+        they take long."""
         left = iter(tokens)
         return self._walk(lambda bits: next(left, None))[1]
 
@@ -244,23 +311,26 @@ class Grammar:
     def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
         """Moves along the tokens that ``follow`` names while they may come, and back again."""
         path: list[int] = []
-        out = [self.bits()]
+        out, slow = [self.bits()], self.slow
         try:
-            while len(path) != most and (token := follow(out[-1])) is not None:
+            while not slow and len(path) != most and (token := follow(out[-1])) is not None:
                 if token in self._vocabulary.ends or not allows(out[-1], token):
                     break
                 self._checked(self._matcher.consume_token(int(token)))
                 path.append(int(token))
-                out.append(self.bits())
+                bits, slow = self._timed()
+                out.append(bits)
         finally:
             if path:
                 self._matcher.rollback(len(path))
         self._checked(None)
+        if slow and not self.slow:
+            self.slow, self._bits = True, out[0]
         return path, out
 
     def forced(self, most: int) -> list[int]:
         """The tokens that certainly come next, if they come as the tokenizer writes them; ``most`` at most, and no end token."""
-        if self.ended or most < 1 or self._matcher.is_stopped():
+        if self.slow or self.ended or most < 1 or self._matcher.is_stopped():
             return []
         return self._checked(self._matcher.compute_ff_tokens())[:most]
 
@@ -270,12 +340,42 @@ class Grammar:
         Raises:
             EngineError: it is not allowed here.
         """
+        self._arrive()
         if token in self._vocabulary.ends:
             if not self.complete:
                 raise EngineError(f"the {KINDS[self.kind]} does not end here")
             self.ended = True
+        elif self.slow and self._bits is not None and allows(self._bits, int(token)):
+            self._leave(int(token))
         else:
+            began = time.perf_counter()
             self._checked(self._matcher.consume_token(int(token)))
+            self._bits = None
+            if time.perf_counter() - began > HEAVY_S:
+                self.slow = True
+                self._leave()
+
+    def _leave(self, *tokens: int) -> None:
+        """A thread takes ``tokens`` and computes what may come behind them; until it has, nothing here touches the matcher."""
+        self._bits = None
+        self._vocabulary.masked(self.kind, self._text)
+
+        def work() -> None:
+            for token in tokens:
+                self._checked(consume(self._matcher, token, self._vocabulary.other()))
+            self._bits = self._computed()
+
+        self._job = MaskJob(work)
+
+    def _arrive(self) -> None:
+        """Waits for the thread, if it has something to do."""
+        if self._job is None:
+            return
+        try:
+            self._job.finish()
+        finally:
+            if self._job.done:  # or else this is an interruption, and the matcher still the thread's
+                self.slow, self._job = self._job.seconds > QUICK_S, None
 
     def _checked(self, result: T) -> T:
         try:

@@ -101,6 +101,15 @@ class LazyGrammar:
         """Whether an end token may come."""
         return self.ended or not self._begun or self._inner.complete
 
+    @property
+    def slow(self) -> bool:
+        """As of ``Grammar``."""
+        return self._begun and self._inner.slow
+
+    def late(self, patience: float = 0.0) -> bool:
+        """As of ``Grammar``."""
+        return self._begun and self._inner.late(patience)
+
     def fits(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens`` may come next, one after the other."""
         return self._inner.fits(tokens) if self._begun else self._fits(tokens, self._work())
