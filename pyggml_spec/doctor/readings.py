@@ -50,7 +50,7 @@ def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
     blocks = [
         (f"the block has {n} rows", reading.but(block_size=n)) for n in sorted({hp.block_size // 2, 2 * hp.block_size, 8, 16}, reverse=True)
     ]
-    rope, theirs = hp.rope, getattr(target.hp, "rope", None)
+    rope, theirs = hp.rope, target.rope
     bases = sorted({*BASES, *([theirs.base] if isinstance(theirs, Rope) else [])} - {rope.base})
     turned = sorted({hp.head_size, hp.head_size // 2, hp.head_size // 4} - {rope.n_rot, 0})
     dims = [(f"{n} values of each head are rotated", reading.but(rope=replace(rope, n_rot=n))) for n in turned if n % 2 == 0]

@@ -147,6 +147,7 @@ class Target(Protocol):
     window: int  # positions that the sliding layers see, 0 for none
     softcap: float  # of the logits, applied by ``logits``; 0 for none
     ggml_attention: str  # why ggml attends where our own kernels run, empty where they do
+    rope: Any  # a Rope, or None where no layer that sees everything has one
     embedding_scale: float  # what the target multiplies ``embed`` with; a drafter that borrows the embedding does too
 
     def specs(self) -> list[Spec]: ...

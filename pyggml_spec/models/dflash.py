@@ -23,7 +23,7 @@ from ..gguf_io import GGUFFile
 from .base import KVLayer, KVShape, Target
 from .blocks import attend, geglu_ffn, head_product, product, project, softplus_gated, swiglu_ffn, write_kv
 from .drafter import TOKENS, Chosen, ContextRows, Drafter, check_tokens
-from .hparams import epsilon, inverse_root, kv_heads, positive, size_of_heads
+from .keys import epsilon, inverse_root, kv_heads, positive, size_of_heads
 from .model import SCALED
 from .rope import Rope
 from .weights import MATMUL, ROWS, VECTOR, Spec

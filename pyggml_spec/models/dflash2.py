@@ -20,7 +20,7 @@ from .base import Target
 from .blocks import head_product, product
 from .dflash import HEAD, BlockRows, DFlash
 from .drafter import TOKENS, Chosen, choosable
-from .hparams import positive
+from .keys import positive
 from .weights import ROWS, VECTOR, Spec
 
 PREDECESSOR, SUCCESSOR, GATE = "selector_predecessor.weight", "selector_successor.weight", "selector_hidden.weight"

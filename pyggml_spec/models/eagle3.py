@@ -19,8 +19,8 @@ from .base import KVLayer, KVShape, Target
 from .blocks import attend, head_product, product, project, swiglu_ffn, write_kv
 from .dflash import F16_MAX
 from .drafter import TOKENS, ChainRow, ContextRows, Drafter, check_tokens
-from .hparams import inverse_root, positive
-from .qwen3 import Hparams
+from .hparams import Hparams
+from .keys import inverse_root, positive
 from .weights import MATMUL, ROWS, VECTOR, Spec
 
 BLOCK = 16  # rows of the widest block, as for MTP layers: what pays is measured
@@ -39,9 +39,14 @@ class Eagle3(Drafter):
     scaled = ()  # llama.cpp applies none
 
     def __init__(self, file: GGUFFile) -> None:
-        self.file, self.hp = file, Hparams.from_gguf(file, self.arch, neox=False)
-        if self.hp.n_layer != 1:
-            raise ModelError(f"{file.path} has {self.hp.n_layer} layers; {self.arch} drafters have one")
+        f = Hparams(file, self.arch)
+        self.file, self.n_embd, self.eps, self.n_ff = file, f.n_embd, f.eps, f.ff
+        self.heads, self.kv_heads, self.head_dim = f.heads, f.kv_heads, f.head_dim()
+        self.rope = f.rope(self.head_dim, neox=False)
+        if f.n_layer != 1:
+            raise ModelError(f"{file.path} has {f.n_layer} layers; {self.arch} drafters have one")
+        if f.get("expert_count", int, 0):
+            raise ModelError(f"{file.path} has routed experts, which {self.arch} drafters here do not have")
         layers = file.array(f"{self.arch}.target_layers", "iu")
         if layers is None or len(layers) != 3:
             said = "no" if layers is None else len(layers)
@@ -66,16 +71,16 @@ class Eagle3(Drafter):
     # -- what it reads
 
     def tensors(self) -> list[Spec]:
-        hp, n, wide = self.hp, self.hp.n_embd, 3 * self.n_embd_target
-        width, width_kv, tensors = hp.head_size * hp.n_head, hp.head_size * hp.n_head_kv, self.file.tensors
+        n, wide = self.n_embd, 3 * self.n_embd_target
+        width, width_kv, tensors = self.head_dim * self.heads, self.head_dim * self.kv_heads, self.file.tensors
         shapes = {
             "attn_q": (2 * n, width),
             "attn_k": (2 * n, width_kv),
             "attn_v": (2 * n, width_kv),
             "attn_output": (width, n),
-            "ffn_gate": (n, hp.n_ff),
-            "ffn_up": (n, hp.n_ff),
-            "ffn_down": (hp.n_ff, n),
+            "ffn_gate": (n, self.n_ff),
+            "ffn_up": (n, self.n_ff),
+            "ffn_down": (self.n_ff, n),
         }
         out = [Spec(FC, (wide, n)), Spec(NORM, (n,), VECTOR)]
         out += [Spec(f"{LAYER}{name}.weight", shape) for name, shape in shapes.items()]
@@ -87,7 +92,7 @@ class Eagle3(Drafter):
         if HEAD in tensors:
             out.append(Spec(HEAD, (n, tensors[HEAD].shape[-1]), MATMUL))
         if FACTORS in tensors:
-            out.append(Spec(FACTORS, (hp.rope.n_rot // 2,), VECTOR))
+            out.append(Spec(FACTORS, (self.rope.n_rot // 2,), VECTOR))
         return out + self.own_tokens()
 
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -98,10 +103,10 @@ class Eagle3(Drafter):
         }
 
     def kv_shapes(self) -> list[KVShape]:
-        return [KVShape(self.hp.n_head_kv, self.hp.head_size)]
+        return [KVShape(self.kv_heads, self.head_dim)]
 
     def check_pair(self, target: Target) -> None:
-        pair, tensors, n = f"{self.file.path.name} cannot draft for {target.file.path.name}", self.file.tensors, self.hp.n_embd
+        pair, tensors, n = f"{self.file.path.name} cannot draft for {target.file.path.name}", self.file.tensors, self.n_embd
         if self.n_embd_target != target.n_embd:
             raise PairError(f"{pair}: it was made for hidden states of {self.n_embd_target} values, the target's have {target.n_embd}")
         last = target.n_layer if target.arch in LAST_INPUT else target.n_layer - 1
@@ -126,13 +131,13 @@ class Eagle3(Drafter):
     # -- the graphs
 
     def carried(self, target: Target) -> int:
-        return self.hp.n_embd
+        return self.n_embd
 
     def left(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Target) -> Tensor:
         """g of the rows, F32 [n_embd, T]."""
         f = g.concat(features)
         # some targets have activations beyond F16; an Inf here would poison every later draft
-        f = g.rms_norm(f, self.weights[FEATURE_NORM], self.hp.eps) if self.norm_before_fc else g.clamp(f, -F16_MAX, F16_MAX)
+        f = g.rms_norm(f, self.weights[FEATURE_NORM], self.eps) if self.norm_before_fc else g.clamp(f, -F16_MAX, F16_MAX)
         return product(g, self.weights.matrix(FC), f)
 
     def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
@@ -142,18 +147,18 @@ class Eagle3(Drafter):
 
     def step(self, g: Graph, rows: ChainRow, target: Target) -> tuple[Tensor, Tensor]:
         """The head reads what is behind the norm, the next draft what is before it."""
-        hp, w = self.hp, self.weights
+        w = self.weights
         joined, normed = self._pair(g, rows.tokens, rows.before, target)
-        q = g.heads(product(g, w.matrix(f"{LAYER}attn_q.weight"), joined), hp.head_size, hp.n_head)
+        q = g.heads(product(g, w.matrix(f"{LAYER}attn_q.weight"), joined), self.head_dim, self.heads)
         k, v = self._keys_values(g, joined, rows.positions)
-        seen, scale = rows.seen, inverse_root(hp.head_size)
+        seen, scale = rows.seen, inverse_root(self.head_dim)
         q = self._rotate(g, q, rows.positions)
-        out = attend(g, q, k, v, rows.kv[0], seen.kv_rows, seen.mask, seen.span, hp.n_head_kv, scale)
+        out = attend(g, q, k, v, rows.kv[0], seen.kv_rows, seen.mask, seen.span, self.kv_heads, scale)
         out = product(g, w.matrix(f"{LAYER}attn_output.weight"), out)
         x = g.add(out, normed if self.norm_before_residual else rows.before)
-        n = g.rms_norm(x, w[f"{LAYER}ffn_norm.weight"], hp.eps)
+        n = g.rms_norm(x, w[f"{LAYER}ffn_norm.weight"], self.eps)
         x = g.add(swiglu_ffn(g, w.group(f"{LAYER}ffn"), w.matrix(f"{LAYER}ffn_down.weight"), n), x)
-        return g.rms_norm(x, w[NORM], hp.eps), x
+        return g.rms_norm(x, w[NORM], self.eps), x
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         """By the drafter's own head or the target's."""
@@ -163,16 +168,15 @@ class Eagle3(Drafter):
 
     def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Target) -> tuple[Tensor, Tensor]:
         """[e ; n] of tokens I32 [T] and of what the tokens before left, F32 of as many rows: F32 [2 n_embd, T], and n alone."""
-        w, eps = self.weights, self.hp.eps
+        w, eps = self.weights, self.eps
         e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in w else target.embed(g, tokens)
         n = g.rms_norm(before, w[f"{LAYER}attn_norm_2.weight"], eps)
         n = g.shaped(n, e.ne[0], e.ne[1])
         return g.concat([g.rms_norm(e, w[f"{LAYER}attn_norm.weight"], eps), n]), n
 
     def _keys_values(self, g: Graph, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        hp = self.hp
-        k, v = (g.heads(y, hp.head_size, hp.n_head_kv) for y in project(g, self.weights.group(f"{LAYER}kv"), joined))
+        k, v = (g.heads(y, self.head_dim, self.kv_heads) for y in project(g, self.weights.group(f"{LAYER}kv"), joined))
         return self._rotate(g, k, positions), v
 
     def _rotate(self, g: Graph, x: Tensor, positions: Tensor) -> Tensor:
-        return self.hp.rope(g, x, positions, self.weights.get(FACTORS))
+        return self.rope(g, x, positions, self.weights.get(FACTORS))

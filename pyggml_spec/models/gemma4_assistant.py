@@ -14,11 +14,12 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
+from .archs.gemma4 import Gemma4, Kind, kinds
 from .base import KVLayer, KVShape, Target
 from .blocks import attend, geglu_ffn, head_product, product
 from .drafter import ChainRow, ContextRows, Drafter
-from .gemma4 import FACTORS, Gemma4, Kind, kinds
-from .hparams import epsilon, per_layer, positive, sliding_layers, vocabulary
+from .keys import epsilon, per_layer, positive, sliding_layers, vocabulary
+from .layers import ROPE_FREQS
 from .weights import MATMUL, VECTOR, Spec
 
 BLOCK = 16  # rows of the widest block, as for MTP layers: what pays is measured
@@ -69,9 +70,9 @@ class Gemma4Assistant(Drafter):
             Spec(BEHIND, (n, wide)),
         ]
         if not all(self.sliding):
-            out.append(Spec(FACTORS, (self.full.head_size // 2,), VECTOR))
+            out.append(Spec(ROPE_FREQS, (self.full.size // 2,), VECTOR))
         for i in range(self._layers):
-            size, n_ff = self._kind(i).head_size, self.n_ff[i]
+            size, n_ff = self._kind(i).size, self.n_ff[i]
             width = size * self.n_head[i]
             shapes = {"attn_q": (n, width), "attn_output": (width, n), "ffn_gate": (n, n_ff), "ffn_up": (n, n_ff), "ffn_down": (n_ff, n)}
             vectors = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), n)
@@ -93,20 +94,20 @@ class Gemma4Assistant(Drafter):
         pair = f"{self.file.path.name} cannot draft for {target.file.path.name}"
         if not isinstance(target, Gemma4):
             raise PairError(f"{pair}: it reads the K/V of gemma4 models, and that one is {target.arch}")
-        hp = target.hp
         if self.n_embd_target != target.n_embd:
             raise PairError(f"{pair}: it was made for hidden states of {self.n_embd_target} values, the target's have {target.n_embd}")
         if self.n_vocab != target.n_vocab:
             raise PairError(f"{pair}: it has {self.n_vocab} tokens, the target has {target.n_vocab}")
-        if hp.n_layer < 2 or not hp.sliding[-2] or hp.sliding[-1]:
+        if target.n_layer < 2 or not target.mixer(-2).sliding or target.mixer(-1).sliding:
             raise PairError(f"{pair}: it reads the K/V of a sliding layer and of a full one behind it, which are not the target's last two")
         if any(self.sliding) and self.window != target.window:
             raise PairError(f"{pair}: its window is {self.window}, the target's {target.window}")
-        for i, (kind, theirs) in enumerate((self._kind(i), hp.kind(self._read(i, hp.n_layer))) for i in range(self._layers)):
-            kv_heads = hp.n_head_kv[self._read(i, hp.n_layer)]
-            if kind.head_size != theirs.head_size or self.n_head[i] % kv_heads:
+        for i in range(self._layers):
+            theirs = target.mixer(self._read(i, target.n_layer))
+            if self._kind(i).size != theirs.kind.size or self.n_head[i] % theirs.kv_heads:
                 raise PairError(
-                    f"{pair}: layer {i} has {self.n_head[i]} heads of {kind.head_size}, the rows that it reads are of {kv_heads} of {theirs.head_size}"
+                    f"{pair}: layer {i} has {self.n_head[i]} heads of {self._kind(i).size}, the rows that it reads are of {theirs.kv_heads} "
+                    f"of {theirs.kind.size}"
                 )
 
     def _kind(self, i: int) -> Kind:
@@ -127,13 +128,13 @@ class Gemma4Assistant(Drafter):
         e = g.scale(target.embed(g, rows.tokens), target.embedding_scale)
         x = product(g, w.matrix(BEFORE), g.concat([e, rows.before]))
         for i in range(self._layers):
-            kind, theirs, b = self._kind(i), self._read(i, target.n_layer), f"blk.{i}."
-            seen, factors = (rows.sliding, None) if self.sliding[i] else (rows.seen, w[FACTORS])
+            kind, theirs, b = self._kind(i), target.mixer(self._read(i, target.n_layer)), f"blk.{i}."
+            seen, factors = (rows.sliding, None) if self.sliding[i] else (rows.seen, w[ROPE_FREQS])
             q = product(g, w.matrix(f"{b}attn_q.weight"), g.rms_norm(x, w[f"{b}attn_norm.weight"], eps))
-            q = g.rms_norm(g.heads(q, kind.head_size, self.n_head[i]), w[f"{b}attn_q_norm.weight"], eps)
+            q = g.rms_norm(g.heads(q, kind.size, self.n_head[i]), w[f"{b}attn_q_norm.weight"], eps)
             q = kind.rope(g, q, rows.positions, factors)
-            kv, kv_heads = rows.kv[target.hp.kv_of(theirs)], target.hp.n_head_kv[theirs]
-            out = attend(g, q, None, None, kv, seen.kv_rows, seen.mask, seen.span, kv_heads, 1.0)
+            kv = rows.kv[target.caches_before(theirs.owner)[0]]
+            out = attend(g, q, None, None, kv, seen.kv_rows, seen.mask, seen.span, theirs.kv_heads, 1.0)
             out = product(g, w.matrix(f"{b}attn_output.weight"), out)
             x = g.add(g.rms_norm(out, w[f"{b}post_attention_norm.weight"], eps), x)
             n = g.rms_norm(x, w[f"{b}ffn_norm.weight"], eps)

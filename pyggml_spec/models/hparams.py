@@ -1,141 +1,132 @@
-"""Reading hyper-parameters, every value checked: ggml ends the process on a bad shape."""
+"""The hyper-parameters of a target, as a description asks for them."""
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
-from .weights import MATMUL, ROWS, VECTOR, Spec
+from .keys import epsilon, kv_heads, layer_heads, positive, size_of_heads, sliding_layers, vocabulary, windowed_layers
+from .moe import SIGMOID, SOFTMAX, Experts
+from .rope import Rope
 
 
-def positive(file: GGUFFile, key: str, default: int | None = None, limit: int = 1 << 24) -> int:
-    """An integer hyper-parameter in [1, limit].
+class Hparams:
+    """The hyper-parameters of a target's file, each read and checked when a description asks for it; sizes in values.
 
-    Raises:
-        ModelError: out of range (a damaged file would otherwise ask for absurd shapes).
+    Attributes:
+        n_layer: layers of the target; ``n_block`` counts those that draft, too.
     """
-    value = file.get(key, int, default)
-    if not 0 < value <= limit:
-        raise ModelError(f"{file.path}: {key} is {value}, but it has to be between 1 and {limit}")
-    return value
 
+    def __init__(self, file: GGUFFile, arch: str) -> None:
+        self.file, self.arch = file, arch
+        self.n_block = positive(file, f"{arch}.block_count", limit=1024)
+        self.n_layer = self.n_block - file.get(f"{arch}.nextn_predict_layers", int, 0)
+        if not 0 < self.n_layer <= self.n_block:
+            raise ModelError(f"{file.path}: nextn_predict_layers leaves {self.n_layer} of the {self.n_block} layers of block_count")
+        self.n_embd, self.n_vocab = positive(file, f"{arch}.embedding_length"), vocabulary(file)
+        self.routed = False  # whether the description asked for experts
 
-def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None, limit: int = 1 << 24) -> tuple[int, ...]:
-    """An integer hyper-parameter in [1, limit] of each layer: one number for all, or a list.
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of a key without its architecture, not checked further than its type."""
+        return self.file.get(f"{self.arch}.{key}", kind, default)
 
-    Raises:
-        ModelError: out of range, or a list that is too short.
-    """
-    if not isinstance(file.metadata.get(key), np.ndarray):
-        return (positive(file, key, default, limit),) * n_layer
-    numbers = file.array(key, "iu")
-    assert numbers is not None
-    values = [int(v) for v in numbers[:n_layer]]
-    bad = [v for v in values if not 0 < v <= limit]
-    if bad or len(values) < n_layer:
-        raise ModelError(f"{file.path}: {key} is {values}, but it has to be {n_layer} numbers between 1 and {limit}")
-    return tuple(values)
+    def positive(self, key: str, default: int | None = None, limit: int = 1 << 24) -> int:
+        """An integer in [1, limit]."""
+        return positive(self.file, f"{self.arch}.{key}", default, limit)
 
+    def number(self, key: str, default: Any, low: float = 0, high: float = 1 << 31) -> Any:
+        """A number of the type of ``default``, in [low, high].
 
-def layer_heads(file: GGUFFile, arch: str, n_layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query heads and K/V heads of each layer.
+        Raises:
+            ModelError: out of range.
+        """
+        value = self.get(key, type(default), default)
+        if not low <= value <= high:
+            raise ModelError(f"{self.file.path}: {key} is {value}, but it has to be between {low} and {high}")
+        return value
 
-    Raises:
-        ModelError: a layer whose query heads cannot share its K/V heads evenly.
-    """
-    heads = per_layer(file, f"{arch}.attention.head_count", n_layer)
-    heads_kv = per_layer(file, f"{arch}.attention.head_count_kv", n_layer, heads[0])
-    for i, (n, kv) in enumerate(zip(heads, heads_kv, strict=True)):
-        if n % kv:
-            raise ModelError(f"{file.path}: the {n} query heads of layer {i} cannot share {kv} K/V heads (attention.head_count_kv)")
-    return heads, heads_kv
+    def shape(self, tensor: str) -> tuple[int, ...] | None:
+        """The shape of a tensor of the file; None if it has none of that name."""
+        info = self.file.tensors.get(tensor)
+        return None if info is None else info.shape
 
+    def refuse(self, why: str) -> ModelError:
+        return ModelError(f"{self.file.path}: {why}")
 
-def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4, full_last: bool = False) -> tuple[int, tuple[bool, ...]]:
-    """The sliding window, 0 for none, and which layers have it: a list, or the first of every ``period`` layers sees everything.
+    @cached_property
+    def eps(self) -> float:
+        return epsilon(self.file, self.arch)
 
-    ``full_last``: the last of every ``period`` layers does.
+    @cached_property
+    def context_length(self) -> int:
+        return self.positive("context_length", limit=1 << 31)
 
-    Raises:
-        ModelError: a window out of range, or a pattern that is too short.
-    """
-    window, key = file.get(f"{arch}.attention.sliding_window", int, 0), f"{arch}.attention.sliding_window_pattern"
-    if not 0 <= window < 1 << 31:
-        raise ModelError(f"{file.path}: attention.sliding_window is {window}, but it has to be between 0 and {(1 << 31) - 1}")
-    if not window:
-        return 0, (False,) * n_layer
-    if not isinstance(file.metadata.get(key), np.ndarray):
-        period = positive(file, key, period)
-        return window, tuple(i % period != (period - 1 if full_last else 0) for i in range(n_layer))
-    flags = file.array(key)
-    assert flags is not None
-    pattern = tuple(bool(v) for v in flags[:n_layer])
-    if len(pattern) < n_layer:
-        raise ModelError(f"{file.path}: attention.sliding_window_pattern names {len(pattern)} of {n_layer} layers")
-    return window, pattern
+    @cached_property
+    def heads(self) -> int:
+        return self.positive("attention.head_count")
 
+    @cached_property
+    def kv_heads(self) -> int:
+        return kv_heads(self.file, self.arch, self.heads)
 
-def windowed_layers(file: GGUFFile, arch: str, n_layer: int, **more: Any) -> tuple[int, tuple[bool, ...]]:
-    """``sliding_layers`` of an architecture without models that have none.
+    @cached_property
+    def heads_by_layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Query heads and KV heads of each layer."""
+        return layer_heads(self.file, self.arch, self.n_layer)
 
-    Raises:
-        ModelError: as there, or no window.
-    """
-    window, sliding = sliding_layers(file, arch, n_layer, **more)
-    if not window:
-        raise ModelError(f"{file.path} has no attention.sliding_window, which every {arch} model has; convert it again")
-    return window, sliding
+    def head_dim(self, *same: str, default: int | None = None) -> int:
+        """Values of a head; the keys ``same`` have to say the same, where they are there."""
+        return size_of_heads(self.file, self.arch, default or self.n_embd // self.heads, *same)
 
+    @cached_property
+    def ff(self) -> int:
+        return self.positive("feed_forward_length")
 
-OF_SLIDING = ("attention.key_length_swa", "attention.value_length_swa")  # the sizes of sliding layers' heads, where files say them apart
+    def rope(self, head_dim: int, neox: bool = True, yarn: bool = True, windowed: bool = False) -> Rope:
+        """``windowed``: the model has sliding layers, for which llama.cpp keeps positions of their own, so that callers cannot stretch them."""
+        return Rope.from_gguf(self.file, self.arch, head_dim, neox, yarn, not windowed)
 
+    def whole_heads(self, rope: Rope, head_dim: int) -> Rope:
+        """``rope``, which has to rotate all values of a head."""
+        if rope.n_rot != head_dim:
+            raise self.refuse(f"rope.dimension_count is {rope.n_rot}, but {self.arch} rotates whole heads of {head_dim}")
+        return rope
 
-def size_of_heads(file: GGUFFile, arch: str, default: int, *alike: str) -> int:
-    """`attention.key_length`, or ``default`` without it; `attention.value_length` and the keys ``alike`` are the same, where they are there.
+    def sliding_base(self, rope: Rope) -> Rope:
+        """``rope`` with the frequency base of sliding layers."""
+        base = self.get("rope.freq_base_swa", float, rope.base)
+        if base <= 0:
+            raise self.refuse(f"rope.freq_base_swa is {base}, but it has to be above 0")
+        return replace(rope, base=base)
 
-    Raises:
-        ModelError: one of them is not, which no model of ``arch`` has.
-    """
-    size = positive(file, f"{arch}.attention.key_length", default, 4096)
-    for name in ("attention.value_length", *alike):
-        if file.get(f"{arch}.{name}", int, size) != size:
-            raise ModelError(f"{file.path}: {name} differs from key_length {size}, which {arch} does not have")
-    return size
+    def window(self, period: int = 4, full_last: bool = False, needed: bool = True) -> tuple[int, tuple[bool, ...]]:
+        """Positions that sliding layers see, 0 for none, and which layers these are; a model without a window is refused where it is ``needed``."""
+        read = windowed_layers if needed else sliding_layers
+        return read(self.file, self.arch, self.n_layer, period=period, full_last=full_last)
 
+    def gating(self, default: int | None = None) -> int:
+        """How experts are chosen: SOFTMAX or SIGMOID."""
+        value = self.get("expert_gating_func", int, default)
+        value = default if default and not value else value
+        if value not in (SOFTMAX, SIGMOID):
+            raise self.refuse(f"expert_gating_func is {value}; {SOFTMAX} (softmax) and {SIGMOID} (sigmoid) are supported")
+        return value
 
-def epsilon(file: GGUFFile, arch: str) -> float:
-    """What the RMS norms add to the mean square; ggml asserts that it is not negative."""
-    eps = file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)
-    if eps < 0:
-        raise ModelError(f"{file.path}: attention.layer_norm_rms_epsilon is {eps}, but it cannot be negative")
-    return eps
+    def experts(self, n_ff: int | None = None, **how: Any) -> Experts:
+        """``n_ff``: hidden values of an expert where the file does not say; ``how``: further fields of ``Experts``."""
+        self.routed = True
+        return Experts.from_gguf(self.file, self.arch, self.n_layer, n_ff, **how)
 
+    def ff_of_used_experts(self) -> int | None:
+        """Hidden values of an expert in files that give those of all that a token uses together, the first of their families; else None."""
+        if f"{self.arch}.expert_feed_forward_length" in self.file.metadata:
+            return None
+        return self.ff // self.positive("expert_used_count")
 
-def kv_heads(file: GGUFFile, arch: str, n_head: int) -> int:
-    """K/V heads, each of which serves the same number of query heads."""
-    n = positive(file, f"{arch}.attention.head_count_kv", n_head)
-    if n_head % n:
-        raise ModelError(f"{file.path}: {n_head} query heads cannot share {n} K/V heads")
-    return n
-
-
-def inverse_root(n: int) -> float:
-    """1 / sqrt(n), both steps in single precision as llama.cpp takes them: for heads of 72, 96 or 112 one rounding gives another last bit."""
-    return float(np.float32(1) / np.sqrt(np.float32(n)))
-
-
-def vocabulary(file: GGUFFile) -> int:
-    """Tokens of the embedding; 0 if the file has none, which its specs then name."""
-    embedding = file.tensors.get("token_embd.weight")
-    return embedding.shape[-1] if embedding else 0
-
-
-def ends(file: GGUFFile, n_embd: int, n_vocab: int) -> list[Spec]:
-    """Embedding, last norm and head; the head is the embedding where the file has none."""
-    head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
-    return [
-        Spec("token_embd.weight", (n_embd, n_vocab), ROWS),
-        Spec("output_norm.weight", (n_embd,), VECTOR),
-        Spec("output.weight", (n_embd, n_vocab), MATMUL, head),
-    ]
+    def leading_dense(self, default: int | None = None) -> int:
+        """Layers with a dense FFN before those with experts."""
+        n = self.get("leading_dense_block_count", int, default)
+        if not 0 <= n <= self.n_layer:
+            raise self.refuse(f"leading_dense_block_count is {n}, but the model has {self.n_layer} layers")
+        return n

@@ -15,7 +15,7 @@ from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .hparams import per_layer, positive
+from .keys import per_layer, positive
 from .weights import EXPERTS, MATMUL, VECTOR, Spec, Weights
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # values of `expert_gating_func`

@@ -16,16 +16,15 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .base import KVLayer, KVShape, Target
-from .blocks import head_product, product, project, write_kv
+from .base import KVLayer, KVShape, Seen, Target
+from .blocks import head_product, product, write_kv
+from .decoder import ARCHITECTURES
 from .drafter import ChainRow, ContextRows, Drafter
-from .model import SCALED
-from .qwen3next import Qwen3Next
-from .qwen35 import Qwen35
-from .qwen35moe import Qwen35MoE
+from .layers import Attention, LayerContext
+from .model import ATTENTION, SCALED
 from .weights import MATMUL, ROWS, VECTOR, Spec, Weights
 
-LAYERS = {cls.arch: cls for cls in (Qwen35, Qwen35MoE, Qwen3Next)}
+LAYERS = ("qwen35", "qwen35moe", "qwen3next")  # architectures whose layer drafts here
 BLOCK = 16  # rows of the widest block; what pays is measured: a chain of 8 gave 5.2 tokens a step on code where one of 3 gave 3.2
 EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
 ENDS = {EMBEDDING: "embed_tokens", NORM: "shared_head_norm", HEAD: "shared_head_head"}
@@ -49,19 +48,21 @@ class MTP(Drafter):
     method = "draft-mtp"
     chained = True
     scaled = (*SCALED, "eh_proj")
-    biased = Qwen35.biased
+    biased = ATTENTION
 
     def __init__(self, file: GGUFFile) -> None:
         arch = file.get("general.architecture", str)
         if not has_layer(file):
             raise ModelError(f"{file.path} has no MTP layer ({arch}.nextn_predict_layers is 0): it cannot draft for itself")
         self.file, self.arch = file, arch
-        self._model = LAYERS[arch](file)  # whose layers it is like
-        self.hp = self._model.hp
-        count = self.hp.n_block - self.hp.n_layer
+        self._model = ARCHITECTURES[arch](file)  # whose layers it is like
+        f, layer = self._model.f, self._model.mtp
+        assert layer is not None and isinstance(layer.mixer, Attention)
+        self._layer, self._attention = layer, layer.mixer
+        self.n_embd, self.eps, count = f.n_embd, f.eps, f.n_block - f.n_layer
         if count != 1:
             raise ModelError(f"{file.path} has {count} MTP layers; files with one are supported, here as in llama.cpp")
-        self.layer = self.hp.n_layer
+        self.layer = f.n_layer
         self.prefix, self.alone = f"blk.{self.layer}.", is_layer_alone(file)
         # embedding, norm and head that it does not share with the target: the name here, and in the file
         found = {here: f"{self.prefix}nextn.{name}.weight" for here, name in ENDS.items()}
@@ -92,8 +93,8 @@ class MTP(Drafter):
     # -- what it reads
 
     def tensors(self) -> list[Spec]:
-        n, b, model = self.hp.n_embd, self.prefix, self._model
-        out = [Spec(f"{b}nextn.eh_proj.weight", (2 * n, n)), *model.attention_layer(self.layer)]
+        n, b, model = self.n_embd, self.prefix, self._model
+        out = [Spec(f"{b}nextn.eh_proj.weight", (2 * n, n)), *self._layer.tensors(model.f, b)]
         out += [Spec(f"{b}nextn.{name}.weight", (n,), VECTOR) for name in ("enorm", "hnorm")]
         shapes = {EMBEDDING: ((n, model.n_vocab), ROWS), NORM: ((n,), VECTOR), HEAD: ((n, model.n_vocab), MATMUL)}
         return out + [Spec(here, *shapes[here], None if here == name else name) for here, name in self._own.items()]
@@ -109,18 +110,18 @@ class MTP(Drafter):
         b = self.prefix
         return {
             f"{b}kv": tuple(f"{b}{name}.weight" for name in ("attn_k", "attn_v")),
-            f"{b}ffn": tuple(f"{b}{name}.weight" for name in self._model.ffn_members()),
+            f"{b}ffn": self._layer.groups(self._model.f, b)[f"{b}ffn"],
         }
 
     def kv_shapes(self) -> list[KVShape]:
-        return [KVShape(self.hp.n_head_kv, self.hp.head_size)]
+        return [self._attention.kv]
 
     def check_pair(self, target: Target) -> None:
         pair = f"the MTP layer of {self.file.path.name} cannot draft for {target.file.path.name}"
         if target.arch != self.arch:
             raise PairError(f"{pair}: it belongs to {self.arch} models, and that one is {target.arch}")
-        if self.hp.n_embd != target.n_embd:
-            raise PairError(f"{pair}: it was made for hidden states of {self.hp.n_embd} values, the target's have {target.n_embd}")
+        if self.n_embd != target.n_embd:
+            raise PairError(f"{pair}: it was made for hidden states of {self.n_embd} values, the target's have {target.n_embd}")
         if self._own and self._model.n_vocab != target.n_vocab:
             raise PairError(f"{pair}: it has {self._model.n_vocab} tokens, the target has {target.n_vocab}")
         if self.file is not target.file:
@@ -130,23 +131,24 @@ class MTP(Drafter):
 
     def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
         assert rows.tokens is not None and rows.before is not None
-        x = self._pair(g, rows.tokens, rows.before, target)
-        h = g.rms_norm(x, self.weights[f"{self.prefix}attn_norm.weight"], self.hp.eps)
-        k, v = project(g, self.weights.group(f"{self.prefix}kv"), h)
-        write_kv(g, *self._model.keys_values(g, self.layer, k, v, rows.positions), kv[0], rows.kv_rows)
+        c = self._context(g, rows.positions, None, kv)
+        h = c.rms_norm(self._pair(g, rows.tokens, rows.before, target), self._layer.mixer_norm)
+        write_kv(g, *self._attention.keys_values(c, *c.project("kv", h)), kv[0], rows.kv_rows)
 
     def step(self, g: Graph, rows: ChainRow, target: Target) -> tuple[Tensor, Tensor]:
         """The head reads what the next draft does."""
-        w, b, model, eps = self.weights, self.prefix, self._model, self.hp.eps
+        c = self._context(g, rows.positions, rows.seen, rows.kv)
         x = self._pair(g, rows.tokens, rows.before, target)
-        h = g.rms_norm(x, w[f"{b}attn_norm.weight"], eps)
+        h = c.rms_norm(x, self._layer.mixer_norm)
         g.norm_first(h)
-        qg = product(g, w.matrix(f"{b}attn_q.weight"), h)
-        k, v = project(g, w.group(f"{b}kv"), h)
-        x = g.add(model.attention(g, self.layer, qg, k, v, rows.positions, rows.seen, rows.kv[0]), x)
-        x = g.add(model.ffn(g, g.rms_norm(x, w[f"{b}post_attention_norm.weight"], eps), self.layer), x)
-        h = g.rms_norm(x, (w if NORM in self._own else target.weights)[NORM], eps)
+        q = c.product("attn_q", h)
+        x = g.add(self._attention.attend(c, q, *c.project("kv", h)), x)
+        x = g.add(self._layer.ffn(c, c.rms_norm(x, self._layer.ffn_norm)), x)
+        h = g.rms_norm(x, (self.weights if NORM in self._own else target.weights)[NORM], self.eps)
         return h, h
+
+    def _context(self, g: Graph, positions: Tensor, seen: Seen | None, kv: tuple[KVLayer, ...]) -> LayerContext:
+        return LayerContext(g, self.weights, self.layer, self.eps, positions, seen, {self.layer: kv[0]})
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         if HEAD in self._own:
@@ -155,7 +157,7 @@ class MTP(Drafter):
 
     def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Target) -> Tensor:
         """eh_proj of tokens I32 [T] and hidden states F32 of as many rows; F32 [n_embd, T]."""
-        w, b, eps = self.weights, self.prefix, self.hp.eps
+        w, b, eps = self.weights, self.prefix, self.eps
         e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in self._own else target.embed(g, tokens)
         h = g.rms_norm(before, w[f"{b}nextn.hnorm.weight"], eps)
         joined = g.concat([g.rms_norm(e, w[f"{b}nextn.enorm.weight"], eps), g.shaped(h, e.ne[0], e.ne[1])])

@@ -1,9 +1,13 @@
 """Architectures by the name in `general.architecture`. Adding one is one file and one line here."""
 
+import importlib
+import pkgutil
+
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
+from . import archs
 from .base import Target
-from .deepseek2 import DeepSeek2
+from .decoder import ARCHITECTURES
 from .dflash import DFlash
 from .dflash2 import GATE, DFlash2
 from .dialects import ARCHS as DRAFTERS
@@ -11,25 +15,13 @@ from .dialects import SUPPORTED, as_dflash, refuse_other_methods
 from .drafter import Drafter
 from .dspark import FROM, DSpark
 from .eagle3 import Eagle3
-from .gemma4 import Gemma4
 from .gemma4_assistant import Gemma4Assistant
-from .glm_dsa import GlmDsa
-from .gpt_oss import GptOss
-from .laguna import Laguna
-from .llama import Llama
-from .minimax_m2 import MiniMaxM2
 from .mtp import MTP, has_layer, is_layer_alone
-from .muse_glimmer import MuseGlimmer
-from .qwen3 import Qwen3
-from .qwen3moe import Qwen3MoE
-from .qwen3next import Qwen3Next
-from .qwen35 import Qwen35
-from .qwen35moe import Qwen35MoE
 
-TARGETS = {
-    cls.arch: cls
-    for cls in (DeepSeek2, Gemma4, GlmDsa, GptOss, Laguna, Llama, MiniMaxM2, MuseGlimmer, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE)
-}
+for module in pkgutil.iter_modules(archs.__path__):
+    importlib.import_module(f"{archs.__name__}.{module.name}")
+
+TARGETS = ARCHITECTURES
 CHAINS = {cls.arch: cls for cls in (Eagle3, Gemma4Assistant)}  # as ``dialects.RUN`` has them
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 

@@ -8,7 +8,7 @@ from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .hparams import positive
+from .keys import positive
 
 KINDS = ("none", "linear", "yarn")
 

@@ -6,13 +6,13 @@ from click.testing import CliRunner
 from gguf_io.build import Model as Parts
 from models.dress import opened, with_tensor
 from models.test_archs import TARGETS
+from pyggml_spec.models.qwen35 import Qwen35
 from random_gguf.model import Shape, write_dflash
 
 from pyggml_spec.cli.inspect import command
 from pyggml_spec.errors import ModelError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.model import Model
-from pyggml_spec.models.qwen35 import Qwen35
 from pyggml_spec.models.registry import TARGETS as CLASSES
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.inspect import inspect_file

@@ -1,0 +1,208 @@
+"""gemma4: sliding-window and full layers with head sizes and ropes of their own, GELU-gated FFNs, norms before and behind every part.
+
+With rms(x; w) = x / sqrt(mean x^2 + eps) * w (no +1), x = E[t] * sqrt(n_embd), and per layer:
+    h = rms(x; attn_norm);  q, k rms-normalised per head, then rotated;  v rms-normalised without weight, and k's own projection where
+    the layer has no attn_v;  a = x + rms(W_o attention(q, k, v); post_attention_norm), with scores that are not scaled
+    dense: f = GEGLU(rms(a; ffn_norm));  routed: f = rms(GEGLU(rms(a; ffn_norm)); post_ffw_norm_1) + rms(experts(rms(a; pre_ffw_norm_2));
+    post_ffw_norm_2), the router reading rms(a) / sqrt(n_embd) * ffn_gate_inp.scale
+    x = a + rms(f; post_ffw_norm);  per-layer embeddings: x += rms(W_proj(gelu(W_inp_gate x) * ple_l); post_norm);  x *= layer_output_scale
+The last `shared_kv_layers` layers own no K/V and read those of an earlier layer of their kind. Logits are capped: c tanh(l / c).
+Source of the formulae: llama.cpp, src/models/gemma4.cpp.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import ModelError
+from ...ggml.graph import Graph
+from ...ggml.library import Tensor
+from ...gguf_io import GGUFFile
+from ..base import KVShape
+from ..blocks import attend
+from ..decoder import Decoder, register
+from ..hparams import Hparams
+from ..keys import inverse_root, per_layer, positive
+from ..layers import ROPE_FREQS, GatedMLP, Layer, LayerContext, Part, specs
+from ..moe import Experts
+from ..rope import Rope
+from ..weights import ROWS, VECTOR, Spec
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What full layers and sliding layers differ in."""
+
+    size: int
+    rope: Rope
+    sliding: bool = False
+
+
+def kinds(file: GGUFFile, arch: str, default: int) -> tuple[Kind, Kind]:
+    """Full and sliding layers; heads of ``default`` values where the file does not say."""
+    size = positive(file, f"{arch}.attention.key_length", default, 4096)
+    size_swa = positive(file, f"{arch}.attention.key_length_swa", size, 4096)
+    for name, expected in (("value_length", size), ("value_length_swa", size_swa)):
+        if file.get(f"{arch}.attention.{name}", int, expected) != expected:
+            raise ModelError(f"{file.path}: attention.{name} differs from the key length {expected}, which {arch} does not have")
+    rope = Rope.from_gguf(file, arch, size, asks=False)
+    return Kind(size, rope), Kind(size_swa, rope.swa(file, arch, size_swa, 10000.0), sliding=True)
+
+
+@register("gemma4")
+def gemma4(f: Hparams) -> Decoder:
+    heads, kv_heads = f.heads_by_layer
+    window, sliding = f.window()
+    full, local = kinds(f.file, f.arch, f.n_embd // heads[0])
+    n_own = f.n_layer - f.get("attention.shared_kv_layers", int, 0)
+    if not 0 < n_own <= f.n_layer or any(sliding[i] != sliding[n_own - 1 - sliding[i]] or n_own < 2 for i in range(n_own, f.n_layer)):
+        raise f.refuse(f"attention.shared_kv_layers leaves {n_own} of {f.n_layer} layers, not one of each kind")
+    n_per_layer = f.number("embedding_length_per_layer_input", 0, 0, 1 << 20)
+    ff = per_layer(f.file, f"{f.arch}.feed_forward_length", f.n_layer)
+    experts = f.experts(glu="geglu") if f.get("expert_count", int, 0) > 0 else None
+    layers = []
+    for i, one in enumerate(sliding):
+        owner = i if i < n_own else n_own - (2 if one else 1)  # its own rows, or those of the last owning layer of its kind
+        has_v = f.shape(f"blk.{i}.attn_v.weight") is not None
+        routed = experts if f.shape(f"blk.{i}.ffn_gate_inp.weight") is not None else None
+        scaled = f.shape(f"blk.{i}.layer_output_scale.weight") is not None
+        mixer = SharedAttention(heads[i], kv_heads[i], local if one else full, owner, owner == i, has_v)
+        layers.append(GemmaLayer(mixer, GatedMLP(ff[i], "gelu"), experts=routed, n_per_layer=n_per_layer, scaled=scaled))
+    softcap = f.number("final_logit_softcapping", 30.0)  # 30 without the key, as llama.cpp has it; every published model says 30
+    return Gemma4(f, layers, n_per_layer, window=window, embedding_scale=float(np.sqrt(np.float32(f.n_embd))), softcap=softcap)
+
+
+@dataclass(frozen=True)
+class SharedAttention(Part):
+    """Attention over the rows of the layer ``owner``, which may be an earlier one; ``owns``: that is this layer. v is k's projection without ``has_v``."""
+
+    heads: int
+    kv_heads: int
+    kind: Kind
+    owner: int
+    owns: bool
+    has_v: bool
+
+    @property
+    def sliding(self) -> bool:  # type: ignore[override]
+        return self.kind.sliding
+
+    @property
+    def kv(self) -> KVShape | None:  # type: ignore[override]
+        return KVShape(self.kv_heads, self.kind.size, self.sliding) if self.owns else None
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return ("attn_q", *(("attn_k",) if self.owns else ()), *(("attn_v",) if self.owns and self.has_v else ()))
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        wide, wide_kv = self.heads * self.kind.size, self.kv_heads * self.kind.size
+        shapes = {name: (f.n_embd, wide if name == "attn_q" else wide_kv) for name in self._inputs}
+        norms = dict.fromkeys(("attn_q_norm", "attn_k_norm") if self.owns else ("attn_q_norm",), self.kind.size)
+        return specs(prefix, shapes | {"attn_output": (wide, f.n_embd)}, norms)
+
+    def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
+        return {"mixer": self._inputs}
+
+    def unused(self, f: Hparams, prefix: str) -> dict[str, str]:
+        names = () if self.owns else ("attn_k", "attn_v", "attn_k_norm")
+        return {f"{prefix}{name}.weight": "K/V of a layer that reads those of an earlier one" for name in names}
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        g, size, seen = c.g, self.kind.size, c.seen
+        assert seen is not None
+        factors = None if self.sliding else c.w[ROPE_FREQS]
+        q, *own = c.project("mixer", x)
+        q = self.kind.rope(g, c.rms_norm(g.heads(q, size, self.heads), "attn_q_norm"), c.positions, factors)
+        k = v = None
+        if own:
+            k = self.kind.rope(g, c.rms_norm(g.heads(own[0], size, self.kv_heads), "attn_k_norm"), c.positions, factors)
+            v = g.norm(g.heads(own[-1], size, self.kv_heads), c.eps)
+        out = attend(g, q, k, v, c.caches[self.owner], seen.kv_rows, seen.mask, seen.span, self.kv_heads, 1.0)
+        return c.product("attn_output", out)
+
+
+@dataclass(frozen=True)
+class GemmaLayer(Layer):
+    """A layer with experts beside its FFN (None: without), per-layer embeddings in ``extra`` (0: without), and a scale of its output."""
+
+    post_mixer: str = "post_attention_norm"
+    post_ffn: str = "post_ffw_norm"
+    experts: Experts | None = None
+    n_per_layer: int = 0
+    scaled: bool = False
+
+    @property
+    def reads_extra(self) -> bool:
+        return bool(self.n_per_layer)
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        out, n = super().tensors(f, prefix), f.n_embd
+        if self.experts is not None:
+            out += [*self.experts.specs(f.file, prefix, n), Spec(f"{prefix}ffn_gate_inp.scale", (n,), VECTOR)]
+            out += specs(prefix, {}, dict.fromkeys(("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), n))
+        if self.n_per_layer:
+            out += specs(prefix, {"inp_gate": (n, self.n_per_layer), "proj": (self.n_per_layer, n)}, {"post_norm": n})
+        return out + (specs(prefix, {}, {"layer_output_scale": 1}) if self.scaled else [])
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        g = c.g
+        a = g.add(self._behind(c, self.mixer(c, c.rms_norm(x, self.mixer_norm)), self.post_mixer), x)
+        f = self.ffn(c, c.rms_norm(a, self.ffn_norm))
+        if self.experts is not None:
+            f = g.add(c.rms_norm(f, "post_ffw_norm_1"), c.rms_norm(self._routed(c, a, self.experts), "post_ffw_norm_2"))
+        x = g.add(self._behind(c, f, self.post_ffn), a)
+        if c.extra is not None:
+            inner = g.matmul(c["proj"], g.mul(g.gelu(g.matmul(c["inp_gate"], x)), g.plane(c.extra, c.i)))
+            x = g.add(x, c.rms_norm(inner, "post_norm"))
+        return g.mul(x, c["layer_output_scale"]) if self.scaled else x
+
+    def _routed(self, c: LayerContext, a: Tensor, experts: Experts) -> Tensor:
+        g, n = c.g, c.rms_norm(a, "pre_ffw_norm_2")
+        seen = g.scale(g.norm(a, c.eps), inverse_root(a.ne[0]))
+        logits = g.matmul(c["ffn_gate_inp"], g.mul(seen, c.w[f"{c.prefix}ffn_gate_inp.scale"]))
+        return experts(g, c.w, c.prefix, n, logits)
+
+
+class Gemma4(Decoder):
+    """The frame of gemma4: per-layer embeddings, and layers that read the rows of earlier ones."""
+
+    def __init__(self, f: Hparams, layers: Sequence[GemmaLayer], n_per_layer: int, **more: float) -> None:
+        super().__init__(f, layers, **more)  # type: ignore[arg-type]
+        self.n_per_layer = n_per_layer
+        self.experts = next((layer.experts for layer in layers if layer.experts), None)
+
+    def mixer(self, i: int) -> SharedAttention:
+        mixer = self.layers[i].mixer
+        assert isinstance(mixer, SharedAttention)
+        return mixer
+
+    def tensors(self) -> list[Spec]:
+        out, n_per, mixers = super().tensors(), self.n_per_layer, [self.mixer(i) for i in range(self.n_layer)]
+        full = next((mixer.kind for mixer in mixers if not mixer.sliding), None)
+        if full is not None:
+            out.append(Spec(ROPE_FREQS, (full.size // 2,), VECTOR))
+        if n_per:
+            wide = n_per * self.n_layer
+            out.append(Spec("per_layer_token_embd.weight", (wide, self.n_vocab), ROWS))
+            out.append(Spec("per_layer_model_proj.weight", (self.n_embd, wide)))
+            out.append(Spec("per_layer_proj_norm.weight", (n_per,), VECTOR))
+        return out
+
+    def last_cut(self) -> int:
+        """The layers whose rows later ones read stay with these."""
+        mixers = [self.mixer(i) for i in range(self.n_layer)]
+        return min((mixer.owner for mixer in mixers if not mixer.owns), default=self.n_layer - 1)
+
+    def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
+        """What each layer adds to its output: F32 [n_per_layer, T, n_layer]."""
+        w, rows, n_per = self.weights, x.ne[1], self.n_per_layer
+        if not n_per:
+            return None
+        looked_up = g.shaped(g.rows(w["per_layer_token_embd.weight"], tokens), n_per, self.n_layer, rows)
+        looked_up = g.scale(looked_up, float(np.sqrt(np.float32(n_per))))
+        projected = g.scale(g.matmul(w["per_layer_model_proj.weight"], x), inverse_root(self.n_embd))
+        projected = g.rms_norm(g.shaped(projected, n_per, self.n_layer, rows), w["per_layer_proj_norm.weight"], self.eps)
+        both = g.scale(g.add(projected, looked_up), inverse_root(2))
+        return g.cont(g.permute(both, 0, 2, 1, 3))

@@ -1,0 +1,39 @@
+"""laguna: routed experts beside a shared one, one full-attention layer to three sliding-window ones, a softplus gate behind attention.
+
+The gate has one value per head or one per attention output, as its tensor's shape says. Layers may differ in their number of heads. Full
+layers stretch positions by yarn where the file says so, sliding ones never. The router adds a bias to the sigmoids it chooses by.
+Smaller models of the family have no sliding window. Source of the formulae: llama.cpp, src/models/laguna.cpp.
+"""
+
+from ..decoder import Decoder, register
+from ..hparams import Hparams
+from ..keys import OF_SLIDING, per_layer
+from ..layers import HEAD, Attention, GatedMLP, Layer, MoE
+from ..model import ATTENTION, EXPERT, FFN, SHARED
+from ..moe import SIGMOID
+
+
+@register("laguna")
+def laguna(f: Hparams) -> Decoder:
+    heads, kv_heads = f.heads_by_layer
+    size = f.head_dim(*OF_SLIDING, default=f.n_embd // heads[0])
+    full = f.rope(size, windowed=True)
+    window, sliding = f.window(needed=False)
+    local = full.swa(f.file, f.arch, size) if window else full
+    experts = f.experts(
+        gating=f.gating(SIGMOID),
+        normalise=f.get("expert_weights_norm", bool, False),
+        scale=f.get("expert_weights_scale", float, 0.0),
+        biased=True,
+    )
+    n_dense, shared = f.leading_dense(), f.get("expert_shared_feed_forward_length", int, 0)
+    moe = MoE(experts, GatedMLP(f.positive("expert_shared_feed_forward_length") if shared else experts.n_ff, suffix="_shexp"))
+    dense = GatedMLP(per_layer(f.file, "laguna.feed_forward_length", f.n_layer)[0]) if n_dense else moe
+    layers = [
+        Layer(
+            Attention(heads[i], kv_heads[i], size, local if s else full, norm=HEAD, sliding=s, gate="softplus"),
+            dense if i < n_dense else moe,
+        )
+        for i, s in enumerate(sliding)
+    ]
+    return Decoder(f, layers, window=window, biased=ATTENTION, unscaled=("attn_gate", "output", *FFN, *SHARED, *EXPERT))

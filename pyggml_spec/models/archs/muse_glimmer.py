@@ -1,0 +1,46 @@
+"""muse-glimmer: sliding-window layers are rotated (pairs 2 i, 2 i + 1), full ones are not; a sigmoid gate behind attention, norms behind both parts.
+
+The embedding is RMS-normalised. Logits are multiplied by a number of the file, then capped: c tanh(l / c).
+Source of the formulae: llama.cpp, src/models/muse-glimmer.cpp.
+"""
+
+from dataclasses import replace
+
+from ..decoder import Decoder, register
+from ..hparams import Hparams
+from ..keys import OF_SLIDING
+from ..layers import HEAD, Attention, GatedMLP, Layer
+from ..model import ATTENTION, FFN
+
+EPS_BEHIND = 1e-8  # of the norms behind attention and FFN
+
+
+@register("muse-glimmer")
+def muse_glimmer(f: Hparams) -> Decoder:
+    size = f.head_dim(*OF_SLIDING)
+    # positions are stretched in full layers only, and these are not rotated
+    rope = replace(f.sliding_base(f.rope(size, neox=False, yarn=False, windowed=True)), scale=1.0)
+    window, sliding = f.window(full_last=True)
+    layers = [
+        Layer(
+            Attention(f.heads, f.kv_heads, size, rope if s else None, norm=HEAD, sliding=s, gate="sigmoid"),
+            GatedMLP(f.ff),
+            post_mixer="post_attention_norm",
+            post_ffn="post_ffw_norm",
+            post_eps=EPS_BEHIND,
+        )
+        for s in sliding
+    ]
+    scale = f.get("logit_scale", float)
+    if scale <= 0:
+        raise f.refuse(f"logit_scale is {scale}, but it has to be above 0")
+    return Decoder(
+        f,
+        layers,
+        window=window,
+        norm_embedding=True,
+        logit_scale=scale,
+        softcap=f.number("final_logit_softcapping", 30.0),  # 30 without the key, as llama.cpp has it
+        biased=ATTENTION,
+        unscaled=("attn_gate", *FFN),
+    )

@@ -1,0 +1,179 @@
+"""A target as a description: which layers there are, in what frame. ``Decoder`` derives from it what the engine asks of a target.
+
+@register("qwen2")
+def qwen2(f: Hparams) -> Decoder:
+    size = f.head_dim()
+    attention = Attention(f.heads, f.kv_heads, size, f.rope(size))
+    return Decoder(f, [Layer(attention, GatedMLP(f.ff))] * f.n_layer, biased=ATTENTION)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from ..errors import ModelError
+from ..ggml.graph import Graph
+from ..ggml.library import Tensor
+from ..gguf_io import GGUFFile
+from .base import DeltaShape, KVShape, Rows, Seen
+from .blocks import head_product
+from .hparams import Hparams
+from .keys import ends
+from .layers import ROPE_FREQS, Attention, Layer, LayerContext
+from .model import SCALED, Model
+from .moe import Experts
+from .rope import Rope
+from .weights import VECTOR, Spec, Weights
+
+ARCHITECTURES: dict[str, Callable[[GGUFFile], "Decoder"]] = {}
+
+
+def register(*archs: str) -> Callable[[Callable[[Hparams], "Decoder"]], Callable[[Hparams], "Decoder"]]:
+    """Makes a function from ``Hparams`` the description of the architectures of these names."""
+
+    def note(describe: Callable[[Hparams], "Decoder"]) -> Callable[[Hparams], "Decoder"]:
+        ARCHITECTURES.update({arch: partial(_described, describe, arch) for arch in archs})
+        return describe
+
+    return note
+
+
+def _described(describe: Callable[[Hparams], "Decoder"], arch: str, file: GGUFFile) -> "Decoder":
+    f = Hparams(file, arch)
+    decoder = describe(f)
+    if not f.routed and f.get("expert_count", int, 0):
+        raise ModelError(f"{file.path} has routed experts, which {arch} models here do not; use a dense model")
+    return decoder
+
+
+class Decoder(Model):
+    """A target made of ``layers``. ``weights`` has to be set before ``forward``.
+
+    Args:
+        window: positions that sliding layers see, 0 for none.
+        embedding_scale: what the embedding is multiplied with. ``norm_embedding``: it is RMS-normalised, without a weight.
+        logit_scale, softcap: logits are multiplied, then capped: c tanh(l / c); 0 for none.
+        scaled, unscaled, biased: as in ``Model``, by short names of matrices.
+        unused: tensors of the file that no graph uses, with the reason.
+        mtp: what the layer behind the last one, which drafts, is made of. ``drafting_layers``: why the target does not use it.
+    """
+
+    weights: Weights
+
+    def __init__(
+        self,
+        f: Hparams,
+        layers: Sequence[Layer],
+        *,
+        window: int = 0,
+        embedding_scale: float = 1.0,
+        norm_embedding: bool = False,
+        logit_scale: float = 1.0,
+        softcap: float = 0.0,
+        scaled: tuple[str, ...] = SCALED,
+        unscaled: Sequence[str] = (),
+        biased: tuple[str, ...] = (),
+        unused: Mapping[str, str] = {},
+        mtp: Layer | None = None,
+        drafting_layers: str = "an MTP layer, which drafts for targets of other architectures only",
+    ) -> None:
+        self.f, self.file, self.arch, self.layers = f, f.file, f.arch, tuple(layers)
+        self.n_embd, self.n_layer, self.n_vocab, self.context_length = f.n_embd, f.n_layer, f.n_vocab, f.context_length
+        self.eps, self.window, self.norm_embedding = f.eps, window, norm_embedding
+        self.embedding_scale, self.logit_scale, self.softcap = embedding_scale, logit_scale, softcap
+        self.scaled, self.unscaled, self.biased, self._unused = scaled, frozenset(unscaled), biased, unused
+        self.mtp, self._drafting_layers = mtp, drafting_layers
+        parts = [part for layer in self.layers for part in layer.parts]
+        self.ggml_attention = next((part.ggml_attention for part in parts if part.ggml_attention), "")
+        self.experts: Experts | None = next((part.experts for part in parts if part.experts), None)
+        self._owners = [i for i, layer in enumerate(self.layers) if layer.mixer.kv is not None]
+        self._recurrent = [i for i, layer in enumerate(self.layers) if layer.mixer.recurrent is not None]
+
+    @property
+    def rope(self) -> Rope | None:
+        """That of the first layer that sees everything and is rotated."""
+        full = (layer.mixer for layer in self.layers if not layer.mixer.sliding)
+        return next((rope for mixer in full if (rope := getattr(mixer, "rope", None)) is not None), None)
+
+    # -- what it reads
+
+    def tensors(self) -> list[Spec]:
+        out = ends(self.file, self.n_embd, self.n_vocab) + [
+            s for i, layer in enumerate(self.layers) for s in layer.tensors(self.f, f"blk.{i}.")
+        ]
+        return out + self._rope_factors()
+
+    def _rope_factors(self) -> list[Spec]:
+        rope = next((m.rope for m in (layer.mixer for layer in self.layers) if isinstance(m, Attention) and m.factors), None)
+        return [Spec(ROPE_FREQS, (rope.n_rot // 2,), VECTOR)] if rope is not None and ROPE_FREQS in self.file.tensors else []
+
+    def idle(self) -> dict[str, str]:
+        found = {"cls.output.weight": "the head of a reranker, which generates no text", **self._unused}
+        for i, layer in enumerate(self.layers):
+            for part in layer.parts:
+                found |= part.unused(self.f, f"blk.{i}.")
+        drafting = tuple(f"blk.{i}." for i in range(self.n_layer, self.f.n_block))
+        return found | {name: self._drafting_layers for name in self.file.tensors if drafting and name.startswith(drafting)}
+
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        return {name: members for i, layer in enumerate(self.layers) for name, members in layer.groups(self.f, f"blk.{i}.").items()}
+
+    def fused_alike(self) -> list[tuple[str, ...]]:
+        """Groups of which the same number of matrices is fused: the recurrent state keeps rows of one width for every layer."""
+        return [tuple(f"blk.{i}.mixer" for i in self._recurrent)] if self._recurrent else []
+
+    # -- what it keeps between steps
+
+    def kv_shapes(self) -> list[KVShape]:
+        return [shape for layer in self.layers if (shape := layer.mixer.kv) is not None]
+
+    def delta_shape(self) -> DeltaShape | None:
+        return next((layer.mixer.recurrent for layer in self.layers if layer.mixer.recurrent), None)
+
+    def delta_row(self, first: int = 0) -> int:
+        """Floats per projected row that the recurrent states keep from layer ``first`` on."""
+        i = next((i for i in self._recurrent if i >= first), None)
+        return 0 if i is None else self.layers[i].mixer.row(self.weights.group(f"blk.{i}.mixer"))
+
+    def caches_before(self, layer: int) -> tuple[int, int]:
+        return sum(i < layer for i in self._owners), sum(i < layer for i in self._recurrent)
+
+    def last_cut(self) -> int:
+        return self.n_layer - 1
+
+    # -- the graph
+
+    def embed(self, g: Graph, tokens: Tensor) -> Tensor:
+        return g.rows(self.weights["token_embd.weight"], tokens)
+
+    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Adds all layers. Returns (F32 [n_embd, T] normalised for the head, captured inputs of the layers named by ``capture``).
+
+        A value v in ``capture`` is the input of layer v, that is the output of layer v - 1; v = n_layer is the last layer's output.
+        """
+        x = self.embed(g, rows.tokens)
+        x = g.scale(x, self.embedding_scale) if self.embedding_scale != 1 else x
+        x = g.norm(x, self.eps) if self.norm_embedding else x
+        extra, captured = self.extra(g, x, rows.tokens), {}
+        for i, layer in enumerate(self.layers):
+            rows, x, extra = rows.at(i, x, extra if layer.reads_extra else None)
+            captured[i] = x
+            c = self._context(g, rows, i, extra)
+            x = layer(c, x)
+            extra = c.extra
+        captured[self.n_layer] = x
+        return g.rms_norm(x, self.weights["output_norm.weight"], self.eps), [captured[v] for v in capture]
+
+    def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
+        """What layer 0 is handed beside its input."""
+        return None
+
+    def _context(self, g: Graph, rows: Rows, i: int, extra: Tensor | None) -> LayerContext:
+        seen = rows.of_sliding if self.layers[i].mixer.sliding else Seen(rows.kv_rows, rows.mask, rows.span)
+        caches = dict(zip(self._owners, rows.kv, strict=True))
+        state = self._recurrent.index(i) if i in self._recurrent else 0
+        return LayerContext(g, self.weights, i, self.eps, rows.positions, seen, caches, rows.delta, state, extra)
+
+    def logits(self, g: Graph, hidden: Tensor, tokens: int = 0) -> Tensor:
+        """F32 [n_embd, T] -> F32 [n_vocab, T]; of the first ``tokens`` only unless that is 0."""
+        out = head_product(g, self.weights.matrix("output.weight"), hidden, tokens)
+        return g.soft_cap(g.scale(out, self.logit_scale) if self.logit_scale != 1 else out, self.softcap)

@@ -1,0 +1,62 @@
+"""The gated delta-net mixer, whose recurrent state verification leaves uncommitted (``memory.delta``)."""
+
+from dataclasses import dataclass
+
+from ..ggml.library import Tensor
+from .base import DeltaShape
+from .blocks import product
+from .hparams import Hparams
+from .layers import LayerContext, Part, specs
+from .weights import VECTOR, Group, Spec
+
+QKV, Z, BETA, ALPHA = "attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet(Part):
+    """Projections, a causal convolution and the gated delta rule (Yang, Kautz, Hatamizadeh 2024), a gated norm, the output.
+
+    Attributes:
+        shape: geometry of the states; its ``layers`` counts all recurrent layers of the model.
+    """
+
+    shape: DeltaShape
+
+    @property
+    def recurrent(self) -> DeltaShape:  # type: ignore[override]
+        return self.shape
+
+    def inputs(self, f: Hparams) -> dict[str, tuple[int, ...]]:
+        """The matrices that read the layer's input."""
+        d = self.shape
+        return {
+            QKV: (f.n_embd, d.channels),
+            Z: (f.n_embd, d.head_size * d.n_head_v),
+            BETA: (f.n_embd, d.n_head_v),
+            ALPHA: (f.n_embd, d.n_head_v),
+        }
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        d = self.shape
+        out = specs(prefix, self.inputs(f) | {"ssm_out": (d.head_size * d.n_head_v, f.n_embd)}, {"ssm_norm": d.head_size})
+        out.append(Spec(f"{prefix}ssm_conv1d.weight", (d.conv, d.channels), VECTOR))
+        return out + [Spec(f"{prefix}{name}", (d.n_head_v,), VECTOR) for name in ("ssm_dt.bias", "ssm_a")]
+
+    def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
+        return {"mixer": tuple(self.inputs(f))}
+
+    def row(self, group: Group) -> int:
+        """Floats per projected row that the recurrent state keeps: a fused projection is kept whole, the channels come first in it."""
+        return sum(group.runs[0].rows)
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        g, w, b = c.g, c.w, c.prefix
+        proj, z, beta, alpha = self.projections(c, x)
+        assert c.recurrent is not None
+        o = c.recurrent.layer(g, c.state, proj, beta, alpha, w[f"{b}ssm_conv1d.weight"], w[f"{b}ssm_dt.bias"], w[f"{b}ssm_a"], c.eps)
+        return product(g, c.matrix("ssm_out"), g.gated_norm(o, c["ssm_norm"], c.eps, z))
+
+    def projections(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """F32 rows that begin with q | k | v, ``row`` long; z [S * H_v, T]; beta and alpha [H_v, T]."""
+        proj, z, beta, alpha = c.project("mixer", x)
+        return c.g.whole(proj), z, beta, alpha

@@ -1,0 +1,293 @@
+"""What layers are made of: attention, FFNs, experts, and the frame around them.
+
+A part is a frozen value without weights. It names the tensors that it reads (``tensors``), the matrices that read one input (``groups``), what
+it keeps between steps (``kv``, ``recurrent``), and adds its nodes to a graph (``__call__``). The order of nodes and operands is llama.cpp's.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..ggml.graph import Graph
+from ..ggml.library import Tensor
+from .base import DeltaLayers, DeltaShape, KVLayer, KVShape, Seen
+from .blocks import attend, geglu_ffn, product, project, softplus_gated, swiglu_ffn
+from .hparams import Hparams
+from .keys import inverse_root
+from .model import FFN
+from .moe import Experts
+from .rope import Rope
+from .weights import VECTOR, Group, Matrix, Spec, Weights
+
+ROPE_FREQS = "rope_freqs.weight"  # what the frequencies are divided by, Llama 3.1 and later
+HEAD, ROW = "head", "row"  # what a norm of q and k goes over: each head, or all heads at once
+MAY, MUST = "may", "must"  # have a bias
+
+
+def specs(prefix: str, matrices: Mapping[str, tuple[int, ...]], vectors: Mapping[str, int] = {}) -> list[Spec]:
+    """The tensors of a layer by their short names."""
+    out = [Spec(f"{prefix}{name}.weight", shape) for name, shape in matrices.items()]
+    return out + [Spec(f"{prefix}{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
+
+
+@dataclass
+class LayerContext:
+    """One layer of a graph under construction.
+
+    Attributes:
+        i: its number; its tensors are `blk.{i}.*`.
+        positions: I32 [T].
+        seen: cache rows written, mask and KV bucket of this layer's attention; None where it only writes.
+        caches: KV rows by number of the layer that owns them.
+        recurrent, state: the recurrent states, and which of them is this layer's.
+        extra: a tensor that is handed from layer to layer; None where an architecture has none.
+    """
+
+    g: Graph
+    w: Weights
+    i: int
+    eps: float
+    positions: Tensor
+    seen: Seen | None
+    caches: Mapping[int, KVLayer]
+    recurrent: DeltaLayers | None = None
+    state: int = 0
+    extra: Tensor | None = None
+
+    @property
+    def prefix(self) -> str:
+        return f"blk.{self.i}."
+
+    @property
+    def kv(self) -> KVLayer:
+        return self.caches[self.i]
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self.prefix}{name}.weight" in self.w
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.w[f"{self.prefix}{name}.weight"]
+
+    def matrix(self, name: str) -> Matrix:
+        return self.w.matrix(f"{self.prefix}{name}.weight")
+
+    def product(self, name: str, x: Tensor) -> Tensor:
+        return product(self.g, self.matrix(name), x)
+
+    def project(self, group: str, x: Tensor) -> list[Tensor]:
+        return project(self.g, self.w.group(f"{self.prefix}{group}"), x)
+
+    def rms_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+        return self.g.rms_norm(x, self[name], self.eps if eps is None else eps)
+
+
+class Part:
+    """A mixer or an FFN. Subclasses are frozen dataclasses."""
+
+    kv: KVShape | None = None
+    recurrent: DeltaShape | None = None
+    experts: Experts | None = None
+    ggml_attention = ""  # why ggml attends where native kernels run
+    sliding = False
+    reads_extra = False  # of the layer before
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        raise NotImplementedError
+
+    def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
+        """Short names of matrices that read the same input, by the name of their group."""
+        return {}
+
+    def unused(self, f: Hparams, prefix: str) -> dict[str, str]:
+        """Full names of tensors that no graph uses, with the reason."""
+        return {}
+
+    def row(self, group: Group) -> int:
+        """Floats per projected row that the recurrent state keeps."""
+        raise NotImplementedError
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        """F32 [n_embd, T], normalised -> F32 [n_embd, T]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Attention(Part):
+    """Softmax attention: ``heads`` heads of ``size`` values, groups of which share ``kv_heads`` heads of K and V.
+
+    Attributes:
+        rope: None for layers whose heads are not rotated.
+        factors: whether ROPE_FREQS, where the file has it, divides the frequencies.
+        norm: HEAD or ROW for RMS norms of q and k before they are rotated.
+        out_bias: whether the output MAY or MUST have a bias; q, k and v may where the description says so.
+        sliding: sees the model's window only.
+        sinks: a score of each head takes its share of the softmax and brings no value.
+        gate: what the output is multiplied with: the "sigmoid" or "softplus" of a further product, or the sigmoid of values "in q", beside each head's.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    rope: Rope | None
+    factors: bool = False
+    norm: str = ""
+    out_bias: str = ""
+    sliding: bool = False
+    sinks: bool = False
+    gate: str = ""
+
+    @property
+    def kv(self) -> KVShape:  # type: ignore[override]
+        return KVShape(self.kv_heads, self.size, self.sliding)
+
+    @property
+    def ggml_attention(self) -> str:  # type: ignore[override]
+        return "it has sinks" if self.sinks else ""
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        n, wide, wide_kv = f.n_embd, self.size * self.heads, self.size * self.kv_heads
+        matrices = {"attn_q": (n, 2 * wide if self.gate == "in q" else wide), "attn_k": (n, wide_kv), "attn_v": (n, wide_kv)}
+        if self._has_gate_matrix:
+            shape = f.shape(f"{prefix}attn_gate.weight")  # one value per head, or one per value of the output
+            matrices["attn_gate"] = (n, self.heads if self.gate == "softplus" and (shape is None or shape[-1] != wide) else wide)
+        matrices["attn_output"] = (wide, n)
+        by_row = self.norm == ROW
+        vectors = {"attn_q_norm": wide if by_row else self.size, "attn_k_norm": wide_kv if by_row else self.size} if self.norm else {}
+        if self.sinks:
+            vectors["attn_sinks"] = self.heads
+        bias = [Spec(f"{prefix}attn_output.bias", (n,), VECTOR, of=f"{prefix}attn_output.weight")] if self.out_bias == MUST else []
+        return specs(prefix, matrices, vectors) + bias
+
+    @property
+    def _has_gate_matrix(self) -> bool:
+        return self.gate in ("sigmoid", "softplus")
+
+    def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
+        return {"mixer": ("attn_q", "attn_k", "attn_v", *(("attn_gate",) if self._has_gate_matrix else ()))}
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        return self.attend(c, *c.project("mixer", x))
+
+    def attend(self, c: LayerContext, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Tensor:
+        """From the projections F32 [.., T] on: writes K and V, attends, and projects. F32 [n_embd, T]."""
+        g, size, stride = c.g, self.size, None
+        if self.gate == "in q":
+            stride = 2 * size
+            gate = g.heads(q, size, self.heads, stride, first=size)
+        q = self._rotated(c, q, self.heads, "attn_q_norm", stride)
+        k, v = self.keys_values(c, k, v)
+        assert c.seen is not None
+        sinks = c["attn_sinks"] if self.sinks else None
+        out = attend(g, q, k, v, c.kv, c.seen.kv_rows, c.seen.mask, c.seen.span, self.kv_heads, inverse_root(size), sinks)
+        if self.gate == "softplus":
+            assert gate is not None
+            out = softplus_gated(g, out, gate, size)
+        elif self.gate == "in q":
+            assert gate is not None
+            out = g.sigmoid_gated(out, gate)
+        elif gate is not None:
+            # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
+            out = g.mul(out, g.sigmoid(gate if g.whole(gate) == gate else g.cont(gate)))
+        return c.product("attn_output", out)
+
+    def keys_values(self, c: LayerContext, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Projections F32 [.., T] -> K and V as they are stored, F32 [size, kv_heads, T]."""
+        return self._rotated(c, k, self.kv_heads, "attn_k_norm"), c.g.heads(v, self.size, self.kv_heads)
+
+    def _rotated(self, c: LayerContext, x: Tensor, heads: int, norm: str, stride: int | None = None) -> Tensor:
+        x = c.rms_norm(x, norm) if self.norm == ROW else x
+        x = c.g.heads(x, self.size, heads, stride)
+        x = c.rms_norm(x, norm) if self.norm == HEAD else x
+        if self.rope is None:
+            return x
+        return self.rope(c.g, x, c.positions, c.w.get(ROPE_FREQS) if self.factors else None)
+
+
+@dataclass(frozen=True)
+class GatedMLP(Part):
+    """W_down (act(W_gate x) * W_up x) with ``n_ff`` hidden values; ``act`` "silu" or "gelu"; ``suffix`` of the tensors' names."""
+
+    n_ff: int
+    act: str = "silu"
+    suffix: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{name}{self.suffix}" for name in FFN)
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        gate, up, down = self.names
+        return specs(prefix, {gate: (f.n_embd, self.n_ff), up: (f.n_embd, self.n_ff), down: (self.n_ff, f.n_embd)})
+
+    def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
+        return {"ffn": self.names[:2]}
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        ffn = swiglu_ffn if self.act == "silu" else geglu_ffn
+        return ffn(c.g, c.w.group(f"{c.prefix}ffn"), c.matrix(self.names[2]), x)
+
+
+@dataclass(frozen=True)
+class MoE(Part):
+    """Routed experts, beside them a ``shared`` FFN that sees every token, behind a sigmoid gate of its own where ``gated``."""
+
+    experts: Experts
+    shared: GatedMLP | None = None
+    gated: bool = False
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        out = self.experts.specs(f.file, prefix, f.n_embd)
+        out += specs(prefix, {"ffn_gate_inp_shexp": (f.n_embd,)}) if self.gated else []
+        return out + (self.shared.tensors(f, prefix) if self.shared else [])
+
+    def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
+        return self.shared.groups(f, prefix) if self.shared else {}
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        g, routed = c.g, self.experts(c.g, c.w, c.prefix, x)
+        if self.shared is None:
+            return routed
+        dense = self.shared(c, x)
+        return g.add(routed, g.mul(dense, g.sigmoid(g.matmul(c["ffn_gate_inp_shexp"], x))) if self.gated else dense)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x += mixer(norm(x)); x += FFN(norm(x)).
+
+    ``mixer_norm``, ``ffn_norm``: names of the norms in front; ``post_mixer``, ``post_ffn``: of those behind, "" for none, with ``post_eps``.
+    """
+
+    mixer: Part
+    ffn: Part
+    mixer_norm: str = "attn_norm"
+    ffn_norm: str = "ffn_norm"
+    post_mixer: str = ""
+    post_ffn: str = ""
+    post_eps: float | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (self.mixer, self.ffn)
+
+    @property
+    def reads_extra(self) -> bool:
+        """Whether it reads the ``extra`` of the layer before; what is not read is not copied to another device."""
+        return self.mixer.reads_extra
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        norms = [name for name in (self.mixer_norm, self.ffn_norm, self.post_mixer, self.post_ffn) if name]
+        return specs(prefix, {}, dict.fromkeys(norms, f.n_embd)) + [s for part in self.parts for s in part.tensors(f, prefix)]
+
+    def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
+        found: Iterable[tuple[str, Any]] = (item for part in self.parts for item in part.groups(f, prefix).items())
+        return {f"{prefix}{group}": tuple(f"{prefix}{name}.weight" for name in names) for group, names in found}
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        h = c.rms_norm(x, self.mixer_norm)
+        c.g.norm_first(h)
+        x = c.g.add(self._behind(c, self.mixer(c, h), self.post_mixer), x)
+        return c.g.add(self._behind(c, self.ffn(c, c.rms_norm(x, self.ffn_norm)), self.post_ffn), x)
+
+    def _behind(self, c: LayerContext, x: Tensor, norm: str) -> Tensor:
+        return c.rms_norm(x, norm, self.post_eps) if norm else x

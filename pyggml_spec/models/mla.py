@@ -1,0 +1,77 @@
+"""Multi-head latent attention (DeepSeek V2), in its absorbed form: one latent row per token serves all heads.
+
+    q = W_qb rms(W_qa h; attn_q_a_norm), or W_q h;  [c ; p] = W_kva h, c the latent part
+    c = rms(c; attn_kv_a_norm);  each head of q is [n ; r], r and p are rotated (pairs of neighbours)
+    K row = [c ; p], V row = c, one for all heads;  head i of q attends as [W_kb,i n ; r] and gives W_vb,i sum_j a_j c_j
+W_kb and W_vb are the two halves of what would make keys and values out of c: multiplied with q and with the sum, rows stay as they are stored.
+"""
+
+from dataclasses import dataclass
+
+from ..ggml.library import Tensor
+from .base import KVShape
+from .hparams import Hparams
+from .layers import LayerContext, Part, specs
+from .rope import Rope
+from .weights import HEADS, Spec
+
+
+@dataclass(frozen=True)
+class MLA(Part):
+    """Latent attention with ``heads`` heads.
+
+    Attributes:
+        lora_q: values that q is made of; 0 where it is projected directly.
+        latent: values of a latent row.
+        size, size_v: values of a head of q, and of its result; ``rope.n_rot`` of the first are rotated.
+        scale: of the scores.
+    """
+
+    heads: int
+    lora_q: int
+    latent: int
+    size: int
+    size_v: int
+    rope: Rope
+    scale: float
+
+    @property
+    def kv(self) -> KVShape:  # type: ignore[override]
+        return KVShape(1, self.latent + self.rope.n_rot, latent=self.latent)
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        n, wide = f.n_embd, self.heads * self.size
+        of_q = {"attn_q_a": (n, self.lora_q), "attn_q_b": (self.lora_q, wide)} if self.lora_q else {"attn_q": (n, wide)}
+        norms = {"attn_kv_a_norm": self.latent} | ({"attn_q_a_norm": self.lora_q} if self.lora_q else {})
+        shapes = of_q | {"attn_kv_a_mqa": (n, self.latent + self.rope.n_rot), "attn_output": (self.heads * self.size_v, n)}
+        plain = self.size - self.rope.n_rot
+        heads = {"attn_k_b": (plain, self.latent, self.heads), "attn_v_b": (self.latent, self.size_v, self.heads)}
+        return specs(prefix, shapes, norms) + [Spec(f"{prefix}{name}.weight", shape, HEADS) for name, shape in heads.items()]
+
+    def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
+        return {"mixer": ("attn_q_a" if self.lora_q else "attn_q", "attn_kv_a_mqa")}
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        assert c.seen is not None
+        return self.attend(c, *self.projected(c, x), c.seen.mask)
+
+    def projected(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What q is made of, or q itself, and what rows are made of."""
+        q, row = c.project("mixer", x)
+        return c.rms_norm(q, "attn_q_a_norm") if self.lora_q else q, row
+
+    def attend(self, c: LayerContext, q: Tensor, row: Tensor, mask: Tensor) -> Tensor:
+        """F32 [n_embd, T] of what ``projected`` gave, over the rows that the mask shows."""
+        g, kv, n_rot, seen = c.g, c.kv, self.rope.n_rot, c.seen
+        assert seen is not None
+        q = c.product("attn_q_b", q) if self.lora_q else q
+        plain, turned = g.parts_of_heads(q, self.size, self.size - n_rot)
+        absorbed = g.permute(g.matmul(c["attn_k_b"], g.permute(plain, 0, 2, 1, 3)), 0, 2, 1, 3)
+        q = g.concat([absorbed, self.rope(g, turned, c.positions)])
+        latent = c.rms_norm(g.columns(row, self.latent), "attn_kv_a_norm")
+        key = self.rope(g, g.heads(row, n_rot, 1, first=self.latent), c.positions)
+        g.expand(q)
+        g.kv_write_rows(kv.k, g.concat([g.shaped(latent, self.latent, 1, latent.ne[1]), key]), seen.kv_rows)
+        out = g.shaped(g.fa_span(q, kv.k, kv.v, mask, 1, seen.span, self.scale), self.latent, self.heads, row.ne[1])
+        out = g.permute(g.matmul(c["attn_v_b"], g.permute(out, 0, 2, 1, 3)), 0, 2, 1, 3)
+        return c.product("attn_output", g.packed(out))
