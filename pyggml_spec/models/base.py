@@ -147,8 +147,11 @@ class Target(Protocol):
     window: int  # positions that the sliding layers see, 0 for none
     softcap: float  # of the logits, applied by ``logits``; 0 for none
     ggml_attention: str  # why ggml attends where our own kernels run, empty where they do
-    rope: Any  # a Rope, or None where no layer that sees everything has one
     embedding_scale: float  # what the target multiplies ``embed`` with; a drafter that borrows the embedding does too
+
+    @property
+    def rope(self) -> Any:
+        """That of the first layer that sees everything and is rotated; None where there is none."""
 
     def specs(self) -> list[Spec]: ...
     def unused(self) -> dict[str, str]: ...

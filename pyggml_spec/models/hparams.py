@@ -23,7 +23,7 @@ class Hparams:
         self.n_block = positive(file, f"{arch}.block_count", limit=1024)
         self.n_layer = self.n_block - file.get(f"{arch}.nextn_predict_layers", int, 0)
         if not 0 < self.n_layer <= self.n_block:
-            raise ModelError(f"{file.path}: nextn_predict_layers leaves {self.n_layer} of the {self.n_block} layers of block_count")
+            raise ModelError(f"{file.path}: nextn_predict_layers leaves {self.n_layer} layers of block_count ({self.n_block})")
         self.n_embd, self.n_vocab = positive(file, f"{arch}.embedding_length"), vocabulary(file)
         self.routed = False  # whether the description asked for experts
 

@@ -6,13 +6,12 @@ from click.testing import CliRunner
 from gguf_io.build import Model as Parts
 from models.dress import opened, with_tensor
 from models.test_archs import TARGETS
-from pyggml_spec.models.qwen35 import Qwen35
 from random_gguf.model import Shape, write_dflash
 
 from pyggml_spec.cli.inspect import command
 from pyggml_spec.errors import ModelError
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.models.model import Model
+from pyggml_spec.models.decoder import Decoder
 from pyggml_spec.models.registry import TARGETS as CLASSES
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.inspect import inspect_file
@@ -45,11 +44,9 @@ def test_an_unknown_tensor_is_refused_by_name(tmp_path, arch, name):
 def test_an_architecture_cannot_leave_the_rule_out():
     with pytest.raises(TypeError, match="refuses unknown tensors"):
 
-        class Lax(Qwen35):
+        class Lax(Decoder):
             def specs(self):
                 return self.tensors()
-
-    assert all(issubclass(cls, Model) for cls in CLASSES.values())
 
 
 def test_what_is_left_aside_has_a_reason(tmp_path):

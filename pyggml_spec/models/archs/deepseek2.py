@@ -38,7 +38,7 @@ def latent_attention(f: Hparams, lora_q: int, multiplier: float) -> MLA:
     """Latent attention as the keys give it; ``multiplier`` of yarn's logarithm in the scale of the scores."""
     if not all(f.get(name, int, 0) for name in SIZES):
         raise f.refuse(
-            f"it has no {' and '.join(SIZES)}: its KV rows would be those of every head, the layout of files from before latent rows; "
+            f"it has no {' and '.join(SIZES)}: its K/V rows would be those of every head, the layout of files from before latent rows; "
             "convert the model again"
         )
     size, size_v = (f.positive(name, limit=4096) for name in SIZES)
