@@ -44,7 +44,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--queue-tokens", type=click.IntRange(1), help="Tokens of prompts that may wait. Default: no limit.")
 @click.option("--queue-timeout", "queue_seconds", type=Finite(0.01), help="Seconds that a request may wait. Default: no limit.")
 @click.option("--drain", type=Finite(0), default=30.0, show_default=True, help="Seconds for running requests when the server is ended.")
-@click.option("--max-body", type=click.IntRange(1), default=32, show_default=True, metavar="MIB", help="Largest request body.")
+@click.option("--max-body", type=click.IntRange(1), default=8, show_default=True, metavar="MIB", help="Largest request body.")
 @click.option("-a", "--alias", help="Name of the model; several with commas between them. Default: the file's.")
 @click.option("--tags", help="Tags of the model in the list of models, with commas between them.")
 @click.option(

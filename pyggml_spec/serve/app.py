@@ -7,7 +7,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from . import anthropic, infill, live, names, native, openai, responses
 from .access import Hosts, Keys, Origins
 from .errors import ApiError, api_error
-from .http import Receive, Request, Response, Scope, Send, json_response, read_body, send_response, unless_gone
+from .http import (
+    MOST_VALUES,
+    Bodies,
+    Receive,
+    Request,
+    Response,
+    Scope,
+    Send,
+    json_response,
+    read_body,
+    send_refusal,
+    send_response,
+    unless_gone,
+)
 from .metrics import Metrics
 from .page import page
 from .reading import Context
@@ -63,11 +76,16 @@ OPEN = ("/health", "/v1/health", "/ready", "/", "/index.html", "/page.js", "/pag
 ANTHROPIC = ("/v1/messages", "/messages")
 
 
+async def _ready(response: Response) -> Response:
+    return response
+
+
 class App:
     """One per server. ``most_body``: bytes."""
 
     def __init__(self, context: Context, metrics: Metrics, keys: Keys, origins: Origins, hosts: Hosts, most_body: int) -> None:
         self.context, self.metrics, self.keys, self.origins, self.hosts, self.most_body = context, metrics, keys, origins, hosts, most_body
+        self.bodies = Bodies(most_body, values=max(MOST_VALUES, 2 * context.served.n_ctx))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,8 +98,17 @@ class App:
         if session := request.headers.get("x-session-id"):
             more.append(("x-session-id", session[:200]))
 
+        try:
+            self.hosts.check(scope)
+            self.origins.check(scope)
+            handler = self._handler(request)
+        except ApiError as error:  # before the body, which nobody may have a right to send
+            self.metrics.requests[self._known(request.path), error.status] += 1
+            await send_refusal(request, receive, send, self._refusal(request, error), more)
+            return
+
         async def answer() -> None:
-            response = await self._answer(request)
+            response = await self._answer(request, handler)
             if request.path in NAMED:
                 native.keep_stream(self.context, request, response)
             if request.unknown:
@@ -91,28 +118,31 @@ class App:
 
         try:
             try:
-                self.hosts.check(scope)
-                self.origins.check(scope)
                 if request.method == "POST":
-                    request.check_kind()
-                request.body = await read_body(request, receive, self.most_body)
+                    request.read.append(lambda: self.bodies.give_back(request))
+                    request.body = await read_body(request, receive, self.bodies)
             except ApiError as error:
-                await send_response(send, self._refusal(request, error), [*more, ("connection", "close")])
+                request.forget()
+                self.metrics.requests[self._known(request.path), error.status] += 1
+                await send_refusal(request, receive, send, self._refusal(request, error), more, begun=True)
                 return
             if not await unless_gone(receive, answer()):
                 self.context.queue.counts.disconnected += 1
         except OSError:
             self.context.queue.counts.disconnected += 1
         finally:
+            request.forget()
             for end in request.ended:
                 end()
 
     def _known(self, path: str) -> str:
         return path if path in GET or path in POST or path in ELSEWHERE or path in ("/", "/metrics") else "other"
 
-    async def _answer(self, request: Request) -> Response:
+    async def _answer(self, request: Request, handler: Handler) -> Response:
         try:
-            return await self._handle(request)
+            if request.path in NAMED and request.method == "POST":
+                request.unknown = names.check(request.path, request.json())
+            return await handler(self.context, request)
         except ApiError as error:
             return self._refusal(request, error)
         except Exception as error:
@@ -125,35 +155,38 @@ class App:
         spoken = error.anthropic() if request.path.startswith(ANTHROPIC) else error.openai()
         return json_response(spoken, error.status, error.headers)
 
-    async def _handle(self, request: Request) -> Response:
+    def _handler(self, request: Request) -> Handler:
+        """Who answers, by the head alone. Raises ApiError: nobody, or not this client."""
         path, method = request.path, request.method
         if method == "OPTIONS":
-            return Response(headers=self.origins.preflight(request.headers.get("origin")))
+            return self._preflight
         if path not in OPEN or method not in ("GET", "HEAD"):
             request.key = self.keys.check(request.headers)
         if path in ELSEWHERE:
             raise ApiError(501, f"{ELSEWHERE[path]} are not supported: this server generates text")
-        if path == "/metrics" and method == "GET":
-            return self._metrics()
         if method in ("GET", "HEAD"):
-            return await self._get(request)
+            return self._getter(request)
         if method == "POST" and path in POST:
-            if path in NAMED:
-                request.unknown = names.check(path, request.json())
-            return await POST[path](self.context, request)
+            request.check_kind()
+            return POST[path]
         if method == "DELETE" and path in DELETE:
-            return await DELETE[path](self.context, request)
+            return DELETE[path]
         raise self._no_route(request)
 
-    async def _get(self, request: Request) -> Response:
+    def _getter(self, request: Request) -> Handler:
         path = request.path
+        if path == "/metrics" and request.method == "GET":
+            return self._metrics
         if path.startswith(("/v1/models/", "/models/")):
-            return await openai.model(self.context, request)
+            return openai.model
         if path in GET:
-            return await GET[path](self.context, request)
+            return GET[path]
         if self.context.served.options.page and (found := page(path)) is not None:
-            return found
+            return lambda context, request: _ready(found)
         raise self._no_route(request)
+
+    async def _preflight(self, context: Context, request: Request) -> Response:
+        return Response(headers=self.origins.preflight(request.headers.get("origin")))
 
     def _no_route(self, request: Request) -> ApiError:
         tables: tuple[tuple[str, Mapping[str, Handler]], ...] = (("GET", GET), ("POST", POST), ("DELETE", DELETE))
@@ -164,7 +197,7 @@ class App:
             )
         return ApiError(404, f"there is nothing at {request.path[:200]}; docs/server.md lists what there is")
 
-    def _metrics(self) -> Response:
+    async def _metrics(self, context: Context, request: Request) -> Response:
         if not self.context.served.options.metrics:
             raise ApiError(501, "this server was started without metrics")
         headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8", "process-start-time-unix": str(int(self.metrics.started))}

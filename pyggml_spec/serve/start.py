@@ -54,7 +54,7 @@ class Settings:
     keys: Keys = field(default_factory=Keys)
     origins: str = "localhost"
     allowed_hosts: str = ""
-    most_body: int = 32 << 20
+    most_body: int = 8 << 20
     certificate: str | None = None
     certificate_key: str | None = None
     synthetic: float | None = None  # tokens per step, for benchmarks

@@ -1,6 +1,7 @@
 """Connections that never become a request: each is told so and closed, and none of them grows in memory."""
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -9,17 +10,19 @@ from uvicorn.server import ServerState
 
 from pyggml_spec.serve import http, protocol
 from pyggml_spec.serve.errors import ApiError
-from pyggml_spec.serve.http import Request, json_response, read_body, send_response
+from pyggml_spec.serve.http import Bodies, Request, json_response, read_body, send_refusal, send_response
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\n"
 LONG = b"a" * 50_000
 
 
 async def app(scope, receive, send):
+    request = Request(scope)
     try:
-        answer = json_response({"got": len(await read_body(Request(scope), receive, 1 << 20))})
+        answer = json_response({"got": len(await read_body(request, receive, Bodies(1 << 20)))})
     except ApiError as error:
-        answer = json_response(error.openai(), error.status)
+        await send_refusal(request, receive, send, json_response(error.openai(), error.status), begun=True)
+        return
     except ConnectionResetError:
         return
     await send_response(send, answer)
@@ -49,7 +52,7 @@ async def say(parts):
         ([HEAD], 408, "head of this request did not come"),
         ([b"\r\n", b"\r\n"], 408, "head of this request did not come"),
         ([HEAD + b"content-length: 2\r\n\r\n{}", b"\r\n"], 408, "head of this request did not come"),
-        ([HEAD + b"content-length: 9\r\n\r\n{", b"}"], 408, "nothing more of the body came"),
+        ([HEAD + b"content-length: 9\r\n\r\n{", b"}"], 408, "the body did not come within"),
         ([HEAD + b"a: ", LONG, LONG], 431, "head of this request is longer than"),
         ([b"GET /", LONG, LONG], 431, "head of this request is longer than"),
         ([HEAD + b"transfer-encoding: chunked\r\n\r\n1;", LONG, LONG], 431, "longer than"),
@@ -61,6 +64,7 @@ def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
     if status in (None, 408):  # the others come at once
         monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.15)
         monkeypatch.setattr(http, "BODY_SECONDS", 0.15)
+        monkeypatch.setattr(http, "LINGER_SECONDS", 0.1)
     got = asyncio.run(say(parts))
     if status is None:
         assert got == b""
@@ -69,6 +73,77 @@ def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
     assert head.split()[1] == b"%d" % status, got
     error = json.loads(body)["error"]
     assert error["code"] == status and words in error["message"]
+
+
+def test_a_body_that_drips_ends(monkeypatch):
+    """A byte now and then kept its connection for ever: the limit was one between two pieces."""
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(http, "LINGER_SECONDS", 0.1)
+    got = asyncio.run(say([HEAD + b"content-length: 900\r\n\r\n", *[b"x"] * 12]))
+    assert got.startswith(b"HTTP/1.1 408") and b"did not come within 0.2" in got, got
+
+
+def test_bodies_have_bytes_together():
+    """What is beyond is refused, and a body that was read, or left, makes room."""
+
+    async def test():
+        bodies, left = Bodies(300_000, 400_000), []
+
+        async def body(size, ends=True):
+            pieces = [
+                {"type": "http.request", "body": b"x" * size, "more_body": True},
+                {"type": "http.request", "body": b"", "more_body": False},
+            ]
+
+            async def receive():
+                return pieces.pop(0) if pieces and (ends or len(pieces) > 1) else await asyncio.sleep(3600)
+
+            request = Request({"method": "POST", "path": "/", "headers": []})
+            left.append(request)
+            return await read_body(request, receive, bodies)
+
+        slow = asyncio.ensure_future(body(250_000, False))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="400000 bytes together") as refused:
+            await body(250_000)
+        assert refused.value.status == 503 and refused.value.headers["retry-after"]
+        bodies.give_back(left.pop())
+        assert len(await body(100)) == 100 and len(await body(140_000)) == 140_000
+        slow.cancel()
+        for request in left:
+            bodies.give_back(request)
+        assert bodies.held == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (b"[" + b"1," * 300_000 + b"1]", "more than 262144 values"),
+        (b'{"a":[' + b"[]," * 40_000 + b"[]]}", "more than 32768 lists and objects"),
+        (b'{"a":"' + b"\\u0041" * 1_100_000 + b'"}', "more than 1048576 escaped characters"),
+        (b"[" * 200_000, "more than 32768 lists and objects"),
+        (b"{" + b'"a":1,' * 300_000 + b'"a":1}', "more than 262144 values"),
+    ],
+)
+def test_json_that_takes_long_is_refused_before_it_is_whole(data, words):
+    """In whatever pieces it comes; commas and brackets in texts are text."""
+
+    async def read(data):
+        starts = itertools.count(0, 60_001)
+
+        async def receive():
+            at = next(starts)
+            return {"type": "http.request", "body": data[at : at + 60_001], "more_body": at + 60_001 < len(data)}
+
+        return await read_body(Request({"method": "POST", "path": "/", "headers": []}), receive, Bodies(8 << 20))
+
+    with pytest.raises(ApiError, match=words) as refused:
+        asyncio.run(read(data))
+    assert refused.value.status == 400
+    text = json.dumps({"prompt": '[{,:"\\' * 200_000}).encode()
+    assert asyncio.run(read(text)) == text
 
 
 def test_what_is_slow_and_long_but_comes_is_answered(monkeypatch):
