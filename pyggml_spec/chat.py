@@ -1,7 +1,8 @@
 """A conversation over a loaded pair: messages in, events out, the caches kept from turn to turn."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
@@ -11,7 +12,11 @@ from .errors import PyspecError, TemplateError
 from .events import StepEvent
 from .sampling.sampler import Sampling
 from .session import Session, load
+from .text.formats import TAIL, Format
+from .text.parse import Parser
+from .text.stream import TextStream
 from .text.template import DEFAULT, KEY, NAME, TOOL_USE, ChatTemplate, templates
+from .text.tokenizer import Tokenizer
 
 CONTINUE = "{% for m in messages %}{{ m.content }}{% if not loop.last or m.role != 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
 """For models that were never taught to chat: all turns are one running text, which the model goes on with."""
@@ -101,7 +106,7 @@ class Chat:
         ids = self.template.encode(self.session.tokenizer, self._messages(turn), thinking=self.thinking, variables=self.variables)
         if not ids:
             raise TemplateError("the chat template makes no text of this conversation; use another one")
-        answer, stats = "", self.session.new_stats()
+        answer, stats = _answer(self.session, self.template, ids), self.session.new_stats()
         events = self.session.steps(
             ids, max_tokens, sampling=self.sampling, stop=CONTINUE_STOP if self.continues else (), append=True,
             interrupted=interrupted, prefill_progress=prefill_progress, stats=stats,
@@ -110,14 +115,13 @@ class Chat:
         try:
             with closing(events):
                 for event in events:
-                    answer += event.text
-                    yield event
+                    yield answer.take(event)
         except PyspecError:
             failed = True
             raise
         finally:  # an answer that was stopped counts as far as it came
             if stats.emitted and not failed:
-                self.messages += [turn, {"role": "assistant", "content": answer}]
+                self.messages += [turn, answer.message()]
                 self.stats.append(stats)
 
     def _messages(self, turn: dict) -> list[dict]:
@@ -137,6 +141,51 @@ class Chat:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class _Answer:
+    """An answer as it comes: as it is shown, and as a message of the turns behind it."""
+
+    def __init__(self) -> None:
+        self.content = ""
+
+    def take(self, event: StepEvent) -> StepEvent:
+        self.content += event.text
+        return event
+
+    def message(self) -> dict[str, str]:
+        return {"role": "assistant", "content": self.content}
+
+
+class _ReadAnswer(_Answer):
+    """One whose reasoning stands between control tokens, which are no text: shown before the content, and told apart for the template."""
+
+    def __init__(self, form: Format, tokenizer: Tokenizer, thinks: bool) -> None:
+        super().__init__()
+        kept = {tokenizer.control_tokens().get(marker) for marker in form.markers()}
+        self.reasoning, self._parser = "", Parser(form, inside="reasoning" if thinks else "")
+        self._stream = TextStream(lambda token: tokenizer.piece(token, special=token in kept))
+
+    def take(self, event: StepEvent) -> StepEvent:
+        last = not event.tokens and event.prompt_read is None
+        pieces = self._parser.push(self._stream.finish() if last else self._stream.push(*event.tokens))
+        shown = ""
+        for piece in [*pieces, *(self._parser.finish() if last else ())]:
+            shown += "\n\n" if piece.content and self.reasoning and not self.content else ""
+            shown += piece.reasoning + piece.content
+            self.reasoning, self.content = self.reasoning + piece.reasoning, self.content + piece.content
+        return replace(event, text=shown)
+
+    def message(self) -> dict[str, str]:
+        return super().message() | ({"reasoning_content": self.reasoning} if self.reasoning else {})
+
+
+def _answer(session: Session, template: ChatTemplate, ids: Sequence[int]) -> _Answer:
+    form, tokenizer = template.form, session.tokenizer
+    control = tokenizer.control_tokens()
+    if form.channels is None and not control.keys() & set(form.think):
+        return _Answer()
+    return _ReadAnswer(form, tokenizer, form.opened(tokenizer.decode(ids[-TAIL:], special=True)))
 
 
 def chat_template(session: Session, source: str | None = None, otherwise: str = CONTINUE) -> tuple[ChatTemplate, str]:

@@ -49,7 +49,7 @@ from .models.weights import Weights
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
 from .text.stream import BlockText, stop_texts
-from .text.tokenizer import Tokenizer, first_difference
+from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp-demo.gguf"
@@ -152,6 +152,7 @@ class Session:
         if rope is not None:
             self.notes.append(self._positions(file))
         self.tokenizer = self._own(Tokenizer(file))
+        self.notes += filter(None, [vocabulary_note(file)])
         self.drafter = self._open_drafters(file, draft, spec)
         options = EngineOptions(
             **{**asked, "n_ctx": self._context(asked["n_ctx"])},

@@ -1,13 +1,16 @@
 """A conversation: the caches are kept, a failed turn changes nothing, thinking is switched by the template."""
 
+import re
+
 import numpy as np
 import pytest
+import scripted
 from chat_model import CHATML, CONTROL, with_control_tokens
 from random_gguf.archs import write_gemma4, write_laguna, write_qwen35moe
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.chat import CONTINUE, Chat, chat_template
+from pyggml_spec.chat import CONTINUE, Chat, chat_template, tool_template
 from pyggml_spec.errors import ContextError, TemplateError
 from pyggml_spec.sampling.sampler import Sampling
 
@@ -149,3 +152,63 @@ def test_a_model_without_a_template_goes_on_with_one_running_text(demo):
     assert template.source == CONTINUE and "no chat template" in origin and "`chat_template`" in origin
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     assert template.render(turns) == "a\nb\nc\n"
+
+
+HARMONY = """{%- for m in messages %}
+{%- if m.role == 'assistant' and '<|channel|>' in m.content %}{{ raise_exception('channels belong into thinking') }}{% endif %}
+{{- '<|start|>' + m.role + ('<|channel|>final' if m.role == 'assistant' else '') + '<|message|>' + m.content + '<|end|>' }}
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+
+def test_answers_in_channels_are_told_apart(tmp_path):
+    """gpt-oss: its control tokens are no text to show, and its template refuses them in the turns behind."""
+    control = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>")
+    text = "<|channel|>analysis<|message|>Hm, well.<|end|><|start|>assistant<|channel|>final<|message|>Hello there."
+    (begin,) = scripted.write(tmp_path / "model.gguf", [text], HARMONY, control, "<|return|>")
+    sampling = Sampling(temperature=0, logit_bias={begin: 50.0})
+    with Chat.load(tmp_path / "model.gguf", device="CPU", threads=1, sampling=sampling) as chat:
+        for turn in range(2):
+            assert chat.answer("Hi") == "Hm, well.\n\nHello there."
+            assert chat.messages[-1] == {"role": "assistant", "content": "Hello there.", "reasoning_content": "Hm, well."}
+            assert len(chat.messages) == 2 * (turn + 1)
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ({"tokenizer.chat_template": ["one", "two"]}, "is no text (tokenizer.chat_template)"),
+        ({"tokenizer.chat_template.tool_use": ["one"]}, "is no text (tokenizer.chat_template.tool_use)"),
+        ({"tokenizer.chat_template": 3}, "is no text (tokenizer.chat_template)"),
+    ],
+)
+def test_a_template_that_is_no_text_is_named(tmp_path, more, says):
+    scripted.write(tmp_path / "model.gguf", ["some words"], "{{ 1 }}", more=more)
+    with pytest.raises(TemplateError, match=re.escape(says)), Chat.load(tmp_path / "model.gguf", device="CPU", threads=1):
+        pass
+
+
+def test_templates_by_their_names(tmp_path):
+    more = {"tokenizer.chat_template.tool_use": "tools", "tokenizer.chat_template.rag": "rag"}
+    scripted.write(tmp_path / "model.gguf", ["some words"], "default", more=more)
+    scripted.write(
+        tmp_path / "alone.gguf", ["some words"], None, more={"tokenizer.chat_template.tool_use": "tools", "tokenizer.ggml.pre": None}
+    )
+    scripted.write(tmp_path / "empty.gguf", ["some words"], " \n")
+    with ps.load(tmp_path / "model.gguf", device="CPU", threads=1) as session:
+        assert [chat_template(session, name)[0].source for name in (None, "rag", "tool_use", "{{ x }}")] == [
+            "default",
+            "rag",
+            "tools",
+            "{{ x }}",
+        ]
+        assert tool_template(session).source == "tools" and not any("tokenizer.ggml.pre" in note for note in session.notes)
+        with pytest.raises(
+            TemplateError, match=r"'other' is neither Jinja text nor one of the file's; the file's are named default, tool_use, rag"
+        ):
+            chat_template(session, "other")
+    with ps.load(tmp_path / "alone.gguf", device="CPU", threads=1) as session:
+        assert chat_template(session)[0].source == "tools" and tool_template(session) is None
+        assert any("tokenizer.ggml.pre" in note and "convert it again" in note for note in session.notes)
+    with ps.load(tmp_path / "empty.gguf", device="CPU", threads=1) as session:
+        template, says = chat_template(session)
+        assert template.source == CONTINUE and "has an empty chat template" in says

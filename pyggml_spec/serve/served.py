@@ -10,7 +10,7 @@ from ..concurrent import ConcurrentSession
 from ..sampling.grammar import Grammar
 from ..sampling.lazy import LazyGrammar
 from ..session import Session
-from ..text.formats import IN_JSON, Format
+from ..text.formats import IN_JSON, TAIL, Format
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from . import fields
@@ -31,7 +31,6 @@ COMMAND_R = (
     "{%- if add_generation_prompt -%}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}{%- endif -%}"
 )
 NAMED = {"chatml": CHATML, "command-r": COMMAND_R, "llama3": LLAMA3}
-_TAIL = 32  # tokens of a prompt that are looked at for reasoning that it opens
 
 
 @dataclass
@@ -195,7 +194,7 @@ class Served:
         template, form = self.template_for(tools), self.form_for(tools)
         given: dict[str, Any] = {"thinking": thinking, "tools": tools or None, "variables": variables}
         ids = template.encode(self.tokenizer, messages, add_generation_prompt=open_turn, **given)
-        opened = open_turn and _opens(self.tokenizer.decode(ids[-_TAIL:], special=True), form)
+        opened = open_turn and form.opened(self.tokenizer.decode(ids[-TAIL:], special=True))
         for text, marks in _begun(template, opened, prefill):
             ids = ids + self.tokenizer.encode(text, special=marks, bos=False)
         inside = "reasoning" if opened else ""
@@ -210,7 +209,7 @@ class Served:
         """The same as text."""
         template = self.template_for(tools)
         text = template.render(messages, add_generation_prompt=open_turn, thinking=thinking, tools=tools or None, variables=variables)
-        return text + "".join(part for part, _ in _begun(template, _opens(text, template.form), prefill))
+        return text + "".join(part for part, _ in _begun(template, template.form.opened(text), prefill))
 
     def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[fields.Trigger, ...] = ()) -> None:
         """Compiles it, which is kept for its request: what is wrong with it is said before the request waits. Raises SamplingError."""
@@ -240,13 +239,6 @@ class Served:
     def check_model(self, body: Mapping[str, Any]) -> None:
         """The name of the model in a request is not looked at, as in llama.cpp's server: there is one. It has to be a text."""
         fields.text(body, "model")
-
-
-def _opens(text: str, form: Format) -> bool:
-    """Whether a prompt's end opens the reasoning."""
-    begin, end = form.think
-    at = text.rfind(begin)
-    return form.channels is None and at > text.rfind(end) and not text[at + len(begin) :].strip()
 
 
 def _begun(template: ChatTemplate, opened: bool, prefill: Prefill | None) -> list[tuple[str, bool]]:

@@ -10,6 +10,7 @@ from functools import cache
 
 NAMED, JSON, GEMMA = "named", "json", "gemma"
 """Arguments that are not in tags: a JSON object that names the tool too, a JSON object behind the name, Gemma 4's notation behind the name."""
+TAIL = 32  # tokens of a prompt's end that tell whether it opens the reasoning
 GEMMA_QUOTE = '<|"|>'
 
 
@@ -111,10 +112,11 @@ class Format:
         texts = _texts((self.think, self.strays, self.calls, self.channels, self.bare))
         return frozenset(marker for text in texts for marker in re.findall(r"<[^<>]+>", text))
 
-    @property
-    def opens_content(self) -> str:
-        """What a prompt ends with so that content comes next."""
-        return self.channels.answers if self.channels is not None else ""
+    def opened(self, prompt: str) -> bool:
+        """Whether a prompt's end opens the reasoning."""
+        begin, end = self.think
+        at = prompt.rfind(begin)
+        return self.channels is None and at > prompt.rfind(end) and not prompt[at + len(begin) :].strip()
 
 
 def _texts(value: object) -> Iterator[str]:

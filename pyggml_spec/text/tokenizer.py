@@ -66,6 +66,16 @@ def _check_tokens(file: GGUFFile, model: str, tokens: StringArray) -> None:
             raise GGUFError(f"{file.path} has no token for the byte {missing:#04x}, without which text cannot be encoded; convert it again")
 
 
+def vocabulary_note(file: GGUFFile) -> str | None:
+    """What is wrong with a vocabulary that can be used all the same, in a sentence."""
+    if file.metadata.get("tokenizer.ggml.model") == "gpt2" and not file.metadata.get("tokenizer.ggml.pre"):
+        return (
+            f"{file.path.name} does not say how its text is cut into words (tokenizer.ggml.pre): it is cut as llama.cpp cuts by default, which "
+            "may not be how the model was trained, so that answers get worse; convert it again"
+        )
+    return None
+
+
 class Fim(NamedTuple):
     """Control tokens between which a model that was taught to fill in finds what is there: what comes before the gap, what comes behind it, where its
     text begins; in front of them the name of a repository, and of each file. None: the vocabulary has none."""

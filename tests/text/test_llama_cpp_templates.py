@@ -9,11 +9,10 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from llama_templates import templates  # noqa: F401  (a fixture)
 from text.conversations import CONVERSATIONS
 
-from pyggml_spec import patching
 from pyggml_spec.errors import TemplateError
-from pyggml_spec.folders import build_folder
 from pyggml_spec.text.template import ChatTemplate
 
 KEPT = json.loads(Path(__file__).with_name("llama_cpp_texts.json").read_text())
@@ -29,15 +28,7 @@ DIFFERENT = {
 }
 
 
-@pytest.fixture(scope="session")
-def templates(tmp_path_factory) -> Path:
-    """Without a network and without a cached sdist this fails, with pip's reason."""
-    folder = "models/templates/"
-    sdist = patching.fetch_sdist(build_folder())
-    return patching.unpack(sdist, tmp_path_factory.mktemp("templates"), only=lambda name: name.startswith(folder)) / folder
-
-
-def test_all_templates_are_compared(templates):
+def test_all_templates_are_compared(templates):  # noqa: F811
     assert {path.stem for path in templates.glob("*.jinja")} == set(KEPT["texts"]) and len(KEPT["texts"]) == 70
     equal = 70 * len(CONVERSATIONS) - len(DIFFERENT)
     assert f"{equal} of {70 * len(CONVERSATIONS)} texts are equal" in (Path(__file__).parents[2] / "docs" / "chat.md").read_text()
@@ -45,7 +36,7 @@ def test_all_templates_are_compared(templates):
 
 
 @pytest.mark.parametrize("name", KEPT["texts"])
-def test_the_text_is_llama_servers(templates, name):
+def test_the_text_is_llama_servers(templates, name):  # noqa: F811
     template = ChatTemplate((templates / f"{name}.jinja").read_text("utf-8"), "<bos>", "<|im_end|>")
     for conversation, expected in KEPT["texts"][name].items():
         try:

@@ -1,0 +1,246 @@
+"""What models of every format may answer, case by case; `llama_server_formats.json` has what llama-server makes of each."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+WORDS = {
+    "type": "object",
+    "properties": {"word": {"type": "string"}, "n": {"type": "integer"}, "note": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
+    "required": ["word"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "look_up", "description": "Looks a word up.", "parameters": WORDS}},
+    {"type": "function", "function": {"name": "stop", "description": "Stops.", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A format: the template of llama.cpp's `models/templates` that stands for it, its control tokens, and what it writes.
+
+    Attributes:
+        call: a call of a tool from (name, {argument: how its value is written}).
+        thought: reasoning that has its own beginning; ``open``: behind a prompt that has begun it, "" where no template does.
+        shut: what answers begin with where the template opens the reasoning although there shall be none.
+        answer: content, as it is written behind reasoning; ``preamble``: the same before a call, where that is another way.
+        join: what stands between two calls, and around all of them.
+    """
+
+    template: str
+    call: Callable[[str, dict[str, str]], str]
+    thought: str
+    open: str = ""
+    shut: str = ""
+    answer: Callable[[str], str] = lambda text: text
+    preamble: Callable[[str], str] | None = None
+    between: str = "\n"
+    around: tuple[str, str] = ("", "")
+    control: tuple[str, ...] = ()
+    end: str = "<|im_end|>"
+    in_json: bool = True
+    marker: str = "</tool_call>"
+    more: dict[str, str] = field(default_factory=dict)
+
+    def calls(self, *made: str) -> str:
+        return self.around[0] + self.between.join(made) + self.around[1]
+
+
+def _json(arguments: dict[str, str]) -> str:
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in arguments.items()) + "}"
+
+
+def _tags(open_tag: str, close_tag: str, line: str) -> Callable[[dict[str, str]], str]:
+    return lambda arguments: "".join(f"{open_tag.format(name)}{line}{value}{line}{close_tag}\n" for name, value in arguments.items())
+
+
+def _xml(name: str, arguments: dict[str, str]) -> str:
+    return f"<tool_call>\n<function={name}>\n{_tags('<parameter={}>', '</parameter>', chr(10))(arguments)}</function>\n</tool_call>"
+
+
+def _keys(name: str, arguments: dict[str, str]) -> str:
+    inside = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items())
+    return f"<tool_call>{name}\n{inside}</tool_call>"
+
+
+def _gemma(name: str, arguments: dict[str, str]) -> str:
+    inside = ",".join(
+        f"{key}:{value if value[0] in '0123456789-' else chr(60) + chr(124) + chr(34) + chr(124) + chr(62) + value[1:-1] + chr(60) + chr(124) + chr(34) + chr(124) + chr(62)}"
+        for key, value in arguments.items()
+    )
+    return f"<|tool_call>call:{name}{{{inside}}}<tool_call|>"
+
+
+def _minimax(name: str, arguments: dict[str, str]) -> str:
+    return f'<invoke name="{name}">\n{_tags(chr(60) + "parameter name=" + chr(34) + "{}" + chr(34) + ">", "</parameter>", "")(arguments)}</invoke>'
+
+
+def _atem(name: str, arguments: dict[str, str]) -> str:
+    inside = "".join(f'<atem:parameter name="{key}">{value}</atem:parameter>\n' for key, value in arguments.items())
+    return f' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n{inside}</atem:invoke>\n</atem:function_calls>'
+
+
+_KIMI = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+_DEEP = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+_THINK = "<think>\nHm, well.\n</think>\n\n"
+
+FAMILIES = {
+    "Hermes": Family(
+        "Qwen-Qwen3-0.6B", lambda name, a: f'<tool_call>\n{{"name": "{name}", "arguments": {_json(a)}}}\n</tool_call>', _THINK,
+    ),
+    "Qwen3-Coder": Family("Qwen3-Coder", _xml, "", in_json=False, marker="</function>"),
+    "Qwen 3.5": Family("Qwen3.5-4B", _xml, "", open="Hm, well.\n</think>\n\n", in_json=False, marker="</function>"),
+    "GLM": Family("GLM-4.7-Flash", lambda name, a: _keys(name, a).replace("\n", ""), "", open="Hm, well.</think>", between="", in_json=False, marker="</tool_call>"),
+    "Laguna": Family(
+        "poolside-Laguna-S-2.1",
+        lambda name, a: _keys(name, a).replace("\n", ""),
+        "",
+        open="Hm, well.</think>",
+        between="",
+        in_json=False,
+    ),
+    "Llama 3": Family("meta-llama-Llama-3.1-8B-Instruct", lambda name, a: f'{{"name": "{name}", "parameters": {_json(a)}}}', "", end="<|eot_id|>", marker="}"),
+    "gemma 4": Family(
+        "google-gemma-4-31B-it", _gemma, "<|channel>thought\nHm, well.<channel|>", between="", end="<turn|>", marker="<tool_call|>",
+        control=("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"), in_json=False,
+    ),
+    "gpt-oss": Family(
+        "openai-gpt-oss-120b", lambda name, a: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(a)}",
+        "<|channel|>analysis<|message|>Hm, well.<|end|><|start|>assistant", answer=lambda text: f"<|channel|>final<|message|>{text}",
+        preamble=lambda text: f"<|channel|>commentary<|message|>{text}",
+        between="<|end|><|start|>assistant", control=("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"), end="<|return|>", marker="<|channel|>",
+    ),
+    "muse-glimmer": Family(
+        "muse-glimmer", _atem, " to=self<|message|>Hm, well.<|eom|><|start|>assistant", answer=lambda text: f" to=user<|message|>{text}",
+        between="<|eom|><|start|>assistant", control=("<|start|>", "<|message|>", "<|eom|>"), end="<|eot|>", in_json=False, marker="</atem:invoke>",
+    ),
+    "MiniMax-M2": Family(
+        "MiniMax-M2", _minimax, "", open="Hm, well.\n</think>\n\n", shut="\n</think>\n\n", around=("<minimax:tool_call>\n", "\n</minimax:tool_call>"), end="[e~[", in_json=False, marker="</invoke>",
+        control=("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    "Kimi K2": Family(
+        "Kimi-K2-Instruct", lambda name, a: f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{_json(a)}<|tool_call_end|>", "", between="",
+        around=(_KIMI[0], _KIMI[4]), control=_KIMI, end="<|im_end|>", marker=_KIMI[3],
+    ),
+    "Kimi K2 Thinking": Family(
+        "Kimi-K2-Thinking", lambda name, a: f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{_json(a)}<|tool_call_end|>", "<think>Hm, well.</think>",
+        between="", around=(_KIMI[0], _KIMI[4]), control=_KIMI, end="<|im_end|>", marker=_KIMI[3],
+    ),
+    "DeepSeek V3.1": Family(
+        "deepseek-ai-DeepSeek-V3.1", lambda name, a: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(a)}<｜tool▁call▁end｜>", "", open="Hm, well.</think>", between="",
+        around=(_DEEP[0], _DEEP[4]), control=_DEEP, end="<｜end▁of▁sentence｜>", marker=_DEEP[3],
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One answer. ``cut``: it is ended by `max_tokens` behind this text. ``messages``: what is said before it."""
+
+    family: str
+    name: str
+    text: str
+    tools: bool = True
+    thinking: bool = False
+    cut: str = ""
+    parallel: bool = False
+    messages: tuple[dict, ...] = ({"role": "user", "content": "Hi"},)
+
+    @property
+    def key(self) -> str:
+        return f"{self.family}: {self.name}"
+
+
+def cases() -> Iterator[Case]:
+    for name, family in FAMILIES.items():
+        yield from _of(name, family)
+
+
+def _of(name: str, f: Family) -> Iterator[Case]:
+    def quoted(text: str) -> str:
+        return f'"{text}"' if f.in_json or f.marker == "<tool_call|>" else text
+
+    word, n = quoted("ab cd"), "3"
+    one, two = f.call("look_up", {"word": word, "n": n}), f.call("look_up", {"word": quoted("other")})
+    said = f.answer("Hello there.")
+    user = {"role": "user", "content": "Hi"}
+
+    def calls(*made: str) -> str:
+        return f.shut + f.calls(*made)
+
+    yield Case(name, "content", f.shut + said, tools=False)
+    yield Case(name, "content beside tools", f.shut + said)
+    if f.thought or f.open:
+        yield Case(name, "reasoning, content", (f.thought or f.open) + said, tools=False, thinking=True)
+        yield Case(name, "reasoning, call", (f.thought or f.open) + f.calls(one), thinking=True)
+    yield Case(name, "call", calls(one))
+    yield Case(name, "call without arguments", calls(f.call("stop", {})))
+    if name != "Llama 3":
+        between = f.between if f.answer("") else ""
+        yield Case(name, "content, call", f.shut + (f.preamble or f.answer)("I look it up.") + (between or "\n") + f.calls(one))
+        yield Case(name, "two calls", calls(one, two), parallel=True)
+    yield Case(name, "cut call", calls(one), cut="ab c")
+    if not f.in_json and name != "gemma 4":
+        yield Case(name, "a text of digits where null may be", calls(f.call("look_up", {"word": "x", "note": "123"})))
+        yield Case(name, "null where a text may be", calls(f.call("look_up", {"word": "x", "note": "null"})))
+    yield Case(name, "an end marker in an argument", calls(f.call("look_up", {"word": quoted(f"see {f.marker} here")})))
+    if f.in_json:
+        yield Case(name, "half of a surrogate pair", calls(f.call("look_up", {"word": '"\\ud83d"'})))
+    if name == "Qwen3-Coder":
+        yield Case(name, "no opening tag", one.removeprefix("<tool_call>\n"))
+        yield Case(name, "content, no opening tag", "I look it up.\n" + one.removeprefix("<tool_call>\n"))
+    if name in ("Qwen 3.5", "Kimi K2 Thinking"):
+        yield Case(name, "call in open reasoning", ("<think>" if "Kimi" in name else "") + "Hm, well.\n" + f.calls(one), thinking=True)
+    if name == "gpt-oss":
+        yield Case(name, "recipient in the role", ' to=functions.look_up<|channel|>commentary <|constrain|>json<|message|>{"word": "x"}')
+        yield Case(name, "stray commentary", "<|channel|>commentary to=assistant" + said, tools=False)
+    if name == "Kimi K2":
+        yield Case(name, "no section", one)
+    prefill = {"role": "assistant", "content": "Hello"}
+    goes_on = {"tools": False, "thinking": bool(f.open or f.thought)}
+    yield Case(name, "prefilled content", " again there.", messages=(user, prefill), **goes_on)
+    if f.thought or f.open:
+        answer = (f.thought or f.open).partition("Hm, well.")[2]
+        yield Case(
+            name, "prefilled reasoning and content", " again there.", messages=(user, {**prefill, "reasoning_content": "So"}), **goes_on
+        )
+        yield Case(
+            name,
+            "prefilled reasoning",
+            f" well.{answer}{said}",
+            messages=(user, {**prefill, "content": "", "reasoning_content": "Hm,"}),
+            **goes_on,
+        )
+
+
+def told(choice: dict) -> dict:
+    """A choice of /v1/chat/completions as it is recorded."""
+    message = choice["message"]
+    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or []]
+    return {
+        "content": message.get("content") or "",
+        "reasoning": message.get("reasoning_content") or "",
+        "calls": calls,
+        "finish": choice["finish_reason"],
+    }
+
+
+def plain(answer: dict) -> dict:
+    """Without whitespace at the ends, of which llama-server keeps some; arguments as values."""
+    if "refused" in answer:
+        return answer
+    calls = [[name, value(arguments)] for name, arguments in answer["calls"]]
+    return {"content": answer["content"].strip(), "reasoning": answer["reasoning"].strip(), "calls": calls, "finish": answer["finish"]}
+
+
+def value(arguments: str) -> object:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
