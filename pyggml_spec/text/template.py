@@ -176,7 +176,7 @@ class ChatTemplate:
 
     def _control_names(self, tokenizer: Tokenizer) -> "_Names":
         if self._names is None or self._names[0] is not tokenizer:
-            self._names = tokenizer, _Names(tokenizer.control_tokens())
+            self._names = tokenizer, _Names({**tokenizer.control_tokens(), **tokenizer.exposed_tokens})
         return self._names[1]
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping], **options: Any) -> list[int]:
@@ -185,7 +185,7 @@ class ChatTemplate:
         Raises:
             TemplateError: as ``render``.
         """
-        control = tokenizer.control_tokens()
+        control, exposed = {**tokenizer.control_tokens(), **tokenizer.exposed_tokens}, tokenizer.exposed_tokens
         given = {name: plain(options[name]) for name in ("tools", "variables") if options.get(name)}
         messages = plain(messages)
         names = self._control_names(tokenizer)
@@ -197,9 +197,12 @@ class ChatTemplate:
         else:
             ids = []
             for i, part in enumerate(names.pattern.split(text)):
-                ids += (
-                    [control[part]] if i % 2 else tokenizer.encode(part.replace(guard.mark, ""), special=False, bos=False) if part else []
-                )
+                if i % 2:
+                    ids.append(control[part])
+                    continue
+                whole = part.replace(guard.mark, "")
+                for piece in part.split(guard.mark) if any(name in whole for name in exposed) else [whole]:
+                    ids += tokenizer.encode(piece, special=False, bos=False) if piece else []
         bos = tokenizer.bos
         return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
 

@@ -76,6 +76,9 @@ def vocabulary_note(file: GGUFFile) -> str | None:
     return None
 
 
+_CONTROL = 3  # in tokenizer.ggml.token_type
+
+
 class Fim(NamedTuple):
     """Control tokens between which a model that was taught to fill in finds what is there: what comes before the gap, what comes behind it, where its
     text begins; in front of them the name of a repository, and of each file. None: the vocabulary has none."""
@@ -102,6 +105,8 @@ class Tokenizer:
             raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path}: {why}")
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._control: dict[str, int] | None = None
+        types = file.metadata.get("tokenizer.ggml.token_type")
+        self._said_control = np.flatnonzero(types == _CONTROL).tolist() if isinstance(types, np.ndarray) else []
         self._pieces = lru_cache(1 << 14)(self._piece)  # a text has the same ones again and again: 0.2 us instead of 1.7
         try:
             self._check_added()
@@ -200,6 +205,12 @@ class Tokenizer:
             texts = {text_of(lib.llama_vocab_get_text(self.vocab, i)): i for i in ids}
             self._control = {text: i for text, i in texts.items() if text}
         return self._control
+
+    @cached_property
+    def exposed_tokens(self) -> dict[str, int]:
+        """Control tokens of the file that libllama takes for text, which ``encode`` recognises always: the markers of gpt-oss."""
+        left = set(self._said_control) - set(self.control_tokens().values())
+        return {text: i for i in left if i < self.n_vocab and (text := text_of(lib.llama_vocab_get_text(self.vocab, i)))}
 
     def fim(self) -> "Fim":
         """The tokens of filling in, of those that the vocabulary has."""
