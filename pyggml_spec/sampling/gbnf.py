@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ..errors import SamplingError
+from .endings import ending
 
 MAX_TEXT = 1 << 17  # characters
 MAX_DEPTH = 1000  # of parentheses
@@ -122,7 +123,7 @@ class _Reader:
         if "root" not in rules:
             raise SamplingError("the grammar is wrong: it has no rule named root, which is where it begins; add one")
         self._check_references(rules)
-        return rules
+        return _that_end(rules)
 
     def _alternatives(self) -> Part:
         """Reads to the end of a rule."""
@@ -302,6 +303,46 @@ class _Reader:
         raise SamplingError(
             f"the grammar is wrong in line {line}, column {column}, {shown}: {what}; see llama.cpp's grammars/README.md for the notation"
         )
+
+
+def _that_end(rules: dict[str, Part]) -> dict[str, Part]:
+    """The rules without alternatives that never end, which llama.cpp would begin: the texts stay the same.
+
+    Raises:
+        SamplingError: there are none.
+    """
+    needs: dict[str | int, tuple[int, tuple[str | int, ...]]] = {name: (1, (id(part),)) for name, part in rules.items()}
+    for part in (part for rule in rules.values() for part in _parts(rule)):
+        if not isinstance(part, (Characters, Token)):
+            inside: tuple[str | int, ...] = (part.name,) if isinstance(part, Reference) else tuple(map(id, children(part)))
+            optional = isinstance(part, Repeat) and part.least == 0
+            needs[id(part)] = 0 if optional else 1 if isinstance(part, Choice) else len(inside), inside
+        else:
+            needs[id(part)] = 0, ()
+    ends = ending(needs)
+    if "root" not in ends:
+        raise SamplingError(
+            'the grammar has no text that ends: whatever begins with root goes on for ever, like root ::= "a" root; give one of its rules an '
+            "alternative that does not refer to itself"
+        )
+    return {name: _pruned(rule, ends) for name, rule in rules.items() if name in ends} if len(ends) < len(needs) else rules
+
+
+def _pruned(rule: Part, ends: set[str | int]) -> Part:
+    """A rule that ends, without what in it does not."""
+    made: dict[int, Part] = {}
+    for part in reversed(list(_parts(rule))):  # what is inside comes before what it is in
+        if id(part) not in ends:
+            continue
+        new: Part = part
+        if isinstance(part, Choice):
+            new = _choice([made[id(inner)] for inner in part.parts if id(inner) in ends])
+        elif isinstance(part, Sequence):
+            new = Sequence(tuple(made[id(inner)] for inner in part.parts))
+        elif isinstance(part, Repeat):
+            new = Repeat(made[id(part.part)], part.least, part.most) if id(part.part) in ends else Sequence(())
+        made[id(part)] = new
+    return made[id(rule)]
 
 
 def children(part: Part) -> tuple[Part, ...]:

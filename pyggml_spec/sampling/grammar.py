@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from ..errors import ConstraintError, EngineError, SamplingError
 from ..large_stack import on_large_stack
 from ..text.tokenizer import Tokenizer
-from . import gbnf, json_schema
+from . import gbnf, json_schema, lark_rules
 from .mask_thread import MaskJob, consume
 
 T = TypeVar("T")
@@ -166,6 +166,7 @@ class Vocabulary:
         if kind == "regex":
             return f"{free}start: /{regex_to_lark(text, use_ascii='d')}/\n"
         json_schema.check_embedded(text)
+        lark_rules.check(text)
         return free + text
 
     def tokens_of(self, text: bytes) -> list[int]:
@@ -237,8 +238,14 @@ class Grammar:
 
     @property
     def complete(self) -> bool:
-        """Whether what was accepted is a whole text, so that an end token may come; False while that is not known yet."""
-        return self.ended or ((self._job is None or self._job.done) and self._matcher.is_accepting())
+        """Whether what was accepted is a whole text, so that an end token may come."""
+        self._arrive()
+        return self.ended or self._matcher.is_accepting()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a thread still works out what may come here."""
+        return self._job is not None and not self._job.done
 
     def late(self, patience: float = 0.0) -> bool:
         """Whether it is still being worked out what may come here, in ``patience`` seconds from now.
@@ -291,6 +298,10 @@ class Grammar:
         whole = self.ended or self._matcher.is_accepting()
         for end in self._vocabulary.ends:
             bits[end >> 3] = bits[end >> 3] & (255 ^ 1 << (end & 7)) | whole << (end & 7)
+        if not bits.any():
+            raise ConstraintError(
+                f"the {KINDS[self.kind]} cannot go on: no token continues it, and it cannot end here; let it allow one of the two"
+            )
         return bits
 
     def mask(self) -> np.ndarray:

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from llguidance import LLMatcher
 
 from ..errors import SamplingError
+from .json_endings import without_dead_ends
 
 MAX_TEXT = 1 << 17  # characters
 MOST_PATTERNS = 100  # 300 take five seconds
@@ -77,9 +78,15 @@ def checked(text: str) -> str:
     except (ValueError, RecursionError) as error:
         raise SamplingError(f"the JSON schema is no JSON: {error}") from None
     _check(schema)
-    if isinstance(schema, bool):
-        schema = {} if schema else {"anyOf": [False]}
     try:
+        if (kept := without_dead_ends(schema)) is False and schema is not False:
+            raise SamplingError(
+                "the JSON schema has no document that ends: each holds another one of its kind, by $ref; let one of them be optional, or give it an "
+                "alternative in anyOf"
+            )
+        schema = kept
+        if isinstance(schema, bool):
+            schema = {} if schema else {"anyOf": [False]}
         return json.dumps({**schema, "x-guidance": _OPTIONS})
     except RecursionError:
         raise SamplingError("the JSON schema is nested too deeply; give its parts names under $defs") from None
@@ -94,9 +101,10 @@ def check_embedded(lark: str) -> None:
             raise SamplingError(f"a JSON schema in the Lark grammar is no JSON: {error}") from None
         before = json.dumps(schema)
         _check(schema)
-        if json.dumps(schema) != before:
+        if json.dumps(without_dead_ends(schema)) != before:
             raise SamplingError(
-                "a JSON schema in the Lark grammar has $schema, deprecated, uniqueItems or a format of times or names; leave that out there"
+                "a JSON schema in the Lark grammar has $schema, deprecated, uniqueItems, a format of times or names, or a part that no document matches; leave that "
+                "out there"
             )
 
 

@@ -106,6 +106,11 @@ class LazyGrammar:
         """As of ``Grammar``."""
         return self._begun and self._inner.slow
 
+    @property
+    def pending(self) -> bool:
+        """As of ``Grammar``."""
+        return self._begun and self._inner.pending
+
     def late(self, patience: float = 0.0) -> bool:
         """As of ``Grammar``."""
         return self._begun and self._inner.late(patience)

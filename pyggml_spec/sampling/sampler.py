@@ -11,13 +11,14 @@ The chain is libllama's, put together as llama.cpp's common_sampler does it: the
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..engine.graphs import MOST_CANDIDATES
-from ..errors import EngineError, SamplingError
+from ..errors import ConstraintError, EngineError, SamplingError
 from ..ggml.library import LlamaSampler, ffi, lib
 from ..text.tokenizer import Tokenizer
 from .grammar import KINDS, Grammar
@@ -397,9 +398,9 @@ class Sampler:
         chosen = p[self._array.selected]  # 0 where the sum of all, rounded, is below the random number
         return TokenLogprob(token, math.log(chosen) if chosen > 0 else -math.inf, top)
 
-    def _nothing_left(self) -> EngineError:
+    def _nothing_left(self) -> ConstraintError:
         how = self.sampling.describe()
-        return EngineError(f"the sampling ({how}) leaves no token to choose from; relax the bias, the temperature or the constraint")
+        return ConstraintError(f"the sampling ({how}) leaves no token to choose from; relax the bias, the temperature or the constraint")
 
     def forced(self, most: int) -> list[int]:
         """The tokens that a constraint leaves no choice about now, ``most`` at most."""
@@ -407,8 +408,12 @@ class Sampler:
 
     @property
     def incomplete(self) -> bool:
-        """Whether there is a constraint, and the text so far is not a whole one."""
-        return self.grammar is not None and not self.grammar.complete
+        """Whether there is a constraint, and the text so far is not known to be a whole one."""
+        if self.grammar is None:
+            return False
+        with suppress(EngineError):  # which has ended the generation
+            return self.grammar.pending or not self.grammar.complete
+        return True
 
     def take_logprobs(self) -> tuple[TokenLogprob, ...]:
         taken, self.logprobs = tuple(self.logprobs), []

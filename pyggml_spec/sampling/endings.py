@@ -1,0 +1,49 @@
+"""What of a grammar can come to an end: a part of which every text holds another one of itself never does, and must not be begun."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from typing import TypeVar
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+K = TypeVar("K", bound=Hashable)
+
+
+def ending(parts: Mapping[K, tuple[int, Sequence[K]]]) -> set[K]:
+    """The parts that can end. Each is given as how many of which others have to end for it: all of a sequence, one of a choice, none of a letter."""
+    left = {part: need for part, (need, _) in parts.items()}
+    users: dict[K, list[K]] = {}
+    for part, (_, others) in parts.items():
+        for other in others:
+            users.setdefault(other, []).append(part)
+    done = {part for part, need in left.items() if need < 1}
+    todo = list(done)
+    while todo:
+        for user in users.get(todo.pop(), ()):
+            left[user] -= 1
+            if left[user] < 1 and user not in done:
+                done.add(user)
+                todo.append(user)
+    return done
+
+
+class _Bytes:
+    """A vocabulary of single bytes."""
+
+    tokens, bos_token_id, eos_token_id, special_token_ids = (*(bytes([i]) for i in range(256)), b"<end>"), None, 256, (256,)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()))
+
+
+def byte_matcher(grammar: str) -> LLMatcher:
+    """Over single bytes, at the beginning; its error says what is wrong with the grammar, and whether no byte begins it."""
+    matcher = LLMatcher(_bytes(), grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
