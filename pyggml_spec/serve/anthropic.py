@@ -44,7 +44,7 @@ async def messages(context: Context, request: Request) -> Response:
 
 
 async def count_tokens(context: Context, request: Request) -> Response:
-    plan = await context.in_pool(read_chat, context.served, to_openai(request.json()), request.key)
+    plan = await context.in_pool(request, read_chat, context.served, to_openai(request.json()), request.key)
     return json_response({"input_tokens": len(plan.prompt.ids)})
 
 

@@ -22,6 +22,9 @@ _ABOUT_TOOLS = (
 )  # fmt: skip
 
 
+MOST_TOOLS = 1024
+
+
 @dataclass(frozen=True)
 class Chat:
     """What a chat request comes to.
@@ -54,7 +57,7 @@ def sequence_asks(served: Served, body: Mapping[str, Any], ids: list[int], n_pro
     """What every dialect asks of each sequence; ``n`` of them; ``triggers``: None for those of the request. Raises ApiError, SamplingError."""
     triggers = fields.triggers(body, served.tokenizer, constraint) if triggers is None else triggers
     served.check_constraint(constraint, triggers)
-    n = fields.whole(body, "n_cmpl" if "n_cmpl" in body else "n", 1, 1, fields.MOST_N)
+    n = fields.answers(body)
     sampling = fields.sampling(body, served.limits, served.tokenizer, n_probs, constraint, triggers)
     ignore_end = fields.flag(body, "ignore_eos")
     if ignore_end and constraint is not None:
@@ -140,6 +143,7 @@ def _template_options(
     served: Served, body: Mapping[str, Any], tools: Sequence[dict[str, Any]], closed: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     messages = read_messages(body)
+    served.check_count(len(messages), "messages")
     thinking, variables = _template_arguments(served, body)
     open_turn = fields.flag(body, "add_generation_prompt", True)
     goes_on = body.get("continue_final_message", None)
@@ -260,6 +264,8 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools = body.get("tools", [])
     if not isinstance(tools, list):
         raise fields.wrong("tools", tools, "a list of functions")
+    if len(tools) > MOST_TOOLS:
+        raise ApiError(400, f"there are {len(tools)} tools, and {MOST_TOOLS} are taken; send fewer", param="tools")
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:

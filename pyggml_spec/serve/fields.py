@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..cancel import check
 from ..errors import SamplingError
 from ..sampling.pattern import Pattern
 from ..sampling.sampler import KNOWN, Sampling
@@ -44,6 +45,7 @@ OFF = {  # samplers that are not there, and the values that ask for nothing
     "adaptive_target": (-1,),
 }
 _SAMPLER_NAMES = {"typical_p": "typ_p", "typ-p": "typ_p", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "temp": "temperature"}
+_JSON = json.JSONEncoder(default=str)
 _SAMPLERS_OFF = ("dry", "top_n_sigma", "xtc", "adaptive_p")
 
 
@@ -61,8 +63,17 @@ class Limits:
 
 
 def wrong(name: str, value: Any, right: str) -> ApiError:
-    shown = json.dumps(value, default=str)
-    return ApiError(400, f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}, but it has to be {right}", param=name)
+    return ApiError(400, f"{name} is {_shown(value)}, but it has to be {right}", param=name)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of its JSON; of what is long only that is made."""
+    shown = ""
+    for part in _JSON.iterencode(value[:60] if isinstance(value, str) else value):
+        shown += part[:60]
+        if len(shown) >= 60:
+            return shown[:57] + "..."
+    return shown if not isinstance(value, str) or len(value) <= 60 else shown[:57] + "..."
 
 
 def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
@@ -102,6 +113,11 @@ def max_tokens(body: Mapping[str, Any], limits: Limits) -> int | None:
             given = whole(body, name, 0, -1, 1 << 31)
             return given if given >= 0 else limits.max_tokens
     return limits.max_tokens
+
+
+def answers(body: Mapping[str, Any]) -> int:
+    """How many answers to each prompt are asked for."""
+    return whole(body, "n_cmpl" if "n_cmpl" in body else "n", 1, 1, MOST_N)
 
 
 def thinking_budget(body: Mapping[str, Any]) -> int:
@@ -213,6 +229,7 @@ def logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:
             raise wrong("logit_bias", token, "token ids or texts with a number each")
         if isinstance(token, str) and isinstance(value, dict) and token.isdecimal() and len(token) < 10:
             token = int(token)
+        check()
         ids = [token] if isinstance(token, int) else tokenizer.encode(token, special=True, bos=False)
         out |= {i: float(bias) for i in ids if 0 <= i < tokenizer.n_vocab}
     return out

@@ -9,6 +9,7 @@ from itertools import chain
 from types import NoneType
 from typing import Any
 
+from ..cancel import check
 from ..text.tokenizer import Fim
 from . import fields
 from .answer import Answer
@@ -39,7 +40,7 @@ def _read(context: Context, body: Mapping[str, Any], key: str) -> tuple[list[Ask
     fields.whole(body, "id_slot", -1, -1, served.options.slots - 1)
     n_probs, constraint, progress = read_options(body)
     response_fields(body)
-    prompt = served.tokenizer.encode(served.short(fields.text(body, "prompt"), "prompt"), special=True, bos=False)
+    prompt = served.encoded(fields.text(body, "prompt"), "prompt", special=True, bos=False)
     room = fields.max_tokens(body, served.limits)
     ids = lay_out(served, fim, body, prompt, UNLIMITED if room is None else room)
     ids = served.checked(ids)  # all but the prompt is cut to what there is room for
@@ -77,6 +78,7 @@ def _cut(served: Served, parts: Sequence[int | str], most: int, last: bool) -> l
     encoded: list[list[int]] = []
     count = 0
     for part in reversed(parts) if last else parts:
+        check()
         if count >= most:
             break
         if isinstance(part, str):

@@ -28,6 +28,7 @@ from .errors import ApiError
 
 log = logging.getLogger("pyspec.serve")
 AHEAD = 2
+MOST_SEQUENCES = 1024  # of one request, where the queue has no limit
 UNREAD = 64  # events of one request that are kept apart; further ones of a reader that is slow are joined to the last
 SILENCE = 30.0  # seconds after which a silent stream gets a comment
 STUCK_SECONDS = 30.0
@@ -263,13 +264,9 @@ class Queue:
         if self.draining:
             self.counts.rejected["draining"] += 1
             raise ApiError(503, "the server is ending and takes no more requests; ask another one", headers={"retry-after": "5"})
+        self.check_count(len(asks))
         free = max(0, self.slots + AHEAD - len(self.running))
         waiting, beyond = sum(map(len, self._waiting.values())), max(0, len(asks) - free)
-        if self.limits.requests is not None and len(asks) > (most := self.slots + AHEAD + self.limits.requests):
-            raise ApiError(
-                400, f"the request asks for {len(asks)} answers, and this server has {most} at once, those that wait among them; ask for fewer, or "
-                "start it with a larger `queue`",
-            )  # fmt: skip
         if self.limits.requests is not None and beyond and waiting + beyond > self.limits.requests:
             self._reject("requests", f"{waiting} requests wait already, and this server's queue holds {self.limits.requests}")
         tokens = sum(len(ask.ids) for ask in asks)
@@ -277,14 +274,23 @@ class Queue:
             self._reject("tokens", f"the prompts that wait have {self.waiting_tokens} tokens, and the queue holds {self.limits.tokens}")
         answers = Answers(asks, self)
         for job in answers.jobs:
-            jobs = self._waiting.setdefault(job.ask.key, [])
-            jobs.append(job)
-            jobs.sort(key=lambda j: (-j.ask.priority, j.number))
+            self._waiting.setdefault(job.ask.key, []).append(job)
             if self.limits.seconds is not None:
                 job.timer = self._loop.call_later(self.limits.seconds, self._too_late, job)
+        for key in {ask.key for ask in asks}:
+            self._waiting[key].sort(key=lambda j: (-j.ask.priority, j.number))
         self._idle.clear()
         self._pump()
         return answers
+
+    def check_count(self, count: int) -> None:
+        """Before they are made. Raises ApiError: so many sequences of one request never have a place."""
+        most = MOST_SEQUENCES if self.limits.requests is None else self.slots + AHEAD + self.limits.requests
+        if count > most:
+            raise ApiError(
+                400, f"the request asks for {count} answers, and this server has {most} at once, those that wait among them; ask for fewer, or "
+                "start it with a larger `queue`",
+            )  # fmt: skip
 
     def _reject(self, why: str, sentence: str) -> None:
         self.counts.rejected[why] += 1
@@ -357,6 +363,9 @@ class Queue:
 
     def _submit(self, job: Job) -> None:
         """In a thread of the pool: to make a sampler may take milliseconds."""
+        if job.cancelled:
+            self._call(self._finish, job, End(None))
+            return
         if (handle := self._handle(job)) is not None:
             self._call(self._submitted, job, handle)
 

@@ -2,19 +2,24 @@
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from ..cancel import check
 from ..ggml.library import why_absent
 from . import fields
 from .answer import Answer, Delta, job_prompt, metrics, speculation
 from .conversation import read_chat, render_chat, sequence_asks
 from .errors import ApiError, api_error
-from .http import PING, Request, Response, event, json_response, stream_response
+from .http import PING, Request, Response, encode, event, json_response, stream_response
 from .jobs import Ask, Job
 from .reading import Context, Reader
 from .resumable import HEADER, Stream, key_of
 from .version import FINGERPRINT, VERSION
 
+AT_ONCE = 4096  # tokens whose JSON is made without a turn of other tasks
+MOST_TEXT = 1 << 20  # characters that /tokenize takes, or 16 for each token of the context
+JSON_TYPE = "application/json; charset=utf-8"
 _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limit"}
 
 
@@ -47,11 +52,10 @@ def _read(context: Context, body: Mapping[str, Any], key: str) -> tuple[list[Ask
     n_probs, constraint, progress = read_options(body)
     every_step = fields.flag(body, "speculation")
     response_fields(body)
-    return [
-        ask
-        for ids in served.text_ids(body["prompt"])
-        for ask in sequence_asks(served, body, ids, n_probs, constraint, key, progress, every_step)
-    ], n_probs
+    prompts = served.prompts(body["prompt"])
+    context.queue.check_count(len(prompts) * fields.answers(body))
+    asks = sequence_asks(served, body, [], n_probs, constraint, key, progress, every_step)
+    return [replace(ask, ids=ids) for ids in served.text_ids(prompts) for ask in asks], n_probs
 
 
 def read_options(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, str] | None, bool]:
@@ -179,18 +183,41 @@ def _chunk(context: Context, answer: Answer, delta: Delta, text: str, with_timin
 
 
 async def tokenize(context: Context, request: Request) -> Response:
-    body, tokenizer = request.json(), context.served.tokenizer
+    body = request.json()
+    pieces = fields.flag(body, "with_pieces")
+    ids = await context.in_pool(request, _tokens, context, body)
+    if len(ids) <= AT_ONCE:
+        return json_response({"tokens": _told(context, ids, pieces)})
+    return Response(headers={"content-type": JSON_TYPE}, chunks=_token_chunks(context, ids, pieces))
+
+
+def _tokens(context: Context, body: Mapping[str, Any]) -> list[int]:
     content = body.get("content", body.get("prompt", ""))
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, (str, int)) and not isinstance(part, bool) for part in parts):
         raise fields.wrong("content", content, "a text, or a list of texts and token ids")
+    most = max(MOST_TEXT, 16 * context.served.n_ctx)
+    if (size := sum(len(part) for part in parts if isinstance(part, str))) > most:
+        raise ApiError(400, f"content has {size} characters, and {most} are encoded at once; send parts of it", param="content")
     special, bos = fields.flag(body, "parse_special", True), fields.flag(body, "add_special")
     ids: list[int] = []
     for i, part in enumerate(parts):
-        ids += [part] if isinstance(part, int) else await context.in_pool(tokenizer.encode, part, special, bos and i == 0)
-    if not fields.flag(body, "with_pieces"):
-        return json_response({"tokens": ids})
-    return json_response({"tokens": [{"id": i, "piece": _piece(tokenizer.piece(i, special=True))} for i in ids]})
+        check()
+        ids += [part] if isinstance(part, int) else context.served.tokenizer.encode(part, special, bos and i == 0)
+    return ids
+
+
+def _told(context: Context, ids: list[int], pieces: bool) -> list[Any]:
+    if not pieces:
+        return ids
+    return [{"id": i, "piece": _piece(context.served.tokenizer.piece(i, special=True))} for i in ids]
+
+
+async def _token_chunks(context: Context, ids: list[int], pieces: bool) -> AsyncIterator[bytes]:
+    yield b'{"tokens":['
+    for at in range(0, len(ids), AT_ONCE):
+        yield (b"," if at else b"") + encode(_told(context, ids[at : at + AT_ONCE], pieces))[1:-1]
+    yield b"]}"
 
 
 def _piece(data: bytes) -> str | list[int]:
@@ -201,24 +228,26 @@ def _piece(data: bytes) -> str | list[int]:
 
 
 async def detokenize(context: Context, request: Request) -> Response:
-    body = request.json()
+    return json_response({"content": await context.in_pool(request, _text, context, request.json())})
+
+
+def _text(context: Context, body: Mapping[str, Any]) -> str:
     ids = body.get("tokens", [])
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise fields.wrong("tokens", ids, "a list of token ids")
-    if ids:
-        n = context.served.tokenizer.n_vocab
-        outside = next((i for i in ids if not 0 <= i < n), None)
-        if outside is not None:
-            raise fields.wrong("tokens", outside, f"ids below {n}")
-    return json_response({"content": context.served.tokenizer.decode(ids, special=True)})
+    n = context.served.tokenizer.n_vocab
+    outside = next((i for i in ids if not 0 <= i < n), None)
+    if outside is not None:
+        raise fields.wrong("tokens", outside, f"ids below {n}")
+    return context.served.tokenizer.decode(ids, special=True)
 
 
 async def apply_template(context: Context, request: Request) -> Response:
-    return json_response({"prompt": await context.in_pool(render_chat, context.served, request.json())})
+    return json_response({"prompt": await context.in_pool(request, render_chat, context.served, request.json())})
 
 
 async def count_chat_tokens(context: Context, request: Request) -> Response:
-    plan = await context.in_pool(read_chat, context.served, request.json(), request.key)
+    plan = await context.in_pool(request, read_chat, context.served, request.json(), request.key)
     return json_response({"input_tokens": len(plan.prompt.ids)})
 
 

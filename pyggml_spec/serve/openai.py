@@ -4,6 +4,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..text.values import Call
@@ -211,11 +212,13 @@ def _read_completions(context: Context, body: Mapping[str, Any], key: str) -> tu
         raise ApiError(400, "prompt is required; send a text or a list of token ids", param="prompt")
     asked = "n_probs" if "n_probs" in body else "logprobs"
     n_probs = fields.whole({**body, asked: int(v) if isinstance(v := body.get(asked, 0), bool) else v}, asked, 0, 0, 1024) or None
-    prompts = served.text_ids(body["prompt"])
+    prompts = served.prompts(body["prompt"])
+    context.queue.check_count(len(prompts) * fields.answers(body))
     constraint = fields.constraint(body)
     progress_asked = fields.flag(body, "return_progress") and fields.flag(body, "stream")
     every_step = fields.flag(body, "speculation")
-    return [a for ids in prompts for a in sequence_asks(served, body, ids, n_probs, constraint, key, progress_asked, every_step)], n_probs
+    asks = sequence_asks(served, body, [], n_probs, constraint, key, progress_asked, every_step)
+    return [replace(ask, ids=ids) for ids in served.text_ids(prompts) for ask in asks], n_probs
 
 
 def _legacy(answer: Answer, told: Sequence[Any]) -> dict[str, Any]:
@@ -288,5 +291,5 @@ async def model(context: Context, request: Request) -> Response:
 
 async def input_tokens(context: Context, request: Request) -> Response:
     """How many tokens a chat request's prompt has."""
-    plan = await context.in_pool(read_chat, context.served, request.json(), request.key)
+    plan = await context.in_pool(request, read_chat, context.served, request.json(), request.key)
     return json_response({"object": "response.input_tokens", "input_tokens": len(plan.prompt.ids)})

@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
@@ -14,6 +13,7 @@ from .answer import Answer, Delta
 from .errors import api_error
 from .http import Request
 from .jobs import SILENCE, Ask, Job, Queue
+from .pool import Pool
 from .resumable import HEADER, Streams, key_of
 from .served import Served
 
@@ -27,25 +27,33 @@ RENDERING = (
 )
 SLOW = {"grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "tools", "text", "output_config", "output_format"}
 """Fields of what is compiled, which may take a second."""
+LONG = 16 << 10  # bytes of a request that is read beside short ones, and never before them
 
 
 class Context:
     """What handlers have."""
 
-    def __init__(self, served: Served, queue: Queue, pool: Executor) -> None:
+    def __init__(self, served: Served, queue: Queue, pool: Pool) -> None:
         self.served, self.queue, self._pool = served, queue, pool
         self.streams = Streams()
 
-    async def in_pool(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """``function`` in a thread: the event loop goes on with everybody's streams."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+    async def in_pool(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """``function`` in a thread: the event loop goes on with other streams. It is cancelled when the client goes away."""
+        work = self._pool.start(lambda: function(*args, **kwargs), request.key or request.client, len(request.body) > LONG)
+        try:
+            return await asyncio.wrap_future(work.future)
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
 
     async def prepared(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``function``, which reads a request and changes nothing: in a thread if that could take long, or else here, where the first token waits less."""
         if len(request.body) <= SMALL and not SLOW & request.json().keys():
             with suppress(Late), RENDERER.hurried(RENDERING):
                 return function(*args, **kwargs)
-        return await self.in_pool(function, *args, **kwargs)
+        done = await self.in_pool(request, function, *args, **kwargs)
+        request.forget(*(body for body in args if isinstance(body, dict)))
+        return done
 
 
 class Reader:

@@ -35,7 +35,7 @@ async def create(context: Context, request: Request) -> Response:
 
 
 async def input_tokens(context: Context, request: Request) -> Response:
-    plan = await context.in_pool(read_chat, context.served, to_chat(request.json()), request.key)
+    plan = await context.in_pool(request, read_chat, context.served, to_chat(request.json()), request.key)
     return json_response({"object": "response.input_tokens", "input_tokens": len(plan.prompt.ids)})
 
 

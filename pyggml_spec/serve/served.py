@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..cancel import check
 from ..chat import chat_template, tool_template
 from ..concurrent import ConcurrentSession
 from ..sampling.grammar import Grammar
@@ -31,6 +32,8 @@ COMMAND_R = (
     "{%- if add_generation_prompt -%}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}{%- endif -%}"
 )
 NAMED = {"chatml": CHATML, "command-r": COMMAND_R, "llama3": LLAMA3}
+MOST_TOKENS = 1 << 19  # of all prompts of one request
+CHARACTERS = 12  # for each token of the context: the beginning of a text that is encoded first
 
 
 @dataclass
@@ -112,17 +115,33 @@ class Served:
 
     # -- prompts
 
-    def text_ids(self, prompt: Any, name: str = "prompt") -> list[list[int]]:
-        """Prompts of /completion: a text, tokens, both mixed, or a list of such; control tokens in texts count.
+    def prompts(self, prompt: Any, name: str = "prompt") -> list[Any]:
+        """Prompts of /completion, one by one: a text, tokens, both mixed, or a list of such.
 
         Raises:
-            ApiError: something else, or empty.
+            ApiError: there are none.
         """
         if isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt):
             if not prompt:
                 raise ApiError(400, f"the {name} is an empty list; give a text", param=name)
-            return [self._one_prompt(part, name) for part in prompt]
-        return [self._one_prompt(prompt, name)]
+            return prompt
+        return [prompt]
+
+    def text_ids(self, prompts: Sequence[Any], name: str = "prompt") -> list[list[int]]:
+        """Their tokens; control tokens in texts count.
+
+        Raises:
+            ApiError: one is something else, or empty, or all are too long together.
+        """
+        out: list[list[int]] = []
+        most = left = max(MOST_TOKENS, self.n_ctx)
+        for prompt in prompts:
+            check()
+            out.append(self._one_prompt(prompt, name))
+            left -= len(out[-1])
+            if left < 0:
+                raise ApiError(400, f"the prompts have more than {most} tokens together; send several requests", param=name)
+        return out
 
     def _one_prompt(self, prompt: Any, name: str) -> list[int]:
         if isinstance(prompt, dict):
@@ -135,19 +154,45 @@ class Served:
             raise ApiError(400, f"the {name} has to be a text, a list of token ids, or a list of such", param=name)
         ids: list[int] = []
         for i, part in enumerate(prompt):
-            ids += [part] if isinstance(part, int) else self.tokenizer.encode(self.short(part, name), special=True, bos=i == 0)
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            ids += self.encoded(part, name, special=True, bos=i == 0)
+            if len(ids) > 2 * self.n_ctx:  # the rest cannot make it fit
+                break
         return self.checked(ids, name)
 
-    def short(self, text: str, name: str) -> str:
-        """The text itself, unless even tokens of the greatest length would be too many: to encode megabytes takes a thread of two many seconds.
+    def encoded(self, text: str, name: str, special: bool, bos: bool) -> list[int]:
+        """Tokens of a text that can fit. Raises ApiError, as ``check_length``."""
+        self.check_length(text, name)
+        return self.tokenizer.encode(text, special, bos)
+
+    def check_length(self, text: str, name: str) -> None:
+        """Looks at the beginning of a long text: nothing interrupts the encoding of megabytes.
 
         Raises:
             ApiError: it cannot fit the context.
         """
-        least = len(text) // self.longest_piece
+        self.check_bytes(len(text), name)
+        head = CHARACTERS * self.n_ctx
+        while head < len(text):
+            check()
+            least = len(self.tokenizer.encode(text[:head], special=True, bos=False)) // 2  # half: the cut changes tokens near it
+            if least >= self.n_ctx:
+                raise self._too_many(f"at least {least}", least, name)
+            head *= 4
+        check()
+
+    def check_count(self, count: int, name: str) -> None:
+        """Raises ApiError: even parts of one token each would be too many."""
+        if count > self.n_ctx:
+            raise self._too_many(f"at least {count}", count, name)
+
+    def check_bytes(self, size: int, name: str) -> None:
+        """Raises ApiError: even tokens of the greatest length would be too many."""
+        least = size // self.longest_piece
         if least >= self.n_ctx:
             raise self._too_many(f"at least {least}", least, name)
-        return text
 
     def checked(self, ids: list[int], name: str = "prompt") -> list[int]:
         """The ids themselves, if they are tokens and fit.
@@ -188,12 +233,13 @@ class Served:
         variables: Mapping[str, Any] | None = None, open_turn: bool = True, prefill: Prefill | None = None,
     ) -> Prompt:  # fmt: skip
         """A conversation as the model's template writes it. Errors as of ``ChatTemplate.encode``."""
-        self.short(
-            "".join(m["content"] for m in messages if m.get("role") != "assistant" and isinstance(m.get("content"), str)), "messages"
+        self.check_bytes(
+            sum(len(m["content"]) for m in messages if m.get("role") != "assistant" and isinstance(m.get("content"), str)), "messages"
         )
         template, form = self.template_for(tools), self.form_for(tools)
         given: dict[str, Any] = {"thinking": thinking, "tools": tools or None, "variables": variables}
-        ids = template.encode(self.tokenizer, messages, add_generation_prompt=open_turn, **given)
+        fits = lambda text: self.check_length(text, "messages")  # noqa: E731
+        ids = template.encode(self.tokenizer, messages, fits, add_generation_prompt=open_turn, **given)
         opened = open_turn and form.opened(self.tokenizer.decode(ids[-TAIL:], special=True))
         for text, marks in _begun(template, opened, prefill):
             ids = ids + self.tokenizer.encode(text, special=marks, bos=False)

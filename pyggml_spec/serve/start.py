@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ from .access import Keys
 log = logging.getLogger("pyspec.serve")
 LIBRARIES = ("uvicorn", "httptools", "msgspec")
 SWITCH_SECONDS = 0.0005  # how long the event loop may keep the interpreter from the thread of the steps
-THREADS = 2  # that render, encode and compile
 TOLD_SECONDS = 0.9  # that readers have for the error that ends what was cut off
 STEP_SECONDS = 1.0  # that a step may take which is under way when all readers have gone
 FILE_SECONDS = 30.0  # the same where beginnings of prompts are still written to files
@@ -124,6 +122,7 @@ async def _serve(
     from .app import App
     from .jobs import Queue, QueueLimits
     from .metrics import Metrics
+    from .pool import Pool
     from .protocol import JsonProtocol, Server
     from .reading import Context
     from .served import Served
@@ -157,7 +156,7 @@ async def _serve(
             return None
 
     loop, exit_status = asyncio.get_running_loop(), [0]
-    with ThreadPoolExecutor(THREADS, "pyspec prepares") as pool:
+    with Pool() as pool:
         concurrent = make()
         served = Served(session, concurrent, limits, options, template)
         queue_limits = QueueLimits(settings.queue_requests, settings.queue_tokens, settings.queue_seconds)
@@ -225,8 +224,14 @@ async def _serve(
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             queue.cancel_all("the server ends")
-            if not await loop.run_in_executor(None, queue.engine.stop, STEP_SECONDS if settings.prefix_cache is None else FILE_SECONDS):
-                told("ended while a step was under way")  # two threads on two cores that others use: 1.5 s; a device that hangs: for ever
+            pool.shutdown(wait=False, cancel_futures=True)
+            stepping = not await loop.run_in_executor(
+                None, queue.engine.stop, STEP_SECONDS if settings.prefix_cache is None else FILE_SECONDS
+            )
+            if stepping or not await loop.run_in_executor(None, pool.idle, STEP_SECONDS):
+                told(
+                    f"ended while a {'step' if stepping else 'request'} was under way"
+                )  # two threads on two cores that others use: 1.5 s; a device that hangs: for ever
                 sys.stdout.flush()
                 os._exit(exit_status[0])
             await loop.run_in_executor(None, queue.engine.close)

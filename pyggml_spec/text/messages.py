@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeGuard
 
+from ..cancel import check
 from ..errors import TemplateError
 from ..gguf_io.reader import brief
 
@@ -42,6 +43,7 @@ def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
             raise TemplateError(f"the message {brief(value)} has keys that are no strings; use the fields of the chat APIs")
         return {plain(key): plain(item, depth - 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        check()
         return [plain(item, depth - 1) for item in value]
     raise TemplateError(f"a message holds {brief(value)}, which is neither text, number, list nor mapping; convert it first")
 

@@ -15,13 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..cancel import check
 from ..errors import TemplateError
 
 START_SECONDS = 60.0
 WALL_SECONDS = 60.0  # for a child that waits instead of computing; processor time is what is limited
 WATCH_SECONDS = 0.02
+CANCEL_SECONDS = 0.1  # between two looks at whether the rendering was cancelled
 MIB = 1 << 20
 MUCH = 1 << 13  # characters of an answer that whoever hurries has to encode: 1.5 ms; 66,000 took 170 ms, in which no stream went on
+LARGE = 1 << 14
 PLACES = 8  # templates that the process remembers
 AT_ONCE = 1 << 16  # bytes of a question in haste: a socket takes them without waiting for its other end
 WATCHED = sys.platform != "linux"  # elsewhere the kernel's limit of address space cannot be relied on: this process looks at the child's
@@ -108,10 +111,11 @@ class _Child:
         line, deadline = self._line, time.monotonic() + seconds
         while not line.endswith(b"\n"):
             left = max(0.001, deadline - time.monotonic())
-            self.socket.settimeout(left if watched is None else min(left, WATCH_SECONDS))
+            self.socket.settimeout(min(left, CANCEL_SECONDS if watched is None else WATCH_SECONDS))
             try:
                 part = self.socket.recv(MIB)
             except TimeoutError:
+                check()
                 if time.monotonic() >= deadline:
                     raise Stopped(_SILENT) from None
                 if watched is not None and resident(self.process.pid) > watched:
@@ -189,14 +193,18 @@ class Renderer:
         limits = {"seconds": seconds, "memory": memory, "characters": characters}
         if (patience := getattr(self._haste, "seconds", None)) is not None:
             return self._ask_at_once(limits, source, body, patience)
-        with self._lock:
+        while not self._lock.acquire(timeout=CANCEL_SECONDS):
+            check()
+        try:
             for attempt in (1, 2):  # it may have been ended from outside since the last rendering
                 try:
                     return self._ask(limits, source, body)
                 except _Died as died:
                     if attempt == 2:
                         raise Stopped(f"it ends the process that renders it ({died})") from None
-        raise AssertionError
+            raise AssertionError
+        finally:
+            self._lock.release()
 
     def _ask_at_once(self, limits: dict, source: str, body: bytes, patience: float) -> dict:
         if WATCHED or len(body) > AT_ONCE or self._latest > patience or not self._lock.acquire(blocking=False):
@@ -280,3 +288,4 @@ def _status(status: int) -> str:
 
 
 RENDERER = Renderer()
+LARGE_RENDERER = Renderer()  # for conversations of more than LARGE characters, so that short ones never wait for them

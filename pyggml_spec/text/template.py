@@ -8,16 +8,17 @@ encode the rendered text: a message's first word still joins the line break befo
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from ..cancel import check
 from ..errors import TemplateError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from .formats import Format, format_of
 from .messages import Takes, adapted, plain
-from .renderer import MIB, RENDERER, Stopped
+from .renderer import LARGE, LARGE_RENDERER, MIB, RENDERER, Stopped
 from .tokenizer import Tokenizer
 
 MAX_TEMPLATE = 1 << 18  # characters; real ones have up to 20,000
@@ -151,7 +152,7 @@ class ChatTemplate:
     def _ask(self, request: dict, length: int) -> dict:
         limits = {"memory": OWN_MEMORY + MEMORY_PER_CHARACTER * length, "characters": OWN_CHARACTERS + 4 * length}
         try:
-            return RENDERER.ask(request, seconds=self.seconds, **limits)
+            return (LARGE_RENDERER if length > LARGE else RENDERER).ask(request, seconds=self.seconds, **limits)
         except Stopped as stopped:
             raise TemplateError(f"the chat template was stopped: {stopped}; do not trust this model file") from None
 
@@ -179,8 +180,11 @@ class ChatTemplate:
             self._names = tokenizer, _Names({**tokenizer.control_tokens(), **tokenizer.exposed_tokens})
         return self._names[1]
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping], **options: Any) -> list[int]:
-        """Token ids of a conversation; ``options`` as for ``render``. Control tokens come from the template only.
+    def encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping], fits: Callable[[str], object] | None = None, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation; ``options`` as for ``render``. Control tokens come from the template only. ``fits`` is called with its text before
+        that is encoded, and raises if it is too long.
 
         Raises:
             TemplateError: as ``render``.
@@ -192,6 +196,8 @@ class ChatTemplate:
         guard = _Guard(names, self.source, messages, *given.values())
         options |= {name: guard.split(value) for name, value in given.items()}
         text = self.render(guard.split(messages), **options)
+        if fits is not None:
+            fits(text)
         if guard.mark not in text:
             ids = tokenizer.encode(text, special=True, bos=False)
         else:
@@ -235,6 +241,7 @@ class _Guard:
         if isinstance(value, str):
             return self._split(value, edges=True)
         if isinstance(value, list):
+            check()
             return [self.split(item) for item in value]
         if isinstance(value, dict):
             return {

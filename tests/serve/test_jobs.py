@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from pyggml_spec.serve.answer import timings
 from pyggml_spec.serve.errors import ApiError
 from pyggml_spec.serve.http import Request
 from pyggml_spec.serve.jobs import AHEAD, Ask, Queue, QueueLimits
+from pyggml_spec.serve.pool import Pool
 from pyggml_spec.serve.reading import SMALL, Context
 from pyggml_spec.text.renderer import RENDERER, Late
 
@@ -53,7 +53,7 @@ def hangs(engine, sink, stats):
 
 def run(behaviour, test, broken=lambda error: None, **limits):
     async def main():
-        with ThreadPoolExecutor(2) as pool:
+        with Pool() as pool:
             queue = Queue(Engine(behaviour), 1, QueueLimits(**limits), pool, lambda job: None, broken)
             await asyncio.wait_for(test(queue), 30)
 
@@ -101,7 +101,7 @@ def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_wa
             asked(b"{" + b" " * SMALL + b"}"), read
         )
 
-    with ThreadPoolExecutor(1) as pool:
+    with Pool() as pool:
         asyncio.run(main(pool))
 
 

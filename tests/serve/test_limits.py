@@ -1,6 +1,7 @@
 """One request that harms all others: what it may have is limited before it costs anything, and whoever is not let in costs nothing."""
 
 import socket
+import time
 
 import pytest
 from serve.running import Running
@@ -56,3 +57,40 @@ def test_bodies_of_strangers_are_not_kept(server):
     assert server.resident_mib - before < 8
     for sock in socks:
         sock.close()
+
+
+LARGE = [
+    ("/completion", {"prompt": ["a"] * 2500, "n": 64, "n_predict": 1}, "asks for 160000 answers"),
+    ("/v1/completions", {"prompt": ["a"] * 2500, "n": 64, "max_tokens": 1}, "asks for 160000 answers"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": "x" * 3_000_000}}, "chat_template_kwargs has"),
+    ("/apply-template", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": "x" * 3_000_000}}, "chat_template_kwargs has"),
+    ("/completion", {"prompt": "x", "logit_bias": [["some words " * 50, 1]] * 4096}, "logit_bias has"),
+    ("/completion", {"prompt": "x", "stop": ["x" * 10_000] * 256}, "stop has"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 5000}, "at least 5000 tokens"),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a b " * 300_000}]}, "tokens"),
+    ("/v1/responses/input_tokens", {"input": "a b " * 300_000}, "tokens"),
+    ("/v1/messages", {"messages": [{"role": "assistant", "content": "a b " * 300_000}, {"role": "user", "content": "x"}], "max_tokens": 1}, "tokens"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f"}}] * 2000}, "2000 tools"),
+    ("/tokenize", {"content": "a b " * 1_000_000}, "encoded at once"),
+    ("/detokenize", {"tokens": [5] * 5_000_000}, "longer than"),
+    ("/detokenize", {"tokens": [5] * 600_000}, "more than 262144 values"),
+    ("/detokenize", {"tokens": ["x" * 1_000_000, *[5] * 100_000]}, "tokens is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path, body, words", LARGE, ids=range(len(LARGE)))
+def test_what_is_too_much_is_refused_before_it_costs(server, path, body, words):
+    """They took seconds to a minute of one of two threads, or of the event loop."""
+    began = time.monotonic()
+    response = server.post(path, **body)
+    assert response.status_code in (400, 413) and words in response.text, response.text
+    assert time.monotonic() - began < 5
+    assert server.resident_mib < 400
+
+
+def test_what_is_large_and_fits_is_answered(server):
+    tokens = server.ok("/tokenize", content="a b " * 100_000)["tokens"]
+    pieces = server.ok("/tokenize", content="a b " * 100_000, with_pieces=True)["tokens"]
+    assert [piece["id"] for piece in pieces] == tokens and len(tokens) > 100_000
+    assert server.ok("/detokenize", tokens=tokens)["content"] == "a b " * 100_000
+    assert server.ok("/detokenize", tokens=[])["content"] == ""
