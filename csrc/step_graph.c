@@ -125,7 +125,7 @@ static void pages_free(void * pages, size_t size) {
 ggml_backend_buffer_t pgs_pages_buffer(struct ggml_context * ctx) {
     size_t size = 0;
     for (struct ggml_tensor * t = ggml_get_first_tensor(ctx); t != NULL; t = ggml_get_next_tensor(ctx, t)) {
-        size += GGML_PAD(ggml_nbytes(t), 64);
+        size += t->view_src == NULL ? GGML_PAD(ggml_nbytes(t), 64) : 0;
     }
     char *                pages  = size > 0 ? pages_new(size) : NULL;
     ggml_backend_buffer_t buffer = pages != NULL ? ggml_backend_cpu_buffer_from_ptr(pages, size) : NULL;
@@ -134,6 +134,10 @@ ggml_backend_buffer_t pgs_pages_buffer(struct ggml_context * ctx) {
         return NULL;
     }
     for (struct ggml_tensor * t = ggml_get_first_tensor(ctx); t != NULL; t = ggml_get_next_tensor(ctx, t)) {
+        if (t->view_src != NULL) {  // of a tensor before it
+            ggml_backend_view_init(t);
+            continue;
+        }
         ggml_backend_tensor_alloc(buffer, t, pages);
         pages += GGML_PAD(ggml_nbytes(t), 64);
     }

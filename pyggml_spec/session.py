@@ -27,6 +27,7 @@ from .engine.graphs import STREAMED
 from .engine.lanes import GROUPS
 from .engine.options import MOST_WIDTH, WIDEST_CHUNK, AtMost, EngineOptions, candidate_widths, check_masks, check_options
 from .engine.parts import Closable, P
+from .engine.planned import WEIGHTS, Placed, bytes_taken, largest, plan_weights
 from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .folders import why_nothing_is_kept
@@ -35,6 +36,7 @@ from .ggml.devices import in_order, open_backends, pick_devices
 from .ggml.library import versions
 from .ggml.peer import open_up
 from .gguf_io import GGUFFile
+from .memory.kv import SPAN
 from .memory.kv_types import MOST_CONTEXT, KVTypes
 from .memory.prefix import PrefixCache, Reuse, layout_of
 from .memory.prefix_files import PrefixFiles
@@ -53,9 +55,12 @@ from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp-demo.gguf"
-DEFAULT_CONTEXT = 4096
+LEAST_CONTEXT = 4096  # tokens; what is taken without asking where memory has no room for the model's own context
+CONTEXT_STEP = 1024  # what a context that memory limits is a multiple of
+SPARED = 4 << 30  # bytes of a device, and at most a quarter of what is free, that a context nobody asked for leaves to others
 GREEDY = Sampling(temperature=0)
 AUTO = "auto"
+THE_MODELS = "the model's"
 
 PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, and at most an eighth of what is free after loading
 PREFIX_DISK = 8 << 30
@@ -72,7 +77,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Engaged:
-    """What is really in use, for the one line that says so."""
+    """What is really in use, for the one line that says so.
+
+    ``context``: where ``n_ctx`` comes from: "the model's", "of N: memory" where less fits than the N tokens that it was trained with, "" if it was asked for.
+    """
 
     target: str
     drafter: str | None
@@ -82,6 +90,7 @@ class Engaged:
     width: int
     widths: tuple[int, ...]
     n_ctx: int
+    context: str
     kv_type: str
     kernels: str
     memory: dict[str, int]
@@ -104,6 +113,7 @@ class Session:
         self._order: list[int] = [0]  # of the devices as they were named
         self.notes: list[str] = []
         self.load_seconds = 0.0
+        self._context_from = ""  # where the context's length comes from; "" if it was asked for
         self.drafter: Drafts | None = None
         self.lookup: LookupControl | None = None  # what drafts without a model
         self.costs: dict[int, float] | None = None  # milliseconds per step by width, of the first drafter; None where the width is pinned
@@ -160,9 +170,11 @@ class Session:
             given=spec.lookup is not None,
         )
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
-        check_masks(options, backends)
         offload = check_offload(offload, options.chunk)
         placement, host = self._place_experts(experts, threads, max(options.chunk, options.width), offload is not None, kernels)
+        if asked["n_ctx"] is None:
+            options = replace(options, n_ctx=self._own_context(options, tensor_split, (placement, host), offload))
+        check_masks(options, backends)
         segments = self._split(backends, tensor_split, options)
         self.target.weights = self._target_weights(segments, lambda done, total: progress("weights", done, total), placement, host)
         if host is not None and placement is not None:
@@ -449,16 +461,115 @@ class Session:
         return control
 
     def _context(self, n_ctx: int | None) -> int:
+        """The context that was asked for; None: the least that ``_own_context`` gives."""
         trained = self.target.context_length
         if n_ctx is None:
-            return min(DEFAULT_CONTEXT, trained)
+            return min(LEAST_CONTEXT, trained)
         n_ctx = whole(n_ctx, "the context (`n_ctx`)", 0, MOST_CONTEXT, ContextError)
         if not n_ctx and trained > MOST_CONTEXT:
             self.notes.append(f"the context is {MOST_CONTEXT}, the longest there is: the model was trained with {trained} tokens")
+        self._context_from = "" if n_ctx else THE_MODELS
         n_ctx = n_ctx or min(trained, MOST_CONTEXT)
         if n_ctx > trained:
             self.notes.append(f"the context of {n_ctx} is longer than the {trained} tokens that the model was trained with")
         return n_ctx
+
+    def _own_context(
+        self, options: EngineOptions, shares: Sequence[float] | None, placed: Placed, offload: int | str | None,
+        free: int | None = None, beside: int = 0,
+    ) -> int:  # fmt: skip
+        """The model's own context, or the longest that leaves memory on every device; before weights are loaded.
+
+        ``options``: with so many slots, caches of theirs stand beside those of one sequence. ``free``: bytes of each device, None for what they
+        report; ``beside``: bytes on the last one that are wanted for something else.
+        """
+        rooms = [_left(free_bytes(present(b.device)) if free is None else free) for b in self.backends]
+        rooms[-1] -= beside
+        most = min(self.target.context_length, MOST_CONTEXT)
+        members = self.drafter.members if self.drafter is not None else ()
+        files = {id(file): file for file in (self.target.file, *(member.file for member in members))}  # an MTP layer may be in the target's
+        weights = sum(file.nbytes for file in files.values())
+        alone = placed == (None, None) and len(rooms) == 1
+
+        def fits(asked: EngineOptions) -> bool:
+            if alone and asked.n_ctx == most and weights + weights // 4 + self._roughly(asked) <= rooms[0]:
+                return True
+            return self._fit(asked, shares, placed, offload, rooms)
+
+        n_ctx = self._longest(options, most, fits)
+        trained = self.target.context_length
+        self._context_from = THE_MODELS if n_ctx == trained else f"of {trained}: {'memory' if n_ctx < most else 'the longest there is'}"
+        return n_ctx
+
+    def slots_context(self, slots: int, only: bool = False) -> int:
+        """Tokens of context for each of ``slots`` where nobody says how many: the session's, or as many as leave memory on every device.
+
+        ``only``: as of ``concurrent``.
+        """
+        self._check_open()
+        options = replace(self.engine.options, slots=slots)
+        if not self._context_from:
+            return options.n_ctx
+        held = [0] * len(self.backends) if self.engine.graphs.closed else [
+            sum(n for name, n in part.items() if name not in WEIGHTS) for part in self.engine.memory_by_segment()
+        ]  # fmt: skip
+        rooms = []
+        for backend, mine in zip(self.backends, held, strict=True):
+            on_cpu = backend.device.kind == "cpu"  # whose pages are taken when they are written
+            rooms.append(_left(free_bytes(present(backend.device)) + mine * (only - on_cpu)))
+
+        def fits(asked: EngineOptions) -> bool:
+            if len(rooms) == 1 and self._roughly(asked) <= rooms[0]:
+                return True
+            taken = bytes_taken(self.backend, self.target, self.drafter, asked, weights=False)
+            return all(n <= room for n, room in zip(taken, rooms, strict=True))
+
+        return self._longest(options, options.n_ctx, fits)
+
+    def _longest(self, options: EngineOptions, most: int, fits: Callable[[EngineOptions], bool]) -> int:
+        """The longest context up to ``most`` that fits; LEAST_CONTEXT is taken as if it did."""
+
+        def possible(n_ctx: int) -> bool:
+            asked = replace(options, n_ctx=n_ctx)
+            try:
+                check_masks(asked, self.backends)
+                return fits(asked)
+            except ContextError:
+                return False
+
+        least = min(LEAST_CONTEXT, most)
+        return least if most == least else max(least, largest(possible, most, CONTEXT_STEP))
+
+    def _roughly(self, options: EngineOptions) -> int:
+        """More bytes than caches and graphs take on one device: only where these are too many, graphs are planned to know."""
+        shapes = self.drafter.kv_shapes() if self.drafter is not None else ()
+        per_token = sum(map(options.kv.row_bytes, self.target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, shapes))
+        sequences = options.slots + (options.slots > 1)
+        return (options.n_ctx + SPAN) * (per_token * sequences + 8 * options.chunk) + (1 << 30)  # masks, and all other buffers
+
+    def _fit(
+        self, options: EngineOptions, shares: Sequence[float] | None, placed: Placed, offload: int | str | None, rooms: Sequence[int]
+    ) -> bool:
+        """Whether weights, caches and graphs fit ``rooms``."""
+        notes = list(self.notes)
+        with ExitStack() as stack:
+
+            def own(part: P) -> P:
+                stack.callback(part.close)
+                return part
+
+            plan_weights(self.target, self.drafter, self.backend, self._split(self.backends, shares, options), placed, own)
+            self._open_streams(offload)
+            self.notes = notes
+            taken = bytes_taken(self.backend, self.target, self.drafter, replace(options, slots=1))
+            if options.slots > 1:
+                more = bytes_taken(self.backend, self.target, self.drafter, options, weights=False)
+                taken = [a + b for a, b in zip(taken, more, strict=True)]
+            names = [b.device.name for b in self.backends]
+            return all(
+                sum(n for n, other in zip(taken, names, strict=True) if other == name) <= room
+                for name, room in zip(names, rooms, strict=True)
+            )
 
     def _width(self, width: int | None, lookup: bool = False) -> int:
         if self.drafter is None:
@@ -736,7 +847,7 @@ class Session:
     ) -> Scheduler:  # fmt: skip
         self._check_open()
         wanted = None if groups == AUTO else whole(groups, f"what `groups` asks for beside {AUTO!r}, groups of sequences,", 1, GROUPS)
-        context = self.engine.options.n_ctx if n_ctx is None else n_ctx
+        context = self.slots_context(slots) if n_ctx is None else n_ctx
         options = replace(self.engine.options, slots=slots, n_ctx=context, groups=wanted != 1)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         if folder is not None and not memory:
@@ -845,6 +956,7 @@ class Session:
             width,
             self._widths_in_use(),
             self.engine.options.n_ctx,
+            self._context_from,
             self._kv_types(),
             self._kernels(),
             {} if self.engine.graphs.closed else self.engine.memory(),
@@ -888,6 +1000,11 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _left(free: int) -> int:
+    """Bytes that may be taken of those that are free, where nobody asked for so many."""
+    return free - min(free // 4, SPARED)
 
 
 def _kinds_of(member: Drafter, rows: Sequence[int]) -> list[Kind]:
@@ -958,7 +1075,8 @@ def load(
             them; a CPU among GPUs has the first layers, whatever the order.
         threads: CPU threads; None takes the cores of this process, at most 16.
         kernels: "own" or "ggml" for products on a CPU; None takes our own on x86 with AVX2, and ggml's elsewhere, which are llama.cpp's bit for bit.
-        n_ctx: tokens of context; 0 takes what the model was trained with, None that or 4096, whichever is less.
+        n_ctx: tokens of context; 0 takes what the model was trained with; None that too, or as many as memory has room for, three quarters of what
+            is free and all but 4 GiB; ``engaged`` says which.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
         graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
         cache_type_k, cache_type_v: what K and V rows are stored as, one of ``memory.kv_types.TYPES``; the next two are the drafter's.

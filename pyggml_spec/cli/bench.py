@@ -61,7 +61,9 @@ class _Numbers(click.ParamType):
 
 
 @click.command("bench", cls=GroupedCommand)
-@partial(target_options, context="what the measurements need; with --prompts 4096, or what the model was trained with")
+@partial(
+    target_options, context="what the measurements need; with --prompts what the model was trained with, or as much as memory has room for"
+)
 @loading_options
 @click.option(
     "-p", "--n-prompt", "lengths", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none."

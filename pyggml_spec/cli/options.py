@@ -22,7 +22,7 @@ kernels_option = click.option(
 def target_options(
     command,
     device: str = "Device name, as `pyspec devices` lists it; several, separated by commas, share the layers. Default: the first GPU, or the CPU.",
-    context: str = "4096, or what the model was trained with if that is less",
+    context: str = "that too, or as much as memory has room for; the first line says which",
 ):
     """-m, -md, -hf, -hfd, --device, -t, --kernels, -c: which pair, where, and how much context.
 

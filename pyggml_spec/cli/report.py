@@ -41,8 +41,14 @@ def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: 
     if "recurrent" in m:
         parts.append(f"state {size(m['recurrent'])}")
     parts.append(f"compute {size(m['compute'])}")
-    line = f"engaged: {e.target} on {where} | {draft} | {sampling} | context {e.n_ctx} | {', '.join(parts)}"
+    line = f"engaged: {e.target} on {where} | {draft} | {sampling} | {_context(e)} | {', '.join(parts)}"
     return "\n".join([line, *(f"note: {in_options(note)}" for note in (*e.notes, *notes))])
+
+
+def _context(e: Engaged) -> str:
+    """The context, and where its length comes from."""
+    inside = e.context.startswith("of ")  # "20480 of 131072: memory"
+    return f"context {e.n_ctx}" + (f" {e.context}" if inside else f" ({e.context})" if e.context else "")
 
 
 def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:

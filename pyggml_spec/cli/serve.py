@@ -137,17 +137,22 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         values, refused = recommended(session.target.file.metadata)
         sampling = Sampling(**{**values, **asked.values})
         notes = [f"{session.target.file.path.name} recommends {what}, which is not supported here" for what in refused]
+        context = session.slots_context(slots, only=True)
+        if context < session.engine.options.n_ctx:
+            notes.append(
+                f"each of the {slots} slots has {context} tokens of context, as many as memory has room for: use fewer `slots` for more"
+            )
         say(engaged_line(session.engaged(), None, sampling.describe(), notes))
         options = ServeOptions(
             _names(alias), _names(tags), slots, {"on": True, "off": False}.get(reasoning), reasoning_format, named, verbose,
             metrics, show_slots, page, prefill_assistant, suffix_first,
         )  # fmt: skip
         settings = start.Settings(
-            hosts, port, slots, None, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],
+            hosts, port, slots, context, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],
             4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, keys, cors_origins, allowed_hosts, max_body << 20,
             certificate, certificate_key, synthetic, rates, say,
         )  # fmt: skip
-        limits = Limits(sampling, max_tokens, session.engine.options.n_ctx)
+        limits = Limits(sampling, max_tokens, context)
         sys.exit(start.serve(session, settings, limits, options, NAMED.get(source or "", source)))
 
 

@@ -165,7 +165,10 @@ class Scheduler:
         ids = token_ids(prompt, engine.target.n_vocab).tolist()
         if len(ids) > engine.options.n_ctx:
             each = " per slot" if engine.options.slots > 1 else ""
-            raise ContextError(f"a prompt of {len(ids)} tokens does not fit the context of {engine.options.n_ctx}{each}; raise `n_ctx`")
+            need = len(ids) + (256 if options.max_tokens is None else max(1, min(options.max_tokens, 256)))  # and an answer
+            raise ContextError(
+                f"a prompt of {len(ids)} tokens does not fit the context of {engine.options.n_ctx}{each}; raise `n_ctx` to {need} or more"
+            )
         options.check(engine.drafter or self.lookup)
         stats = stats if stats is not None else Stats()
         width = engine.options.width if options.mode == REFERENCE and self.width == 1 else self.width

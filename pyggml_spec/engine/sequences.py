@@ -164,9 +164,11 @@ class Sequences:
         if s.clean:
             return
         p.arrive()
-        p.kv.fill_slot(index, 0)
-        if p.draft_kv is not None:
-            p.draft_kv.fill_slot(index, 0)
+        rows = s.cursor.highest + max(p.options.chunk, p.options.width)
+        for cache in (p.kv, p.draft_kv):
+            if cache is not None:
+                cache.fill_slot(index, 0, rows)
+        s.cursor.highest = s.cursor.committed
         if p.ring is not None:
             p.ring.clear(index)
         if self._delta is not None and not self._delta.inline:

@@ -1,6 +1,7 @@
 """Devices of the ggml registry, and the backend (a stream on one device) that a model runs on."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,8 +234,19 @@ class Backend:
         need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, self.default_buffer_type)
         return lib.pgs_pages_buffer(ctx) if need <= host_memory.with_swap(self.device.memory_total) else ffi.NULL
 
+    def zeros(self, ctx: Context) -> Buffer:
+        """Like ``borrow``, and zeros: on Linux's CPUs nothing is written for that, and pages cost memory when something is. Freed by ``give_back``."""
+        buffer = self.borrow(ctx)
+        if buffer == ffi.NULL:
+            return buffer
+        if self.device.kind == "cpu":
+            lib.pgs_large_pages(buffer)
+        if self.device.kind != "cpu" or sys.platform != "linux":
+            lib.ggml_backend_buffer_clear(buffer, 0)
+        return buffer
+
     def give_back(self, buffer: Buffer) -> None:
-        """Frees what ``borrow`` gave."""
+        """Frees what ``borrow`` or ``zeros`` gave."""
         free = lib.pgs_pages_buffer_free if self.device.kind == "cpu" and buffer != ffi.NULL else lib.ggml_backend_buffer_free
         free(buffer)
 

@@ -12,12 +12,14 @@ class Cursor:
     Invariant: committed + (1 if pending) <= n_ctx + 1; a step may start while committed < n_ctx.
 
     ``lowest``: the fewest tokens that counted since somebody set it to ``committed``; rows of positions below it were not written since.
+    ``highest``: the most since somebody set it: rows behind it and one step's were not written since.
     """
 
     n_ctx: int
     committed: int = 0
     pending: int | None = None
     lowest: int = 0
+    highest: int = 0
 
     @property
     def room(self) -> int:
@@ -28,7 +30,8 @@ class Cursor:
         """Raises ContextError unless ``count`` more tokens fit."""
         if count > self.room:
             raise ContextError(
-                f"{count} tokens do not fit: the context holds {self.n_ctx} and {self.committed} are in it; shorten the prompt or raise `n_ctx`"
+                f"{count} tokens do not fit: the context holds {self.n_ctx} and {self.committed} are in it; shorten the prompt or raise "
+                f"`n_ctx` to {self.committed + count} or more"
             )
 
     def advance(self, rows: int, pending: int | None) -> None:
@@ -44,4 +47,5 @@ class Cursor:
     def place(self, committed: int, pending: int | None) -> None:
         """Moves it, also back: for those who know that the caches hold the tokens before (a slot within its last block)."""
         self.lowest = min(self.lowest, committed)
+        self.highest = max(self.highest, committed)
         self.committed, self.pending = committed, pending

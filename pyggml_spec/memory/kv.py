@@ -118,7 +118,7 @@ class KVCache:
         except BaseException:
             self.close()
             raise
-        self.fill(0)
+        self._write_constants()
 
     def _layers_on(self, backend: Backend, shapes: Sequence[KVShape], rows: int, types: KVTypes) -> list[KVLayer]:
         sizes = {n for s in shapes for n in (*types.rotations(s), s.index) if n}
@@ -132,7 +132,7 @@ class KVCache:
         return [self._layer(home, s, self.ring + self.trash if s.sliding and self.ring else rows, types) for s in shapes]
 
     def _allocate(self, home: _Home, n_ctx: int) -> Buffer:
-        buffer = home.backend.allocate(home.ctx)
+        buffer = home.backend.zeros(home.ctx)
         if buffer == ffi.NULL:
             need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(home.ctx, home.backend.default_buffer_type)
             device = home.backend.device
@@ -141,6 +141,9 @@ class KVCache:
                 "use a smaller `n_ctx`"
             )
         return buffer
+
+    def _free(self, home: _Home) -> None:
+        home.backend.give_back(home.buffer)
 
     def _tensor(self, home: _Home, kind: int, *ne: int) -> Tensor:
         home.tensors.append(lib.ggml_new_tensor(home.ctx, kind, len(ne), ne))
@@ -164,15 +167,27 @@ class KVCache:
         """Sets every byte of every row (0 at creation; tests poison with 0xff, which is NaN, and 0x3e)."""
         for home in self._homes:
             lib.ggml_backend_buffer_clear(home.buffer, value)
+        self._write_constants()
+
+    def _write_constants(self) -> None:
+        for home in self._homes:
             constants = {home.near: 0.5 - np.arange(self.live + self.trash, dtype=np.float32)}
             constants |= {tensor: hadamard(n) for n, tensor in home.rotations.items()}
             for tensor, values in constants.items():
                 lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
 
-    def fill_slot(self, slot: int, value: int) -> None:
-        """Sets every byte of the rows of one slot: 0 between two sequences, because a masked row of NaN poisons attention (0 * NaN)."""
+    def fill_slot(self, slot: int, value: int, rows: int | None = None) -> None:
+        """Sets every byte of the rows of one slot: 0 between two sequences, because a masked row of NaN poisons attention (0 * NaN).
+
+        ``rows``: of the first positions, where no others were written; trash rows and rings are set whole.
+        """
         for tensor in (t for layer in self.layers for t in layer.stored):
-            lib.ggml_backend_tensor_memset(tensor, value, slot * tensor.nb[2], tensor.nb[2])
+            begin, row = slot * tensor.nb[2], tensor.nb[1]
+            if rows is None or rows >= self.live or tensor.ne[1] != self.live + self.trash:
+                lib.ggml_backend_tensor_memset(tensor, value, begin, tensor.nb[2])
+            else:
+                lib.ggml_backend_tensor_memset(tensor, value, begin, rows * row)
+                lib.ggml_backend_tensor_memset(tensor, value, begin + self.live * row, self.trash * row)
 
     def rows_for(self, first: int, count: int, real: int, out: np.ndarray) -> None:
         """Writes the cache rows of positions first .. first + count - 1 into ``out``; rows past ``real`` or past the end are trash rows."""
@@ -205,6 +220,6 @@ class KVCache:
     def close(self) -> None:
         for home in self._homes:
             if home.buffer is not None:
-                lib.ggml_backend_buffer_free(home.buffer)
+                self._free(home)
             lib.ggml_free(home.ctx)
         self._homes = []

@@ -85,6 +85,9 @@ class Prompt:
     form: Format
 
 
+ANSWER = 256  # tokens that an answer may want, where a context that would do is named
+
+
 class Served:
     """A session and what is said with it. Methods that render, encode or compile take milliseconds: they are called in a thread of the pool."""
 
@@ -214,9 +217,10 @@ class Served:
         return ids
 
     def _too_many(self, told: str, count: int, name: str) -> ApiError:
+        need = (count + ANSWER + 255) // 256 * 256
         return ApiError(
             400, f"the request has {told} tokens, which exceeds the available context size of {self.n_ctx}; shorten it, or start the "
-            "server with more", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
+            f"server with more: `pyspec serve -c {need}` for the prompt and {ANSWER} tokens of an answer", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
         )  # fmt: skip
 
     def template_for(self, tools: Sequence[Any]) -> ChatTemplate:

@@ -10,172 +10,22 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..checks import either, numbers, path, whole
 from ..decode.methods import Methods, methods
 from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
-from ..engine.engine import Engine
-from ..engine.graph_store import Step
-from ..engine.graphs import StepGraphs
 from ..engine.options import EngineOptions
-from ..engine.parts import P, Parts
+from ..engine.parts import P
+from ..engine.planned import PlannedEngine, PlannedGraphs, largest, plan_weights
 from ..errors import ContextError, PyspecError
-from ..ggml.device import Backend, devices, free_bytes, pick_device
+from ..ggml.device import devices, free_bytes, pick_device
 from ..ggml.devices import pick_devices
-from ..ggml.graph import Role
-from ..ggml.library import ffi, lib
-from ..ggml.weight_stream import WeightStream
 from ..gguf_io import GGUFFile
-from ..memory.kv import SPAN, KVCache
 from ..memory.kv_types import MOST_CONTEXT, KVTypes
-from ..models.guests import GuestWeights
-from ..models.placement import ExpertOptions, Placement
+from ..models.placement import ExpertOptions
 from ..models.registry import open_target
-from ..models.segments import SplitWeights
-from ..models.weights import Weights
 from ..session import DEMO_TARGET, MOST_BYTES, Session, check_offload, demo_drafters, draft_files, load
-
-_ADDRESS = 1 << 20  # of tensors without memory: not NULL, aligned, and never read
-
-
-class _Pretence:
-    """Gives the tensors of a context an address and an empty buffer, so that graphs take them for allocated. Owns the buffer."""
-
-    def __init__(self, ctx, tensors, buft):
-        self.nbytes = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buft)
-        self.buffer = lib.ggml_backend_buft_alloc_buffer(buft, 0)
-        for tensor in tensors:
-            tensor.data, tensor.buffer = ffi.cast("void *", _ADDRESS), self.buffer
-
-
-class PlannedStream(WeightStream):
-    """Copies without memory, and nothing to copy."""
-
-    def _allocate(self, home):
-        return _Pretence(self._home_ctx, [home], self.device.default_buffer_type).buffer
-
-    def _fill(self, *_) -> None:
-        """There is nothing to fill."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.need
-
-
-class PlannedWeights(Weights):
-    """Weights without memory: each tensor has the buffer type and the fusion that it will have."""
-
-    stream_class = PlannedStream
-
-    def __init__(self, backend: Backend, model, placement: Placement | None = None, host: Backend | None = None):
-        self._planned = 0
-        super().__init__(backend, model.file, model.specs(), model.groups(), model.fused_alike(), None, placement, host)
-
-    @classmethod
-    def of_part(cls, *args) -> "PlannedWeights":
-        """Of some layers, as ``Weights`` is made."""
-        weights = cls.__new__(cls)
-        weights._planned = 0
-        Weights.__init__(weights, *args)
-        return weights
-
-    def _allocate(self, home: int, jobs: list) -> None:
-        ctx = self._context(len(jobs))
-        pretence = _Pretence(ctx, self._new_tensors(ctx, home, jobs), self._buffer_type(home))
-        self._buffers.append(pretence.buffer)
-        self._planned += pretence.nbytes
-        if home < len(self._bufts) - 1:
-            self.repacked_bytes += pretence.nbytes
-
-    def _upload(self, *_, **__) -> None:
-        """There is nothing to fill."""
-
-    _upload_experts = _upload_values = _pack = _upload
-
-    def _host_tensor(self, ctx, info, shape: tuple[int, ...]):
-        tensor = lib.ggml_new_tensor(ctx, info.type, len(shape), shape)
-        self._buffers.append(_Pretence(ctx, [tensor], lib.ggml_backend_cpu_buffer_type()).buffer)
-        return tensor
-
-    def _inside(self, ctx, whole, rows: tuple[int, ...]) -> tuple:
-        parts = tuple(lib.ggml_new_tensor(ctx, whole.type, 2, (whole.ne[0], n)) for n in rows)
-        for part in parts:
-            part.data, part.buffer = whole.data, whole.buffer
-        return parts
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._planned
-
-
-class PlannedGuests(GuestWeights):
-    """What goes to the device has no memory, and neither has what lies in the host's."""
-
-    _planned = 0
-    _upload, _upload_experts, _upload_values, _inside = (
-        PlannedWeights._upload,
-        PlannedWeights._upload,
-        PlannedWeights._upload,
-        PlannedWeights._inside,
-    )
-
-    def _allocate(self, home: int, jobs: list) -> None:
-        ctx = self._context(len(jobs))
-        pretence = _Pretence(ctx, self._new_tensors(ctx, home, jobs), lib.ggml_backend_cpu_buffer_type())
-        self._buffers.append(pretence.buffer)
-        self._planned += pretence.nbytes
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._planned
-
-
-class PlannedKV(KVCache):
-    """K/V rows without memory."""
-
-    def _allocate(self, home, n_ctx: int):
-        pretence = _Pretence(home.ctx, home.tensors, home.backend.default_buffer_type)
-        self._planned = [*getattr(self, "_planned", []), pretence.nbytes]
-        return pretence.buffer
-
-    def fill(self, value: int) -> None:
-        """There is nothing to fill."""
-
-    @property
-    def nbytes_by_home(self) -> list[int]:
-        return self._planned
-
-
-class PlannedGraphs(StepGraphs):
-    """Graphs that are built, and whose buffers are only sized: one per role, as large as the graph that asks for most."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.bytes_by_role: dict[str, int] = {}
-
-    def _plan(self, step: Step) -> None:
-        for part in step.graph.parts:
-            role = part.role.name
-            self.bytes_by_role[role] = max(self.bytes_by_role.get(role, 0), part.measure())
-
-    def _stale(self, step: Step) -> bool:
-        return False
-
-    def bytes_of(self, role: Role) -> int:
-        return self.bytes_by_role.get(role.name, 0)
-
-
-class PlannedParts(Parts):
-    """Parts of an engine that cannot run."""
-
-    kv_class, graphs_class, planned = PlannedKV, PlannedGraphs, True
-
-
-class PlannedEngine(Engine):
-    """An engine that cannot run."""
-
-    parts_class = PlannedParts
 
 
 @dataclass(frozen=True)
@@ -460,21 +310,18 @@ def _plan_on(
         file = own(GGUFFile(target_path))
         target = session.target = open_target(file)
         drafter = session.drafter = session._open_drafters(file, drafts, spec)
-        n_ctx, width = session._context(n_ctx), session._width(draft_width, spec.lookup is not None)
+        chosen, width = n_ctx is None, session._width(draft_width, spec.lookup is not None)
+        n_ctx = session._context(n_ctx)
         backends = session._open(names, threads, kernels)
         backend, found = backends[-1], [b.device for b in backends]
         options = EngineOptions(n_ctx=n_ctx, width=width, given=spec.lookup is not None, **asked)
-        segments = session._split(backends, shares, options)
         placed = session._place_experts(experts, threads, max(options.chunk, width), offload is not None)
-        if segments:
-            split = SplitWeights(target, segments, drafter, *placed, lambda done, total: None, PlannedWeights.of_part)
-            split.guests_class = PlannedGuests
-            target.weights = cast(Weights, own(split))
-        else:
-            target.weights = own(PlannedWeights(backend, target, *placed))
+        if chosen:
+            n_ctx = session._own_context(replace(options, slots=slots), shares, placed, offload, free, prefix_memory)
+            options = replace(options, n_ctx=n_ctx)
+        segments = session._split(backends, shares, options)
+        plan_weights(target, drafter, backend, segments, placed, own)
         members = drafter.members if drafter is not None else ()
-        for member in members:
-            member.weights = own(PlannedWeights(backend, member))
         session._open_streams(offload)
 
         @cache  # of the same context it is asked up to three times; building the graphs is what a plan takes
@@ -519,7 +366,7 @@ def _plan_on(
             for name, nbytes in weights.bytes_by_type.items():
                 by_type[name] = by_type.get(name, 0) + nbytes
         trained = target.context_length
-        largest = _largest(fits, min(trained, MOST_CONTEXT))
+        longest = largest(fits, min(trained, MOST_CONTEXT))
         room = sum({part.device: part.free for part in parts}.values())
         draft_shapes = drafter.kv_shapes() if drafter is not None else ()
         per_token = sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, draft_shapes))
@@ -528,16 +375,5 @@ def _plan_on(
         copied = sum(stream.nbytes for stream in target.weights.streams) + (guests.buffer_bytes if guests is not None else 0)
         return Plan(
             ",".join(d.name for d in found), n_ctx, trained, memory, slots, slots_memory, prefix_memory, by_type, roles, host_bytes, per_token,
-            room, largest, parts if segments else (), copied
+            room, longest, parts if segments else (), copied
         )  # fmt: skip
-
-
-def _largest(fits, trained: int) -> int:
-    """The longest context for which ``fits`` holds; memory only changes from span to span, and only upwards."""
-    if fits(trained):
-        return trained
-    low, high = 0, (trained - 1) // SPAN  # in spans: low fits (or is 0), high + 1 does not
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * SPAN) else (low, middle - 1)
-    return low * SPAN

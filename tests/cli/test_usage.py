@@ -164,7 +164,7 @@ def test_compare_names_its_own_options(said, pair):
 
 def test_a_prompt_that_does_not_fit_is_told_of_a_context_not_of_slots(said):
     code, text = said("run", *CPU, "-q", "-c", "64", "-p", "x" * 65)
-    assert code == 1 and "the context of 64; raise -c" in text, text
+    assert code == 1 and "the context of 64; raise -c to 321 or more" in text, text
 
 
 def test_biases_of_one_token_add_up():

@@ -1,6 +1,7 @@
 """llama.cpp's own endpoints, /metrics, keys of other pages, and what is said about errors below the application."""
 
 import json
+import re
 import socket
 
 import pytest
@@ -187,6 +188,7 @@ def test_a_prompt_of_megabytes_is_refused_before_it_is_encoded(server):
     ):
         error = server.post(path, **body).json()["error"]
         assert error["type"] == "exceed_context_size_error" and "at least" in error["message"] and error["n_prompt_tokens"] > 2048
+        assert int(re.search(r"pyspec serve -c (\d+)", error["message"])[1]) > error["n_prompt_tokens"]
 
 
 def test_what_is_no_http_is_told_so_in_json(server):

@@ -1,15 +1,18 @@
 """plan: what it says beforehand is what a loaded session then holds."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cli.process import pyspec
-from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna, write_qwen35moe
+from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
+from pyggml_spec.cli.report import engaged_line
+from pyggml_spec.decode.request import PLAIN, LoopOptions
 from pyggml_spec.engine import options as engine_options
 from pyggml_spec.engine import parts
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
@@ -355,3 +358,55 @@ def test_no_room_is_exit_code_3(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["plan", "--device", "CPU"])
     assert stop.value.code == 3 and "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.fixture
+def long(tmp_path):
+    """A model trained for many tokens."""
+    return write_qwen3(tmp_path / "long.gguf", Shape(n_ctx=40960))
+
+
+def test_the_default_context_is_the_models_own(long):
+    """It was 4,096, and a question with a file got an error that named a context nobody had asked for."""
+    with ps.load(long, device="CPU", threads=1) as session:
+        engaged = session.engaged()
+        assert (engaged.n_ctx, engaged.context) == (40960, "the model's")
+        assert engaged_line(engaged, None).count("context 40960 (the model's) |") == 1
+    with ps.load(long, device="CPU", threads=1, n_ctx=512) as session:
+        assert session.engaged().context == "" and "| context 512 |" in engaged_line(session.engaged(), None)
+    assert plan(long, device="CPU").n_ctx == 40960
+
+
+def test_memory_limits_the_default_context(long, monkeypatch):
+    """A quarter of what is free stays free. The plan says beforehand what is loaded then, and with slots, what they get."""
+    whole, less = (plan(long, device="CPU", n_ctx=n).total for n in (40960, 8192))
+    free = (whole + less) // 2 * 4 // 3
+    monkeypatch.setattr("pyggml_spec.session.free_bytes", lambda device: free)
+    planned = plan(long, device="CPU", free=free)
+    assert 8192 < planned.n_ctx < 40960 and planned.n_ctx % 1024 == 0 and planned.total <= free * 3 // 4
+    assert plan(long, device="CPU", n_ctx=planned.n_ctx + 1024).total > free * 3 // 4
+    with ps.load(long, device="CPU", threads=1) as session:
+        assert session.engine.options.n_ctx == planned.n_ctx and session.engaged().context == "of 40960: memory"
+        assert f"context {planned.n_ctx} of 40960: memory |" in engaged_line(session.engaged(), None)
+        with session.concurrent(4) as server:
+            assert 4096 <= server.n_ctx < planned.n_ctx
+        with session.concurrent(2, 512) as server:
+            assert server.n_ctx == 512
+    assert plan(long, device="CPU", slots=4, free=free).n_ctx < planned.n_ctx
+    assert plan(long, device="CPU", free=1 << 20).n_ctx == 4096  # as before, and refused in a sentence where even that has no room
+    assert plan(long, device="CPU,CPU", tensor_split=[1, 1], free=free).n_ctx < planned.n_ctx  # which both come out of
+
+
+def test_a_long_context_takes_memory_where_it_is_written(long):
+    """Rows of a CPU's cache were zeroed at load, and all of a slot's again between two sequences."""
+
+    def resident() -> int:
+        return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with ps.load(long, device="CPU", threads=1, n_ctx=512) as session, session.batch(2, 1 << 20) as scheduler:
+        rows, before = scheduler.engine.memory()["kv"], resident()
+        assert rows > 256 << 20
+        for _ in range(2):
+            streams = [scheduler.submit([1, 2, 3], LoopOptions(4, PLAIN)) for _ in range(2)]
+            scheduler.run()
+        assert streams[0].tokens == streams[1].tokens and resident() - before < rows // 4
