@@ -8,10 +8,11 @@ import click
 from .. import building, rpc_library
 from ..errors import BuildError
 from ..pin import LLAMA_CPP_PYTHON, installed_libraries, pip_command
+from .help import Command
 from .terminal import progress_line, say
 
 
-@click.command("build")
+@click.command("build", cls=Command)
 @click.option("--cuda", is_flag=True, help="For NVIDIA GPUs; needs CUDA's compiler.")
 @click.option(
     "--arch", metavar="LIST", help="GPUs to build for, like 90, 86;89 or native. Default: the one of this machine, without one all."

@@ -21,11 +21,13 @@ from .names import in_options
 from .options import (
     TokenLimit,
     argument_text,
+    escape_option,
     loading_options,
     prefix_options,
     take_prefix,
     target_options,
     text_of,
+    unescaped,
 )
 from .report import answer_line, engaged_line, footer
 from .run import check_place, write_atomically
@@ -46,14 +48,18 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 @click.command("chat", cls=GroupedCommand, words="questions are typed, or piped in, a line each")
 @target_options
 @loading_options
+@click.option("-p", "--prompt", "question", help="First question; further ones are typed.")
+@escape_option
+@click.option("-st", "--single-turn", is_flag=True, help="End after the first answer.")
 @click.option("-sys", "--system-prompt", "system", help="System prompt.")
+@click.option("-sysf", "--system-prompt-file", "system_file", type=click.Path(), help="File with the system prompt.")
 @click.option(
     "--think/--no-think", "thinking", default=None, help="Thinking mode, where the template has one. Default: on, as in llama-server."
 )
 @click.option("--chat-template", "template", metavar="JINJA", help="Chat template instead of the model file's.")
 @click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
 @click.option("--chat-template-kwargs", "variables", metavar="JSON", help="Further names that the template knows, as a JSON object.")
-@click.option("-n", "--predict", "max_tokens", type=TokenLimit(1),
+@click.option("-n", "--predict", "--n-predict", "max_tokens", type=TokenLimit(1),
               help=f"Tokens per answer; -1 for no limit but the context. Default: until the end token; {CONTINUE_TOKENS} if the model has no chat template.")  # fmt: skip
 @sampling_options
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
@@ -66,7 +72,11 @@ def command(
     threads,
     n_ctx,
     graphs,
+    question,
+    escaped,
+    single_turn,
     system,
+    system_file,
     thinking,
     template,
     template_file,
@@ -83,7 +93,10 @@ def command(
     asked = take_sampling(more)
     take_prefix(more, keep_memory=True)
     source = text_of("chat_template", template, template_file)
-    system = system if system is None else argument_text(system)
+    system = text_of("system_prompt", system, system_file)
+    question = question if question is None else argument_text(question)
+    if escaped:
+        system, question = (text and unescaped(text) for text in (system, question))
     given = _variables(variables)
     if thinking is None and isinstance(given.get("enable_thinking"), bool):
         thinking = given["enable_thinking"]
@@ -96,7 +109,7 @@ def command(
         template, origin = chat_template(session, source)
         sampling, notes = asked.sampling(session.target.file)
         chat = Chat(session, template, system, thinking, sampling, given)
-        desk = _Desk(chat, max_tokens, quiet)
+        desk = _Desk(chat, max_tokens, quiet, question, single_turn)
         if (sampler := session._sampler(sampling, False)) is not None:  # a wrong grammar is said before the first turn
             sampler.close()
         if thinking is not None and not template.can_think:
@@ -123,7 +136,8 @@ def _variables(text: str | None) -> dict:
 class _Desk:
     """Reads lines, runs commands and shows answers."""
 
-    def __init__(self, chat: Chat, max_tokens: int | None, quiet: bool):
+    def __init__(self, chat: Chat, max_tokens: int | None, quiet: bool, first: str | None = None, once: bool = False):
+        self.first, self.once = first, once
         self.chat, self.max_tokens, self.quiet = chat, max_tokens, quiet
         self.out = TextOut()
         self.interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -143,7 +157,7 @@ class _Desk:
         armed = False  # a second Ctrl-C in a row ends the chat
         while True:
             try:
-                line = self._read()
+                line, self.first = self.first or self._read(), None
                 if line is None:
                     return self._code()
                 armed = False
@@ -155,10 +169,14 @@ class _Desk:
                     armed = self._answer(line)
                 if armed and not self.interactive:
                     return EXIT_INTERRUPT
+                if self.once and self.chat.stats:
+                    return self._code()
             except PyspecError as error:
                 armed, self.failed = False, True
                 hint = "; /reset forgets the conversation" if isinstance(error, ContextError) and self.chat.messages else ""
                 say(f"pyspec: {in_options(str(error))}{hint}")
+                if self.once:
+                    return EXIT_ERROR
             except KeyboardInterrupt:
                 if armed or not self.interactive:
                     return EXIT_INTERRUPT

@@ -6,6 +6,7 @@ import sys
 import click
 
 from ..errors import PyspecError
+from .help import Command
 from .main import EXIT_CHECK
 from .options import cache_type_options, kernels_option
 from .tables import json_line
@@ -16,7 +17,7 @@ from .terminal import printable, progress_line, say
 GGML_ON_CPU, GGML_ELSEWHERE, OWN = 1e-10, 1e-4, 1e-3
 
 
-@click.command("compare")
+@click.command("compare", cls=Command)
 @click.option("--logits", "file", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines.")
 @click.option("--weights", "files", type=click.Path(), nargs=2, metavar="A B", help="Two GGUFs of one model; A is the reference.")
 @click.option("--tokens", default=64, show_default=True, help="Random tokens to feed to both engines.")

@@ -4,10 +4,11 @@ import click
 
 from ..tools.convert import convert_drafter
 from ..tools.quants import TYPES
+from .help import Command
 from .terminal import progress_line, say, size
 
 
-@click.command("convert")
+@click.command("convert", cls=Command)
 @click.argument("source", type=click.Path())
 @click.option(
     "-m",

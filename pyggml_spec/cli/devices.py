@@ -3,11 +3,12 @@
 import click
 
 from ..ggml.device import build_notes, devices
+from .help import Command
 from .tables import json_line
 from .terminal import say, size
 
 
-@click.command("devices")
+@click.command("devices", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def command(as_json: bool):
     """Lists the devices that this build of llama-cpp-python offers."""

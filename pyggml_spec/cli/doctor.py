@@ -9,6 +9,7 @@ import click
 from ..doctor import FAIL, NOT_APPLICABLE, OK, WARN, Check, Report, examine
 from ..errors import PyspecError
 from ..gguf_io.safetensors import parse_json
+from .help import Command
 from .main import EXIT_CHECK
 from .names import in_options
 from .options import split_options, target_options
@@ -19,7 +20,7 @@ _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red", NOT_APPLICABLE: "bright_bl
 _MAX_PROMPTS = 1 << 24
 
 
-@click.command("doctor")
+@click.command("doctor", cls=Command)
 @target_options
 @split_options
 @click.option("--prompts", "prompts_file", type=click.Path(), metavar="FILE", help='JSON lines with a "prompt" each. Default: Python code.')

@@ -1,6 +1,11 @@
 """Help in groups: forty options are read by what they are about."""
 
+import re
+
 import click
+
+from ..suggest import meant
+from .foreign import resolve
 
 GROUPS = {
     "Model and device": ("target", "draft", "hf_repo", "hf_file", "hf_repo_draft", "device", "threads", "kernels", "n_ctx", "graphs", "cpu_moe", "n_cpu_moe", "expert_residency", "expert_profile", "offload_prompts", "tensor_split", "rope_scaling", "rope_scale"),
@@ -22,7 +27,21 @@ def grouped(params: list[click.Parameter]) -> dict[str, list[click.Option]]:
     return {title: options for title, options in out.items() if options}
 
 
-class GroupedCommand(click.Command):
+class Command(click.Command):
+    """Answers llama.cpp's options that are not its own, and says what an option or a value was perhaps meant to be."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, resolve(ctx, args))
+        except click.BadParameter as error:
+            kind = error.param.type if error.param is not None else None
+            if isinstance(kind, click.Choice) and (value := re.match(r"'([^']*)' is not", error.message)):
+                near = meant(value[1], map(str, kind.choices))
+                raise click.BadParameter(error.message.rstrip(".") + near, error.ctx, error.param, error.param_hint) from None
+            raise
+
+
+class GroupedCommand(Command):
     """``words``: what to do with words that are no options, which the command does not take."""
 
     def __init__(self, *args, words: str | None = None, **more):

@@ -5,6 +5,7 @@ from collections import Counter
 import click
 
 from ..tools.inspect import inspect_file
+from .help import Command
 from .names import in_options
 from .tables import json_line
 from .terminal import printable, size
@@ -12,7 +13,7 @@ from .terminal import printable, size
 WIDEST = 60  # a longer name pushes its own line to the right, not all of them
 
 
-@click.command("inspect")
+@click.command("inspect", cls=Command)
 @click.argument("file", type=click.Path())
 @click.option("--tensors/--no-tensors", default=True, help="List the tensors.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")

@@ -43,7 +43,7 @@ def llama_cpp_options(command):
             "-ngld", "--spec-draft-ngl", "--gpu-layers-draft", "--n-gpu-layers-draft", "draft_gpu_layers", type=_Layers(), hidden=True
         ),
         click.option("-fa", "--flash-attn", type=click.Choice(["on", "off", "auto"]), hidden=True),
-        click.option("--spec-draft-n-max", "n_max", type=click.IntRange(1, 1023), hidden=True),
+        click.option("--spec-draft-n-max", "--draft-max", "--draft-n", "--draft", "n_max", type=click.IntRange(1, 1023), hidden=True),
     ):
         wrapped = option(wrapped)
     return wrapped

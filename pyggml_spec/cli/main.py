@@ -11,9 +11,19 @@ from typing import ClassVar
 import click
 
 from ..errors import PyspecError
+from ..suggest import meant
 
 _OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}  # what a write that nobody caught ends with
 EXIT_ERROR, EXIT_CHECK, EXIT_INTERRUPT, EXIT_PIPE = 1, 3, 130, 141
+
+
+TALKS = {"-cnv", "--conversation", "-sys", "--system-prompt", "-sysf", "--system-prompt-file", "-st", "--single-turn"}  # of llama-cli
+LLAMA_CPP = {  # its tools, and words that other programs have for the same
+    "llama-cli": "run", "llama-completion": "run", "cli": "run", "complete": "run", "generate": "run", "main": "run", "llama-server": "serve",
+    "server": "serve", "start": "serve", "llama-bench": "bench", "llama-batched-bench": "bench --slots", "perplexity": "compare",
+    "llama-perplexity": "compare", "show": "inspect", "info": "inspect", "gguf-dump": "inspect", "list": "devices", "fit-params": "plan",
+    "rpc-server": "worker", "convert_hf_to_gguf.py": "convert", "pull": "run -hf USER/MODEL", "download": "run -hf USER/MODEL",
+}  # fmt: skip
 
 
 class Commands(click.Group):
@@ -48,6 +58,24 @@ class Commands(click.Group):
             return None
         module = __import__(f"pyggml_spec.cli.{name}", fromlist=["command"])
         return module.command
+
+    def resolve_command(self, ctx, args):
+        name = args[0]
+        if name == "run" and TALKS.intersection(args):
+            from .terminal import say
+
+            say("note: a conversation is what `pyspec chat` runs, with the same options")
+            args = ["chat", *(arg for arg in args[1:] if arg not in ("-cnv", "--conversation"))]
+        elif name.lower().endswith(".gguf"):
+            raise click.UsageError(f"{name} is a file and no command; give it with -m: pyspec run -m {name}, or pyspec inspect {name}", ctx)
+        elif name not in self.names:
+            hint = (
+                f"; `pyspec {LLAMA_CPP[name]}` does that here"
+                if name in LLAMA_CPP
+                else meant(name, self.names) or "; `pyspec --help` lists them"
+            )
+            raise click.UsageError(f"there is no command {name!r}{hint}", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx):
         try:

@@ -41,7 +41,7 @@ def target_options(
                 multiple=True,
                 help="Drafter GGUF (dflash, eagle3, gemma4-assistant, or an MTP layer) made for the target. Twice for one that drafts blocks and one that drafts chains.",
             ),
-            click.option("--device", help=device),
+            click.option("--device", "-dev", help=device),
             click.option(
                 "-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16."
             ),
@@ -325,6 +325,7 @@ def prefix_memory_option(default: str):
     """--prefix-memory; ``default``: what it says about that."""
     return click.option(
         "--prefix-memory",
+        "-cram",
         "--cache-ram",
         type=click.IntRange(0),
         metavar="MIB",
@@ -382,3 +383,18 @@ def text_of(name: str, given: str | None, path: str | None) -> str | None:
         return Path(path).read_text("utf-8", "replace")
     except OSError as error:
         raise PyspecError(f"the file {path} cannot be read: {error.strerror}") from None
+
+
+escape_option = click.option(
+    "-e/ ", "--escape/--no-escape", "escaped", default=False, help="Read \\n, \\t and the like in prompts as what they stand for."
+)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+
+
+def unescaped(text: str) -> str:
+    """``text`` with llama.cpp's escapes as what they stand for; others stay as they are."""
+
+    def one(match: re.Match) -> str:
+        return _ESCAPES[match[1]] if match[1] in _ESCAPES else chr(int(match[2], 16))
+
+    return re.sub(r"\\([nrt'\"\\]|x([0-9A-Fa-f]{2}))", one, text)

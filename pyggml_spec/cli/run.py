@@ -18,10 +18,12 @@ from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import (
     TokenLimit,
     argument_text,
+    escape_option,
     loading_options,
     prefix_options,
     take_prefix,
     target_options,
+    unescaped,
 )
 from .report import engaged_line, footer
 from .sampling import sampling_options, take_sampling
@@ -40,6 +42,7 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 @click.option(
     "-n",
     "--predict",
+    "--n-predict",
     "max_tokens",
     type=TokenLimit(0),
     help="Tokens to generate; -1 for no limit but the context. Default: until the end token; 256 for the embedded pair.",
@@ -55,12 +58,14 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 @click.option("--require-spec", is_flag=True, help="Exit with 3 unless drafts were verified.")
 @click.option("--stop", multiple=True, help="Text that ends the generation; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end token.")
-@click.option("--special", is_flag=True, help="Recognise control tokens in the prompt text.")
+@escape_option
+@click.option("-no-cnv", "--no-conversation", "raw", is_flag=True, help="The prompt is meant as raw text: no note about `pyspec chat`.")
+@click.option("--special", "-sp", is_flag=True, help="Recognise control tokens in the prompt text.")
 @prefix_options
 @click.option("--stats", "stats_file", type=click.Path(), help="Write the statistics as one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="No engaged line and no footer.")
 def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, max_tokens, draft_width, mode, reference, require_spec, stop, ignore_eos,
-            special, stats_file, logprobs_file, n_probs, quiet, **more):  # fmt: skip
+            special, escaped, raw, stats_file, logprobs_file, n_probs, quiet, **more):  # fmt: skip
     """Generates text. The text goes to stdout; everything else goes to stderr.
 
     Without a sampling option decoding is greedy. With one of temperature, top-k, top-p, min-p, typical, samplers or seed, the others are
@@ -71,6 +76,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     _check_outputs(stop, stats_file, logprobs_file)
     take_prefix(more)
     text = _prompt(prompt, prompt_file, embedded=target is None)
+    text = unescaped(text) if escaped else text
     if target is None and max_tokens is None:
         max_tokens = 256
     mode = "reference" if reference else mode
@@ -82,6 +88,8 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
         sampling, notes = asked.sampling(session.target.file)
         if not quiet:
             say(engaged_line(session.engaged(), mode, sampling.describe(), notes))
+        if not quiet and not raw and has_template(session.target.file):
+            say("note: the prompt is continued as raw text, although this model has a chat template: `pyspec chat`, or -cnv, talks with it")
         if target is None and not quiet:
             say("prompt: " + json.dumps(text if len(text) < 60 else text[:57] + "..."))
         options = {"mode": mode, "sampling": sampling, "stop": stop, "ignore_end": ignore_eos, "special": special}
@@ -101,6 +109,11 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     if require_spec and not (stats.drafted and stats.mode == "speculative"):  # the reference mode fills its blocks with copies
         say(f"pyspec: --require-spec was given, but no draft was verified: {_why_no_draft(session, stats, more['spec'], more['no_spec'])}")
         sys.exit(EXIT_CHECK)
+
+
+def has_template(file) -> bool:
+    """Whether a model file says how a conversation is written."""
+    return any(key.startswith("tokenizer.chat_template") for key in file.metadata)
 
 
 def _check(asked, spec: list[str] | None, mode: str | None, reference: bool, ignore_eos: bool, lost_probs: int | None) -> None:

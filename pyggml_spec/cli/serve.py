@@ -58,7 +58,9 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--chat-template", "template", help="Chat template instead of the model file's: Jinja text, or chatml, command-r or llama3.")
 @click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
 @click.option("--chat-template-kwargs", "variables", metavar="JSON", help="Further names that the template knows, as a JSON object.")
-@click.option("--reasoning", type=click.Choice(["on", "off", "auto"]), default="auto", help="Thinking mode, where the template has one.")
+@click.option(
+    "--reasoning", "-rea", type=click.Choice(["on", "off", "auto"]), default="auto", help="Thinking mode, where the template has one."
+)
 @click.option(
     "--reasoning-format", type=click.Choice(["auto", "deepseek", "none"]), default="auto", help="none leaves reasoning in the content."
 )
@@ -74,7 +76,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--ssl-key-file", "certificate_key", type=click.Path(), help="Its key.")
 @click.option("--no-slots", "show_slots", is_flag=True, flag_value=False, default=True, help="No /slots.")
 @click.option("--metrics/--no-metrics", default=True, show_default=True, help="Whether there is /metrics.")
-@click.option("--ui/--no-ui", "page", default=True, help="Whether there is a page at /.")
+@click.option("--ui/--no-ui", "--webui/--no-webui", "page", default=True, help="Whether there is a page at /.")
 @click.option("--spm-infill", "suffix_first", is_flag=True, help="/infill puts the suffix in front of the prefix, as some models want it.")
 @click.option("--prefill-assistant/--no-prefill-assistant", default=True, help="Whether an assistant's message at the end is gone on with.")
 @sampler_options

@@ -2,10 +2,11 @@
 
 import click
 
+from .help import Command
 from .terminal import say
 
 
-@click.command("worker")
+@click.command("worker", cls=Command)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(1, 65535), default=50052, show_default=True, help="Port to listen at.")
 @click.option("--device", help="Devices to serve, with commas between them. Default: the GPUs, or the CPU.")

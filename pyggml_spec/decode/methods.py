@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ..checks import whole
 from ..errors import PyspecError
+from ..suggest import meant
 from .suffix import LOOKUPS
 
 MODELS = ("draft-dflash", "draft-mtp", "draft-eagle3", "draft-dspark")
@@ -48,7 +49,9 @@ def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: in
         if name in METHODS or name == NONE:
             continue
         why = f": {_REFUSED[name]}" if name in _REFUSED else ""
-        raise PyspecError(f"{name!r} is not a way of drafting here{why}; use {', '.join(METHODS)}, or {NONE}")
+        raise PyspecError(
+            f"{name!r} is not a way of drafting here{why}; use {', '.join(METHODS)}, or {NONE}{'' if why else meant(name, METHODS)}"
+        )
     if both := [name for name in refused if name in (asked or ())]:
         raise PyspecError(f"{both[0]} is asked for as a way of drafting and ruled out at once; leave one of the two out")
     if asked is None:

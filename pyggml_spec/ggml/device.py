@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import whole
 from ..errors import DeviceError
 from ..pin import installed_libraries
+from ..suggest import meant
 from . import host_memory
 from .kernels import pick_level
 from .library import FITNESS, Buffer, BufferType, CData, Context, DeviceHandle, LevelHandle, Tensor, check_present, ffi, lib, text
@@ -77,8 +78,11 @@ def pick_device(name: str | None = None) -> Device:
     for device in found:
         if device.name.lower() == str(name).lower():
             return device
+    names = [d.name for d in found]
     remedy = "" if any(d.kind in ("gpu", "igpu") for d in found) else "; a GPU needs a build that was made for it (docs/guide.md)"
-    raise DeviceError(f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(d.name for d in found)}{remedy}")
+    raise DeviceError(
+        f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(names)}{meant(name, names) or remedy}"
+    )
 
 
 def device_handle(device: Device) -> DeviceHandle:

@@ -20,6 +20,7 @@ import numpy as np
 from ..engine.graphs import MOST_CANDIDATES
 from ..errors import ConstraintError, EngineError, SamplingError
 from ..ggml.library import LlamaSampler, ffi, lib
+from ..suggest import meant
 from ..text.tokenizer import Tokenizer
 from .grammar import KINDS, Grammar
 from .lazy import MOST_TRIGGERS, MOST_WORD, LazyGrammar
@@ -126,7 +127,9 @@ class Sampling:
             raise SamplingError(f"the logit bias is {self.logit_bias!r}; give a number by token id, like {{42: -1.5}}")
         wrong = next((name for name in self.samplers if name not in KNOWN or self.samplers.count(name) > 1), None)
         if wrong is not None:
-            raise SamplingError(f"the samplers {'; '.join(self.samplers)} are no order: each of {', '.join(KNOWN)} may appear once")
+            raise SamplingError(
+                f"the samplers {'; '.join(self.samplers)} are no order: each of {', '.join(KNOWN)} may appear once{meant(wrong, set(KNOWN) - {wrong})}"
+            )
         self._check_infill()
         if self.temperature == 0 and "temperature" not in self.samplers:
             raise SamplingError("a temperature of 0 does nothing where the order of samplers has no temperature; add it to the order")

@@ -74,7 +74,9 @@ def test_what_comes_through_a_pipe_is_read_once(monkeypatch):
         asked.append(settings)
         return 0
 
-    monkeypatch.setattr("pyggml_spec.session.load", MagicMock())
+    load = MagicMock()
+    load.return_value.slots_context.return_value = load.return_value.engine.options.n_ctx = 512
+    monkeypatch.setattr("pyggml_spec.session.load", load)
     monkeypatch.setattr("pyggml_spec.sampling.recommended.recommended", lambda _: ({}, []))
     monkeypatch.setattr("pyggml_spec.cli.serve.engaged_line", lambda *_: "")
     monkeypatch.setattr("pyggml_spec.serve.start.serve", serve)

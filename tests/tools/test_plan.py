@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_not_loaded(tmp_path):
 
 def test_the_check_as_a_command(capsys, monkeypatch):
     from pyggml_spec.cli import main
-    from pyggml_spec.tools import plan as module
+    from pyggml_spec.engine import planned as module
 
     def run(*args):
         with pytest.raises(SystemExit) as stop:

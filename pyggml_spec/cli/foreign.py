@@ -1,0 +1,256 @@
+"""Every other option of llama.cpp's tools: taken where it asks for what happens here anyway, or answered with what to use instead.
+
+A line of the tables: names, how many values, and a sentence for all names of the lines above it. Options of `llama_cpp.py` do something here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import click
+
+from .terminal import say
+
+SAME = """
+--perf --no-perf --show-timings --no-show-timings -kvo --kv-offload --repack --op-offload --mmap --no-warmup --warmup --jinja 0
+-cb --cont-batching --simple-io --log-disable --no-log-prefix --no-log-timestamps --no-log-jsonl --no-context-shift --no-mmproj --no-mmproj-auto 0
+--cache-prompt --no-escape --no-embedding --ui --webui --props --no-agent -no-ag --no-models-autoload --cache-idle-slots -kvu --kv-unified 0
+--no-ui-mcp-proxy --no-webui-mcp-proxy --no-spec-draft-backend-sampling --display-prompt -no-cnv --no-conversation --no-skip-chat-parsing 0
+-co --color -fit --fit --log-colors 1
+"""
+
+NOTED = """
+-b --batch-size 1
+ prompts are read in passes of -ub tokens
+--mlock 0
+ memory is not locked; weights stay mapped, and pages that are used stay in memory while there is room
+--no-mmap -nkvo --no-kv-offload -nr --no-repack --no-host --no-op-offload --check-tensors --swa-full 0
+-lm --load-mode -lzm --lazy-mode 1
+ where weights and caches lie is decided at load: `pyspec plan` shows it, and --device, --kernels ggml and --n-cpu-moe change it
+-tb --threads-batch -td --threads-draft --spec-draft-threads -tbd --threads-batch-draft --spec-draft-threads-batch 1
+ prompts, drafts and steps share the threads of -t
+-C --cpu-mask -Cr --cpu-range --cpu-strict -Cb --cpu-mask-batch -Crb --cpu-range-batch --cpu-strict-batch --numa 1
+-Cd --cpu-mask-draft --spec-draft-cpu-mask -Crd --cpu-range-draft --spec-draft-cpu-range --cpu-strict-draft --spec-draft-cpu-strict 1
+-Cbd --cpu-mask-batch-draft --spec-draft-cpu-mask-batch --cpu-strict-batch-draft --spec-draft-cpu-strict-batch 1
+ threads run on the processors of the process: start it with taskset or numactl
+--prio --poll --prio-batch --poll-batch --prio-draft --spec-draft-prio --poll-draft --spec-draft-poll 1
+--prio-batch-draft --spec-draft-prio-batch --poll-batch-draft --spec-draft-poll-batch 1
+ how threads wait is not set here; nice changes the priority
+-dt --defrag-thold -fitt --fit-target -fitc --fit-ctx -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step --cache-reuse 1
+-sps --slot-prompt-similarity --kv-unified-per-slot 1
+ caches have no such setting here; --prefix-memory says what is kept of prompts
+-bs --backend-sampling --spec-draft-backend-sampling 0
+ candidates are chosen on the device anyway
+--draft-p-min --spec-draft-p-min --draft-p-split --spec-draft-p-split --draft-min --draft-n-min --spec-draft-n-min 1
+--spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n --spec-ngram-simple-size-m 1
+--spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n 1
+--spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits 1
+ how many tokens are drafted follows from what steps cost and from what was accepted; --spec-draft-n-max limits it
+--log-file -lv --verbosity --log-verbosity --log-prompts-dir 1
+-v --verbose --log-verbose --log-prefix --log-timestamps --log-jsonl --verbose-prompt 0
+ everything but the text goes to stderr, which can be sent to a file; --stats writes figures
+--no-display-prompt 0
+ the prompt is never printed
+--reuse-port -nocb --no-cont-batching --no-cache-prompt --no-cache-idle-slots -no-kvu --no-kv-unified 0
+--threads-http --sse-ping-interval -to --timeout --sleep-idle-seconds 1
+ the server has no such setting: requests share steps, prompts that begin alike are computed once, and -np, --queue-timeout and --prefix-memory limit them
+-np --parallel 1
+ one sequence is generated; `pyspec serve -np N` serves several, and `pyspec bench --slots` measures them
+-mg --main-gpu 1
+ --device names the device by name, as `pyspec devices` lists it
+-otd --override-tensor-draft --spec-draft-override-tensor -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe 1
+-devd --device-draft --spec-draft-device 1
+-cmoed --cpu-moe-draft --spec-draft-cpu-moe 0
+ the drafter lies on the target's device, the last one of --device
+"""
+
+REFUSED = """
+-mu --model-url -dr --docker-repo 1
+ models come from a file (-m) or from the Hugging Face hub (-hf USER/MODEL:QUANT): download it first
+-hft --hf-token 1
+ the token is read from the variable HF_TOKEN, so that it is in no list of processes
+-cl --cache-list 0
+ files of the hub lie where the hub's own tools keep them: `hf cache ls` lists them
+--completion-bash 0
+ `_PYSPEC_COMPLETE=bash_source pyspec` prints what bash completes with
+--offline 0
+ set HF_HUB_OFFLINE=1, or name the file with -m
+--version 0
+ `pyspec --version` prints it
+--usage 0
+ `--help` says how a command is used
+-cnv --conversation 0
+ `pyspec chat` talks with a model, and `pyspec serve` answers over HTTP
+--list-devices 0
+ `pyspec devices` lists the devices
+--keep 1
+--context-shift 0
+ a context that is full ends the text, nothing of it is forgotten: use a larger -c
+-bf --binary-file 1
+ a prompt is text: -f FILE reads one, and its bytes are kept
+--rpc 1
+ name workers with --device host:port; `pyspec worker` starts one (docs/workers.md)
+-ncffn --n-cpu-ffn 1
+ whole layers go to the CPU: --device CPU,GPU --tensor-split, or -ngl
+--override-kv 1
+ metadata of the file is not overridden: the gguf package's gguf-set-metadata changes a copy of the file, and --rope-scaling has options
+--lora --lora-scaled --control-vector --control-vector-scaled 1
+--control-vector-layer-range 2
+--lora-init-without-apply 0
+ adapters are not applied here: merge them into the model file (llama-export-lora) and give that with -m
+--sampler-seq --sampling-seq 1
+ name the samplers: --samplers 'top_k;top_p;min_p;temperature'
+--top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n 1
+--dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent 1
+ this sampler is not here: --temp, --top-k, --top-p, --min-p, --typical and the penalties are (docs/sampling.md)
+--server-base 1
+ `pyspec chat` runs the model itself; to talk to a server use its page or an OpenAI client
+-r --reverse-prompt 1
+ a text that ends the answer is given with --stop to `pyspec run`, or as "stop" in a request
+-mli --multiline-input -i --interactive --interactive-first 0
+ `pyspec chat` reads lines; one that ends with \\ goes on in the next one
+-mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --image --audio --video --image-min-tokens --image-max-tokens --video-fps 1
+--video-timestamp-interval --video-ffmpeg-dir --mtmd-batch-max-tokens --media-path 1
+--mmproj-auto --mmproj-offload --no-mmproj-offload 0
+ text is all that models read here: leave it out, or use llama.cpp's tools for images and sound
+-o --output --output-file 1
+ the text goes to stdout: `pyspec run ... > FILE`; --stats and --logprobs write files
+--reasoning-effort 1
+ the template has a name for it: --chat-template-kwargs '{"reasoning_effort": "low"}' for `pyspec chat` and `pyspec serve`
+--reasoning-budget --reasoning-budget-message 1
+ thinking is on or off (--think/--no-think in `pyspec chat`, --reasoning in `pyspec serve`); -n limits an answer with its thinking
+--reasoning-preserve --no-reasoning-preserve --skip-chat-parsing 0
+ the template decides: --chat-template-kwargs hands it names, and --reasoning-format none leaves reasoning in the content
+--no-jinja 0
+ templates are always rendered as Jinja: leave it out
+--gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default --spec-default --embd-gemma-default 0
+--fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default 0
+ name the model with -hf USER/MODEL:QUANT, and its drafter with -hfd (docs/pairs.md)
+-lcs --lookup-cache-static -lcd --lookup-cache-dynamic 1
+ n-gram drafting reads the text itself (--spec-type suffix) and keeps no file
+--pooling --embd-normalize 1
+--embedding --embeddings --rerank --reranking 0
+ models that generate are served here, no embeddings: use llama-server for those
+--path --api-prefix --ui-config --webui-config --ui-config-file --webui-config-file 1
+ the page is the package's own (--no-ui leaves it out); a proxy in front can serve other files and prefixes
+--cors-methods --cors-headers 1
+--cors-credentials --no-cors-credentials 0
+ --cors-origins names the pages whose scripts may ask; the rest follows from it
+--tools --tools-runtime --mcp-servers-config --mcp-servers-json 1
+-ag --agent --ui-mcp-proxy --webui-mcp-proxy 0
+ no tools are run here: calls go to the client, which runs them
+--slot-save-path 1
+ prompts are kept on disk with --prefix-cache FOLDER
+--models-dir --models-preset --models-max 1
+--models-autoload 0
+ one model is served by a process: start one `pyspec serve` per model, each with a --port of its own
+"""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """``names`` of one kind, the ``values`` that follow each, and what is said: nothing, a note, or an error."""
+
+    names: tuple[str, ...]
+    values: int
+    said: str
+    refused: bool
+
+
+def _read(table: str, refused: bool) -> Iterator[Foreign]:
+    open_lines: list[tuple[tuple[str, ...], int]] = []
+    for line in table.strip("\n").split("\n"):
+        if line.startswith(" "):
+            yield from (Foreign(names, values, line.strip(), refused) for names, values in open_lines)
+            open_lines = []
+        else:
+            *names, values = line.split()
+            open_lines.append((tuple(names), int(values)))
+    yield from (Foreign(names, values, "", refused) for names, values in open_lines)
+
+
+KNOWN = {
+    name: one for table, refused in ((SAME, False), (NOTED, False), (REFUSED, True)) for one in _read(table, refused) for name in one.names
+}
+OPTIONAL = {  # options whose value may be left out: what it is then; "" drops the option, which a flag of that name would ask for
+    "-fa": "on", "--flash-attn": "on", "-co": "auto", "--color": "auto", "-fit": "on", "--fit": "on", "--log-colors": "auto",
+}  # fmt: skip
+_WORDS = {"on", "off", "auto", "true", "false", "enabled", "disabled", "0", "1"}
+
+
+def known_to(command: click.Command) -> dict[str, click.Option]:
+    """The options of a command by all of their names."""
+    return {name: p for p in command.params if isinstance(p, click.Option) for name in (*p.opts, *p.secondary_opts)}
+
+
+def resolve(ctx: click.Context, args: list[str]) -> list[str]:
+    """``args`` without llama.cpp's options that are not the command's own, of which it is said what they do.
+
+    Raises:
+        click.UsageError: an option that cannot be had, with what to use instead, or one that nobody knows, with what was perhaps meant.
+    """
+    own, rest = known_to(ctx.command), list(args)
+    out: list[str] = []
+    while rest:
+        word = rest.pop(0)
+        name, given = (word.split("=", 1)[0], True) if word.startswith("--") and "=" in word else (word, False)
+        if word == "--":
+            return [*out, word, *rest]
+        if not _is_option(word):
+            out.append(word)
+        elif name in OPTIONAL and not given and not (rest and rest[0] in _WORDS):
+            if name in own:
+                out += [name, OPTIONAL[name]]
+        elif name == "--slots" and name in own and not given and not (rest and rest[0].isdecimal()):
+            continue  # llama-server's flag; /slots is there unless --no-slots
+        elif name in own:
+            count = 0 if given or own[name].is_flag or own[name].count else own[name].nargs
+            out += [word, *rest[:count]]
+            del rest[:count]
+        elif name in ctx.help_option_names or (word[:2] in own and not own[word[:2]].is_flag and word[2:3].isdecimal()):
+            out.append(word)
+        elif name in KNOWN:
+            del rest[: 0 if given else KNOWN[name].values]
+            _answer(ctx, name)
+        else:
+            raise unknown(ctx, name)
+    return out
+
+
+def _is_option(word: str) -> bool:
+    return len(word) > 1 and word[0] == "-" and not word[1].isdecimal() and word[1] != "."
+
+
+def _answer(ctx: click.Context, name: str) -> None:
+    one = KNOWN[name]
+    if one.refused:
+        raise click.UsageError(f"{name} is llama.cpp's: {one.said}", ctx)
+    if one.said:
+        say(f"note: {name} changes nothing here: {one.said}")
+
+
+def unknown(ctx: click.Context, name: str) -> click.UsageError:
+    """Names what was perhaps meant, or which commands have the option."""
+    from difflib import get_close_matches
+
+    from .main import cli
+
+    own = known_to(ctx.command)
+    others = (
+        [other for other in cli.list_commands(ctx) if name in known_to(cli.get_command(ctx, other) or ctx.command)]
+        if name not in own
+        else []
+    )
+    wanted = name.lstrip("-").lower()
+    bare = {
+        option.lstrip("-").lower(): option
+        for option in sorted(own, key=lambda o: o.startswith("--"))
+        if not own[option].hidden or len(option) > 4
+    }
+    near = [bare[word] for word in get_close_matches(wanted, bare, 3, 0.6)]
+    if others:
+        hint = f"`pyspec {others[0]}` has it"
+    elif near:
+        hint = f"did you mean {' or '.join(near)}?"
+    else:
+        hint = f"`{ctx.command_path} --help` lists the options"
+    return click.UsageError(f"no such option: {name}; {hint}", ctx)
