@@ -200,7 +200,7 @@ def resolve(ctx: click.Context, args: list[str]) -> list[str]:
         elif name in OPTIONAL and not given and not (rest and rest[0] in _WORDS):
             if name in own:
                 out += [name, OPTIONAL[name]]
-        elif name == "--slots" and name in own and not given and not (rest and rest[0].isdecimal()):
+        elif name == "--slots" and name in own and not given and not (rest and rest[0][:1].isdecimal()):
             continue  # llama-server's flag; /slots is there unless --no-slots
         elif name in own:
             count = 0 if given or own[name].is_flag or own[name].count else own[name].nargs

@@ -12,6 +12,7 @@ import click
 import pytest
 from cli.process import environment, pyspec
 
+from pyggml_spec.cli.foreign import KNOWN
 from pyggml_spec.cli.main import cli
 from pyggml_spec.decode.stats import BatchStats, Stats
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
@@ -162,7 +163,7 @@ def test_options_and_variables_that_pages_name_exist():
     others = {"--no-cache-dir", "--kv-unified"}  # pip's, llama-server's
     files = [path for folder in ("pyggml_spec", "scripts", "csrc", "patches") for path in (ROOT / folder).rglob("*.*")]
     code = "\n".join(path.read_text("utf-8") for path in files if path.suffix in (".py", ".c", ".h", ".patch"))
-    known = _options() | others | set(re.findall(r"\"(--?[a-z][\w-]+)\"", code))
+    known = _options() | others | KNOWN.keys() | set(re.findall(r"\"(--?[a-z][\w-]+)\"", code))
     for page in EVERY:
         text = page.read_text("utf-8")
         named = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]+", " ".join(re.findall(r"`([^`\n]+)`", text))))
