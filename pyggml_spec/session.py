@@ -42,6 +42,7 @@ from .memory.prefix import PrefixCache, Reuse, layout_of
 from .memory.prefix_files import PrefixFiles
 from .models.base import Target
 from .models.drafter import Drafter
+from .models.pairs import what_drafts
 from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target, own_drafter
 from .models.rope import RopeOptions, ignored_yarn
@@ -243,7 +244,7 @@ class Session:
 
     def _open_drafter(self, file: GGUFFile, draft: Path, spec: Methods) -> Drafter:
         draft_file = self._own(GGUFFile(draft))
-        drafter = open_drafter(draft_file)
+        drafter = open_drafter(draft_file, file)
         if drafter.method not in spec.model:
             raise PairError(
                 f"{draft.name} drafts as {drafter.method}, which is not among what may draft; name it with `spec`, or leave the file out"
@@ -424,7 +425,7 @@ class Session:
         difference = first_difference(target, draft)
         if difference:
             raise PairError(
-                f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for"
+                f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for: {what_drafts(target)}"
             )
 
     def _lookup_control(self, method: str) -> LookupControl:

@@ -15,7 +15,7 @@ def in_options(text: str, command: click.Command | None = None) -> str:
     if command is None:
         context = click.get_current_context(silent=True)
         command = context.command if context is not None else None
-    names = {**_names(_EVERY), **(_names(command) if command is not None else {})}
+    names = {"spec": "--spec-type", **_names(_EVERY), **(_names(command) if command is not None else {})}
     return _NAME.sub(lambda match: names.get(match[1], match[0]), text)
 
 

@@ -17,6 +17,7 @@ from ..memory.kv_types import MOST_CONTEXT
 from ..models.dflash import DFlash
 from ..models.drafter import TOKENS, Drafter
 from ..models.mtp import has_layer, is_layer_alone
+from ..models.pairs import what_drafts
 from ..models.registry import open_target
 from ..models.segments import SplitWeights
 from ..models.weights import Weights
@@ -155,6 +156,10 @@ def examine(
         target, draft = DEMO_TARGET, DEMO_DRAFTER
     if target is not None and draft is None:
         draft = target if _drafts_for_itself(target) else None
+    if target is not None and draft is None:
+        with GGUFFile(target) as file:
+            open_target(file)  # whatever is wrong with it comes first
+            raise PyspecError(f"the doctor examines a pair: name a drafter with `draft`; {what_drafts(file)}")
     if target is None or draft is None:
         raise PyspecError("the doctor examines a pair: name the target with `target` and the drafter with `draft`")
     progress("loading", 0, 1)

@@ -78,13 +78,13 @@ def open_leniently(file: GGUFFile, target) -> Opened:
     left = _mends(file, target)
     while True:
         try:
-            return Opened(open_drafter(file), refusals)
+            return Opened(open_drafter(file, target.file), refusals)
         except PyspecError as error:
             refusal = str(error)
         for mend in left:
             before = file.metadata.get(mend.key)
             _set(file, mend.key, mend.value)
-            if _refusal(file) != refusal:
+            if _refusal(file, target) != refusal:
                 break
             _set(file, mend.key, before)
         else:
@@ -100,9 +100,9 @@ def _set(file: GGUFFile, key: str, value) -> None:
         file.metadata[key] = value
 
 
-def _refusal(file: GGUFFile) -> str | None:
+def _refusal(file: GGUFFile, target) -> str | None:
     try:
-        open_drafter(file)
+        open_drafter(file, target.file)
     except PyspecError as error:
         return str(error)
     return None

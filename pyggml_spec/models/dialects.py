@@ -58,11 +58,11 @@ def method(file: GGUFFile) -> tuple[str, str] | None:
     return None
 
 
-def refuse_other_methods(file: GGUFFile) -> None:
+def refuse_other_methods(file: GGUFFile, instead: str = SUPPORTED) -> None:
     """Raises ModelError naming the method if this is a drafter of one that is not supported."""
     found = method(file)
     if found is not None:
-        raise ModelError(f"{file.path} is a {found[0]} drafter (it has {found[1]!r}), which is not supported; {SUPPORTED}")
+        raise ModelError(f"{file.path} is a {found[0]} drafter (it has {found[1]!r}), which is not supported; {instead}")
 
 
 def as_dflash(file: GGUFFile) -> GGUFFile:

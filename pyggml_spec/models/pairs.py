@@ -7,8 +7,9 @@ shows the table.
 from dataclasses import dataclass
 
 from ..gguf_io import GGUFFile
+from .decoder import ARCHITECTURES
 from .dialects import refused_methods
-from .registry import TARGETS
+from .mtp import has_layer
 
 UNKNOWN = 0  # of a size that no file in our hands said
 
@@ -40,7 +41,7 @@ class Published:
     @property
     def refused(self) -> str:
         """Why the pair does not run here; empty where it does."""
-        if self.arch not in TARGETS:
+        if self.arch not in ARCHITECTURES:
             return f"targets of the architecture {self.arch} do not run here yet"
         if self.method in refused_methods():
             return f"{self.method} drafters do not run here yet"
@@ -89,3 +90,12 @@ def published(file: GGUFFile) -> list[Published]:
 
     layers, width, experts = size("block_count") - size("nextn_predict_layers"), size("embedding_length"), size("expert_count")
     return [p for p in PUBLISHED if (p.arch, p.n_layer, p.n_expert) == (arch, layers, experts) and p.n_embd in (UNKNOWN, width)]
+
+
+def what_drafts(target: GGUFFile) -> str:
+    """What can draft for this target today: the end of a sentence."""
+    ways = ["its own MTP layer, which is in its file (leave `draft` out)"] if has_layer(target) else []
+    ways.append("n-gram drafting, which needs no file (`spec` suffix)")
+    if fitting := [pair.drafter for pair in published(target) if not pair.refused]:
+        ways.append(f"the published {' or '.join(fitting[:2])} (docs/pairs.md)")
+    return f"for {target.path.name} there {'is' if len(ways) == 1 else 'are'} {' and '.join([', '.join(ways[:-1]), ways[-1]] if ways[1:] else ways)}"

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from difflib import get_close_matches
 
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
@@ -17,6 +18,7 @@ from .dspark import FROM, DSpark
 from .eagle3 import Eagle3
 from .gemma4_assistant import Gemma4Assistant
 from .mtp import MTP, has_layer, is_layer_alone
+from .pairs import what_drafts
 
 for module in pkgutil.iter_modules(archs.__path__):
     importlib.import_module(f"{archs.__name__}.{module.name}")
@@ -37,14 +39,30 @@ def open_target(file: GGUFFile) -> Target:
         raise ModelError(f"{file.path} is a drafter ({arch}); name it with `draft` and give its target with `target`")
     if arch not in TARGETS:
         refuse_other_methods(file)
-        raise ModelError(f"{file.path} has the architecture {arch!r}; supported targets: {SUPPORTED_TARGETS}")
+        raise ModelError(f"{file.path} {unsupported(file)}")
     if is_layer_alone(file):
         raise ModelError(f"{file.path} is the MTP layer of a {arch} model; name it with `draft` and give its target with `target`")
     return TARGETS[arch](file)
 
 
-def open_drafter(file: GGUFFile) -> Drafter:
-    """The drafter of an open file, whichever converter wrote it; of a target's file, its MTP layer.
+_LIKE = {"qwen": "qwen3", "mistral": "llama", "phi": "llama", "granite": "llama", "gemma": "gemma4"}  # families whose names say little
+LIMIT = 40  # letters of a name that a file gives
+
+
+def unsupported(file: GGUFFile) -> str:
+    """What is wrong with an architecture that does not run here, and what can be done: the end of a sentence that begins with the file."""
+    arch = file.get("general.architecture", str)
+    family = next((near for name, near in _LIKE.items() if arch.startswith(name)), "llama")
+    alike = get_close_matches(arch, TARGETS, 1, 0.7)
+    near = alike[0] if alike else family if family in TARGETS else next(iter(TARGETS))
+    return (
+        f"has the architecture {arch[:LIMIT]!r}, which does not run here yet, with or without a drafter; supported targets: {SUPPORTED_TARGETS}. The nearest "
+        f"is {near}: docs/adding-an-architecture.md says how one is added, `pyspec inspect` shows what is in the file, and llama.cpp runs it meanwhile"
+    )
+
+
+def open_drafter(file: GGUFFile, target: GGUFFile | None = None) -> Drafter:
+    """The drafter of an open file, whichever converter wrote it; of a target's file, its MTP layer. ``target``: what it is to draft for, where that is known.
 
     Raises:
         ModelError: an architecture that is not a drafter here, or a drafter of another method, which the message names.
@@ -54,16 +72,22 @@ def open_drafter(file: GGUFFile) -> Drafter:
         return MTP(file)
     if arch in TARGETS:
         heads = " (its own MTP layers do not draft here)" if file.get(f"{arch}.nextn_predict_layers", int, 0) else ""
-        raise ModelError(f"{file.path} is a target model ({arch}), not a drafter{heads}; {SUPPORTED}")
+        raise ModelError(
+            f"{file.path} is a target model ({arch}), not a drafter{heads}: whole models do not draft here yet; {_instead(target)}"
+        )
     if arch in CHAINS:
         return CHAINS[arch](file)
-    refuse_other_methods(file)
+    refuse_other_methods(file, SUPPORTED if target is None else f"{SUPPORTED}; {what_drafts(target)}")
     if arch not in DRAFTERS:
-        raise ModelError(f"{file.path} has the architecture {arch!r}; {SUPPORTED}")
+        raise ModelError(f"{file.path} has the architecture {arch[:LIMIT]!r}, which does not draft here; {_instead(target)}")
     read = as_dflash(file)
     if GATE in read.tensors:
         return DFlash2(read)
     return DSpark(read) if FROM in read.tensors else DFlash(read)
+
+
+def _instead(target: GGUFFile | None) -> str:
+    return SUPPORTED if target is None else f"{what_drafts(target)}; `pyspec inspect` shows what a file is"
 
 
 def own_drafter(file: GGUFFile) -> MTP | None:

@@ -11,7 +11,7 @@ from ..gguf_io.reader import brief
 from ..models.dialects import method
 from ..models.mtp import has_layer, is_layer_alone
 from ..models.pairs import Published, published
-from ..models.registry import CHAINS, DRAFTERS, TARGETS, open_drafter, open_target
+from ..models.registry import CHAINS, DRAFTERS, TARGETS, open_drafter, open_target, unsupported
 
 
 @dataclass(frozen=True)
@@ -101,5 +101,4 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
             return said, drafter.unused()
     except PyspecError as error:
         return f"cannot be run: {error}", None
-    known = ", ".join([*sorted(TARGETS), *DRAFTERS, *CHAINS])
-    return f"cannot be run: the architecture {arch!r} is not supported ({known} are)", None
+    return f"cannot be run: it {unsupported(file)}", None

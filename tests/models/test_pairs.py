@@ -5,16 +5,23 @@ import json
 from pathlib import Path
 
 import pytest
+from cli.process import one_sentence, pyspec
 from click.testing import CliRunner
-from gguf_io.build import U32, Model
+from gguf_io.build import STR, U32, Model
 from random_gguf.archs import write_llama, write_qwen3moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
+from random_gguf.mtp import write_mtp_target
 
+import pyggml_spec as ps
 from pyggml_spec.cli.inspect import command
+from pyggml_spec.doctor import examine
+from pyggml_spec.errors import ModelError
+from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models import pairs
 from pyggml_spec.models.pairs import PUBLISHED
 from pyggml_spec.models.registry import TARGETS
 from pyggml_spec.tools.inspect import inspect_file
+from pyggml_spec.tools.plan import plan
 
 ROOT = Path(__file__).parents[2]
 NAMES = {  # shapes of scripts/make_random_gguf.py: the target that each of them is
@@ -77,8 +84,62 @@ def test_what_does_not_run_has_its_reason(monkeypatch):
     """As soon as an architecture or a method runs the table says so by itself."""
     pair = pairs.Published("T", "deepseek9", 1, 1, 0, "a/b")
     assert "architecture deepseek9" in pair.refused
-    monkeypatch.setitem(pairs.TARGETS, "deepseek9", object)
+    monkeypatch.setitem(pairs.ARCHITECTURES, "deepseek9", object)
     assert pair.refused == ""
     assert "Domino drafters" in pairs.Published("T", "qwen3", 1, 1, 0, "a/b", "Domino").refused
     assert "layout Other" in pairs.Published("T", "qwen3", 1, 1, 0, "a/b", layout="Other").refused
     assert {p.arch for p in PUBLISHED if not p.refused} <= TARGETS.keys()
+
+
+@pytest.fixture
+def unknown(tmp_path):
+    """A model of an architecture that is not there."""
+    model = Model(write_llama(tmp_path / "l.gguf"))
+    model.keys = {name.replace("llama.", "qwen9."): value for name, value in model.keys.items()}
+    model.keys["general.architecture"] = (STR, "qwen9")
+    return model.write(tmp_path / "unknown.gguf")
+
+
+@pytest.mark.parametrize("use", ["load", "plan", "examine", "inspect"])
+def test_an_unsupported_architecture_says_what_can_be_done(unknown, use):
+    """It named what is supported, and nothing that somebody with this file can do."""
+    words = (
+        "'qwen9', which does not run here yet",
+        "nearest is qwen3",
+        "docs/adding-an-architecture.md",
+        "`pyspec inspect`",
+        "llama.cpp runs it",
+    )
+    if use == "inspect":
+        said = inspect_file(unknown).verdict
+    else:
+        with pytest.raises(ModelError) as raised:
+            {"load": ps.load, "plan": plan, "examine": examine}[use](unknown, device="CPU")
+        said = str(raised.value)
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("use", ["load", "plan"])
+def test_a_whole_model_as_a_drafter_says_what_drafts(tmp_path, unknown, use):
+    """For this target, today: n-gram drafting always, its own MTP layer, and what is published for its shape."""
+    small, target = write_llama(tmp_path / "small.gguf"), write_qwen3moe(tmp_path / "t.gguf")
+    for draft in (small, unknown):
+        with pytest.raises(ModelError) as raised:
+            {"load": ps.load, "plan": plan}[use](target, draft, device="CPU")
+        said = str(raised.value)
+        assert "for t.gguf there is n-gram drafting, which needs no file (`spec` suffix)" in said and "`pyspec inspect`" in said, said
+        assert "--" not in said
+    model = Model(target)
+    model.keys |= {"qwen3moe.block_count": (U32, 48), "qwen3moe.embedding_length": (U32, 2048), "qwen3moe.expert_count": (U32, 128)}
+    with GGUFFile(model.write(tmp_path / "shape.gguf")) as file:
+        assert "the published z-lab/Qwen3-Coder-30B-A3B-DFlash (docs/pairs.md)" in pairs.what_drafts(file)
+    with GGUFFile(write_mtp_target(tmp_path / "mtp.gguf")) as file:
+        assert "its own MTP layer" in pairs.what_drafts(file)
+
+
+def test_the_command_names_its_options(tmp_path):
+    small = write_llama(tmp_path / "small.gguf")
+    for name in ("run", "serve", "chat", "plan"):
+        done = pyspec(name, "-m", small, "-md", small, "--device", "CPU", *(["-p", "a"] if name == "run" else []))
+        one_sentence(done, "whole models do not draft here yet", "--spec-type suffix")
+    one_sentence(pyspec("doctor", "-m", small, "--device", "CPU"), "examines a pair", "-md", "n-gram drafting")
