@@ -34,7 +34,12 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option(
     "-np", "--parallel", "--slots", "slots", type=click.IntRange(1, 64), default=8, show_default=True, help="Requests that run at once."
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; several with commas between them.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen at, or the path of a unix socket that ends with .sock; several with commas between them.",
+)
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
 @click.option("--api-key", multiple=True, help=_KEY)
 @click.option("--api-key-file", type=click.Path(), help="File with keys, one per line; SIGHUP reads it anew.")

@@ -114,7 +114,7 @@ class Hosts:
 
     def check(self, scope: Mapping[str, Any]) -> None:
         """Raises ApiError: a request came for another host, or for none that could be read. What comes through a unix socket is no browser's."""
-        if self._any or scope.get("server") is None:
+        if self._any or (scope.get("server") or ("", 0))[1] is None:
             return
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(given) > 1 or (not given and scope.get("http_version", "1.1") != "1.0"):

@@ -14,6 +14,8 @@ from .http import encode
 
 MOST_HEAD = 64 << 10  # bytes in which nothing of a request comes to its end: a head, an extension of a chunk, trailers
 HEAD_SECONDS = 30.0
+BEGINNING = b"HTTP/1.1 "  # of every answer
+GAPS = (0.02, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between its bytes, where they say whether anybody still reads
 
 
 class _HeadWithBody:
@@ -24,9 +26,22 @@ class _HeadWithBody:
         self._transport, self._loop = transport, loop
         self._head = b""
         self._begun = False
+        self._probed = 0  # bytes of BEGINNING that are out
         self.is_closing = transport.is_closing
 
+    def probe(self) -> bool:
+        """Sends the next byte of BEGINNING, which a client that is gone refuses: the one after that fails. False where the answer has begun."""
+        if self._begun or self._probed == len(BEGINNING) or self._transport.is_closing():
+            return False
+        self._probed += 1
+        self._transport.write(BEGINNING[self._probed - 1 : self._probed])
+        return True
+
     def write(self, data: bytes) -> None:
+        if self._probed and not self._begun:
+            if data.startswith(b"HTTP/1.1 100 "):
+                return
+            data = data[self._probed :]
         if self._transport.is_closing():  # whoever asked has gone: asyncio's transport takes what is written then, uvloop's raises
             self._head = b""
         elif self._begun:
@@ -67,6 +82,20 @@ class JsonProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_there()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client writes no more, and may still read: a whole request is answered until something says that the client is gone. TLS has no such half."""
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body or self.transport.get_extra_info("sslcontext"):
+            return None
+        self.cycle.keep_alive = False
+        self._probe(GAPS)
+        return True
+
+    def _probe(self, gaps: tuple[float, ...]) -> None:
+        if self.pipeline:  # the answers before have not ended, and would fail
+            self.loop.call_later(GAPS[-1], self._probe, gaps)
+        elif isinstance(self.cycle.transport, _HeadWithBody) and self.cycle.transport.probe() and gaps:
+            self.loop.call_later(gaps[0], self._probe, gaps[1:])
 
     def data_received(self, data: bytes) -> None:
         self._moved = False

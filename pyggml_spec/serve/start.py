@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Settings:
 
 
 def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """A listening socket per address.
+    """A listening socket per address; what ends with ".sock" is the path of a unix socket.
 
     Raises:
         PyspecError: an address cannot be had.
@@ -69,25 +70,97 @@ def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
     made: list[socket.socket] = []
     try:
         for host in hosts:
-            try:
-                family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-                sock = socket.socket(family, kind, protocol)
-                made.append(sock)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                sock.bind(address)
-                sock.listen(STARTING_SOCKETS)
-                sock.setblocking(False)
-                port = port or sock.getsockname()[1]
-            except (OSError, UnicodeError) as error:
-                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                raise PyspecError(f"{host}:{port} cannot be listened at: {why}; choose another `port` or `host`") from None
+            sock = _listen_unix(host) if is_path(host) else _listen_tcp(host, port)
+            made.append(sock)
+            sock.listen(STARTING_SOCKETS)
+            sock.setblocking(False)
+            port = port if is_path(host) else port or sock.getsockname()[1]
     except BaseException:
         for sock in made:
             sock.close()
         raise
     return made
+
+
+class _UnixListener(socket.socket):
+    """Whose file goes when it is closed."""
+
+    _file: tuple[str, int] | None = None
+
+    def bind(self, path: Any) -> None:
+        super().bind(path)
+        self._file = path, os.stat(path).st_ino
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):
+            if file is not None and os.stat(file[0]).st_ino == file[1]:
+                os.unlink(file[0])
+        super().close()
+
+
+def is_path(host: str) -> bool:
+    return host.endswith(".sock")
+
+
+def address(scheme: str, host: str, sock: socket.socket) -> str:
+    """Where to ask, as it is shown."""
+    if is_path(host):
+        return f"unix:{host}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}/"
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    sock = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.listen(STARTING_SOCKETS)
+        return sock
+    except (OSError, UnicodeError) as error:
+        if sock is not None:
+            sock.close()
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise PyspecError(f"{host}:{port} cannot be listened at: {why}; choose another `port` or `host`") from None
+
+
+def _listen_unix(path: str) -> socket.socket:
+    """The file is for its user, and for the group where the umask lets it; one that a killed server left is replaced."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise PyspecError(f"{path} is the path of a unix socket, which this system does not have; give `host` an address")
+    sock = _UnixListener(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_abandoned(path)
+        sock.bind(path)
+        os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & 0o660)  # nobody can connect before it listens
+        return sock
+    except OSError as error:
+        sock.close()
+        raise PyspecError(f"{path} cannot be listened at: {error.strerror or error}; choose another `host`") from None
+
+
+def _remove_abandoned(path: str) -> None:
+    """Raises OSError: somebody listens there, or it is no socket."""
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise OSError("there is a file of this name, which is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except PermissionError:
+            raise
+        except OSError:
+            pass
+    raise OSError("another server listens there")
 
 
 def serve(session: Session, settings: Settings, limits: Any, options: Any, template: str | None) -> int:
@@ -128,7 +201,10 @@ async def _serve(
     from .served import Served
 
     keys, origins, metrics = settings.keys, Origins(settings.origins), Metrics()
-    hosts = Hosts(settings.allowed_hosts, [*settings.hosts, *(sock.getsockname()[0] for sock in sockets)])
+    hosts = Hosts(
+        settings.allowed_hosts,
+        [h for host, sock in zip(settings.hosts, sockets) if not is_path(host) for h in (host, sock.getsockname()[0])],
+    )
     failures: list[BaseException] = []
 
     def told(line: str) -> None:
@@ -214,10 +290,7 @@ async def _serve(
         try:
             scheme = "https" if settings.certificate else "http"
             for host, sock in zip(settings.hosts, sockets):
-                shown = f"[{host}]" if ":" in host else host
-                told(
-                    f"serving {served.name} at {scheme}://{shown}:{sock.getsockname()[1]}/ with {settings.slots} slots of {served.n_ctx} tokens"
-                )
+                told(f"serving {served.name} at {address(scheme, host, sock)} with {settings.slots} slots of {served.n_ctx} tokens")
             await server.serve(sockets=sockets)
         finally:
             watching.cancel()

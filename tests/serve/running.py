@@ -28,13 +28,16 @@ class Running:
             self.process.kill()
             raise AssertionError(f"the server did not start: {self.lines}")
         self.url = self._address
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        path = self.url if self.url.startswith("/") else None
+        self.http = httpx.Client(
+            base_url="http://localhost" if path else self.url, transport=httpx.HTTPTransport(uds=path) if path else None, timeout=120
+        )
 
     def _read(self) -> None:
         for line in self.process.stderr:
             self.lines.append(line.rstrip())
-            if found := re.match(r"serving .* at (https?://\S+)/ with", line):
-                self._address = found[1]
+            if found := re.match(r"serving .* at (?:(https?://\S+)/|unix:(\S+)) with", line):
+                self._address = found[1] or found[2]
                 self._found.set()
         self._found.set()
 

@@ -111,7 +111,7 @@ def test_none_and_several_hosts():
             _host(Hosts(), *given)
         assert error.value.status == 400
     _host(Hosts(), http_version="1.0")
-    _host(Hosts(), "anything", server=None)  # a unix socket
+    _host(Hosts(), "anything", server=("/tmp/x.sock", None))
     with pytest.raises(ApiError) as error:
         _host(Hosts(), "localhost", authority="evil.com:80")
     assert error.value.status == 403

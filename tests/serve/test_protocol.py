@@ -1,6 +1,7 @@
 """Connections that never become a request: each is told so and closed, and none of them grows in memory."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 
@@ -28,21 +29,27 @@ async def app(scope, receive, send):
     await send_response(send, answer)
 
 
-async def say(parts):
-    """What comes back for ``parts``, between which the server has time to answer, until it closes the connection."""
+@contextlib.asynccontextmanager
+async def connected(app):
+    """A connection to ``app``: its two ends."""
     config = uvicorn.Config(app, http=protocol.JsonProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1)
     config.load()
     state = ServerState()
     make = lambda: protocol.JsonProtocol(config=config, server_state=state, app_state={})  # noqa: E731
     server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
-    for part in parts:
-        writer.write(part)
-        await asyncio.sleep(0.02)
-    got = await asyncio.wait_for(reader.read(), 20)
+    yield reader, writer
     writer.close()
     server.close()
-    return got
+
+
+async def say(parts):
+    """What comes back for ``parts``, between which the server has time to answer, until it closes the connection."""
+    async with connected(app) as (reader, writer):
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.02)
+        return await asyncio.wait_for(reader.read(), 20)
 
 
 @pytest.mark.parametrize(
@@ -240,3 +247,50 @@ def test_work_ends_with_its_client_and_no_other_way():
         assert ended == [0, 3600, 3601]
 
     asyncio.run(test())
+
+
+def both_loops(make):
+    """``make()`` in asyncio's loop, and in uvloop's where it is installed."""
+    with asyncio.Runner(loop_factory=protocol.loop_factory()) as runner:
+        return asyncio.run(make()), runner.run(make())
+
+
+@pytest.mark.parametrize("version, requests", [(b"1.1", 1), (b"1.1", 3), (b"1.0", 1)])
+def test_a_client_that_has_closed_its_half_gets_its_answer(version, requests):
+    """The end of what it writes was taken for its going away (`printf .. | nc -N`)."""
+
+    async def late(scope, receive, send):
+        await read_body(Request(scope), receive, Bodies(9))
+        await asyncio.sleep(0.2)
+        await send_response(send, json_response({"gone": scope.get("gone")}))
+
+    async def main():
+        async with connected(late) as (reader, writer):
+            writer.write((HEAD.replace(b"1.1", version) + b"content-length: 2\r\n\r\n{}") * requests)
+            writer.write_eof()
+            return await asyncio.wait_for(reader.read(), 20)
+
+    for got in both_loops(main):
+        assert got.startswith(b"HTTP/1.1 200 OK\r\n") and got.count(b"connection: close") == 1, got
+        assert got.count(b"HTTP/1.1 200 OK\r\n") == got.count(b'{"gone":null}') == requests, got
+
+
+@pytest.mark.parametrize("sent", [HEAD + b"content-length: 2\r\n\r\n{}", HEAD + b"content-length: 2\r\n\r\n{"])
+def test_a_client_that_is_gone_is_found_out(sent):
+    """Its end looks like that of one that still reads: what an answer begins with says which of them it is."""
+
+    async def main():
+        left = asyncio.get_running_loop().create_future()
+
+        async def app(scope, receive, send):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set_result(True)
+
+        async with connected(app) as (_, writer):
+            writer.write(sent)
+            await asyncio.sleep(0.05)
+            writer.close()
+            return await asyncio.wait_for(left, 5)
+
+    assert both_loops(main) == (True, True)
