@@ -314,6 +314,7 @@ class ConcurrentSession:
         ignore_end: bool = False,
         special: bool = False,
         reuse: bool = True,
+        owner: str = "",
         progress: bool = False,
         synthetic: SyntheticAcceptance | None = None,
         lines: LineLimits = ANY_LINES,
@@ -324,6 +325,7 @@ class ConcurrentSession:
         Args:
             max_tokens: 0 computes the prompt alone, so that later ones that begin like it start sooner.
             reuse: False computes all of the prompt, whatever others have left.
+            owner: whose request it is, by any name: prompts and texts of others are not reused for it, so that nothing tells of them.
             progress: also events without text while the prompt is read, whose ``prompt_read`` says how far it is.
             synthetic: of this request alone.
             lines: limits of the text's lines, for editors.
@@ -349,6 +351,7 @@ class ConcurrentSession:
             completes=text.completes,
             forced=forced,
             reuse=reuse,
+            owner=owner,
         )
         sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)

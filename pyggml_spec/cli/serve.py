@@ -87,6 +87,11 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @sampler_options
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
 @prefix_options
+@click.option(
+    "--share-prefixes",
+    is_flag=True,
+    help="Beginnings of prompts that one API key left serve the others too, which can tell by it what was asked.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="A line per error on stderr, and __verbose in responses.")
 @click.option(
     "--synthetic-acceptance",
@@ -107,7 +112,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--jinja/--no-jinja", hidden=True, default=True)
 def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, api_key, api_key_file, queue_requests, queue_tokens, queue_seconds, drain,
             max_body, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format, cors_origins, allowed_hosts, certificate,
-            certificate_key, show_slots, metrics, page, prefill_assistant, suffix_first, draft_width, prefix_cache, prefix_memory, prefix_disk, verbose, synthetic, rates, jinja, **more):  # fmt: skip
+            certificate_key, show_slots, metrics, page, prefill_assistant, suffix_first, draft_width, prefix_cache, prefix_memory, prefix_disk, share_prefixes, verbose, synthetic, rates, jinja, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
     -c is the context of each slot. Sampling options are what counts where a request says nothing.
@@ -155,7 +160,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
             metrics, show_slots, page, prefill_assistant, suffix_first,
         )  # fmt: skip
         settings = start.Settings(
-            hosts, port, slots, context, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"],
+            hosts, port, slots, context, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"], share_prefixes,
             4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, keys, cors_origins, allowed_hosts, max_body << 20,
             certificate, certificate_key, synthetic, rates, say,
         )  # fmt: skip

@@ -73,9 +73,9 @@ class LookupControl:
         """For another engine over the same models: what has ended, and what matches were worth, they share."""
         return LookupControl(self.method, self._alone, self.pool)
 
-    def begin(self, prompt: Sequence[int]) -> SuffixDrafts:
-        """A sequence that looks for matches."""
-        return self.pool.sequence(prompt)
+    def begin(self, prompt: Sequence[int], owner: str = "") -> SuffixDrafts:
+        """A sequence that looks for matches, in ended ones of the same owner."""
+        return self.pool.sequence(prompt, owner)
 
     def cost(self, covered: int, rows: int) -> float:
         """Milliseconds of a step of so many slots and rows that verifies given ids. Until one has run, as many rows of one sequence cost that."""

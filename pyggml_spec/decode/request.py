@@ -48,6 +48,7 @@ class LoopOptions:
     drafts: drafts instead of the drafter.
     forced: whether tokens that the sampler's constraint leaves no choice about are drafts, ahead of the drafter's and without one.
     reuse: whether a prompt may go on behind what another one has computed; of sequences that share an engine.
+    owner: whose text it is: nothing of one owner's is reused for, or drafted in, another's.
     """
 
     max_tokens: int | None = None
@@ -61,6 +62,7 @@ class LoopOptions:
     drafts: Drafts | None = None
     forced: bool = False
     reuse: bool = True
+    owner: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in (SPECULATIVE, PLAIN, REFERENCE):

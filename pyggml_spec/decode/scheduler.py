@@ -481,15 +481,17 @@ class Scheduler:
             len(self.engine.slots) > 1 or self.engine.slots[0].used
         ):  # what one slot's blocks cost says nothing of theirs; it is asked when there is room
             return False
-        prefixes, reuse = self.prefixes, stream._request.options.reuse
-        return rests(self.widths, lambda drafting: prefixes.known(stream._prompt, drafting) if prefixes is not None and reuse else 0)
+        prefixes, options = self.prefixes, stream._request.options
+        if prefixes is None or not options.reuse:
+            return rests(self.widths, lambda drafting: 0)
+        return rests(self.widths, lambda drafting: prefixes.known(stream._prompt, drafting, options.owner))
 
     def _enter(self, stream: Stream) -> None:
         """Finds out what the prompt shares with others, and whom it waits for."""
         if self.prefixes is None:
             return
         grain, prompt = self.prefixes.grain, stream._prompt if stream._request.options.reuse else ()
-        place = self.prefixes.enter(stream.slot, prompt, self.engine.slots[stream.slot].drafting)
+        place = self.prefixes.enter(stream.slot, prompt, self.engine.slots[stream.slot].drafting, stream._request.options.owner)
         stream._keys = place.keys
         stream._partings.add(grain * min(place.known, place.usable))
         if any(self._twins(stream, other) for other in self._waiting):
@@ -508,7 +510,7 @@ class Scheduler:
         """Whether two sequences have the same prompt, one worth a copy: the second one computes its last token alone."""
         one, other = a._request, b._request
         alike = len(a._prompt) == len(b._prompt) > LEAST_SHARED and one.options.reuse and other.options.reuse
-        return alike and one.speculating == other.speculating and a._prompt == b._prompt
+        return alike and one.options.owner == other.options.owner and one.speculating == other.speculating and a._prompt == b._prompt
 
     def _filling(self) -> list[Stream]:
         """Those with a prompt to compute, each as far as the prefix cache brings it."""
@@ -673,7 +675,10 @@ class Scheduler:
         first = stream._request.first(int(result.ids[0]), self.engine, stream.slot)
         options = stream._request.options
         if self.lookup is not None and options.mode == SPECULATIVE and options.drafts is None and options.synthetic is None:
-            stream._suffix, stream._request.method = self.lookup.begin(stream._request.history), self.lookup.method
+            stream._suffix, stream._request.method = (
+                self.lookup.begin(stream._request.history, stream._request.options.owner),
+                self.lookup.method,
+            )
         return [first]
 
     def _end(self, stream: Stream, reason: str) -> None:

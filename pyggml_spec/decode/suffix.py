@@ -9,12 +9,14 @@ gate, drafts of this kind cost a third of the speed where nothing repeats (32 % 
 """
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 MOST_TOKENS = 1 << 18  # of ended sequences together: about 40 MB with their index
+MOST_OWNERS = 8  # whose ended sequences are kept apart from the others'; together they have as many tokens again
 MOST_LOOKS = 16  # matches of the shortest length that are compared, the last ones first
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # lengths of matches are told apart by these lower bounds
 PRIOR_WEIGHT = 3.0  # matches that the prior counts for
@@ -176,6 +178,7 @@ class SuffixPool:
     def __init__(self, lookup: Lookup = Lookup(), most_drafts: int = 15, most_tokens: int = MOST_TOKENS) -> None:
         self.lookup, self.most_drafts = lookup, most_drafts
         self.corpus = Corpus(lookup.least, most_tokens)
+        self._owned: OrderedDict[str, Corpus] = OrderedDict()  # by owner, the last used one last
         self._worth: dict[tuple[bool, int], Worth] = {}
 
     def worth(self, match: Match) -> Worth:
@@ -185,14 +188,26 @@ class SuffixPool:
             self._worth[kind] = Worth(1 - 0.5 ** (match.length / 3), self.most_drafts)
         return self._worth[kind]
 
-    def sequence(self, prompt: Sequence[int]) -> "SuffixDrafts":
-        return SuffixDrafts(self, prompt)
+    def corpus_of(self, owner: str) -> Corpus:
+        """The ended sequences of this owner; "" is nobody in particular."""
+        if not owner:
+            return self.corpus
+        found = self._owned.pop(owner, None) or Corpus(self.lookup.least, self.corpus.most // MOST_OWNERS)
+        self._owned[owner] = found
+        if len(self._owned) > MOST_OWNERS:
+            self._owned.popitem(last=False)
+        return found
+
+    def sequence(self, prompt: Sequence[int], owner: str = "") -> "SuffixDrafts":
+        """One that looks in what the same owner's sequences left."""
+        return SuffixDrafts(self, prompt, owner)
 
 
 class SuffixDrafts:
     """The drafts of one sequence. Per step: ``find``, perhaps ``tokens``, and ``extend`` with what came out; ``end`` when it has ended."""
 
-    def __init__(self, pool: SuffixPool, prompt: Sequence[int]) -> None:
+    def __init__(self, pool: SuffixPool, prompt: Sequence[int], owner: str = "") -> None:
+        self.corpus = pool.corpus_of(owner)
         self.pool, self.own, self._shared = pool, Index(pool.lookup.least), pool.lookup.shared
         self.own.extend(prompt)
         self.match: Match | None = None
@@ -203,13 +218,13 @@ class SuffixDrafts:
         """Whether the last tokens were there before: of most texts mostly not."""
         if self.own.seen >= 0:
             return True
-        index, run = self.pool.corpus.index, self.own.run
+        index, run = self.corpus.index, self.own.run
         return self._shared and run is not None and bool(index.tokens) and index.last(run) >= 0
 
     def find(self) -> Match | None:
         """What came behind the longest match of the last tokens, if there is one."""
         own, pool, self.match = self.own, self.pool, None
-        corpus = pool.corpus.index
+        corpus = self.corpus.index
         run = own.run if self._shared and corpus.tokens else None
         elsewhere = -1 if run is None else corpus.last(run)
         if own.seen < 0 and elsewhere < 0:  # most tokens of most texts: 1 us
@@ -256,7 +271,7 @@ class SuffixDrafts:
     def end(self) -> None:
         """The sequence has ended: others may repeat it."""
         if self.pool.lookup.shared:
-            self.pool.corpus.add(self.own.tokens)
+            self.corpus.add(self.own.tokens)
 
 
 def _repeated(tokens: list[int], count: int) -> list[int]:

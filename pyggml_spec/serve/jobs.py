@@ -191,11 +191,13 @@ class Queue:
     def __init__(
         self, concurrent: ConcurrentSession, slots: int, limits: QueueLimits, pool: Executor, ended: Callable[[Job], None],
         broken: Callable[[BaseException], ConcurrentSession | None], synthetic: Callable[[int], SyntheticAcceptance] | None = None,
+        shares: bool = False,
     ) -> None:  # fmt: skip
         """``broken``: makes another concurrent session after an error that has ended this one; None gives up. Called in the pool.
-        ``synthetic``: makes the acceptance of a job by its seed, or its number where it has none, for benchmarks."""
+        ``synthetic``: makes the acceptance of a job by its seed, or its number where it has none, for benchmarks. ``shares``: whether
+        what one key's requests left is used for another's."""
         self._concurrent, self.slots, self.limits, self._pool, self._ended, self._broken = concurrent, slots, limits, pool, ended, broken
-        self._synthetic = synthetic
+        self._synthetic, self._shares = synthetic, shares
         self._loop = asyncio.get_running_loop()
         self._wakeup = _Wakeup(self._loop, self._take)
         self._waiting: OrderedDict[str, list[Job]] = OrderedDict()  # by key, in the order of their turns
@@ -375,7 +377,7 @@ class Queue:
         seed = ask.sampling.seed if ask.sampling is not None else None
         try:
             return concurrent.submit(
-                ask.ids, ask.max_tokens, mode=ask.mode, sampling=ask.sampling, stop=ask.stop, lines=ask.lines, ignore_end=ask.ignore_end, reuse=ask.reuse,
+                ask.ids, ask.max_tokens, mode=ask.mode, sampling=ask.sampling, stop=ask.stop, lines=ask.lines, ignore_end=ask.ignore_end, reuse=ask.reuse, owner="" if self._shares else ask.key,
                 progress=ask.progress, synthetic=self._synthetic(job.number if seed is None else seed) if self._synthetic is not None else None, sink=lambda item: self._wakeup.put(job, item),
             )  # fmt: skip
         except BaseException as error:

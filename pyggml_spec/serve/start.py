@@ -46,6 +46,7 @@ class Settings:
     prefix_memory: int | None = None
     prefix_cache: str | None = None
     prefix_disk: int | None = None
+    share_prefixes: bool = False
     queue_requests: int | None = None
     queue_tokens: int | None = None
     queue_seconds: float | None = None
@@ -247,7 +248,7 @@ async def _serve(
 
             synthetic = draws
             told("acceptance is synthetic: texts are not the target's, this is for benchmarks only")
-        queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken, synthetic)
+        queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken, synthetic, settings.share_prefixes)
         app = App(Context(served, queue, pool), metrics, keys, origins, hosts, settings.most_body)
         config = uvicorn.Config(
             app, http=JsonProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,

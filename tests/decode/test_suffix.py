@@ -223,3 +223,14 @@ def test_costs_behind_long_texts_are_learnt():
     for _ in range(100):
         control.observe(1, 1, 1.0, 1)  # a short text again
     assert control.cost(1, 1) == pytest.approx(1.0, rel=0.02) and control.cost(1, 16) < 5
+
+
+def test_drafts_are_not_taken_from_what_another_owner_wrote():
+    """A client that is told the drafts of its steps would read others' texts in them."""
+    pool = SuffixPool(Lookup(least=3))
+    pool.sequence([1, 2, 3, 4, 5], "first").end()
+    assert pool.sequence([9, 1, 2, 3], "second").find() is None and pool.sequence([9, 1, 2, 3]).find() is None
+    assert pool.sequence([9, 1, 2, 3], "first").find() == Match(3, False, [4, 5])
+    for i in range(100):  # owners that were not there for longest are forgotten
+        pool.sequence([1, 2, 3, 4, 5], f"another {i}").end()
+    assert pool.sequence([9, 1, 2, 3], "first").find() is None

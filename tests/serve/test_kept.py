@@ -2,7 +2,9 @@
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from serve.running import Running
 
 PROMPT = "def quicksort(items):\n    " + "# sorts a list of items in place\n    " * 12
@@ -87,3 +89,38 @@ def test_a_folder_without_memory_is_refused(tmp_path):
 
     done = pyspec("serve", "--device", "CPU", "-t", 1, "--port", 0, "--prefix-cache", tmp_path, "--prefix-memory", 0)
     assert done.returncode == 1 and "filled from memory" in done.stderr
+
+
+def _reused(running, key, prompt="# first\n" + PROMPT * 4):
+    response = running.http.post("/completion", json=ask(prompt, 4), headers={"x-api-key": key})
+    assert response.status_code == 200, response.text
+    return response.json()["timings"]["cache_n"]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_key_is_not_told_what_another_one_asked(tmp_path, shares):
+    """`cache_n`, and the time that a prompt took, said whether some other key had sent the same: from memory, from files, and while both waited."""
+    options = [
+        "--slots",
+        2,
+        "--prefix-cache",
+        tmp_path / "kept",
+        "--api-key",
+        "first,second,third",
+        *(["--share-prefixes"] if shares else []),
+    ]
+    running = Running(*options)
+    try:
+        assert _reused(running, "first") == 0 and _reused(running, "first") > 100
+        assert (_reused(running, "second") > 0) == shares
+        assert _reused(running, "second") > 100
+        with ThreadPoolExecutor(2) as both:  # the second of two with the same prompt would wait for what the first one computes
+            told = list(both.map(lambda key: _reused(running, key, "# together\n" + PROMPT * 4), ("first", "second")))
+        assert min(told) == 0 and (max(told) > 0) == shares
+    finally:
+        assert running.end() == 0
+    running = Running(*options)
+    try:
+        assert (_reused(running, "third") > 0) == shares and _reused(running, "first") > 100
+    finally:
+        assert running.end() == 0
