@@ -136,7 +136,7 @@ class Sampling:
         if len(given := [words for name, words in KINDS.items() if getattr(self, name) is not None]) > 1:
             raise SamplingError(f"there are a {' and a '.join(given)}; give one of them")
         for token, bias in self.logit_bias.items():
-            if type(token) is not int or token < 0 or type(bias) not in (int, float) or not (math.isfinite(bias) or bias == -math.inf):
+            if type(token) is not int or token < 0 or type(bias) not in (int, float) or not (abs(bias) < 1e300 or bias == -math.inf):
                 raise SamplingError(f"the logit bias {bias!r} for token {token!r} has to be a finite number or -inf, for a token id")
 
     @property

@@ -12,7 +12,7 @@ from ..text.values import Call
 from . import fields
 from .answer import Answer
 from .conversation import read_chat
-from .errors import ApiError, api_error
+from .errors import ApiError, api_error, spoken
 from .http import PING, Request, Response, event, json_response, stream_response
 from .reading import Context, Reader
 
@@ -22,14 +22,18 @@ PASSED = {
 }  # fmt: skip
 MAX_TOKENS, TEMPERATURE = 4096, 1.0
 _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_")
+_WORDS = {
+    "reasoning_effort": "output_config.effort", "the parameters of tools": "the input_schema of tools", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}  # fmt: skip
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*?cch=[0-9a-f]+;\s*")
 
 
 async def messages(context: Context, request: Request) -> Response:
-    body = to_openai(request.json())
+    body, words = to_openai(request.json())
     known = ("effort", "format")
     request.unknown += [f"output_config.{name}" for name in fields.mapping(request.json(), "output_config") if name not in known]
-    plan = await context.prepared(request, read_chat, context.served, body, request.key)
+    with spoken(words):
+        plan = await context.prepared(request, read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     identifier = "msg_cmpl_" + secrets.token_hex(12)
     if fields.flag(body, "stream"):
@@ -44,23 +48,27 @@ async def messages(context: Context, request: Request) -> Response:
 
 
 async def count_tokens(context: Context, request: Request) -> Response:
-    plan = await context.in_pool(request, read_chat, context.served, to_openai(request.json()), request.key)
+    body, words = to_openai(request.json())
+    with spoken(words):
+        plan = await context.in_pool(request, read_chat, context.served, body, request.key)
     return json_response({"input_tokens": len(plan.prompt.ids)})
 
 
 # -- requests
 
 
-def to_openai(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ApiError: no messages, or a format that is not here."""
+def to_openai(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The request in OpenAI's words, and its own words by those: for ``spoken``.
+
+    Raises ApiError: no messages, or a format that is not here."""
     given = body.get("messages")
     if not isinstance(given, list):
         raise ApiError(400, 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]', param="messages")
     out: dict[str, Any] = {name: body[name] for name in PASSED if name in body}
     system = _system(body.get("system"))
-    out["messages"] = ([{"role": "system", "content": system}] if system is not None else []) + [
-        m for message in given for m in _message(message)
-    ]
+    put = [] if system is None else [("system", {"role": "system", "content": system})]
+    put += [(f"messages[{i}]", m) for i, message in enumerate(given) for m in _message(message)]
+    out["messages"] = [message for _, message in put]
     out.setdefault("temperature", TEMPERATURE)
     out["max_tokens"] = body.get("max_tokens", MAX_TOKENS)
     if "stop_sequences" in body:
@@ -69,6 +77,10 @@ def to_openai(body: Mapping[str, Any]) -> dict[str, Any]:
         out["tools"] = _tools(body["tools"])
     choice = fields.mapping(body, "tool_choice")
     kind = choice.get("type")
+    if kind not in ("auto", "any", "none", "tool") and choice:
+        raise fields.wrong("tool_choice.type", kind, '"auto", "any", "none" or "tool"')
+    if kind == "any" and not out.get("tools"):
+        raise ApiError(400, "tool_choice is any, and there are no tools", param="tool_choice")
     if kind == "tool":
         out["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     elif kind is not None:
@@ -76,15 +88,22 @@ def to_openai(body: Mapping[str, Any]) -> dict[str, Any]:
     out["parallel_tool_calls"] = not fields.flag(choice, "disable_parallel_tool_use")
     config = fields.mapping(body, "output_config")
     if config.get("effort") is not None:
+        if not isinstance(config["effort"], str):
+            raise fields.wrong("output_config.effort", config["effort"], "a text")
         out["reasoning_effort"] = config["effort"]
     form = config["format"] if config.get("format") is not None else body.get("output_format")
+    where = "output_config.format" if config.get("format") is not None else "output_format"
     if form is not None:
         if not isinstance(form, dict) or form.get("type") != "json_schema" or "response_format" in out:
-            raise fields.wrong("output_config.format", form, '{"type": "json_schema", "schema": ...}, and no response_format beside it')
+            raise fields.wrong(where, form, '{"type": "json_schema", "schema": ...}, and no response_format beside it')
         out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema", {})}}
     if "thinking" in body:
         out["thinking"] = body["thinking"]
-    return out
+    words = {f"messages[{i}]": place for i, (place, _) in enumerate(put)}
+    if form is None:
+        return out, {**_WORDS, **words}
+    formats = {"response_format": where, "response_format.json_schema": where, "response_format.json_schema.schema": f"{where}.schema"}
+    return out, {**_WORDS, **words, **formats}
 
 
 def _system(system: Any) -> str | None:

@@ -1,6 +1,8 @@
 """What goes wrong in a request, as the two shapes of JSON that clients know."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import ContextError, PyspecError, SamplingError, TemplateError
@@ -63,6 +65,20 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, MemoryError):
         return ApiError(500, "there is not enough memory for this request; make it smaller")
     return ApiError(500, f"the server failed with {type(error).__name__}; its log has the details")
+
+
+@contextmanager
+def spoken(words: Mapping[str, str]) -> Iterator[None]:
+    """Errors of what is done with a request that was put into other words name fields as its client did: ``words`` has the client's by the others."""
+    try:
+        yield
+    except (ApiError, ContextError, SamplingError, TemplateError) as error:
+        told = api_error(error)
+        longest = sorted((name for name in words if not name.isalpha()), key=len, reverse=True)  # a plain word may be one of the sentence's
+        pattern = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?!\w)" for name in longest))
+        told.message = pattern.sub(lambda found: words[found[0]], told.message)
+        told.param = words.get(told.param, told.param) if told.param is not None else None
+        raise told from error.__cause__
 
 
 def _sentence(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from ..text.values import meant
 from .errors import ApiError
 
 MOST_N = 64
+MOST_NUMBER = 1e300  # JSON has whole numbers that no float can hold
 MOST_MADE = 64
 Trigger = str | int | Pattern
 NUMBERS = {  # field: (of Sampling, whole number)
@@ -182,9 +183,9 @@ def sampling(
     try:
         made = replace(limits.sampling, **values)
     except SamplingError as error:
-        raise ApiError(
-            400, str(error), param=next((n for n in NUMBERS if n in body and str(error).startswith(f"{NUMBERS[n][0]} is ")), None)
-        ) from None
+        given = next((n for n in NUMBERS if n in body and str(error).startswith(f"{NUMBERS[n][0]} is ")), None)
+        said = str(error) if given is None else given + str(error).removeprefix(NUMBERS[given][0])
+        raise ApiError(400, said, param=given) from None
     if alike:
         if len(limits.made) >= MOST_MADE:
             limits.made.clear()
@@ -193,7 +194,7 @@ def sampling(
 
 
 def _number(name: str, value: Any, is_whole: bool) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > MOST_NUMBER:
         raise wrong(name, value, "a whole number" if is_whole else "a number")
     if is_whole and isinstance(value, float):
         if not value.is_integer():
@@ -223,7 +224,8 @@ def logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:
     for token, bias in pairs:
         if bias is False:
             bias = -math.inf
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
+        finite = isinstance(bias, (int, float)) and not isinstance(bias, bool) and abs(bias) <= MOST_NUMBER
+        if not finite and bias != -math.inf:
             raise wrong("logit_bias", bias, "a number or false for each token")
         if isinstance(token, bool) or not isinstance(token, (int, str)):
             raise wrong("logit_bias", token, "token ids or texts with a number each")

@@ -106,6 +106,8 @@ class Request:
         try:
             text = self.body.removeprefix(codecs.BOM_UTF8)
             body = msgspec.json.decode(text) if text else {}
+        except msgspec.ValidationError:  # of a body of any shape: this alone
+            raise ApiError(400, "the body has a number that is out of the range of numbers here; send a smaller one") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON: {_why_no_json(self.body) or error}; send a JSON object") from None
         if not isinstance(body, dict):
@@ -200,6 +202,8 @@ def _why_no_json(body: bytes) -> str:
     """What it is instead, of what clients send by mistake; empty where that is not known."""
     if body.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
         return "it is compressed"
+    if found := re.search(rb"[:\[,]\s*(-?(?:NaN|Infinity))", body):
+        return f"{found[1].decode()} is none of its numbers"
     utf16 = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:4]
     return "it is in UTF-16 or UTF-32, and JSON is sent in UTF-8" if utf16 else ""
 

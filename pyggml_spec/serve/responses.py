@@ -9,22 +9,28 @@ from ..text.values import Call
 from . import fields
 from .answer import Answer, speculation, usage
 from .conversation import read_chat
-from .errors import ApiError, api_error
+from .errors import ApiError, api_error, spoken
 from .http import PING, Request, Response, event, json_response, stream_response
 from .openai import progress
 from .reading import Context, Reader
 
 _STATEFUL = ("previous_response_id", "conversation")
 _NESTED = {"reasoning": ("effort",), "text": ("format",)}  # members that mean something
+_WORDS = {
+    "messages": "input", "the messages": "the input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort", "response_format": "text.format",
+    "response_format.json_schema": "text.format", "response_format.json_schema.schema": "text.format.schema", "response_format.schema": "text.format.schema",
+    '{"type": "function", "function": {"name": ...}}': '{"type": "function", "name": ...}',
+}  # fmt: skip
 _TEXTS = ("input_text", "output_text", "text")
 
 
 async def create(context: Context, request: Request) -> Response:
-    body = to_chat(request.json())
+    body, words = to_chat(request.json())
     for name, known in _NESTED.items():
         request.unknown += [f"{name}.{inner}" for inner in fields.mapping(request.json(), name) if inner not in known]
     request.unknown += [f"tools: {tool.get('type')}" for tool in request.json().get("tools", []) if tool.get("type") != "function"]
-    plan = await context.prepared(request, read_chat, context.served, body, request.key)
+    with spoken(words):
+        plan = await context.prepared(request, read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     shown = _Shown(context, body)
     if fields.flag(body, "stream"):
@@ -35,15 +41,19 @@ async def create(context: Context, request: Request) -> Response:
 
 
 async def input_tokens(context: Context, request: Request) -> Response:
-    plan = await context.in_pool(request, read_chat, context.served, to_chat(request.json()), request.key)
+    body, words = to_chat(request.json())
+    with spoken(words):
+        plan = await context.in_pool(request, read_chat, context.served, body, request.key)
     return json_response({"object": "response.input_tokens", "input_tokens": len(plan.prompt.ids)})
 
 
 # -- requests
 
 
-def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ApiError: no input, or one that needs what an earlier response left."""
+def to_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The request in the words of chats, and its own words by those: for ``spoken``.
+
+    Raises ApiError: no input, or one that needs what an earlier response left."""
     for name in _STATEFUL:
         if name in body:
             raise ApiError(400, f"{name} is not supported: this server keeps no responses; send the whole conversation", param=name)
@@ -59,23 +69,32 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         if k not in ("input", "instructions", "max_output_tokens", "reasoning", "text", "tools", "tool_choice", "n", "n_cmpl")
     }
     messages: list[dict[str, Any]] = []
+    places: list[str] = []  # where each message came from
     if "instructions" in body:
         messages.append({"role": "system", "content": fields.text(body, "instructions")})
+        places.append("instructions")
     given = body.get("input")
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
+        places.append("input")
     elif isinstance(given, list):
         for i, item in enumerate(given):
             _take(messages, item, i)
+            places += [f"input[{i}]"] * (len(messages) - len(places))
     else:
         raise ApiError(400, "input is missing; send a text or a list of items", param="input")
     out["messages"] = _one_system(messages)
+    del places[1 : 1 + len(messages) - len(out["messages"])]
     if "max_output_tokens" in body:
         out["max_tokens"] = body["max_output_tokens"]
     effort = fields.mapping(body, "reasoning").get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise fields.wrong("reasoning.effort", effort, "a text")
     if effort is not None:
         out["reasoning_effort"] = effort
-    form = fields.mapping(fields.mapping(body, "text"), "format")
+    form = fields.mapping(body, "text").get("format") or {}
+    if not isinstance(form, dict):
+        raise fields.wrong("text.format", form, "an object")
     if form.get("type") == "json_schema":
         out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema", {})}}
     elif form:
@@ -83,12 +102,17 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     tools = body.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise fields.wrong("tools", tools, "a list of tools")
-    out["tools"] = [
-        {"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in tools if t.get("type") == "function"
-    ]
+    functions = [(i, tool) for i, tool in enumerate(tools) if tool.get("type") == "function"]
+    unnamed = next((i for i, tool in functions if not isinstance(tool.get("name"), str) or not tool["name"]), None)
+    if unnamed is not None:
+        raise ApiError(400, f'tools[{unnamed}] has no name; send {{"type": "function", "name": ...}}', param="tools")
+    out["tools"] = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for _, tool in functions]
     if "tool_choice" in body:
         out["tool_choice"] = body["tool_choice"]
-    return out
+    words = {f"messages[{i}]": place for i, place in enumerate(places)} | {
+        f"tools[{i}]": f"tools[{at}]" for i, (at, _) in enumerate(functions)
+    }
+    return out, {**{name: own for name, own in _WORDS.items() if name.partition(".")[0] not in body}, **words}
 
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -213,7 +213,9 @@ class Served:
         """The ids themselves, if they are tokens. Raises ApiError."""
         outside = next((i for i in ids if not 0 <= i < self.tokenizer.n_vocab), None)
         if outside is not None:
-            raise ApiError(400, f"the {name} has the token {outside}, and the vocabulary has {self.tokenizer.n_vocab}", param=name)
+            raise ApiError(
+                400, f"the {name} has the token {str(outside)[:30]}, and the vocabulary has {self.tokenizer.n_vocab}", param=name
+            )
         return ids
 
     def _too_many(self, told: str, count: int, name: str) -> ApiError:

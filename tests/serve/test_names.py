@@ -31,6 +31,14 @@ LLAMA_SERVER = [
 ]  # fmt: skip
 
 
+def _chat(body):
+    return to_openai(body)[0]
+
+
+def _chat_of_responses(body):
+    return to_chat(body)[0]
+
+
 def test_every_field_of_llama_server_is_known():
     """Those of its server-schema.cpp and of its chats; and what has no effect, or is refused, is in the guide."""
     known = set().union(*names.TAKEN.values()) | names.NO_EFFECT | set(names.REFUSED)
@@ -63,7 +71,7 @@ def test_a_thinking_budget_of_nothing_is_obeyed(name):
     assert _template_arguments(served, {**asked, name: -1.0}) == _template_arguments(served, {**asked, name: 9}) == (None, asked)
     with pytest.raises(ApiError, match=name):
         _template_arguments(served, {name: "0"})
-    assert to_openai({"messages": [], name: 0})[name] == 0
+    assert _chat({"messages": [], name: 0})[name] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -128,16 +136,16 @@ def test_what_anthropics_clients_send_is_obeyed():
     said: dict = {"messages": [], "thinking": {"type": "adaptive"}}
     form = {"type": "json_schema", "schema": schema}
     for more in ({"output_format": form}, {"output_config": {"format": form, "effort": "high"}}):
-        assert to_openai(said | more)["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
-    assert to_openai(said | more)["reasoning_effort"] == "high"
-    assert to_openai(said)["thinking"] == said["thinking"]
+        assert _chat(said | more)["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert _chat(said | more)["reasoning_effort"] == "high"
+    assert _chat(said)["thinking"] == said["thinking"]
     for wrong in ({"output_format": {"type": "text"}}, {"output_format": form, "response_format": {"type": "text"}}, {"output_format": 3}):
-        with pytest.raises(ApiError, match="output_config.format is .*json_schema"):
-            to_openai(said | wrong)
+        with pytest.raises(ApiError, match="output_(config.)?format is .*json_schema"):
+            _chat(said | wrong)
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    assert to_openai(said | {"tool_choice": choice})["parallel_tool_calls"] is False and to_openai(said)["parallel_tool_calls"] is True
+    assert _chat(said | {"tool_choice": choice})["parallel_tool_calls"] is False and _chat(said)["parallel_tool_calls"] is True
     for name, value in {"regex": "a+", "logit_bias": {"3": -1}, "repeat_penalty": 1.1, "ignore_eos": True, "samplers": ["top_k"]}.items():
-        assert to_openai(said | {name: value})[name] == value and names.check("/v1/messages", {name: value}) == []
+        assert _chat(said | {name: value})[name] == value and names.check("/v1/messages", {name: value}) == []
     assert names.check("/v1/messages", {"n_probs": 3, "timings_per_token": True}) == ["n_probs", "timings_per_token"]
 
 
@@ -145,7 +153,7 @@ def test_results_of_tools_come_before_the_text_beside_them():
     """They answer the turn before; clients put reminders behind them."""
     blocks = [{"type": "text", "text": "go on"}, {"type": "tool_result", "tool_use_id": "t", "content": "eggs"}]
     for content in (blocks, blocks[::-1]):
-        told = to_openai({"messages": [{"role": "user", "content": content}]})["messages"]
+        told = _chat({"messages": [{"role": "user", "content": content}]})["messages"]
         assert [m["role"] for m in told] == ["tool", "user"] and told[1]["content"] == [{"type": "text", "text": "go on"}]
 
 
@@ -170,17 +178,17 @@ def test_a_response_has_one_system_message():
         {"role": "user", "content": "c"},
         {"role": "system", "content": "d"},
     ]
-    told = to_chat({"instructions": "a", "input": said})["messages"]
+    told = _chat_of_responses({"instructions": "a", "input": said})["messages"]
     assert [(m["role"], m["content"]) for m in told] == [("system", "a\n\nb"), ("user", "c"), ("system", "d")]
-    assert to_chat({"input": said})["messages"][0]["role"] == "developer"
+    assert _chat_of_responses({"input": said})["messages"][0]["role"] == "developer"
     several = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": text} for text in "xy"]}, *said]
-    told = to_chat({"instructions": "a", "input": several})["messages"]
+    told = _chat_of_responses({"instructions": "a", "input": several})["messages"]
     assert [(m["role"], m["content"]) for m in told[:2]] == [("system", "a\n\nx\n\ny\n\nb"), ("user", "c")]
     image = {"role": "developer", "content": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "u"}]}
-    told = to_chat({"instructions": "a", "input": [said[0], image]})["messages"]
+    told = _chat_of_responses({"instructions": "a", "input": [said[0], image]})["messages"]
     assert [m["role"] for m in told] == ["system", "developer"] and told[1]["content"][1] == {"type": "image_url"}
     with pytest.raises(ApiError, match="prompt is not supported"):
-        to_chat({"input": "x", "prompt": {"id": "pmpt_1"}})
+        _chat_of_responses({"input": "x", "prompt": {"id": "pmpt_1"}})
 
 
 def test_members_of_a_response_that_mean_nothing_are_named(server):
