@@ -44,7 +44,10 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--api-key", multiple=True, help=_KEY)
 @click.option("--api-key-file", type=click.Path(), help="File with keys, one per line; SIGHUP reads it anew.")
 @click.option(
-    "--queue", "queue_requests", type=click.IntRange(0), help="Requests that may wait; further ones get 429. Default: 4 per slot."
+    "--queue",
+    "queue_requests",
+    type=click.IntRange(0),
+    help="Requests that may wait; further ones get 429. 0: none waits for a slot. Default: 4 per slot.",
 )
 @click.option("--queue-tokens", type=click.IntRange(1), help="Tokens of prompts that may wait. Default: no limit.")
 @click.option("--queue-timeout", "queue_seconds", type=Finite(0.01), help="Seconds that a request may wait. Default: no limit.")

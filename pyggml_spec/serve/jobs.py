@@ -198,6 +198,7 @@ class Queue:
         what one key's requests left is used for another's."""
         self._concurrent, self.slots, self.limits, self._pool, self._ended, self._broken = concurrent, slots, limits, pool, ended, broken
         self._synthetic, self._shares = synthetic, shares
+        self._ahead = AHEAD if limits.requests is None else min(AHEAD, limits.requests)
         self._loop = asyncio.get_running_loop()
         self._wakeup = _Wakeup(self._loop, self._take)
         self._waiting: OrderedDict[str, list[Job]] = OrderedDict()  # by key, in the order of their turns
@@ -267,10 +268,11 @@ class Queue:
             self.counts.rejected["draining"] += 1
             raise ApiError(503, "the server is ending and takes no more requests; ask another one", headers={"retry-after": "5"})
         self.check_count(len(asks))
-        free = max(0, self.slots + AHEAD - len(self.running))
+        free = max(0, self.slots + self._ahead - len(self.running))
         waiting, beyond = sum(map(len, self._waiting.values())), max(0, len(asks) - free)
         if self.limits.requests is not None and beyond and waiting + beyond > self.limits.requests:
-            self._reject("requests", f"{waiting} requests wait already, and this server's queue holds {self.limits.requests}")
+            full = f"{waiting} requests wait already, and this server's queue holds {self.limits.requests}"
+            self._reject("requests", full if self.limits.requests else "every slot is taken, and nothing waits at this server")
         tokens = sum(len(ask.ids) for ask in asks)
         if self.limits.tokens is not None and waiting and self.waiting_tokens + tokens > self.limits.tokens:
             self._reject("tokens", f"the prompts that wait have {self.waiting_tokens} tokens, and the queue holds {self.limits.tokens}")
@@ -287,7 +289,7 @@ class Queue:
 
     def check_count(self, count: int) -> None:
         """Before they are made. Raises ApiError: so many sequences of one request never have a place."""
-        most = MOST_SEQUENCES if self.limits.requests is None else self.slots + AHEAD + self.limits.requests
+        most = MOST_SEQUENCES if self.limits.requests is None else self.slots + self._ahead + self.limits.requests
         if count > most:
             raise ApiError(
                 400, f"the request asks for {count} answers, and this server has {most} at once, those that wait among them; ask for fewer, or "
@@ -349,7 +351,7 @@ class Queue:
     # -- running
 
     def _pump(self) -> None:
-        while self._waiting and len(self.running) < self.slots + AHEAD and self._repairing is None:
+        while self._waiting and len(self.running) < self.slots + self._ahead and self._repairing is None:
             key, jobs = next(iter(self._waiting.items()))
             job = jobs.pop(0)
             del self._waiting[key]

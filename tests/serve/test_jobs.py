@@ -192,6 +192,24 @@ def test_limits_of_the_queue():
     run(hangs, test, requests=2, tokens=100, seconds=0.2)
 
 
+def test_without_a_queue_nothing_waits():
+    """`--queue 0` let two wait: those that the engine is given ahead of time."""
+
+    async def test(queue):
+        held = queue.enter([Ask([1])])
+        with pytest.raises(ApiError, match="every slot is taken, and nothing waits") as full:
+            queue.enter([Ask([1])])
+        assert full.value.status == 429 and int(full.value.headers["retry-after"]) >= 1 and queue.counts.rejected["requests"] == 1
+        with pytest.raises(ApiError, match="this server has 1 at once"):
+            queue.enter([Ask([1])] * 2)
+        await asyncio.sleep(0)
+        held.cancel()
+        assert (await read_all(held))[-1] == End(None)
+        queue.enter([Ask([1])])
+
+    run(hangs, test, requests=0)
+
+
 def test_one_that_waits_and_is_left_is_out_at_once():
     """Its place is free while those that run still do; the one behind it comes next."""
     came = []
@@ -237,6 +255,32 @@ def test_a_slow_readers_events_are_joined():
         assert "".join(i.text for i in items[:-1]) == "x" * 500
 
     run(many, test)
+
+
+def test_a_slow_readers_events_of_several_answers_stay_apart():
+    """Joined events belong to one answer: of `n` answers each has its own text, in its own order."""
+
+    async def test(queue):
+        got = queue.enter([Ask([1]) for _ in range(3)])
+        for token in range(300):  # of one, or of two and three in turn
+            for job in got.jobs[:1] if token % 3 else got.jobs:
+                got.put(job, StepEvent("abc"[job.index], (token,), Stats()))
+        for job in got.jobs:
+            got.put(job, End(None))
+        texts, ids, items = ["", "", ""], [[], [], []], 0
+        for _ in range(10_000):
+            job, item = await got.read()
+            items += 1
+            if isinstance(item, End):
+                if job is got.jobs[-1]:
+                    break
+                continue
+            texts[job.index] += item.text
+            ids[job.index] += item.tokens
+        assert texts == ["a" * 300, "b" * 100, "c" * 100] and ids == [[*range(300)], [*range(0, 300, 3)], [*range(0, 300, 3)]]
+        assert jobs.UNREAD < items < 500  # some were joined
+
+    run(hangs, test)
 
 
 def test_what_draws_nothing_waits_for_no_thread():

@@ -8,6 +8,7 @@ import weakref
 
 import httpx
 import pytest
+from serve.running import Running
 
 from pyggml_spec.serve import native, resumable
 from pyggml_spec.serve.errors import ApiError
@@ -271,3 +272,30 @@ def test_only_streams_with_the_header_are_kept():
                 await native.look_up_streams(Context, request)
 
     run(test)
+
+
+def test_a_stream_belongs_to_the_key_that_it_came_with():
+    """Another key reads, ends and finds none of it, and its own stream of the same id is another one."""
+    running = Running("--slots", 2, "--api-key", "one,two")
+    try:
+
+        def stream(key, prompt):
+            body = {"prompt": prompt, "n_predict": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+            return running.http.post("/completion", json=body, headers={"x-api-key": key, resumable.HEADER: "same"})
+
+        def seen(key):
+            named = running.http.post("/v1/streams/lookup", json={"conversation_ids": ["same"]}, headers={"x-api-key": key})
+            return running.http.get("/v1/stream?conv_id=same", headers={"x-api-key": key}), len(named.json())
+
+        first = stream("one", "import os\n")
+        assert seen("one")[0].content == first.content and seen("one")[1] == 1
+        response, named = seen("two")
+        assert response.status_code == 404 and named == 0
+        assert running.http.delete("/v1/stream?conv_id=same", headers={"x-api-key": "two"}).status_code == 204
+        second = stream("two", "class A:\n")
+        assert second.content != first.content and seen("two")[0].content == second.content
+        assert seen("one")[0].content == first.content
+        assert running.http.delete("/v1/stream?conv_id=same", headers={"x-api-key": "one"}).status_code == 204
+        assert seen("one")[0].status_code == 404 and seen("two")[1] == 1
+    finally:
+        assert running.end() == 0
