@@ -37,8 +37,19 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
     """
     if not isinstance(repo, str) or not (match := _NAME.fullmatch(repo)):
         raise HubError(f"{repo!r} names no repository of the hub; give USER/MODEL or USER/MODEL:QUANT")
-    hub = _package()
     name, quant = match.groups()
+    try:
+        return _fetch(name, quant, file, drafter, progress)
+    except Exception as error:
+        if not isinstance(error, ValueError) and type(error).__name__ != "InvalidURL":  # httpx's is none
+            raise
+        raise HubError(  # of settings that huggingface_hub cannot read, or what it stands on
+            f"{name} cannot be asked for: {_line(error)}; look at HF_ENDPOINT, HF_TOKEN, other variables that begin with HF_, and those of proxies"
+        ) from None
+
+
+def _fetch(name: str, quant: str | None, file: str | None, drafter: bool, progress: Progress) -> Path:
+    hub = _package()
     names, cached = _names(hub, name)
     chosen = _chosen(names, quant, drafter) if file is None else file if file in names else None
     if chosen is None:
@@ -53,6 +64,10 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
     labels = ["download"] if len(parts) == 1 else [f"download {i} of {len(parts)}" for i in range(1, len(parts) + 1)]
     paths = [_download(hub, name, part, partial(progress, label)) for part, label in zip(parts, labels)]
     return paths[0]
+
+
+def _line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _package() -> Any:
@@ -74,7 +89,7 @@ def _names(hub: Any, repo: str) -> tuple[list[str], dict[str, Path] | None]:
             raise HubError(_said(repo, error)) from None
         reason = _said(repo, error)
     except hub.errors.HFValidationError as error:
-        raise HubError(f"{repo!r} names no repository of the hub: {str(error).splitlines()[0]}") from None
+        raise HubError(f"{repo!r} names no repository of the hub: {_line(error)}") from None
     except (OSError, hub.errors.HTTPError) as error:  # no connection, or none is wanted
         offline = "offline mode is on" if hub.constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({type(error).__name__})"
         reason = f"{repo}: {offline}, and no file of it was downloaded before"

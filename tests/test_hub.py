@@ -147,3 +147,26 @@ def test_a_closed_repository_an_absent_hub_and_an_absent_package(asked, hub, tmp
     lacking = asked("run", "-hf", "Some/Target-GGUF", *CPU, PYTHONPATH=str(tmp_path))
     assert lacking.returncode == 1 and "pip install huggingface_hub" in lacking.stderr and lacking.stderr.count("\n") == 1
     assert asked("run", "-hf", "a/b", "-m", "c", *CPU).returncode == asked("run", "-hff", "b", *CPU).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"HF_ENDPOINT": "http://["}, "Invalid IPv6 URL"),
+        ({"HF_ENDPOINT": "http://a\u007fb"}, ""),
+        ({"HF_ENDPOINT": "hub"}, ""),
+        ({"HF_TOKEN": "schl\u00fcssel"}, ""),
+        ({"HF_HUB_DOWNLOAD_TIMEOUT": "soon"}, "soon"),
+        ({"HF_HUB_ETAG_TIMEOUT": "soon"}, "soon"),
+        ({"HTTP_PROXY": "foo://x", "NO_PROXY": "", "no_proxy": "", "HF_ENDPOINT": "http://hub.invalid"}, ""),
+    ],
+)
+def test_settings_that_cannot_be_read_are_one_sentence(asked, settings, words):
+    """A traceback of ValueError."""
+    one_sentence(asked("run", "-hf", "Some/Target-GGUF", *CPU, **settings), "Some/Target-GGUF", words)
+
+
+@pytest.mark.parametrize("repo", ["a--b/c", "a/b..c", "a/b.git", "-a/b", "a/b-", f"a/{'x' * 200}"])
+def test_names_that_the_hub_does_not_have(asked, repo):
+    one_sentence(asked("run", "-hf", repo, *CPU), "names no repository of the hub")
+    one_sentence(asked("run", "-hf", repo, *CPU, HF_HUB_OFFLINE="1"), "names no repository of the hub")
