@@ -26,7 +26,8 @@ from pathlib import Path
 
 from . import patching
 from .errors import BuildError
-from .folders import build_folder
+from .files import make_private
+from .folders import build_folder, trusted
 from .pin import COMPILER_FIX, LLAMA_CPP_PYTHON, RECIPE
 
 _FLAGS = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS", "CUDACXX", "CUDAFLAGS", "CUDA_PATH")
@@ -188,7 +189,11 @@ def build_key(options: Iterable[str] = (), sources: Iterable[bytes] = ()) -> str
 
 def kept_wheel(key: str) -> Path | None:
     """The wheel of an earlier build of this key."""
-    return next((build_folder() / "wheels" / key).glob("llama_cpp_python-*.whl"), None)
+    folder = build_folder()
+    wheel = next((folder / "wheels" / key).glob("llama_cpp_python-*.whl"), None)
+    if wheel is not None:
+        trusted(folder, folder / "wheels", wheel.parent, wheel)
+    return wheel
 
 
 def build_wheel(
@@ -208,8 +213,10 @@ def build_wheel(
     Raises:
         BuildError: no compiler, or the build failed; ``log`` has its last lines.
     """
-    place = build_folder() / "wheels" / key
-    place.mkdir(parents=True, exist_ok=True)
+    folder = build_folder()
+    place = folder / "wheels" / key
+    for made in (folder, folder / "wheels", place):  # whatever the umask
+        make_private(made)
     with tempfile.TemporaryDirectory(prefix="building-", dir=place.parent) as part:
         command = [
             python,
@@ -231,6 +238,7 @@ def build_wheel(
         built = next(Path(part).glob("llama_cpp_python-*.whl"), None)
         if built is None:
             raise BuildError(f"pip built no wheel of llama-cpp-python {LLAMA_CPP_PYTHON}; is {source} its source?")
+        built.chmod(0o644)  # whatever the umask
         return Path(shutil.move(built, place / built.name))
 
 

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from .errors import BuildError, PyspecError
+from .files import why_not_private
 
 
 def _user_cache() -> Path | None:
@@ -24,13 +25,16 @@ def cache_folder() -> Path:
     """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder; a user without a home has it beside the temporary files.
 
     Raises:
-        PyspecError: there, somebody else could put costs, hashes of files and findings of the probe into it, which would then be believed.
+        PyspecError: somebody else could put costs, hashes of files and findings of the probe into it, which would then be believed.
     """
-    if named := os.environ.get("PYSPEC_CACHE"):
-        return Path(named)
-    cache = _user_cache()
-    if cache is not None:
-        return cache / "pyspec"
+    named, cache = os.environ.get("PYSPEC_CACHE"), _user_cache()
+    if named or cache is not None:
+        folder = Path(named) if named else cache / "pyspec" if cache is not None else Path()
+        if why := why_not_trusted(folder):
+            raise PyspecError(
+                f"{folder}, where pyspec keeps what it measured, {why}; name a folder of yours in PYSPEC_CACHE, or run: chmod go-w {folder}"
+            )
+        return folder
     folder = _temporary("pyspec")
     try:
         why = _why_not_own(folder)
@@ -39,6 +43,18 @@ def cache_folder() -> Path:
     if why:
         raise PyspecError(f"{folder}, where pyspec would keep what it measured, {why}; name a folder of yours in PYSPEC_CACHE")
     return folder
+
+
+def why_not_trusted(*paths: Path) -> str:
+    """What is wrong with the first of these folders or files that others could have put something into; empty where none is, or is there."""
+    for path in paths:
+        try:
+            why = why_not_private(os.stat(path))
+        except OSError:
+            continue
+        if why:
+            return why if path == paths[0] else f"has {path.name}, which {why}"
+    return ""
 
 
 def why_nothing_is_kept() -> str:
@@ -70,11 +86,11 @@ def build_folder() -> Path:
     """Where wheels of llama-cpp-python, its source and patched builds are kept; a user without a home has it beside the temporary files.
 
     Raises:
-        BuildError: there, somebody else could put libraries into it, which would then be loaded.
+        BuildError: somebody else could put libraries into it, which would then be loaded.
     """
     cache = _user_cache()
     if cache is not None:
-        return cache / "pyggml_spec"
+        return trusted(cache / "pyggml_spec")
     folder = _temporary("pyggml_spec")
     try:
         why = _why_not_own(folder)
@@ -82,4 +98,13 @@ def build_folder() -> Path:
         why = f"cannot be made ({error.strerror})"
     if why:
         raise BuildError(f"{folder}, where builds would be kept, {why}; name a folder of yours in XDG_CACHE_HOME")
+    return folder
+
+
+def trusted(folder: Path, *inside: Path) -> Path:
+    """The folder itself, in which and in what is ``inside`` nobody else could put libraries. Raises BuildError."""
+    if why := why_not_trusted(folder, *inside):
+        raise BuildError(
+            f"{folder}, where builds are kept, {why}; name a folder of yours in XDG_CACHE_HOME, or run: chmod -R go-w {folder}"
+        )
     return folder

@@ -186,7 +186,7 @@ def fetch_sdist(folder: Path) -> Path:
     """
     sdist = folder / SDIST
     if not sdist.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         # pip asks an sdist for its name and version before it keeps it: with the build tools of this environment, if it has them
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:"]
         if importlib.util.find_spec("scikit_build_core"):

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from . import building, patching
 from .errors import BuildError
-from .folders import build_folder
+from .files import make_private
+from .folders import build_folder, trusted
 from .pin import LLAMA_CPP_PYTHON, installed_libraries, pip_command
 
 FOLDER = "ggml/src/ggml-rpc"
@@ -50,7 +51,10 @@ def place() -> Path:
 def kept() -> Path | None:
     """The library, if it was built."""
     path = place()
-    return path if path.is_file() else None
+    if not path.is_file():
+        return None
+    trusted(path.parent.parent, path.parent, path)
+    return path
 
 
 def build(fresh: bool = False) -> Path:
@@ -61,8 +65,8 @@ def build(fresh: bool = False) -> Path:
         PatchError: the source cannot be had.
     """
     path = place()
-    if path.is_file() and not fresh:
-        return path
+    if not fresh and (found := kept()) is not None:
+        return found
     libraries = installed_libraries()
     base = (
         next((lib for lib in libraries.glob("libggml-base.*") if lib.suffix in (".so", ".dylib")), None) if libraries is not None else None
@@ -70,7 +74,8 @@ def build(fresh: bool = False) -> Path:
     if base is None:
         raise BuildError(f"llama-cpp-python {LLAMA_CPP_PYTHON} is not installed in this environment; run: {pip_command()}")
     building.find_compilers()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for made in (build_folder(), path.parent):
+        make_private(made)
     with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as folder:
         tree = patching.unpack(patching.fetch_sdist(build_folder()), Path(folder), only=_needed)
         patching.apply(tree, rpc_patches())
@@ -81,6 +86,7 @@ def build(fresh: bool = False) -> Path:
             [*command, "-o", str(built), str(base), *os.environ.get("LDFLAGS", "").split()], "ggml's RPC backend could not be built"
         )
         _try(base, built)
+        built.chmod(0o755)  # whatever the umask
         os.replace(built, path)  # whole or not at all
     return path
 
