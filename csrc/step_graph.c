@@ -10,6 +10,11 @@
 
 #include "pgs.h"
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#define PGS_LOCKS
+#endif
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,8 +25,27 @@ struct pgs_role {
     ggml_gallocr_t galloc;
     pgs_counters   counters;
     uint32_t       generation;  // grows when the buffer moved: graphs planned before then point at freed memory
-    _Atomic int    held;        // steps of lanes that are under way in the buffer
+    int            held;        // steps of lanes that are under way in the buffer
+#ifdef PGS_LOCKS
+    pthread_mutex_t lock;       // of `held`, and of the buffer while a graph is planned: none begins in it meanwhile
+#endif
 };
+
+static void lock(pgs_role * role) {
+#ifdef PGS_LOCKS
+    pthread_mutex_lock(&role->lock);
+#else
+    (void) role;  // no lanes there
+#endif
+}
+
+static void unlock(pgs_role * role) {
+#ifdef PGS_LOCKS
+    pthread_mutex_unlock(&role->lock);
+#else
+    (void) role;
+#endif
+}
 
 // The leading fields of ggml's own struct, which its public headers do not show. A part of a graph can only be computed as a graph that shares
 // the whole one's use counts, or ggml-cuda would fuse nothing in it; and only a graph with a uid is recognised without a look at its nodes.
@@ -70,12 +94,18 @@ pgs_role * pgs_role_new(ggml_backend_t backend) {
     }
     role->backend = backend;
     role->galloc  = ggml_gallocr_new(ggml_backend_get_default_buffer_type(backend));
+#ifdef PGS_LOCKS
+    pthread_mutex_init(&role->lock, NULL);
+#endif
     return role;
 }
 
 void pgs_role_free(pgs_role * role) {
     if (role != NULL) {
         ggml_gallocr_free(role->galloc);
+#ifdef PGS_LOCKS
+        pthread_mutex_destroy(&role->lock);
+#endif
         free(role);
     }
 }
@@ -298,15 +328,8 @@ static uint64_t next_uid(void) {
     return ++last;
 }
 
-int pgs_graph_plan(pgs_graph * graph, char * err) {
+static int plan(pgs_graph * graph, char * err) {
     pgs_role * role = graph->role;
-    if (graph->planned) {
-        snprintf(err, PGS_ERR, "this graph is already planned");
-        return 1;
-    }
-    if (check_supported(graph, err) != 0) {
-        return 1;
-    }
     // Always plan for exactly this graph: ggml's own check compares sizes, not lifetimes, so a plan of a sibling could be taken over.
     const size_t before = pgs_role_buffer_size(role);
     if (role->held > 0) {  // a larger buffer takes the place of the one that a lane's thread computes in
@@ -345,17 +368,36 @@ int pgs_graph_plan(pgs_graph * graph, char * err) {
     return 0;
 }
 
+int pgs_graph_plan(pgs_graph * graph, char * err) {
+    if (graph->planned) {
+        snprintf(err, PGS_ERR, "this graph is already planned");
+        return 1;
+    }
+    if (check_supported(graph, err) != 0) {
+        return 1;
+    }
+    lock(graph->role);
+    const int status = plan(graph, err);
+    unlock(graph->role);
+    return status;
+}
+
 uint64_t pgs_graph_uid(pgs_graph * graph) {
     const graph_fields * fields = known_fields(graph);
     return fields != NULL ? fields->uid : 0;
 }
 
 void pgs_graph_hold(pgs_graph * graph, bool held) {
+    lock(graph->role);
     graph->role->held += held ? 1 : -1;
+    unlock(graph->role);
 }
 
 int pgs_graph_held(const pgs_graph * graph) {
-    return graph->role->held;
+    lock(graph->role);
+    const int held = graph->role->held;
+    unlock(graph->role);
+    return held;
 }
 
 bool pgs_graph_stale(const pgs_graph * graph) {

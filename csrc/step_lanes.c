@@ -193,6 +193,33 @@ static void hold(const pgs_chain * chain, bool held) {
     }
 }
 
+// Waits until something has changed or 20 ms are over, by a clock that nobody sets; whether they are.
+static bool wait_a_moment(pgs_lane * lane) {
+    struct timespec until = { 0, 20000000 };
+#ifdef __APPLE__
+    return pthread_cond_timedwait_relative_np(&lane->changed, &lane->mutex, &until) != 0;
+#else
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    until.tv_nsec += now.tv_nsec;
+    until.tv_sec = now.tv_sec + until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    return pthread_cond_timedwait(&lane->changed, &lane->mutex, &until) != 0;
+#endif
+}
+
+static void cond_init(pthread_cond_t * cond) {
+#ifdef __APPLE__
+    pthread_cond_init(cond, NULL);
+#else
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(cond, &attributes);
+    pthread_condattr_destroy(&attributes);
+#endif
+}
+
 // Ends ggml's threads of this one when nothing was asked for a while: teams of more threads than there are cores sleep at every barrier.
 static void wait_for_work(pgs_lane * lane) {
     while (lane->state == IDLE) {
@@ -200,12 +227,7 @@ static void wait_for_work(pgs_lane * lane) {
             pthread_cond_wait(&lane->changed, &lane->mutex);
             continue;
         }
-        struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += 20000000;
-        until.tv_sec += until.tv_nsec / 1000000000;
-        until.tv_nsec %= 1000000000;
-        if (pthread_cond_timedwait(&lane->changed, &lane->mutex, &until) != 0 && lane->state == IDLE) {
+        if (wait_a_moment(lane) && lane->state == IDLE) {
             lane->warm = false;
             pgs_give_back_threads();
         }
@@ -257,7 +279,7 @@ pgs_lane * pgs_lane_new(pgs_turns * turns, char * err) {
             lane->computed[i] = is_queue(turns->devices[i]) ? ggml_backend_event_new(ggml_backend_get_device(turns->devices[i])) : NULL;
         }
         pthread_mutex_init(&lane->mutex, NULL);
-        pthread_cond_init(&lane->changed, NULL);
+        cond_init(&lane->changed);
         if (pthread_create(&lane->thread, NULL, live, lane) == 0) {
             return lane;
         }

@@ -60,7 +60,7 @@ class Place:
 
     Attributes:
         keys: of its whole chunks.
-        seed: what has to be alike besides tokens, as of ``chunk_keys``.
+        owner: whose prompt it is: other owners' are not alike.
         usable: how many of them it may go on behind: a token has to be left to compute.
         known: how many some prompt before had as well.
     """
@@ -68,7 +68,7 @@ class Place:
     ids: np.ndarray
     chunks: list[Chunk]
     drafting: bool
-    seed: bytes
+    owner: str
     usable: int
     known: int
     epoch: int = -1
@@ -130,17 +130,16 @@ class PrefixCache:
 
     def known(self, tokens: Sequence[int], drafting: bool, owner: str = "") -> int:
         """How many leading chunks of these tokens some prompt before had as well."""
-        return self._seen(self._keys(np.asarray(tokens, np.int64), self._seed(drafting, owner)))
+        return self._seen(self._keys(np.asarray(tokens, np.int64), drafting, owner))
 
     def enter(self, slot: int, tokens: Sequence[int], drafting: bool, owner: str = "") -> Place:
         """Registers the prompt of a slot, before anything of it is computed. What other owners left is not found."""
         ids = np.asarray(tokens, np.int64)
-        seed = self._seed(drafting, owner)
-        keys = self._keys(ids, seed)
+        keys = self._keys(ids, drafting, owner)
         known = self._seen(keys)
         chunks = self._chunks(keys)
         place = self._places[slot] = Place(
-            ids, chunks, drafting, seed, min(len(chunks), max(0, ids.size - 1) // self.grain), known, self.engine.epoch
+            ids, chunks, drafting, owner, min(len(chunks), max(0, ids.size - 1) // self.grain), known, self.engine.epoch
         )
         if self._alone:
             n = len(keys)
@@ -206,9 +205,9 @@ class PrefixCache:
             self._say("what a sequence left is not kept for later prompts: its drafter or its target gave NaN or Inf")
             return
         settled = np.asarray(ids[:n], np.int64)
-        chunks = self._chunks(self._keys(settled, place.seed))
+        chunks = self._chunks(self._keys(settled, place.drafting, place.owner))
         if rest := n % self.grain:
-            before = chunks[-1].key if chunks else place.seed
+            before = chunks[-1].key if chunks else self._seed(place.drafting, place.owner)
             chunks.append(self._copies.chunk(end_keys(settled[n - rest :], before)[-1], len(chunks), rest))
             chunks[-1].used[ROWS] = self._copies.clock
         engine.settle(slot)
@@ -322,7 +321,7 @@ class PrefixCache:
         """What is known to end within the chunk behind ``rows`` others, as this prompt begins; a token has to be left to compute."""
         first = rows * self.grain
         ids = place.ids[first : min(first + self.grain, place.ids.size) - 1]
-        keys = end_keys(ids, place.chunks[rows - 1].key if rows else place.seed)
+        keys = end_keys(ids, place.chunks[rows - 1].key if rows else self._seed(place.drafting, place.owner))
         known = [(n, key) for n, key in enumerate(keys, 1) if key in self._copies.chunks or (self.files and self.files.has(key, ROWS))]
         return [self._copies.chunk(key, rows, n) for n, key in reversed(known)]
 
@@ -401,11 +400,11 @@ class PrefixCache:
         may round otherwise."""
         return (self.files.layout_digest if self.files is not None else b"") + bytes([drafting]) + owner.encode()
 
-    def _keys(self, ids: np.ndarray, seed: bytes) -> list[bytes]:
+    def _keys(self, ids: np.ndarray, drafting: bool, owner: str = "") -> list[bytes]:
         """One key per whole chunk; none of what is no prompt that fits, which whoever computes it refuses."""
         if ids.ndim != 1 or ids.size > self.engine.options.n_ctx:
             return []
-        return chunk_keys(ids, self.grain, seed)
+        return chunk_keys(ids, self.grain, self._seed(drafting, owner))
 
     def _chunks(self, keys: list[bytes]) -> list[Chunk]:
         """The chunks with these keys, which are of use now."""

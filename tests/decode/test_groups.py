@@ -1,6 +1,7 @@
 """Two groups of sequences that decode beside each other, where layers are split over devices: here the CPU twice."""
 
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 
 import pytest
 from decode.interrupts import interrupt_ends_all
@@ -16,7 +17,8 @@ from pyggml_spec.engine.lanes import halves
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import EngineError
-from pyggml_spec.ggml.graph import Graph
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.memory.slots import covering
 from pyggml_spec.sampling.sampler import Sampler, Sampling
@@ -223,13 +225,36 @@ def test_no_buffer_grows_under_a_step(pair):
         engine.close()
 
 
-def larger_than(role):
+def larger_than(role, nodes=1):
     """A graph that needs a larger buffer than the role has."""
     graph = Graph(role)
     size = lib.pgs_role_buffer_size(role.handle) // 4 + 1024
     x = lib.ggml_new_tensor(graph.ctx, lib.GGML_TYPE_F32, 1, (size,))
-    graph.expand(graph.add(x, x))
+    for _ in range(nodes):
+        x = graph.add(x, x)
+    graph.expand(x)
     return graph
+
+
+def test_no_step_begins_in_a_buffer_that_is_being_exchanged():
+    """A step that was about to begin saw the buffer of before, after the one who plans had seen that no step was under way."""
+    with closing(Backend(pick_device("CPU"), 1)) as backend, closing(Role(backend, "plain")) as role, closing(larger_than(role)) as one:
+        one.plan()
+
+        def plan():
+            for _ in range(300):
+                with closing(larger_than(role, 1000)) as graph, suppress(EngineError):  # one that would move a held buffer is refused
+                    graph.plan()
+
+        with ThreadPoolExecutor(1) as pool:
+            planning, moved = pool.submit(plan), 0
+            while not planning.done():
+                lib.pgs_graph_hold(one.handle, True)
+                held = role.buffer_bytes
+                moved += any(role.buffer_bytes != held for _ in range(20))
+                lib.pgs_graph_hold(one.handle, False)
+            planning.result()
+        assert moved == 0 and role.buffer_bytes > 4096
 
 
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 13, 64])

@@ -16,6 +16,9 @@ BROKEN = {
     "no device is a queue": ('strcmp(kind, "CUDA") == 0', "kind == NULL"),
     "what was lost is copied": ("        if (status == 0) {\n            copy_rows", "        {\n            copy_rows"),
     "inputs are uploaded once": ("bool        uploaded[MOST_DEVICES] =", "static bool uploaded[MOST_DEVICES] ="),
+    "a lane waits by the wall clock": (
+        "clock_gettime(CLOCK_MONOTONIC, &now)", "clock_gettime(CLOCK_REALTIME, &now)", "pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);", ";",
+    ),
     "turns are not taken": ("turns->taken[device] = true;", ";"),
 }  # fmt: skip
 
