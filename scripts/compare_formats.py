@@ -40,6 +40,29 @@ def begun(case: Case, answer: dict) -> dict:
     return answer | {"content": last["content"] + answer["content"], "reasoning": last.get("reasoning_content", "") + answer["reasoning"]}
 
 
+def count(case: Case, made: list[str]) -> int:
+    """How many tokens the answer may have."""
+    return next(i for i in range(1, len(made) + 1) if case.cut in "".join(made[:i])) if case.cut else 300
+
+
+def theirs(server: LlamaServer, body: dict, text: str, end: str) -> dict:
+    """llama-server's answer; ``same``: whether its grammar let the model say ``text``."""
+    try:
+        answer = server.post("/v1/chat/completions", **body, verbose=True)
+    except urllib.error.HTTPError as error:
+        return {"refused": json.loads(error.read())["error"]["message"][:200]}
+    return told(answer["choices"][0]) | {"same": answer["__verbose"]["content"].removesuffix(end) == text}
+
+
+def asked(server: Running, bodies: list[dict]) -> list[dict]:
+    """Answers of `pyspec serve`, which ends then."""
+    try:
+        answers = [server.post("/v1/chat/completions", **body) for body in bodies]
+    finally:
+        server.end()
+    return [told(a.json()["choices"][0]) if a.status_code == 200 else {"refused": a.text[:200]} for a in answers]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", type=Path, required=True, help="folder of llama-server")
@@ -48,41 +71,31 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep llama-server's answers")
     parser.add_argument("--ours", action="store_true", help="ask `pyspec serve`, too")
     args = parser.parse_args()
-    found, differing, asked = {}, 0, 0
+    found, differing = {}, 0
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases():
-            if args.only not in case.key:
+        for name, family in FAMILIES.items():
+            told_of = [case for case in cases() if case.family == name and args.only in case.key]
+            if not told_of:
                 continue
-            family, model = FAMILIES[case.family], Path(folder) / "model.gguf"
+            model, texts = Path(folder) / "model.gguf", [case.text for case in told_of]
             template = (args.tree / "models" / "templates" / f"{family.template}.jinja").read_text("utf-8")
-            begin = scripted.write(model, [case.text], template, family.control, family.end)[0]
-            made, count = scripted.pieces(case.text, family.control), 300
-            if case.cut:
-                count = next(i for i in range(len(made)) if case.cut in "".join(made[: i + 1])) + 1
-            body = request(case, begin, count)
+            begins = scripted.write(model, texts, template, family.control, family.end)
+            made = scripted.cut(texts, family.control)
+            bodies = [request(case, *both) for case, *both in zip(told_of, begins, map(count, told_of, made))]
             with LlamaServer(args.tools, Path(folder) / "log", "-m", model, "--jinja", "-c", 4096, "-np", 1, "-ngl", 0) as server:
                 server.wait(60)
-                try:
-                    answer = server.post("/v1/chat/completions", **body, verbose=True)
-                    found[case.key] = told(answer["choices"][0]) | {
-                        "same": answer["__verbose"]["content"].removesuffix(family.end) == "".join(made[:count])
-                    }
-                except urllib.error.HTTPError as error:
-                    found[case.key] = {"refused": json.loads(error.read())["error"]["message"][:200]}
-            asked += 1
-            line = json.dumps(found[case.key], ensure_ascii=False)
-            if args.ours:
-                server = Running("-m", model, "-c", "4096")
-                try:
-                    response = server.post("/v1/chat/completions", **body)
-                    ours = told(response.json()["choices"][0]) if response.status_code == 200 else {"refused": response.text[:200]}
-                finally:
-                    server.end()
-                alike = plain(begun(case, ours)) == plain(found[case.key])
-                differing += not alike
-                line = "the same" if alike else f"\n    llama-server: {line}\n    pyspec serve: {json.dumps(ours, ensure_ascii=False)}"
-            print(f"{case.key}: {line}", flush=True)
-    print(f"{asked} cases" + (f", {asked - differing} alike" if args.ours else ""))
+                for case, body, parts in zip(told_of, bodies, made):
+                    found[case.key] = theirs(server, body, "".join(parts[: body["max_tokens"]]), family.end)
+            ours = asked(Running("-m", model, "-c", "4096", before=scripted.UNHURRIED), bodies) if args.ours else [{}] * len(bodies)
+            for case, answer in zip(told_of, ours):
+                line = json.dumps(found[case.key], ensure_ascii=False)
+                if args.ours:
+                    alike = plain(begun(case, answer)) == plain(found[case.key])
+                    differing += not alike
+                    shown = json.dumps(answer, ensure_ascii=False)
+                    line = "the same" if alike else f"\n    llama-server: {line}\n    pyspec serve: {shown}"
+                print(f"{case.key}: {line}", flush=True)
+    print(f"{len(found)} cases" + (f", {len(found) - differing} alike" if args.ours else ""))
     if args.write:
         kept = json.loads(OUT.read_text()) if args.only else {}
         lines = (f" {json.dumps(key)}: {json.dumps(answer, ensure_ascii=False)}" for key, answer in (kept | found).items())

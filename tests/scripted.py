@@ -7,6 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+UNHURRIED = "import pyggml_spec.sampling.grammar as g; g.SLOW_S = g.HEAVY_S = 1e9"
+"""For a server's process: masks that are late hold a text to the tokenizer's own tokens where it has no choice, which those of a script are not."""
 WIDTH, HEADS, HIDDEN, CONTEXT = 64, 2, 32, 8192
 NORMAL, CONTROL = 1, 3
 
@@ -30,6 +32,15 @@ def pieces(text: str, control: Sequence[str], taken: Collection[str] = ()) -> li
             assert control, f"{part!r} cannot be cut into pieces of which no two are alike"
             return pieces(text, control[:-1], taken)
         out += made
+    return out
+
+
+def cut(texts: Sequence[str], control: Sequence[str] = ()) -> list[list[str]]:
+    """The pieces of texts that one model says: a control token is one in the first of them that has it."""
+    out: list[list[str]] = []
+    for text in texts:
+        taken = {piece for made in out for piece in made}
+        out.append(pieces(text, [name for name in control if name not in taken], taken))
     return out
 
 
@@ -63,14 +74,10 @@ def write(
         return ids[name]
 
     last, follows, begins = token(end, CONTROL), {}, []
-    left, taken = list(control), set()
     for text in control:
         token(text, CONTROL)
-    for text in texts:
-        made = pieces(text, left, taken)
-        taken.update(made)
-        chain = [token(piece, CONTROL if piece in left else NORMAL) for piece in made]
-        left = [name for name in left if ids[name] not in chain]
+    for made in cut(texts, control):
+        chain = [token(piece, CONTROL if piece in control else NORMAL) for piece in made]
         begins.append(chain[0])
         for a, b in zip(chain, [*chain[1:], last]):
             if follows.setdefault(a, b) != b:

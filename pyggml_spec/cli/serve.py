@@ -12,6 +12,7 @@ import click
 from ..errors import PyspecError
 from .bench import Rates
 from .help import GroupedCommand
+from .names import in_options
 from .options import (
     Finite,
     TokenLimit,
@@ -165,7 +166,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
         settings = start.Settings(
             hosts, port, slots, context, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"], share_prefixes,
             4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, keys, cors_origins, allowed_hosts, max_body << 20,
-            certificate, certificate_key, synthetic, rates, say,
+            certificate, certificate_key, synthetic, rates, lambda line: say(in_options(line)),
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, context)
         sys.exit(start.serve(session, settings, limits, options, NAMED.get(source or "", source)))

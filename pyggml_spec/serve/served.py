@@ -89,7 +89,7 @@ ANSWER = 256  # tokens that an answer may want, where a context that would do is
 
 
 class Served:
-    """A session and what is said with it. Methods that render, encode or compile take milliseconds: they are called in a thread of the pool."""
+    """A session and what is said with it. ``note``: what its owner should know about it. Methods that render, encode or compile take milliseconds: they are called in a thread of the pool."""
 
     def __init__(
         self, session: Session, concurrent: ConcurrentSession, limits: fields.Limits, options: ServeOptions, template: str | None = None
@@ -102,7 +102,8 @@ class Served:
         path = session.target.file.path
         self.path = str(path)
         self.names = options.names or (path.name,)
-        self.template: ChatTemplate = chat_template(session, template, CHATML)[0]
+        self.template, where = chat_template(session, template, CHATML)
+        self.note = where if self.template.source == CHATML and template is None else ""
         self._tool_template = tool_template(session) if template is None else None
         for one in (self.template, self._tool_template):
             if one is not None:

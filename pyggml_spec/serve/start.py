@@ -236,6 +236,8 @@ async def _serve(
     with Pool() as pool:
         concurrent = make()
         served = Served(session, concurrent, limits, options, template)
+        if served.note:
+            told(served.note)
         queue_limits = QueueLimits(settings.queue_requests, settings.queue_tokens, settings.queue_seconds)
         synthetic: Callable[[int], SyntheticAcceptance] | None = None
         if (settings.synthetic is not None or settings.rates) and session.drafter is not None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 WORDS = {
     "type": "object",
@@ -24,7 +24,9 @@ class Family:
         thought: reasoning that has its own beginning; ``open``: behind a prompt that has begun it, "" where no template does.
         shut: what answers begin with where the template opens the reasoning although there shall be none.
         answer: content, as it is written behind reasoning; ``preamble``: the same before a call, where that is another way.
-        join: what stands between two calls, and around all of them.
+        between, around: what stands between two calls, and around all of them.
+        control, end: control tokens, and the one that ends answers. ``in_json``: whether arguments are JSON. ``marker``: one that may stand in them.
+        always: whether requests ask for thinking even where the answer has none.
     """
 
     template: str
@@ -40,7 +42,7 @@ class Family:
     end: str = "<|im_end|>"
     in_json: bool = True
     marker: str = "</tool_call>"
-    more: dict[str, str] = field(default_factory=dict)
+    always: bool = False
 
     def calls(self, *made: str) -> str:
         return self.around[0] + self.between.join(made) + self.around[1]
@@ -107,7 +109,7 @@ FAMILIES = {
     ),
     "Llama 3": Family("meta-llama-Llama-3.1-8B-Instruct", lambda name, a: f'{{"name": "{name}", "parameters": {_json(a)}}}', "", end="<|eot_id|>", marker="}"),
     "gemma 4": Family(
-        "google-gemma-4-31B-it", _gemma, "<|channel>thought\nHm, well.<channel|>", between="", end="<turn|>", marker="<tool_call|>",
+        "google-gemma-4-31B-it", _gemma, "<|channel>thought\nHm, well.<channel|>", always=True, between="", end="<turn|>", marker="<tool_call|>",
         control=("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"), in_json=False,
     ),
     "gpt-oss": Family(
@@ -159,7 +161,8 @@ class Case:
 
 def cases() -> Iterator[Case]:
     for name, family in FAMILIES.items():
-        yield from _of(name, family)
+        for case in _of(name, family):
+            yield replace(case, thinking=True) if family.always else case
 
 
 def _of(name: str, f: Family) -> Iterator[Case]:
