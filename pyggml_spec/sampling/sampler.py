@@ -238,6 +238,33 @@ class Sampling:
         return ", ".join(parts)
 
 
+class TopTokens(Sequence[tuple[int, float]]):
+    """Pairs of a token and its log probability, 12 bytes each: as tuples they take 120."""
+
+    __slots__ = ("_ids", "_logprobs")
+
+    def __init__(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        self._ids, self._logprobs = ids.astype(np.int32), logprobs.astype(np.float64)
+
+    def __len__(self) -> int:
+        return self._ids.size
+
+    def __getitem__(self, at: Any) -> Any:
+        return tuple(self)[at]
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self._ids.tolist(), self._logprobs.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """The natural logarithm of a token's probability under the model, or behind the samplers, and the most likely (token, logprob) at its place, best
@@ -245,7 +272,7 @@ class TokenLogprob:
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: Sequence[tuple[int, float]]
 
 
 class Sampler:
@@ -397,7 +424,7 @@ class Sampler:
         least = np.partition(p, -count)[-count] if 0 < count < p.size else 0  # to sort all of 250,000 takes a step's time
         left = drawn[(p > 0) & (p >= least)]
         best = left[np.lexsort((left["id"], -left["p"]))][:count]
-        top = tuple((int(i), math.log(p)) for i, p in zip(best["id"], best["p"]))
+        top = TopTokens(best["id"], np.array([math.log(p) for p in best["p"]]))
         chosen = p[self._array.selected]  # 0 where the sum of all, rounded, is below the random number
         return TokenLogprob(token, math.log(chosen) if chosen > 0 else -math.inf, top)
 
@@ -446,6 +473,6 @@ def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= math.log(np.exp(wide).sum())
-    best = np.argpartition(-wide, min(count, wide.size - 1))[:count].tolist() if count else []
-    top = sorted(((int(i), float(wide[i])) for i in best), key=lambda pair: (-pair[1], pair[0]))
-    return TokenLogprob(token, float(wide[token]), tuple(top))
+    best = np.argpartition(-wide, min(count, wide.size - 1))[:count]
+    best = best[np.lexsort((best, -wide[best]))]
+    return TokenLogprob(token, float(wide[token]), TopTokens(best, wide[best]))

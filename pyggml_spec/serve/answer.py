@@ -4,7 +4,10 @@ import codecs
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from ..decode.stats import Stats
 from ..events import StepEvent
@@ -13,9 +16,11 @@ from ..text.parse import Parser, Piece
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..text.values import Call
+from .http import encode
 from .jobs import Job
 
 WHOLE = ("end", "stop")  # reasons after which a call whose last marker is missing is whole
+LEAST_LOGPROB = -3.4e38
 FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "cancelled"}
 
 
@@ -48,6 +53,7 @@ class Answer:
         self.calls: list[Call] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.keeps_logprobs = True  # whoever streams tells them as they come
         self.stats: Stats = job.stats
         self.prompt_read: int | None = None  # by the latest event about it: the engine is further
         self._shown = codecs.getincrementaldecoder("utf-8")("replace")
@@ -58,7 +64,8 @@ class Answer:
         if not event.tokens:
             return []
         self.tokens += event.tokens
-        self.logprobs += event.logprobs
+        if self.keeps_logprobs:
+            self.logprobs += event.logprobs
         if self._stream is None:
             return [Delta(self._told_apart(event.text), event.tokens, event.logprobs, event.drafts)]
         if not self._by_token:
@@ -113,10 +120,19 @@ class Answer:
         found = min(((at, s) for s in self.job.ask.stop if (at := whole.find(s)) >= 0), default=None)
         return found[1] if found is not None else ""
 
+    def token_text(self, token: int) -> str:
+        return self._tokenizer.piece(token).decode("utf-8", "replace")
+
     def probability(self, told: TokenLogprob) -> dict[str, Any]:
         """One token's log probability with the most likely ones; behind the samplers, probabilities, as llama.cpp's server says them."""
         top = "top_probs" if self._after else "top_logprobs"
-        return {**self._named(told.token, told.logprob), top: [self._named(*pair) for pair in told.top]}
+        return {**self._named(told.token, told.logprob), top: msgspec.Raw(self._listed(told.top))}
+
+    def _listed(self, top: Sequence[tuple[int, float]]) -> bytes:
+        """The same as the JSON of ``_named`` of each: a thousand of them in 0.5 ms instead of 3."""
+        name, piece = "prob" if self._after else "logprob", self._tokenizer.piece
+        values = (min(1.0, math.exp(p)) if self._after else max(p, LEAST_LOGPROB) for _, p in top)
+        return b"[%b]" % b",".join([b"%b%r}" % (_head(name, token, piece(token)), value) for (token, _), value in zip(top, values)])
 
     @property
     def _after(self) -> bool:
@@ -124,11 +140,17 @@ class Answer:
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self._tokenizer.piece(token)
-        value = {"prob": min(1.0, math.exp(logprob))} if self._after else {"logprob": max(logprob, -3.4e38)}
+        value = {"prob": min(1.0, math.exp(logprob))} if self._after else {"logprob": max(logprob, LEAST_LOGPROB)}
         return {"id": token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), **value}
 
     def timings(self) -> dict[str, Any]:
         return timings(self.stats, self.job, self.prompt_read)
+
+
+@lru_cache(1 << 14)
+def _head(name: str, token: int, piece: bytes) -> bytes:
+    """The JSON of a token up to its probability."""
+    return encode({"id": token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), name: 0})[:-2]
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:

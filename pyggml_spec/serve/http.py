@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
@@ -37,6 +38,8 @@ SOON = 0.001  # seconds of an answer's work before anybody looks whether its cli
 PROMPTS = ("prompt", "messages", "input", "instructions", "system", "content", "tokens", "input_prefix", "input_suffix", "input_extra")
 """Fields that may be as long as a body. Nothing reads them once the prompts are tokens."""
 _SCHEMAS = ("tools", "grammar", "regex", "lark", "json_schema", "response_format", "text", "output_config", "output_format")
+INLINE_VALUES = 4096
+JSON_TYPE = "application/json; charset=utf-8"
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -224,11 +227,40 @@ class Response:
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(encode(value), status, {"content-type": "application/json; charset=utf-8", **(headers or {})})
+    return Response(encode(value), status, {"content-type": JSON_TYPE, **(headers or {})})
 
 
 def stream_response(chunks: AsyncIterator[bytes]) -> Response:
     return Response(headers=dict(STREAM_HEADERS), chunks=chunks)
+
+
+class Parts:
+    """Long lists in a JSON response, which are made while it is sent."""
+
+    def __init__(self) -> None:
+        self._mark = b'"%b"' % secrets.token_hex(16).encode()
+        self._lists: list[Iterable[bytes]] = []
+
+    def add(self, items: Iterable[bytes], size: int) -> msgspec.Raw:
+        """``items``: JSON of each; ``size``: how many values all have. To be called in the order in which the lists stand in the response."""
+        if size <= INLINE_VALUES:
+            return msgspec.Raw(b"[%b]" % b",".join(items))
+        self._lists.append(items)
+        return msgspec.Raw(self._mark)
+
+    def response(self, value: Any) -> Response:
+        if not self._lists:
+            return json_response(value)
+        return Response(headers={"content-type": JSON_TYPE}, chunks=self._chunks(encode(value).split(self._mark)))
+
+    async def _chunks(self, around: list[bytes]) -> AsyncIterator[bytes]:
+        yield around[0]
+        for items, behind in zip(self._lists, around[1:], strict=True):
+            before = b"["
+            for item in items:
+                yield before + item
+                before = b","
+            yield b"]" + behind
 
 
 def event(value: Any, name: str = "") -> bytes:

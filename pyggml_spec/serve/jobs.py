@@ -29,6 +29,7 @@ from .errors import ApiError
 log = logging.getLogger("pyspec.serve")
 AHEAD = 2
 MOST_SEQUENCES = 1024  # of one request, where the queue has no limit
+MOST_KEPT, MOST_KEPT_TOGETHER = 1 << 20, 1 << 22  # tokens and log probabilities, 12 bytes each, of one request and of all
 UNREAD = 64  # events of one request that are kept apart; further ones of a reader that is slow are joined to the last
 SILENCE = 30.0  # seconds after which a silent stream gets a comment
 STUCK_SECONDS = 30.0
@@ -94,6 +95,8 @@ class Answers:
         self._latest = self._loop.time()  # when an item came
         self._timer: asyncio.TimerHandle | None = None
         self.silence = SILENCE
+        self.streams = False  # what was read is kept no more
+        self._kept, self._closed = 0, False
 
     async def read(self) -> tuple[Job, StepEvent | End] | None:
         """The next item; None where there was none for ``silence`` seconds."""
@@ -107,7 +110,14 @@ class Answers:
                 self._waiter = None
             if not self._items:
                 return None
-        return self._items.popleft()
+        job, item = self._items.popleft()
+        if self.streams:
+            self._keep(-_size(item))
+        return job, item
+
+    def _keep(self, size: int) -> None:
+        self._kept += size
+        self._queue.kept += size
 
     def _quiet(self) -> None:
         """One timer per request, looked at when it is over: one per event would cost more than the event (asyncio.wait: 70 us)."""
@@ -120,6 +130,13 @@ class Answers:
             self._waiter.set_result(None)
 
     def put(self, job: Job, item: StepEvent | End) -> None:
+        if isinstance(item, StepEvent):
+            if self._closed:
+                return
+            self._keep(_size(item))
+            if self._kept > MOST_KEPT or self._queue.kept > MOST_KEPT_TOGETHER:
+                self._too_much()
+                return
         joins = len(self._items) >= UNREAD and not job.ask.every_step and self._items[-1][0] is job
         if joins and isinstance(item, StepEvent) and item.tokens:
             before = self._items[-1][1]
@@ -131,13 +148,44 @@ class Answers:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _too_much(self) -> None:
+        """Ends all of it; what was not read is dropped."""
+        if self._kept <= MOST_KEPT:
+            error = ApiError(
+                503, "the answers of all requests have too many log probabilities together; try again", headers={"retry-after": "5"}
+            )
+        elif self.streams:
+            error = ApiError(
+                400, f"more than {MOST_KEPT} tokens and log probabilities of this stream were not read; read faster, or ask for fewer"
+            )
+        else:
+            error = ApiError(
+                400, f"the answer has more than {MOST_KEPT} log probabilities; ask for fewer, for fewer tokens, or for a stream"
+            )
+        log.warning("a request was ended: %s", error.message)
+        self._items.clear()
+        self._closed = True
+        job = self.jobs[0]
+        self.put(job, End(error))
+        for job in self.jobs:
+            self._queue.cancel(job)
+
     def cancel(self) -> None:
         """Nobody reads any more: what waits leaves at once, what runs ends before the next step."""
+        self._keep(-self._kept)
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         for job in self.jobs:
             self._queue.cancel(job)
+
+
+def _size(item: StepEvent | End) -> int:
+    """Tokens and log probabilities of it."""
+    if isinstance(item, End):
+        return 0
+    return len(item.tokens) + (sum(1 + len(p.top) for p in item.logprobs) if item.logprobs else 0)
 
 
 def _joined(a: StepEvent, b: StepEvent) -> StepEvent:
@@ -204,6 +252,7 @@ class Queue:
         self._waiting: OrderedDict[str, list[Job]] = OrderedDict()  # by key, in the order of their turns
         self.running: set[Job] = set()
         self.counts = Counts()
+        self.kept = 0  # tokens and log probabilities that answers hold
         self.draining = False
         self._seconds = 1.0  # a sequence's time in the engine: a mean that forgets
         self._idle = asyncio.Event()

@@ -11,7 +11,7 @@ from . import fields
 from .answer import Answer, Delta, job_prompt, metrics, speculation
 from .conversation import read_chat, render_chat, sequence_asks
 from .errors import ApiError, api_error
-from .http import PING, Request, Response, encode, event, json_response, stream_response
+from .http import JSON_TYPE, PING, Parts, Request, Response, encode, event, json_response, stream_response
 from .jobs import Ask, Job
 from .reading import Context, Reader
 from .resumable import HEADER, Stream, key_of
@@ -19,7 +19,6 @@ from .version import FINGERPRINT, VERSION
 
 AT_ONCE = 4096  # tokens whose JSON is made without a turn of other tasks
 MOST_TEXT = 1 << 20  # characters that /tokenize takes, or 16 for each token of the context
-JSON_TYPE = "application/json; charset=utf-8"
 _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limit"}
 
 
@@ -39,8 +38,9 @@ async def answered(context: Context, request: Request, asks: list[Ask], make: Ca
     if stream:
         await reader.begin()
         return stream_response(_chunks(context, reader, body))
-    results = [native_result(context, answer, body) for answer in await reader.whole()]
-    return json_response(results[0] if len(results) == 1 else results)
+    parts = Parts()
+    results = [native_result(context, answer, body, parts) for answer in await reader.whole()]
+    return parts.response(results[0] if len(results) == 1 else results)
 
 
 def _read(context: Context, body: Mapping[str, Any], key: str) -> tuple[list[Ask], int | None]:
@@ -71,7 +71,12 @@ def response_fields(body: Mapping[str, Any]) -> list[str]:
     return value
 
 
-def native_result(context: Context, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+def probabilities(answer: Answer, parts: Parts) -> Any:
+    """Those of a whole answer."""
+    return parts.add((encode(answer.probability(p)) for p in answer.logprobs), sum(1 + len(p.top) for p in answer.logprobs))
+
+
+def native_result(context: Context, answer: Answer, body: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
     """The whole answer of one sequence."""
     served, stats, ask = context.served, answer.stats, answer.job.ask
     streams, wanted = body.get("stream") is True, response_fields(body)
@@ -96,7 +101,7 @@ def native_result(context: Context, answer: Answer, body: Mapping[str, Any]) -> 
         "metrics": metrics(stats),
     }
     if answer.logprobs and not streams:
-        out["completion_probabilities"] = [answer.probability(p) for p in answer.logprobs]
+        out["completion_probabilities"] = probabilities(answer, parts)
     return _picked(out, wanted) if wanted else out
 
 
@@ -150,7 +155,7 @@ async def _chunks(context: Context, reader: Reader, body: Mapping[str, Any]) -> 
             if delta.tokens or text or delta.prompt_read is not None:
                 yield event(_chunk(context, answer, delta, text, with_timings, body.get("speculation") is True))
             if last:
-                yield event(native_result(context, answer, body))
+                yield event(native_result(context, answer, body, Parts()))
     except Exception as error:
         yield event(api_error(error).openai())
 

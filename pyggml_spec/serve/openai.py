@@ -5,15 +5,17 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
+from ..sampling.sampler import TokenLogprob
 from ..text.values import Call
 from . import fields
-from .answer import Answer, Delta, metrics, speculation, usage
+from .answer import LEAST_LOGPROB, Answer, Delta, metrics, speculation, usage
 from .conversation import read_chat, sequence_asks
 from .errors import ApiError, api_error
-from .http import DONE, PING, Request, Response, event, json_response, stream_response
-from .native import native_result
+from .http import DONE, PING, Parts, Request, Response, encode, event, json_response, stream_response
+from .native import native_result, probabilities
 from .reading import Context, Reader
 from .version import FINGERPRINT
 
@@ -98,16 +100,17 @@ async def chat(context: Context, request: Request) -> Response:
         await reader.begin()
         return stream_response(_chat_chunks(context, reader, frame, options))
     answers = await reader.whole()
-    choices = [_chat_choice(answer) for answer in answers]
-    return json_response(frame.chunk(choices, **_summary(context, answers, options.verbose)))
+    parts = Parts()
+    choices = [_chat_choice(answer, parts) for answer in answers]
+    return parts.response(frame.chunk(choices, **_summary(context, answers, options.verbose, parts)))
 
 
-def _summary(context: Context, answers: Sequence[Answer], verbose: bool) -> dict[str, Any]:
+def _summary(context: Context, answers: Sequence[Answer], verbose: bool, parts: Parts | None = None) -> dict[str, Any]:
     """What a whole response, or a stream's last chunk, says about all of it."""
     first = answers[0]
     out = {"usage": usage(answers), "timings": first.timings(), "speculation": speculation(first.stats), "metrics": metrics(first.stats)}
     if verbose or context.served.options.verbose:
-        out["__verbose"] = native_result(context, first, {})
+        out["__verbose"] = native_result(context, first, {}, parts or Parts())
     return out
 
 
@@ -125,10 +128,10 @@ def tool_call(call: Call, answer: Answer, i: int) -> dict[str, Any]:
     return {"id": f"call_{answer.job.number:x}_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _chat_choice(answer: Answer) -> dict[str, Any]:
+def _chat_choice(answer: Answer, parts: Parts) -> dict[str, Any]:
     out = {"index": answer.job.index, "message": message(answer), "finish_reason": answer.finish_reason}
     if answer.logprobs:
-        out["logprobs"] = {"content": [answer.probability(p) for p in answer.logprobs]}
+        out["logprobs"] = {"content": probabilities(answer, parts)}
     return out
 
 
@@ -197,12 +200,17 @@ async def completions(context: Context, request: Request) -> Response:
     if stream:
         await reader.begin()
         return stream_response(_completion_chunks(context, reader, frame, options))
-    answers = await reader.whole()
+    answers, parts = await reader.whole(), Parts()
     choices = [
-        {"index": a.job.index, "text": a.text, "logprobs": _legacy(a, a.logprobs) if a.logprobs else None, "finish_reason": a.finish_reason}
+        {
+            "index": a.job.index,
+            "text": a.text,
+            "logprobs": _legacy(a, a.logprobs, parts) if a.logprobs else None,
+            "finish_reason": a.finish_reason,
+        }
         for a in answers
     ]
-    return json_response(frame.chunk(choices, **_summary(context, answers, options.verbose)))
+    return parts.response(frame.chunk(choices, **_summary(context, answers, options.verbose, parts)))
 
 
 def _read_completions(context: Context, body: Mapping[str, Any], key: str) -> tuple[list[Any], int | None]:
@@ -221,22 +229,16 @@ def _read_completions(context: Context, body: Mapping[str, Any], key: str) -> tu
     return [replace(ask, ids=ids) for ids in served.text_ids(prompts) for ask in asks], n_probs
 
 
-def _legacy(answer: Answer, told: Sequence[Any]) -> dict[str, Any]:
+def _legacy(answer: Answer, told: Sequence[TokenLogprob], parts: Parts) -> dict[str, Any]:
     """OpenAI's form of log probabilities of completions, and llama.cpp's beside it."""
-    content = [answer.probability(p) for p in told]
-    top = "top_probs" if content and "top_probs" in content[0] else "top_logprobs"
-    offsets, at = [], 0
-    for part in content:
-        offsets.append(at)
-        at += len(part["token"])
+    size = sum(1 + len(p.top) for p in told)
+    tokens = [answer.token_text(p.token) for p in told]
     return {
-        "content": content,
-        "tokens": [part["token"] for part in content],
-        "token_logprobs": [max(p.logprob, -3.4e38) for p in told],
-        "top_logprobs": [
-            {named["token"]: max(logprob, -3.4e38) for named, (_, logprob) in zip(part[top], p.top)} for part, p in zip(content, told)
-        ],
-        "text_offset": offsets,
+        "content": parts.add((encode(answer.probability(p)) for p in told), size),
+        "tokens": tokens,
+        "token_logprobs": [max(p.logprob, LEAST_LOGPROB) for p in told],
+        "top_logprobs": parts.add((encode({answer.token_text(t): max(p, LEAST_LOGPROB) for t, p in each.top}) for each in told), size),
+        "text_offset": [0, *accumulate(map(len, tokens[:-1]))] if tokens else [],
     }
 
 
@@ -248,7 +250,7 @@ async def _completion_chunks(context: Context, reader: Reader, frame: _Frame, op
                 continue
             answer, delta, last = item
             text = "".join(piece.content for piece in delta.pieces)
-            logprobs = _legacy(answer, delta.logprobs) if delta.logprobs else None
+            logprobs = _legacy(answer, delta.logprobs, Parts()) if delta.logprobs else None
             choice = {"index": answer.job.index, "text": text, "logprobs": logprobs, "finish_reason": None}
             more = options.more(answer, delta)
             if delta.prompt_read is not None:

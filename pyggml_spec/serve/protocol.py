@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+from array import array
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
@@ -16,6 +18,8 @@ MOST_HEAD = 64 << 10  # bytes in which nothing of a request comes to its end: a 
 HEAD_SECONDS = 30.0
 BEGINNING = b"HTTP/1.1 "  # of every answer
 GAPS = (0.02, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between its bytes, where they say whether anybody still reads
+UNREAD_SECONDS = 60.0  # in which a client reads nothing of what waits for it
+log = logging.getLogger("pyspec.serve")
 
 
 class _HeadWithBody:
@@ -69,6 +73,7 @@ class JsonProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **named)
         self._idle_bytes, self._moved = 0, False
         self._late: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     @property
     def busy(self) -> bool:
@@ -81,6 +86,7 @@ class JsonProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_there()
+        self._is_read()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
@@ -96,6 +102,30 @@ class JsonProtocol(HttpToolsProtocol):
             self.loop.call_later(GAPS[-1], self._probe, gaps)
         elif isinstance(self.cycle.transport, _HeadWithBody) and self.cycle.transport.probe() and gaps:
             self.loop.call_later(gaps[0], self._probe, gaps[1:])
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread is None:
+            self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._is_read()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self._look_at_reader, _unread(self.transport))
+
+    def _look_at_reader(self, before: int) -> None:
+        if _unread(self.transport) < before:
+            self._await_reader()
+            return
+        log.warning("a connection was cut off: its client has read nothing of an answer for %g s", UNREAD_SECONDS)
+        self.transport.abort()
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def data_received(self, data: bytes) -> None:
         self._moved = False
@@ -150,6 +180,17 @@ class JsonProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _unread(transport: asyncio.Transport) -> int:
+    """Bytes that the other end has not taken: the transport's, and, where the system tells them, those of the socket, which may be megabytes."""
+    waiting = array("i", [0])
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+        import termios
+
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, waiting)
+    return transport.get_write_buffer_size() + waiting[0]
 
 
 class Server(uvicorn.Server):

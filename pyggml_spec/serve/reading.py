@@ -10,9 +10,9 @@ from ..events import End
 from ..text.renderer import RENDERER, Late
 from . import fields
 from .answer import Answer, Delta
-from .errors import api_error
+from .errors import ApiError, api_error
 from .http import Request
-from .jobs import SILENCE, Ask, Job, Queue
+from .jobs import MOST_KEPT, SILENCE, Ask, Job, Queue
 from .pool import Pool
 from .resumable import HEADER, Streams, key_of
 from .served import Served
@@ -56,6 +56,20 @@ class Context:
         return done
 
 
+def _check_told(asks: Sequence[Ask], n_ctx: int) -> None:
+    """Raises ApiError: so many log probabilities would be asked for that a whole answer could not hold them."""
+    told = sum(
+        min(ask.max_tokens, n_ctx) * (1 + ask.sampling.logprobs)
+        for ask in asks
+        if ask.max_tokens is not None and ask.sampling is not None and ask.sampling.logprobs is not None
+    )
+    if told > MOST_KEPT:
+        raise ApiError(
+            400,
+            f"the answer could have {told} log probabilities, and {MOST_KEPT} are the most; ask for fewer, for fewer tokens, or for a stream",
+        )
+
+
 class Reader:
     """The answers of one request. Entering the queue is its beginning; the request's ``ended`` cancels what is left."""
 
@@ -63,12 +77,18 @@ class Reader:
         """Raises ApiError: the queue is full, or the id of its stream too long."""
         silence = fields.whole(request.json(), "sse_ping_interval", int(SILENCE), -1, (1 << 31) - 1)
         key = key_of(request, request.headers.get(HEADER, "")) if request.json().get("stream") is True else None
+        streams = request.json().get("stream") is True
+        if not streams:
+            _check_told(asks, context.served.n_ctx)
         self._answers = context.queue.enter(asks)
+        self._answers.streams = streams
         if key is not None:  # now, not when this one's first token is there: it may wait for the slot of the one before
             context.streams.end(key)
         self._answers.silence = float(silence) if silence > 0 else math.inf
         request.ended.append(self._answers.cancel)
         self.answers = [make(job) for job in self._answers.jobs]
+        for answer in self.answers:
+            answer.keeps_logprobs = not streams
         self._left = len(self.answers)
         self._first: list[tuple[Answer, Delta, bool] | None] = []
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pyggml_spec.decode.stats import BatchStats, Stats
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.events import End, StepEvent
-from pyggml_spec.sampling.sampler import Sampling
+from pyggml_spec.sampling.sampler import Sampling, TokenLogprob
 from pyggml_spec.serve import jobs
 from pyggml_spec.serve.answer import timings
 from pyggml_spec.serve.errors import ApiError
@@ -235,6 +236,120 @@ def test_one_that_waits_and_is_left_is_out_at_once():
         )
 
     run(keeps, test, requests=2)
+
+
+class Held:
+    """An engine whose handles record that they were cancelled; ``slot`` of each."""
+
+    def __init__(self, slot=-1, submitting=None):
+        self.slot, self.submitting, self.cancelled, self.sinks = slot, submitting or threading.Event(), [], []
+        self.ended, self.stats = False, BatchStats()
+        if submitting is None:
+            self.submitting.set()
+
+    def submit(self, ids, max_tokens, *, sink, **more):
+        assert self.submitting.wait(20)
+        self.sinks.append(sink)
+        return SimpleNamespace(stats=Stats(), slot=self.slot, prompt_read=0, cancel=lambda: (self.cancelled.append(sink), sink(End(None))))
+
+
+def test_one_that_is_left_while_its_sampler_is_made_is_not_computed():
+    """It was cancelled before there was anything to cancel."""
+    submitting, engine = threading.Event(), None
+
+    async def test(queue):
+        nonlocal engine
+        queue._concurrent = engine = Held(0, submitting)
+        got = queue.enter([Ask([1], sampling=Sampling(temperature=0.7))])
+        await asyncio.sleep(0.05)  # its thread waits in submit
+        got.cancel()
+        submitting.set()
+        assert (await read_all(got))[-1] == End(None) and len(engine.cancelled) == 1
+        assert not queue.running and await queue.drain(1)
+
+    run(hangs, test)
+
+
+def test_one_that_is_left_before_its_sampler_is_made_never_comes_to_the_engine():
+    class Later(Executor):
+        def submit(self, function, *arguments):
+            calls.append(lambda: function(*arguments))
+            return Future()
+
+    calls = []
+
+    async def main():
+        engine = Held()
+        queue = Queue(engine, 1, QueueLimits(), Later(), lambda job: None, lambda error: None)
+        got = queue.enter([Ask([1], sampling=Sampling(temperature=0.7))])
+        got.cancel()
+        calls.pop()()
+        assert (await read_all(got)) == [End(None)] and not engine.sinks and not queue.running
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_one_that_waited_too_long_at_the_engines_door_is_not_computed():
+    """Its client was told 429, and its tokens were computed all the same."""
+    engine = Held()
+
+    async def main():
+        with Pool() as pool:
+            queue = Queue(engine, 1, QueueLimits(seconds=0.05), pool, lambda job: None, lambda error: None)
+            got = queue.enter([Ask([1])])
+            (late,) = await read_all(got)
+            assert late.error.status == 429 and len(engine.cancelled) == 1 and not queue.running
+            got.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("streams, words", [(True, "were not read"), (False, "ask for fewer")])
+def test_what_answers_hold_has_a_bound(monkeypatch, caplog, streams, words):
+    """A stream that nobody read kept a thousand log probabilities of each token without a limit."""
+    monkeypatch.setattr(jobs, "MOST_KEPT", 1000)
+    engine = Held(0)
+    event = StepEvent("x", (1,), Stats(), (TokenLogprob(1, 0.0, ((1, 0.0),) * 98),))  # 100 in all
+
+    async def main():
+        with Pool() as pool:
+            queue = Queue(engine, 1, QueueLimits(), pool, lambda job: None, lambda error: None)
+            got = queue.enter([Ask([1])])
+            got.streams = streams
+            for _ in range(20):  # as long as it reads a stream may have any number; a whole answer holds them all
+                engine.sinks[0](event)
+                if streams:
+                    assert (await got.read())[1] == event and queue.kept == 0
+                await asyncio.sleep(0)
+            if streams:
+                for _ in range(20):
+                    engine.sinks[0](event)
+                await asyncio.sleep(0)
+            items = await read_all(got)
+            assert words in items[0].error.message and items[0].error.status == 400 and len(engine.cancelled) == 1
+            got.cancel()
+            assert queue.kept == 0 and words in caplog.text
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_all_answers_hold_has_a_bound(monkeypatch):
+    monkeypatch.setattr(jobs, "MOST_KEPT_TOGETHER", 1000)
+    engine = Held(0)
+
+    async def main():
+        with Pool() as pool:
+            queue = Queue(engine, 4, QueueLimits(), pool, lambda job: None, lambda error: None)
+            got = [queue.enter([Ask([1])]) for _ in range(3)]
+            for sink in engine.sinks:
+                sink(StepEvent("x", (1,) * 400, Stats()))
+            await asyncio.sleep(0)
+            assert [type(item[1]) for item in [await g.read() for g in got]] == [StepEvent, StepEvent, End]
+            for g in got:
+                g.cancel()
+            assert queue.kept == 0
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_a_slow_readers_events_are_joined():

@@ -1,10 +1,11 @@
 """One request that harms all others: what it may have is limited before it costs anything, and whoever is not let in costs nothing."""
 
+import json
 import socket
 import time
 
 import pytest
-from serve.running import Running
+from serve.running import Running, events
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +95,31 @@ def test_what_is_large_and_fits_is_answered(server):
     assert [piece["id"] for piece in pieces] == tokens and len(tokens) > 100_000
     assert server.ok("/detokenize", tokens=tokens)["content"] == "a b " * 100_000
     assert server.ok("/detokenize", tokens=[])["content"] == ""
+
+
+def test_log_probabilities_of_a_whole_answer_are_those_of_its_stream(server):
+    """A thousand of each token are made while they are sent; all at once they took the event loop for seconds."""
+    asked = {"prompt": "import os\n", "n_predict": 60, "temperature": 0, "ignore_eos": True, "n_probs": 1000}
+    whole = server.ok("/completion", **asked)["completion_probabilities"]
+    told = [json.loads(data) for data in events(server.post("/completion", **asked, stream=True))]
+    assert len(whole) == 60 and whole == [p for e in told for p in e.get("completion_probabilities", [])]
+    assert all(len(p["top_logprobs"]) == 1000 and p["top_logprobs"][0]["id"] == p["id"] for p in whole)
+    asked = {"prompt": "import os\n", "max_tokens": 30, "temperature": 0, "logprobs": 1000}
+    (choice,) = server.ok("/v1/completions", **asked)["choices"]
+    told = choice["logprobs"]
+    assert len(told["content"]) == len(told["top_logprobs"]) == len(told["tokens"]) == len(told["text_offset"]) <= 30
+    assert "".join(told["tokens"]) == choice["text"] and len(told["top_logprobs"][0]) > 900
+
+
+def test_more_log_probabilities_than_a_whole_answer_may_have_are_refused(server):
+    """2,000 tokens with 1,024 each took 480 MiB."""
+    for path, body in (
+        ("/completion", {"prompt": "x", "n_predict": 1100, "n_probs": 1024}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 200, "logprobs": 1024, "n": 8}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1100, "logprobs": True, "top_logprobs": 1024},
+        ),
+    ):
+        response = server.post(path, **body)
+        assert response.status_code == 400 and "log probabilities, and 1048576 are the most" in response.text, response.text

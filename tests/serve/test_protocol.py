@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import socket
 
 import pytest
 import uvicorn
@@ -11,7 +12,7 @@ from uvicorn.server import ServerState
 
 from pyggml_spec.serve import http, protocol
 from pyggml_spec.serve.errors import ApiError
-from pyggml_spec.serve.http import Bodies, Request, json_response, read_body, send_refusal, send_response
+from pyggml_spec.serve.http import Bodies, Request, Response, json_response, read_body, send_refusal, send_response
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\n"
 LONG = b"a" * 50_000
@@ -29,14 +30,18 @@ async def app(scope, receive, send):
     await send_response(send, answer)
 
 
-@contextlib.asynccontextmanager
-async def connected(app):
-    """A connection to ``app``: its two ends."""
+def connections(app):
+    """Makes the protocol of each connection."""
     config = uvicorn.Config(app, http=protocol.JsonProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1)
     config.load()
     state = ServerState()
-    make = lambda: protocol.JsonProtocol(config=config, server_state=state, app_state={})  # noqa: E731
-    server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+    return lambda: protocol.JsonProtocol(config=config, server_state=state, app_state={})
+
+
+@contextlib.asynccontextmanager
+async def connected(app):
+    """A connection to ``app``: its two ends."""
+    server = await asyncio.get_running_loop().create_server(connections(app), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
     yield reader, writer
     writer.close()
@@ -80,6 +85,42 @@ def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
     assert head.split()[1] == b"%d" % status, got
     error = json.loads(body)["error"]
     assert error["code"] == status and words in error["message"]
+
+
+def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
+    """It kept its connection, and what waited for it, for ever. One that reads slowly gets all."""
+    monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.2)
+    size, sent = 8 << 20, []
+
+    async def large(scope, receive, send):
+        try:
+            await send_response(send, Response(b"x" * size))
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            sent.append(True)
+
+    async def read(pause):
+        loop = asyncio.get_running_loop()
+        make = connections(large)
+        server = await loop.create_server(make, "127.0.0.1", 0)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, server.sockets[0].getsockname())
+            await loop.sock_sendall(sock, b"GET /x HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            got = 0
+            try:
+                while part := await loop.sock_recv(sock, 1 << 17):
+                    got += len(part)
+                    await asyncio.sleep(pause)
+            except ConnectionResetError:
+                pass
+        server.close()
+        return got
+
+    assert asyncio.run(read(0.01)) > size and not caplog.text
+    assert asyncio.run(read(0.6)) < size and "read nothing of an answer" in caplog.text and len(sent) == 2
 
 
 def test_a_body_that_drips_ends(monkeypatch):
