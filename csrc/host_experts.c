@@ -448,6 +448,7 @@ int pgs_experts_give(pgs_experts * e, int64_t index, int64_t rows, char * err) {
         }
     }
     const int64_t         started = ggml_time_us();
+    pgs_threads_before(e->host, false);
     const enum ggml_status status = ggml_backend_graph_compute(e->host, layer->gf);
     e->counts.host_us += ggml_time_us() - started;
     if (status != GGML_STATUS_SUCCESS) {

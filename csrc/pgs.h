@@ -112,6 +112,11 @@ void pgs_step_wait(pgs_io * io, pgs_step_times * times);
 // ---- compute_threads.c
 
 void pgs_give_back_threads(void);
+bool pgs_threads_begin(ggml_backend_t backend, void * set, int most);
+void pgs_threads_end(ggml_backend_t backend);
+void pgs_threads_now(ggml_backend_t backend, int threads);
+void pgs_threads_before(ggml_backend_t backend, bool all);
+bool pgs_needs_all_threads(struct ggml_cgraph * graph);
 
 // ---- step_chain.c
 

@@ -85,6 +85,7 @@ struct pgs_graph {
     int                   n_cuts;
     pgs_stream *          stream;  // NULL for none
     ggml_backend_t        captured_by;  // NULL: its calls capture it
+    bool                  all_threads;  // its bits depend on their number
 };
 
 pgs_role * pgs_role_new(ggml_backend_t backend) {
@@ -359,8 +360,9 @@ static int plan(pgs_graph * graph, char * err) {
         role->counters.replans++;
     }
     role->counters.graphs_built++;
-    graph->generation = role->generation;
-    graph->planned    = true;
+    graph->generation  = role->generation;
+    graph->planned     = true;
+    graph->all_threads = pgs_needs_all_threads(graph->gf);
     graph_fields * fields = known_fields(graph);
     if (fields != NULL) {
         fields->uid = next_uid();
@@ -488,6 +490,7 @@ int pgs_graph_compute(pgs_graph * graph, char * err) {
         snprintf(err, PGS_ERR, "a graph was computed after its role's buffer had moved: build it again");
         return 1;
     }
+    pgs_threads_before(graph->role->backend, graph->all_threads);
     if (graph->n_cuts > 0) {
         return compute_parts(graph, err);
     }

@@ -123,6 +123,7 @@ class Session:
         self.costs_cached = False
         self._known_drafts: Mapping[str, Record] = {}  # what texts taught of each drafter, of earlier sessions at first
         self._drafts_count = False  # whether what this session's texts teach is to be kept
+        self._costs_under: tuple[tuple[int, bool], ...] = ()  # of which condition of the engine they are
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
         self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch in it, and its tokens
@@ -430,17 +431,21 @@ class Session:
 
     def _lookup_control(self, method: str) -> LookupControl:
         """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
-        return LookupControl(method, self._given_costs())
+        costs, cached = self._given_costs()
+        control = LookupControl(method, costs)
+        control.under(self.engine.calm_condition if cached else self.engine.condition)
+        return control
 
-    def _given_costs(self) -> dict[int, float]:
-        """Milliseconds by rows of steps that verify given ids."""
+    def _given_costs(self) -> tuple[dict[int, float], bool]:
+        """Milliseconds by rows of steps that verify given ids, and whether they were known."""
         widths = candidate_widths(self.engine.options.width)
-        return cached_costs(self.engine, tuple(w for w in widths if w > 1), given=True)[0]
+        return cached_costs(self.engine, tuple(w for w in widths if w > 1), given=True)
 
     def _measure_costs(self, fresh: bool = False) -> None:
         assert self.drafter is not None
         widths, (first, *_) = candidate_widths(self.engine.options.width), self.drafter.members
         self.costs, self.costs_cached = cached_costs(self.engine, tuple(w for w in widths if w <= first.block_size), fresh)
+        self._costs_under = self.engine.calm_condition if self.costs_cached else self.engine.condition
         kinds = [kind for member in self.drafter.members for kind in _kinds_of(member, widths)]
         if not self.costs_cached and (why := why_nothing_is_kept()) and why not in self.notes:
             self.notes.append(why)
@@ -453,11 +458,12 @@ class Session:
         if self.drafter is None or not self.costs:
             return None
         control = WidthControl.measured_for(self.drafter.method, self.costs, self.other_costs)
+        control.under(self._costs_under)
         for method, record in control.seen.items():
             if (known := self._known_drafts.get(method)) is not None:
                 record.goes_on(known)
         confident = [member.method for member in self.drafter.members if member.confident]
-        if confident and (given := self._verify_costs or self._given_costs()):
+        if confident and (given := self._verify_costs or self._given_costs()[0]):
             self._verify_costs, control.confidence = given, {method: Confidence(given) for method in confident}
         return control
 
@@ -705,9 +711,12 @@ class Session:
     def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats) -> tuple[Reuse, int]:
         """What the caches have of ``ids``, and how much of that the last generation left."""
         widths = self.scheduler.widths
-        if widths is not None and widths.outdated and not self._costs_checked:
+        quiet = (
+            self.drafter is not None and self.engine.calm and self._costs_under != self.engine.condition
+        )  # others were at work, and have gone
+        if widths is not None and (quiet or (widths.outdated and not self._costs_checked)):
             self._measure_costs(fresh=True)
-            self._costs_checked, self._known_drafts = True, widths.seen
+            self._costs_checked, self._known_drafts = self._costs_checked or not quiet, widths.seen
             widths = self.scheduler.widths = self.width_control()
         drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append)
         held = self._held(ids, drafting) if append else 0
@@ -1074,7 +1083,7 @@ def load(
             drafts blocks and one that drafts chains, the one with the most expected tokens per millisecond drafts each step.
         device: name as in ``devices()``; None takes the first GPU, or the CPU. Several, separated by commas: the target's layers are split over
             them; a CPU among GPUs has the first layers, whatever the order.
-        threads: CPU threads; None takes the cores of this process, at most 16.
+        threads: CPU threads, always so many; None takes as many as other work leaves cores for, at most 16, and one step may have more of them than another.
         kernels: "own" or "ggml" for products on a CPU; None takes our own on x86 with AVX2, and ggml's elsewhere, which are llama.cpp's bit for bit.
         n_ctx: tokens of context; 0 takes what the model was trained with; None that too, or as many as memory has room for, three quarters of what
             is free and all but 4 GiB; ``engaged`` says which.

@@ -21,7 +21,8 @@ from pathlib import Path
 from llama_server import LlamaServer, environment
 
 import pyggml_spec as ps
-from pyggml_spec.ggml.device import default_threads, waited_for_core
+from pyggml_spec.ggml.cores import default_threads
+from pyggml_spec.ggml.device import waited_for_core
 from pyggml_spec.ggml.library import versions
 from pyggml_spec.session import DEMO, DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.bench import BenchOptions, bench

@@ -150,7 +150,7 @@ def command(
         session = load(target, draft, n_ctx=n_ctx or max(need, 512), progress=progress, **settings)
     with session:
         say(engaged_line(session.engaged(), None))
-        with Waiting() as waiting:
+        with Waiting(session.engine) as waiting:
             rows, interrupted = _measured(session, slots, options)
         if not rows:
             sys.exit(EXIT_INTERRUPT)

@@ -55,7 +55,7 @@ def measure(
         conditions = _conditions(session, source, options, progress)
         origin = "none: messages are continued as one text" if template.source == CONTINUE else "the target's"
         conditions["template"] = {"origin": origin, "sha256": hashlib.sha256(template.source.encode("utf-8", "replace")).hexdigest()}
-        with Waiting() as waiting:
+        with Waiting(session.engine) as waiting:
             rows = bench_prompts(session, prompts, options, template, interrupted=interrupt, progress=progress)
     conditions["costs_ms"] = session.costs
     click.echo(written(rows, _HEADER, [_cells(row) for row in rows], output))

@@ -43,7 +43,10 @@ def target_options(
             ),
             click.option("--device", "-dev", help=device),
             click.option(
-                "-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16."
+                "-t",
+                "--threads",
+                type=click.IntRange(1, 512),
+                help="CPU threads, always so many. Default: as many as other work leaves cores for, at most 16.",
             ),
             kernels_option,
             click.option(

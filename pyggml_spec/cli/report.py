@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..decode.methods import MODELS
 from ..decode.request import PLAIN, SPECULATIVE
-from ..decode.stats import MUCH_WAITING, Stats
+from ..decode.stats import LEAST_WAITED, MUCH_WAITING, Stats
 from ..ggml.device import graph_replay_enabled
 from ..session import Engaged
 from .names import in_options
@@ -15,7 +15,7 @@ BUSY = (
     "are not those of an idle machine"
 )
 LEAST_REPLAY = 0.99
-LEAST_WAITED = 0.1  # seconds
+AGREE = 1.33  # times as long as a plain step of the text, or as short, plain steps may have been measured to take
 _BAR = " ▁▂▃▄▅▆▇█"
 
 
@@ -54,13 +54,15 @@ def _context(e: Engaged) -> str:
 def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     """Speed, acceptance and the proof that nothing was built while decoding.
 
-    ``plain_ms``: cost of one plain step, measured by this process; ``busy``: while other work had the processor, so that it says little.
+    ``plain_ms``: cost of one plain step, measured by this process; ``busy``: while other work had the processor, so that it says nothing.
     """
     lines = [""]
-    decode = s.seconds["decode"]
+    decode, alone = s.seconds["decode"], not (busy or s.beside_others)
+    agrees = plain_ms is None or s.plain_ms is None or 1 / AGREE <= plain_ms / s.plain_ms <= AGREE
     if s.steps:
-        plain = f"plain {1000 / plain_ms:.1f} tok/s ({'measured on a busy processor' if busy else 'calibrated'}) | " if plain_ms else ""
-        gain = f" | speedup {s.tokens_per_second * plain_ms / 1000:.2f}x" if plain_ms and s.drafted and not busy else ""
+        compared = plain_ms if alone and agrees else None
+        plain = f"plain {1000 / compared:.1f} tok/s (calibrated) | " if compared else ""
+        gain = f" | speedup {s.tokens_per_second * compared / 1000:.2f}x" if compared and s.drafted else ""
         how = "decoded plainly at" if s.mode in (SPECULATIVE, PLAIN) and not s.drafted else s.mode
         lines.append(f"{plain}{how} {s.tokens_per_second:.1f} tok/s{gain}")
         lines.append(f"{s.emitted} tokens in {s.steps} steps: {s.tokens_per_step:.2f} per step, {1000 * decode / s.steps:.2f} ms per step")
@@ -73,12 +75,12 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
         lines.append(f"forced by the constraint: {s.forced} of the drafts, {s.forced_matched} accepted")
     if s.width_reason and s.widths:
         used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
-        lines.append(f"steps: {used}; {s.width_reason}")
-    if s.waited_s is not None and s.waited_share > MUCH_WAITING and s.waited_s >= LEAST_WAITED:
-        threads = "; with more than one thread, all of them wait whenever one does: use -t 1 or stop that work" if s.device == "CPU" else ""
-        lines.append(
-            f"warning: other work had the processor for {s.waited_s:.1f} of {decode:.1f} s, so the speeds are not those of an idle machine{threads}"
-        )
+        why = s.width_reason if alone and agrees else s.width_reason.split(":")[0]  # what is expected of steps is no speed of these
+        lines.append(f"steps: {used}; {why}")
+    lines += _of_others(s)
+    if s.steps and plain_ms and not (alone and agrees):
+        moment = "behind the text" if s.beside_others or busy else "in the text or behind it, where plain steps took different times"
+        lines.append(f"no speed of plain decoding to compare with: other work had the processor {moment}")
     if s.seed is not None:
         lines.append(f"sampling: {s.sampling}; --seed {s.seed}")
     if s.nan_drafts:
@@ -102,6 +104,20 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     )
     lines += [f"note: {note}" for note in s.notes]
     return "\n".join(lines)
+
+
+def _of_others(s: Stats) -> list[str]:
+    """What other work on the machine did to the text's speed."""
+    if not s.beside_others:
+        return []
+    waited = f" for {s.waited_s:.1f} of {s.seconds['decode']:.1f} s" if s.waited_s and s.waited_s >= LEAST_WAITED else ""
+    line = f"warning: other work had the processor{waited}, so the speeds are not those of an idle machine"
+    if s.threads_follow and s.most_threads > 1:
+        used = ", ".join(f"{n} steps by {threads} thread{'s' * (threads > 1)}" for threads, n in sorted(s.threads.items(), reverse=True))
+        line += f"; threads gave way to it, and come back when it ends: {used}"
+    elif s.most_threads > 1:
+        line += f"; -t {s.most_threads} keeps all threads, each of which waits whenever one does: leave -t out, use -t 1, or stop that work"
+    return [line]
 
 
 def _replays(s: Stats, c: dict[str, int]) -> str:

@@ -95,7 +95,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
         options = {"mode": mode, "sampling": sampling, "stop": stop, "ignore_end": ignore_eos, "special": special}
         stats, failed = _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, options)
         if not quiet:
-            with Waiting() as waiting:
+            with Waiting(session.engine) as waiting:
                 measured = bool(stats.steps) and stats.stop_reason != "interrupt"
                 middle = stats.prompt_tokens + stats.emitted // 2  # of the text: what its steps had behind them on average
                 plain_ms = session.calibrate_plain(PLAIN_STEPS, middle) if measured else None

@@ -222,7 +222,7 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, g
     stored = None if fresh else kept(path, {str(width): width for width in (1, *widths)})
     if stored is not None and 1 in stored:
         return stored, True
-    with Waiting() as waiting:
+    with Waiting(engine) as waiting:
         costs = step_costs(engine, widths, given)
     if 1 not in costs:
         return {}, False
@@ -240,7 +240,7 @@ def cached_kinds(engine: Engine, kinds: tuple[Kind, ...], fresh: bool = False) -
     stored = None if fresh else kept(path, names)
     if stored is not None:
         return stored
-    with Waiting() as waiting:
+    with Waiting(engine) as waiting:
         costs = kind_costs(engine, kinds)
     if costs and not waiting.much:
         keep(path, {name: costs[kind] for name, kind in names.items() if kind in costs})
@@ -266,15 +266,21 @@ def keep(path: Path, entry: Mapping[Any, Any]) -> None:
 
 
 class Waiting:
-    """A ``with`` block in which it is watched whether other work has this thread's core; ``much`` says so afterwards."""
+    """A ``with`` block in which it is watched whether other work has this thread's core, or one that the steps of ``engine`` compute on; ``much`` says so
+    afterwards."""
 
     much = False
 
+    def __init__(self, engine: Engine | None = None) -> None:
+        self._engine = engine
+
     def __enter__(self) -> Self:
+        self._calm = self._engine is None or self._engine.calm
         self._began, self._waited = time.perf_counter(), waited_for_core()
         return self
 
     def __exit__(self, *exc: object) -> None:
         waited = waited_for_core()
+        self.much = not self._calm or not (self._engine is None or self._engine.calm)
         if waited is not None and self._waited is not None:
-            self.much = waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)
+            self.much |= waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)

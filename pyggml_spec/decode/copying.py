@@ -64,7 +64,7 @@ def cached_chunk_costs(engine: Engine) -> list[Chunk]:
     ]
     if found:
         return found
-    with Waiting() as waiting:
+    with Waiting(engine) as waiting:
         found = chunk_costs(engine)
     if found and not waiting.much:
         keep(path, {f"{chunk.rows} rows, {way}": getattr(chunk, way) for chunk in found for way in ("host", "copies")})

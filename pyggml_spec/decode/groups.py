@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ggml.device import default_threads
+from ..ggml.cores import default_threads
 from .width import Kind
 
 WARMUP = 3  # rounds of new graphs: they are built, captured by ggml-cuda, and the first one of groups begins with nobody beside it

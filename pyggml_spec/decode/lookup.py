@@ -6,10 +6,11 @@ there sooner than a dear block. Taking the step that wins most leads to the high
 workloads it is within 2.5 % of the best single method, or above it, where tokens per millisecond fell to 12 % below.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..engine.options import MOST_SLOTS
+from .conditions import Conditioned
 from .confidence import as_of_one
 from .suffix import LOOKUPS, SuffixDrafts, SuffixPool
 
@@ -52,13 +53,15 @@ class Choice(NamedTuple):
 NOTHING, PLAINLY = ([Choice([[] for _ in range(n)], otherwise) for n in range(MOST_SLOTS + 1)] for otherwise in (True, False))
 
 
-class LookupControl:
+class LookupControl(Conditioned):
     """For the sequences of one engine.
 
     Args:
         method: of ``suffix.LOOKUPS``.
         costs: milliseconds of a step of one sequence by rows, which verifies given ids; 1: a plain one. The rows that blocks can have.
     """
+
+    _apart = ("_costs", "_alone", "_seen")
 
     def __init__(self, method: str, costs: Mapping[int, float], pool: SuffixPool | None = None) -> None:
         self.method, self._alone = method, dict(costs)
@@ -139,6 +142,16 @@ class LookupControl:
     def _cut(sequences: Sequence[SuffixDrafts | None], chosen: Sequence[bool], rows: int) -> list[list[int]]:
         return [s.match.drafts[: rows - 1] if s is not None and s.match is not None and of else [] for s, of in zip(sequences, chosen)]
 
+    @property
+    def _costs_of_now(self) -> dict[tuple[int, int], float]:
+        return self._costs
+
+    def under(self, condition: Hashable, looks: int = 0) -> bool:
+        changed = super().under(condition, looks)
+        if changed:
+            self._paces = {}
+        return changed
+
     def observe(self, covered: int, rows: int | None, milliseconds: float, tokens: int) -> None:
         """A step brought ``tokens``; ``rows``: of one that only verified given ids, or None."""
         pace = self._paces.get(covered)
@@ -147,6 +160,9 @@ class LookupControl:
         if rows is None:
             return
         key = covered, rows
+        if self._is_new(key, milliseconds):
+            self._compare(key)
+            return
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         seen -= WARMUP  # that count
         if seen <= 0:
@@ -161,9 +177,16 @@ class LookupControl:
         if measured is not None and milliseconds > most:
             cost = max(cost, known + LONG_RATE * (min(milliseconds, 2 * max(measured, known)) - known))
         self._costs[key] = cost
+        self._compare(key)
         self._steps += 1
         if measured is not None and not self._steps % FORGETS:
             self._forget(rows)
+
+    def _compare(self, key: tuple[int, int]) -> None:
+        if self._condition is not None and self._unseen:
+            self._like(key)
+            if key[0] == 1 and key in self._base:
+                self._alone = {rows: self._costs[key] / self._base[key] * self._base[1, rows] for rows in self._alone}
 
     def _forget(self, rows: int) -> None:
         """Costs of others than these ``rows`` become what was measured, and longer behind long texts, where all rows take longer. Where plain steps

@@ -33,6 +33,7 @@ from ..engine.engine import Engine
 from ..engine.options import candidate_widths
 from ..engine.slot import Draft, Prompt, StepResult, Verify, Work
 from ..errors import ContextError, DeviceError, EngineError
+from ..ggml.cores import CORES
 from ..memory.prefix import PrefixCache
 from ..memory.prefix_files import PrefixFiles
 from ..memory.slots import covering
@@ -174,6 +175,7 @@ class Scheduler:
         width = engine.options.width if options.mode == REFERENCE and self.width == 1 else self.width
         stats.mode, stats.width, stats.prompt_tokens = options.mode, 1 if options.mode == PLAIN else width, len(ids)
         stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""
+        stats.most_threads, stats.threads_follow = engine.most_threads, engine.threads_follow
         stream = Stream(self, Request(ids, options, stats, width, engine.target.n_vocab), stats)
         stream._known = stream._filled = known
         stream._progress, stream._interrupted = progress, interrupted
@@ -724,6 +726,7 @@ class Scheduler:
             stats.prompt_steps += 1
             return 0, 1e-6 * spent
         times, rows = results[decoding[0].slot].times, 1
+        threads, calm = self.engine.threads, self.engine.calm
         upload, compute, read = times.upload, times.compute, times.read
         rest = max(0, spent // 1000 - upload - compute - read)
         for stream in decoding:
@@ -737,6 +740,7 @@ class Scheduler:
             if (wait := now - stream._last_step) > self._longest_wait:
                 self._longest_wait = wait
             stream._last_step = now
+            own.count_step(stream._rows, wait, threads, calm)
             if own.steps == WARMUP_STEPS and stream._counters is not None:
                 stream._counters.warm()
             rows = max(rows, stream._rows)
@@ -747,23 +751,32 @@ class Scheduler:
     def _teach(self, work: Mapping[int, Work], decoding: Sequence[Stream], width: int, milliseconds: float) -> None:
         """Tells whoever chooses what the step of ``width`` rows brought those that decode, and what it took but for building its graph."""
         milliseconds -= 1e-3 * (self.engine.waited_us - self._waited_us)
+        others = self._others_came()
         if self.lookup is not None and self._lookups and len(work) == len(decoding):
             if len(work) == 1:
                 given, tokens = isinstance(work[decoding[0].slot], Verify), decoding[0]._matched + 1
             else:
                 given, tokens = all(isinstance(item, Verify) for item in work.values()), sum([s._matched + 1 for s in decoding])
-            self.lookup.observe(self._covered, width if given else None, milliseconds, tokens)
+            self.lookup.observe(self._covered, width if given and not others else None, milliseconds, tokens)
         if self._weighed and (confidence := self._confidence(self._kind)) is not None:
             confidence.observe(self._weighed, self._covered, self._verifying if len(work) == len(decoding) == len(self._weighed) else None)
         if self._rounds.control is not None:
             self._rounds.whole()
         late = 1e-3 * (self.engine.catch_up_us - self._catch_up_us)
         if self.widths is not None and (self._looked is None or self._looked.otherwise):
-            self._observe(decoding, width, milliseconds, len(work) == len(decoding), late)
+            self._observe(decoding, width, milliseconds, len(work) == len(decoding) and not others, late)
             self._plains = self._plains + 1 if self._kind == PLAIN_STEP else 0
             self._unheard = 1 if self._plains > PLAINS and self._plains % ASKED else 0
         else:
             self._unheard += 1
+
+    def _others_came(self) -> bool:
+        """Whether other work came or went, so that the step says nothing of what steps cost."""
+        condition, looks = self.engine.condition, CORES.looks
+        changed = self.lookup is not None and self.lookup.under(condition, looks)
+        if self.widths is not None and self.widths.others_came(condition, looks, self._sequences):
+            self._unheard, changed = 0, True
+        return changed
 
     def _observe(self, decoding: Sequence[Stream], width: int, milliseconds: float, alone: bool, late: float) -> None:
         """Tells width control what the step of ``width`` rows brought. ``alone``: no prompt rode along; ``late``: milliseconds of catching up."""

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Self
 
+LEAST_WAITED = 0.1  # seconds
+COLD, ENOUGH_PLAIN = 4, 8  # plain steps behind blocks and prompts that find caches cold; that say what they take
 MUCH_WAITING = 0.1  # share; 0.00 to 0.02 on idle cores; 0.76, at a seventieth of the speed, with two threads on two cores that are in use
 
 
@@ -40,6 +42,10 @@ class Stats:
         cuda_graphs: on a CUDA device, how steps were launched: warmup (first two calls of a graph), captured (graphs), replayed, eager; and of graphs
             ahead (captured before their first call), ahead_us (microseconds for that), inside (captured within their second call although asked for ahead).
         seconds: wall-clock time by phase: load, prefill, decode.
+        threads: how many steps were computed by n threads of the CPU; empty where it computes none.
+        most_threads, threads_follow: threads where no other work needs its cores, and whether there are fewer where it does.
+        beside_s: of the decode time, when other work had cores of those threads.
+        plain_steps, plain_s: plain steps behind others, and what they took, all that the host does between steps included.
         waited_s: of the decode time, when other work had the core of the thread that decodes; None where the system does not say.
         host_us: host microseconds per phase of a step, summed: upload, compute (launch), read (includes waiting), host (the rest).
     """
@@ -81,12 +87,19 @@ class Stats:
     read_bytes: int = 0
     seconds: dict = field(default_factory=lambda: {"load": 0.0, "prefill": 0.0, "decode": 0.0})
     host_us: dict = field(default_factory=lambda: {"upload": 0, "compute": 0, "read": 0, "host": 0})
+    threads: Counter = field(default_factory=Counter)
+    most_threads: int = 0
+    threads_follow: bool = False
+    beside_s: float = 0.0
+    plain_steps: int = 0
+    plain_s: float = 0.0
     waited_s: float | None = None
     memory: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     versions: dict = field(default_factory=dict)
     cuda_graphs: dict | None = None
     experts: dict | None = None
+    _in_a_row: int = 0  # plain steps
 
     def add_block(self, width: int, matched: int, drafted_by_model: bool, drafts: int | None = None) -> None:
         """Counts one decode step over ``width`` rows whose first ``matched`` drafts were accepted.
@@ -112,6 +125,17 @@ class Stats:
             for i in range(min(matched, drafts)):
                 matched_at[i] += 1
 
+    def count_step(self, rows: int, nanoseconds: int, threads: int, calm: bool) -> None:
+        """Counts what one step took. A plain step says what such steps take only where more than COLD of them came before it."""
+        if threads:
+            self.threads[threads] += 1
+        if not calm:
+            self.beside_s += 1e-9 * nanoseconds
+        self._in_a_row = self._in_a_row + 1 if rows == 1 else 0
+        if self._in_a_row > COLD:
+            self.plain_steps += 1
+            self.plain_s += 1e-9 * nanoseconds
+
     def credit(self, who: str, drafted: int, matched: int) -> None:
         """Counts a step's drafts for whoever made them."""
         steps, drafts, accepted = self.drafters.get(who, (0, 0, 0))
@@ -125,7 +149,7 @@ class Stats:
         out.matched_at, out.offered_at, out.notes = self.matched_at[:], self.offered_at[:], self.notes[:]
         out.seconds, out.host_us = {**self.seconds}, {**self.host_us}
         out.reused_from, out.drafters = {**self.reused_from}, {**self.drafters}
-        out.block_sizes, out.widths = _copied(self.block_sizes), _copied(self.widths)
+        out.block_sizes, out.widths, out.threads = _copied(self.block_sizes), _copied(self.widths), _copied(self.threads)
         return out
 
     @property
@@ -156,9 +180,20 @@ class Stats:
         return self.experts["hits"] / self.experts["chosen"] if self.experts and self.experts["chosen"] else None
 
     @property
+    def plain_ms(self) -> float | None:
+        """Milliseconds of a plain step of this very text; None where it had too few to say."""
+        return 1000 * self.plain_s / self.plain_steps if self.plain_steps >= ENOUGH_PLAIN else None
+
+    @property
     def waited_share(self) -> float:
         """Share of the decode time that was spent waiting for a core that other work had."""
         return self.waited_s / self.seconds["decode"] if self.waited_s and self.seconds["decode"] > 0 else 0.0
+
+    @property
+    def beside_others(self) -> bool:
+        """Whether other work had so much of the processor that the speeds are not those of an idle machine."""
+        waited = self.waited_s is not None and self.waited_share > MUCH_WAITING and self.waited_s >= LEAST_WAITED
+        return waited or (self.beside_s >= LEAST_WAITED and self.beside_s > MUCH_WAITING * self.seconds["decode"])
 
     @property
     def matched_per_position(self) -> list[float]:
@@ -172,9 +207,10 @@ class Stats:
 
     def as_dict(self) -> dict:
         """Plain values, JSON-ready, with the derived figures."""
-        out = {k: v for k, v in self.__dict__.items() if k not in ("block_sizes", "widths")}
+        out = {k: v for k, v in self.__dict__.items() if k not in ("block_sizes", "widths", "threads", "_in_a_row")}
         out["block_sizes"] = {str(k): v for k, v in sorted(self.block_sizes.items())}
         out["widths"] = {str(k): v for k, v in sorted(self.widths.items())}
+        out["threads"] = {str(k): v for k, v in sorted(self.threads.items())}
         out["drafters"] = {name: list(counts) for name, counts in self.drafters.items()}
         out["tokens_per_step"] = self.tokens_per_step
         out["acceptance"] = self.acceptance

@@ -26,11 +26,12 @@ takes 2 to 4 % more there, so where no block pays by what was seen most texts ar
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from .conditions import Conditioned
 from .confidence import Confidence
 
 
@@ -286,13 +287,15 @@ class _Use:
     late: float = 0.0  # milliseconds that a block behind plain steps takes longer: it computes the drafter's rows of those, too
 
 
-class WidthControl:
+class WidthControl(Conditioned):
     """Chooses the kind of each step. ``widths``: of every drafter; ``costs``: milliseconds by kind for one slot, None to learn them; ``more``:
     further kinds of these drafters.
 
     Attributes:
         confidence: by drafter, of those that say what their drafts are worth.
     """
+
+    _apart = ("costs", "measured", "_tries", "_guesses", "_between", "_settled", "_seen", "_fast", "_allowed", "_slower", "_before")
 
     def __init__(self, widths: Mapping[str, Sequence[int]], costs: Mapping[Kind, float] | None = None, more: Iterable[Kind] = ()) -> None:
         self.widths = {name: tuple(sorted(w for w in of if w > 1)) for name, of in widths.items() if any(w > 1 for w in of)}
@@ -321,6 +324,9 @@ class WidthControl:
         self._between: set[int] = set()  # numbers of slots that began with guesses
         self._settled: set[int] = {1} if costs else set()
         self._uses: dict[int, _Use] = {}
+        self._slower = self._before = (
+            1.0  # than under the first condition, plain steps of one slot; and under that which its costs were guessed from
+        )
         self._seen: Counter = Counter()
         self._fast: Counter = Counter()
 
@@ -509,7 +515,7 @@ class WidthControl:
     def cost(self, covered: int, kind: Kind) -> float:
         """Milliseconds that such a step is expected to take, which are fewer than all of its rows take where its drafter's doubts cut blocks."""
         ms, doubts = self.costs[covered, kind], self.confidence.get(kind.drafter)
-        return ms if doubts is None else max(ms - doubts.saves(kind.width, covered), self.costs[covered, PLAIN_STEP])
+        return ms if doubts is None else max(ms - self._slower * doubts.saves(kind.width, covered), self.costs[covered, PLAIN_STEP])
 
     def _cheapest(self, covered: int) -> float:
         """Milliseconds of the cheapest block."""
@@ -536,9 +542,9 @@ class WidthControl:
         return {kind: tokens / costs[covered, kind] for kind, tokens in self.expected(sequences).items()}
 
     def pace(self, covered: int, kind: Kind, sequences: Sequence[Drafted | None]) -> float:
-        """Tokens per millisecond that steps of this kind are expected to give, or plain ones where those give more."""
+        """Tokens per millisecond that steps of this kind are expected to give, or plain ones where those give more: milliseconds as they were measured."""
         speed = self._speeds(covered, sequences) if covered in self._settled else {}
-        return max(speed.get(kind, 0.0), speed.get(PLAIN_STEP, 0.0))
+        return self._slower * max(speed.get(kind, 0.0), speed.get(PLAIN_STEP, 0.0))
 
     def observe(
         self,
@@ -606,10 +612,30 @@ class WidthControl:
 
     # -- costs
 
+    @property
+    def _costs_of_now(self) -> dict[tuple[int, Kind], float]:
+        return self.costs
+
+    def _unmeasured(self) -> None:
+        self.measured, self._seen, self._fast, self._before = {}, Counter(), Counter(), self._slower
+        self._tries.update({key: TRIES - self._tries[key] for key in self.costs if self._tries[key] > TRIES})
+
+    def others_came(self, condition: Hashable, looks: int, sequences: Iterable[Drafted | None]) -> bool:
+        """``under`` for these sequences, which try anew what pays where it is another condition."""
+        if not self.under(condition, looks):
+            return False
+        self._uses = {covered: _Use(late=use.late, steps=use.steps) for covered, use in self._uses.items()}
+        for s in (s for s in sequences if s is not None and 1 in self._settled):
+            s.allowed, s.won = max(s.allowed, self._text_loss), max(s.won, 0.0)
+        return True
+
     def _learn(self, covered: int, kind: Kind, milliseconds: float, least_rate: float = 0.0) -> None:
         key = covered, kind
         known, tries = self.costs.get(key), self._tries[key] + 1
         self._tries[key] = tries
+        if self._is_new(key, milliseconds):
+            self._compare(key)
+            return
         if tries <= TRIES:
             if tries <= WARMUP:
                 return
@@ -624,8 +650,14 @@ class WidthControl:
         least, most = (measured / 2, measured * 2) if measured is not None else (0.0, 2 * known)
         rate = max(COST_RATE, 1 / (tries - TRIES + MEASURED_WEIGHT), least_rate)
         self.costs[key] = known + rate * (min(max(milliseconds, least), most) - known)  # one stalled step proves nothing
+        self._compare(key)
         if measured is not None and kind != PLAIN_STEP:
             self._infer()
+
+    def _compare(self, key: tuple[int, Kind]) -> None:
+        self._like(key)
+        if self._condition is not None and (plain := (1, PLAIN_STEP)) in self._base:
+            self._slower = self._before * self.costs[plain] / self._base[plain]
 
     def _infer(self) -> None:
         """What kinds of blocks cost that were measured beforehand and never seen: as much less than that as those that were seen, or else as plain steps."""

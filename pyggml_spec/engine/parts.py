@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar, cast
 
 from ..errors import DeviceError, EngineError
 from ..ggml.chain import Turns
+from ..ggml.cores import Rule
 from ..ggml.device import Backend
 from ..ggml.step_io import StepIO
 from ..memory.boundary import BoundaryRows
@@ -83,6 +84,13 @@ class Parts:
         except BaseException:
             self.close()
             raise
+
+    def thread_rules(self) -> list[Rule]:
+        """How many threads compute, of each CPU: those that have layers, and those that compute experts in host memory."""
+        weights = getattr(self.target.weights, "parts", [self.target.weights])
+        hosts = [host for of in weights if (host := getattr(of, "host_experts", None)) is not None]
+        rules = [getattr(one, "rule", None) for one in (*(segment.backend for segment in self.segments), *hosts)]
+        return [rule for rule in rules if rule is not None]
 
     def _own(self, part: P) -> P:
         self._owned.append(part)

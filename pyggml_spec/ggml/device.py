@@ -12,6 +12,7 @@ from ..errors import DeviceError
 from ..pin import installed_libraries
 from ..suggest import meant
 from . import host_memory
+from .cores import CORES, Rule, default_threads
 from .kernels import pick_level
 from .library import FITNESS, Buffer, BufferType, CData, Context, DeviceHandle, LevelHandle, Tensor, check_present, ffi, lib, text
 from .workers import is_worker
@@ -147,11 +148,6 @@ def free_bytes(device: Device) -> int:
     return host_memory.free(device.memory_total) if device.kind == "cpu" else device.memory_free
 
 
-def default_threads() -> int:
-    """Threads for the CPU backend: the cores this process may run on, at most 16 (memory bandwidth is used up before that)."""
-    return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
-
-
 MOST_THREADS = 512  # GGML_MAX_N_THREADS
 _NO_GRAPHS = "GGML_CUDA_DISABLE_GRAPHS"  # ggml-cuda reads it once, at its first graph
 
@@ -175,13 +171,14 @@ def disable_graph_replay() -> None:
 class Backend:
     """One execution stream on a device. Owns its ggml backend; ``close`` is idempotent.
 
-    ``level``: of our own kernels, None where ggml's are used; ``kernels`` as in ``pick_level``. ``workers``: see ``workers_of``.
+    ``threads``: of a CPU, always so many; None: as many as other work leaves cores for, ``default_threads`` at most. ``level``: of our own kernels, None
+    where ggml's are used; ``kernels`` as in ``pick_level``. ``workers``: see ``workers_of``.
     """
 
     opened = 0  # backends of this process so far
 
     def __init__(self, device: Device, threads: int | None = None, kernels: str | None = None) -> None:
-        threads = default_threads() if threads is None else whole(threads, "the number of threads", 1, MOST_THREADS, DeviceError)
+        most = default_threads() if threads is None else whole(threads, "the number of threads", 1, MOST_THREADS, DeviceError)
         self.level = pick_level(kernels, device.kind)
         Backend.opened += 1
         self.device = device
@@ -191,11 +188,22 @@ class Backend:
         if self.handle == ffi.NULL:
             check_present(self.workers)
             raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another `device`")
-        self.threads = 0
+        self.rule: Rule | None = None  # of a CPU: how many threads compute
         if device.kind == "cpu":
-            self.threads = threads
-            set_threads = self._proc("ggml_backend_set_n_threads")
-            lib.call_set_n_threads(set_threads, self.handle, self.threads)
+            self.rule = Rule(most, threads is None)
+            self._begin_threads(self.rule)
+
+    def _begin_threads(self, rule: Rule) -> None:
+        set_threads, handle = self._proc("ggml_backend_set_n_threads"), self.handle
+        lib.call_set_n_threads(set_threads, handle, rule.most)
+        if rule.adapts and not lib.pgs_threads_begin(handle, set_threads, rule.most):
+            rule.adapts = False
+        CORES.join(rule, lambda threads: lib.pgs_threads_now(handle, threads))
+
+    @property
+    def threads(self) -> int:
+        """Of a CPU, that compute where no other work needs its cores; 0 of another device."""
+        return self.rule.most if self.rule is not None else 0
 
     def _proc(self, name: str) -> CData:
         return lib.ggml_backend_reg_get_proc_address(lib.ggml_backend_dev_backend_reg(self._dev), name.encode())
@@ -294,6 +302,9 @@ class Backend:
 
     def close(self) -> None:
         if self.handle is not None:
+            if self.rule is not None:
+                CORES.leave(self.rule)
+                lib.pgs_threads_end(self.handle)
             lib.ggml_backend_free(self.handle)
             self.handle = None
 

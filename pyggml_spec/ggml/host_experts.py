@@ -48,6 +48,7 @@ class HostExperts:
 
     def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], glu: str, types: Sequence[int] = ()) -> None:
         self.n_layer, self.n_expert, self._err = sizes["n_layer"], sizes["n_expert"], new_err()
+        self.rule = host.rule  # of the host's threads
         more = {"glu": GLU[glu], "distinct": _needs_distinct(device), "level": host.level_handle}
         if host.level is not None:
             pairs, widest = sizes["n_used"] * sizes["max_rows"], max(sizes["n_embd"], sizes["n_ff"])

@@ -7,6 +7,10 @@ _NAMES = {  # by version of control groups: limit, what is used, and of that wha
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
+_LIMITS = {
+    "memory": {version: names[0] for version, names in _NAMES.items()},
+    "cpu": {2: "cpu.max", 1: "cpu.cfs_quota_us"},
+}  # by controller
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60  # version 1 has a number of pages near 2^63 bytes
 
@@ -34,8 +38,9 @@ def meminfo(name: str, unknown: int) -> int:
 
 
 @cache  # which they are stays; their limits are read at every allocation, 0.03 ms each: a container may get one later
-def own_groups(groups: Path, own: Path) -> list[tuple[Path, int]]:
-    """The control groups with a say in memory that this process is in, and their version; ``own``: where Linux says which."""
+def own_groups(groups: Path, own: Path, controller: str = "memory") -> list[tuple[Path, int]]:
+    """The control groups with a say in memory, or in what else the ``controller`` is for, that this process is in, and their version; ``own``: where
+    Linux says which."""
     found: dict[Path, int] = {}
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
@@ -43,15 +48,15 @@ def own_groups(groups: Path, own: Path) -> list[tuple[Path, int]]:
         return []
     for _, controllers, path in (line for line in lines if len(line) == 3):
         if not controllers:
-            version, top = 2, groups
-        elif "memory" in controllers.split(","):
-            version, top = 1, groups / "memory"
+            version, tops = 2, [groups, groups / "unified"]
+        elif controller in controllers.split(","):
+            version, tops = 1, [groups / controllers, groups / controller]
         else:
             continue
         # a container may see its own group as the top one, whatever the path says
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-            found[top / str(group).lstrip("/")] = version
-    return [(group, version) for group, version in found.items() if (group / _NAMES[version][0]).exists()]
+            found |= {top / str(group).lstrip("/"): version for top in tops}
+    return [(group, version) for group, version in found.items() if (group / _LIMITS[controller][version]).exists()]
 
 
 def _limit(group: Path, version: int) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ConvertError
 from ..files import new_file
-from ..ggml.device import default_threads
+from ..ggml.cores import default_threads
 from ..ggml.library import lib, text
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief

@@ -20,7 +20,8 @@ from ..checks import whole
 from ..errors import DeviceError
 from ..files import make_private
 from ..folders import cache_folder
-from ..ggml.device import Device, default_threads, devices, free_bytes, pick_device
+from ..ggml.cores import default_threads
+from ..ggml.device import Device, devices, free_bytes, pick_device
 from ..ggml.rpc import library
 from ..ggml.workers import PROTOCOL
 

@@ -1,5 +1,9 @@
 """What the footer says of unusual runs."""
 
+from collections import Counter
+
+import pytest
+
 from pyggml_spec.cli.report import engaged_line, footer
 from pyggml_spec.decode.stats import Stats
 from pyggml_spec.session import Engaged
@@ -35,28 +39,66 @@ def test_a_drafter_that_will_not_draft_is_called_idle():
     """It said "width chosen from 1" where no block width pays."""
     memory = {"weights": 1, "kv": 1, "compute": 1}
     lines = {
-        widths: engaged_line(Engaged("t", "d", None, "CPU", 1, 16, widths, 256, "f16", "ggml", memory, ()), None)
+        widths: engaged_line(Engaged("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", memory, ()), None)
         for widths in ((1,), (1, 2), ())
     }
     assert "on CPU (1 thread, kernels: ggml) | drafter d idle (no block width is faster" in lines[1,]
-    told = engaged_line(Engaged("t", "d", None, "CPU", 1, 16, (1, 2), 256, "f16", "ggml", memory, ()), "reference")
+    told = engaged_line(Engaged("t", "d", None, "CPU", 1, 16, (1, 2), 256, "", "f16", "ggml", memory, ()), "reference")
     assert "the text is that of --draft-width 16" in told  # and not that of a width chosen while running
     assert "drafter d, width chosen from 1/2" in lines[1, 2] and "drafter d, width 16" in lines[()]
 
 
 def test_a_busy_machine_is_named():
     """Two threads on two busy cores decode at a seventieth of the speed; without a word the model or the engine would be blamed."""
-    assert "other work had the processor for 1.5 of 2.0 s" in (busy := footer(_stats(waited_s=1.5), None)) and "-t 1" in busy
+    busy = footer(_stats(waited_s=1.5, most_threads=2), None)
+    assert "other work had the processor for 1.5 of 2.0 s" in busy and "-t 2 keeps all threads" in busy and "leave -t out" in busy
+    follows = _stats(waited_s=0.0, most_threads=2, threads_follow=True, threads=Counter({2: 3, 1: 6}), beside_s=1.2)
+    assert "threads gave way to it, and come back when it ends: 3 steps by 2 threads, 6 steps by 1 thread" in (
+        busy := footer(follows, None)
+    )
+    assert "other work had the processor, so" in busy and "-t" not in busy
     moment = _stats(waited_s=0.02)
     moment.seconds["decode"] = 0.03
     assert "other work" not in footer(moment, None)  # it said "for 0.0 of 0.0 s"
     for idle in (0.02, 0.0, None):
-        assert "other work" not in footer(_stats(waited_s=idle), None)
+        assert "other work" not in footer(
+            _stats(waited_s=idle, beside_s=0.1, threads=Counter({2: 9}), most_threads=2, threads_follow=True), None
+        )
+
+
+def _drafted(**more) -> Stats:
+    drafted = Stats(mode="speculative", device="CPU", width_reason="width 4: 900 tok/s expected, plain decoding would give 800", **more)
+    drafted.add_block(4, 3, True)
+    drafted.seconds["decode"] = 1.0
+    return drafted
 
 
 def test_a_speedup_over_a_busy_moment_is_not_claimed():
-    drafted = Stats(mode="speculative", device="CPU")
-    drafted.add_block(4, 3, True)
-    drafted.seconds["decode"] = 1.0
-    assert "plain 2.0 tok/s (calibrated)" in (line := footer(drafted, 500.0)) and "speedup 1.50x" in line
-    assert "plain 2.0 tok/s (measured on a busy processor)" in (line := footer(drafted, 500.0, True)) and "speedup" not in line
+    assert "plain 2.0 tok/s (calibrated)" in (line := footer(_drafted(), 500.0)) and "speedup 1.50x" in line
+    for line in (footer(_drafted(), 500.0, True), footer(_drafted(beside_s=0.5), 500.0)):
+        assert "plain 2.0" not in line and "speedup" not in line and "expected" not in line
+        assert "no speed of plain decoding to compare with: other work had the processor behind the text" in line
+
+
+def test_no_speed_is_printed_that_the_same_run_contradicts():
+    """It said "plain 0.4 tok/s (measured on a busy processor) | decoded plainly at 109.0 tok/s"."""
+    plainly = _stats()
+    for _ in range(40):
+        plainly.count_step(1, 10_000_000, 2, True)
+    assert plainly.plain_ms == pytest.approx(10) and plainly.threads == {2: 40}
+    for ms, shown in ((11.0, True), (9.0, True), (2500.0, False), (4.0, False)):
+        line = footer(plainly, ms)
+        assert (f"plain {1000 / ms:.1f} tok/s" in line) == shown and "decoded plainly at 4.5 tok/s" in line
+        assert ("no speed of plain decoding to compare with" in line) != shown
+    drafted = _drafted()
+    for n in range(60):
+        drafted.count_step(1 if n % 10 else 4, 10_000_000, 2, True)
+    assert "speedup" in footer(drafted, 10.0) and "speedup" not in footer(drafted, 30.0)
+
+
+def test_few_plain_steps_say_nothing_of_what_they_take():
+    stats = _stats()
+    for _ in range(5):
+        for rows in (4, 1, 1, 1, 1):  # the first ones behind a block find caches cold
+            stats.count_step(rows, 90_000_000, 2, True)
+    assert stats.plain_ms is None and "plain 100.0 tok/s" in footer(stats, 10.0)
