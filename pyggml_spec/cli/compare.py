@@ -8,19 +8,32 @@ import click
 from ..errors import PyspecError
 from .help import Command
 from .main import EXIT_CHECK
-from .options import cache_type_options, kernels_option
+from .options import cache_type_options, kernels_option, text_of
 from .tables import json_line
 from .terminal import printable, progress_line, say
 
 # NMSE. ggml-cuda gives 4e-6 on the embedded target and 1e-5 at most on tiny models: fused matrices are summed otherwise. Our own kernels sum everything
 # otherwise, and a last bit can flip the rounding of an activation to 8 bits: 9e-5 on the embedded target, 6e-5 where attention alone is ours.
 GGML_ON_CPU, GGML_ELSEWHERE, OWN = 1e-10, 1e-4, 1e-3
+EQUAL, ROUNDING, DIFFERS = "equal", "rounding", "differs"
+_VERDICTS = {
+    EQUAL: "equal bit for bit: with this file, this engine computes what llama.cpp computes",
+    ROUNDING: "equal to rounding: the NMSE of {nmse} is within the tolerance of {tolerance}. Both sum the same products in another order, so a near-tie may fall "
+    "the other way; there is nothing to do. On a CPU, --kernels ggml gives llama.cpp's bits",
+    DIFFERS: "differs: the NMSE of {nmse} is above the tolerance of {tolerance}, which rounding does not explain; texts will not be llama.cpp's. Compare with --device CPU "
+    "--kernels ggml to tell a kernel from a bug: where that is equal, a kernel of this device is wrong; where it is not, fetch the file again, and "
+    "report it with what `pyspec inspect` prints",
+}
 
 
 @click.command("compare", cls=Command)
 @click.option("--logits", "file", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines.")
 @click.option("--weights", "files", type=click.Path(), nargs=2, metavar="A B", help="Two GGUFs of one model; A is the reference.")
-@click.option("--tokens", default=64, show_default=True, help="Random tokens to feed to both engines.")
+@click.option(
+    "--tokens", default=64, show_default=True, help="Tokens to feed to both engines: so many random ones, and the first ones of a text."
+)
+@click.option("-p", "--prompt", help="Text to compare on. Default: some lines of prose, code and a table.")
+@click.option("-f", "--file", "text_file", type=click.Path(), help="File with that text.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random tokens.")
 @click.option(
     "--tolerance",
@@ -32,27 +45,44 @@ GGML_ON_CPU, GGML_ELSEWHERE, OWN = 1e-10, 1e-4, 1e-3
 @kernels_option
 @cache_type_options
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object.")
-def command(file, files, tokens: int, seed: int, tolerance: float | None, device: str | None, threads: int | None, as_json: bool, **types):
+def command(
+    file,
+    files,
+    tokens: int,
+    prompt: str | None,
+    text_file: str | None,
+    seed: int,
+    tolerance: float | None,
+    device: str | None,
+    threads: int | None,
+    as_json: bool,
+    **types,
+):
     """Is this engine, or this file, right? Exit code 3 if not.
 
-    --logits feeds the same tokens to pyspec and to llama.cpp and compares all logits. --weights compares two files tensor by tensor.
+    --logits feeds the same tokens to pyspec and to llama.cpp, random ones and a text's, compares all logits, and ends with a verdict: equal bit for bit, equal to
+    rounding, or different (exit code 3). --weights compares two files tensor by tensor.
     """
     if tolerance is not None and math.isnan(tolerance):
         raise click.UsageError("--tolerance is nan, but it has to be a number from 0 up")
     if (file is None) == (files is None):
         raise click.UsageError("name either --logits FILE or --weights A B")
     options = {"device": device, "threads": threads, **types}
-    passed = _weights(files[0], files[1], as_json) if files else _logits(file, tokens, seed, tolerance, options, as_json)
+    passed = (
+        _weights(files[0], files[1], as_json)
+        if files
+        else _logits(file, tokens, seed, text_of("prompt", prompt, text_file), tolerance, options, as_json)
+    )
     if not passed:
         sys.exit(EXIT_CHECK)
 
 
-def _logits(file: str, tokens: int, seed: int, tolerance: float | None, options: dict, as_json: bool) -> bool:
+def _logits(file: str, tokens: int, seed: int, text: str | None, tolerance: float | None, options: dict, as_json: bool) -> bool:
     from ..ggml.device import pick_device
     from ..ggml.kernels import pick_level
     from ..gguf_io import GGUFFile
     from ..models.registry import CHAINS, DRAFTERS
-    from ..tools.compare import compare_logits
+    from ..tools.compare import TEXT, compare_logits
 
     if tolerance is None:
         kind = pick_device(options["device"]).kind
@@ -60,21 +90,33 @@ def _logits(file: str, tokens: int, seed: int, tolerance: float | None, options:
     with GGUFFile(file) as opened:
         if opened.get("general.architecture", str) in (*DRAFTERS, *CHAINS):
             raise PyspecError(f"{file} is a drafter, and --logits runs targets in both engines; name the target it was made for")
-    result = compare_logits(file, tokens, seed, **options)
-    passed = result.nmse <= tolerance
-    click.echo(f"tokens          {result.tokens}")
-    click.echo(f"NMSE            {result.nmse:.3g}{'  (bit-equal)' if result.max_abs == 0 else ''}")
-    click.echo(f"max |diff|      {result.max_abs:.3g}")
-    click.echo(f"argmax agrees   {100 * result.argmax_agree:.2f} % of rows")
-    click.echo(f"greedy agrees   {100 * result.greedy_agree:.0f} % of 64 tokens")
+    found = {
+        "random ids": compare_logits(file, tokens, seed, **options),
+        "text": compare_logits(file, tokens, text=text or TEXT, **options),
+    }
+    for name, result in found.items():
+        click.echo(f"{name}: {result.tokens} tokens")
+        click.echo(f"  NMSE            {result.nmse:.3g}{'  (bit-equal)' if result.max_abs == 0 else ''}")
+        click.echo(f"  max |diff|      {result.max_abs:.3g}")
+        click.echo(f"  argmax agrees   {100 * result.argmax_agree:.2f} % of rows")
+        click.echo(f"  greedy agrees   {100 * result.greedy_agree:.0f} % of 64 tokens")
+    worst = max(found.values(), key=lambda one: one.nmse if one.nmse == one.nmse else math.inf)
+    kind = EQUAL if all(one.max_abs == 0 for one in found.values()) else ROUNDING if worst.nmse <= tolerance else DIFFERS
+    verdict = _VERDICTS[kind].format(nmse=f"{worst.nmse:.3g}", tolerance=f"{tolerance:g}")
+    if kind != DIFFERS:
+        click.echo(f"verdict: {verdict}")
     if as_json:
-        click.echo(json_line({**result.as_dict(), "tolerance": tolerance, "passed": passed}))
-    if not passed:
-        say(
-            f"pyspec: the NMSE of {result.nmse:.3g} is above the tolerance of {tolerance:g}; "
-            "compare with --device CPU --kernels ggml to tell a kernel from a bug"
-        )
-    return passed
+        told = {
+            **found["random ids"].as_dict(),
+            "text": found["text"].as_dict(),
+            "tolerance": tolerance,
+            "passed": kind != DIFFERS,
+            "verdict": kind,
+        }
+        click.echo(json_line(told))
+    if kind == DIFFERS:
+        say(f"pyspec: verdict: {verdict}")
+    return kind != DIFFERS
 
 
 def _weights(a: str, b: str, as_json: bool) -> bool:

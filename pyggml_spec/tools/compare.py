@@ -14,9 +14,26 @@ from ..memory.kv_types import KVTypes
 from ..models.registry import open_target
 from ..models.rope import RopeOptions
 from ..models.weights import Weights
+from ..text.tokenizer import Tokenizer
 from .reference import LlamaReference
 
 CHUNK = 512
+# Words, code, numbers and letters outside ASCII: what logits of a trained model are sharp on, as they are not on random ids.
+TEXT = """The lighthouse at the end of the harbour was built in 1862. Every evening, when the boats came home, its keeper counted them and wrote the number
+into a book: 14 on the 3rd of May, 12 on the 4th, and none on the night of the storm. "They will be here tomorrow," she said - and they were.
+
+def primes(limit):
+    sieve = [True] * (limit + 1)
+    for n in range(2, int(limit ** 0.5) + 1):
+        if sieve[n]:
+            sieve[n * n :: n] = [False] * len(sieve[n * n :: n])
+    return [n for n in range(2, limit + 1) if sieve[n]]
+
+| city | population | founded |
+|---|---|---|
+| Zürich | 447 082 | 15 BC |
+| 東京 | 14 094 034 | 1457 |
+"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +69,9 @@ def compare_logits(
     cache_type_v: str = "f16",
     rope: RopeOptions | None = None,
     greedy: int = 64,
+    text: str | None = None,
 ) -> Comparison:
-    """Feeds ``tokens`` random ids to both engines, in graphs of exactly the same number of rows, then decodes ``greedy`` tokens greedily on both.
+    """Feeds ``tokens`` random ids, or the first ``tokens`` of ``text``, to both engines, in graphs of exactly the same number of rows, then decodes ``greedy`` tokens greedily on both.
 
     ``kernels``, ``rope``: as for ``load``. ggml's give llama.cpp's logits bit for bit; our own sum in another order.
 
@@ -79,13 +97,18 @@ def compare_logits(
             )
         backend = own(Backend(pick_device(device), threads, kernels))
         target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_alike()))
-        n_ctx = tokens + greedy
+        if text is not None:
+            ids = own(Tokenizer(file)).encode(text)[:tokens]
+            if not ids:
+                raise ContextError("the text to compare on is empty; give some words")
+        else:
+            ids = np.random.default_rng(seed).integers(0, target.n_vocab, tokens).tolist()
+        n_ctx = len(ids) + greedy
         engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv)))
         reference = own(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope))
-        ids = np.random.default_rng(seed).integers(0, target.n_vocab, tokens).tolist()
         ours, theirs = engine.logits(ids), reference.logits(ids)
         agree = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()), greedy)
-        return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), _argmax_agreement(ours, theirs), agree, tokens)
+        return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), _argmax_agreement(ours, theirs), agree, len(ids))
     finally:
         for part in reversed(parts):
             part.close()

@@ -132,6 +132,32 @@ def test_compare_ends_with_one_json_line(pair):
     assert result["tokens"] == 16 and result["nmse"] <= 1e-10 and result["argmax_agree"] == 1.0
 
 
+def test_compare_ends_with_a_verdict_in_words(pair, tmp_path, monkeypatch):
+    """On random ids alone, and with numbers alone, nobody knew whether a file or an engine was wrong."""
+    line = ["compare", "--logits", str(pair[0]), "--tokens", "16", "--device", "CPU", "-t", "1", "--kernels", "ggml"]
+    done = pyspec(*line)
+    assert done.returncode == 0 and done.stdout.decode().splitlines()[-1].startswith("verdict: equal bit for bit")
+    assert b"random ids: 16 tokens" in done.stdout and b"text: 16 tokens" in done.stdout
+    (tmp_path / "text").write_text("some words")
+    assert pyspec(*line, "-f", tmp_path / "text").stdout.count(b"tokens") == pyspec(*line, "-p", "some words").stdout.count(b"tokens")
+    one_sentence(pyspec(*line, "-f", tmp_path / "none"), "none cannot be read")
+    asked = []
+
+    def measured(*_, text=None, **__):
+        asked.append(text)
+        return compare.Comparison(nmse, 1.0, 1.0, 1.0, 4)
+
+    monkeypatch.setattr(compare, "compare_logits", measured)
+    for nmse, code, words in (
+        (1e-5, 0, "equal to rounding: the NMSE of 1e-05 is within the tolerance of 0.001"),
+        (1e-2, 3, "differs: the NMSE of 0.01 is above the tolerance of 0.001, which rounding does not explain"),
+        (float("nan"), 3, "fetch the file again"),
+    ):
+        done = CliRunner().invoke(cli, [*line, "--tolerance", "1e-3", "-p", "these words"])
+        assert done.exit_code == code and words in done.output, done.output
+        assert ("verdict: " in done.stdout) == (code == 0) and asked[-2:] == [None, "these words"]
+
+
 def test_compare_above_the_tolerance_is_3(pair, monkeypatch):
     monkeypatch.setattr(compare, "compare_logits", lambda *_, **__: compare.Comparison(2e-3, 1.0, 1.0, 1.0, 4))
     done = CliRunner().invoke(cli, ["compare", "--logits", str(pair[0]), "--tolerance", "1e-3", "--json"])
