@@ -141,11 +141,11 @@ def test_compare_ends_with_a_verdict_in_words(pair, tmp_path, monkeypatch):
     (tmp_path / "text").write_text("some words")
     assert pyspec(*line, "-f", tmp_path / "text").stdout.count(b"tokens") == pyspec(*line, "-p", "some words").stdout.count(b"tokens")
     one_sentence(pyspec(*line, "-f", tmp_path / "none"), "none cannot be read")
-    asked = []
+    asked, found = [], []
 
     def measured(*_, text=None, **__):
         asked.append(text)
-        return compare.Comparison(nmse, 1.0, 1.0, 1.0, 4)
+        return compare.Comparison(found[-1], 1.0, 1.0, 1.0, 4)
 
     monkeypatch.setattr(compare, "compare_logits", measured)
     for nmse, code, words in (
@@ -153,6 +153,7 @@ def test_compare_ends_with_a_verdict_in_words(pair, tmp_path, monkeypatch):
         (1e-2, 3, "differs: the NMSE of 0.01 is above the tolerance of 0.001, which rounding does not explain"),
         (float("nan"), 3, "fetch the file again"),
     ):
+        found.append(nmse)
         done = CliRunner().invoke(cli, [*line, "--tolerance", "1e-3", "-p", "these words"])
         assert done.exit_code == code and words in done.output, done.output
         assert ("verdict: " in done.stdout) == (code == 0) and asked[-2:] == [None, "these words"]

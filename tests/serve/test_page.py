@@ -18,7 +18,7 @@ from pyggml_spec.serve import page as page_module
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FOLDER = Path(page_module.__file__).parent
-browsers = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no chromium here: apt-get install chromium chromium-driver")
+browsers = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium chromium-driver")
 
 
 def test_the_page_is_small_and_its_own(server):
@@ -48,9 +48,11 @@ def browser():
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service
 
+    assert DRIVER is not None, "chromium is here, and its driver is not: apt-get install chromium-driver"
     options = Options()
     options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1180,1560"):
+    quiet = ("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1180,1560", *quiet):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     made = webdriver.Chrome(options, Service(DRIVER))
@@ -200,3 +202,125 @@ def test_dark_and_light_have_contrast(server, browser):
             assert (b + 0.05) / (a + 0.05) >= 4.5, (scheme, front, back, json.dumps(colours))
     said = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert said == []
+
+
+@pytest.fixture
+def sized(browser):
+    """Sets the width of the page as a phone has it, and back."""
+
+    def size(width: int, height: int = 780) -> None:
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        )
+
+    yield size
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.fixture
+def plain():
+    running = Running("--spec-type", "none")
+    yield running
+    running.end()
+
+
+def count_requests(browser):
+    browser.execute_script(
+        "const real = fetch; window.asked = []; window.fetch = (url, ...more) => { asked.push(url); return real(url, ...more); }"
+    )
+
+
+def asked(browser):
+    return browser.execute_script("return asked.filter(url => url.includes('completions')).length")
+
+
+@browsers
+def test_where_nothing_drafts_one_run_is_enough(plain, browser):
+    """The same text was computed twice to compare plain decoding with itself."""
+    browser.get(plain.url)
+    wait(lambda: "nothing drafts: plain decoding" in text(browser, "model"))
+    assert not browser.find_element("id", "compare").is_displayed() and not browser.find_element("id", "legend").is_displayed()
+    count_requests(browser)
+    generated(browser, 20)
+    assert asked(browser) == 1 and "nothing was drafted" in text(browser, "f-plain") and text(browser, "f-gain") == "-"
+    picture(browser, "page-plain.png")
+
+
+@browsers
+def test_a_run_without_drafts_is_not_compared_with_itself(server, browser):
+    browser.get(server.url)
+    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    count_requests(browser)
+    browser.find_element("id", "speculative").click()
+    generated(browser, 20)
+    assert asked(browser) == 1
+    browser.find_element("id", "speculative").click()
+    generated(browser, 20)
+    wait(lambda: "times" in text(browser, "f-gain"))
+    assert asked(browser) == 3
+
+
+@browsers
+def test_the_header_names_n_gram_drafting(browser):
+    """It said `no drafter: plain decoding`."""
+    running = Running("--spec-type", "suffix")
+    try:
+        browser.get(running.url)
+        wait(lambda: "n-gram drafting (suffix)" in text(browser, "model"))
+        assert "plain decoding" not in text(browser, "model") and browser.find_element("id", "compare").is_displayed()
+    finally:
+        running.end()
+
+
+@browsers
+def test_errors_look_like_errors(server, browser, sized):
+    """They stood where figures stand, in the same letters."""
+    browser.get(server.url)
+    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    look = "const s = getComputedStyle(document.getElementById(arguments[0])); return [s.color, s.fontWeight]"
+    calm = browser.execute_script(look, "status")
+    browser.execute_script("document.getElementById('prompt').value = 'word '.repeat(3000); document.getElementById('tokens').value = 20")
+    browser.find_element("id", "go").click()
+    wait(lambda: "exceeds the available context" in text(browser, "status"))
+    assert browser.execute_script(look, "status") != calm and browser.find_element("id", "status").get_attribute("class") == "error"
+    for width, name in ((1180, "page-error.png"), (360, "page-error-360.png")):
+        sized(width)
+        assert overflow(browser) == []
+        picture(browser, name)
+    sized(1180, 1560)
+    browser.execute_script("document.getElementById('prompt').value = 'a'")
+    generated(browser, 5)
+    assert browser.execute_script(look, "status") == calm
+    browser.execute_script("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    browser.find_element("id", "go").click()
+    wait(lambda: "the server cannot be reached" in text(browser, "status"))
+    browser.find_element("id", "tab-slots").click()
+    wait(lambda: "the server cannot be reached" in text(browser, "s-speed"))
+    assert browser.find_element("id", "s-speed").get_attribute("class") == "error"
+
+
+def overflow(browser):
+    """What is wider than the page: there would be a bar to scroll it with."""
+    return browser.execute_script(
+        "const w = document.documentElement.clientWidth; if (document.documentElement.scrollWidth <= w) return [];"
+        "return [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > w + 1).map(e => e.id || e.tagName)"
+    )
+
+
+@browsers
+def test_it_is_as_wide_as_a_telephone(server, browser, sized):
+    """At 360 px nothing has to be scrolled sideways, before a text, behind it, and in the view of the slots."""
+    sized(360)
+    browser.get(server.url)
+    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    assert browser.execute_script("return innerWidth") == 360 and overflow(browser) == []
+    generated(browser, 60)
+    wait(lambda: "times" in text(browser, "f-gain"))
+    assert overflow(browser) == []
+    wider = "return [...document.querySelectorAll('section, form, table')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.offsetParent).map(e => e.id || e.tagName)"
+    assert browser.execute_script(wider) == []
+    picture(browser, "page-360.png")
+    browser.find_element("id", "tab-slots").click()
+    wait(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
+    assert overflow(browser) == []
+    picture(browser, "page-slots-360.png")

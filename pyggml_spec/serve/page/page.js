@@ -8,7 +8,9 @@ let running = null; // the AbortController of the request under way
 let watching = null; // that of the slots' stream
 
 const number = (value, digits = 1) => value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
-const say = (text) => { $("status").textContent = text; };
+let drafts = true; // whether anything drafts here, of what the server says
+const say = (text, wrong = false) => { $("status").textContent = text; $("status").classList.toggle("error", wrong); };
+const unreached = (error) => error instanceof TypeError ? "the server cannot be reached: " + error.message : error.message;
 
 function headers() {
   const key = $("key").value.trim();
@@ -120,7 +122,7 @@ function figures(end, steps) {
 }
 
 async function generate() {
-  const began = performance.now(), steps = new Steps(), speculative = $("speculative").checked;
+  const began = performance.now(), steps = new Steps(), speculative = drafts && $("speculative").checked;
   running = new AbortController();
   $("go").disabled = true;
   $("stop").disabled = false;
@@ -140,13 +142,16 @@ async function generate() {
       }
       if (event.timings) end = event;
     }
+    if (!end) throw new Error("the answer was cut off: the server ended the stream before its end");
     figures(end, steps);
     const took = number((performance.now() - began) / 1000);
     say(`${end.timings.predicted_n} tokens in ${steps.count} steps, ${took} s`);
     $("answer").setAttribute("aria-busy", "false");
-    if (speculative && $("compare").checked) await compare(end);
+    if (!end.timings.draft_n) $("f-plain").textContent = "this run was plain: nothing was drafted";
+    else if ($("compare").checked) await compare(end);
   } catch (error) {
-    say(error.name === "AbortError" ? "stopped" : error.message);
+    if (error.name === "AbortError") say("stopped");
+    else say(unreached(error), true);
   } finally {
     running = null;
     $("answer").setAttribute("aria-busy", "false");
@@ -170,6 +175,7 @@ async function compare(end) {
 
 async function watch() {
   watching = new AbortController();
+  $("s-speed").classList.remove("error");
   try {
     const response = await fetch("pyspec/live", { headers: headers(), signal: watching.signal });
     if (!response.ok) throw await failed(response);
@@ -188,7 +194,9 @@ async function watch() {
     }
     $("s-speed").textContent = "the server ends";
   } catch (error) {
-    if (error.name !== "AbortError") $("s-speed").textContent = error.message;
+    if (error.name === "AbortError") return;
+    $("s-speed").textContent = unreached(error);
+    $("s-speed").classList.add("error");
   }
 }
 
@@ -214,10 +222,17 @@ async function describe() {
     const response = await fetch("props", { headers: headers() });
     if (!response.ok) throw await failed(response);
     const props = await response.json(), p = props.pyspec;
-    const drafter = p.drafter ? `drafter ${p.drafter}` : "no drafter: plain decoding";
+    const methods = props.default_generation_settings.params["speculative.types"].split(",");
+    const ngram = methods.filter((name) => /^(suffix|ngram)/.test(name)).map((name) => `n-gram drafting (${name})`);
+    const drafter = [...(p.drafter ? [`drafter ${p.drafter}`] : []), ...ngram].join(" and ") || "nothing drafts: plain decoding";
+    drafts = methods[0] !== "none";
+    for (const id of ["speculative", "compare"]) $(id).closest("label").hidden = !drafts;
+    $("legend").hidden = $("positions-box").hidden = !drafts;
+    $("model").classList.remove("error");
     $("model").textContent = `${props.model_alias}, ${drafter}, ${p.device}, ${props.total_slots} slots of ${props.default_generation_settings.n_ctx} tokens`;
   } catch (error) {
-    $("model").textContent = error.message;
+    $("model").textContent = unreached(error);
+    $("model").classList.add("error");
   }
 }
 
