@@ -3,6 +3,7 @@
 # make test  sets everything up and runs the tests
 # make cuda  then builds for NVIDIA GPUs, with the patches; ARCH=90 names others than that of this machine (half an hour)
 # make lint  ruff (layout and rules) and mypy
+# make test-sanitized  runs tests over the extension with address and undefined-behaviour sanitizers, and proves that they find something
 # make test-patches  builds llama.cpp with the patches and runs its tests; the build is kept in the user's cache
 # Set-up needs Python 3.11 or newer, a compiler for C and C++ and CMake's build tools; everything else is Python packages. Building llama-cpp-python
 # takes minutes the first time (its wheel is kept), and so does llama.cpp with the patches; nothing else takes more than seconds.
@@ -12,7 +13,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run serve test cuda lint test-patches clean
+.PHONY: run serve test cuda lint test-patches test-sanitized clean
 .DEFAULT_GOAL := run
 
 $(READY): pyproject.toml CMakeLists.txt scripts/set_up.py $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/cpu/* cmake/*)
@@ -41,6 +42,10 @@ lint: $(READY)
 
 test-patches: $(READY)
 	$(BIN)/python scripts/run_patched_tests.py
+
+test-sanitized: $(READY)
+	$(BIN)/python scripts/run_sanitized_tests.py --proof
+	$(BIN)/python scripts/run_sanitized_tests.py
 
 clean:
 	rm -rf build dist $(READY)

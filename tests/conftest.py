@@ -5,6 +5,10 @@ import os
 
 # Two workers of two threads on two cores: threads that spin at a barrier keep away the one that they wait for. Read when ggml is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.pop("PYSPEC_CACHE", None)  # a test says itself what it is under
+os.environ.pop("PYSPEC_NO_PROBE", None)
+os.environ.pop("PYSPEC_CPU_FEATURES", None)
+os.environ.pop("PYSPEC_PEER_COPIES", None)
 os.environ["PYSPEC_KEEP_DRAFTS"] = "0"  # no test learns from what others' texts taught
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's spin too
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of tests start `pyspec`: without its byte code each would compile it, 0.4 s

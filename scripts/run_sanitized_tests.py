@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Tests over the C extension built with AddressSanitizer and UndefinedBehaviorSanitizer; `make test-sanitized`, weekly in CI's slow set.
+
+    run_sanitized_tests.py [pytest's arguments]
+    run_sanitized_tests.py --proof
+
+What is found ends the process that does it, and so its test. ``--proof`` builds a copy with a write behind an allocation, and fails unless that is found. The
+build stays in build/sanitized. Without arguments, the tests of whatever runs our own C code; they take minutes. ggml itself is not built anew.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ["tests/ggml", "tests/memory/test_delta.py", "tests/memory/test_kv.py", "tests/engine", "tests/decode/test_groups.py"]
+QUICK = ["tests/engine/test_steps.py", "-x", "-k", "test_"]
+INJECTED = (
+    "csrc/step_graph.c",
+    "    role->backend = backend;\n",
+    "    role->backend = backend;\n    ((volatile char *) role)[sizeof(*role)] = 1;\n",
+)
+
+
+def build(source: Path, folder: Path) -> Path:
+    """The extension."""
+    configure = [
+        "-DPGS_SANITIZE=ON",
+        "-DSKBUILD_SABI_COMPONENT=Development.SABIModule",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        "-DCMAKE_BUILD_TYPE=Debug",
+    ]
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # CMake and Ninja of the environment
+    for command in (["cmake", "-S", source, "-B", folder, "-G", "Ninja", "-Wno-dev", *configure], ["cmake", "--build", folder]):
+        subprocess.run(
+            [shutil.which("cmake", path=beside) or "cmake", *command[1:]],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PATH": beside},
+        )
+    return next(folder.glob("_native*.so"))
+
+
+def runtime(name: str) -> str:
+    """The path of a sanitizer's library, which has to be there before Python's own."""
+    found = subprocess.run(
+        [*(os.environ.get("CC") or "cc").split(), f"-print-file-name={name}"], check=True, capture_output=True, text=True
+    )
+    return found.stdout.strip()
+
+
+def environment(extension: Path) -> dict[str, str]:
+    import llama_cpp
+
+    return {
+        **os.environ,
+        "SANITIZED_NATIVE": str(extension),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts" / "sanitized"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "LD_LIBRARY_PATH": str(Path(llama_cpp.__file__).parent / "lib"),
+        "LD_PRELOAD": " ".join(map(runtime, ("libasan.so", "libubsan.so"))),
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",  # Python frees nothing when it ends
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",  # so that what is Python's has borders, too
+    }
+
+
+def run(extension: Path, tests: list[str], **more: object) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT, env=environment(extension), check=False, **more)  # type: ignore[call-overload]
+
+
+def prove() -> int:
+    """0 if a write behind an allocation is found."""
+    name, before, after = INJECTED
+    with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
+        copy = Path(folder) / "source"
+        copy.mkdir()
+        shutil.copy(ROOT / "CMakeLists.txt", copy)
+        for part in ("csrc", "cmake", "patches"):
+            shutil.copytree(ROOT / part, copy / part)
+        text = (copy / name).read_text()
+        assert text.count(before) == 1
+        (copy / name).write_text(text.replace(before, after))
+        done = run(build(copy, Path(folder) / "build"), QUICK, capture_output=True, text=True)
+    found = next((line for line in (done.stdout + done.stderr).splitlines() if "heap-buffer-overflow" in line), "")
+    print(found or f"a write behind an allocation was not found:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return 0 if done.returncode and found else 1
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--proof"]:
+        return prove()
+    return run(build(ROOT, ROOT / "build" / "sanitized"), sys.argv[1:] or TESTS).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
