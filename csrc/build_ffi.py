@@ -191,6 +191,7 @@ struct llama_context_params { uint32_t n_ctx; uint32_t n_batch; uint32_t n_ubatc
                               enum llama_rope_scaling_type rope_scaling_type; enum llama_flash_attn_type flash_attn_type;
                               float rope_freq_base; float rope_freq_scale; float yarn_ext_factor; float yarn_attn_factor;
                               float yarn_beta_fast; float yarn_beta_slow; uint32_t yarn_orig_ctx;
+                              bool (*cb_eval)(struct ggml_tensor * tensor, bool ask, void * user_data); void * cb_eval_user_data;
                               enum ggml_type type_k; enum ggml_type type_v; ...; };
 typedef struct llama_batch { int32_t n_tokens; llama_token * token; float * embd; llama_pos * pos; int32_t * n_seq_id; llama_seq_id ** seq_id;
                              int8_t * logits; } llama_batch;

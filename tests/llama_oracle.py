@@ -19,7 +19,9 @@ from pyggml_spec.memory.kv_types import KVTypes
 from pyggml_spec.tools.reference import stacks_as_they_are
 
 F16 = KVTypes()
-NOT_HANDED_OUT = ("deepseek2", "glm-dsa", "laguna")  # architectures without layer inputs in the pinned llama.cpp
+HANDED_OUT = {  # architectures whose layer inputs the pinned llama.cpp hands to drafters
+    "gemma4", "gpt-oss", "llama", "minimax-m2", "muse-glimmer", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next",
+}  # fmt: skip
 
 
 class _Embd(ctypes.Structure):
@@ -167,7 +169,7 @@ class LlamaDFlash(_Pair):
         self.n_ubatch = n_ubatch
         self.models = [_model(target), _model(draft)]
         with GGUFFile(target) as file:
-            self.watched = Watched(target_layers) if file.get("general.architecture", str) in NOT_HANDED_OUT else None
+            self.watched = Watched(target_layers) if file.get("general.architecture", str) not in HANDED_OUT else None
         self.tgt = _context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=block - 1, watched=self.watched)
         self.dft = _context(self.models[1], n_ctx, n_ubatch, threads, draft_kv, other=self.tgt)
         self.n_embd = L.llama_model_n_embd(self.models[0])

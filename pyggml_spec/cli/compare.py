@@ -28,6 +28,7 @@ _VERDICTS = {
 
 @click.command("compare", cls=Command)
 @click.option("--logits", "file", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines.")
+@click.option("--nodes", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines: the first node whose values differ.")
 @click.option("--weights", "files", type=click.Path(), nargs=2, metavar="A B", help="Two GGUFs of one model; A is the reference.")
 @click.option(
     "--tokens", default=64, show_default=True, help="Tokens to feed to both engines: so many random ones, and the first ones of a text."
@@ -47,6 +48,7 @@ _VERDICTS = {
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object.")
 def command(
     file,
+    nodes: str | None,
     files,
     tokens: int,
     prompt: str | None,
@@ -61,18 +63,20 @@ def command(
     """Is this engine, or this file, right? Exit code 3 if not.
 
     --logits feeds the same tokens to pyspec and to llama.cpp, random ones and a text's, compares all logits, and ends with a verdict: equal bit for bit, equal to
-    rounding, or different (exit code 3). --weights compares two files tensor by tensor.
+    rounding, or different (exit code 3). --nodes prints the first node of the graph whose values differ from llama.cpp's, with ggml's kernels: where to
+    look when logits differ. --weights compares two files tensor by tensor.
     """
     if tolerance is not None and math.isnan(tolerance):
         raise click.UsageError("--tolerance is nan, but it has to be a number from 0 up")
-    if (file is None) == (files is None):
-        raise click.UsageError("name either --logits FILE or --weights A B")
+    if sum(given is not None for given in (file, nodes, files)) != 1:
+        raise click.UsageError("name one of --logits FILE, --nodes FILE and --weights A B")
     options = {"device": device, "threads": threads, **types}
-    passed = (
-        _weights(files[0], files[1], as_json)
-        if files
-        else _logits(file, tokens, seed, text_of("prompt", prompt, text_file), tolerance, options, as_json)
-    )
+    if nodes is not None:
+        passed = _nodes(nodes, tokens, seed, tolerance or 0.0, device, threads, as_json)
+    elif files:
+        passed = _weights(files[0], files[1], as_json)
+    else:
+        passed = _logits(file, tokens, seed, text_of("prompt", prompt, text_file), tolerance, options, as_json)
     if not passed:
         sys.exit(EXIT_CHECK)
 
@@ -117,6 +121,23 @@ def _logits(file: str, tokens: int, seed: int, text: str | None, tolerance: floa
     if kind == DIFFERS:
         say(f"pyspec: verdict: {verdict}")
     return kind != DIFFERS
+
+
+def _nodes(file: str, tokens: int, seed: int, tolerance: float, device: str | None, threads: int | None, as_json: bool) -> bool:
+    from ..tools.compare import compare_nodes
+
+    found = compare_nodes(file, tokens, seed, device, threads)
+    first = next((node for node in found if not node.nmse <= tolerance), None)
+    if first is None:
+        click.echo(f"all {len(found)} nodes that both graphs name have the same values")
+    else:
+        before = found[: found.index(first)]
+        click.echo(f"{len(before)} nodes agree{f', the last is {before[-1].name}' if before else ''}")
+        what = "another shape" if math.isnan(first.nmse) else f"NMSE {first.nmse:.3g}, max |diff| {first.max_abs:.3g}"
+        click.echo(f"first difference: {first.name} ({what})")
+    if as_json:
+        click.echo(json_line({"nodes": [vars(node) for node in found], "first": first and first.name, "passed": first is None}))
+    return first is None
 
 
 def _weights(a: str, b: str, as_json: bool) -> bool:

@@ -362,6 +362,10 @@ class Engine:
         self.parts.arrive()
         return exact.logits(self.parts, self._steps, self._sequences.next_tokens(tokens, slot), slot)
 
+    def nodes(self, tokens: Sequence[int], slot: int = 0) -> dict[str, np.ndarray]:
+        """F32 values of the nodes that models name, of one graph over ``tokens``, which fit a chunk; empty unless ``Graph.watching`` was set."""
+        return exact.nodes(self.parts, self._steps, self._sequences.next_tokens(tokens, slot), slot)
+
     def logits_together(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
         most). Commits the tokens; no token becomes pending, and no drafter rows are written."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..ggml.library import Tensor, read_tensor
+from ..ggml.library import Tensor, lib, read_tensor
 from ..memory.slots import SlotRange
 from .graph_store import Step
 from .parts import Parts
@@ -19,6 +19,16 @@ def logits(parts: Parts, steps: Steps, ids: np.ndarray, slot: int) -> np.ndarray
         block = out[first : first + n]
         _read(parts, step.extra["logits"], block)
         parts.slots[slot].cursor.pending = int(block[-1].argmax())
+    return out
+
+
+def nodes(parts: Parts, steps: Steps, ids: np.ndarray, slot: int) -> dict[str, np.ndarray]:
+    """F32 values of the nodes that models name, in the order of the graph, behind ``ids`` in one chunk."""
+    ((_, _, step),) = _chunks(parts, steps, "logits", ids, slot)
+    out = {}
+    for name, node in (step.graph.named or {}).items():
+        out[name] = np.empty(lib.ggml_nbytes(node) // 4, np.float32)
+        _read(parts, node, out[name])
     return out
 
 

@@ -59,6 +59,8 @@ class Graph:
     Tensors are opaque handles; shapes are in ggml order, innermost first. Methods named like a ggml function are that function.
     """
 
+    named: dict[str, Tensor] | None = None  # nodes by name, kept to be read, of graphs that are built while ``watching``
+    watching = False  # of all graphs: for comparing nodes with llama.cpp's
     segment = -1  # of the devices that a step goes through, the one that computes it: the last, and mostly the only one
 
     def __init__(self, role: Role) -> None:
@@ -69,6 +71,8 @@ class Graph:
             raise EngineError(text(self._err))
         self.ctx = lib.pgs_graph_context(self.handle)
         self.gf = lib.pgs_graph_cgraph(self.handle)
+        if Graph.watching:
+            self.named = {}
         self._activations: dict[tuple[int, ...], Tensor] = {}
         self._orders: dict[tuple[int, int], Tensor] = {}
 
@@ -509,6 +513,14 @@ class Graph:
         """Expands ``node`` and keeps its memory until the graph runs again: the host reads it."""
         lib.ggml_set_output(node)
         self.expand(node)
+
+    def name(self, node: Tensor, name: str) -> Tensor:
+        """Names ``node`` as llama.cpp does; where graphs are watched it is kept by that name, the last one of several."""
+        if self.named is not None:
+            node = self.cont(node) if not lib.ggml_is_contiguous(node) else node
+            self.keep(lib.ggml_set_name(node, name.encode()))
+            self.named[name] = node
+        return node
 
     def place(self, home: Tensor, offset: int, node: Tensor) -> None:
         """Gives ``node`` the memory at byte ``offset`` of the allocated tensor ``home``."""

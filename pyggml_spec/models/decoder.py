@@ -8,7 +8,6 @@ def qwen2(f: Hparams) -> Decoder:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from ..errors import ModelError
 from ..ggml.graph import Graph
@@ -31,18 +30,23 @@ def register(*archs: str) -> Callable[[Callable[[Hparams], "Decoder"]], Callable
     """Makes a function from ``Hparams`` the description of the architectures of these names."""
 
     def note(describe: Callable[[Hparams], "Decoder"]) -> Callable[[Hparams], "Decoder"]:
-        ARCHITECTURES.update({arch: partial(_described, describe, arch) for arch in archs})
+        ARCHITECTURES.update({arch: described(describe, arch) for arch in archs})
         return describe
 
     return note
 
 
-def _described(describe: Callable[[Hparams], "Decoder"], arch: str, file: GGUFFile) -> "Decoder":
-    f = Hparams(file, arch)
-    decoder = describe(f)
-    if not f.routed and f.get("expert_count", int, 0):
-        raise ModelError(f"{file.path} has routed experts, which {arch} models here do not; use a dense model")
-    return decoder
+def described(describe: Callable[[Hparams], "Decoder"], arch: str) -> Callable[[GGUFFile], "Decoder"]:
+    """What makes a target of an open file of ``arch``."""
+
+    def opened(file: GGUFFile) -> Decoder:
+        f = Hparams(file, arch)
+        decoder = describe(f)
+        if not f.routed and f.get("expert_count", int, 0):
+            raise ModelError(f"{file.path} has routed experts, which {arch} models here do not; use a dense model")
+        return decoder
+
+    return opened
 
 
 class Decoder(Model):
@@ -161,7 +165,7 @@ class Decoder(Model):
             x = layer(c, x)
             extra = c.extra
         captured[self.n_layer] = x
-        return g.rms_norm(x, self.weights["output_norm.weight"], self.eps), [captured[v] for v in capture]
+        return g.name(g.rms_norm(x, self.weights["output_norm.weight"], self.eps), "result_norm"), [captured[v] for v in capture]
 
     def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
         """What layer 0 is handed beside its input."""

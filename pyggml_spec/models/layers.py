@@ -80,6 +80,10 @@ class LayerContext:
     def rms_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         return self.g.rms_norm(x, self[name], self.eps if eps is None else eps)
 
+    def name(self, node: Tensor, name: str) -> Tensor:
+        """Names a node of this layer as llama.cpp does, so that ``pyspec compare --nodes`` finds both."""
+        return self.g.name(node, f"{name}-{self.i}")
+
 
 class Part:
     """A mixer or an FFN. Subclasses are frozen dataclasses."""
@@ -174,8 +178,9 @@ class Attention(Part):
         if self.gate == "in q":
             stride = 2 * size
             gate = g.heads(q, size, self.heads, stride, first=size)
-        q = self._rotated(c, q, self.heads, "attn_q_norm", stride)
+        q = c.name(self._rotated(c, q, self.heads, "attn_q_norm", stride), "Qcur")
         k, v = self.keys_values(c, k, v)
+        k, v = c.name(k, "Kcur"), c.name(v, "Vcur")
         assert c.seen is not None
         sinks = c["attn_sinks"] if self.sinks else None
         out = attend(g, q, k, v, c.kv, c.seen.kv_rows, c.seen.mask, c.seen.span, self.kv_heads, inverse_root(size), sinks)
@@ -188,7 +193,7 @@ class Attention(Part):
         elif gate is not None:
             # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
             out = g.mul(out, g.sigmoid(gate if g.whole(gate) == gate else g.cont(gate)))
-        return c.product("attn_output", out)
+        return c.product("attn_output", c.name(out, "kqv_out"))
 
     def keys_values(self, c: LayerContext, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Projections F32 [.., T] -> K and V as they are stored, F32 [size, kv_heads, T]."""
@@ -284,10 +289,11 @@ class Layer:
         return {f"{prefix}{group}": tuple(f"{prefix}{name}.weight" for name in names) for group, names in found}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        h = c.rms_norm(x, self.mixer_norm)
+        h = c.name(c.rms_norm(x, self.mixer_norm), "attn_norm")
         c.g.norm_first(h)
-        x = c.g.add(self._behind(c, self.mixer(c, h), self.post_mixer), x)
-        return c.g.add(self._behind(c, self.ffn(c, c.rms_norm(x, self.ffn_norm)), self.post_ffn), x)
+        x = c.name(c.g.add(self._behind(c, self.mixer(c, h), self.post_mixer), x), "ffn_inp")
+        n = c.name(c.rms_norm(x, self.ffn_norm), "ffn_norm")
+        return c.name(c.g.add(self._behind(c, c.name(self.ffn(c, n), "ffn_out"), self.post_ffn), x), "l_out")
 
     def _behind(self, c: LayerContext, x: Tensor, norm: str) -> Tensor:
         return c.rms_norm(x, norm, self.post_eps) if norm else x

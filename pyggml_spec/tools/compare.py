@@ -1,5 +1,7 @@
 """Is this engine right for this file? The same token ids through our engine and through llama.cpp, and how far the logits are apart."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..errors import ContextError
 from ..ggml.device import Backend, pick_device
+from ..ggml.graph import Graph
 from ..gguf_io import GGUFFile
 from ..memory.kv_types import KVTypes
 from ..models.registry import open_target
@@ -81,37 +84,78 @@ def compare_logits(
     """
     if tokens < 1:
         raise ContextError(f"{tokens} tokens cannot be compared; use `tokens` 1 or more")
-    parts, kv = [], KVTypes(cache_type_k, cache_type_v)
-
-    def own(part):
-        parts.append(part)
-        return part
-
-    try:
-        file = own(GGUFFile(path))
-        file.rope = rope
-        target = open_target(file)
-        if tokens + greedy > target.context_length:
-            raise ContextError(
-                f"{tokens} tokens and {greedy} generated ones do not fit the context of {target.context_length}; use fewer `tokens`"
-            )
-        backend = own(Backend(pick_device(device), threads, kernels))
-        target.weights = own(Weights(backend, file, target.specs(), target.groups(), target.fused_alike()))
-        if text is not None:
-            ids = own(Tokenizer(file)).encode(text)[:tokens]
-            if not ids:
-                raise ContextError("the text to compare on is empty; give some words")
-        else:
-            ids = np.random.default_rng(seed).integers(0, target.n_vocab, tokens).tolist()
-        n_ctx = len(ids) + greedy
-        engine = own(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv)))
-        reference = own(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope))
+    with _both(path, tokens + greedy, device, threads, kernels, KVTypes(cache_type_k, cache_type_v), rope) as (engine, reference):
+        ids = _ids(engine, tokens, seed, text)
         ours, theirs = engine.logits(ids), reference.logits(ids)
         agree = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()), greedy)
         return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), _argmax_agreement(ours, theirs), agree, len(ids))
+
+
+def _ids(engine: Engine, tokens: int, seed: int, text: str | None) -> list[int]:
+    """Random ids, or the first ones of ``text``."""
+    if text is None:
+        return np.random.default_rng(seed).integers(0, engine.target.n_vocab, tokens).tolist()
+    with closing(Tokenizer(engine.target.file)) as tokenizer:
+        ids = tokenizer.encode(text)[:tokens]
+    if not ids:
+        raise ContextError("the text to compare on is empty; give some words")
+    return ids
+
+
+@dataclass(frozen=True)
+class NodeDifference:
+    """A node of both graphs by llama.cpp's name, which ends in the number of its layer. ``nmse`` 0.0 means bit-equal, NaN another shape."""
+
+    name: str
+    nmse: float
+    max_abs: float
+
+
+def compare_nodes(
+    path: str | Path, tokens: int = 16, seed: int = 0, device: str | None = None, threads: int | None = None, kernels: str | None = "ggml"
+) -> list[NodeDifference]:
+    """The nodes that a model of ours names and llama.cpp's graph has too, in the order of the graph, behind one batch of random ``tokens``.
+
+    Raises:
+        ContextError: more tokens than the context or than one graph takes.
+        PyspecError: the file cannot be run here.
+    """
+    if not 0 < tokens <= CHUNK:
+        raise ContextError(f"{tokens} tokens cannot be compared node by node; use `tokens` from 1 to {CHUNK}")
+    Graph.watching = True
+    try:
+        with _both(path, tokens, device, threads, kernels, KVTypes(), None, watch=True) as (engine, reference):
+            ids = _ids(engine, tokens, seed, None)
+            ours = engine.nodes(ids)
+            reference.watched = ours.keys()
+            reference.logits(ids)
+            return [_difference(name, values, reference.nodes[name]) for name, values in ours.items() if name in reference.nodes]
     finally:
-        for part in reversed(parts):
-            part.close()
+        Graph.watching = False
+
+
+def _difference(name: str, ours: np.ndarray, theirs: np.ndarray) -> NodeDifference:
+    if ours.size != theirs.size:
+        return NodeDifference(name, float("nan"), float("nan"))
+    return NodeDifference(name, nmse(ours, theirs), float(np.abs(ours - theirs).max()))
+
+
+@contextmanager
+def _both(
+    path: str | Path, n_ctx: int, device: str | None, threads: int | None, kernels: str | None, kv: KVTypes, rope: RopeOptions | None, watch: bool = False
+) -> Iterator[tuple[Engine, LlamaReference]]:  # fmt: skip
+    """The file in both engines."""
+    with ExitStack() as stack:
+        file = stack.enter_context(closing(GGUFFile(path)))
+        file.rope = rope
+        target = open_target(file)
+        if n_ctx > target.context_length:
+            raise ContextError(f"{n_ctx} tokens with those generated do not fit the context of {target.context_length}; use fewer `tokens`")
+        backend = stack.enter_context(closing(Backend(pick_device(device), threads, kernels)))
+        target.weights = stack.enter_context(closing(Weights(backend, file, target.specs(), target.groups(), target.fused_alike())))
+        engine = stack.enter_context(closing(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv))))
+        reference = stack.enter_context(closing(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope, watch)))
+        yield engine, reference
 
 
 def nmse(ours: np.ndarray, reference: np.ndarray) -> float:

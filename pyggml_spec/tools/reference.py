@@ -1,6 +1,6 @@
 """llama.cpp itself, through libllama: the reference that every architecture is compared with, on the same file and the same device."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ class LlamaReference:
         threads: int,
         kv: KVTypes = KVTypes(),
         rope: RopeOptions | None = None,
+        watch: bool = False,
     ):
+        """``watch``: values of the nodes of the names ``watched`` are kept in ``nodes``, the last ones of each name."""
         lib.keep_errors()  # llama.cpp logs every tensor
         params = lib.llama_model_default_params()
         here = device.kind not in ("cpu", "rpc")  # of a worker, the processor of this machine is the reference
@@ -62,6 +64,11 @@ class LlamaReference:
         options.type_k, options.type_v = kv.ids
         if rope is not None:
             self._rotate(options, rope)
+        self.nodes: dict[str, np.ndarray] = {}
+        self.watched: Collection[str] = ()
+        if watch:
+            self._watcher = ffi.callback("bool(struct ggml_tensor *, bool, void *)", self._seen)
+            options.cb_eval = self._watcher
         self._ctx = lib.llama_init_from_model(self._model, options)
         if not self._ctx:
             lib.llama_model_free(self._model)
@@ -79,6 +86,15 @@ class LlamaReference:
         for name, value in given.items():
             if value is not None:
                 setattr(options, name, value)
+
+    def _seen(self, tensor: Any, ask: bool, _: Any) -> bool:
+        name = ffi.string(lib.ggml_get_name(tensor)).decode("utf-8", "replace")
+        if ask:
+            return name in self.watched
+        if tensor.type == lib.GGML_TYPE_F32 and lib.ggml_is_contiguous(tensor):
+            self.nodes[name] = values = np.empty(lib.ggml_nbytes(tensor) // 4, np.float32)
+            lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(values), 0, values.nbytes)
+        return True
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """Logits of every token, behind what was computed before. F32 [T, n_vocab]."""

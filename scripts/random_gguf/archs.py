@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 
+from pyggml_spec.models.registry import TARGETS
+
+from .described import write_described
 from .model import Shape, Writer, type_id, write_hybrid, write_qwen35
 
 
@@ -410,7 +414,7 @@ def _gemma4_layer(s: Shape, size: int, heads_kv: int, own_kv: bool, full: bool, 
     return norms, shapes
 
 
-WRITERS: dict[str, Callable[..., Path]] = {
+WRITERS: dict[str, Callable[..., Path]] = {arch: partial(write_described, arch) for arch in TARGETS} | {  # those with options of their own
     "deepseek2": write_deepseek2, "gemma4": write_gemma4, "glm-dsa": write_glm_dsa, "gpt-oss": write_gpt_oss, "laguna": write_laguna, "llama": write_llama,
     "minimax-m2": write_minimax_m2, "muse-glimmer": write_muse_glimmer, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe,
     "qwen3next": write_qwen3next, "qwen35": write_qwen35, "qwen35moe": write_qwen35moe,
