@@ -84,7 +84,7 @@ def compare_logits(
     """
     if tokens < 1:
         raise ContextError(f"{tokens} tokens cannot be compared; use `tokens` 1 or more")
-    with _both(path, tokens + greedy, device, threads, kernels, KVTypes(cache_type_k, cache_type_v), rope) as (engine, reference):
+    with _both(path, tokens, greedy, device, threads, kernels, KVTypes(cache_type_k, cache_type_v), rope) as (engine, reference):
         ids = _ids(engine, tokens, seed, text)
         ours, theirs = engine.logits(ids), reference.logits(ids)
         agree = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()), greedy)
@@ -124,7 +124,7 @@ def compare_nodes(
         raise ContextError(f"{tokens} tokens cannot be compared node by node; use `tokens` from 1 to {CHUNK}")
     Graph.watching = True
     try:
-        with _both(path, tokens, device, threads, kernels, KVTypes(), None, watch=True) as (engine, reference):
+        with _both(path, tokens, 0, device, threads, kernels, KVTypes(), None, watch=True) as (engine, reference):
             ids = _ids(engine, tokens, seed, None)
             ours = engine.nodes(ids)
             reference.watched = ours.keys()
@@ -142,15 +142,18 @@ def _difference(name: str, ours: np.ndarray, theirs: np.ndarray) -> NodeDifferen
 
 @contextmanager
 def _both(
-    path: str | Path, n_ctx: int, device: str | None, threads: int | None, kernels: str | None, kv: KVTypes, rope: RopeOptions | None, watch: bool = False
+    path: str | Path, tokens: int, greedy: int, device: str | None, threads: int | None, kernels: str | None, kv: KVTypes, rope: RopeOptions | None, watch: bool = False
 ) -> Iterator[tuple[Engine, LlamaReference]]:  # fmt: skip
     """The file in both engines."""
     with ExitStack() as stack:
         file = stack.enter_context(closing(GGUFFile(path)))
         file.rope = rope
         target = open_target(file)
+        n_ctx = tokens + greedy
         if n_ctx > target.context_length:
-            raise ContextError(f"{n_ctx} tokens with those generated do not fit the context of {target.context_length}; use fewer `tokens`")
+            raise ContextError(
+                f"{tokens} tokens and {greedy} generated ones do not fit the context of {target.context_length}; use fewer `tokens`"
+            )
         backend = stack.enter_context(closing(Backend(pick_device(device), threads, kernels)))
         target.weights = stack.enter_context(closing(Weights(backend, file, target.specs(), target.groups(), target.fused_alike())))
         engine = stack.enter_context(closing(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv))))
