@@ -12,7 +12,7 @@ GROUPS = {
     "Drafting": ("spec_type", "no_spec", "draft_width", "draft_vocab", "mode", "reference", "require_spec", "synthetic", "rates"),
     "Caches": ("cache_type_k", "cache_type_v", "draft_cache_type_k", "draft_cache_type_v", "prefix_cache", "prefix_disk", "prefix_memory", "share_prefixes", "chunk"),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed", "repeat_penalty", "repeat_last_n", "presence_penalty",
-                 "frequency_penalty", "logit_bias", "grammar", "grammar_file", "json_schema", "json_schema_file", "regex", "lark_file"),
+                 "frequency_penalty", "logit_bias", "grammar", "grammar_file", "json_schema", "json_schema_file", "additional_properties", "regex", "lark_file"),
 }  # fmt: skip
 OWN = "Options"
 

@@ -38,6 +38,12 @@ _CONSTRAINTS = [
     click.option("--grammar-file", type=click.Path(), help="File with the grammar."),
     click.option("-j", "--json-schema", help='JSON schema that the text has to match, as in \'{"type": "object"}\'.'),
     click.option("-jf", "--json-schema-file", type=click.Path(), help="File with the schema."),
+    click.option(
+        "--additional-properties",
+        is_flag=True,
+        default=None,
+        help="In the schema, objects allow keys that they do not describe, unless they say otherwise.",
+    ),
     click.option("--regex", help="Regular expression that the whole text has to match, as in '[0-9]{4}-[0-9]{2}'."),
     click.option("--lark-file", type=click.Path(), help="File with a grammar in llguidance's variant of Lark."),
 ]

@@ -120,9 +120,24 @@ class Request:
         self.method = ""  # by which they were looked up
         self.drafts: list[int] = []
         self.failed: Exception | None = None
+        self._whole = 0  # rows of all of its blocks; 0 where they may differ
+        self._fills = False  # whether its last step had no drafts in its block
         self._forced = options.forced_drafts()
         self.may_force = self._forced is not None
         self.guide = Guide(options.sampler, options.synthetic) if options.masked and options.sampler is not None else None
+
+    def keep_width(self, width: int) -> None:
+        """Its blocks have ``width`` rows under a constraint, too, whatever that forbids: narrower ones would have other bits."""
+        if self.guide is None or width == 1 or not self.speculating:
+            return
+        self.guide.widths, self._whole = (width,), width
+        if self._forced is not None and self.options.sampler is not None:
+            self._forced = ForcedDrafts(self.options.sampler, [width])
+
+    def _plain(self) -> Work:
+        """A token without drafts."""
+        self._fills = self._whole > 1
+        return Verify([self.history[-1]] * (self._whole - 1)) if self._fills else ALONE
 
     def found_work(self, drafts: list[int], widths: Sequence[int]) -> Work:
         """Verifies ``drafts``, filled up to one of the ``widths`` that there are graphs for; a plain token if none of them may come."""
@@ -132,7 +147,8 @@ class Request:
         self.forced, self.found = [], drafts if self.guide is None else drafts[: self.guide.check(np.array(drafts))]
         if not self.found:
             return self.work(PLAIN_STEP)
-        rows = next(w for w in widths if len(self.found) < w)
+        self.found = self.found[: self._whole - 1] if self._whole else self.found
+        rows = self._whole or next(w for w in widths if len(self.found) < w)
         return Verify([*self.found, *[self.found[-1]] * (rows - 1 - len(self.found))])
 
     def forced_work(self) -> Work | None:
@@ -152,10 +168,10 @@ class Request:
     def work(self, kind: Kind, weigh: Callable[[Mapping[int, np.ndarray]], int] | None = None) -> Work:
         """What it does in a step of this kind. ``weigh``: as in ``Draft``."""
         self._begin()
-        self.found = []
+        self.found, self._fills = [], False
         if self.speculating:
             if kind.width == 1 or (self.guide is not None and self.guide.slow):
-                return ALONE
+                return self._plain()
             if self.options.drafts is None:
                 if self.guide is None and weigh is None:
                     return drafted(kind)
@@ -242,7 +258,7 @@ class Request:
 
     def _offered(self, result: StepResult) -> list[int]:
         """The drafts of a step, without what only fills it up."""
-        return self.forced or self.found or ([] if self.options.mode == REFERENCE else result.tokens[1:].tolist())
+        return self.forced or self.found or ([] if self.options.mode == REFERENCE or self._fills else result.tokens[1:].tolist())
 
     def ended(self) -> None:
         """Says in the statistics whether the text is whole."""

@@ -361,18 +361,21 @@ class Scheduler:
         slow = [s for s in self._guided if s._request.guide is not None and s._request.guide.slow]
         if not slow and not self._late:
             return False
-        alone = len(slow) == len(self._active) and not self._waiting
-        until, late = time.perf_counter() + (ALONE_S if alone else PATIENCE_S), []
-        for stream in slow:
-            patience = until - time.perf_counter() if alone or stream not in self._late else 0.0
-            try:
-                if stream._request.guide is not None and stream._request.guide.late(max(0.0, patience)):
-                    late.append(stream)
-            except Exception as error:  # its own: it takes too long
-                self._fail(stream, error)
+        late = [s for s in slow if self._lacks_mask(s, 0.0)]
+        alone = len(late) == len(self._active)
+        until = time.perf_counter() + (ALONE_S if alone else PATIENCE_S)
+        late = [s for s in late if self._lacks_mask(s, until - time.perf_counter() if alone or s not in self._late else 0.0)]
         if late != self._late:
             self._late, self._changed = late, True
         return self._changed
+
+    def _lacks_mask(self, stream: Stream, patience: float) -> bool:
+        """Whether it is not known in ``patience`` seconds what may come next of a sequence; one that has waited too long has ended."""
+        try:
+            return stream._request.guide is not None and stream._request.guide.late(max(0.0, patience))
+        except Exception as error:  # its own
+            self._fail(stream, error)
+            return False
 
     def _interrupts(self) -> bool:
         """Whether an owner has interrupted a sequence, which has ended then."""
@@ -385,6 +388,8 @@ class Scheduler:
 
     def _begin_decoding(self, stream: Stream) -> None:
         """Builds every graph that the coming tokens of a sequence alone can need, so that no step waits for one."""
+        if self.widths is None and not self.engine.rows_alike:
+            stream._request.keep_width(self.width)
         if len(self.engine.slots) == 1:
             request = stream._request
             kinds: list[tuple] = self._kinds_of(request)
@@ -411,8 +416,8 @@ class Scheduler:
         if not looked:
             return [*plain, *fused]
         # drafts are looked at before they are verified
-        if request.guide is not None:
-            request.guide.widths = self.widths.useful if self.widths is not None else ()
+        if request.guide is not None and self.widths is not None:
+            request.guide.widths = self.widths.useful
         rows = [(kind.drafter, engine.graphs.width_for(kind.width)) for kind in looked]
         alone = dict.fromkeys(engine.drafting_role("draft", drafter, width, width) for drafter, width in rows)
         verified = {min(width, kind.width) for kind in looked for width in candidate_widths(request.options.width)}

@@ -297,6 +297,13 @@ class Engine:
             self._sequences.clean_unused(covered)
         return rows, covered
 
+    @property
+    def rows_alike(self) -> bool:
+        """Whether a row has the same bits in steps of every shape: on CPUs, where native kernels compute all of the target."""
+        target = self.target
+        levels = [segment.backend.level for segment in self.parts.segments]
+        return None not in levels and not target.weights.other_matrix_bytes and not target.ggml_attention
+
     def chunk_width(self, rows: int) -> int:
         """Rows of the graph that computes ``rows`` certain rows of one of several slots."""
         return self.graphs.chunk_width(rows) if rows > 1 else 1

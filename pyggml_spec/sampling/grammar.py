@@ -34,7 +34,7 @@ LEAST_ITEMS, ITEMS_PER_TOKEN = (
     100_000,
     4,
 )  # per mask, 1,000 (of an ambiguous grammar) to 20,000 per millisecond; strings of single characters take two
-SLOW_S, HEAVY_S = 0.005, 0.0005  # a mask of so many seconds, or a token that takes so many: from then on a thread does it
+SLOW_S, HEAVY_S = 0.005, 0.001  # processor time of a mask, and of taking a token, from which on a thread does it
 QUICK_S = 0.001  # a mask by the thread that took less: the next one is computed when it is asked for
 DEADLINE_S = 1.0  # of a thread, for one token
 _AMBIGUOUS = "it is too ambiguous, that is, a text can be read in too many ways; write it so that there is one, like s ::= [a-z]+ for s ::= s s | [a-z]"
@@ -128,10 +128,10 @@ class Vocabulary:
 
     def _matcher(self, source: str) -> tuple[LLMatcher, bool]:
         matcher = LLMatcher(self._ll, source, log_level=0, limits=limits(self.n_vocab))
-        began = time.perf_counter()
+        began = time.thread_time()
         if not matcher.is_error():
             matcher.compute_bitmask()  # what no token begins is refused like other errors
-        slow = time.perf_counter() - began > SLOW_S
+        slow = time.thread_time() - began > SLOW_S
         self._raise()  # in this thread: nobody else's constraint has to do with it
         return matcher, slow
 
@@ -289,9 +289,9 @@ class Grammar:
     def _timed(self) -> tuple[np.ndarray, bool]:
         """``bits``, and whether they took long."""
         self._vocabulary.masked(self.kind, self._text)
-        began = time.perf_counter()
+        began = time.thread_time()
         bits = self._computed()
-        return bits, self.slow or time.perf_counter() - began > SLOW_S
+        return bits, self.slow or time.thread_time() - began > SLOW_S
 
     def _computed(self) -> np.ndarray:
         bits = np.frombuffer(self._checked(self._matcher.compute_bitmask()), np.uint8)[: self._vocabulary.n_bytes].copy()
@@ -359,10 +359,10 @@ class Grammar:
         elif self.slow and self._bits is not None and allows(self._bits, int(token)):
             self._leave(int(token))
         else:
-            began = time.perf_counter()
+            began = time.thread_time()
             self._checked(self._matcher.consume_token(int(token)))
             self._bits = None
-            if time.perf_counter() - began > HEAVY_S:
+            if time.thread_time() - began > HEAVY_S:
                 self.slow = True
                 self._leave()
 

@@ -5,14 +5,17 @@ ever, and it stops where a schema allows keys by patterns of which only the name
 """
 
 import json
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 from llguidance import LLMatcher
 
 from .endings import byte_matcher, ending
 
+TRIES, MOST_BYTES = 16, 300  # of documents that are begun to find a dead end
 Path = tuple[str, ...]
 Part = tuple[Path, str]  # of a schema: itself, or one of the things that it needs
 ROOT: Path = ()
@@ -83,6 +86,27 @@ def _name_keys(node: dict) -> None:
         if name in known or parts:
             node["properties"][name] = parts[0] if len(parts) == 1 else {"allOf": parts}
     del node["patternProperties"]
+
+
+def dead_end(schema: str) -> str:
+    """What a document begins with behind which nothing may come, if one of a few tries leads there; tried where patterns of keys are put together with
+    the keys of other parts, of which llguidance makes one object."""
+    if '"patternProperties"' not in schema or not any(f'"{key}"' in schema for key in ("allOf", "anyOf", "oneOf", "$ref")):
+        return ""
+    begin = _matcher(schema)
+    if begin.is_error():  # which is said elsewhere
+        return ""
+    for seed in range(TRIES):
+        choices, matcher, text = random.Random(seed), begin.deep_copy(), bytearray()
+        while len(text) < MOST_BYTES and not matcher.is_accepting():
+            mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), count=256, bitorder="little").nonzero()[0].tolist()
+            if matcher.is_error() or not mask:
+                return text.decode(errors="replace")
+            ends = [byte for byte in b'"}],' if byte in mask]
+            byte = choices.choice(ends if ends and choices.random() < 0.8 else mask)
+            matcher.consume_token(byte)
+            text.append(byte)
+    return ""
 
 
 def _matching(patterns: Iterable[str], name: str) -> list[str]:

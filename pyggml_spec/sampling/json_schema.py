@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from llguidance import LLMatcher
 
 from ..errors import SamplingError
-from .json_endings import without_dead_ends
+from .json_endings import dead_end, without_dead_ends
 
 MAX_TEXT = 1 << 17  # characters
 MOST_PATTERNS = 100  # 300 take five seconds
@@ -87,7 +87,12 @@ def checked(text: str) -> str:
         schema = kept
         if isinstance(schema, bool):
             schema = {} if schema else {"anyOf": [False]}
-        return json.dumps({**schema, "x-guidance": _OPTIONS})
+        made = json.dumps({**schema, "x-guidance": _OPTIONS})
+        if begun := dead_end(made):
+            raise SamplingError(
+                f"the JSON schema leads to where nothing may come, behind {begun[:60]!r}; put properties and patternProperties that belong together into one object"
+            )
+        return made
     except RecursionError:
         raise SamplingError("the JSON schema is nested too deeply; give its parts names under $defs") from None
 

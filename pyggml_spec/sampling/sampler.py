@@ -22,6 +22,7 @@ from ..errors import ConstraintError, EngineError, SamplingError
 from ..ggml.library import LlamaSampler, ffi, lib
 from ..suggest import meant
 from ..text.tokenizer import Tokenizer
+from .closed_objects import closed_text
 from .grammar import KINDS, Grammar
 from .lazy import MOST_TRIGGERS, MOST_WORD, LazyGrammar
 from .pattern import Pattern
@@ -76,6 +77,8 @@ class Sampling:
         grammar: GBNF text that the output has to match.
         json_schema, regex, lark: the same, given as the text of a JSON schema, a regular expression for the whole output, or a grammar in
             llguidance's variant of Lark. One of the four at most.
+        additional_properties: in the schema, objects that say nothing of ``additionalProperties`` allow keys that they do not describe, as JSON Schema has it;
+            without it they do not, as with llama.cpp.
         triggers: words, tokens by their ids, or patterns (``Pattern``), at the first of which the constraint begins, and with which it begins;
             before it the text is free.
             None: the constraint holds from the beginning.
@@ -103,6 +106,7 @@ class Sampling:
     json_schema: str | None = None
     regex: str | None = None
     lark: str | None = None
+    additional_properties: bool = False
     triggers: tuple[str | int | Pattern, ...] = ()
     logprobs: int | None = None
     logprobs_after: bool = False
@@ -170,12 +174,16 @@ class Sampling:
     @property
     def constraint(self) -> tuple[str, str] | None:
         """What the output has to match, as (one of ``grammar.KINDS``, its text)."""
-        return next(((name, getattr(self, name)) for name in KINDS if getattr(self, name) is not None), None)
+        kind = next((name for name in KINDS if getattr(self, name) is not None), None)
+        if kind is None:
+            return None
+        text = getattr(self, kind)
+        return kind, closed_text(text) if kind == "json_schema" and not self.additional_properties else text
 
     @property
     def constrained(self) -> bool:
         """Whether the output has to match something."""
-        return self.constraint is not None
+        return any(getattr(self, name) is not None for name in KINDS)
 
     @property
     def takes_largest(self) -> bool:

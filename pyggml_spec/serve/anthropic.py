@@ -18,7 +18,7 @@ from .reading import Context, Reader
 
 PASSED = {
     *fields.NUMBERS, *fields.OFF, "stream", "chat_template_kwargs", "samplers", "logit_bias", "ignore_eos", "speculative", "speculation", "cache_prompt",
-    "priority", "grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "grammar_triggers", *fields.BUDGETS,
+    "priority", "grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "grammar_triggers", "additional_properties", *fields.BUDGETS,
 }  # fmt: skip
 MAX_TOKENS, TEMPERATURE = 4096, 1.0
 _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_")
@@ -91,17 +91,25 @@ def to_openai(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         if not isinstance(config["effort"], str):
             raise fields.wrong("output_config.effort", config["effort"], "a text")
         out["reasoning_effort"] = config["effort"]
-    form = config["format"] if config.get("format") is not None else body.get("output_format")
-    where = "output_config.format" if config.get("format") is not None else "output_format"
-    if form is not None:
+    place = '{"output_config": {"format": {"type": "json_schema", "schema": {...}}}}'
+    if misplaced := next((name for name in ("type", "schema", "json_schema") if name in config), None):
+        raise ApiError(400, f"output_config has no {json.dumps(misplaced)}; a schema goes there like this: {place}", param="output_config")
+    forms = {
+        at: form
+        for at, form in (("output_config.format", config.get("format")), ("output_format", body.get("output_format")))
+        if form is not None
+    }
+    for at, form in forms.items():
         if not isinstance(form, dict) or form.get("type") != "json_schema" or "response_format" in out:
-            raise fields.wrong(where, form, '{"type": "json_schema", "schema": ...}, and no response_format beside it')
+            raise fields.wrong(at, form, '{"type": "json_schema", "schema": ...}, alone and with no response_format beside it')
+        fields.only(form, at, ("type", "schema", *fields.ABOUT_SCHEMAS), place)
         out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema", {})}}
     if "thinking" in body:
         out["thinking"] = body["thinking"]
     words = {f"messages[{i}]": place for i, (place, _) in enumerate(put)}
-    if form is None:
+    if not forms:
         return out, {**_WORDS, **words}
+    where = next(iter(forms))
     formats = {"response_format": where, "response_format.json_schema": where, "response_format.json_schema.schema": f"{where}.schema"}
     return out, {**_WORDS, **words, **formats}
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import SamplingError
+from ..sampling.closed_objects import closed
 from ..text.formats import BARE
 from ..text.parse import Parser
+from ..text.values import meant
 from . import fields
 from .answer import Answer
 from .calls import call_schema, calls_grammar
@@ -56,9 +58,9 @@ def sequence_asks(served: Served, body: Mapping[str, Any], ids: list[int], n_pro
                   key: str, progress: bool, every_step: bool, triggers: tuple[fields.Trigger, ...] | None = None) -> list[Ask]:  # fmt: skip
     """What every dialect asks of each sequence; ``n`` of them; ``triggers``: None for those of the request. Raises ApiError, SamplingError."""
     triggers = fields.triggers(body, served.tokenizer, constraint) if triggers is None else triggers
-    served.check_constraint(constraint, triggers)
     n = fields.answers(body)
     sampling = fields.sampling(body, served.limits, served.tokenizer, n_probs, constraint, triggers)
+    served.check_constraint(sampling.constraint if constraint is not None else None, triggers)
     ignore_end = fields.flag(body, "ignore_eos")
     if ignore_end and constraint is not None:
         raise ApiError(400, "a constraint ends with an end token, and ignore_eos ignores it; give one of the two", param="ignore_eos")
@@ -91,6 +93,11 @@ def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
     forced = [t for t in called if choice in ("required", t["function"]["name"])] if choice != "auto" else []
     if forced:
         constraint = "json_schema", call_schema(forced)
+    held = (
+        called
+        if fields.flag(body, "additional_properties", served.limits.sampling.additional_properties)
+        else [_closed(tool) for tool in called]
+    )
     prompt = read_prompt(served, body, called, closed=constraint is not None and not fields.flag(body, "grammar_lazy"))
     progress = fields.flag(body, "return_progress") and fields.flag(body, "stream")
     common = progress, fields.flag(body, "speculation")
@@ -98,13 +105,19 @@ def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
     if called and not forced and not _may_think(served, body, called):
         several = fields.flag(body, "parallel_tool_calls", True)
         with suppress(ApiError, SamplingError):  # what cannot be promised of a call that may come is read from the text
-            grammar = calls_grammar(prompt.form, called, several, served.tokenizer.control_tokens())
+            grammar = calls_grammar(prompt.form, held, several, served.tokenizer.control_tokens())
             if grammar is not None:
                 asks = sequence_asks(served, body, prompt.ids, n_probs, ("lark", grammar[0]), key, *common, grammar[1])
     if asks is None:
         asks = sequence_asks(served, body, prompt.ids, n_probs, constraint, key, *common)
     reasoning = _reasoning(served, body) and (constraint is None or bool(asks[0].sampling and asks[0].sampling.triggers))
     return Chat(asks, prompt, n_probs, forced or called, bool(forced), reasoning)
+
+
+def _closed(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool whose arguments are those that its schema describes, and no others."""
+    function = tool["function"]
+    return {**tool, "function": {**function, "parameters": closed(meant(function["parameters"]))}} if function.get("parameters") else tool
 
 
 def _probabilities(body: Mapping[str, Any]) -> int | None:

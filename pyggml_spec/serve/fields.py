@@ -5,7 +5,7 @@ A value out of range is refused by name; nothing is clamped in silence.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,6 +177,8 @@ def sampling(
         values |= {"logprobs": n_probs, "logprobs_after": after}
     if constraint is not None:
         values |= dict.fromkeys(("grammar", "json_schema", "regex", "lark")) | {constraint[0]: constraint[1], "triggers": triggers}
+    if "additional_properties" in body:
+        values["additional_properties"] = flag(body, "additional_properties")
     alike = repr(values) if constraint is None and "logit_bias" not in values else ""
     if (known := limits.made.get(alike)) is not None:
         return known
@@ -237,6 +239,18 @@ def logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:
     return out
 
 
+PLACE = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
+ABOUT_SCHEMAS = ("name", "description", "strict")  # which say nothing of what may come
+
+
+def only(form: Mapping[str, Any], at: str, known: Sequence[str], place: str) -> None:
+    """Raises ApiError: ``form`` holds something that nobody would read, a schema in the wrong place for instance; ``place``: where that belongs."""
+    other = next((name for name, value in form.items() if name not in known and value is not None), None)
+    if other is not None:
+        kind = f" of the type {json.dumps(form['type'], default=str)[:60]}" if "type" in known and "type" in form else ""
+        raise ApiError(400, f"{at}{kind} has no {json.dumps(other)[:80]}; a schema goes there like this: {place}", param=at)
+
+
 def constraint(body: Mapping[str, Any]) -> tuple[str, str] | None:
     """What the output has to match, from ``response_format``, ``json_schema``, ``grammar``, ``regex`` or ``lark``; one of them at most."""
     given: list[tuple[str, str, str]] = []
@@ -245,18 +259,20 @@ def constraint(body: Mapping[str, Any]) -> tuple[str, str] | None:
             given.append((name, name, text(body, name)))
     if "json_schema" in body:
         given.append(("json_schema", "json_schema", _schema(body["json_schema"], "json_schema")))
-    form = mapping(body, "response_format")
+    form = {name: value for name, value in mapping(body, "response_format").items() if value is not None}
     kind = form.get("type", "text")
+    if kind not in ("text", "", "json_object", "json_schema"):
+        raise wrong("response_format.type", kind, 'one of "text", "json_object" and "json_schema"')
+    only(form, "response_format", ("type", *{"json_object": ("schema",), "json_schema": ("json_schema",)}.get(kind, ())), PLACE)
     if kind == "json_object":
-        if form.get("schema") is not None or "json_schema" not in body:
+        if "schema" in form or "json_schema" not in body:
             given.append(("response_format", "json_schema", _schema(form.get("schema", {}), "response_format.schema")))
     elif kind == "json_schema":
         inside = form.get("json_schema", {})
         if not isinstance(inside, dict):
-            raise wrong("response_format.json_schema", inside, "an object")
+            raise wrong("response_format.json_schema", inside, f"an object, as in {PLACE}")
+        only(inside, "response_format.json_schema", ("schema", *ABOUT_SCHEMAS), PLACE)
         given.append(("response_format", "json_schema", _schema(inside.get("schema", {}), "response_format.json_schema.schema")))
-    elif kind not in ("text", ""):
-        raise wrong("response_format.type", kind, 'one of "text", "json_object" and "json_schema"')
     if len(given) > 1:
         raise ApiError(400, f"there are {' and '.join(name for name, *_ in given)}; give one of them", param=given[1][0])
     return given[0][1:] if given else None

@@ -18,7 +18,7 @@ MOST_SAID = 256
 
 COMMON = {
     *fields.NUMBERS, *fields.OFF, "model", "stream", "stop", "samplers", "logit_bias", "n_predict", "max_tokens", "max_completion_tokens", "ignore_eos", "n",
-    "n_cmpl", "grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "grammar_triggers", "cache_prompt", "return_progress",
+    "n_cmpl", "grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "grammar_triggers", "additional_properties", "cache_prompt", "return_progress",
     "timings_per_token", "speculative", "speculation", "priority", "n_probs", "post_sampling_probs", "logprobs", "sse_ping_interval", "verbose",
     "n_indent", "t_max_predict_ms",
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """OpenAI's /v1/responses, without state: every request brings its whole conversation. Requests are put into the words of chats first."""
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -21,6 +22,7 @@ _WORDS = {
     "response_format.json_schema": "text.format", "response_format.json_schema.schema": "text.format.schema", "response_format.schema": "text.format.schema",
     '{"type": "function", "function": {"name": ...}}': '{"type": "function", "name": ...}',
 }  # fmt: skip
+_PLACE = '{"text": {"format": {"type": "json_schema", "name": "...", "schema": {...}}}}'
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -92,9 +94,16 @@ def to_chat(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         raise fields.wrong("reasoning.effort", effort, "a text")
     if effort is not None:
         out["reasoning_effort"] = effort
-    form = fields.mapping(body, "text").get("format") or {}
+    said = fields.mapping(body, "text")
+    if misplaced := next((name for name in ("type", "schema", "json_schema") if name in said), None):
+        raise ApiError(400, f"text has no {json.dumps(misplaced)}; a schema goes there like this: {_PLACE}", param="text")
+    form = said.get("format") or {}
     if not isinstance(form, dict):
         raise fields.wrong("text.format", form, "an object")
+    if form and "response_format" in body:
+        raise ApiError(400, "there are text.format and response_format; give one of them", param="text.format")
+    known = ("type",) if form.get("type") in ("text", "json_object") else ("type", "schema", *fields.ABOUT_SCHEMAS)
+    fields.only(form, "text.format", known, _PLACE)
     if form.get("type") == "json_schema":
         out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema", {})}}
     elif form:

@@ -20,6 +20,7 @@ from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.masked import MaskedRows
 from pyggml_spec.engine.slot import Draft, Verify
 from pyggml_spec.errors import DeviceError, EngineError
+from pyggml_spec.sampling import grammar as grammars
 from pyggml_spec.sampling.grammar import Grammar, allows, only
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
@@ -158,6 +159,21 @@ def test_drafts_that_are_forbidden_are_not_verified(monkeypatch):
     assert stats.widths == widths
     assert widths[1]
     assert stats.drafted == sum((width - 1) * n for width, n in widths.items())
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_pinned_width_is_that_of_every_block_where_bits_depend_on_it(monkeypatch, slow):
+    """With ggml's kernels a row of a narrower graph has other last bits: text would not be that of ``--reference-shape``."""
+    if slow:
+        monkeypatch.setattr(grammars, "SLOW_S", -1.0)
+        monkeypatch.setattr(grammars, "QUICK_S", -1.0)
+    constraints = {"regex": "[a-z ]{5,60}[0-9]{2,9}"}, {"json_schema": SCHEMA}, {"grammar": 'root ::= "x = " n\nn ::= [0-9] n | "\\n"'}
+    with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=8, kernels="ggml") as session:
+        for seed, constraint in enumerate(constraints * 3):
+            sampling = Sampling(temperature=1, seed=seed, **constraint)
+            text, stats = session.generate("import json\n" * 3, 40, sampling=sampling)
+            assert text == session.generate("import json\n" * 3, 40, sampling=sampling, mode="reference")[0]
+            assert set(stats.widths) == {8}
 
 
 # -- what a guide knows

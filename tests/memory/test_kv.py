@@ -5,7 +5,7 @@ import pytest
 
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
-from pyggml_spec.memory.kv import GPU_SPAN, SPAN, KVCache, least_span, padded, span_for, spans_up_to
+from pyggml_spec.memory.kv import GPU_SPAN, NOWHERE, SPAN, KVCache, least_span, padded, span_for, spans_up_to
 from pyggml_spec.models.base import KVShape
 
 TRASH = 16
@@ -105,3 +105,19 @@ def test_a_model_without_attention_layers_has_a_cache_of_nothing(backend):
     cache = KVCache(backend, [], 16, TRASH)
     assert cache.layers == () and (content(cache.near, np.float32) == 0.5 - np.arange(SPAN + TRASH)).all()
     cache.close()
+
+
+def test_a_ring_shows_its_newest_rows_and_hides_what_was_never_written(backend):
+    """What drafters that borrow the rows look at: the newest token's row is among them, whatever its place in the ring."""
+    cache = KVCache(backend, [KVShape(1, 32, sliding=True)], 4 * SPAN, TRASH, window=100, widest=16)
+    try:
+        assert 0 < cache.ring < cache.live
+        for n in (1, 2, 99, cache.ring - 1, cache.ring, cache.ring + 1, 2 * cache.ring, 2 * cache.ring + 7):
+            near = np.empty(cache.ring, np.float32)
+            cache.positions_of_ring(n, near)
+            held = {p % cache.ring: p for p in range(n)}  # of each row the last position that was written into it
+            wanted = [0.5 - held[row] if row in held else NOWHERE for row in range(cache.ring)]
+            np.testing.assert_array_equal(near, np.array(wanted, np.float32))
+            assert near[(n - 1) % cache.ring] == 0.5 - (n - 1)
+    finally:
+        cache.close()

@@ -85,6 +85,15 @@ def test_a_contradiction_is_refused_at_the_start(tokenizer, schema):
         Grammar("json_schema", json.dumps(schema), tokenizer)
 
 
+@pytest.mark.parametrize("schema", [
+    {"allOf": [{"patternProperties": {"^a$": {}}, "additionalProperties": False}]}, {"anyOf": [{"patternProperties": {"^a$": {}}, "additionalProperties": False}]},
+    {"$ref": "#/$defs/p", "$defs": {"p": {"patternProperties": {"^a$": {}}, "additionalProperties": False}}},
+], ids=json.dumps)  # fmt: skip
+def test_keys_that_are_put_together_lead_nowhere_or_are_refused(tokenizer, schema):
+    with pytest.raises(SamplingError, match="where nothing may come, behind.*one object"):
+        Grammar("json_schema", json.dumps({**keys(), "additionalProperties": True, **schema}), tokenizer)
+
+
 @pytest.mark.parametrize("kind, text, words", [
     ("grammar", 'root ::= "a" root', "no text that ends"), ("grammar", 'root ::= "a" x\nx ::= "b" y\ny ::= "c" x', "no text that ends"), ("grammar", 'root ::= ("a" root)+', "no text that ends"),
     ("lark", 'start: "a" start', "'start'"), ("lark", 'start: "a" | "b" loop\nloop: "c" loop', "'loop'"), ("lark", 'start: "z" item{2}\nitem: ("b" item)', "'start'"),

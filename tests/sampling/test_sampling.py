@@ -559,6 +559,31 @@ def test_parameters_out_of_range_are_refused(values, words):
         Sampling(**values)
 
 
+@pytest.mark.parametrize(
+    "last, prompt, chosen", [(2, [1, 2, 3, 4], 1), (2, [4, 3, 2, 1], 4), (3, [0, 4, 2, 3], 1), (64, [4], 1), (1, [4, 1], 4)]
+)
+def test_penalties_see_the_end_of_the_prompt(last, prompt, chosen):
+    """Of a prompt that is longer than what they look at, its last tokens, not its first ones. Tokens 4 and 1 are the likeliest, 4 by a little."""
+    sampler = Sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=last), None, 5)
+    sampler.accept_prompt(prompt)
+    assert sampler.choose(None, np.array([0.0, 2.9, 0.0, 0.0, 3.0], np.float32)) == chosen
+    sampler.close()
+
+
+@pytest.mark.parametrize("biased", [31, 32, 100])
+def test_tokens_that_a_bias_forbids_are_made_up_for_by_more_candidates(biased):
+    """The likeliest tokens are all forbidden: what the device sends holds others all the same, and the choice is that among all tokens."""
+    sampling = Sampling(temperature=0, logit_bias=dict.fromkeys(range(biased), -math.inf))
+    logits = np.linspace(5, -5, 400).astype(np.float32)
+    count = sampling.candidates()
+    assert biased < count < logits.size
+    few, every = Sampler(sampling, None, logits.size), Sampler(sampling, None, logits.size)
+    best = np.argsort(-logits)[:count].astype(np.int32)
+    assert few.choose(best, logits[best]) == every.choose(None, logits) == biased
+    few.close()
+    every.close()
+
+
 def test_a_bias_for_a_token_that_does_not_exist_is_refused(demo):
     with pytest.raises(SamplingError, match="4096"):
         demo.generate("a", 4, sampling=Sampling(logit_bias={4096: 1.0}))
