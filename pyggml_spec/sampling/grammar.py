@@ -37,6 +37,7 @@ LEAST_ITEMS, ITEMS_PER_TOKEN = (
 SLOW_S, HEAVY_S = 0.005, 0.001  # processor time of a mask, and of taking a token, from which on a thread does it
 QUICK_S = 0.001  # a mask by the thread that took less: the next one is computed when it is asked for
 DEADLINE_S = 1.0  # of a thread, for one token
+FEED_S = 0.1  # for all tokens that are given at once
 _AMBIGUOUS = "it is too ambiguous, that is, a text can be read in too many ways; write it so that there is one, like s ::= [a-z]+ for s ::= s s | [a-z]"
 _SAID_BETTER = {
     "Too many items": _AMBIGUOUS,
@@ -276,6 +277,23 @@ class Grammar:
     def allows(self, token: int) -> bool:
         """Whether ``token`` may come next."""
         return self.fits([token]) == 1
+
+    def feed(self, tokens: Sequence[int]) -> bool:
+        """Moves past text that is there already; False, and stays where it is, if it may not come.
+
+        Raises:
+            ConstraintError: it takes too long.
+        """
+        self._arrive()
+        matcher, began = self._matcher.deep_copy(), time.thread_time()
+        for token in tokens:
+            if matcher.try_consume_tokens([int(token)]) < 1:
+                return False
+            if time.thread_time() - began > FEED_S:
+                raise ConstraintError(f"the {KINDS[self.kind]} cannot go on behind its trigger: most likely, {_AMBIGUOUS}")
+        self._matcher, self._bits = matcher, None
+        self.slow = self.slow or time.thread_time() - began > HEAVY_S * max(1, len(tokens))
+        return True
 
     def bits(self) -> np.ndarray:
         """U8 [4 ceil(n_vocab / 32)]: the tokens that may come next, a bit each, the lowest one of each byte first."""

@@ -30,6 +30,7 @@ MOST_TRIGGERS, MOST_WORD = 64, 256
 MOST_BEHIND = 4096  # bytes from where a constraint begins to where its pattern ends; it is given them in every step that could end it
 KEPT, KEPT_TAILS = 16, 32  # constraints with their triggers per vocabulary, and beginnings of words of each: 1 MB for 250,000 tokens
 
+FEW = 8  # tokens that lie between where a constraint begins and where its trigger ends, most of the time
 NEVER: list[int] = [-1]  # what no constraint is given: too much lies between a beginning and the pattern's end
 
 
@@ -127,6 +128,9 @@ class LazyGrammar:
             fed, tail = self._past(tail, int(token), work)
             if fed is NEVER:
                 return i
+            if fed is not None and len(fed) > FEW:
+                inner = self._inner.copy()
+                return i + 1 + inner.fits(tokens[i + 1 :]) if inner.feed(fed) else i
             if fed is not None:
                 passed = self._inner.fits([*fed, *tokens[i + 1 :]]) - len(fed)
                 return i + 1 + passed if passed >= 0 else i
@@ -182,12 +186,8 @@ class LazyGrammar:
         """What the constraint allows behind ``text``, as of ``Grammar.bits``; None if it does not allow the text."""
         if len(text) > MOST_BEHIND:
             return None
-        inner, fed = self._inner.copy(), self._vocabulary.tokens_of(text)
-        if inner.fits(fed) < len(fed):
-            return None
-        for part in fed:
-            inner.accept(part)
-        return inner.bits()
+        inner = self._inner.copy()
+        return inner.bits() if inner.feed(self._vocabulary.tokens_of(text)) else None
 
     def mask(self) -> np.ndarray:
         """Bool [n_vocab]: the tokens that may come next."""
@@ -246,11 +246,9 @@ class LazyGrammar:
         if fed is None:
             self._tail = tail
             return
-        if fed is NEVER or self._inner.fits(fed) < len(fed):
+        if fed is NEVER or not self._inner.feed(fed):
             raise EngineError(f"the {KINDS[self.kind]} does not allow what comes with its trigger")
         self._begun = True
-        for part in fed:
-            self._inner.accept(part)
 
     def _past(self, tail: bytes | Place, token: int, work: Work) -> tuple[list[int] | None, bytes | Place]:
         """What the constraint is given if ``token`` ends a trigger behind ``tail``, the trigger and what the token has behind it, None if not; and the

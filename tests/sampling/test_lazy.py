@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.errors import EngineError, SamplingError
+from pyggml_spec.errors import ConstraintError, EngineError, SamplingError
 from pyggml_spec.sampling import lazy as lazy_module
 from pyggml_spec.sampling.grammar import Grammar, Vocabulary
 from pyggml_spec.sampling.lazy import KEPT, LazyGrammar
+from pyggml_spec.sampling.pattern import Pattern
 from pyggml_spec.sampling.sampler import Sampling
 
 CALL = 'root ::= "<tool_call>" [ \\n]? "{" [a-z]+ "}" "</tool_call>"'
@@ -141,3 +142,18 @@ def test_many_long_triggers_are_no_burden(tokenizer):
     for token in tokenizer.encode("x" + words[7][:-1], bos=False):
         lazy.accept(token)
     assert lazy.fits(tokenizer.encode("b7", bos=False)) == 2 and lazy.fits(tokenizer.encode("bx", bos=False)) < 2
+
+
+def test_a_slow_constraint_behind_a_long_trigger_ends_with_a_sentence(tokenizer):
+    """All that a pattern has found is given to the constraint at once: of an ambiguous one that would take seconds."""
+    words = " | ".join(" ".join("s" * n) for n in range(2, 7))
+    lazy = LazyGrammar("grammar", f"root ::= s\ns ::= {words} | [a-z]", [Pattern("(a[a-z]*)!")], tokenizer)
+    began = time.thread_time()
+    with pytest.raises(ConstraintError, match="trigger.*ambiguous"):
+        follow(lazy, tokenizer.encode("abcdefghijklmnopqrstuvwxyz" * 5 + "!", bos=False))
+    assert time.thread_time() - began < 2
+
+
+def follow(grammar, tokens):
+    for token in tokens:
+        grammar.accept(token)
