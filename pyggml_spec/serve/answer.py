@@ -19,7 +19,6 @@ from ..text.values import Call
 from .http import encode
 from .jobs import Job
 
-WHOLE = ("end", "stop")  # reasons after which a call whose last marker is missing is whole
 LEAST_LOGPROB = -3.4e38
 FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "cancelled"}
 
@@ -78,7 +77,8 @@ class Answer:
         self.stats = event.stats
         pieces = list(self._told_apart(self._stream.finish() if self._stream is not None else event.text))
         if self._parser is not None:
-            pieces += self._kept(self._parser.finish(cut=event.stats.stop_reason not in WHOLE))
+            whole = event.stats.stop_reason == "end" or self._parser.form.closes(self.stopping_word)
+            pieces += self._kept(self._parser.finish(cut=not whole))
         return Delta(pieces)
 
     def _told_apart(self, text: str) -> Sequence[Piece]:

@@ -112,6 +112,10 @@ class Format:
         texts = _texts((self.think, self.strays, self.calls, self.channels, self.bare))
         return frozenset(marker for text in texts for marker in re.findall(r"<[^<>]+>", text))
 
+    def closes(self, text: str) -> bool:
+        """Whether ``text`` is one of the markers that end a call: a client may stop at it."""
+        return any(text in (call.end, call.close, *call.section[1:]) for call in self.calls) and bool(text)
+
     def opened(self, prompt: str) -> bool:
         """Whether a prompt's end opens the reasoning."""
         begin, end = self.think

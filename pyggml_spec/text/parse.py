@@ -131,7 +131,7 @@ class Parser:
                 kind = "content" if self._tools else ""
                 self._emit(kind, written)
             end = yield from self._until("content" if raw else kind, channels.ends)
-            self._emit("content", end if raw else "")
+            self._emit("content", end if raw and end == channels.ends[0] else "")
             if self._final and not self._held:
                 return
 

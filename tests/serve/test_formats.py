@@ -205,13 +205,22 @@ def test_a_cut_call_is_told_as_cut(hermes):
 
 @pytest.fixture(scope="module")
 def thinking(templates, tmp_path_factory):  # noqa: F811
-    texts = {"goes on": " again there.", "thinks on": " well.\n</think>\n\nHi.", "json": '{"a": 1}'}
+    call = "Hm.\n</think>\n\n" + FAMILIES["Qwen 3.5"].call("look_up", {"word": "ab", "n": "3"})
+    texts = {"call": call, "goes on": " again there.", "thinks on": " well.\n</think>\n\nHi.", "json": '{"a": 1}'}
     model = Scripted(tmp_path_factory.mktemp("thinking") / "model.gguf", texts, templated(templates, "Qwen 3.5"))
     yield model
     assert model.server.end() == 0
 
 
 USER = {"role": "user", "content": "Hi"}
+
+
+def test_a_stop_text_cuts_a_call_unless_it_ends_it(thinking):
+    for stop, calls in (("<parameter=n>", 0), ("</parameter>\n<p", 0), ("3", 0), ("</function>", 1), ("</tool_call>", 1)):
+        choice = thinking.post("call", tools=TOOLS, stop=[stop]).json()["choices"][0]
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        told = [json.loads(call["function"]["arguments"]) for call in choice["message"].get("tool_calls", [])]
+        assert told == [{"word": "ab", "n": 3}] * calls
 
 
 def prompt(model: Scripted, *messages: dict, **more: object) -> str:

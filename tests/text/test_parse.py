@@ -102,7 +102,8 @@ def test_slips_of_gpt_oss():
     content, _, calls = whole("<|channel|>commentary to=functions.other<|message|>{}", "gpt-oss")
     assert not calls and content.endswith("to=functions.other<|message|>{}")
     raw = "<|channel|>analysis<|message|>Hm<|end|>"
-    assert whole(f"{raw}<|start|>assistant{said}", "gpt-oss", reasoning=False, tools=()) == (raw + "Hello.", "", [])
+    assert whole(f"{raw}<|start|>assistant{said}<|return|>", "gpt-oss", reasoning=False, tools=()) == (raw + "Hello.", "", [])
+    assert whole(f"{raw[:-7]}<|return|>", "gpt-oss", reasoning=False, tools=()) == (raw[:-7], "", [])
 
 
 def test_messages_of_muse_glimmer():
