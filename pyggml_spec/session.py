@@ -433,7 +433,7 @@ class Session:
         """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
         costs, cached = self._given_costs()
         control = LookupControl(method, costs)
-        control.under(self.engine.calm_condition if cached else self.engine.condition)
+        control.under(self.engine.threads.quiet if cached else self.engine.threads.condition)
         return control
 
     def _given_costs(self) -> tuple[dict[int, float], bool]:
@@ -445,7 +445,7 @@ class Session:
         assert self.drafter is not None
         widths, (first, *_) = candidate_widths(self.engine.options.width), self.drafter.members
         self.costs, self.costs_cached = cached_costs(self.engine, tuple(w for w in widths if w <= first.block_size), fresh)
-        self._costs_under = self.engine.calm_condition if self.costs_cached else self.engine.condition
+        self._costs_under = self.engine.threads.quiet if self.costs_cached else self.engine.threads.condition
         kinds = [kind for member in self.drafter.members for kind in _kinds_of(member, widths)]
         if not self.costs_cached and (why := why_nothing_is_kept()) and why not in self.notes:
             self.notes.append(why)
@@ -712,7 +712,7 @@ class Session:
         """What the caches have of ``ids``, and how much of that the last generation left."""
         widths = self.scheduler.widths
         quiet = (
-            self.drafter is not None and self.engine.calm and self._costs_under != self.engine.condition
+            self.drafter is not None and self.engine.threads.calm and self._costs_under != self.engine.threads.condition
         )  # others were at work, and have gone
         if widths is not None and (quiet or (widths.outdated and not self._costs_checked)):
             self._measure_costs(fresh=True)
@@ -970,8 +970,17 @@ class Session:
             self._kv_types(),
             self._kernels(),
             {} if self.engine.graphs.closed else self.engine.memory(),
-            tuple(self.notes),
+            (*self.notes, *self._gave_way()),
         )
+
+    def _gave_way(self) -> list[str]:
+        """That other work has cores of the CPU's threads now."""
+        engine = self.engine
+        if engine.threads.now == engine.threads.most:
+            return []
+        return [
+            f"other work has the processor: {engine.threads.now} of {engine.threads.most} threads compute now, and all of them when it ends"
+        ]
 
     def _widths_in_use(self) -> tuple[int, ...]:
         """Those that control chooses from, 1 being plain decoding; empty where the width is pinned."""

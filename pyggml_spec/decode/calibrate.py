@@ -275,12 +275,12 @@ class Waiting:
         self._engine = engine
 
     def __enter__(self) -> Self:
-        self._calm = self._engine is None or self._engine.calm
+        self._calm = self._engine is None or self._engine.threads.calm
         self._began, self._waited = time.perf_counter(), waited_for_core()
         return self
 
     def __exit__(self, *exc: object) -> None:
         waited = waited_for_core()
-        self.much = not self._calm or not (self._engine is None or self._engine.calm)
+        self.much = not self._calm or not (self._engine is None or self._engine.threads.calm)
         if waited is not None and self._waited is not None:
             self.much |= waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)

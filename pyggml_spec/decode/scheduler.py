@@ -175,7 +175,7 @@ class Scheduler:
         width = engine.options.width if options.mode == REFERENCE and self.width == 1 else self.width
         stats.mode, stats.width, stats.prompt_tokens = options.mode, 1 if options.mode == PLAIN else width, len(ids)
         stats.width_reason = self._width_reason if options.mode == SPECULATIVE else ""
-        stats.most_threads, stats.threads_follow = engine.most_threads, engine.threads_follow
+        stats.most_threads, stats.threads_follow = engine.threads.most, engine.threads.follow
         stream = Stream(self, Request(ids, options, stats, width, engine.target.n_vocab), stats)
         stream._known = stream._filled = known
         stream._progress, stream._interrupted = progress, interrupted
@@ -731,7 +731,7 @@ class Scheduler:
             stats.prompt_steps += 1
             return 0, 1e-6 * spent
         times, rows = results[decoding[0].slot].times, 1
-        threads, calm = self.engine.threads, self.engine.calm
+        threads, calm = self.engine.threads.now, self.engine.threads.calm
         upload, compute, read = times.upload, times.compute, times.read
         rest = max(0, spent // 1000 - upload - compute - read)
         for stream in decoding:
@@ -777,7 +777,7 @@ class Scheduler:
 
     def _others_came(self) -> bool:
         """Whether other work came or went, so that the step says nothing of what steps cost."""
-        condition, looks = self.engine.condition, CORES.looks
+        condition, looks = self.engine.threads.condition, CORES.looks
         changed = self.lookup is not None and self.lookup.under(condition, looks)
         if self.widths is not None and self.widths.others_came(condition, looks, self._sequences):
             self._unheard, changed = 0, True

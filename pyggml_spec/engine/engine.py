@@ -18,7 +18,7 @@ import numpy as np
 
 from ..checks import token_ids, whole
 from ..errors import EngineError
-from ..ggml.cores import CORES
+from ..ggml.cores import CORES, Threads
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..memory.cursor import Cursor
@@ -49,7 +49,7 @@ class Engine:
         self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, p.slots
         self.graphs, self.io, self.sequence = p.graphs, p.io, p.sequence
         self.kv, self.draft_kv, self.delta, self.ring = p.kv, p.draft_kv, p.delta, p.ring
-        self._rules = p.thread_rules()
+        self.threads = Threads(p.thread_rules())
         self.ahead = Ahead(p)
         self._commits = Commits(p)
         self._sequences = Sequences(p, self._commits)
@@ -209,36 +209,6 @@ class Engine:
             if isinstance(item, Draft) and (item.check is not None or item.weigh is not None):
                 return self._steps.looked_at(work, rows, covered, meanwhile)
         return self._steps.run(work, rows, covered, meanwhile)
-
-    @property
-    def condition(self) -> tuple[tuple[int, bool], ...]:
-        """With how many threads each CPU computes now, and whether other work takes its cores nevertheless; empty where no CPU does."""
-        return tuple([(rule.threads, rule.busy) for rule in self._rules])
-
-    @property
-    def threads(self) -> int:
-        """That compute now, of the CPU with most of them; 0 where none does."""
-        return max([rule.threads for rule in self._rules], default=0)
-
-    @property
-    def most_threads(self) -> int:
-        """The same where no other work needs its cores."""
-        return max([rule.most for rule in self._rules], default=0)
-
-    @property
-    def threads_follow(self) -> bool:
-        """Whether there are fewer where other work needs their cores."""
-        return any(rule.adapts for rule in self._rules)
-
-    @property
-    def calm_condition(self) -> tuple[tuple[int, bool], ...]:
-        """The condition of a machine that is this process's."""
-        return tuple([(rule.most, False) for rule in self._rules])
-
-    @property
-    def calm(self) -> bool:
-        """Whether no other work takes cores of the CPUs that compute here, as far as the system says."""
-        return self.condition == self.calm_condition
 
     # -- groups of slots of a split target, whose steps are under way together
 

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,3 +176,44 @@ class Cores:
 
 
 CORES = Cores()
+
+
+class Threads:
+    """Of the CPUs that steps compute on, by their rules: what the last look at others brought.
+
+    Attributes:
+        most: threads that compute where no other work needs their cores, of the CPU with most of them; 0 where none computes.
+        follow: whether there are fewer where it does.
+        quiet: the condition of a machine that is this process's.
+    """
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._rules, self._looks = rules, -1
+        self.most = max([rule.most for rule in rules], default=0)
+        self.follow = any(rule.adapts for rule in rules)
+        self.quiet = tuple((rule.most, False) for rule in rules)
+        self._see()
+
+    def _see(self) -> None:
+        if self._looks != CORES.looks:
+            self._looks = CORES.looks
+            self._condition = tuple((rule.threads, rule.busy) for rule in self._rules)
+            self._now, self._calm = max([rule.threads for rule in self._rules], default=0), self._condition == self.quiet
+
+    @property
+    def now(self) -> int:
+        """Like ``most``, that compute now."""
+        self._see()
+        return self._now
+
+    @property
+    def condition(self) -> tuple[tuple[int, bool], ...]:
+        """Threads of each CPU, and whether other work takes their cores nevertheless."""
+        self._see()
+        return self._condition
+
+    @property
+    def calm(self) -> bool:
+        """Whether no other work takes cores of any of them, as far as the system says."""
+        self._see()
+        return self._calm

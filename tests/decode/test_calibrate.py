@@ -17,6 +17,8 @@ from pyggml_spec.decode.synthetic import SyntheticAcceptance
 from pyggml_spec.decode.width import WidthControl
 from pyggml_spec.errors import BuildError, ContextError, PyspecError
 from pyggml_spec.folders import build_folder, cache_folder, why_nothing_is_kept
+from pyggml_spec.ggml import cores
+from pyggml_spec.ggml.cores import Reading
 
 
 @pytest.fixture
@@ -46,6 +48,38 @@ def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatc
     monkeypatch.setattr("pyggml_spec.decode.calibrate.waited_for_core", itertools.count(0.0, 60.0).__next__)
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert session.costs and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("threads", [1, None])
+def test_costs_beside_work_on_other_cores_are_not_kept_but_measured_again_when_it_ends(pair, tmp_path, monkeypatch, idle, threads):
+    """The thread that decodes need not wait for its own core: what other threads wait for makes steps as slow."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    took = [1.0]  # of the two cores, by others
+    idle_s, at = [0.0], [time.monotonic()]
+
+    def read(*_):
+        now = time.monotonic()
+        idle_s[0] += (now - at[0]) * (2 - 2 * took[0])
+        at[0] = now
+        return Reading(now, idle_s[0], 0.0, 0.0, 2, os.getpid())
+
+    monkeypatch.setattr(cores, "read", read)
+    monkeypatch.setattr(cores, "default_threads", lambda: 2)
+    monkeypatch.setattr("pyggml_spec.ggml.device.default_threads", lambda: 2)
+    with ps.load(*pair, device="CPU", threads=threads, n_ctx=256) as session:
+        time.sleep(cores.LOOK_S)
+        session.engine.prefill([1, 2, 3])
+        assert not session.engine.threads.calm and session.engine.threads.now == 1
+        cached_costs(session.engine, (2,), fresh=True)
+        assert not list(tmp_path.glob("costs-*"))
+        took[0] = 0.0
+        time.sleep(cores.LOOK_S)
+        session.engine.prefill([1, 2, 3])
+        time.sleep(cores.LOOK_S)
+        session.engine.prefill([1, 2, 3])
+        assert session.engine.threads.calm and session.engine.threads.now == (threads or 2)
+        session.generate([1, 2, 3], 4)
+        assert list(tmp_path.glob("costs-*"))
 
 
 def test_the_plain_speed_is_that_of_this_process(pair, tmp_path, monkeypatch, idle):
