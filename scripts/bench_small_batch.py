@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Products of a quantised matrix with 1 to 64 rows on a CUDA device: how right, how fast, beside ggml's own kernels in the same library.
+"""Products of a quantised matrix with few or many rows on a CUDA device: how right, how fast, beside ggml's own kernels in the same library.
 
     bench_small_batch.py check [--types q4_K,q6_K] [--rows 1-64]        error against float64; rows alone and beside others; replays
     bench_small_batch.py time  [--types ...] [--shapes ...] [--rows 1,8,16,32,64] [--before LIBRARIES] [--out FILE.json]
 
-The kernels are those of patches/0020 and those behind it (GGML_CUDA_SMALL_BATCH=0 switches them off, GGML_CUDA_SMALL_BATCH_TMA=0 makes them load as cards before Hopper do).
+The kernels are those of patches/0020 and those behind it (GGML_CUDA_SMALL_BATCH=0 switches them off, GGML_CUDA_SMALL_BATCH_TMA=0 makes them load as cards before Hopper do),
+from 65 rows on those of patches/0031 (GGML_CUDA_LARGE_BATCH=0).
 `time` starts a process per side and lets them take turns; both replay one CUDA graph over at least 1 GB of distinct weights per shape, and what is
 printed is the median per product. With --before the first side is that folder's libraries, another build, instead of ggml's kernels. `check` ends with the number of cases that are wrong.
 """
@@ -39,8 +40,10 @@ SHAPES = {  # n_in, n_out
 }
 EXPERTS = {"35B-A3B gate": (2048, 512, 256, 8), "35B-A3B down": (512, 2048, 256, 8)}  # n_in, n_out, experts, used
 CHECKED = ((5120, 1000), (512, 1), (256, 63), (768, 520), (2560, 12352), (17408, 640), (9216, 2560), (5120, 15400))
+SMALL = 64  # most rows of the kernels for few
+BY_CUBLAS = 256  # rows from which on other types are unpacked for cuBLAS
 WORST = 1e-3  # relative L2 error; ggml's own kernels, which round activations to 8 bits, are at 1e-2
-WORST_SWIGLU = 2e-3  # errors of two products; the worst is 1.6e-3, of a matrix with one output
+WORST_SWIGLU = 2.5e-3  # errors of two products; the worst are 1.6e-3, of a matrix with one output, and 2.2e-3, of one with 32
 
 
 class Leaves:
@@ -123,6 +126,10 @@ def error(got: np.ndarray, expected: np.ndarray, usual: float = 0.0) -> float:
 
 def patched(name: str, n_in: int, n_out: int, rows: int) -> bool:
     """Whether these products are the patch's: of the others ggml's own kernels are measured, which err by 1e-2."""
+    if name not in TYPES:
+        return rows >= BY_CUBLAS and n_out >= 256
+    if rows > SMALL:
+        return n_out % 8 == 0
     tma = os.environ.get("GGML_CUDA_SMALL_BATCH_TMA") != "0" and lib.ggml_row_size(type_id(name), n_in) % 4 == 0
     if tma:
         return rows >= (4 if name == "iq4_xs" and lib.ggml_row_size(type_id(name), n_in) * n_out < 40_000_000 else 1)
@@ -184,6 +191,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                 compute(backend, g)
                 first = get(out)
                 for _ in range(2):  # the third is a replay
+                    put(out, np.full(first.shape, np.nan, np.float32))
                     compute(backend, g)
                     again = get(out)
                 e = max(error(first[r], expected[r], usual[r]) for r in range(count))
@@ -198,8 +206,9 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                     changed.append(count)
                 g.close()
                 role.close()
-            if case.name == "product" and 16 in rows and patched(name, n_in, n_out, 16):
-                wrong += nan_spreads(backend, x, a, values)
+            for count in {16, max(rows)} & set(rows):
+                if case.name == "product" and name in TYPES and patched(name, n_in, n_out, count):
+                    wrong += nan_spreads(backend, x, a, values, count)
             if changed:
                 variant += 1
                 print(f"  {name} {n_in} -> {n_out}, {case.name}: row 0 changes from {rows[0]} rows to {changed[:8]}")
@@ -308,9 +317,9 @@ def compare(args) -> None:
     shapes = {**SHAPES, **EXPERTS}
     chosen = [s for s in shapes if any(part in s for part in args.shapes.split(","))] if args.shapes else list(shapes)
     first = "before" if args.before else "ggml"
-    sides = {first: {"GGML_CUDA_SMALL_BATCH": "0"}, "small batch": {"GGML_CUDA_SMALL_BATCH": "1"}}
+    sides = {first: {"GGML_CUDA_SMALL_BATCH": "0", "GGML_CUDA_LARGE_BATCH": "0"}, "small batch": {}}
     if args.before:
-        sides[first] = {"GGML_CUDA_SMALL_BATCH": "1", "LLAMA_CPP_LIB_PATH": args.before, "LD_LIBRARY_PATH": args.before}
+        sides[first] = {"LLAMA_CPP_LIB_PATH": args.before, "LD_LIBRARY_PATH": args.before}
     command = [sys.executable, __file__, "leg", "--rows", args.rows, "--device", args.device, "--repeats", str(args.repeats)]
     run = {
         side: subprocess.Popen(command, env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -359,7 +368,7 @@ def main() -> None:
     backend, wrong = Backend(pick_device(args.device)), 0
     for name in args.types.split(","):
         failed, found = check_type(backend, name, rows_of(args.rows), CHECKED)
-        failed += check_experts(backend, name)
+        failed += check_experts(backend, name) if name in TYPES else 0
         print(f"{name}: {failed} wrong; {json.dumps(found)}", flush=True)
         wrong += failed
     sys.exit(min(wrong, 100))

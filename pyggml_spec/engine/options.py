@@ -15,6 +15,7 @@ WIDTHS = (2, 4, 8, 16)
 MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14
 MOST_MASKED = (1 << 31) - 1  # values of a mask: ggml-cuda counts those of most operations in an int
 CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
+WIDER_CHUNKS = (1024, 2048)  # beside them where a chunk is wider still: a tail of 600 tokens would be padded to all of it
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def candidate_widths(block_size: int) -> tuple[int, ...]:
 
 def prefill_widths(chunk: int) -> tuple[int, ...]:
     """Rows of the graphs that prompts are computed by, the widest of ``chunk``."""
-    return tuple(sorted({*(c for c in CHUNKS if c < chunk), chunk}))
+    return tuple(sorted({*(c for c in CHUNKS + WIDER_CHUNKS if c < chunk), chunk}))
 
 
 def check_masks(options: EngineOptions, backends: Iterable[Backend]) -> None:
