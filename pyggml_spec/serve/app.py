@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from . import anthropic, infill, live, names, native, openai, responses
 from .access import Hosts, Keys, Origins
 from .errors import ApiError, api_error
+from .heap import Heap
 from .http import (
     MOST_VALUES,
     Bodies,
@@ -85,6 +86,7 @@ class App:
 
     def __init__(self, context: Context, metrics: Metrics, keys: Keys, origins: Origins, hosts: Hosts, most_body: int) -> None:
         self.context, self.metrics, self.keys, self.origins, self.hosts, self.most_body = context, metrics, keys, origins, hosts, most_body
+        self.heap = Heap()
         self.bodies = Bodies(most_body, values=max(MOST_VALUES, 2 * context.served.n_ctx))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,6 +136,8 @@ class App:
             request.forget()
             for end in request.ended:
                 end()
+            if request.large:
+                self.heap.shrink()
 
     def _known(self, path: str) -> str:
         return path if path in GET or path in POST or path in ELSEWHERE or path in ("/", "/metrics") else "other"

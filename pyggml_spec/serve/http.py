@@ -14,6 +14,7 @@ from urllib.parse import unquote_plus
 import msgspec
 
 from .errors import ApiError
+from .heap import LARGE
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -33,7 +34,7 @@ MOST_VALUES, MOST_CONTAINERS, MOST_ESCAPES = (
 )  # of one body: each takes 10 to 30 ms to decode, which nothing interrupts
 LONGEST_FIELD, LONGEST_SCHEMA = 128 << 10, 1 << 20  # bytes of JSON
 LINGER_SECONDS = 2.0  # in which the body of a refused request is thrown away, so that its client reads the answer and no reset
-YIELD_SECONDS = 0.005  # of encoding, after which other tasks have a turn
+YIELD_SECONDS = 0.002  # of encoding, after which other tasks have a turn
 SOON = 0.001  # seconds of an answer's work before anybody looks whether its client is still there
 PROMPTS = ("prompt", "messages", "input", "instructions", "system", "content", "tokens", "input_prefix", "input_suffix", "input_extra")
 """Fields that may be as long as a body. Nothing reads them once the prompts are tokens."""
@@ -67,6 +68,7 @@ class Request:
         self.length = int(told) if told.isdecimal() and len(told) < 19 else None
         self.has_body = self.length != 0 and (self.length is not None or "transfer-encoding" in self.headers)
         self._json: dict[str, Any] | None = None
+        self.large = False  # it, or its answer, takes much memory
         self.counted = 0  # bytes of its body among those of all
         self.read: list[Callable[[], None]] = []  # called when its prompts are tokens
         self.ended: list[Callable[[], None]] = []  # called when the response is out, or nobody waits for it any more
@@ -150,6 +152,7 @@ class Bodies:
     def take(self, request: Request, size: int) -> None:
         """Counts ``size`` bytes of a request. Raises ApiError: there are too many of all."""
         request.counted += size
+        request.large |= request.counted > LARGE
         self.held += size
         if self.held > self.together:
             raise ApiError(
@@ -166,8 +169,6 @@ class Bodies:
 class _Structure:
     """Counts the values of JSON, piece by piece: what would take long to decode is refused before it is whole."""
 
-    _escape = re.compile(rb"\\.", re.DOTALL)
-
     def __init__(self, values: int) -> None:
         self._most = self._values = values
         self._containers, self._escapes = MOST_CONTAINERS, MOST_ESCAPES
@@ -176,10 +177,13 @@ class _Structure:
     def push(self, data: bytes) -> None:
         """Raises ApiError: too many of them."""
         data = self._cut + data
-        self._escapes -= data.count(b"\\")
-        data = self._escape.sub(b"", data)
-        self._cut = b"\\" if data.endswith(b"\\") else b""  # what it escapes is in the next piece
-        self._escapes += len(self._cut)
+        if b"\\" in data:
+            self._escapes -= data.count(b"\\")
+            data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of a run of backslashes escapes what follows it
+            self._cut = b"\\" if data.endswith(b"\\") else b""  # which is in the next piece
+            self._escapes += len(self._cut)
+        else:
+            self._cut = b""
         parts = data.split(b'"')
         outside = b"".join(parts[self._inside :: 2])
         self._inside ^= len(parts) - 1 & 1
@@ -205,7 +209,7 @@ def _why_no_json(body: bytes) -> str:
     """What it is instead, of what clients send by mistake; empty where that is not known."""
     if body.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
         return "it is compressed"
-    if found := re.search(rb"[:\[,]\s*(-?(?:NaN|Infinity))", body):
+    if found := re.search(rb"[:\[,]\s*(-?(?:NaN|Infinity))", body[:SMALL_BODY]):
         return f"{found[1].decode()} is none of its numbers"
     utf16 = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:4]
     return "it is in UTF-16 or UTF-32, and JSON is sent in UTF-8" if utf16 else ""
@@ -237,7 +241,8 @@ def stream_response(chunks: AsyncIterator[bytes]) -> Response:
 class Parts:
     """Long lists in a JSON response, which are made while it is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request | None = None) -> None:
+        self._request = request
         self._mark = b'"%b"' % secrets.token_hex(16).encode()
         self._lists: list[Iterable[bytes]] = []
 
@@ -246,6 +251,8 @@ class Parts:
         if size <= INLINE_VALUES:
             return msgspec.Raw(b"[%b]" % b",".join(items))
         self._lists.append(items)
+        if self._request is not None:
+            self._request.large = True
         return msgspec.Raw(self._mark)
 
     def response(self, value: Any) -> Response:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from ..cancel import check
@@ -38,7 +39,7 @@ async def answered(context: Context, request: Request, asks: list[Ask], make: Ca
     if stream:
         await reader.begin()
         return stream_response(_chunks(context, reader, body))
-    parts = Parts()
+    parts = Parts(request)
     results = [native_result(context, answer, body, parts) for answer in await reader.whole()]
     return parts.response(results[0] if len(results) == 1 else results)
 
@@ -192,7 +193,8 @@ async def tokenize(context: Context, request: Request) -> Response:
     pieces = fields.flag(body, "with_pieces")
     ids = await context.in_pool(request, _tokens, context, body)
     if len(ids) <= AT_ONCE:
-        return json_response({"tokens": _told(context, ids, pieces)})
+        return Response(b'{"tokens":[%b]}' % _token_list(context, ids, pieces), headers={"content-type": JSON_TYPE})
+    request.large = True
     return Response(headers={"content-type": JSON_TYPE}, chunks=_token_chunks(context, ids, pieces))
 
 
@@ -212,24 +214,27 @@ def _tokens(context: Context, body: Mapping[str, Any]) -> list[int]:
     return ids
 
 
-def _told(context: Context, ids: list[int], pieces: bool) -> list[Any]:
-    if not pieces:
-        return ids
-    return [{"id": i, "piece": _piece(context.served.tokenizer.piece(i, special=True))} for i in ids]
-
-
 async def _token_chunks(context: Context, ids: list[int], pieces: bool) -> AsyncIterator[bytes]:
     yield b'{"tokens":['
     for at in range(0, len(ids), AT_ONCE):
-        yield (b"," if at else b"") + encode(_told(context, ids[at : at + AT_ONCE], pieces))[1:-1]
+        yield (b"," if at else b"") + _token_list(context, ids[at : at + AT_ONCE], pieces)
     yield b"]}"
 
 
-def _piece(data: bytes) -> str | list[int]:
+def _token_list(context: Context, ids: list[int], pieces: bool) -> bytes:
+    """Their JSON, without brackets."""
+    if not pieces:
+        return encode(ids)[1:-1]
+    piece = context.served.tokenizer.piece
+    return b",".join([_token_json(i, piece(i, special=True)) for i in ids])
+
+
+@lru_cache(1 << 14)
+def _token_json(token: int, data: bytes) -> bytes:
     try:
-        return data.decode()
+        return encode({"id": token, "piece": data.decode()})
     except UnicodeDecodeError:
-        return list(data)
+        return encode({"id": token, "piece": list(data)})
 
 
 async def detokenize(context: Context, request: Request) -> Response:

@@ -100,7 +100,7 @@ async def chat(context: Context, request: Request) -> Response:
         await reader.begin()
         return stream_response(_chat_chunks(context, reader, frame, options))
     answers = await reader.whole()
-    parts = Parts()
+    parts = Parts(request)
     choices = [_chat_choice(answer, parts) for answer in answers]
     return parts.response(frame.chunk(choices, **_summary(context, answers, options.verbose, parts)))
 
@@ -200,7 +200,7 @@ async def completions(context: Context, request: Request) -> Response:
     if stream:
         await reader.begin()
         return stream_response(_completion_chunks(context, reader, frame, options))
-    answers, parts = await reader.whole(), Parts()
+    answers, parts = await reader.whole(), Parts(request)
     choices = [
         {
             "index": a.job.index,

@@ -192,6 +192,7 @@ async def _serve(
 ) -> int:
     import uvicorn
 
+    from . import heap
     from .access import Hosts, Origins
     from .app import App
     from .jobs import Queue, QueueLimits
@@ -257,6 +258,7 @@ async def _serve(
             loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, proxy_headers=False, ssl_certfile=settings.certificate, ssl_keyfile=settings.certificate_key,
         )  # fmt: skip
         server = Server(config)
+        heap.prepare()
         ending: list[asyncio.Task[None]] = []
 
         async def drain() -> None:
