@@ -102,6 +102,16 @@ def test_the_text_is_the_hosts(session, host_texts, device, kind, values):
         assert free.result()[0] == alone
 
 
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+@pytest.mark.parametrize("values", ["greedy", "sampled"])
+def test_masks_by_threads_go_to_the_device_too(session, host_texts, device, monkeypatch, kind, values):
+    monkeypatch.setattr(grammars, "SLOW_S", -1.0)
+    monkeypatch.setattr(grammars, "QUICK_S", -1.0)
+    text, _ = session.generate(PROMPT, 60, sampling=Sampling(**CONSTRAINTS[kind], **VALUES[values]))
+    assert text == host_texts[kind, values]
+    assert device and not device.rows
+
+
 def test_the_device_is_asked_once_in_a_step_and_not_where_nothing_is_forbidden(session, device):
     sampling = Sampling(json_schema=SCHEMA, temperature=0)
     _, stats = session.generate(PROMPT, 60, sampling=sampling)
