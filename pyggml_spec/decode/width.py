@@ -634,6 +634,7 @@ class WidthControl(Conditioned):
         known, tries = self.costs.get(key), self._tries[key] + 1
         self._tries[key] = tries
         if self._is_new(key, milliseconds):
+            self._guesses.discard(key)
             self._compare(key)
             return
         if tries <= TRIES:

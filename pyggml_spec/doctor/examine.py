@@ -181,7 +181,7 @@ def examine_drafter(subject: Subject, draft: str | Path, progress: Done = lambda
         GGUFError: the drafter's file cannot be read.
     """
     with GGUFFile(draft) as file:
-        checks = list(_Examination(subject, file, progress).checks())
+        checks = list(_Examination(subject, file, progress).checks()) + running.other_work(subject.backends)
     conditions = {
         "device": " and ".join(backend.device.description for backend in subject.backends), "threads": subject.backend.threads, "kernels": subject.backend.kernels,
         "context": subject.n_ctx, "versions": versions(),

@@ -14,6 +14,8 @@ from ..decode.stats import Stats
 from ..decode.width import WidthControl
 from ..engine.engine import Engine
 from ..engine.options import candidate_widths
+from ..ggml.cores import Threads
+from ..ggml.device import Backend
 from . import trees
 from .probe import Measured
 from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
@@ -189,6 +191,16 @@ def time_split(engine: Engine, stats: Sequence[Stats], width: int) -> Check:
             "time split", WARN, found + ": drafting costs more than verifying", "use a drafter of fewer layers or fewer bits", RUNNING, data
         )
     return Check("time split", OK, found, "", RUNNING, data)
+
+
+def other_work(backends: Sequence[Backend]) -> list[Check]:
+    """That other work has cores of the CPU's threads; nothing where none has."""
+    if Threads([backend.rule for backend in backends if backend.rule is not None]).calm:
+        return []
+    found = (
+        "other work had the processor while this was measured, so times, and what they are of each other, are not those of an idle machine"
+    )
+    return [Check("other work", WARN, found, "run it again when that has ended", RUNNING)]
 
 
 def _median(engine: Engine, step) -> float:

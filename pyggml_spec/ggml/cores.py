@@ -19,7 +19,11 @@ from pathlib import Path
 from .host_memory import own_groups
 
 MOST_DEFAULT = 16  # threads without a wish: memory bandwidth is used up before that
-LOOK_S, LOOK_SHARE = 0.1, 0.01  # seconds between two looks at what others do, and the most of the time that looks may take
+LOOK_S, SOONER_S, LOOK_SHARE = (
+    0.1,
+    0.04,
+    0.01,
+)  # seconds between looks at what others do, behind a thread that was added; most of the time that looks may take
 TOLERATED = 0.35  # cores that others may take of those that threads compute on
 SPARE = 0.25  # of a core that may be missing where a thread is added
 SOON_S, RETRY_S, GUESS_S = (
@@ -109,6 +113,7 @@ class Rule:
         self.adapts = adapts
         self.busy = False
         self._added = self._again = self._guess_again = -math.inf  # when a thread was added, and when one may be added again
+        self._room = 0.0  # cores that there were at the last look
 
     def follow(self, before: Reading, now: Reading) -> int:
         """By what passed between two readings."""
@@ -116,6 +121,7 @@ class Rule:
         left = min((now.idle - before.idle + now.own - before.own) / span, now.cores)
         giving_way = (now.giving_way - before.giving_way) / span if now.at >= self._guess_again else 0.0
         room = min(left + giving_way, now.cores)
+        self._room, steady = room, min(room, self._room)  # others that pause for a moment make no room
         most = min(self.most, now.cores)
         self.busy = left < min(self.threads, now.cores) - TOLERATED
         if not self.adapts:
@@ -125,8 +131,8 @@ class Rule:
                 self._again, self._guess_again = now.at + RETRY_S, now.at + GUESS_S
             self.threads = max(1, min(self.threads, math.floor(left + TOLERATED)))
             self.busy = left < self.threads - TOLERATED
-        elif now.at >= self._again and self.threads < most and room >= self.threads + 1 - SPARE:
-            self.threads, self._added = min(most, math.floor(room + SPARE)), now.at
+        elif now.at >= self._again and self.threads < most and steady >= self.threads + 1 - SPARE:
+            self.threads, self._added = min(most, math.floor(steady + SPARE)), now.at
         return self.threads
 
 
@@ -163,7 +169,7 @@ class Cores:
             self._before, self._next = now, math.inf
             if now is None:
                 return
-            self._next = now.at + max(LOOK_S, (self._clock() - now.at) / LOOK_SHARE)
+            self._next, cost = now.at + LOOK_S, self._clock() - now.at
             if before is None or before.process != now.process or now.at <= before.at:
                 return
             self.looks += 1
@@ -171,6 +177,9 @@ class Cores:
                 threads = rule.threads
                 if rule.follow(before, now) != threads:
                     compute_with(rule.threads)
+                if rule.threads > threads:
+                    self._next = now.at + SOONER_S
+            self._next = max(self._next, now.at + cost / LOOK_SHARE)
         finally:
             self._lock.release()
 

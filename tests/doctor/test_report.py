@@ -13,9 +13,19 @@ from pyggml_spec.doctor.precision import relative_error
 from pyggml_spec.doctor.probe import Measured
 from pyggml_spec.doctor.readings import better, gain
 from pyggml_spec.doctor.report import FAIL, FILES, FIT, OK, READING, WARN, Check, causes_only
-from pyggml_spec.doctor.running import loop_acceptance, pays, replay
+from pyggml_spec.doctor.running import loop_acceptance, other_work, pays, replay
+from pyggml_spec.ggml.cores import Rule
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.quants import type_id
+
+
+def test_times_beside_other_work_are_not_taken_for_those_of_the_pair():
+    rule = Rule(2)
+    backends = [SimpleNamespace(rule=None), SimpleNamespace(rule=rule)]
+    assert not other_work(backends)
+    rule.threads = 1
+    (check,) = other_work(backends)
+    assert check.verdict == WARN and "other work had the processor" in check.found
 
 
 def failed(*checks: Check) -> list[str]:

@@ -48,7 +48,7 @@ def test_threads_leave_the_cores_that_others_want_and_come_back(count, busy):
     assert set(machine.runs(1)) == {count}
     seen = machine.runs(2, busy)
     assert seen[2:] == [max(1, count - busy)] * len(seen[2:])
-    assert machine.runs(1)[-8:] == [count] * 8  # within two looks
+    assert machine.runs(1)[-7:] == [count] * 7  # within three looks
     assert not machine.rule.busy
 
 
@@ -62,7 +62,7 @@ def test_work_that_gives_way_is_tried_seldom_where_it_does_not():
     """A nice process has a core for itself where one thread computes, and a part of it where two do: they took turns for ever."""
     machine = Machine(Rule(2), 2)
     seen = machine.runs(20, nice=6)
-    assert seen.count(2) <= 8 and machine.runs(1)[-6:] == [2] * 6
+    assert seen.count(2) <= 9 and machine.runs(1)[-6:] == [2] * 6
     idle = Machine(Rule(2), 2)
     idle.runs(1, busy=2)
     assert idle.runs(2, nice=0.9)[-10:] == [2] * 10  # what gives way indeed keeps no thread away
@@ -71,7 +71,9 @@ def test_work_that_gives_way_is_tried_seldom_where_it_does_not():
 def test_others_that_come_and_go_cannot_have_threads_added_at_each_look():
     machine = Machine(Rule(2), 2)
     seen = [machine.runs(LOOK_S, busy=2 * (n % 2))[0] for n in range(100)]
-    assert sum(a < b for a, b in itertools.pairwise(seen)) <= 15
+    assert sum(a < b for a, b in itertools.pairwise(seen)) <= 1
+    slower = [threads for n in range(20) for threads in machine.runs(0.4, busy=2 * (n % 2))]
+    assert sum(a < b for a, b in itertools.pairwise(slower)) <= 10
 
 
 def test_a_number_that_was_asked_for_stays():
