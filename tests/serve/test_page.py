@@ -322,5 +322,12 @@ def test_it_is_as_wide_as_a_telephone(server, browser, sized):
     picture(browser, "page-360.png")
     browser.find_element("id", "tab-slots").click()
     wait(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
-    assert overflow(browser) == []
+    sender = threading.Thread(
+        target=lambda: server.post("/completion", prompt="class Queue:\n", n_predict=400, ignore_eos=True, temperature=1, n=4)
+    )
+    sender.start()
+    wait(lambda: "decode" in text(browser, "slots"))
+    assert overflow(browser) == [] and browser.execute_script(wider) == []
     picture(browser, "page-slots-360.png")
+    browser.get("about:blank")  # which ends the stream of the slots
+    sender.join()

@@ -188,7 +188,11 @@ async function watch() {
         const row = document.createElement("tr"), idle = slot.phase === "idle";
         const cells = [slot.id, slot.phase, idle ? "" : `${slot.prompt_read} of ${slot.prompt_tokens}`, idle ? "" : slot.reused, idle ? "" : slot.emitted,
           idle ? "" : number(slot.tokens_per_step, 2), idle ? "" : number(slot.tokens_per_second)];
-        for (const text of cells) row.insertCell().textContent = String(text);
+        cells.forEach((text, i) => {
+          const cell = row.insertCell();
+          cell.textContent = String(text);
+          cell.dataset.name = $("slots").tHead.rows[0].cells[i].textContent;
+        });
         return row;
       }));
     }
