@@ -19,7 +19,7 @@ from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-EVERY = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
+EVERY = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("**/*.md"))]
 GUIDE = ROOT / "docs" / "guide.md"
 ELSEWHERE = (
     "bench",
