@@ -53,6 +53,7 @@ BESIDE = 128  # prompt tokens per step while others decode
 UNHEARD = 32  # steps without news after which width control is asked again: 20 us that a step of what came before need not take
 PLAINS, ASKED = 16, 8  # plain steps in a row behind which it is asked every so many steps: 5 us of the others
 PATIENCE_S, ALONE_S = 0.002, 0.02  # for a mask that is late, where others could go on without it, and where there are none
+TAIL = 4  # a state is kept so many tokens before a prompt's end: the same prompt, and one whose answer begins otherwise, go on there
 LEAST_SHARED = 32  # tokens of a prompt that several sequences have: computing fewer costs no more than copying what they leave
 
 
@@ -501,6 +502,8 @@ class Scheduler:
         place = self.prefixes.enter(stream.slot, prompt, self.engine.slots[stream.slot].drafting, stream._request.options.owner)
         stream._keys = place.keys
         stream._partings.add(grain * min(place.known, place.usable))
+        if self.engine.sequence.stateful and len(prompt) > LEAST_SHARED:
+            stream._partings.add(len(prompt) - TAIL)
         if any(self._twins(stream, other) for other in self._waiting):
             stream._partings.add(len(stream._prompt) - 1)
         for other in self._active:

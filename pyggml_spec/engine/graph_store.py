@@ -25,6 +25,7 @@ SUMS = IDS_SUM, LOGITS_SUM, DRAFT_SUM = "ids_sum", "logits_sum", "draft_sum"
 KEEP_SPANS, KEEP_GRAPHS = 12, 32  # kept per (role, width) besides the widest span: of one slot, of several
 # captured by their calls, if ever: what they launch hides behind what they compute, and many run once
 BY_CALLS = ("prefill", "logits", "capture")
+KEEP_CHUNKS = 16  # kept for prompts of other lengths than those that were planned for
 KEEP_ALL = 192  # kept of all kinds together: 0.4 MB of host memory each for 6 layers, 2 MB for 64
 
 
@@ -333,6 +334,9 @@ class GraphStore:
         widest = max((key[2] for key in family), default=0)
         most = KEEP_SPANS if self.slots == 1 else KEEP_GRAPHS - 1
         surplus = [key for key in family if key[2] != widest or self.slots > 1][: max(0, len(family) - most)]
+        if role == "prefill" and width not in (planned := self._widths[role]):
+            others = [key for key in self._steps if key[0] == role and key[1] not in planned and key not in surplus]
+            surplus += others[: max(0, len(others) - KEEP_CHUNKS + 1)]
         left = len(self._steps) - len(surplus)
         surplus += [key for key in self._steps if key not in surplus][: max(0, left - KEEP_ALL + 1)]
         for key in surplus:

@@ -44,6 +44,7 @@ from ..models.team import Drafts
 from .drafting import Asked, Drafting, drafting_of
 from .graph_store import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore, Step
 from .masked import MaskedRows
+from .options import fine_width
 from .slot import Slot
 
 MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
@@ -138,6 +139,7 @@ class StepGraphs(GraphStore):
         self._visiting: Guests | None = None  # while the graph of a chunk is built that the first device's layers are only guests in
         self.drafting = self.can_draft
         self._blocks = widths["verify"]
+        self._fine = all(segment.backend.device.kind == "cpu" for segment in self.segments)  # whether padding costs more than a graph
         self._builders = {
             "prefill": self._prefill,
             "logits": self._logits,
@@ -206,7 +208,8 @@ class StepGraphs(GraphStore):
 
     def chunk_width(self, rows: int) -> int:
         """Rows per slot of the graph that computes ``rows`` rows of a prompt."""
-        return next(w for w in self._widths["prefill"] if rows <= w)
+        planned = next(w for w in self._widths["prefill"] if rows <= w)
+        return min(planned, fine_width(rows)) if self._fine else planned
 
     def copies(self, rows: int) -> tuple[str, ...]:
         """What graphs of chunks of so many rows differ in: STREAMED where they compute with copies of weights that lie in host memory."""

@@ -14,7 +14,7 @@ from ..models.team import Drafts
 WIDTHS = (2, 4, 8, 16)
 MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14
 MOST_MASKED = (1 << 31) - 1  # values of a mask: ggml-cuda counts those of most operations in an int
-CHUNKS = (32, 128, 512)  # prefill widths: a tail is padded to the smallest one that holds it
+CHUNKS = (32, 128, 512)  # prefill widths that are planned for; a device pads a tail to the smallest one that holds it
 WIDER_CHUNKS = (1024, 2048)  # beside them where a chunk is wider still: a tail of 600 tokens would be padded to all of it
 
 
@@ -52,6 +52,12 @@ def candidate_widths(block_size: int) -> tuple[int, ...]:
 def prefill_widths(chunk: int) -> tuple[int, ...]:
     """Rows of the graphs that prompts are computed by, the widest of ``chunk``."""
     return tuple(sorted({*(c for c in CHUNKS + WIDER_CHUNKS if c < chunk), chunk}))
+
+
+def fine_width(rows: int) -> int:
+    """Rows of the graph that computes ``rows`` of a prompt on a CPU, where each costs time and a new graph costs less than one: 1/16 more at most."""
+    step = max(1, 1 << (rows - 1).bit_length() - 5) if rows > 32 else 1
+    return -(-rows // step) * step
 
 
 def check_masks(options: EngineOptions, backends: Iterable[Backend]) -> None:

@@ -21,13 +21,22 @@ REMEMBERED = 1 << 12  # chunks, of 0.5 kB each; beyond them those without copies
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """``index`` whole chunks come before it; it has ``count`` tokens. ``used``: when each kind of copy was last of use."""
+    """``index`` whole chunks come before it, the last one with the key ``before``; it has ``count`` tokens, whose ``ids`` are known where they were asked
+    for. ``used``: when each kind of copy was last of use."""
 
     key: bytes
     index: int
     count: int
     copies: dict[str, Pieces] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
+    before: bytes = b""
+    ids: np.ndarray | None = None
+
+    def alike(self, ids: np.ndarray) -> int:
+        """How many of its first tokens are the first of ``ids``."""
+        n = min(self.count, ids.size) if self.ids is not None else 0
+        differ = np.flatnonzero(self.ids[:n] != ids[:n]) if self.ids is not None else ()
+        return int(differ[0]) if len(differ) else n
 
 
 def chunk_keys(ids: np.ndarray, grain: int, seed: bytes) -> list[bytes]:
@@ -56,8 +65,17 @@ class Copies:
         self.used_bytes = self.clock = 0
         self.chunks: dict[bytes, Chunk] = {}
 
-    def chunk(self, key: bytes, index: int, count: int) -> Chunk:
-        return self.chunks.setdefault(key, Chunk(key, index, count))
+    def chunk(self, key: bytes, index: int, count: int, before: bytes = b"", ids: np.ndarray | None = None) -> Chunk:
+        chunk = self.chunks.setdefault(key, Chunk(key, index, count))
+        if ids is not None and chunk.ids is None:
+            chunk.before, chunk.ids = before, ids.copy()
+        return chunk
+
+    def begins(self, before: bytes, ids: np.ndarray) -> tuple[Chunk, int] | None:
+        """Of the chunks behind the one with the key ``before`` whose rows are here, the one that begins most like ``ids``, and for how many tokens."""
+        found = [(chunk.alike(ids), chunk) for chunk in self.chunks.values() if chunk.before == before and ROWS in chunk.copies]
+        n, chunk = max(found, key=lambda item: item[0], default=(0, None))
+        return (chunk, n) if chunk is not None and n else None
 
     def keep(self, chunk: Chunk, kind: str, pieces: Pieces, spare: Iterable[Chunk] = (), wait: bool = True) -> bool:
         """Copies ``pieces`` (``wait`` as in ``Pieces.copy``); False if that does not fit the budget without the chunks to ``spare``, or the device has no memory."""

@@ -6,6 +6,7 @@ before it, are there.
 
                         one slot, begun by hand                               shared by a scheduler
     grain               the prefill's chunk                                   at most GRAIN: what a pass beside decoding sequences takes
+    rows are reused     by whole chunks                                       to the token, where rows are all there is
     rows are copied     when another prompt is about to overwrite them        as soon as a state behind them is kept: the slot is given to
                                                                               the next sequence at any time, and others wait for them
     states are kept     every 4th chunk, at the last two, and where a         every 16th chunk, before or after a prompt's last pass, where
@@ -78,10 +79,8 @@ class Place:
     kept: list[Chunk] = field(default_factory=list)  # whose copies were made of what this slot computed
     damaged: bool = False  # a file was refused: the deeper ones were not looked at, and are written again
     saved: bool = False
-    ends: tuple[int, list[Chunk]] = (
-        -1,
-        [],
-    )  # behind so many chunks, what is known to end there that this prompt goes on from, longest first
+    # behind so many chunks: what this prompt goes on from that is known to end, or to begin alike, there, and how many tokens of it; most first
+    ends: tuple[int, list[tuple[Chunk, int]]] = (-1, [])
 
     @property
     def keys(self) -> list[bytes]:
@@ -137,7 +136,7 @@ class PrefixCache:
         ids = np.asarray(tokens, np.int64)
         keys = self._keys(ids, drafting, owner)
         known = self._seen(keys)
-        chunks = self._chunks(keys)
+        chunks = self._chunks(keys, ids, self._seed(drafting, owner))
         place = self._places[slot] = Place(
             ids, chunks, drafting, owner, min(len(chunks), max(0, ids.size - 1) // self.grain), known, self.engine.epoch
         )
@@ -205,10 +204,11 @@ class PrefixCache:
             self._say("what a sequence left is not kept for later prompts: its drafter or its target gave NaN or Inf")
             return
         settled = np.asarray(ids[:n], np.int64)
-        chunks = self._chunks(self._keys(settled, place.drafting, place.owner))
+        seed = self._seed(place.drafting, place.owner)
+        chunks = self._chunks(self._keys(settled, place.drafting, place.owner), settled, seed)
         if rest := n % self.grain:
-            before = chunks[-1].key if chunks else self._seed(place.drafting, place.owner)
-            chunks.append(self._copies.chunk(end_keys(settled[n - rest :], before)[-1], len(chunks), rest))
+            before, tail = chunks[-1].key if chunks else seed, settled[n - rest :]
+            chunks.append(self._copies.chunk(end_keys(tail, before)[-1], len(chunks), rest, before, tail))
             chunks[-1].used[ROWS] = self._copies.clock
         engine.settle(slot)
         if self._keep_rows(slot, place, chunks, chunks) and engine.sequence.stateful:
@@ -263,27 +263,28 @@ class PrefixCache:
         the next best place is tried."""
         in_place = place.done
         while True:
-            depth, end = self._deepest(place)
+            depth, end, of_end = self._deepest(place)
             last = end if end is not None else place.chunks[depth - 1] if depth else None
-            if last is None or self._behind(last) <= had:
+            if last is None or (tokens := last.index * self.grain + (of_end or last.count)) <= had:
                 return had
             try:
                 for source in chain(
                     self._bring_rows(slot, place.chunks[place.done : depth], place.drafting),
-                    self._bring_rows(slot, [end] if end is not None else [], place.drafting),
+                    self._bring_rows(slot, [end] if end is not None else [], place.drafting, of_end),
                 ):
                     reuse.chunks[source] += 1
                     place.done = min(place.done + 1, depth)
                 if self.engine.sequence.stateful:
                     self._fill_state(slot, last)
                 reuse.chunks["in place"] = min(in_place, depth)
-                return self._behind(last)
+                return tokens
             except Refused as refused:
                 place.damaged = True
                 self.notes.append(str(refused))
 
-    def _bring_rows(self, slot: int, chunks: list[Chunk], drafting: bool) -> Iterator[str]:
-        """Fills the rows of ``chunks``, which have as many tokens each, one after the other; says from where."""
+    def _bring_rows(self, slot: int, chunks: list[Chunk], drafting: bool, first: int = 0) -> Iterator[str]:
+        """Fills the rows of ``chunks``, which have as many tokens each, one after the other; says from where. ``first``: only of so many tokens of each, of
+        what has a copy."""
         missing = [chunk for chunk in chunks if ROWS not in chunk.copies]
         nbytes = 0
         if missing:
@@ -292,6 +293,12 @@ class PrefixCache:
         contents = self.files.load_each((c.key for c in missing), ROWS, nbytes) if missing and self.files is not None else iter(())
         for chunk in chunks:
             chunk.used[ROWS] = self._copies.clock
+            if 0 < first < chunk.count and ROWS in chunk.copies:
+                position = chunk.index * self.grain
+                with self.engine.sequence.rows(position, first, drafting, slot) as pieces, chunk.copies[ROWS].first_rows(first) as part:
+                    part.write_to(pieces)
+                yield "memory"
+                continue
             with self._rows(slot, chunk, drafting) as pieces:
                 if ROWS in chunk.copies:
                     chunk.copies[ROWS].write_to(pieces)
@@ -299,8 +306,8 @@ class PrefixCache:
                     pieces.write(next(contents))
             yield "memory" if ROWS in chunk.copies else "disk"
 
-    def _deepest(self, place: Place) -> tuple[int, Chunk | None]:
-        """How many chunks the prompt can go on behind, and what has ended behind them, if something has that goes further."""
+    def _deepest(self, place: Place) -> tuple[int, Chunk | None, int]:
+        """How many chunks the prompt can go on behind, and what goes further behind them, if there is something, with how many of its tokens."""
         depth, rows, stateful = 0, 0, self.engine.sequence.stateful
         for i, chunk in enumerate(place.chunks):
             if i >= place.done and not self._has(chunk, ROWS):
@@ -309,21 +316,26 @@ class PrefixCache:
             if rows <= place.usable and (not stateful or self._has(chunk, STATE)):
                 depth = rows
         if self._alone:
-            return depth, None
+            return depth, None, 0
+        rows = min(rows, place.usable)
         if place.ends[0] != rows:
             place.ends = rows, self._ends(place, rows)
-        for end in place.ends[1]:
-            if self._has(end, ROWS) and (not stateful or self._has(end, STATE)):
-                return rows, end
-        return depth, None
+        for end, n in place.ends[1]:
+            if self._has(end, ROWS) and (not stateful or self._has(end, STATE)) and (n == end.count or ROWS in end.copies):
+                return rows, end, n
+        return depth, None, 0
 
-    def _ends(self, place: Place, rows: int) -> list[Chunk]:
-        """What is known to end within the chunk behind ``rows`` others, as this prompt begins; a token has to be left to compute."""
-        first = rows * self.grain
+    def _ends(self, place: Place, rows: int) -> list[tuple[Chunk, int]]:
+        """What this prompt can go on from within the chunk behind ``rows`` others, and how many tokens of it: what is known to end there, and where rows are
+        all there is, what begins alike. A token has to be left to compute."""
+        first, before = rows * self.grain, place.chunks[rows - 1].key if rows else self._seed(place.drafting, place.owner)
         ids = place.ids[first : min(first + self.grain, place.ids.size) - 1]
-        keys = end_keys(ids, place.chunks[rows - 1].key if rows else self._seed(place.drafting, place.owner))
+        keys = end_keys(ids, before)
         known = [(n, key) for n, key in enumerate(keys, 1) if key in self._copies.chunks or (self.files and self.files.has(key, ROWS))]
-        return [self._copies.chunk(key, rows, n) for n, key in reversed(known)]
+        found = [(self._copies.chunk(key, rows, n), n) for n, key in known]
+        if not self.engine.sequence.stateful and (begun := self._copies.begins(before, ids)) is not None:
+            found.append(begun)
+        return sorted(found, key=lambda item: -item[1])
 
     def _behind(self, chunk: Chunk) -> int:
         """Tokens up to the end of ``chunk``."""
@@ -372,7 +384,7 @@ class PrefixCache:
 
     def _forget(self) -> None:
         """What is known of more prompts than are remembered; the slots' own ones may still get copies."""
-        self._copies.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, place.ends[1]))
+        self._copies.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, (end for end, _ in place.ends[1])))
 
     def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
         wait = self.engine.parts.under_way is None
@@ -406,10 +418,11 @@ class PrefixCache:
             return []
         return chunk_keys(ids, self.grain, self._seed(drafting, owner))
 
-    def _chunks(self, keys: list[bytes]) -> list[Chunk]:
-        """The chunks with these keys, which are of use now."""
+    def _chunks(self, keys: list[bytes], ids: np.ndarray, seed: bytes) -> list[Chunk]:
+        """The chunks with these keys, of these tokens, which are of use now."""
         self._copies.clock += 1
-        chunks = [self._copies.chunk(key, i, self.grain) for i, key in enumerate(keys)]
+        grain, befores = self.grain, [seed, *keys]
+        chunks = [self._copies.chunk(key, i, grain, befores[i], ids[i * grain : (i + 1) * grain]) for i, key in enumerate(keys)]
         for chunk in chunks:
             chunk.used[ROWS] = self._copies.clock
         return chunks

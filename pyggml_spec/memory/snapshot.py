@@ -78,6 +78,13 @@ class Pieces:
         self._copies.append((backend, ctx, buffer))
         return buffer != ffi.NULL
 
+    def first_rows(self, count: int) -> "Pieces":
+        """Views of the first ``count`` rows of each tensor."""
+        out = Pieces(len(self.tensors))
+        for t, backend in zip(self.tensors, self.backends):
+            out.add_view(lib.ggml_view_2d(out._ctx, t, t.ne[0], count, t.nb[1], 0), backend)
+        return out
+
     def write_to(self, other: "Pieces", wait: bool = True) -> None:
         """Copies into ``other``, which has the same shapes on the same devices. ``wait``: False between steps that nobody waits for; the copies
         are queued among them."""

@@ -6,7 +6,7 @@ from engine.batch_helpers import Pair
 from random_gguf.model import Shape
 
 from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.decode.scheduler import Scheduler
+from pyggml_spec.decode.scheduler import TAIL, Scheduler
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.slot import Draft, Prompt
@@ -58,9 +58,10 @@ def test_one_after_the_other(pair, scheduler):
         streams.append(scheduler.submit(prompt, OPTIONS))
         scheduler.run()
     check(pair, streams)
-    second = 0 if scheduler.engine.sequence.stateful else 256  # nobody knew yet that a state would be wanted there
-    assert [s.stats.reused_tokens for s in streams] == [0, second, 256, 384]
-    assert streams[3].stats.reused_from["memory"] == 6 and all(s.stats.drafted > 0 for s in streams)
+    # nobody knew yet that a state would be wanted where they part; rows are reused to the token
+    want = [0, 0, 256, 400 - TAIL] if scheduler.engine.sequence.stateful else [0, 300, 300, 399]
+    assert [s.stats.reused_tokens for s in streams] == want
+    assert streams[3].stats.reused_from["memory"] == 7 and all(s.stats.drafted > 0 for s in streams)
 
 
 @pytest.mark.parametrize("count", [3, 5])
@@ -73,6 +74,19 @@ def test_all_at_once(pair, count):
         check(pair, streams)
         assert [s.stats.reused_tokens for s in streams] == [0] + [320] * (count - 1)
         assert (scheduler.stats.prompt_tokens, scheduler.stats.reused_tokens) == (350 + 30 * (count - 1), 320 * (count - 1))
+
+
+@pytest.mark.parametrize("length", [36, 64, 100, 128])
+def test_a_short_prompt_again(pair, scheduler, length):
+    """All but its last token is there, or few where a state has to be, whole chunks or not; and a prompt that parts from it within a chunk."""
+    prompt = tokens(31, length)
+    first, again, other = [], [], [*prompt[:20], *tokens(32, 30)]
+    for streams, ids in ((first, prompt), (again, prompt), (again, other)):
+        streams.append(scheduler.submit(ids, OPTIONS))
+        scheduler.run()
+    check(pair, [*first, *again])
+    stateful = scheduler.engine.sequence.stateful
+    assert [s.stats.reused_tokens for s in again] == [length - (TAIL if stateful else 1), 0 if stateful else 20]
 
 
 def test_identical_prompts(pair, scheduler):
@@ -136,7 +150,7 @@ def test_a_slot_that_was_poisoned(pair, scheduler):
     again = scheduler.submit(prompt, OPTIONS)
     scheduler.run()
     check(pair, [again])
-    assert again.slot == 0 and again.stats.reused_tokens == 192
+    assert again.slot == 0 and again.stats.reused_tokens == 200 - (TAIL if scheduler.engine.sequence.stateful else 1)
 
 
 def test_a_snapshot_goes_into_any_slot(pair):

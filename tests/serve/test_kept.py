@@ -38,7 +38,7 @@ def test_a_conversation(server):
 def test_several_answers_compute_the_prompt_once(server):
     """4 answers to one prompt: one of them reads it, the others its last token; greedy ones are the same, seeds give different ones."""
     before = server.http.get("/metrics").text
-    body = {"prompt": PROMPT + "# many\n", "max_tokens": 30, "n": 4, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": "# many\n" + PROMPT, "max_tokens": 30, "n": 4, "temperature": 0, "ignore_eos": True}
     choices = server.ok("/v1/completions", **body)["choices"]
     assert len({c["text"] for c in choices}) == 1
     n = len(server.ok("/tokenize", content=body["prompt"])["tokens"])

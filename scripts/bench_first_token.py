@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Time to the first token over HTTP, of `pyspec serve` beside llama-server with the same file and as many threads.
+
+    python scripts/bench_first_token.py -m TARGET [-md DRAFTER] [--tools DIR] [--against PYTHON] [--threads 2] [--rounds 7]
+
+Chats of about 10, 36, 60, 120 and 400 tokens (--sizes), one alone and four at once: new text, the same again, and the next turn of the chat. Servers take
+turns request by request. Medians in milliseconds, of four chats over all of them. --tools: folder of llama-server; --against: the environment of another checkout.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from random import Random
+from tempfile import gettempdir
+from typing import Any
+
+from llama_server import LlamaServer, free_port
+
+WORDS = ["time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "community", "name", "president", "team", "minute", "idea", "body", "back", "face"]
+KINDS = "new", "again", "next turn"
+Messages = list[dict[str, str]]
+
+
+class PyspecServer:
+    """`pyspec serve` of the environment that ``python`` belongs to."""
+
+    def __init__(self, python: str, *options: object) -> None:
+        self.port, self.log = free_port(), (Path(gettempdir()) / f"first-token-{free_port()}.log").open("w")
+        command = [python, "-m", "pyggml_spec", "serve", "--host", "127.0.0.1", "--port", str(self.port), *map(str, options)]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+
+    def wait(self) -> None:
+        for _ in range(600):
+            if self.process.poll() is not None:
+                raise SystemExit(f"pyspec serve ended: {Path(self.log.name).read_text()[-500:]}")
+            try:
+                connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.2)
+        raise SystemExit("pyspec serve did not become ready")
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+
+def ask(port: int, messages: Messages, tokens: int) -> tuple[float, str, int]:
+    """Milliseconds to the first text, the whole answer, and the prompt's tokens."""
+    body = {
+        "messages": messages,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    connection, text, first, prompt = HTTPConnection("127.0.0.1", port, timeout=300), "", 0.0, 0
+    began = time.perf_counter()
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise SystemExit(response.read().decode())
+    while line := response.readline():
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        prompt = (event.get("usage") or {}).get("prompt_tokens", prompt)
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta", {})
+            piece = (delta.get("content") or "") + (delta.get("reasoning_content") or "")
+            first = first or (1000 * (time.perf_counter() - began) if piece else 0.0)
+            text += piece
+    connection.close()
+    return first, text, prompt
+
+
+def chat(random: Random, size: int) -> Messages:
+    """Words that no chat before began with; a template of this kind adds some ten tokens for each message."""
+
+    def words(n: int) -> str:
+        return " ".join(random.choice(WORDS) for _ in range(max(1, n)))
+
+    if size < 20:
+        return [{"role": "system", "content": words(size - 8)}]
+    return [{"role": "system", "content": words(6)}, {"role": "user", "content": words(size - 21)}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", required=True)
+    parser.add_argument("-md")
+    parser.add_argument("--tools", type=Path)
+    parser.add_argument("--against", metavar="PYTHON")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sizes", default="10,36,60,120,400")
+    parser.add_argument("--at-once", default="1,4")
+    parser.add_argument("--tokens", type=int, default=6, help="of each answer")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds; no round begins after them")
+    asked = parser.parse_args()
+    sizes, counts = ([int(n) for n in text.split(",")] for text in (asked.sizes, asked.at_once))
+    options = [
+        "-m",
+        asked.m,
+        *(["-md", asked.md] if asked.md else []),
+        "--threads",
+        asked.threads,
+        "-np",
+        max(counts),
+        "--device",
+        "CPU",
+        "-c",
+        2048,
+    ]
+    servers: dict[str, Any] = {"pyspec": PyspecServer(sys.executable, *options)}
+    if asked.against:
+        servers["other"] = PyspecServer(asked.against, *options)
+    if asked.tools:
+        log = Path(gettempdir()) / "first-token-llama-server.log"
+        servers["llama-server"] = LlamaServer(
+            asked.tools, log, "-m", asked.m, "-t", asked.threads, "-np", max(counts), "-c", 2048 * max(counts), "--jinja"
+        )
+    try:
+        for server in servers.values():
+            server.wait()
+        ports = {name: getattr(server, "port", 0) or int(server.url.rpartition(":")[2]) for name, server in servers.items()}
+        took: dict[tuple[int, int, str, str], list[float]] = defaultdict(list)
+        tokens: dict[int, set[int]] = defaultdict(set)
+        until = time.monotonic() + asked.budget
+        for turn in range(asked.rounds + 1):  # the first one is not counted
+            if time.monotonic() > until:
+                break
+            for size in sizes:
+                for count in counts:
+                    for name, port in ports.items():
+                        random = Random(f"{turn} {size} {count}")
+                        chats = [chat(random, size) for _ in range(count)]
+                        for kind in KINDS:
+                            with ThreadPoolExecutor(count) as pool:
+                                done = list(pool.map(lambda messages, port=port: ask(port, messages, asked.tokens), chats))
+                            if turn:
+                                took[size, count, kind, name] += [first for first, _, _ in done]
+                            tokens[size] |= {prompt for _, _, prompt in done} if kind == KINDS[0] else set()
+                            if kind == KINDS[1]:
+                                chats = [
+                                    [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "and then?"}]
+                                    for messages, (_, text, _) in zip(chats, done)
+                                ]
+        print(f"{'tokens':>9} {'chats':>5} {'':10}", *(f"{name:>13}" for name in ports), f"   rounds: {turn or 0}")
+        for size in sizes:
+            for count in counts:
+                for kind in KINDS:
+                    row = [statistics.median(took[size, count, kind, name]) for name in ports]
+                    said = f"{min(tokens[size])}-{max(tokens[size])}"
+                    print(f"{said:>9} {count:5} {kind:10}", *(f"{ms:13.1f}" for ms in row))
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+if __name__ == "__main__":
+    main()
