@@ -67,6 +67,42 @@ PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, a
 PREFIX_DISK = 8 << 30
 MOST_BYTES = 1 << 60
 
+# operations of ggml's that compute value by value, or move values
+BY_ROWS = frozenset(
+    [
+        "VIEW",
+        "RESHAPE",
+        "PERMUTE",
+        "TRANSPOSE",
+        "CONT",
+        "CPY",
+        "DUP",
+        "GET_ROWS",
+        "SET_ROWS",
+        "ROPE",
+        "ADD",
+        "SUB",
+        "MUL",
+        "DIV",
+        "SCALE",
+        "CLAMP",
+        "UNARY",
+        "GLU",
+        "CONCAT",
+        "REPEAT",
+        "SQR",
+        "SQRT",
+        "LOG",
+        "SIN",
+        "COS",
+        "PAD",
+    ]
+)
+OTHERWISE = (
+    "some products are ggml's, which round by the rows of a step: where drafts of the text's own repetitions are verified, a near-tie can fall "
+    "otherwise than in plain decoding; `spec` none takes such drafts away"
+)
+
 MANY = "this session runs many requests at once: submit this one too, or close what concurrent() or batch() gave first"
 ONLY = "this session gave up its own caches with concurrent(only=True): submit to that one, or load the model again"
 CLOSED = "the session is closed: load the model again"
@@ -166,10 +202,12 @@ class Session:
         self.tokenizer = self._own(Tokenizer(file))
         self.notes += filter(None, [vocabulary_note(file)])
         self.drafter = self._open_drafters(file, draft, spec)
+        implied = self._implied(spec, width)
+        lookup = spec.lookup or implied
         options = EngineOptions(
             **{**asked, "n_ctx": self._context(asked["n_ctx"])},
-            width=self._width(width, spec.lookup is not None),
-            given=spec.lookup is not None,
+            width=self._width(width, lookup is not None),
+            given=lookup is not None,
         )
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
         offload = check_offload(offload, options.chunk)
@@ -189,7 +227,12 @@ class Session:
         self._open_streams(offload)
         self.engine = self._own(self._make_engine(options))
         self._settle_streams(offload)
-        self.lookup = self._lookup_control(spec.lookup) if spec.lookup is not None else None
+        if implied is not None:
+            self.lookup = LookupControl.unmeasured(implied, [w for w in candidate_widths(options.width) if w > 1])
+            if not self.batch_invariant:
+                self.notes.append(OTHERWISE)
+        elif spec.lookup is not None:
+            self.lookup = self._lookup_control(spec.lookup)
         self.scheduler = Scheduler(self.engine, options.width, lookup=self.lookup)
         if self.drafter is not None and width is None:
             self._measure_costs()
@@ -198,6 +241,17 @@ class Session:
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
         self.load_seconds = time.perf_counter() - started
         return self
+
+    def _implied(self, spec: Methods, width: int | None) -> str | None:
+        """What drafts from the text itself where no drafter does and nothing else was asked for: on CPUs, where it was measured."""
+        on_cpu = all(backend.device.kind == "cpu" for backend in self.backends)
+        return spec.implied if self.drafter is None and width is None and len(self.backends) == 1 and on_cpu else None
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row of the target's has the same bits in steps of any number of rows: all that sums over values is our own kernels' work."""
+        graph = self.engine.graphs.get("plain", 1, self.engine.kv.live).graph
+        return self.backend.level is not None and all(op.startswith("own ") or op in BY_ROWS for op in graph.op_counts())
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -1088,7 +1142,7 @@ def load(
     """Loads a target and perhaps its drafter; without a target, the embedded pair.
 
     Args:
-        target, draft: GGUF files. A target without a drafter, and without an MTP layer of its own, decodes plainly. Of several drafters, one that
+        target, draft: GGUF files. A target without a drafter, and without an MTP layer of its own, has n-grams of the text verified where it repeats (``spec``). Of several drafters, one that
             drafts blocks and one that drafts chains, the one with the most expected tokens per millisecond drafts each step.
         device: name as in ``devices()``; None takes the first GPU, or the CPU. Several, separated by commas: the target's layers are split over
             them; a CPU among GPUs has the first layers, whatever the order.
@@ -1106,7 +1160,8 @@ def load(
         prefix_disk: bytes that the folder may take, None for 8 GiB; what was not used for longest is deleted.
         experts: which routed experts of the target stay in host memory; None keeps all of them on the device.
         spec: ways of drafting, of ``decode.methods.METHODS`` and named as llama.cpp's `--spec-type` names them; None takes the drafter of ``draft``,
-            or else the target's own MTP layer if its file has one. An empty one takes none.
+            or else the target's own MTP layer if its file has one, or else, on a CPU and without ``draft_width``, n-grams of the text itself ("suffix"), which are
+            verified only where that is expected to be faster. An empty one takes none.
         no_spec: ways that are not to draft, whatever there is.
         draft_vocab: drafters choose among the first so many tokens of the vocabulary, which are the frequent ones where it was made of merges: their
             heads take less time, and some drafts are not made. None for all of it.

@@ -25,7 +25,7 @@ def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: 
     if e.drafter is None and e.lookup is None:
         draft = "no drafter: plain decoding"
     elif e.drafter is None:
-        draft = f"drafts by {e.lookup}" if mode in (None, SPECULATIVE) else f"{e.lookup} idle ({mode} mode)"
+        draft = f"n-gram drafts ({e.lookup}) where the text repeats" if mode in (None, SPECULATIVE) else f"{e.lookup} idle ({mode} mode)"
     elif mode == "plain":
         draft = f"drafter {e.drafter} idle (plain mode)"
     elif mode == "reference":

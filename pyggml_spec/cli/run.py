@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from ..decode.calibrate import Waiting
+from ..decode.suffix import LOOKUPS
 from ..errors import ContextError, PyspecError
 from ..files import replacing
 from ..session import load
@@ -53,7 +54,7 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 )
 @click.option("--n-probs", type=click.IntRange(0, 1024), help="How many most likely tokens --logprobs adds to each. Default: 5")
 @click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
-@click.option("--mode", type=click.Choice(["speculative", "plain", "reference"]), help="Default: speculative if there is a drafter.")
+@click.option("--mode", type=click.Choice(["speculative", "plain", "reference"]), help="Default: speculative if anything drafts.")
 @click.option("--reference-shape", "reference", is_flag=True, help="Same as --mode reference: plain decoding on the W-wide graph.")
 @click.option("--require-spec", is_flag=True, help="Exit with 3 unless drafts were verified.")
 @click.option("--stop", multiple=True, help="Text that ends the generation; may be given several times.")
@@ -156,6 +157,9 @@ def _why_no_draft(session, stats, spec: list[str] | None, no_spec: tuple[str, ..
         return f"the mode was {stats.mode}"
     if not stats.steps:
         return f"the text ended with its first token ({stats.stop_reason})"
+    if all(method in LOOKUPS for method in session.methods):
+        more = ", or leave --no-spec out" if no_spec else ""
+        return f"only {' and '.join(session.methods)} could draft, and nothing in the text repeated where that pays; give a drafter with -md{more}"
     return stats.width_reason or "no step had room for a draft"
 
 

@@ -6,6 +6,7 @@ there sooner than a dear block. Taking the step that wins most leads to the high
 workloads it is within 2.5 % of the best single method, or above it, where tokens per millisecond fell to 12 % below.
 """
 
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ SETTLED = 1 / COST_RATE - MEASURED_WEIGHT  # steps after which one has this weig
 LONG_RATE = 0.02  # that beyond twice what was measured: behind long texts steps take that long, but some stalled ones prove nothing
 FORGET = 0.02  # of what the cost of other rows has become, per step: rows that stalled a few times would never be tried again
 FORGETS = 8  # steps together: 3 us less for each of them
+ROW_COST = 0.6  # of a plain step, for each further row: on the dear side, until blocks have run
+PLAIN_STEPS = 6  # whose median such costs are taken from
 
 
 class Pace:
@@ -61,10 +64,12 @@ class LookupControl(Conditioned):
         costs: milliseconds of a step of one sequence by rows, which verifies given ids; 1: a plain one. The rows that blocks can have.
     """
 
-    _apart = ("_costs", "_alone", "_seen")
+    _apart = ("_costs", "_alone", "_seen", "_plain")
 
-    def __init__(self, method: str, costs: Mapping[int, float], pool: SuffixPool | None = None) -> None:
-        self.method, self._alone = method, dict(costs)
+    def __init__(self, method: str, costs: Mapping[int, float], pool: SuffixPool | None = None, estimated: bool = False) -> None:
+        """``estimated``: costs are in plain steps, and nothing is chosen before some of those were timed."""
+        self.method, self._alone, self._estimated = method, dict(costs), estimated
+        self._plain: list[float] | None = [] if estimated else None  # milliseconds of plain steps, until there are enough
         self.widths = tuple(sorted(rows for rows in costs if rows > 1))
         self.pool = pool or SuffixPool(LOOKUPS[method], max(self.widths, default=1) - 1)
         self._costs: dict[tuple[int, int], float] = {(1, rows): ms for rows, ms in costs.items()}
@@ -72,9 +77,27 @@ class LookupControl(Conditioned):
         self._steps = 0
         self._paces: dict[int, Pace] = {}
 
+    @classmethod
+    def unmeasured(cls, method: str, widths: Sequence[int]) -> "LookupControl":
+        """One whose blocks of ``widths`` rows cost nothing before the first text: it begins with dear estimates, and learns from steps."""
+        return cls(method, {rows: 1 + ROW_COST * (rows - 1) for rows in (1, *widths)}, estimated=True)
+
     def for_slots(self) -> "LookupControl":
         """For another engine over the same models: what has ended, and what matches were worth, they share."""
-        return LookupControl(self.method, self._alone, self.pool)
+        if not self._estimated:
+            return LookupControl(self.method, self._alone, self.pool)
+        other = LookupControl.unmeasured(self.method, self.widths)
+        other.pool = self.pool
+        return other
+
+    def _learn_plain(self, covered: int, milliseconds: float) -> None:
+        """Takes costs from plain steps of so many sequences, once there were enough."""
+        assert self._plain is not None
+        self._plain.append(milliseconds / (1 + ROW_COST * (covered - 1)))
+        if len(self._plain) > WARMUP + PLAIN_STEPS:
+            step, self._plain = statistics.median(self._plain[WARMUP:]), None
+            self._alone = {rows: step * (1 + ROW_COST * (rows - 1)) for rows in self._alone}
+            self._costs = {(1, rows): ms for rows, ms in self._alone.items()}
 
     def begin(self, prompt: Sequence[int], owner: str = "") -> SuffixDrafts:
         """A sequence that looks for matches, in ended ones of the same owner."""
@@ -89,7 +112,7 @@ class LookupControl(Conditioned):
 
     def finds_nothing(self, covered: int, sequence: SuffixDrafts) -> bool:
         """Whether ``choose`` would answer NOTHING for this one sequence beside a plain step, as mostly."""
-        return covered in self._paces and not sequence.may_match
+        return self._plain is not None or (covered in self._paces and not sequence.may_match)
 
     def choose(
         self, covered: int, sequences: Sequence[SuffixDrafts | None], otherwise: Sequence[float], milliseconds: float | None, rows: int
@@ -101,6 +124,8 @@ class LookupControl(Conditioned):
             otherwise: tokens that each is expected to get in the step that runs otherwise, of ``rows`` rows and ``milliseconds`` (None: of a
                 width that is pinned, at any cost).
         """
+        if self._plain is not None:
+            return NOTHING[len(sequences)]
         pace, matches = self._paces.get(covered), [s.find() if s is not None else None for s in sequences]
         any_match = any(matches)
         if not any_match and pace is not None and milliseconds is not None:  # most answers
@@ -154,6 +179,10 @@ class LookupControl(Conditioned):
 
     def observe(self, covered: int, rows: int | None, milliseconds: float, tokens: int) -> None:
         """A step brought ``tokens``; ``rows``: of one that only verified given ids, or None."""
+        if self._plain is not None:
+            if rows == 1:
+                self._learn_plain(covered, milliseconds)
+            return
         pace = self._paces.get(covered)
         if pace is not None:
             pace.observe(tokens, milliseconds)
@@ -177,6 +206,8 @@ class LookupControl(Conditioned):
         if measured is not None and milliseconds > most:
             cost = max(cost, known + LONG_RATE * (min(milliseconds, 2 * max(measured, known)) - known))
         self._costs[key] = cost
+        if self._estimated and measured is not None and rows > 1:
+            self._alone[rows] = min(measured, cost)
         self._compare(key)
         self._steps += 1
         if measured is not None and not self._steps % FORGETS:

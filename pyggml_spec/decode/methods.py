@@ -11,6 +11,7 @@ from .suffix import LOOKUPS
 MODELS = ("draft-dflash", "draft-mtp", "draft-eagle3", "draft-dspark")
 METHODS = (*MODELS, *LOOKUPS)
 NONE = "none"
+IMPLIED = "suffix"  # drafts where there is no drafter and nothing was asked for
 LEAST_TOKENS = 64  # of the vocabulary; a head of fewer would be no faster
 _REFUSED = {
     "draft-simple": "a separate small model would be a second engine; an MTP layer or a DFlash drafter gives more tokens per step for less",
@@ -21,12 +22,14 @@ _REFUSED = {
 
 class Methods(NamedTuple):
     """Ways that may draft: ``model``, of MODELS; ``asked``: those that somebody named, and that have to be there;
-    ``lookup``: of LOOKUPS, or None; ``tokens``: models draft none but the first so many of the vocabulary, 0 for all."""
+    ``lookup``: of LOOKUPS, or None; ``tokens``: models draft none but the first so many of the vocabulary, 0 for all; ``implied``: of LOOKUPS, what
+    drafts where there is no model that does."""
 
     model: frozenset[str] = frozenset(MODELS)
     asked: frozenset[str] = frozenset()
     lookup: str | None = None
     tokens: int = 0
+    implied: str | None = None
 
 
 def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: int | None = None) -> Methods:
@@ -55,7 +58,7 @@ def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: in
     if both := [name for name in refused if name in (asked or ())]:
         raise PyspecError(f"{both[0]} is asked for as a way of drafting and ruled out at once; leave one of the two out")
     if asked is None:
-        return Methods(frozenset(MODELS) - {*refused}, tokens=tokens)
+        return Methods(frozenset(MODELS) - {*refused}, tokens=tokens, implied=None if IMPLIED in refused else IMPLIED)
     if NONE in asked and len(asked) > 1:
         raise PyspecError(f"{NONE!r} stands for no drafts at all; leave it out, or the other names")
     lookups = [name for name in asked if name in LOOKUPS and name not in refused]

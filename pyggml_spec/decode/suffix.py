@@ -198,6 +198,11 @@ class SuffixPool:
             self._owned.popitem(last=False)
         return found
 
+    def forget(self) -> None:
+        """Forgets the sequences that have ended."""
+        self.corpus = Corpus(self.lookup.least, self.corpus.most)
+        self._owned.clear()
+
     def sequence(self, prompt: Sequence[int], owner: str = "") -> "SuffixDrafts":
         """One that looks in what the same owner's sequences left."""
         return SuffixDrafts(self, prompt, owner)

@@ -161,7 +161,9 @@ def examine(
             open_target(file)  # whatever is wrong with it comes first
             raise PyspecError(f"the doctor examines a pair: name a drafter with `draft`; {what_drafts(file)}")
     if target is None or draft is None:
-        raise PyspecError("the doctor examines a pair: name the target with `target` and the drafter with `draft`")
+        raise PyspecError(
+            "the doctor examines a pair: name the target with `target` and the drafter with `draft`; without one, n-grams of the text are verified on CPUs"
+        )
     progress("loading", 0, 1)
     with closing(
         Subject(target, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts, tensor_split=tensor_split)

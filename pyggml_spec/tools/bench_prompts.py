@@ -134,12 +134,12 @@ def bench_prompts(
     An interrupt ends the measurement; the rows then hold the runs that were complete.
 
     Raises:
-        PairError: the session has no drafter.
+        PairError: nothing drafts in the session.
         ContextError: a prompt and its tokens do not fit the context.
         TemplateError: the template refuses messages, or has no thinking mode and one was asked for.
     """
-    if session.drafter is None:
-        raise PairError("acceptance needs a drafter; give one with `draft`")
+    if not session.methods:
+        raise PairError("acceptance needs something that drafts: give a drafter with `draft`, or a method with `spec`")
     if options.thinking in ((True,), (False,)) and not template.can_think:
         raise TemplateError("one thinking mode was asked for, but the chat template has none; leave out `thinking`")
     legs = list(_legs(session, prompts, options, template))
@@ -153,6 +153,8 @@ def bench_prompts(
 
     def measured(leg: _Leg, run: int) -> Pair | None:
         sampling = replace(options.sampling, seed=options.seeds[run]) if options.seeds else options.sampling
+        if session.lookup is not None:  # or each run would repeat the one before
+            session.lookup.pool.forget()
         plain, spec = (
             session.generate(leg.ids, options.tokens, mode=mode, sampling=sampling, interrupted=interrupted)[1]
             for mode in (PLAIN, SPECULATIVE)

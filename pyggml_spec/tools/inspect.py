@@ -79,7 +79,7 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
     try:
         if arch in TARGETS and not is_layer_alone(file):
             model = open_target(file)
-            heads = "; its MTP layer drafts for it" if has_layer(file) else ""
+            heads = "; its MTP layer drafts for it" if has_layer(file) else "; without a drafter, n-grams of its text draft for it on CPUs"
             said = f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with `target`{heads}"
             return said, model.unused()
         if arch in TARGETS:

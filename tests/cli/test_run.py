@@ -126,8 +126,12 @@ def test_require_spec_fails_with_the_reason(pinned, more, words):
 
 
 def test_require_spec_without_a_drafter(pair):
-    done = pyspec("run", "-m", pair[0], "--device", "CPU", "-t", 1, "-p", PROMPT, "-n", 5, "--require-spec")
-    assert done.returncode == 3 and done.stdout and "no drafter, give one with -md" in done.stderr
+    run = ["run", "-m", pair[0], "--device", "CPU", "-t", 1, "-p", PROMPT, "-n", 3, "--require-spec"]
+    done = pyspec(*run)
+    assert done.returncode == 3 and done.stdout and "| n-gram drafts (suffix) where the text repeats |" in done.stderr
+    assert "only suffix could draft, and nothing in the text repeated" in done.stderr and "-md" in done.stderr
+    done = pyspec(*run, "--spec-type", "none")
+    assert done.returncode == 3 and "no drafter: plain decoding" in done.stderr and "--spec-type none takes all drafts away" in done.stderr
 
 
 # -- an output that goes away

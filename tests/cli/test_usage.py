@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_a_model_is_loaded(monkey
 def test_require_spec_names_what_took_the_drafter_away(said):
     run = ["run", *CPU, "-n", "2", "-p", "def", "-q", "-c", "256", "--require-spec"]
     for options, words in (
-        (["--no-spec", "draft-dflash"], "drafts without draft-dflash; leave --no-spec out"),
+        (["--no-spec", "draft-dflash"], "give a drafter with -md, or leave --no-spec out"),
         (["--spec-type", "none"], "--spec-type none takes all drafts away"),
     ):
         code, text = said(*run, *options)

@@ -132,7 +132,7 @@ def test_the_same_counts_alone_and_in_a_slot(session, text):
 @pytest.mark.parametrize("kind", [Alone, InASlot])
 def test_speculation_without_a_drafter_is_refused(pair, kind):
     """It decoded plainly and reported "speculative, width 16"."""
-    with ps.load(pair[0], device="CPU", threads=1, n_ctx=256) as session:
+    with ps.load(pair[0], device="CPU", threads=1, n_ctx=256, spec=[]) as session:
         made = kind(session, 256)
         with pytest.raises(EngineError, match="there is no drafter"):
             made(LoopOptions(5, SPECULATIVE))

@@ -143,5 +143,5 @@ def test_any_architecture_and_rings(tmp_path):
         text, stats = session.generate(prompt, 80, ignore_end=True)
         assert text == want and stats.drafters["suffix"][2] > 0
         with pytest.raises(EngineError, match="there is no drafter"):
-            with ps.load(target, device="CPU", threads=1, n_ctx=256) as alone:
+            with ps.load(target, device="CPU", threads=1, n_ctx=256, spec=[]) as alone:
                 alone.generate(prompt[:20], 5, mode="speculative")
