@@ -34,9 +34,11 @@ class Chunk:
 
     def alike(self, ids: np.ndarray) -> int:
         """How many of its first tokens are the first of ``ids``."""
-        n = min(self.count, ids.size) if self.ids is not None else 0
-        differ = np.flatnonzero(self.ids[:n] != ids[:n]) if self.ids is not None else ()
-        return int(differ[0]) if len(differ) else n
+        if self.ids is None:
+            return 0
+        n = min(self.count, ids.size)
+        differ = np.flatnonzero(self.ids[:n] != ids[:n])
+        return int(differ[0]) if differ.size else n
 
 
 def chunk_keys(ids: np.ndarray, grain: int, seed: bytes) -> list[bytes]:

@@ -89,6 +89,15 @@ def test_a_short_prompt_again(pair, scheduler, length):
     assert [s.stats.reused_tokens for s in again] == [length - (TAIL if stateful else 1), 0 if stateful else 20]
 
 
+def test_another_owner_finds_nothing(pair, scheduler):
+    """Not to the token either: how much of a prompt is reused would tell what somebody else asked."""
+    prompt = tokens(33, 100)
+    for owner, reused in (("a", 0), ("b", 0), ("a", 100 - (TAIL if scheduler.engine.sequence.stateful else 1))):
+        stream = scheduler.submit(prompt, LoopOptions(12, SPECULATIVE, owner=owner))
+        scheduler.run()
+        assert stream.stats.reused_tokens == reused, owner
+
+
 def test_identical_prompts(pair, scheduler):
     streams = [scheduler.submit(tokens(6, 330), OPTIONS) for _ in range(4)]
     scheduler.run()
