@@ -884,7 +884,7 @@ class Session:
         """A scheduler for ``slots`` sequences at once over this session's weights, with caches of its own; close it before the session.
 
         Args:
-            n_ctx: tokens of context of each slot; None takes the session's.
+            n_ctx: tokens of context of each slot; None takes the session's, or as many as memory has room for where `load` chose that.
             prefix_memory: bytes on the device for the beginnings of prompts, so that what begins alike is computed once.
             groups: of sequences that decode beside each other where the layers are split over several devices: 1 for none, 2 for as often as it is
                 possible; "auto" measures what pays.
