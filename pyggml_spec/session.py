@@ -31,6 +31,7 @@ from .engine.planned import WEIGHTS, Placed, bytes_taken, largest, plan_weights
 from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .folders import why_nothing_is_kept
+from .ggml.cores import CORES
 from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, present
 from .ggml.devices import in_order, open_backends, pick_devices
 from .ggml.library import versions
@@ -1029,12 +1030,11 @@ class Session:
 
     def _gave_way(self) -> list[str]:
         """That other work has cores of the CPU's threads now."""
-        engine = self.engine
-        if engine.threads.now == engine.threads.most:
+        CORES.look()
+        threads = self.engine.threads
+        if threads.now == threads.most:
             return []
-        return [
-            f"other work has the processor: {engine.threads.now} of {engine.threads.most} threads compute now, and all of them when it ends"
-        ]
+        return [f"other work has the processor: {threads.now} of {threads.most} threads compute now, and all of them when it ends"]
 
     def _widths_in_use(self) -> tuple[int, ...]:
         """Those that control chooses from, 1 being plain decoding; empty where the width is pinned."""

@@ -25,10 +25,12 @@ def pytest_runtestloop() -> None:  # of the process that hands tests to others t
     gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def nobody_else(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def nobody_else():
     """Other work on the machine changes nothing in the tests: whether there is some, they say themselves."""
-    monkeypatch.setattr("pyggml_spec.ggml.cores.read", lambda *_: None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pyggml_spec.ggml.cores.read", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="session")

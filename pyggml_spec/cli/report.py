@@ -79,8 +79,9 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
         lines.append(f"steps: {used}; {why}")
     lines += _of_others(s)
     if s.steps and plain_ms and not (alone and agrees):
-        moment = "behind the text" if s.beside_others or busy else "in the text or behind it, where plain steps took different times"
-        lines.append(f"no speed of plain decoding to compare with: other work had the processor {moment}")
+        lines.append(
+            "no speed of plain decoding to compare with: other work had the processor in the text, or while that was measured behind it"
+        )
     if s.seed is not None:
         lines.append(f"sampling: {s.sampling}; --seed {s.seed}")
     if s.nan_drafts:

@@ -150,8 +150,9 @@ class Cores:
     def join(self, rule: Rule, compute_with: Callable[[int], object]) -> None:
         """From now on ``compute_with`` is told of each change of the rule's threads."""
         with self._lock:
+            if not self._followed:
+                self._before = self._reader()  # what was before is long ago
             self._followed[rule] = compute_with
-            self._before = self._before or self._reader()
             self._next = self._before.at + LOOK_S if self._before is not None else math.inf
         self.look()
 
