@@ -16,6 +16,7 @@ from ..errors import PyspecError
 from .errors import ApiError
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
+LONGEST_NAME = 300  # characters; DNS has 253
 READS = ("GET", "HEAD", "OPTIONS")  # methods that neither compute nor change anything
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[\w.~-]+)?\]|[^\s\[\]:/@?#\\%]+)(?::\d{1,5})?")
 _AROUND = " \t\r\n\ufeff"
@@ -122,7 +123,7 @@ class Hosts:
         if (target := scope.get("authority")) is not None:
             given.append(target)
         for text in given:
-            name = host_of(text)
+            name = host_of(text) if len(text) < LONGEST_NAME else None
             if name is None:
                 raise ApiError(400, f"the Host {text[:100]!r} is no name or address of a host")
             if not self._allows(name):
