@@ -163,6 +163,7 @@ class Session:
         self._costs_under: tuple[tuple[int, bool], ...] = ()  # of which condition of the engine they are
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
         self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
+        self._rows_stay = False  # whether rows in place are those that would be computed
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch in it, and its tokens
         self._turns = Turns()  # who has the engine
 
@@ -240,6 +241,9 @@ class Session:
             self._known_drafts, self._drafts_count = known_drafts(self.engine), True
         self.scheduler.widths = self.width_control()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
+        members = self.drafter.members if self.drafter is not None else ()
+        exact = self.batch_invariant and not any(member.weights.other_matrix_bytes for member in members)
+        self._rows_stay = exact and not self.engine.sequence.stateful and self.prefix.files is None  # files have whole chunks
         self.load_seconds = time.perf_counter() - started
         return self
 
@@ -775,7 +779,11 @@ class Session:
             widths = self.scheduler.widths = self.width_control()
         drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append)
         held = self._held(ids, drafting) if append else 0
+        alike = 0 if held else self._alike(ids, drafting)
         reuse = Reuse(held) if held else self.prefix.begin(ids, drafting)
+        if alike > reuse.tokens:
+            self.prefix.go_on(alike)
+            reuse.tokens = alike
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
         return reuse, held
 
@@ -786,6 +794,16 @@ class Session:
         if append and widths is not None and widths.resting():
             return self.engine.slots[0].drafting
         return not rests(widths, lambda drafting: self.prefix.known(ids, drafting))
+
+    def _alike(self, ids: list[int], drafting: bool) -> int:
+        """How many leading tokens of ``ids`` lie in place, to the token: where rows are all there is, and have the same bits whatever step computed them."""
+        (epoch, history), engine, slot = self._last, self.engine, self.engine.slots[0]
+        alike = slot.drafting == (drafting and self.drafter is not None)
+        if epoch != engine.epoch or not alike or not slot.sound or slot.open_rows or not self._rows_stay:
+            return 0
+        engine.settle()
+        most = min(engine.cursor.committed, len(history), len(ids) - 1)
+        return next((i for i in range(most) if ids[i] != history[i]), most)
 
     def _held(self, ids: list[int], drafting: bool) -> int:
         """How many leading tokens of ``ids`` the last generation left in the caches: all that are there, or 0."""

@@ -161,6 +161,11 @@ class PrefixCache:
             place.done = place.resumed = tokens // self.grain
         return reuse
 
+    def go_on(self, tokens: int) -> None:
+        """Of one slot: the first ``tokens`` tokens of the prompt are in place, whatever brought them there."""
+        self.engine.resume(tokens)
+        self._places[0].done = tokens // self.grain
+
     def computed(self, slot: int = 0, wanted: bool = False) -> None:
         """Notes that the prompt came this far, and keeps what is wanted here; ``wanted``: also the state, whatever the depth."""
         place, now = self._in_place(slot), self.engine.slots[slot].cursor.committed

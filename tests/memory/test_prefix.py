@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ggml.kernel_graphs import LEVELS
 from pairs import write_pair
-from random_gguf.model import Shape
+from random_gguf.archs import write_qwen3
+from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
@@ -269,3 +271,32 @@ def test_an_abandoned_generation_is_no_obstacle(tmp_path):
         assert stats.reused_tokens > 0 and stats.drafted > 0 and not stats.notes
     assert any(tmp_path.iterdir())
     session.close()
+
+
+@pytest.mark.parametrize("kernels, drafter", [("own", False), ("own", True), ("ggml", False)])
+def test_a_session_goes_on_to_the_token_where_rows_keep_their_bits(tmp_path, kernels, drafter):
+    """The same prompt, one that parts from it, and the next turn: texts and drafts of a fresh session. ggml's kernels round by the rows of a step."""
+    if kernels == "own" and not LEVELS:
+        pytest.skip("our own kernels do not run on this processor")
+    target, draft = (
+        write_qwen3(tmp_path / "t.gguf", Shape(), "Q8_0"),
+        write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0") if drafter else None,
+    )
+    options = {"device": "CPU", "threads": 1, "n_ctx": 512, "kernels": kernels, **({"draft_width": 4} if drafter else {})}
+    first = tokens(1, 100)
+    with ps.load(target, draft, **options) as session:
+
+        def run(prompt):
+            events = list(session.steps(prompt, 20, ignore_end=True))
+            return [t for event in events for t in event.tokens], events[-1].stats
+
+        answer, _ = run(first)
+        prompts = [first, first[:50] + tokens(2, 30), first, [*first, *answer, *tokens(3, 10)]]
+        seen = [run(prompts[0]), run(prompts[1]), run(prompts[2])]
+        seen.append(run([*first, *seen[-1][0], *tokens(3, 10)]))
+    assert [stats.reused_tokens for _, stats in seen] == ([99, 50, 50, 119] if kernels == "own" else [0] * 4)
+    for prompt, (text, stats) in zip(prompts, seen, strict=True):
+        with ps.load(target, draft, **options) as session:
+            events = list(session.steps(prompt, 20, ignore_end=True))
+            assert [t for event in events for t in event.tokens] == text
+            assert not drafter or (events[-1].stats.drafted, events[-1].stats.matched) == (stats.drafted, stats.matched)
