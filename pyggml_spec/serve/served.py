@@ -266,6 +266,7 @@ class Served:
 
     def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[fields.Trigger, ...] = ()) -> None:
         """Compiles it, which is kept for its request: what is wrong with it is said before the request waits. Raises SamplingError."""
+        check()
         if constraint is not None and triggers:
             LazyGrammar(*constraint, triggers, self.tokenizer)
         elif constraint is not None:

@@ -123,3 +123,48 @@ def test_more_log_probabilities_than_a_whole_answer_may_have_are_refused(server)
     ):
         response = server.post(path, **body)
         assert response.status_code == 400 and "log probabilities, and 1048576 are the most" in response.text, response.text
+
+
+SLOWLY = """
+import sys, time
+from pyggml_spec.serve import served
+encode = served.Served.encoded
+def slowly(self, text, *given, **named):
+    if text == "slowly":
+        time.sleep(0.05)
+        print("encoded one", file=sys.stderr, flush=True)
+    return encode(self, text, *given, **named)
+served.Served.encoded = slowly
+"""
+
+
+def test_a_client_that_leaves_stops_what_is_made_of_its_request():
+    """Prompts were encoded to the last one, whoever had gone."""
+    running = Running("--slots", 2, "--queue", 200, before=SLOWLY)
+    try:
+        data = json.dumps({"prompt": ["slowly"] * 200, "n_predict": 1, "padding": "x" * 2000}).encode()
+        with head(running, "/completion", length=len(data)) as sock:
+            sock.sendall(data)
+            until = time.monotonic() + 20
+            while "encoded one" not in running.lines and time.monotonic() < until:
+                time.sleep(0.01)
+        time.sleep(0.5)
+        count = running.lines.count("encoded one")
+        time.sleep(0.3)
+        assert 0 < running.lines.count("encoded one") == count < 100
+        assert running.ok("/completion", prompt="x", n_predict=2)["tokens_predicted"] == 2
+    finally:
+        assert running.end() == 0, running.lines
+
+
+def test_memory_comes_back_after_a_peak(server):
+    """What malloc had kept of 8 MiB bodies and a million log probabilities stayed with the process."""
+    server.ok("/completion", prompt="import os\n", n_predict=50)
+    before = server.resident_mib
+    for _ in range(3):
+        server.ok("/completion", prompt="import os\n", n_predict=600, temperature=0, ignore_eos=True, n_probs=1000)
+        server.post("/completion", prompt="x", user="y" * (7 << 20))
+    until = time.monotonic() + 15
+    while (after := server.resident_mib) > before + 24 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert after <= before + 24

@@ -1,6 +1,7 @@
 """Starting and ending: what is missing is said in one sentence, and nothing that was running is lost without a word."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import types
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import httpx
 import pytest
 import uvicorn
 from cli.process import environment, one_sentence, pyspec
@@ -213,6 +215,35 @@ def test_a_step_that_does_not_end_holds_up_no_end():
     while running.lines[-1].startswith("cut off") and time.monotonic() < until:  # its last line may still be in the pipe
         time.sleep(0.01)
     assert got[-1]["error"]["code"] == 503 and running.lines[-1] == "ended while a step was under way"
+
+
+ENCODES = """
+import time
+from pyggml_spec.text.tokenizer import Tokenizer
+encode = Tokenizer.encode
+Tokenizer.encode = lambda self, text, *given, **named: time.sleep(600) if "never" in str(text)[:9] else encode(self, text, *given, **named)
+"""
+
+
+def test_a_request_that_is_being_read_holds_up_no_end():
+    """Threads that encode, render or compile were waited for, however long that took: `--drain 1` never ended."""
+    running = Running("--slots", 1, "--drain", "0.2", before=ENCODES)
+
+    def ask():
+        with contextlib.suppress(httpx.HTTPError):
+            running.post("/tokenize", content="never")
+
+    waits = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in waits:
+        thread.start()
+    assert running.ok("/tokenize", content="others go on")["tokens"]
+    assert running.end(seconds=20) == 0
+    for thread in waits:
+        thread.join(20)
+    until = time.monotonic() + 10
+    while running.lines[-1] != "ended while a request was under way" and time.monotonic() < until:  # it may still be in the pipe
+        time.sleep(0.01)
+    assert running.lines[-1] == "ended while a request was under way", running.lines
 
 
 def _unread(running, tokens):

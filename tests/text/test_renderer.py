@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pyggml_spec.cancel import Cancelled, cancelled_by
 from pyggml_spec.errors import TemplateError
 from pyggml_spec.text import renderer
 from pyggml_spec.text.renderer import MIB, RENDERER, Late
@@ -97,6 +98,36 @@ def test_a_child_that_does_not_answer_is_given_up(monkeypatch):
         template.render(TALK)
     monkeypatch.undo()
     assert template.render(TALK) == "ok"
+
+
+def test_a_rendering_that_is_cancelled_ends():
+    """Its client had gone, and the thread waited for all of the time that a template may take; so did the one whose turn was next."""
+    slow = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=30)
+    event, began, ended = threading.Event(), time.monotonic(), []
+
+    def render():
+        with cancelled_by(event), pytest.raises(Cancelled):
+            slow.render(TALK)
+        ended.append(time.monotonic() - began)
+
+    threads = [threading.Thread(target=render) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    event.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(ended) == 2 and max(ended) < 10
+    assert ChatTemplate("ok").render(TALK) == "ok"
+
+
+def test_short_conversations_do_not_wait_for_long_ones():
+    template = ChatTemplate("{{ messages[0].content }}")
+    template.render(TALK)
+    with renderer.LARGE_RENDERER._lock:
+        assert template.render(TALK) == "x"
+    with RENDERER._lock:
+        assert len(template.render([{"role": "user", "content": "x" * 2 * renderer.LARGE}])) == 2 * renderer.LARGE
 
 
 def test_who_hurries_waits_for_nothing_and_owes_the_next_one_nothing():
