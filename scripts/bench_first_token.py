@@ -109,7 +109,7 @@ class PyspecServer:
 
     def __init__(self, python: str, *options: object) -> None:
         self.port, self.log = free_port(), (Path(gettempdir()) / f"first-token-{free_port()}.log").open("w")
-        command = [python, "-m", "pyggml_spec", "serve", "--host", "127.0.0.1", "--port", str(self.port), *map(str, options)]
+        command = [python, "-P", "-m", "pyggml_spec", "serve", "--host", "127.0.0.1", "--port", str(self.port), *map(str, options)]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
 
     def wait(self) -> None:
