@@ -266,10 +266,10 @@ class Session:
 
     def _positions(self, file: GGUFFile) -> str:
         """What the rope options came to, beside what the file says: an option that the scaling in use does not read changes nothing."""
-        asked, used = file.rope, getattr(self.target, "hp").rope  # noqa: B009  (a model that takes these options has it)
+        asked, used = file.rope, getattr(self.target, "rope")  # noqa: B009  (a model that takes these options has it)
         file.rope = None
         try:
-            own = getattr(open_target(file), "hp").rope  # noqa: B009
+            own = getattr(open_target(file), "rope")  # noqa: B009
         except ModelError:  # a scaling that is not supported
             return f"positions are {used}, as asked"
         finally:
@@ -639,6 +639,8 @@ class Session:
 
     def _width(self, width: int | None, lookup: bool = False) -> int:
         if self.drafter is None:
+            if isinstance(width, AtMost) and not lookup:  # a limit of drafts, and there are none
+                return 16
             if width not in (None, 1) and not lookup:
                 raise PairError(f"a draft width of {width} needs a drafter: give one with `draft`, or leave the width out")
             return 16 if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))

@@ -30,6 +30,13 @@ def test_a_limit_of_drafts_that_no_block_reaches(pair):
     assert refused.returncode == 1 and "wider than the block" in refused.stderr
 
 
+def test_a_limit_of_drafts_where_nothing_drafts(pair):
+    """A command line with the limit and without a drafter was told that a draft width needs one."""
+    run = ["run", "-m", pair[0], "-t", 1, "--device", "CPU", "-p", PROMPT, "-n", 4]
+    for more in ([], ["--spec-type", "none"]):
+        assert pyspec(*run, *more, "--draft-max", 8).returncode == 0
+
+
 def test_no_layers_on_the_device_is_the_cpu(pair):
     done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 0, "-p", PROMPT, "-n", 2)
     assert done.returncode == 0 and " on CPU " in done.stderr
