@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """What one hostile client does to others: each attack beside four streams of ordinary clients and one that asks for /health.
 
-    python scripts/bench_abuse.py [--seconds 4] [--only "NAME;..."] [--clients 4]
+    python scripts/bench_abuse.py [--seconds 4] [--only "NAME;..."] [--after 3] [--clients 4]
 
 Prints one row per attack: the longest wait of a stream (for its first event, or between two), and of /health; the most memory that the server had, and
-what it has three seconds later; and how the attack was answered. The server is started here, at 127.0.0.1, with four slots; it has no keys, so that all come
+what it has --after seconds later; and how the attack was answered. The server is started here, at 127.0.0.1, with four slots; it has no keys, so that all come
 as one. At last it is told to end with `--drain 1` while the attacks go on. Exit code 1 if a wait was above --wait seconds, or the memory above --memory MiB.
 """
 
@@ -153,6 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--after", type=float, default=3)
     parser.add_argument("--only", default="")
     parser.add_argument("--wait", type=float, default=0.3)
     parser.add_argument("--memory", type=float, default=400)
@@ -164,7 +165,9 @@ def main() -> None:
     process = multiprocessing.Process(target=watch, args=(server.url, options.clients, theirs), daemon=True)
     process.start()
     wrong = False
-    print(f"| attack | longest wait of a stream, s | of /health, s | most memory, MiB | {3} s later | answers |\n|---|---|---|---|---|---|")
+    print(
+        f"| attack | longest wait of a stream, s | of /health, s | most memory, MiB | {options.after:g} s later | answers |\n|---|---|---|---|---|---|"
+    )
     time.sleep(2)
     for name, asked in [("none", None), *chosen.items()]:
         ours.send(True)
@@ -176,7 +179,7 @@ def main() -> None:
             thread.join(30)
         ours.send(True)
         waits, most = ours.recv(), peak(server)
-        time.sleep(3 if asked is not None else 0)
+        time.sleep(options.after if asked is not None else 0)
         wrong |= max(waits.values()) > options.wait or most > options.memory
         print(
             f"| {name} | {waits['stream']:.3f} | {waits['health']:.3f} | {most:.0f} | {server.resident_mib:.0f} | {dict(seen)} |",

@@ -1,6 +1,6 @@
 """The queue: what waits, what runs, who is next, and how a request ends before its time.
 
-    enter -> waiting (order: round robin over keys, then priority, then age) -> given to the engine -> events -> End
+    enter -> waiting (order: round robin over keys or connections, then priority, then age) -> given to the engine -> events -> End
 
 The engine gets what starts soon, ``AHEAD`` more than it has slots, so that order, limits and cancellation stay here. Everything in this file
 but ``_Wakeup.put`` runs in the event loop's thread.
@@ -58,8 +58,8 @@ class Job:
 
     _numbers = itertools.count()
 
-    def __init__(self, ask: Ask, index: int, answers: "Answers") -> None:
-        self.ask, self.index, self.answers = ask, index, answers
+    def __init__(self, ask: Ask, index: int, answers: "Answers", client: str = "") -> None:
+        self.ask, self.index, self.answers, self.client = ask, index, answers, client
         self.number = next(Job._numbers)
         self.entered = time.perf_counter()
         self.started: float | None = None  # when the engine was given it
@@ -86,8 +86,8 @@ class Job:
 class Answers:
     """What the sequences of one request bring, in the order in which it comes; one reader."""
 
-    def __init__(self, asks: Sequence[Ask], queue: "Queue") -> None:
-        self.jobs = [Job(ask, i, self) for i, ask in enumerate(asks)]
+    def __init__(self, asks: Sequence[Ask], queue: "Queue", client: str = "") -> None:
+        self.jobs = [Job(ask, i, self, client) for i, ask in enumerate(asks)]
         self._queue = queue
         self._items: deque[tuple[Job, StepEvent | End]] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -307,8 +307,8 @@ class Queue:
 
     # -- entering and leaving
 
-    def enter(self, asks: Sequence[Ask]) -> Answers:
-        """Queues the sequences of one request.
+    def enter(self, asks: Sequence[Ask], client: str = "") -> Answers:
+        """Queues the sequences of one request. ``client``: who takes turns with others, its key or its connection.
 
         Raises:
             ApiError: they do not fit the queue, or the server ends.
@@ -325,13 +325,13 @@ class Queue:
         tokens = sum(len(ask.ids) for ask in asks)
         if self.limits.tokens is not None and waiting and self.waiting_tokens + tokens > self.limits.tokens:
             self._reject("tokens", f"the prompts that wait have {self.waiting_tokens} tokens, and the queue holds {self.limits.tokens}")
-        answers = Answers(asks, self)
+        answers = Answers(asks, self, client)
         for job in answers.jobs:
-            self._waiting.setdefault(job.ask.key, []).append(job)
+            self._waiting.setdefault(client, []).append(job)
             if self.limits.seconds is not None:
                 job.timer = self._loop.call_later(self.limits.seconds, self._too_late, job)
-        for key in {ask.key for ask in asks}:
-            self._waiting[key].sort(key=lambda j: (-j.ask.priority, j.number))
+        if asks:
+            self._waiting[client].sort(key=lambda j: (-j.ask.priority, j.number))
         self._idle.clear()
         self._pump()
         return answers
@@ -371,12 +371,12 @@ class Queue:
             job.handle.cancel()
 
     def _forget_waiting(self, job: Job) -> bool:
-        jobs = self._waiting.get(job.ask.key, [])
+        jobs = self._waiting.get(job.client, [])
         if job not in jobs:
             return False
         jobs.remove(job)
         if not jobs:
-            del self._waiting[job.ask.key]
+            del self._waiting[job.client]
         return True
 
     async def drain(self, seconds: float) -> bool:
@@ -401,11 +401,12 @@ class Queue:
 
     def _pump(self) -> None:
         while self._waiting and len(self.running) < self.slots + self._ahead and self._repairing is None:
-            key, jobs = next(iter(self._waiting.items()))
+            # of keys the one whose turn it is; connections without a key have theirs among those of the highest priority
+            client, jobs = max(self._waiting.items(), key=lambda item: 0 if item[1][0].ask.key else item[1][0].ask.priority)
             job = jobs.pop(0)
-            del self._waiting[key]
+            del self._waiting[client]
             if jobs:
-                self._waiting[key] = jobs  # its next turn is behind the other keys'
+                self._waiting[client] = jobs  # its next turn is after those of the others
             self.running.add(job)
             job.started = time.perf_counter()
             if job.ask.sampling is None or job.ask.sampling.is_greedy:  # which draws nothing: it is given to the engine at once

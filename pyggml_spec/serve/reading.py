@@ -80,7 +80,7 @@ class Reader:
         streams = request.json().get("stream") is True
         if not streams:
             _check_told(asks, context.served.n_ctx)
-        self._answers = context.queue.enter(asks)
+        self._answers = context.queue.enter(asks, request.key or request.client)
         self._answers.streams = streams
         if key is not None:  # now, not when this one's first token is there: it may wait for the slot of the one before
             context.streams.end(key)

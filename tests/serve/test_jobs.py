@@ -238,6 +238,28 @@ def test_one_that_waits_and_is_left_is_out_at_once():
     run(keeps, test, requests=2)
 
 
+def test_connections_without_a_key_take_turns():
+    """One with many sequences kept another one waiting behind all of them. The highest priority goes first, whosever it is."""
+    came = []
+
+    def keeps(engine, sink, stats):
+        came.append(stats.prompt_tokens)
+
+    async def test(queue):
+        held = [queue.enter([Ask([1] * 9)], "first") for _ in range(1 + AHEAD)]
+        queue.enter([Ask([1])] * 5, "first")
+        queue.enter([Ask([1] * 2)], "second")
+        queue.enter([Ask([1] * 3, priority=1)], "third")
+        for got in held:
+            await asyncio.sleep(0)  # the handles come
+            got.cancel()
+            await read_all(got)
+        assert came[1 + AHEAD :] == [3, 1, 2], came
+        queue.cancel_all("the end")
+
+    run(keeps, test)
+
+
 class Held:
     """An engine whose handles record that they were cancelled; ``slot`` of each."""
 
