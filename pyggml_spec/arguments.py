@@ -58,6 +58,7 @@ class SubmitOptions(RequestOptions, total=False):
     synthetic: SyntheticAcceptance | None
     lines: LineLimits
     sink: Callable[[StepEvent | End], object] | None
+    owner: str
 
 
 class GenerateOptions(RequestOptions, total=False):

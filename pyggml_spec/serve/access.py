@@ -127,7 +127,9 @@ class Hosts:
             if name is None:
                 raise ApiError(400, f"the Host {text[:100]!r} is no name or address of a host")
             if not self._allows(name):
-                raise ApiError(403, f"this server does not answer as {name[:100]}; start it with --allowed-hosts {name[:100]} if it should")
+                raise ApiError(
+                    403, f"this server does not answer as {name[:100]}; start it by pyspec serve --allowed-hosts {name[:100]} if it should"
+                )
 
     def _allows(self, name: str) -> bool:
         if name in self._names or name.endswith(self._below or "\n"):
@@ -185,7 +187,8 @@ class Origins:
         if foreign or (site in ("cross-site", "same-site") and not origins):
             told = foreign[0][:100] if foreign else "another site"
             raise ApiError(
-                403, f"pages of {told} may not ask this server; start it with --cors-origins {told if foreign else '*'} if they should"
+                403,
+                f"pages of {told} may not ask this server; start it by pyspec serve --cors-origins {told if foreign else '*'} if they should",
             )
 
     def headers(self, origin: str | None) -> list[tuple[str, str]]:

@@ -92,7 +92,7 @@ class Request:
         kind = kind.strip()
         if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise ApiError(
-                415, f"the body is said to be {kind[:100]}; send JSON, with the header Content-Type: application/json (curl: --json, or -H and the header)"
+                415, f"the body is said to be {kind[:100]}; send JSON, with the header Content-Type: application/json, which curl takes with -H"
             )  # fmt: skip
         charset = _charset(more)
         if charset not in ("", "utf-8", "utf8", "us-ascii"):

@@ -71,7 +71,7 @@ LYING_TARGETS = {
     "block_count 1000": (put(T + "block_count", U32, 1000), "blk.2."),
     "block_count 2^32 - 1": (put(T + "block_count", U32, (1 << 32) - 1), "block_count"),
     "block_count missing": (drop(T + "block_count"), "block_count"),
-    "nextn_predict_layers negative": (put(T + "nextn_predict_layers", I32, -5), "blk.2."),
+    "nextn_predict_layers negative": (put(T + "nextn_predict_layers", I32, -5), "nextn_predict_layers leaves 7 layers"),
     "nextn_predict_layers more than layers": (put(T + "nextn_predict_layers", U32, 9), "layers"),
     "head_count 0": (put(T + "attention.head_count", U32, 0), "head_count is 0"),
     "head_count negative": (put(T + "attention.head_count", I32, -2), "head_count is -2"),
