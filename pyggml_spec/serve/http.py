@@ -107,7 +107,7 @@ class Request:
         if self._json is not None:
             return self._json
         if len(self.body) > LONGEST_FIELD:
-            _check_lengths(self.body)
+            _check_lengths(self.body.removeprefix(codecs.BOM_UTF8))
         try:
             text = self.body.removeprefix(codecs.BOM_UTF8)
             body = msgspec.json.decode(text) if text else {}

@@ -5,14 +5,22 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from .http import Request, Response, event, stream_response
+from .errors import ApiError
+from .http import STREAM_HEADERS, Request, Response, event, stream_response
 from .native import slot_list
 from .reading import Context
 
 EVERY = 0.2  # seconds
+MOST_WATCHERS = 16
 
 
 async def live(context: Context, request: Request) -> Response:
+    if request.method == "HEAD":  # the states have no end
+        return Response(headers=dict(STREAM_HEADERS))
+    if context.watchers >= MOST_WATCHERS:
+        raise ApiError(429, f"{MOST_WATCHERS} pages watch this server already; close one of them", headers={"retry-after": "30"})
+    context.watchers += 1
+    request.ended.append(lambda: setattr(context, "watchers", context.watchers - 1))
     return stream_response(_states(context))
 
 

@@ -12,12 +12,13 @@ from . import fields
 from .answer import Answer, Delta, job_prompt, metrics, speculation
 from .conversation import read_chat, render_chat, sequence_asks
 from .errors import ApiError, api_error
-from .http import JSON_TYPE, PING, Parts, Request, Response, encode, event, json_response, stream_response
+from .http import JSON_TYPE, PING, Parts, Request, Response, Turns, encode, event, json_response, stream_response
 from .jobs import Ask, Job
 from .reading import Context, Reader
 from .resumable import HEADER, Stream, key_of
 from .version import FINGERPRINT, VERSION
 
+MOST_PICKED = 256  # fields of an answer that are asked for by name
 AT_ONCE = 4096  # tokens whose JSON is made without a turn of other tasks
 MOST_TEXT = 1 << 20  # characters that /tokenize takes, or 16 for each token of the context
 _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limit"}
@@ -40,7 +41,10 @@ async def answered(context: Context, request: Request, asks: list[Ask], make: Ca
         await reader.begin()
         return stream_response(_chunks(context, reader, body))
     parts = Parts(request)
-    results = [native_result(context, answer, body, parts) for answer in await reader.whole()]
+    results, turns = [], Turns()
+    for answer in await reader.whole():
+        results.append(native_result(context, answer, body, parts))
+        await turns.share()
     return parts.response(results[0] if len(results) == 1 else results)
 
 
@@ -67,8 +71,8 @@ def read_options(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, str] |
 
 def response_fields(body: Mapping[str, Any]) -> list[str]:
     value = body.get("response_fields", [])
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise fields.wrong("response_fields", value, "a list of names")
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value) or len(value) > MOST_PICKED:
+        raise fields.wrong("response_fields", value, f"a list of at most {MOST_PICKED} names")
     return value
 
 

@@ -36,6 +36,7 @@ class Context:
     def __init__(self, served: Served, queue: Queue, pool: Pool) -> None:
         self.served, self.queue, self._pool = served, queue, pool
         self.streams = Streams()
+        self.watchers = 0  # of what its slots do
 
     async def in_pool(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``function`` in a thread: the event loop goes on with other streams. It is cancelled when the client goes away."""

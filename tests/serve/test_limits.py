@@ -1,5 +1,6 @@
 """One request that harms all others: what it may have is limited before it costs anything, and whoever is not let in costs nothing."""
 
+import contextlib
 import json
 import socket
 import time
@@ -60,7 +61,23 @@ def test_bodies_of_strangers_are_not_kept(server):
         sock.close()
 
 
+def test_watchers_of_the_slots_have_a_limit(server):
+    """Each costs the event loop five turns a second; one that leaves makes room."""
+    host, port = server.url.removeprefix("http://").split(":")
+    assert server.http.head("/pyspec/live").status_code == 200  # no state, and no end to wait for
+    for _ in range(2):
+        with contextlib.ExitStack() as watching:
+            for _ in range(16):
+                sock = watching.enter_context(socket.create_connection((host, int(port)), 20))
+                sock.sendall(b"GET /pyspec/live HTTP/1.1\r\nhost: localhost\r\nx-api-key: one\r\n\r\n")
+                assert sock.recv(20).startswith(b"HTTP/1.1 200")
+            assert server.http.get("/pyspec/live").status_code == 429
+        server.ok("/tokenize", content="what they leave is seen meanwhile")
+        time.sleep(0.5)
+
+
 LARGE = [
+    ("/completion", {"prompt": "x", "n_predict": 1, "response_fields": ["a"] * 20_000}, "at most 256 names"),
     ("/completion", {"prompt": ["a"] * 2500, "n": 64, "n_predict": 1}, "asks for 160000 answers"),
     ("/v1/completions", {"prompt": ["a"] * 2500, "n": 64, "max_tokens": 1}, "asks for 160000 answers"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": "x" * 3_000_000}}, "chat_template_kwargs has"),
