@@ -104,8 +104,8 @@ class Served:
         self.names = options.names or (path.name,)
         self.template, where = chat_template(session, template, CHATML)
         self.note = where if self.template.source == CHATML and template is None else ""
-        self._tool_template = tool_template(session) if template is None else None
-        for one in (self.template, self._tool_template):
+        self.tool_template = tool_template(session) if template is None else None
+        for one in (self.template, self.tool_template):
             if one is not None:
                 one.prepare(self.tokenizer)  # now, not while the event loop reads the first chat
         eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
@@ -228,7 +228,7 @@ class Served:
 
     def template_for(self, tools: Sequence[Any]) -> ChatTemplate:
         """The template of a conversation: files may have another one for those with tools."""
-        return self._tool_template if tools and self._tool_template is not None else self.template
+        return self.tool_template if tools and self.tool_template is not None else self.template
 
     def form_for(self, tools: Sequence[Any]) -> Format:
         """How answers are written; with a template that knows no tools, calls are asked for in words."""

@@ -278,6 +278,8 @@ def test_a_file_may_have_a_template_for_tools(tmp_path):
         assert model.server.ok("/apply-template", messages=[USER], tools=TOOLS)["prompt"] == "with tools: Hi"
         assert model.server.ok("/apply-template", messages=[USER], tools=TOOLS, tool_choice="none")["prompt"] == "without: Hi"
         assert model.message("one", tools=TOOLS)["content"] == "some words"
+        props = model.server.http.get("/props").json()
+        assert (props["chat_template"], props["chat_template_tool_use"]) == ("without: " + body, more["tokenizer.chat_template.tool_use"])
     finally:
         assert model.server.end() == 0
 
