@@ -17,6 +17,7 @@ from random_gguf.model import Shape
 from pyggml_spec import patching as patches
 from pyggml_spec.cli.patches import command
 from pyggml_spec.errors import PatchError
+from pyggml_spec.ggml.device import SWITCHES
 from pyggml_spec.tools.compare import Comparison
 
 SERIES = patches.series()
@@ -59,6 +60,13 @@ def test_headers_say_what_why_and_on_what(patch):
     for field in ("What:", "Why:", "Moves:", "Needs:", "Test:"):
         assert re.search(rf"^{field}", header, re.MULTILINE), f"{patch.path.name} has no line {field}"
     assert patch.path.stem in (patches.patches_dir() / "README.md").read_text()
+
+
+def test_switches_that_change_numbers_tell_kept_prompts_apart():
+    """A prompt kept on disk was taken for that of other kernels: of the patches' switches only those of small batches were looked at."""
+    same_numbers = {"GGML_CUDA_PREFETCH", "GGML_CUDA_CAPTURE_AHEAD"}
+    read = {name for patch in SERIES for name in re.findall(r'^\+.*getenv\("(GGML_CUDA_\w+)"\)', patch.path.read_text(), re.MULTILINE)}
+    assert len(read) > 8 and read - same_numbers <= set(SWITCHES)
 
 
 def test_apply_is_all_or_nothing_and_repeatable(tree: Path):
