@@ -185,7 +185,7 @@ class JsonProtocol(HttpToolsProtocol):
 def _unread(transport: asyncio.Transport) -> int:
     """Bytes that the other end has not taken: the transport's, and, where the system tells them, those of the socket, which may be megabytes."""
     waiting = array("i", [0])
-    with contextlib.suppress(ImportError, OSError):
+    with contextlib.suppress(ImportError, OSError, AttributeError):
         import fcntl
         import termios
 
