@@ -210,6 +210,7 @@ class Session:
             **{**asked, "n_ctx": self._context(asked["n_ctx"])},
             width=self._width(width, lookup is not None),
             given=lookup is not None,
+            implied=implied is not None,
         )
         check_options(options, self.target, self.drafter)  # before the weights, which take their time
         offload = check_offload(offload, options.chunk)
@@ -945,7 +946,7 @@ class Session:
         except BaseException:
             engine.close()
             raise
-        lookup = self.lookup.for_slots() if self.lookup is not None else None
+        lookup = self.lookup.for_slots(candidate_widths(options.width)) if self.lookup is not None else None
         scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files, self.other_costs, wanted)
         if slots == 1:  # the same graphs
             scheduler.widths = self.width_control()

@@ -4,7 +4,8 @@
     python scripts/bench_first_token.py -m TARGET [-md DRAFTER] [--tools DIR] [--against PYTHON] [--threads 2] [--rounds 7]
 
 Chats of about 10, 36, 60, 120 and 400 tokens (--sizes), one alone and four at once: new text, the same again, and the next turn of the chat. Servers take
-turns request by request. Medians in milliseconds, of four chats over all of them. --tools: folder of llama-server; --against: the environment of another checkout.
+turns request by request. Medians in milliseconds, of four chats over all of them. --processor: milliseconds of processor time of the server's threads
+for a request of one token instead, which a busy machine changes less; one chat at a time, and one thread (Linux). --tools: folder of llama-server; --against: the environment of another checkout.
 """
 
 import argparse
@@ -131,6 +132,11 @@ class PyspecServer:
         self.process.wait(30)
 
 
+def processor_ms(pid: int) -> float:
+    """Of all threads of a process, ended ones not counted."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e6
+
+
 def ask(port: int, messages: Messages, tokens: int) -> tuple[float, str, int]:
     """Milliseconds to the first text, the whole answer, and the prompt's tokens."""
     body = {
@@ -183,8 +189,11 @@ def main() -> None:
     parser.add_argument("--sizes", default="10,36,60,120,400")
     parser.add_argument("--at-once", default="1,4")
     parser.add_argument("--tokens", type=int, default=6, help="of each answer")
+    parser.add_argument("--processor", action="store_true")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no round begins after them")
     asked = parser.parse_args()
+    if asked.processor:
+        asked.threads, asked.at_once, asked.tokens = 1, "1", 1
     sizes, counts = ([int(n) for n in text.split(",")] for text in (asked.sizes, asked.at_once))
     options = [
         "-m",
@@ -223,8 +232,11 @@ def main() -> None:
                         random = Random(f"{turn} {size} {count}")
                         chats = [chat(random, size) for _ in range(count)]
                         for kind in KINDS:
+                            before = processor_ms(servers[name].process.pid)
                             with ThreadPoolExecutor(count) as pool:
                                 done = list(pool.map(lambda messages, port=port: ask(port, messages, asked.tokens), chats))
+                            if asked.processor:
+                                done = [(processor_ms(servers[name].process.pid) - before, *done[0][1:])]
                             if turn:
                                 took[size, count, kind, name] += [first for first, _, _ in done]
                             tokens[size] |= {prompt for _, _, prompt in done} if kind == KINDS[0] else set()
@@ -237,6 +249,8 @@ def main() -> None:
         for size in sizes:
             for count in counts:
                 for kind in KINDS:
+                    if not all(took[size, count, kind, name] for name in ports):
+                        continue
                     row = [statistics.median(took[size, count, kind, name]) for name in ports]
                     said = f"{min(tokens[size])}-{max(tokens[size])}"
                     print(f"{said:>9} {count:5} {kind:10}", *(f"{ms:13.1f}" for ms in row))

@@ -82,11 +82,11 @@ class LookupControl(Conditioned):
         """One whose blocks of ``widths`` rows cost nothing before the first text: it begins with dear estimates, and learns from steps."""
         return cls(method, {rows: 1 + ROW_COST * (rows - 1) for rows in (1, *widths)}, estimated=True)
 
-    def for_slots(self) -> "LookupControl":
-        """For another engine over the same models: what has ended, and what matches were worth, they share."""
+    def for_slots(self, widths: Sequence[int] = ()) -> "LookupControl":
+        """For another engine over the same models, with blocks of these ``widths``: what has ended, and what matches were worth, they share."""
         if not self._estimated:
             return LookupControl(self.method, self._alone, self.pool)
-        other = LookupControl.unmeasured(self.method, self.widths)
+        other = LookupControl.unmeasured(self.method, [rows for rows in widths or self.widths if rows > 1])
         other.pool = self.pool
         return other
 

@@ -15,6 +15,7 @@ WIDTHS = (2, 4, 8, 16)
 MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14
 MOST_MASKED = (1 << 31) - 1  # values of a mask: ggml-cuda counts those of most operations in an int
 CHUNKS = (32, 128, 512)  # prefill widths that are planned for; a device pads a tail to the smallest one that holds it
+IMPLIED_ROWS = 64  # of several slots' blocks together, where nobody asked for drafts
 WIDER_CHUNKS = (1024, 2048)  # beside them where a chunk is wider still: a tail of 600 tokens would be padded to all of it
 
 
@@ -28,6 +29,7 @@ class EngineOptions:
     slots: sequences at once, each with ``n_ctx`` tokens of context.
     groups: whether a split target gets what it takes to decode two groups of slots beside each other (lanes.py).
     given: whether ids that are looked up will be verified, beside a drafter or without one.
+    implied: whether nobody asked for that: blocks of several slots are then narrower, so that their logits take little memory.
     """
 
     n_ctx: int = 4096
@@ -38,6 +40,11 @@ class EngineOptions:
     slots: int = 1
     groups: bool = False
     given: bool = False
+    implied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.implied and self.slots > 1:
+            object.__setattr__(self, "width", min(self.width, max(2, IMPLIED_ROWS // self.slots)))
 
 
 class AtMost(int):

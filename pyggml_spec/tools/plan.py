@@ -313,10 +313,11 @@ def _plan_on(
         chosen = n_ctx is None
         n_ctx = session._context(n_ctx)
         backends = session._open(names, threads, kernels)
-        lookup = spec.lookup or session._implied(spec, draft_width)
+        implied = session._implied(spec, draft_width)
+        lookup = spec.lookup or implied
         width = session._width(draft_width, lookup is not None)
         backend, found = backends[-1], [b.device for b in backends]
-        options = EngineOptions(n_ctx=n_ctx, width=width, given=lookup is not None, **asked)
+        options = EngineOptions(n_ctx=n_ctx, width=width, given=lookup is not None, implied=implied is not None, **asked)
         placed = session._place_experts(experts, threads, max(options.chunk, width), offload is not None)
         if chosen:
             n_ctx = session._own_context(replace(options, slots=slots), shares, placed, offload, free, prefix_memory)

@@ -73,5 +73,13 @@ def test_nothing_is_verified_before_plain_steps_were_timed():
     assert any(control.choose(1, [sequence], [1.0], 2.0, 1).drafts)
 
 
-def test_memory_is_planned():
-    assert check(DEMO_TARGET, device="CPU", n_ctx=512).error < 0.01
+@pytest.mark.parametrize("slots", [1, 16])
+def test_memory_is_planned(slots):
+    assert check(DEMO_TARGET, device="CPU", n_ctx=512, slots=slots).error < 0.01
+
+
+def test_blocks_of_many_slots_are_narrow(session):
+    with session.batch(32, n_ctx=128) as scheduler:
+        assert scheduler.engine.options.width == 2 and scheduler.lookup is not None and scheduler.lookup.widths == (2,)
+    with session.batch(4, n_ctx=128) as scheduler:
+        assert scheduler.lookup is not None and scheduler.lookup.widths == (2, 4, 8, 16)
