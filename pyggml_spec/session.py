@@ -160,7 +160,7 @@ class Session:
         self.costs_cached = False
         self._known_drafts: Mapping[str, Record] = {}  # what texts taught of each drafter, of earlier sessions at first
         self._drafts_count = False  # whether what this session's texts teach is to be kept
-        self._costs_under: tuple[tuple[int, bool], ...] = ()  # of which condition of the engine they are
+        self._costs_under: tuple[tuple[int, bool], ...] | None = None  # of which condition of the engine they are
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
         self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
         self._rows_stay = False  # whether rows in place are those that would be computed
@@ -518,7 +518,7 @@ class Session:
         if self.drafter is None or not self.costs:
             return None
         control = WidthControl.measured_for(self.drafter.method, self.costs, self.other_costs)
-        control.under(self._costs_under)
+        control.under(self.engine.threads.condition if self._costs_under is None else self._costs_under)
         for method, record in control.seen.items():
             if (known := self._known_drafts.get(method)) is not None:
                 record.goes_on(known)
@@ -773,8 +773,9 @@ class Session:
     def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats) -> tuple[Reuse, int]:
         """What the caches have of ``ids``, and how much of that the last generation left."""
         widths = self.scheduler.widths
+        threads = self.engine.threads
         quiet = (
-            self.drafter is not None and self.engine.threads.calm and self._costs_under != self.engine.threads.condition
+            self._costs_under is not None and threads.calm and self._costs_under != threads.condition
         )  # others were at work, and have gone
         if widths is not None and (quiet or (widths.outdated and not self._costs_checked)):
             self._measure_costs(fresh=True)
