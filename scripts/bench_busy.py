@@ -35,7 +35,7 @@ def work(model: str, threads: str, mode: str) -> None:
     from pyggml_spec import load
 
     with load(model or None, threads=int(threads) if threads else None) as session:
-        session.generate(PROMPT["model" if model else ""], 32, mode=mode, ignore_end=True)
+        session.generate(PROMPT["model" if model else ""], 200, mode=mode, ignore_end=True)  # builds what cells need
         print("ready", flush=True)
         for line in sys.stdin:
             seconds, tokens, spent, moments, began, used = float(line), 0, 0.0, [], time.perf_counter(), time.process_time()
