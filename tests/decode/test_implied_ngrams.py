@@ -4,10 +4,13 @@ import pytest
 from decode.test_lookup import PROMPT
 
 import pyggml_spec as ps
+from pyggml_spec.chat import chat_template
 from pyggml_spec.cli.report import engaged_line
 from pyggml_spec.decode.lookup import NOTHING, PLAIN_STEPS, WARMUP, LookupControl
 from pyggml_spec.session import DEMO_TARGET
+from pyggml_spec.tools.bench_prompts import PromptsOptions, bench_prompts
 from pyggml_spec.tools.plan import check
+from pyggml_spec.tools.prompts import Prompt
 
 N = 100
 CPU = {"device": "CPU", "threads": 1, "n_ctx": 1024}
@@ -83,3 +86,10 @@ def test_blocks_of_many_slots_are_narrow(session):
         assert scheduler.engine.options.width == 2 and scheduler.lookup is not None and scheduler.lookup.widths == (2,)
     with session.batch(4, n_ctx=128) as scheduler:
         assert scheduler.lookup is not None and scheduler.lookup.widths == (2, 4, 8, 16)
+
+
+def test_bench_takes_it_and_no_run_repeats_the_one_before(session):
+    template, _ = chat_template(session)
+    (row,) = bench_prompts(session, [Prompt("list", "1", text=PROMPT)], PromptsOptions(40, 2), template)
+    steps = [spec.steps for run in row.runs for _, spec in run]
+    assert min(steps) > 3 and row.as_dict()["acceptance"]["mean"] > 0  # 39 tokens of a text that is known are three blocks of 16

@@ -90,7 +90,7 @@ def test_what_cannot_be_measured_is_refused(talker, pair):
     late = Prompt("x", "late", messages=(HE, {"role": "system", "content": "x"}))
     with pytest.raises(TemplateError, match="'late'.*has to come first"):
         bench_prompts(talker, [late], PromptsOptions(4, 1), template)
-    with ps.load(pair[0], device="CPU", threads=1, n_ctx=64) as alone, pytest.raises(PairError, match="`draft`"):
+    with ps.load(pair[0], device="CPU", threads=1, n_ctx=64, spec=[]) as alone, pytest.raises(PairError, match="`draft`"):
         bench_prompts(alone, PROMPTS, PromptsOptions(4, 1), template)
 
 
