@@ -267,8 +267,8 @@ class Grammar:
         """How many of ``tokens`` may come next, one after the other."""
         self._arrive()
         tokens = [int(token) for token in tokens]
-        if len(tokens) == 1 and self._bits is not None:
-            return int(allows(self._bits, tokens[0]))
+        if len(tokens) == 1 and self._bits is not None and allows(self._bits, tokens[0]):
+            return 1  # where text is forced, the bits know the tokenizer's own tokens only: what they lack is looked at, so that timing decides nothing
         n = self._checked(self._matcher.validate_tokens(tokens))
         if n < len(tokens) and tokens[n] in self._vocabulary.ends and n == 0:
             return int(self.complete)
