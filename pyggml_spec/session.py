@@ -161,6 +161,7 @@ class Session:
         self._known_drafts: Mapping[str, Record] = {}  # what texts taught of each drafter, of earlier sessions at first
         self._drafts_count = False  # whether what this session's texts teach is to be kept
         self._costs_under: tuple[tuple[int, bool], ...] | None = None  # of which condition of the engine they are
+        self._costs_again = False  # whether they were measured again because others had gone; once, as others may come and go
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
         self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
         self._rows_stay = False  # whether rows in place are those that would be computed
@@ -774,12 +775,11 @@ class Session:
         """What the caches have of ``ids``, and how much of that the last generation left."""
         widths = self.scheduler.widths
         threads = self.engine.threads
-        quiet = (
-            self._costs_under is not None and threads.calm and self._costs_under != threads.condition
-        )  # others were at work, and have gone
-        if widths is not None and (quiet or (widths.outdated and not self._costs_checked)):
+        others_gone = not self._costs_again and self._costs_under not in (None, threads.condition) and threads.calm
+        if widths is not None and (others_gone or (widths.outdated and not self._costs_checked)):
+            self._costs_again |= others_gone
             self._measure_costs(fresh=True)
-            self._costs_checked, self._known_drafts = self._costs_checked or not quiet, widths.seen
+            self._costs_checked, self._known_drafts = self._costs_checked or not others_gone, widths.seen
             widths = self.scheduler.widths = self.width_control()
         drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append)
         held = self._held(ids, drafting) if append else 0
