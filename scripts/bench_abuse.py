@@ -114,6 +114,7 @@ def watch(url: str, clients: int, pipe: multiprocessing.connection.Connection) -
                 began = took("stream", began)
             if response.status != 200:
                 longest["stream"] = 99.0
+                connection.close()
             time.sleep(0.02)
 
     def health() -> None:

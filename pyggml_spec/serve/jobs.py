@@ -319,7 +319,12 @@ class Queue:
         self.check_count(len(asks))
         free = max(0, self.slots + self._ahead - len(self.running))
         waiting, beyond = sum(map(len, self._waiting.values())), max(0, len(asks) - free)
-        if self.limits.requests is not None and beyond and waiting + beyond > self.limits.requests:
+        if (
+            self.limits.requests is not None
+            and beyond
+            and waiting + beyond > self.limits.requests
+            and not self._has_a_turn(client, len(asks), waiting)
+        ):
             full = f"{waiting} requests wait already, and this server's queue holds {self.limits.requests}"
             self._reject("requests", full if self.limits.requests else "every slot is taken, and nothing waits at this server")
         tokens = sum(len(ask.ids) for ask in asks)
@@ -335,6 +340,17 @@ class Queue:
         self._idle.clear()
         self._pump()
         return answers
+
+    def _has_a_turn(self, client: str, count: int, waiting: int) -> bool:
+        """Whether one sequence of a client that has none waiting comes into a full queue, because others have several in it. As many again as it holds, at most."""
+        several = any(len(jobs) > 1 for jobs in self._waiting.values())
+        return (
+            count == 1
+            and several
+            and client not in self._waiting
+            and self.limits.requests is not None
+            and waiting < 2 * self.limits.requests
+        )
 
     def check_count(self, count: int) -> None:
         """Before they are made. Raises ApiError: so many sequences of one request never have a place."""

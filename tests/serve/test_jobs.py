@@ -260,6 +260,22 @@ def test_connections_without_a_key_take_turns():
     run(keeps, test)
 
 
+def test_one_client_does_not_fill_the_queue_for_others():
+    async def test(queue):
+        queue.enter([Ask([1])] * (1 + AHEAD), "first")
+        queue.enter([Ask([1])] * 4, "first")
+        with pytest.raises(ApiError, match="4 requests wait already"):
+            queue.enter([Ask([1])], "first")
+        for n in range(4):
+            queue.enter([Ask([1])], f"another {n}")
+        for client in ("another 0", "the last"):  # who has one waiting, and who finds as many again
+            with pytest.raises(ApiError, match="8 requests wait already"):
+                queue.enter([Ask([1])], client)
+        queue.cancel_all("the end")
+
+    run(hangs, test, requests=4)
+
+
 class Held:
     """An engine whose handles record that they were cancelled; ``slot`` of each."""
 
