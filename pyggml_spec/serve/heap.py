@@ -6,7 +6,7 @@ import gc
 import sys
 from typing import Any
 
-LARGE = 1 << 20  # bytes of a request, or of its answer, after which memory is given back
+LARGE = 256 << 10  # bytes of a request, or of its answer, after which memory is given back
 TRIM_SECONDS = 0.5
 _ARENAS, _M_ARENA_MAX = 2, -8  # each arena keeps what its threads have freed; threads come and go here
 
