@@ -7,8 +7,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-UNHURRIED = "import pyggml_spec.sampling.grammar as g; g.SLOW_S = g.HEAVY_S = 1e9"
-"""For a server's process: masks that are late hold a text to the tokenizer's own tokens where it has no choice, which those of a script are not."""
 WIDTH, HEADS, HIDDEN, CONTEXT = 64, 2, 32, 8192
 NORMAL, CONTROL = 1, 3
 

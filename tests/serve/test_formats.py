@@ -78,7 +78,7 @@ class Scripted:
     def __init__(self, path: Path, texts: dict[str, str], template: str, *options: object, control=(), end="<|im_end|>", more=None):
         begins = scripted.write(path, list(texts.values()), template, control, end, more)
         self.begins = dict(zip(texts, begins))
-        self.server = Running("-m", path, "-c", 4096, *options, before=scripted.UNHURRIED)
+        self.server = Running("-m", path, "-c", 4096, *options)
 
     def body(self, name: str, messages: list[dict] | str = "Hi", **more: object) -> dict:
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
