@@ -51,6 +51,7 @@ class Ask:
     every_step: bool = False
     priority: int = 0
     key: str = ""
+    client: str = ""  # the connection, which takes turns with others where there is no key
 
 
 class Job:
@@ -307,7 +308,7 @@ class Queue:
 
     # -- entering and leaving
 
-    def enter(self, asks: Sequence[Ask], client: str = "") -> Answers:
+    def enter(self, asks: Sequence[Ask], client: str | None = None) -> Answers:
         """Queues the sequences of one request. ``client``: who takes turns with others, its key or its connection.
 
         Raises:
@@ -317,6 +318,8 @@ class Queue:
             self.counts.rejected["draining"] += 1
             raise ApiError(503, "the server is ending and takes no more requests; ask another one", headers={"retry-after": "5"})
         self.check_count(len(asks))
+        if client is None:
+            client = asks[0].key or asks[0].client if asks else ""
         free = max(0, self.slots + self._ahead - len(self.running))
         waiting, beyond = sum(map(len, self._waiting.values())), max(0, len(asks) - free)
         if (

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from ..events import End
@@ -79,9 +80,9 @@ class Reader:
         silence = fields.whole(request.json(), "sse_ping_interval", int(SILENCE), -1, (1 << 31) - 1)
         key = key_of(request, request.headers.get(HEADER, "")) if request.json().get("stream") is True else None
         streams = request.json().get("stream") is True
-        if not streams:
+        if not streams and any(ask.sampling is not None and ask.sampling.logprobs is not None for ask in asks):
             _check_told(asks, context.served.n_ctx)
-        self._answers = context.queue.enter(asks, request.key or request.client)
+        self._answers = context.queue.enter([replace(ask, client=request.client) for ask in asks])
         self._answers.streams = streams
         if key is not None:  # now, not when this one's first token is there: it may wait for the slot of the one before
             context.streams.end(key)
