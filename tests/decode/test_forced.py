@@ -30,7 +30,12 @@ VALUES = [{"temperature": 0.0}, {"seed": 7, "temperature": 1.0}]
 @pytest.fixture(scope="module", params=[None, DEMO_DRAFTER], ids=["no drafter", "drafter"])
 def session(request):
     with ps.load(
-        DEMO_TARGET, draft=request.param, device="CPU", threads=1, n_ctx=512, draft_width=None if request.param is None else 4
+        DEMO_TARGET,
+        draft=request.param,
+        device="CPU",
+        threads=1,
+        n_ctx=512,
+        **({"spec": ["none"]} if request.param is None else {"draft_width": 4}),
     ) as session:
         yield session
 

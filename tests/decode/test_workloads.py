@@ -20,6 +20,7 @@ from pyggml_spec.decode.lookup import LookupControl
 from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.decode.width import WidthControl
 from pyggml_spec.engine.slot import Draft, Prompt, StepResult
+from pyggml_spec.ggml.cores import Threads
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.memory import features
 from pyggml_spec.memory.cursor import Cursor
@@ -58,6 +59,7 @@ class Recorded:
         self.options, self.target = SimpleNamespace(n_ctx=1 << 30, width=16, chunk=512, slots=1), SimpleNamespace(n_vocab=1 << 30)
         self.graphs, self.masked, self.unmasked, self.drafting = SimpleNamespace(closed=False), False, "", True
         self.rows_computed = self.rows_used = self.groups = self.waited_us = 0
+        self.threads, self.rows_alike = Threads(()), True
 
     @property
     def slots(self):

@@ -34,6 +34,7 @@ ALL = ExpertOptions(-1)
 @contextmanager
 def loaded(target, draft=None, experts=ALL, rows=1, **more):
     more = {"device": "CPU", "threads": 1, "n_ctx": 256, "chunk": 64, "kernels": "ggml", "prefix_memory": 0} | more
+    more |= {} if draft else {"spec": ["none"]}  # or else n-grams have a note of their own
     with ps.load(target, draft, experts=experts, offload_prompts=rows, **more) as session:
         yield session
 

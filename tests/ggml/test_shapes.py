@@ -110,7 +110,7 @@ WRONG = {
 }  # fmt: skip
 ANY_SHAPE = {  # one operand of any shape, or nothing but a graph's own nodes
     "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "softmax", "norm", "sum_rows", "cont", "whole", "packed", "rotated",
-    "expand", "norm_first", "keep", "plan", "measure", "cut", "cuts", "op_counts", "properties_hash", "traffic", "memory", "close", "place", "apart", "capture",
+    "expand", "norm_first", "keep", "name", "plan", "measure", "cut", "cuts", "op_counts", "properties_hash", "traffic", "memory", "close", "place", "apart", "capture",
 }  # fmt: skip
 
 
