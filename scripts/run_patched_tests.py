@@ -40,6 +40,7 @@ REFUSED = {
     "laguna-moe": "reads and does not apply to laguna models",
     "gpt-oss-moe": "reads and does not apply to gpt-oss models",
     "qwen3next-moe": "reads and does not apply to qwen3next models",
+    "qwen2-dense": "reads and does not apply to qwen2 models",
     "minimax-m2-moe": "reads and does not apply to minimax-m2 models",
     "muse-glimmer-dense": "reads and does not apply to muse-glimmer models",
     "deepseek2-moe": "reads and does not apply to deepseek2 models",
