@@ -24,8 +24,9 @@ def test_a_server_behind_a_file(tmp_path):
         whole = running.ok("/completion", **ask(temperature=0))
         with running.http.stream("POST", "/completion", json=ask(temperature=0, stream=True)) as response:
             assert len(events(response)) >= 2 and whole["content"]
-        for host in ("whatever", "evil.com"):  # no browser comes this way
-            assert running.http.get("/props", headers={"host": host}).status_code == 200
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as through_file:
+            for host in ("whatever", "evil.com"):  # no browser comes this way
+                assert through_file.get("/props", headers={"host": host}).status_code == 200
         one_sentence(pyspec("serve", "--host", path), f"{path} cannot be listened at: another server listens there", "--host")
         assert running.http.get("/health").status_code == 200 and path.exists()
         assert running.http.post("/completion", json=ASK, headers={"origin": "http://evil.com"}).status_code == 403
