@@ -58,12 +58,13 @@ def test_what_was_caught_up_with_beside_a_step_is_no_part_of_it(pair, monkeypatc
     seen, observe = [], WidthControl.observe
     monkeypatch.setattr(WidthControl, "observe", lambda self, *args: seen.append((args[2], args[6])) or observe(self, *args))
     with _scheduler(pair, 2) as scheduler:
-        scheduler.widths = WidthControl({"draft-dflash": (4,)})
-        scheduler.submit(prompts(1)[0], LoopOptions(12, SPECULATIVE))
-        while scheduler.step():
-            scheduler.engine._commits.catch_up_us += 10**9
-    # a first catch-up builds its graph, which is no cost of its step; the seconds above are 1e6 ms
-    assert len(seen) > 2 and all(0 <= late <= max(milliseconds, 1e3) for milliseconds, late in seen)
+        for again in range(2):  # the first time graphs are built, which is no cost of a step, though catching up waits for them
+            scheduler.widths = WidthControl({"draft-dflash": (4,)})
+            seen.clear()
+            scheduler.submit(prompts(1)[0], LoopOptions(12, SPECULATIVE))
+            while scheduler.step():
+                scheduler.engine._commits.catch_up_us += 10**9 * again
+    assert len(seen) > 2 and all(0 <= late <= milliseconds for milliseconds, late in seen)
 
 
 def test_iterating_one_stream_serves_the_others_too(pair, scheduler):
