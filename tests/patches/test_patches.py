@@ -135,6 +135,7 @@ def test_models_that_llama_cpp_writes_are_equal_or_refused_for_the_named_reason(
     refused = {
         "gpt-oss-moe": ("ffn_up_exps", 8),
         "qwen3next-moe": ("ssm_out", 1),
+        "qwen2-dense": ("ffn_up", 1),
         "minimax-m2-moe": ("ffn_up_exps", 8),
         "muse-glimmer-dense": ("ffn_up", 1),
         "deepseek2-moe": ("ffn_up", 1),
