@@ -27,7 +27,7 @@ run: $(READY)
 serve: $(READY)
 	$(BIN)/pyspec serve $(ARGS)
 
-# The router of tests/serve/test_workers.py, which says so where it cannot be installed.
+# The router of tests/server/test_workers.py, which says so where it cannot be installed.
 test: $(READY)
 	-$(BIN)/pip install -q --retries 0 --timeout 10 sglang-router==0.3.2
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -32,7 +32,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .chat import Chat
     from .concurrent import ConcurrentSession, Handle
-    from .decode.stats import Stats
+    from .engine.stats import Stats
     from .events import StepEvent
     from .ggml.device import Device, devices
     from .hub import fetch
@@ -51,7 +51,7 @@ _LAZY = {
     "fetch": "hub",
     "Sampling": "sampling.sampler",
     "Session": "session",
-    "Stats": "decode.stats",
+    "Stats": "engine.stats",
     "StepEvent": "events",
     "load": "session",
 }

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from .decode.stats import Stats
-from .decode.synthetic import SyntheticAcceptance
+from .engine.stats import Stats
 from .events import End, StepEvent
 from .models.placement import ExpertOptions
 from .models.rope import RopeOptions
 from .sampling.sampler import Sampling
+from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import LineLimits
 
 

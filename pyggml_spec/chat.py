@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self, Unpack
 
 from .arguments import LoadOptions
-from .decode.stats import Stats
+from .engine.stats import Stats
 from .errors import PyspecError, TemplateError
 from .events import StepEvent
 from .sampling.sampler import Sampling

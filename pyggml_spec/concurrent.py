@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from .decode.request import PLAIN, SPECULATIVE, LoopOptions
-from .decode.scheduler import Scheduler
-from .decode.stats import BatchStats, Stats
-from .decode.stream import Stream
-from .decode.synthetic import SyntheticAcceptance
+from .engine.request import PLAIN, SPECULATIVE, LoopOptions
+from .engine.scheduler import Scheduler
+from .engine.stats import BatchStats, Stats
+from .engine.stream import Stream
 from .errors import EngineError, PyspecError
 from .events import End, StepEvent
 from .ggml.device import give_back_threads
 from .ggml.library import versions
 from .sampling.sampler import Sampler, Sampling
+from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import ANY_LINES, BlockText, LineLimits, stop_texts
 from .text.tokenizer import Tokenizer
 
@@ -282,7 +282,7 @@ class ConcurrentSession:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of host memory that the graphs of its steps take, of which the ones used last are kept (``KEEP_ALL`` in engine/graph_store.py)."""
+        """Bytes of host memory that the graphs of its steps take, of which the ones used last are kept (``KEEP_ALL`` in engine/graph_cache.py)."""
         return self._sizes[2]
 
     def _measure(self) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .decode.stats import Stats
+from .engine.stats import Stats
 from .sampling.sampler import TokenLogprob
 
 

@@ -9,25 +9,24 @@ from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
 from .arguments import GenerateOptions, RequestOptions
+from .cache.kv import SPAN
+from .cache.kv_types import MOST_CONTEXT, KVTypes
+from .cache.prefix import PrefixCache, Reuse, layout_of
+from .cache.prefix_files import PrefixFiles
 from .checks import either, numbers, path, token_ids, whole
 from .concurrent import ConcurrentSession
-from .decode.calibrate import cached_costs, cached_kinds, keep_drafts, known_drafts, plain_cost
-from .decode.confidence import Confidence
-from .decode.copying import settle
-from .decode.lookup import LookupControl
-from .decode.methods import Methods, methods
-from .decode.request import PLAIN, SPECULATIVE, LoopOptions
-from .decode.scheduler import Scheduler, rests
-from .decode.stats import Stats
-from .decode.synthetic import SyntheticAcceptance
-from .decode.turns import ENDED, Turns
-from .decode.width import NEVER_PAYS, Kind, Record, WidthControl, chain_kinds, useful_widths, worth_keeping
+from .drafters.base import Drafter
+from .drafters.multi import Drafts, together
+from .drafters.pairs import what_drafts
 from .engine.engine import Engine
 from .engine.graphs import STREAMED
-from .engine.lanes import GROUPS
+from .engine.lock import ENDED, Turns
 from .engine.options import MOST_WIDTH, WIDEST_CHUNK, AtMost, EngineOptions, candidate_widths, check_masks, check_options
-from .engine.parts import Closable, P
 from .engine.planned import WEIGHTS, Placed, bytes_taken, largest, plan_weights
+from .engine.request import PLAIN, SPECULATIVE, LoopOptions
+from .engine.resources import Closable, P
+from .engine.scheduler import Scheduler, rests
+from .engine.stats import Stats
 from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .folders import why_nothing_is_kept
@@ -37,21 +36,22 @@ from .ggml.devices import in_order, open_backends, pick_devices
 from .ggml.library import versions
 from .ggml.peer import open_up
 from .gguf_io import GGUFFile
-from .memory.kv import SPAN
-from .memory.kv_types import MOST_CONTEXT, KVTypes
-from .memory.prefix import PrefixCache, Reuse, layout_of
-from .memory.prefix_files import PrefixFiles
 from .models.base import Target
-from .models.drafter import Drafter
-from .models.pairs import what_drafts
 from .models.placement import ExpertOptions, Placement
 from .models.registry import open_drafter, open_target, own_drafter
 from .models.rope import RopeOptions, ignored_yarn
-from .models.segments import Segment, SplitWeights, check_drafter, split
-from .models.team import Drafts, together
 from .models.weights import Weights
+from .multi_device.lanes import GROUPS
+from .multi_device.offload_calibration import settle
+from .multi_device.split import Segment, SplitWeights, check_drafter, split
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
+from .speculation.calibrate import cached_costs, cached_kinds, keep_drafts, known_drafts, plain_cost
+from .speculation.confidence import Confidence
+from .speculation.methods import Methods, methods
+from .speculation.ngram_policy import LookupControl
+from .speculation.policy import NEVER_PAYS, Kind, Record, WidthControl, chain_kinds, useful_widths, worth_keeping
+from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
 
@@ -1174,14 +1174,14 @@ def load(
             is free and all but 4 GiB; ``engaged`` says which.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
         graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
-        cache_type_k, cache_type_v: what K and V rows are stored as, one of ``memory.kv_types.TYPES``; the next two are the drafter's.
+        cache_type_k, cache_type_v: what K and V rows are stored as, one of ``cache.kv_types.TYPES``; the next two are the drafter's.
         chunk: widest prefill chunk in tokens; also the grain in which prompts that begin alike are computed once.
         prefix_cache: folder in which computed prompts outlive the process; made if it is not there. Without it they are kept in memory.
         prefix_memory: bytes on the device for them; None takes 1 GiB, or an eighth of what is free if that is less. 0 still reuses what the
             prompt before left in place, if the model is attention only.
         prefix_disk: bytes that the folder may take, None for 8 GiB; what was not used for longest is deleted.
         experts: which routed experts of the target stay in host memory; None keeps all of them on the device.
-        spec: ways of drafting, of ``decode.methods.METHODS`` and named as llama.cpp's `--spec-type` names them; None takes the drafter of ``draft``,
+        spec: ways of drafting, of ``speculation.methods.METHODS`` and named as llama.cpp's `--spec-type` names them; None takes the drafter of ``draft``,
             or else the target's own MTP layer if its file has one, or else, on a CPU and without ``draft_width``, n-grams of the text itself ("suffix"), which are
             verified only where that is expected to be faster. An empty one takes none.
         no_spec: ways that are not to draft, whatever there is.

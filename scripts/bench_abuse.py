@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from serve.running import Running  # noqa: E402
+from server.running import Running  # noqa: E402
 
 MIB = 1 << 20
 CHAT = [{"role": "user", "content": "import os"}]

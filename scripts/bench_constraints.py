@@ -17,10 +17,10 @@ import json
 import time
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.decode.scheduler import Scheduler, generate
-from pyggml_spec.decode.stats import Stats
-from pyggml_spec.decode.synthetic import SyntheticAcceptance
+from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.scheduler import Scheduler, generate
+from pyggml_spec.engine.stats import Stats
+from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 PROMPT = "def quicksort(items):\n    "
 KEYS = ["the_name_of_the_function", "number_of_positional_arguments", "is_it_a_method_of_a_class", "the_type_that_it_returns"]

@@ -18,8 +18,8 @@ import time
 from contextlib import ExitStack, contextmanager
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.decode.synthetic import SyntheticAcceptance
+from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 PROMPTS = ["def fibonacci(n):\n    ", "The first time that", "import numpy as np\n", "class Stack:\n    def push", "# Read a file\nwith open(",
            "SELECT name FROM", "Once upon a time", "int main(void) {"]  # fmt: skip

@@ -23,8 +23,8 @@ import pyggml_spec as ps
 from pyggml_spec.ggml.step_io import StepFields, StepTimes
 
 try:
-    from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
-    from pyggml_spec.decode.scheduler import generate
+    from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+    from pyggml_spec.engine.scheduler import generate
 except ImportError:  # of a version with an engine of its own for one sequence
     from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
 

@@ -94,7 +94,7 @@ def first_tokens(asked: argparse.Namespace) -> None:
     """Milliseconds to the first token of short prompts that nothing is reused of, by the way that they take; ways take turns."""
     import pyggml_spec as ps
     from pyggml_spec.chat import chat_template
-    from pyggml_spec.serve.served import CHATML
+    from pyggml_spec.server.served import CHATML
     from pyggml_spec.text.template import KEY
 
     servers = {"HTTP": Served(asked, 1, "--draft-width", WIDTH)}

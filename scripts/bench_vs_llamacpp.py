@@ -24,9 +24,9 @@ from pathlib import Path
 from llama_server import LlamaServer, ServerEnded, environment
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.decode.scheduler import generate
-from pyggml_spec.decode.stats import Stats
+from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.scheduler import generate
+from pyggml_spec.engine.stats import Stats
 from pyggml_spec.ggml.library import versions
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions

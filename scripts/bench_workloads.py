@@ -29,14 +29,14 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyggml_spec as ps
-from pyggml_spec.decode import calibrate, request, scheduler, stream
-from pyggml_spec.decode.lookup import LookupControl
-from pyggml_spec.decode.request import LoopOptions
-from pyggml_spec.decode.stats import Stats
-from pyggml_spec.engine import commits
+from pyggml_spec.engine import commits, request, scheduler, stream
+from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.engine.slot import Draft, Prompt
+from pyggml_spec.engine.stats import Stats
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.speculation import calibrate
+from pyggml_spec.speculation.ngram_policy import LookupControl
 from pyggml_spec.text.tokenizer import Tokenizer
 
 clock = SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=time.perf_counter_ns)

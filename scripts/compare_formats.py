@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What `pyspec serve` and llama-server make of the same scripted answers, case by case: a table, and tests/serve/llama_server_formats.json.
+"""What `pyspec serve` and llama-server make of the same scripted answers, case by case: a table, and tests/server/llama_server_formats.json.
 
     compare_formats.py --tools FOLDER --tree LLAMA_CPP [--only TEXT] [--write] [--ours]
 
-FOLDER holds llama-server, of the same tree, whose models/templates are used. --write keeps llama-server's answers, which `tests/serve/test_formats.py`
+FOLDER holds llama-server, of the same tree, whose models/templates are used. --write keeps llama-server's answers, which `tests/server/test_formats.py`
 holds the parser against; --ours asks `pyspec serve`, too.
 """
 
@@ -19,8 +19,8 @@ from llama_server import LlamaServer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import scripted
-from serve.formats import FAMILIES, TOOLS, Case, cases, plain, told
-from serve.running import Running
+from server.formats import FAMILIES, TOOLS, Case, cases, plain, told
+from server.running import Running
 
 OUT = Path(__file__).resolve().parents[1] / "tests" / "serve" / "llama_server_formats.json"
 

@@ -32,7 +32,7 @@ MORE = {  # what else is meant to be used, by module
     "text.template": ("ChatTemplate",),
     "sampling.recommended": ("recommended", "chosen"),
     "arguments": ("LoadOptions", "GenerateOptions", "RequestOptions"),
-    "decode.synthetic": ("SyntheticAcceptance",),
+    "speculation.synthetic": ("SyntheticAcceptance",),
     "doctor.examine": ("examine",),
     "doctor.report": ("Report", "Check"),
     "tools.bench": ("bench", "BenchOptions", "BenchRow", "Repeated"),

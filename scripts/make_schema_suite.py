@@ -1,4 +1,4 @@
-"""Writes tests/sampling/json_schema_suite.json from a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite, and counts over all of it.
+"""Writes tests/constraints/json_schema_suite.json from a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite, and counts over all of it.
 
     python scripts/make_schema_suite.py CHECKOUT [--write] [--generate SEEDS]
 
@@ -14,13 +14,13 @@ from collections import Counter
 from pathlib import Path
 
 import pyggml_spec as ps
+from pyggml_spec.constraints.grammar import Grammar
 from pyggml_spec.errors import SamplingError
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.sampling.grammar import Grammar
 from pyggml_spec.session import DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
 
-OUT = Path(__file__).parent.parent / "tests/sampling/json_schema_suite.json"
+OUT = Path(__file__).parent.parent / "tests/constraints/json_schema_suite.json"
 
 
 def accepted(tokenizer: Tokenizer, schema: str, document: str) -> bool:

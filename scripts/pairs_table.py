@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints the table of docs/pairs.md: the public block drafters that the package knows, and which of them run here."""
 
-from pyggml_spec.models.pairs import PUBLISHED
+from pyggml_spec.drafters.pairs import PUBLISHED
 
 
 def rows() -> list[str]:

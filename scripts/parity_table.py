@@ -25,9 +25,9 @@ from random_gguf.archs import WRITERS as ALL
 from random_gguf.archs import write_gemma4
 from random_gguf.model import Shape
 
-from pyggml_spec.engine.parts import Parts
+from pyggml_spec.cache.kv import KVCache
+from pyggml_spec.engine.resources import Parts
 from pyggml_spec.ggml.device import pick_device
-from pyggml_spec.memory.kv import KVCache
 from pyggml_spec.tools.compare import CHUNK, compare_logits, nmse
 from pyggml_spec.tools.reference import LlamaReference
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes which drafts of the embedded pair are right: what tests/decode/test_width.py replays.
+"""Writes which drafts of the embedded pair are right: what tests/speculation/test_policy.py replays.
 
-    record_drafts.py [-n 256] [--out tests/decode/recorded_drafts.json]
+    record_drafts.py [-n 256] [--out tests/speculation/recorded_drafts.json]
     record_drafts.py --chain                (of the MTP layer: one width is enough, as no draft knows how many follow)
 
 For every prompt that the pair comes with, its greedy text is decoded token by token; behind each token a block of every width is drafted and

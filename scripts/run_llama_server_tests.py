@@ -3,7 +3,7 @@
 
     python scripts/run_llama_server_tests.py .../llama.cpp/tools/server/tests results.json [--server /path/to/llama-server] [FILE ...]
 
-The tests start whatever ``LLAMA_SERVER_BIN_PATH`` names: ``tests/serve/llama_server_shim.py``, which puts the embedded pair in the place of
+The tests start whatever ``LLAMA_SERVER_BIN_PATH`` names: ``tests/server/llama_server_shim.py``, which puts the embedded pair in the place of
 the models that they would download. Needs pip install pytest requests openai wget aiohttp filelock numpy prometheus-client.
 """
 
@@ -99,7 +99,7 @@ def main() -> None:
     counts = {name: list(outcomes.passed.values()).count(name) for name in ("passed", "failed", "skipped")}
     print(json.dumps(counts))
     if wrong := [case for case, outcome in outcomes.passed.items() if known.get(case) == "passes" and outcome != "passed"]:
-        print("failed without a reason in tests/serve/llama_server_tests.json:", *wrong, sep="\n")
+        print("failed without a reason in tests/server/llama_server_tests.json:", *wrong, sep="\n")
         sys.exit(1)
 
 

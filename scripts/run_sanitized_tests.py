@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["tests/ggml", "tests/memory/test_delta.py", "tests/memory/test_kv.py", "tests/engine", "tests/decode/test_groups.py"]
-QUICK = ["tests/memory/test_delta.py", "-x", "-k", "replay_of_the_first_rows"]
+TESTS = ["tests/ggml", "tests/cache/test_recurrent.py", "tests/cache/test_kv.py", "tests/engine", "tests/multi_device/test_pipeline.py"]
+QUICK = ["tests/cache/test_recurrent.py", "-x", "-k", "replay_of_the_first_rows"]
 WITHOUT_KERNELS = [f"-DPGS_COMPILES_{level}=OFF" for level in ("avx2", "avx512vnni", "neondot")]  # what takes long to build
 INJECTED = (
     "csrc/step_graph.c",

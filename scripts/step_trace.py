@@ -15,10 +15,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.decode.scheduler import generate
-from pyggml_spec.decode.stats import Stats
-from pyggml_spec.decode.synthetic import SyntheticAcceptance
+from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.scheduler import generate
+from pyggml_spec.engine.stats import Stats
+from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 NEAR = 8  # steps behind a boundary that are looked at
 

@@ -13,12 +13,10 @@ ROOT = Path(pyggml_spec.__file__).parent
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in ROOT.rglob("*.py")}
 LAYERS = (
     {"cli"},
-    {"serve"},
+    {"server"},
     {"tools", "doctor", "chat", "concurrent", "session"},
-    {"decode"},
-    {"sampling"},
-    {"engine", "text"},
-    {"models", "memory"},
+    {"engine", "speculation", "multi_device", "constraints", "sampling", "text"},
+    {"models", "drafters", "cache"},
     {"ggml", "gguf_io"},
 )
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import LoopOptions
-from pyggml_spec.decode.width import WidthControl
+from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.speculation.policy import WidthControl
 
 FIRST, SECOND = "def quicksort(items):\n", "import os\n"
 

@@ -8,12 +8,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..decode.calibrate import Waiting
-from ..decode.synthetic import SyntheticAcceptance
 from ..errors import PyspecError
 from ..ggml.library import versions
 from ..sampling.sampler import Sampling
 from ..session import load
+from ..speculation.calibrate import Waiting
+from ..speculation.synthetic import SyntheticAcceptance
 from ..tools.anatomy import anatomy
 from ..tools.bench import BenchOptions, Repeated, bench
 from ..tools.bench_prompts import PromptsOptions

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 
 from ..chat import CONTINUE, chat_template
-from ..decode.calibrate import Waiting
 from ..ggml.library import versions
 from ..session import Session
+from ..speculation.calibrate import Waiting
 from ..tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts
 from ..tools.prompts import CATEGORIES, INCLUDED, Prompt, parse_prompts, prompt_file
 from .main import EXIT_INTERRUPT

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
-from ..decode.stats import Stats
+from ..engine.stats import Stats
 from ..errors import ContextError, PyspecError
 from ..gguf_io.reader import brief
 from ..session import load

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from ..cache.kv_types import MOST_CONTEXT, TYPES
 from ..errors import PyspecError
-from ..memory.kv_types import MOST_CONTEXT, TYPES
 from .hub import hub_options
 from .llama_cpp import llama_cpp_options
 
@@ -71,7 +71,7 @@ def spec_options(command):
         if names == []:
             raise click.UsageError(f"--spec-type {spec_type!r} names no way of drafting; name one, or none for plain decoding")
         if names is not None or no_spec:
-            from ..decode.methods import methods  # `pyspec --help` needs no ggml
+            from ..speculation.methods import methods  # `pyspec --help` needs no ggml
 
             try:
                 methods(names, no_spec)

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from ..decode.methods import MODELS
-from ..decode.request import PLAIN, SPECULATIVE
-from ..decode.stats import LEAST_WAITED, MUCH_WAITING, Stats
+from ..engine.request import PLAIN, SPECULATIVE
+from ..engine.stats import LEAST_WAITED, MUCH_WAITING, Stats
 from ..ggml.device import graph_replay_enabled
 from ..session import Engaged
+from ..speculation.methods import MODELS
 from .names import in_options
 from .terminal import size
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 
-from ..decode.calibrate import Waiting
-from ..decode.suffix import LOOKUPS
 from ..errors import ContextError, PyspecError
 from ..files import replacing
 from ..session import load
+from ..speculation.calibrate import Waiting
+from ..speculation.ngram import LOOKUPS
 from .help import GroupedCommand
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import (

@@ -72,7 +72,7 @@ class Asked:
     @property
     def constrained(self) -> bool:
         """Whether the text has to match something."""
-        from ..sampling.grammar import KINDS
+        from ..constraints.grammar import KINDS
 
         return any(kind in self.values for kind in KINDS)
 
@@ -93,7 +93,7 @@ def take_sampling(options: dict, **more) -> Asked:
     Raises:
         click.UsageError: a value out of range.
     """
-    from ..sampling.grammar import KINDS
+    from ..constraints.grammar import KINDS
     from ..sampling.sampler import Sampling
 
     texts = {name: text_of(name, options.pop(name, None), options.pop(name + "_file", None)) for name in KINDS}

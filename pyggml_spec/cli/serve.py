@@ -121,15 +121,15 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
 
     -c is the context of each slot. Sampling options are what counts where a request says nothing.
     """
-    from ..serve import start
+    from ..server import start
 
     if (why := start.missing()) is not None:
         raise PyspecError(why)
     from ..sampling.recommended import recommended
     from ..sampling.sampler import Sampling
-    from ..serve.access import Hosts, Keys
-    from ..serve.fields import Limits
-    from ..serve.served import NAMED, ServeOptions
+    from ..server.access import Hosts, Keys
+    from ..server.fields import Limits
+    from ..server.served import NAMED, ServeOptions
     from ..session import load
 
     if rates and synthetic is not None:
@@ -179,7 +179,7 @@ class _Encrypted(Exception):
 def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | None) -> None:
     """Refuses, before a model is loaded, what the start would refuse behind that: addresses, a certificate. What is no file, as a pipe, is
     left for the start, which could not read it again."""
-    from ..serve.start import listen
+    from ..server.start import listen
 
     if key is not None and certificate is None:
         raise click.UsageError("--ssl-key-file is the key of a certificate; name that with --ssl-cert-file")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..decode.request import PLAIN, LoopOptions
-from ..decode.scheduler import generate
 from ..engine.engine import Engine
+from ..engine.request import PLAIN, LoopOptions
+from ..engine.scheduler import generate
 from ..session import DEMO
 
 PROMPTS = DEMO / "prompts.jsonl"

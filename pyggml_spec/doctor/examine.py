@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
+from ..cache.kv_types import MOST_CONTEXT
+from ..drafters.base import TOKENS, Drafter
+from ..drafters.dflash import DFlash
+from ..drafters.mtp import has_layer, is_layer_alone
+from ..drafters.pairs import what_drafts
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..errors import EngineError, PyspecError
 from ..ggml.library import versions
 from ..gguf_io import GGUFFile
-from ..memory.kv_types import MOST_CONTEXT
-from ..models.dflash import DFlash
-from ..models.drafter import TOKENS, Drafter
-from ..models.mtp import has_layer, is_layer_alone
-from ..models.pairs import what_drafts
 from ..models.registry import open_target
-from ..models.segments import SplitWeights
 from ..models.weights import Weights
+from ..multi_device.split import SplitWeights
 from ..session import DEMO_DRAFTER, DEMO_TARGET, Session
 from ..text.tokenizer import Tokenizer
 from . import files, precision, readings, running, split, templates

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..drafters.base import Drafter
 from ..errors import PyspecError
 from ..gguf_io import GGUFFile
-from ..models.drafter import Drafter
 from ..models.registry import open_drafter
 from .report import FAIL, FILES, Check
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ..cache.kv import KVCache, padded
+from ..drafters.base import ContextRows
+from ..drafters.dflash import BlockRows, Hparams
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role
 from ..ggml.step_io import StepFields, StepIO
-from ..memory.kv import KVCache, padded
-from ..models.dflash import BlockRows, Hparams
-from ..models.drafter import ContextRows
 from .evidence import Passage
 
 JUDGED = 6  # drafts of each block whose likelihood is compared

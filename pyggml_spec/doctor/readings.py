@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..models.dflash import F16_MAX
+from ..drafters.dflash import F16_MAX
 from ..models.rope import Rope
 from .opening import mask_candidates
 from .probe import Measured, Probe, Reading

@@ -7,15 +7,15 @@ from contextlib import closing
 
 import numpy as np
 
-from ..decode.calibrate import WARMUP, step_costs
-from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
-from ..decode.scheduler import generate
-from ..decode.stats import Stats
-from ..decode.width import WidthControl
 from ..engine.engine import Engine
 from ..engine.options import candidate_widths
+from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
+from ..engine.scheduler import generate
+from ..engine.stats import Stats
 from ..ggml.cores import Threads
 from ..ggml.device import Backend
+from ..speculation.calibrate import WARMUP, step_costs
+from ..speculation.policy import WidthControl
 from . import trees
 from .probe import Measured
 from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check

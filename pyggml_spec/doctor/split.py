@@ -12,7 +12,7 @@ from ..engine.engine import Engine
 from ..errors import PyspecError
 from ..ggml.device import free_bytes, present
 from ..ggml.peer import REFUSED
-from ..models.segments import EMBEDDING, FIRST, cuts_by
+from ..multi_device.split import EMBEDDING, FIRST, cuts_by
 from ..tools.split_steps import HOST_ONLY, CopySpeed, DeviceShare, SplitStep, copy_speeds, split_chunk, split_steps
 from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
 

@@ -8,7 +8,7 @@ from ..checks import whole
 from ..errors import EngineError
 from .graphs import MOST_CANDIDATES
 from .masked import MaskedRows, masked_rows
-from .parts import Parts
+from .resources import Parts
 from .sequences import Sequences
 
 Ask = tuple[int, int, np.ndarray]

@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
+from ..cache.slots import SlotRange, covering
 from ..errors import EngineError
-from ..memory.slots import SlotRange, covering
-from .parts import Parts
+from .resources import Parts
 
 
 class Commits:

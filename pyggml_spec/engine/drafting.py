@@ -10,14 +10,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..cache.kv import KVCache
+from ..cache.slots import SlotRange
+from ..drafters.base import ChainRow, Drafter
+from ..drafters.dflash import BlockRows, DFlash
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields
-from ..memory.kv import KVCache
-from ..memory.slots import SlotRange
 from ..models.base import Seen, Target
-from ..models.dflash import BlockRows, DFlash
-from ..models.drafter import ChainRow, Drafter
 from .slot import Draft, Slot, Work
 
 
@@ -25,7 +25,7 @@ class Drafted(NamedTuple):
     """Attributes:
     ids: I32 nodes; ``order`` says which of their values is which draft.
     hidden: F32 [n_embd, T]: finite if everything that was computed is.
-    logits, confidence: as ``Chosen`` in models/drafter.py has them.
+    logits, confidence: as ``Chosen`` in drafters/base.py has them.
     """
 
     ids: tuple[Tensor, ...]

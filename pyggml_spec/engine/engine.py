@@ -16,24 +16,24 @@ from dataclasses import asdict
 
 import numpy as np
 
+from ..cache.cursor import Cursor
+from ..cache.slots import SlotRange, covering
+from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
+from ..drafters.multi import Drafts
 from ..errors import EngineError
 from ..ggml.cores import CORES, Threads
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
-from ..memory.cursor import Cursor
-from ..memory.slots import SlotRange, covering
-from ..memory.snapshot import Snapshot
 from ..models.base import Target
-from ..models.team import Drafts
+from ..multi_device.lanes import Flight
 from . import exact
-from .ahead import Ahead
 from .candidates import Ask, Candidates
 from .commits import Commits
+from .graph_prebuilder import Ahead
 from .graphs import StepGraphs
-from .lanes import Flight
 from .options import MOST_SLOTS, EngineOptions
-from .parts import Parts
+from .resources import Parts
 from .sequences import Sequences
 from .slot import Draft, Prompt, StepResult, Verify, Work
 from .steps import Meanwhile, Steps

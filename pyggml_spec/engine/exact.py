@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from ..cache.slots import SlotRange
 from ..ggml.library import Tensor, lib, read_tensor
-from ..memory.slots import SlotRange
-from .graph_store import Step
-from .parts import Parts
+from .graph_cache import Step
+from .resources import Parts
 from .slot import Prompt, Work
 from .steps import Steps
 

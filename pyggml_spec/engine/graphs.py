@@ -13,7 +13,7 @@ catchup   8 or the ring's batch       -                             one drafter'
 logits    an exact chunk              written directly              -        (all logits readable; parity checks)
 capture   an exact chunk              written directly              -        (inputs of named target layers readable; doctor)
 
-Over several devices a step is a chain of graphs (``ggml/chain.py``): drafts on the last device, then the layers from the first device on, then what
+Over several devices a step is a chain of graphs (``multi_device/chain.py``): drafts on the last device, then the layers from the first device on, then what
 the drafter keeps of them, on the last again. The builders below are written for one device; ``_forward`` changes devices where layers do.
 
 What one slot alone has for speed, and several cannot have: [history ; block] lies as it is read, drafts are the verifier's token ids in place,
@@ -26,23 +26,23 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from ..cache.hidden import BoundaryRows
+from ..cache.hidden_buffer import BATCH, FeatureRing
+from ..cache.kv import SPAN, KVCache, padded, spans_up_to
+from ..cache.recurrent import DeltaRows, DeltaState
+from ..cache.slots import SlotRange
+from ..drafters.base import ContextRows, Drafter
+from ..drafters.multi import Drafts
 from ..errors import EngineError
-from ..ggml.chain import ChainGraph
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
-from ..memory.boundary import BoundaryRows
-from ..memory.delta import DeltaRows, DeltaState
-from ..memory.features import BATCH, FeatureRing
-from ..memory.guests import Guests
-from ..memory.kv import SPAN, KVCache, padded, spans_up_to
-from ..memory.slots import SlotRange
 from ..models.base import DeltaLayers, Rows, Seen, Target
-from ..models.drafter import ContextRows, Drafter
-from ..models.segments import Segment, SplitWeights
-from ..models.team import Drafts
+from ..multi_device.chain import ChainGraph
+from ..multi_device.offload_cache import Guests
+from ..multi_device.split import Segment, SplitWeights
 from .drafting import Asked, Drafting, drafting_of
-from .graph_store import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore, Step
+from .graph_cache import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore, Step
 from .masked import MaskedRows
 from .options import fine_width
 from .slot import Slot

@@ -15,7 +15,7 @@ from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role
 from ..ggml.library import Tensor, ffi, lib
 from ..ggml.step_io import StepFields, StepIO
-from .graph_store import Step
+from .graph_cache import Step
 
 MOST_ROWS = 32  # at once, some 3 MB each of a vocabulary of 248,000; more are asked about one part after the other
 FAR = 1e30  # below every allowed logit; not infinity, which would make the sum of a row no number

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..cache.kv import padded
+from ..cache.kv_types import MOST_CONTEXT, KVTypes
 from ..checks import whole
+from ..drafters.multi import Drafts
 from ..errors import ContextError, PairError
 from ..ggml.device import Backend
-from ..memory.kv import padded
-from ..memory.kv_types import MOST_CONTEXT, KVTypes
 from ..models.base import Target
-from ..models.team import Drafts
 
 WIDTHS = (2, 4, 8, 16)
 MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14

@@ -3,22 +3,22 @@
 from collections.abc import Callable
 from typing import Any, cast
 
+from ..cache.kv import SPAN, KVCache
+from ..drafters.multi import Drafts
 from ..ggml.device import Backend
 from ..ggml.graph import Role
 from ..ggml.library import Buffer, BufferType, Context, Tensor, ffi, lib
 from ..ggml.weight_stream import WeightStream
-from ..memory.kv import SPAN, KVCache
 from ..models.base import Target
-from ..models.guests import GuestWeights
 from ..models.placement import Placement
-from ..models.segments import Segment, SplitWeights
-from ..models.team import Drafts
 from ..models.weights import Weights
+from ..multi_device.offload import GuestWeights
+from ..multi_device.split import Segment, SplitWeights
 from .engine import Engine
-from .graph_store import Step
+from .graph_cache import Step
 from .graphs import StepGraphs
 from .options import EngineOptions
-from .parts import Parts
+from .resources import Parts
 
 WEIGHTS = ("weights", "draft_weights")  # what engines share, as their memory is named by purpose
 Placed = tuple[Placement | None, Backend | None]

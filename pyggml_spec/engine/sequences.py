@@ -2,13 +2,13 @@
 
 import numpy as np
 
+from ..cache.slots import SlotRange
+from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
 from ..errors import ContextError, DeviceError, EngineError
-from ..memory.slots import SlotRange
-from ..memory.snapshot import Snapshot
 from .commits import Commits
 from .options import MOST_SLOTS, MOST_WIDTH
-from .parts import Parts
+from .resources import Parts
 from .slot import Draft, Ids, Prompt, Slot, Verify, Work
 
 _IMPOSSIBLE = "a block of {} rows is impossible here: 2 to {} were planned for at load"

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..cache.cursor import Cursor
 from ..ggml.step_io import StepTimes
-from ..memory.cursor import Cursor
 
 Ids = Sequence[int] | np.ndarray
 """Token ids, I64 [n] if they are an array."""

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from ..cache.slots import SlotRange
 from ..errors import DeviceError, EngineError
 from ..ggml.step_io import StepTimes
-from ..memory.slots import SlotRange
-from .ahead import Ahead
+from ..multi_device.lanes import Flight
 from .commits import Commits
-from .fill import Fill
-from .graph_store import Step
+from .graph_cache import Step
+from .graph_prebuilder import Ahead
 from .graphs import STREAMED, StepGraphs
-from .lanes import Flight
-from .parts import Parts
+from .inputs import Fill
+from .resources import Parts
 from .sequences import Sequences
 from .slot import Draft, Prompt, StepResult, Verify, Work
 

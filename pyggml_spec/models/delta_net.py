@@ -1,4 +1,4 @@
-"""The gated delta-net mixer, whose recurrent state verification leaves uncommitted (``memory.delta``)."""
+"""The gated delta-net mixer, whose recurrent state verification leaves uncommitted (``cache.recurrent``)."""
 
 from dataclasses import dataclass
 

@@ -4,21 +4,21 @@ import importlib
 import pkgutil
 from difflib import get_close_matches
 
+from ..drafters.assistant import Gemma4Assistant
+from ..drafters.base import Drafter
+from ..drafters.dflash import DFlash
+from ..drafters.dflash2 import GATE, DFlash2
+from ..drafters.dialects import ARCHS as DRAFTERS
+from ..drafters.dialects import SUPPORTED, as_dflash, refuse_other_methods
+from ..drafters.dspark import FROM, DSpark
+from ..drafters.eagle3 import Eagle3
+from ..drafters.mtp import MTP, has_layer, is_layer_alone
+from ..drafters.pairs import what_drafts
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from . import archs
 from .base import Target
 from .decoder import ARCHITECTURES
-from .dflash import DFlash
-from .dflash2 import GATE, DFlash2
-from .dialects import ARCHS as DRAFTERS
-from .dialects import SUPPORTED, as_dflash, refuse_other_methods
-from .drafter import Drafter
-from .dspark import FROM, DSpark
-from .eagle3 import Eagle3
-from .gemma4_assistant import Gemma4Assistant
-from .mtp import MTP, has_layer, is_layer_alone
-from .pairs import what_drafts
 
 for module in pkgutil.iter_modules(archs.__path__):
     importlib.import_module(f"{archs.__name__}.{module.name}")

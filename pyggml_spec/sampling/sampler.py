@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from ..constraints.closed_objects import closed_text
+from ..constraints.grammar import KINDS, Grammar
+from ..constraints.lazy import MOST_TRIGGERS, MOST_WORD, LazyGrammar
+from ..constraints.pattern import Pattern
 from ..engine.graphs import MOST_CANDIDATES
 from ..errors import ConstraintError, EngineError, SamplingError
 from ..ggml.library import LlamaSampler, ffi, lib
 from ..suggest import meant
 from ..text.tokenizer import Tokenizer
-from .closed_objects import closed_text
-from .grammar import KINDS, Grammar
-from .lazy import MOST_TRIGGERS, MOST_WORD, LazyGrammar
-from .pattern import Pattern
 
 Allowed = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(what ``Grammar.bits`` gives) -> I32 ids and F32 logits of the likeliest tokens that it allows, as many as ``Sampling.candidates``; -inf for

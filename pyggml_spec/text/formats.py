@@ -1,6 +1,6 @@
 """How chat models write reasoning and tool calls: one description per format, which drives prompts, parser, stream and grammar.
 
-A format is found by what its chat templates contain. To add one, add an entry to FORMATS and its texts to `tests/serve/formats.py`.
+A format is found by what its chat templates contain. To add one, add an entry to FORMATS and its texts to `tests/server/formats.py`.
 """
 
 import re

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
-from ..decode.scheduler import generate
-from ..decode.stats import Stats
-from ..decode.synthetic import SyntheticAcceptance
+from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
+from ..engine.scheduler import generate
+from ..engine.stats import Stats
 from ..errors import ContextError
 from ..session import Session
+from ..speculation.synthetic import SyntheticAcceptance
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from ..decode.request import PLAIN, SPECULATIVE
-from ..decode.stats import Stats
+from ..engine.request import PLAIN, SPECULATIVE
+from ..engine.stats import Stats
 from ..errors import ContextError, PairError, TemplateError
 from ..sampling.sampler import RANDOM_SEED, Sampling
 from ..session import GREEDY, Session

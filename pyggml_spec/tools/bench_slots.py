@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
-from ..decode.scheduler import Scheduler
+from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
+from ..engine.scheduler import Scheduler
 from ..errors import ContextError
 from ..session import Session
 from .bench import BenchOptions, Repeated, _Decode, _fill

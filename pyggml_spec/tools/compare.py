@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ..cache.kv_types import KVTypes
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..errors import ContextError
 from ..ggml.device import Backend, pick_device
 from ..ggml.graph import Graph
 from ..gguf_io import GGUFFile
-from ..memory.kv_types import KVTypes
 from ..models.registry import open_target
 from ..models.rope import RopeOptions
 from ..models.weights import Weights

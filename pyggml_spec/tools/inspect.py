@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ..drafters.dialects import method
+from ..drafters.mtp import has_layer, is_layer_alone
+from ..drafters.pairs import Published, published
 from ..errors import PyspecError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
-from ..models.dialects import method
-from ..models.mtp import has_layer, is_layer_alone
-from ..models.pairs import Published, published
 from ..models.registry import CHAINS, DRAFTERS, TARGETS, open_drafter, open_target, unsupported
 
 

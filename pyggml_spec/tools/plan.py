@@ -12,20 +12,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..cache.kv_types import MOST_CONTEXT, KVTypes
 from ..checks import either, numbers, path, whole
-from ..decode.methods import Methods, methods
-from ..decode.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.options import EngineOptions
-from ..engine.parts import P
 from ..engine.planned import PlannedEngine, PlannedGraphs, largest, plan_weights
+from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
+from ..engine.resources import P
 from ..errors import ContextError, PyspecError
 from ..ggml.device import devices, free_bytes, pick_device
 from ..ggml.devices import pick_devices
 from ..gguf_io import GGUFFile
-from ..memory.kv_types import MOST_CONTEXT, KVTypes
 from ..models.placement import ExpertOptions
 from ..models.registry import open_target
 from ..session import DEMO_TARGET, MOST_BYTES, Session, check_offload, demo_drafters, draft_files, load
+from ..speculation.methods import Methods, methods
 
 
 @dataclass(frozen=True)

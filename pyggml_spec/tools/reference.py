@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ..cache.kv_types import KVTypes
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Device, devices
 from ..ggml.library import FITNESS, ffi, lib
-from ..memory.kv_types import KVTypes
 from ..models.rope import KINDS, RopeOptions
 
 PER_HEAD = ffi.new("char[]", rb"attn_[kv]_b\.weight$")  # stacks of matrices

@@ -10,10 +10,10 @@ import math
 import numpy as np
 from gguf import GGUFValueType as Kind
 
+from ..drafters.dflash import GELU
 from ..errors import ConvertError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
-from ..models.dflash import GELU
 from .checkpoint import (
     SUPPORTED,
     TOKENS,

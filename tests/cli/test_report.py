@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from pyggml_spec.cli.report import engaged_line, footer
-from pyggml_spec.decode.stats import Stats
+from pyggml_spec.engine.stats import Stats
 from pyggml_spec.session import Engaged
 
 

@@ -11,7 +11,7 @@ from random_gguf.archs import write_qwen3
 from pyggml_spec.cli.main import main
 from pyggml_spec.cli.run import check_place, write_stats
 from pyggml_spec.cli.tables import json_line
-from pyggml_spec.decode.stats import Stats
+from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import PyspecError
 
 CPU = ["--device", "CPU", "-t", "1"]

@@ -14,7 +14,7 @@ from cli.process import environment, pyspec
 
 from pyggml_spec.cli.foreign import KNOWN
 from pyggml_spec.cli.main import cli
-from pyggml_spec.decode.stats import BatchStats, Stats
+from pyggml_spec.engine.stats import BatchStats, Stats
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 
 ROOT = Path(__file__).parents[2]
@@ -58,19 +58,13 @@ def test_commands_have_the_options_that_pages_give_them(page, line):
     command.make_context(name, words)
 
 
-def test_the_map_names_the_parts_and_no_other():
-    """A file that is new or has moved; architectures, commands, tools and the doctor's checks have a folder for a line."""
+def test_the_map_names_every_folder_and_no_other():
+    """What is in a folder, each module's first line says."""
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    named = set(re.findall(r"\w+\.(?:py|c|h)\b", text[text.index("## The map") : text.index("Arrows point down")]))
+    named = set(re.findall(r"(\w+)/(?= )", text[text.index("## The map") : text.index("## Structures that matter")]))
     package = ROOT / "pyggml_spec"
-    parts = {
-        path.name
-        for folder in ("", "decode", "engine", "ggml", "gguf_io", "memory", "sampling", "text")
-        for path in (package / folder).glob("[!_]*.py")
-    }
-    parts |= {path.name for path in (ROOT / "csrc").glob("*.c")}
-    assert parts - named == set()
-    assert named - {path.name for folder in (package, ROOT / "csrc") for path in folder.rglob("*.*")} == set()
+    folders = {path.parent.name for path in package.glob("*/__init__.py")} | {"csrc", "patches"}
+    assert named == folders - {"__pycache__"}
 
 
 def test_there_are_commands_to_check():

@@ -7,10 +7,10 @@ from pairs import write_pair
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.decode.scheduler import Scheduler, generate
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.scheduler import Scheduler, generate
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
 
 TIE = 2e-3

@@ -12,13 +12,13 @@ from engine.batch_helpers import Pair, accept, prompts, random_work, run, serve
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.engine.fill import Fill
+from pyggml_spec.cache.kv import GPU_SPAN, SPAN
+from pyggml_spec.cache.slots import SlotRange, covering
+from pyggml_spec.engine.inputs import Fill
 from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.ggml.step_io import StepFields
-from pyggml_spec.memory.kv import GPU_SPAN, SPAN
-from pyggml_spec.memory.slots import SlotRange, covering
 
 KINDS = ("qwen35", "qwen3", "gemma4")  # states, rows alone, rings: what slots have to keep apart
 OTHERS = ("minimax-m2", "muse-glimmer", "gpt-oss", "qwen3next", "deepseek2", "glm-dsa")  # the same in other layers

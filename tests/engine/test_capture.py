@@ -3,12 +3,12 @@
 from collections import Counter
 
 import pytest
-from decode.helpers import run
+from engine.helpers import run
 from random_gguf.archs import write_qwen35moe
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.engine.graph_store import BY_CALLS
+from pyggml_spec.engine.graph_cache import BY_CALLS
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.ggml.replay import ReplayCounters
 from pyggml_spec.ggml.step_io import StepFields

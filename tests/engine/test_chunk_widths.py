@@ -5,8 +5,8 @@ from models.test_archs import TARGETS
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
+from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.engine.options import fine_width
-from pyggml_spec.memory.slots import SlotRange
 
 
 @pytest.fixture(scope="module", params=["qwen35", "qwen3", "gemma4"])

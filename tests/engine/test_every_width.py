@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from decode.helpers import oracle, run
+from engine.helpers import oracle, run
 from ggml.kernel_graphs import LEVELS
 from models.test_archs import TARGETS
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import PLAIN
+from pyggml_spec.engine.request import PLAIN
 from pyggml_spec.ggml.kernels import FEATURES
 from pyggml_spec.tools.compare import compare_logits
 

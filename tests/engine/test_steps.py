@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from decode.helpers import run
+from engine.helpers import run
 
 import pyggml_spec as ps
+from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.engine.engine import Engine
-from pyggml_spec.engine.graph_store import Step
+from pyggml_spec.engine.graph_cache import Step
 from pyggml_spec.engine.options import EngineOptions, check_masks
 from pyggml_spec.errors import ContextError, DeviceError, EngineError
 from pyggml_spec.ggml.device import Backend, Device
 from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.ggml.library import lib
-from pyggml_spec.memory.slots import SlotRange
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_graph_is_known_by_a_number_that_stands_for_its_nodes(pair):
 
 def test_graphs_of_all_kinds_together_are_bounded(pair, monkeypatch):
     """Families of 32 and 13 graphs each had no bound together: a server made more of them for hours. What was used last stays."""
-    monkeypatch.setattr("pyggml_spec.engine.graph_store.KEEP_ALL", 6)
+    monkeypatch.setattr("pyggml_spec.engine.graph_cache.KEEP_ALL", 6)
     with ps.load(
         *pair, device="CPU", threads=1, n_ctx=1024, draft_width=4
     ) as session:  # not pinned, it may rest and have no graphs that draft

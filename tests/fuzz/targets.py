@@ -33,14 +33,14 @@ from text.test_template import CHATML, GEMMA, LLAMA, TALK
 from tools.checkpoint import config_of, export, export_eagle3
 
 import pyggml_spec as ps
+from pyggml_spec.cache.prefix_files import HEADER, PrefixFiles, Refused
+from pyggml_spec.constraints.grammar import Grammar
 from pyggml_spec.errors import ConvertError, TemplateError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.gguf_io.safetensors import SafetensorsFile, parse_json
-from pyggml_spec.memory.prefix_files import HEADER, PrefixFiles, Refused
 from pyggml_spec.models.placement import Routing
 from pyggml_spec.models.registry import open_drafter, open_target
 from pyggml_spec.models.weights import _find
-from pyggml_spec.sampling.grammar import Grammar
 from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary

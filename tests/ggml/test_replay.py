@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from pyggml_spec.cli.report import footer
-from pyggml_spec.decode.stats import Stats
+from pyggml_spec.engine.stats import Stats
 from pyggml_spec.ggml.replay import ReplayCounters
 
 NODES = 1800  # a 4B step

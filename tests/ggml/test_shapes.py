@@ -5,12 +5,12 @@ from contextlib import closing
 import pytest
 
 from pyggml_spec.errors import EngineError
-from pyggml_spec.ggml.chain import ChainFields, ChainGraph
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.ggml.shapes import described
 from pyggml_spec.ggml.step_io import StepFields, StepIO
+from pyggml_spec.multi_device.chain import ChainFields, ChainGraph
 
 
 class Tensors:

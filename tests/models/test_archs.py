@@ -4,8 +4,8 @@ from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
-from decode.helpers import oracle, reference, run
-from decode.test_draft_parity import assert_blocks_equal
+from drafters.test_draft_parity import assert_blocks_equal
+from engine.helpers import oracle, reference, run
 from gguf_io.build import ARR, F32, U32, Model
 from llama_oracle import LlamaDFlash
 from random_gguf.archs import (
@@ -28,14 +28,14 @@ from random_gguf.archs import (
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
+from pyggml_spec.cache.kv import KVCache
+from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import DeviceError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.memory.kv import KVCache
-from pyggml_spec.memory.slots import SlotRange
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.rope import RopeOptions
 from pyggml_spec.models.weights import Weights
@@ -618,7 +618,7 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
                 engine.verify_step(tokens[n + 1 : n + rows] + [7] * (16 - rows))
                 engine.accept(rows, tokens[n + rows])
             logits.append(engine.logits(tokens[engine.cursor.committed :][:40]))
-        monkeypatch.setattr("pyggml_spec.engine.parts.Parts.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
+        monkeypatch.setattr("pyggml_spec.engine.resources.Parts.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
     errors = ((logits[0] - logits[1]) ** 2).sum(axis=1) / (logits[1] ** 2).sum(axis=1)
     assert np.median(errors) < 1e-6 and errors.max() < 1e-4
 
@@ -626,7 +626,7 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path, arch, monkeypatch):
     """The reference without rings once had F16 rows whatever was asked for: the table of docs/parity.md showed 1e-6 and more."""
-    monkeypatch.setattr("pyggml_spec.engine.parts.Parts.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
+    monkeypatch.setattr("pyggml_spec.engine.resources.Parts.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(**LEAN)), 800, cache_type_k="bf16", cache_type_v="q8_0")
 
 

@@ -10,11 +10,11 @@ from random_gguf.archs import write_qwen3
 from random_gguf.model import write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.decode.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.decode.scheduler import Scheduler
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graphs import WITHOUT_LAYERS, most_nodes
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.scheduler import Scheduler
 from pyggml_spec.errors import EngineError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import SPARE, Graph, Role

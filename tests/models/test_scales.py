@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode.helpers import reference, run
-from decode.test_draft_parity import assert_blocks_equal
+from drafters.test_draft_parity import assert_blocks_equal
 from engine.batch_helpers import prompts
+from engine.helpers import reference, run
 from gguf_io.build import Model as Parts
 from models.dress import dressed, opened, with_tensor
 from models.test_archs import TARGETS, assert_equal, lean

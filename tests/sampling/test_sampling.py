@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.decode import counters
-from pyggml_spec.decode.request import LoopOptions
-from pyggml_spec.decode.scheduler import generate
-from pyggml_spec.decode.stats import Stats
+from pyggml_spec.cache.cursor import Cursor
+from pyggml_spec.engine import counters
 from pyggml_spec.engine.graphs import MOST_CANDIDATES
+from pyggml_spec.engine.request import LoopOptions
+from pyggml_spec.engine.scheduler import generate
 from pyggml_spec.engine.slot import Prompt, StepResult
+from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import EngineError, SamplingError
 from pyggml_spec.ggml.cores import Threads
 from pyggml_spec.ggml.library import ffi
-from pyggml_spec.memory.cursor import Cursor
 from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling, TokenLogprob
 from pyggml_spec.tools.reference import LlamaReference
 

@@ -8,7 +8,7 @@ from chat_model import with_control_tokens
 
 import pyggml_spec as ps
 from pyggml_spec.chat import chat_template
-from pyggml_spec.decode.stats import Stats
+from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import ContextError, PairError, PyspecError, TemplateError
 from pyggml_spec.tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts
 from pyggml_spec.tools.prompts import CATEGORIES, Prompt, included_prompts, read_prompts

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from decode.helpers import count_matched
+from engine.helpers import count_matched
 from gguf_io.build import F32, Model
 from llama_oracle import LlamaDFlash
 from random_gguf.archs import write_qwen3

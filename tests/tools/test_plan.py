@@ -12,9 +12,9 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
 from pyggml_spec.cli.report import engaged_line
-from pyggml_spec.decode.request import PLAIN, LoopOptions
 from pyggml_spec.engine import options as engine_options
-from pyggml_spec.engine import parts
+from pyggml_spec.engine import resources as parts
+from pyggml_spec.engine.request import PLAIN, LoopOptions
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
 from pyggml_spec.models.placement import ExpertOptions, Routing

@@ -1,0 +1,236 @@
+"""Which memory a sequence lies in, and copies of it.
+
+rows    K/V rows of the layers that keep every position, target and drafter: row = position, written once, the same whatever follows
+state   what only the last token leaves: recurrent states, convolution histories, the window's rows of layers that keep a ring, and the
+        hidden state that a chain of drafts begins with
+
+Copies stay on the device, where they cost a fraction of a millisecond; through the host they go only on their way to and from files.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from ..ggml.device import Backend
+from ..ggml.library import Buffer, Context, Tensor, ffi, lib, read_tensor
+from ..models.base import KVShape
+from .hidden import BoundaryRows
+from .kv import KVCache
+from .recurrent import DeltaState
+
+
+class Pieces:
+    """Contiguous tensors in a fixed order: views of where a part of a sequence lies, or a copy of it with memory of its own.
+
+    Attributes:
+        tensors, backends: the tensors, and whose memory each is in.
+    """
+
+    def __init__(self, most: int) -> None:
+        params = ffi.new("struct ggml_init_params *", {"mem_size": (most + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
+        self._ctx: Any = lib.ggml_init(params[0])
+        self._copies: list[tuple[Backend, Context, Buffer]] = []
+        self.tensors: list[Tensor] = []
+        self.backends: list[Backend] = []
+
+    def add_view(self, view: Tensor, backend: Backend) -> None:
+        lib.ggml_backend_view_init(view)
+        self.tensors.append(view)
+        self.backends.append(backend)
+
+    def add_rows(self, tensor: Tensor, backend: Backend, slot: int, first: int, count: int) -> None:
+        """Rows first .. first + count - 1 of one slot of ``tensor``."""
+        if count:
+            view = lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], slot * tensor.nb[2] + first * tensor.nb[1])
+            self.add_view(view, backend)
+
+    def add_delta(self, delta: DeltaState, slot: int, layer: int) -> None:
+        """The state and the convolution history of one delta-net layer."""
+        state, history, backend = delta.kept(self._ctx, slot, layer)
+        self.add_view(state, backend)
+        self.add_view(history, backend)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(lib.ggml_nbytes(t) for t in self.tensors)
+
+    def copy(self, wait: bool = True) -> "Pieces | None":
+        """The same contents in memory of their own, on the same devices; None if one has none left. ``wait`` as in ``write_to``."""
+        out = Pieces(0)
+        out.tensors, out.backends = list(self.tensors), list(self.backends)
+        for backend in dict.fromkeys(self.backends):
+            if not out._copy_on(backend):
+                out.close()
+                return None
+        self.write_to(out, wait)
+        return out
+
+    def _copy_on(self, backend: Backend) -> bool:
+        """Puts new tensors in the place of those on ``backend``."""
+        mine = [i for i, other in enumerate(self.backends) if other is backend]
+        params = ffi.new("struct ggml_init_params *", {"mem_size": (len(mine) + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
+        ctx = lib.ggml_init(params[0])
+        for i in mine:
+            self.tensors[i] = lib.ggml_new_tensor(ctx, self.tensors[i].type, 2, (self.tensors[i].ne[0], self.tensors[i].ne[1]))
+        buffer = backend.borrow(ctx)
+        self._copies.append((backend, ctx, buffer))
+        return buffer != ffi.NULL
+
+    def first_rows(self, count: int) -> "Pieces":
+        """Views of the first ``count`` rows of each tensor."""
+        out = Pieces(len(self.tensors))
+        for t, backend in zip(self.tensors, self.backends):
+            out.add_view(lib.ggml_view_2d(out._ctx, t, t.ne[0], count, t.nb[1], 0), backend)
+        return out
+
+    def write_to(self, other: "Pieces", wait: bool = True) -> None:
+        """Copies into ``other``, which has the same shapes on the same devices. ``wait``: False between steps that nobody waits for; the copies
+        are queued among them."""
+        for mine, theirs, backend in zip(self.tensors, other.tensors, self.backends, strict=True):
+            lib.ggml_backend_tensor_copy_async(backend.handle, backend.handle, mine, theirs)
+        if wait:
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        for backend in dict.fromkeys(self.backends):
+            backend.synchronize()
+
+    def read(self) -> np.ndarray:
+        """The contents as bytes, U8 [nbytes], one tensor behind the other."""
+        self._synchronize()
+        out, at = np.empty(self.nbytes, np.uint8), 0
+        for t, backend in zip(self.tensors, self.backends, strict=True):
+            size = lib.ggml_nbytes(t)
+            read_tensor(t, out[at : at + size], 0, backend.workers)
+            at += size
+        return out
+
+    def write(self, contents: np.ndarray) -> None:
+        """Overwrites the contents with what ``read`` gave for the same shapes."""
+        if contents.nbytes != self.nbytes:
+            raise ValueError(f"{contents.nbytes} bytes for tensors of {self.nbytes}")
+        self._synchronize()
+        at = 0
+        for t in self.tensors:
+            size = lib.ggml_nbytes(t)
+            lib.ggml_backend_tensor_set(t, ffi.from_buffer(contents[at : at + size]), 0, size)
+            at += size
+
+    @property
+    def closed(self) -> bool:
+        return self._ctx is None
+
+    def close(self) -> None:
+        if self._ctx is not None:
+            for backend, _, _ in self._copies:
+                if backend.handle is not None:  # a session frees its devices, and the copies are still somebody's
+                    backend.synchronize()
+            for backend, ctx, buffer in self._copies:
+                backend.give_back(buffer)
+                lib.ggml_free(ctx)
+            lib.ggml_free(self._ctx)
+            self._ctx, self._copies, self.tensors, self.backends = None, [], [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class SequenceMemory:
+    """Where the caches of an engine keep the sequence of a slot. Borrows the caches.
+
+    ``shapes``: of the target's attention layers, in the order of ``kv.layers``; ``window``: positions that its sliding layers see. ``first``: only of the
+    first so many of the attention layers, and of the delta-net layers.
+    """
+
+    def __init__(
+        self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int,
+        boundary: BoundaryRows | None = None, first: tuple[int, int] | None = None
+    ) -> None:  # fmt: skip
+        self._kv, self._draft_kv, self._delta, self._window, self._boundary = kv, draft_kv, delta, window, boundary
+        layers, states = first if first is not None else (len(kv.layers), delta.shape.layers if delta is not None else 0)
+        self._states = states
+        in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
+        self._full = [t for layer, ring in zip(kv.layers[:layers], in_ring) if not ring for t in layer.stored]
+        self._ringed = [t for layer, ring in zip(kv.layers[:layers], in_ring) if ring for t in layer.stored]
+        self._drafter = [t for layer in draft_kv.layers for t in layer.stored] if draft_kv is not None else []
+        self._backends = {
+            t: cache.backend_of(t) for cache in (kv, draft_kv) if cache is not None for layer in cache.layers for t in layer.stored
+        }
+
+    @property
+    def stateful(self) -> bool:
+        """Whether rows alone are not enough to go on from a position."""
+        return self._delta is not None or bool(self._ringed) or self._boundary is not None
+
+    def rows(self, first: int, count: int, drafting: bool, slot: int = 0) -> Pieces:
+        """Rows of positions first .. first + count - 1; those of the drafter only if ``drafting``."""
+        return self._pieces(slot, first, count, drafting, None)
+
+    def state(self, n: int, slot: int = 0) -> Pieces:
+        """What ``n`` committed tokens left besides rows, with nothing pending. Of a ring, the rows that position n can still see."""
+        return self._pieces(slot, 0, 0, False, n)
+
+    def whole(self, n: int, drafting: bool, slot: int = 0) -> Pieces:
+        """All that ``n`` committed tokens left, with nothing pending."""
+        return self._pieces(slot, 0, n, drafting, n)
+
+    def _pieces(self, slot: int, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
+        tensors = self._full + (self._drafter if drafting else [])
+        delta = self._delta if state_of is not None else None
+        layers = self._states if delta is not None else 0
+        pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed) + 1)
+        for tensor in tensors:
+            pieces.add_rows(tensor, self._backends[tensor], slot, first, count)
+        if delta is not None:
+            for layer in range(layers):
+                pieces.add_delta(delta, slot, layer)
+        if state_of is not None:
+            self._add_window(pieces, slot, state_of)
+            if self._boundary is not None:
+                pieces.add_rows(self._boundary.table, self._boundary.backend, 0, self._boundary.row(slot), 1)
+        return pieces
+
+    def _add_window(self, pieces: Pieces, slot: int, n: int) -> None:
+        count = min(n, self._window)
+        for tensor in self._ringed:
+            first = (n - count) % self._kv.ring
+            before_wrap = min(count, self._kv.ring - first)
+            pieces.add_rows(tensor, self._backends[tensor], slot, first, before_wrap)
+            pieces.add_rows(tensor, self._backends[tensor], slot, 0, count - before_wrap)
+
+    def describe(self) -> str:
+        """The layout in words: types, widths and the ring."""
+
+        def kinds(tensors: Sequence[Tensor]) -> str:
+            names = [f"{ffi.string(lib.ggml_type_name(t.type)).decode()}[{t.ne[0]}]" for t in tensors]
+            runs = [i for i in range(len(names)) if i == 0 or names[i] != names[i - 1]]
+            return " ".join(f"{end - start}x{names[start]}" for start, end in zip(runs, [*runs[1:], len(names)])) or "none"
+
+        ring = f", ring of {self._kv.ring} rows {kinds(self._ringed)}" if self._ringed else ""
+        boundary = f" and a hidden state {kinds([self._boundary.table])}" if self._boundary is not None else ""
+        return f"{kinds(self._full)}{ring}, drafter {kinds(self._drafter)}{boundary}"
+
+
+@dataclass
+class Snapshot:
+    """A whole sequence of ``engine`` at one moment: a copy of what its ``committed`` tokens left, and the ``pending`` token behind them. ``sound``: as
+    of a slot."""
+
+    pieces: Pieces
+    committed: int
+    pending: int | None
+    drafting: bool
+    sound: bool
+    engine: object
+
+    @property
+    def nbytes(self) -> int:
+        return self.pieces.nbytes
+
+    def close(self) -> None:
+        self.pieces.close()

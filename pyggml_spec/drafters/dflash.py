@@ -1,0 +1,335 @@
+"""dflash: the block-diffusion drafter. It denoises a whole block in one forward pass over the target's own hidden states.
+
+Context row at position p, from the target's captured hidden states f: c = rms(fc(concat f); enc.output_norm); per layer
+K = rope(rms_head(W_k c; k_norm), p), V = W_v c. c does not pass attn_norm.
+Block: rows [pending, MASK, ...] at n .. n + B - 1; h = rms(x; attn_norm); q, k, v from h; attention over the committed rows and the whole
+block, both directions (attention.causal: a row sees those before it only); x += W_o(attn); x += FFN(rms(x; ffn_norm));
+logits = head(rms(x; output_norm)).
+Where the file says so: V = rms_head(W_k c) without weight in layers without attn_v; W_o(attn) * attention.value_scale; norms behind
+attention (post_attention_norm, which is the FFN's norm in files without ffn_norm) and behind the FFN (post_ffw_norm); x *=
+layer_output_scale; GELU instead of SiLU; rope frequencies divided by rope_freqs; logits capped, c tanh(l / c).
+Drafters of Laguna targets: c = rms(fc(concat rms(f; enc.aux_norm)); enc.output_norm), and c does pass attn_norm; attn * softplus(attn_gate h).
+Source of the formulae: llama.cpp, src/models/dflash.cpp; for Laguna's, vLLM, models/laguna_dflash.py.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import ModelError, PairError
+from ..ggml.graph import Graph
+from ..ggml.library import Tensor
+from ..gguf_io import GGUFFile
+from ..models.base import KVLayer, KVShape, Target
+from ..models.blocks import attend, geglu_ffn, head_product, product, project, softplus_gated, swiglu_ffn, write_kv
+from ..models.keys import epsilon, inverse_root, kv_heads, positive, size_of_heads
+from ..models.model import SCALED
+from ..models.rope import Rope
+from ..models.weights import MATMUL, ROWS, VECTOR, Spec
+from .base import TOKENS, Chosen, ContextRows, Drafter, check_tokens
+
+F16_MAX = 65504.0
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+GELU = ("gelu", "gelu_pytorch_tanh")
+FACTORS, FEATURE_NORMS = "rope_freqs.weight", "enc.aux_norm.weight"
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """The rows of a draft block of each slot: ``tokens`` I32 [B] = [pending, MASK, ...]; the rest as in ``base.Rows``; ``masks`` per layer.
+
+    ``zeros``: F32 [n_embd, slots], for drafters that look left of a row.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    kv_rows: Tensor
+    masks: tuple[Tensor, ...]
+    span: int
+    kv: tuple[KVLayer, ...]
+    slots: int = 1
+    zeros: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Hparams:
+    """Hyper-parameters. ``target_layers``: v is the input of target layer v. ``window`` per layer, 0 where the layer sees everything."""
+
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_size: int
+    eps: float
+    rope: Rope
+    block_size: int
+    mask_token: int
+    target_layers: tuple[int, ...]
+    attention_scale: float
+    value_scale: float
+    embedding_scale: float
+    softcap: float
+    gelu: bool
+    causal: bool
+    window: tuple[int, ...]
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
+        n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
+        n_layer = positive(file, f"{arch}.block_count", limit=256)
+        head_size = size_of_heads(file, arch, n_embd // n_head)
+        layers = file.array(f"{arch}.target_layers", "iu")
+        if layers is None or len(layers) == 0:
+            raise ModelError(
+                f"{file.path} has no {arch}.target_layers: a drafter that does not say which hidden states it reads is unusable"
+            )
+        if "tokenizer.ggml.mask_token_id" not in file.metadata:
+            raise ModelError(f"{file.path} has no tokenizer.ggml.mask_token_id, which the block is made of; convert the drafter again")
+        act = file.get(f"{arch}.hidden_activation", str, "silu")
+        if act not in ("silu", *GELU):
+            raise ModelError(f"{file.path} uses the activation {act!r}; dflash drafters with silu, {' or '.join(GELU)} are supported")
+        softcap = file.get(f"{arch}.final_logit_softcapping", float, 0.0)
+        if softcap < 0 or file.get(f"{arch}.logit_scale", float, 1.0) < 0:  # a positive scale does not change which logit is largest
+            raise ModelError(f"{file.path}: final_logit_softcapping or logit_scale is below 0; convert the drafter again")
+        block = positive(file, f"{arch}.block_size", 16, 1024)
+        if block < 2:
+            raise ModelError(f"{file.path}: block_size is {block}, and a block of one row holds no draft")
+        rope = Rope.from_gguf(file, arch, head_size)
+        rope.check_sections(file, arch, interleaved=False)
+        if FACTORS in file.tensors and file.array(f"{arch}.rope.dimension_sections") is not None:
+            raise ModelError(f"{file.path} has {FACTORS} and rope.dimension_sections, which exclude each other; convert the drafter again")
+        return cls(
+            n_layer,
+            n_embd,
+            positive(file, f"{arch}.feed_forward_length"),
+            n_head,
+            kv_heads(file, arch, n_head),
+            head_size,
+            epsilon(file, arch),
+            rope,
+            block,
+            file.get("tokenizer.ggml.mask_token_id", int),
+            tuple(int(v) for v in layers),
+            file.get(f"{arch}.attention.scale", float, 0.0) or inverse_root(head_size),
+            file.get(f"{arch}.attention.value_scale", float, 0.0) or 1.0,
+            file.get(f"{arch}.embedding_scale", float, 0.0),
+            softcap,
+            act in GELU,
+            file.get(f"{arch}.attention.causal", bool, False),
+            cls._windows(file, arch, n_layer),
+        )
+
+    @staticmethod
+    def _windows(file: GGUFFile, arch: str, n_layer: int) -> tuple[int, ...]:
+        window = file.get(f"{arch}.attention.sliding_window", int, 0)
+        pattern = file.array(f"{arch}.attention.sliding_window_pattern")
+        if window < 0 or window >= 1 << 31:
+            raise ModelError(f"{file.path}: attention.sliding_window is {window}, but it has to be between 0 and {(1 << 31) - 1}")
+        if window and (pattern is None or len(pattern) < n_layer):
+            raise ModelError(f"{file.path} has a sliding window of {window} but no sliding_window_pattern that says which layers use it")
+        return tuple(window if window and pattern is not None and bool(pattern[i]) else 0 for i in range(n_layer))
+
+
+class DFlash(Drafter):
+    """The drafter. ``weights`` has to be set before graphs are built; embedding and head come from the target unless the file has them.
+
+    Attributes:
+        by_position: whether ids come one node per position, for all slots, and not all in one node, slot by slot.
+    """
+
+    arch, method = "dflash", "draft-dflash"
+    by_position = False
+    scaled = tuple(name for name in (*SCALED, "fc") if name != "attn_gate")  # which no drafter of llama.cpp's has
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
+
+    @property
+    def block_size(self) -> int:
+        return self.hp.block_size
+
+    @property
+    def n_layer(self) -> int:
+        return self.hp.n_layer
+
+    @property
+    def captures(self) -> tuple[int, ...]:
+        return self.hp.target_layers
+
+    # -- what it reads
+
+    def tensors(self) -> list[Spec]:
+        hp, n = self.hp, self.hp.n_embd
+        width, width_kv = hp.head_size * hp.n_head, hp.head_size * hp.n_head_kv
+        out = [
+            Spec("fc.weight", (n * len(hp.target_layers), n)),
+            Spec("enc.output_norm.weight", (n,), VECTOR),
+            Spec("output_norm.weight", (n,), VECTOR),
+        ]
+        tensors = self.file.tensors
+        if FEATURE_NORMS in tensors:
+            out.append(Spec(FEATURE_NORMS, (n, len(hp.target_layers)), VECTOR))
+        out += self.own_tokens()
+        if EMBEDDING in tensors:
+            out.append(Spec(EMBEDDING, (n, tensors[EMBEDDING].shape[-1]), ROWS))
+        head = next((name for name in (HEAD, EMBEDDING) if name in tensors), None)
+        if head is not None:  # an embedding without a head is the head too, as in llama.cpp
+            out.append(Spec(HEAD, (n, tensors[head].shape[-1]), MATMUL, head))
+        if FACTORS in tensors:
+            out.append(Spec(FACTORS, (hp.rope.n_rot // 2,), VECTOR))
+        for i in range(hp.n_layer):
+            shapes = {
+                "attn_q": (n, width),
+                "attn_k": (n, width_kv),
+                **({"attn_v": (n, width_kv)} if self._has(i, "attn_v") else {}),
+                "attn_output": (width, n),
+                "ffn_gate": (n, hp.n_ff),
+                "ffn_up": (n, hp.n_ff),
+                "ffn_down": (hp.n_ff, n),
+            }
+            if (gate := tensors.get(f"blk.{i}.attn_gate.weight")) is not None:
+                shapes["attn_gate"] = (n, width if gate.shape[-1] == width else hp.n_head)
+            vectors = {"attn_norm": n, "attn_q_norm": hp.head_size, "attn_k_norm": hp.head_size, self._ffn_norm(i): n}
+            more = {"post_attention_norm": n, "post_ffw_norm": n, "layer_output_scale": 1}
+            vectors |= {name: size for name, size in more.items() if self._has(i, name)}
+            out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
+            out += [Spec(f"blk.{i}.{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
+        return out
+
+    def _has(self, i: int, name: str) -> bool:
+        return f"blk.{i}.{name}.weight" in self.file.tensors
+
+    def _ffn_norm(self, i: int) -> str:
+        return "ffn_norm" if self._has(i, "ffn_norm") else "post_attention_norm"
+
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """k and v are a group of their own: context rows need them without q."""
+        out = {}
+        for i in range(self.hp.n_layer):
+            names = ("attn_k", "attn_v") if self._has(i, "attn_v") else ("attn_k",)
+            out[f"blk.{i}.kv"] = tuple(f"blk.{i}.{name}.weight" for name in names)
+            out[f"blk.{i}.ffn"] = (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight")
+        return out
+
+    def kv_shapes(self) -> list[KVShape]:
+        return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.hp.n_layer
+
+    def last_seen(self, first: int, width: int) -> np.ndarray | int:
+        """The last position that each row of a block at ``first`` sees, I64 [width]; one number where it is the same for all."""
+        return first + np.arange(width) if self.hp.causal else first + width - 1
+
+    def check_pair(self, target: Target) -> None:
+        hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"
+        if hp.n_embd != target.n_embd:
+            raise PairError(f"{pair}: it was made for hidden states of {hp.n_embd} values, the target's have {target.n_embd}")
+        bad = [v for v in hp.target_layers if not 0 <= v <= target.n_layer]
+        if bad:
+            raise PairError(f"{pair}: it reads the input of layer {bad[0]}, but the target has layers 0 to {target.n_layer - 1}")
+        for name, tokens in self.known_tokens().items():
+            if tokens != target.n_vocab:
+                raise PairError(f"{pair}: its {name} has {tokens} tokens, the target has {target.n_vocab}")
+        if TOKENS in self.file.tensors:
+            known = self.file.tensors[TOKENS].shape[0]
+            for name, chosen in ({HEAD: target.n_vocab} | self.chosen_among()).items():
+                if chosen != known:
+                    raise PairError(f"{pair}: its {name} has {chosen} tokens, but {TOKENS} has {known}")
+            check_tokens(self.file, target.n_vocab)
+        if not 0 <= hp.mask_token < target.n_vocab:
+            raise PairError(f"{pair}: its mask token is {hp.mask_token}, but the target's vocabulary has {target.n_vocab} tokens")
+
+    def known_tokens(self) -> dict[str, int]:
+        """Tokens of the tensors that have to know all of the target's."""
+        names = (EMBEDDING,) if TOKENS in self.file.tensors else (EMBEDDING, HEAD)
+        return {name: self.file.tensors[name].shape[-1] for name in names if name in self.file.tensors}
+
+    def chosen_among(self) -> dict[str, int]:
+        """Tokens of the tensors that have to know those of the file's own list, if it has one."""
+        return {HEAD: self.file.tensors[HEAD].shape[-1]} if HEAD in self.file.tensors else {}
+
+    def block_rows(self, width: int) -> int:
+        """Rows of the block that drafts for ``width`` verified rows, the pending token's included; where there are fewer, it drafts too."""
+        return width
+
+    # -- the graphs
+
+    def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
+        hp, w = self.hp, self.weights
+        f, normed = g.concat(rows.features), FEATURE_NORMS in w
+        if normed:
+            f = g.flat(g.rms_norm(g.heads(f, hp.n_embd, len(hp.target_layers)), w[FEATURE_NORMS], hp.eps))
+        else:  # some targets have activations beyond F16; an Inf here would poison every later draft
+            f = g.clamp(f, -F16_MAX, F16_MAX)
+        c = g.rms_norm(product(g, w.matrix("fc.weight"), f), w["enc.output_norm.weight"], hp.eps)
+        for i in range(hp.n_layer):
+            x = g.rms_norm(c, w[f"blk.{i}.attn_norm.weight"], hp.eps) if normed else c
+            write_kv(g, *self._keys_values(g, i, x, rows.positions), kv[i], rows.kv_rows)
+
+    def _keys_values(self, g: Graph, i: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        hp, w = self.hp, self.weights
+        k, *own_v = (g.heads(y, hp.head_size, hp.n_head_kv) for y in project(g, w.group(f"blk.{i}.kv"), x))
+        v = own_v[0] if own_v else g.norm(k, hp.eps)
+        return self._rotate(g, g.rms_norm(k, w[f"blk.{i}.attn_k_norm.weight"], hp.eps), positions), v
+
+    def _rotate(self, g: Graph, x: Tensor, positions: Tensor) -> Tensor:
+        return self.hp.rope(g, x, positions, self.weights.get(FACTORS))
+
+    def denoise(self, g: Graph, rows: BlockRows, target: Target) -> Tensor:
+        """The block's hidden states before the head, F32 [n_embd, B]."""
+        hp, w = self.hp, self.weights
+        own = EMBEDDING in w
+        x = g.rows(w[EMBEDDING], rows.tokens) if own else target.embed(g, rows.tokens)
+        # once, and never by nobody: a drafter without the key was trained on the target's embedding as the target scales it
+        scale = hp.embedding_scale or (1.0 if own else target.embedding_scale)
+        if scale != 1.0:
+            x = g.scale(x, scale)
+        rows = self._prepared(g, x, rows)
+        for i in range(hp.n_layer):
+            h, told = self._into(g, i, "attn", g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps), rows)
+            q = g.heads(product(g, w.matrix(f"blk.{i}.attn_q.weight"), h), hp.head_size, hp.n_head)
+            q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
+            k, v = self._keys_values(g, i, h, rows.positions)
+            out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.masks[i], rows.span, hp.n_head_kv, hp.attention_scale)
+            if self._has(i, "attn_gate"):
+                out = softplus_gated(g, out, g.matmul(w[f"blk.{i}.attn_gate.weight"], h), hp.head_size)
+            out = product(g, w.matrix(f"blk.{i}.attn_output.weight"), out)
+            if hp.value_scale != 1.0:
+                out = g.scale(out, hp.value_scale)
+            out = self._out_of(g, i, "attn", out, told, rows)
+            if self._ffn_norm(i) == "ffn_norm":
+                out = self._norm_if_any(g, out, i, "post_attention_norm")
+            x = g.add(out, x)
+            n, told = self._into(g, i, "ffn", g.rms_norm(x, w[f"blk.{i}.{self._ffn_norm(i)}.weight"], hp.eps), rows)
+            ffn = (geglu_ffn if hp.gelu else swiglu_ffn)(g, w.group(f"blk.{i}.ffn"), w.matrix(f"blk.{i}.ffn_down.weight"), n)
+            ffn = self._out_of(g, i, "ffn", ffn, told, rows)
+            x = g.add(self._norm_if_any(g, ffn, i, "post_ffw_norm"), x)
+            if self._has(i, "layer_output_scale"):
+                x = g.mul(x, w[f"blk.{i}.layer_output_scale.weight"])
+        return g.rms_norm(x, w["output_norm.weight"], hp.eps)
+
+    def _prepared(self, g: Graph, x: Tensor, rows: BlockRows) -> BlockRows:
+        """The rows with what the layers ask for besides; x F32 [n_embd, B] is what enters the first one."""
+        return rows
+
+    def _into(self, g: Graph, i: int, part: str, x: Tensor, rows: BlockRows) -> tuple[Tensor, Tensor | None]:
+        """What attention or FFN (``part``: attn, ffn) reads of its normalised input, and what ``_out_of`` is told."""
+        return x, None
+
+    def _out_of(self, g: Graph, i: int, part: str, x: Tensor, told: Tensor | None, rows: BlockRows) -> Tensor:
+        """What attention or FFN gives."""
+        return x
+
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> Chosen:
+        """The drafts of those of each slot's rows that draft, whose hidden states are ``hidden``, F32 [n_embd, T], of the ``block`` I32."""
+        logits = self.logits(g, hidden, target)
+        return Chosen((self.choose(g, logits),), logits)
+
+    def _norm_if_any(self, g: Graph, x: Tensor, i: int, name: str) -> Tensor:
+        return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x
+
+    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+        """By the drafter's own head or the target's, capped once (a target caps for itself)."""
+        own = HEAD in self.weights
+        n = self.draft_tokens
+        logits = head_product(g, self.weights.matrix(HEAD), hidden, n) if own else target.logits(g, hidden, n)
+        return g.soft_cap(logits, self.hp.softcap if own or not target.softcap else 0.0)

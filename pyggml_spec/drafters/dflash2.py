@@ -1,0 +1,131 @@
+"""dflash2: DFlash with short convolutions along the block, and a selector that walks from draft to draft.
+
+Convolution, around attention and around the FFN of every layer: with c = W_proj h, h the part's normalised input,
+    y_t = sum over taps s of (base_s + c_t,s) * x_{t-s}, nothing left of the block; c has one number per group of neighbouring values
+with one base and one set of c in front of the part (x = h) and another behind it (x = what W_o or W_down gives).
+Selector: of each row's logits u, scaled and capped, the top_k largest are candidates. From the draft a before it, the pending token at first:
+    draft = argmax over the candidates b of u(b) + <predecessor(a) * W_h h, successor(b)>, h the row's normalised hidden state
+llama.cpp scores every pair of neighbouring candidates and walks on the host; the walk needs the rows of the drafts that were chosen alone, and
+stays on the device. Context rows have no convolutions.
+Source of the formulae: llama.cpp, src/models/dflash.cpp (build_dflash2_conv, build_dflash2_selector) and common/speculative.cpp (the walk).
+"""
+
+from dataclasses import replace
+
+from ..errors import ModelError
+from ..ggml.graph import Graph
+from ..ggml.library import Tensor
+from ..gguf_io import GGUFFile
+from ..models.base import Target
+from ..models.blocks import head_product, product
+from ..models.keys import positive
+from ..models.weights import ROWS, VECTOR, Spec
+from .base import TOKENS, Chosen, choosable
+from .dflash import HEAD, BlockRows, DFlash
+
+PREDECESSOR, SUCCESSOR, GATE = "selector_predecessor.weight", "selector_successor.weight", "selector_hidden.weight"
+PARTS = ("attn", "ffn")
+
+
+class DFlash2(DFlash):
+    """The drafter. llama.cpp has one name for both."""
+
+    by_position = True
+
+    def __init__(self, file: GGUFFile) -> None:
+        super().__init__(file)
+        n, arch = self.hp.n_embd, self.arch
+        for name in (PREDECESSOR, SUCCESSOR):
+            if name not in file.tensors or len(file.tensors[name].shape) != 2:
+                raise ModelError(f"{file.path} has no matrix {name!r}, which a drafter with a selector needs; convert it again")
+        self.taps = positive(file, f"{arch}.conv_kernel_size", limit=64)
+        self.group_size = positive(file, f"{arch}.conv_group_size", limit=n)
+        self.rank = positive(file, f"{arch}.selector_rank", limit=1 << 16)
+        self.top_k = positive(file, f"{arch}.selector_top_k", limit=1024)
+        self.logit_scale = file.get(f"{arch}.logit_scale", float, 0.0)
+        if n % self.group_size:
+            raise ModelError(f"{file.path}: hidden states of {n} values do not split into groups of {self.group_size} (conv_group_size)")
+        if n < self.top_k * (self.top_k + 1):
+            raise ModelError(f"{file.path}: selector_top_k is {self.top_k}, which hidden states of {n} values have no room for")
+
+    @property
+    def groups_of_values(self) -> int:
+        return self.hp.n_embd // self.group_size
+
+    @property
+    def more_nodes(self) -> int:
+        """Of each convolution 13 for a tap and 2 besides, 3 more among several slots; of each draft 13."""
+        return 4 * self.hp.n_layer * (16 * self.taps + 4) + 16 * self.block_size
+
+    # -- what it reads
+
+    def tensors(self) -> list[Spec]:
+        n, n_vocab = self.hp.n_embd, self.file.tensors[PREDECESSOR].shape[1]
+        out = super().tensors()
+        out += [Spec(PREDECESSOR, (self.rank, n_vocab), ROWS), Spec(SUCCESSOR, (self.rank, n_vocab), ROWS), Spec(GATE, (n, self.rank))]
+        for i in range(self.hp.n_layer):
+            for part in PARTS:
+                out.append(Spec(f"blk.{i}.{part}_conv_base", (n, self.taps, 2), VECTOR))
+                out.append(Spec(f"blk.{i}.{part}_conv_proj.weight", (n, 2 * self.taps * self.groups_of_values)))
+        return out
+
+    def known_tokens(self) -> dict[str, int]:
+        return super().known_tokens() | {name: self.file.tensors[name].shape[1] for name in (PREDECESSOR, SUCCESSOR)}
+
+    # -- the graphs
+
+    def _prepared(self, g: Graph, x: Tensor, rows: BlockRows) -> BlockRows:
+        """With zeros, a row of each block, that stand left of it."""
+        width = x.ne[1] // rows.slots
+        return replace(rows, zeros=g.scale(g.tails(x, width, width - 1), 0.0))
+
+    def _into(self, g: Graph, i: int, part: str, x: Tensor, rows: BlockRows) -> tuple[Tensor, Tensor | None]:
+        moving = product(g, self.weights.matrix(f"blk.{i}.{part}_conv_proj.weight"), x)
+        return self._convolved(g, i, part, 0, x, moving, rows), moving
+
+    def _out_of(self, g: Graph, i: int, part: str, x: Tensor, moving: Tensor | None, rows: BlockRows) -> Tensor:
+        assert moving is not None
+        return self._convolved(g, i, part, 1, x, moving, rows)
+
+    def _convolved(self, g: Graph, i: int, part: str, side: int, x: Tensor, moving: Tensor, rows: BlockRows) -> Tensor:
+        """x F32 [n_embd, T], ``moving`` F32 [2 * taps * groups, T] -> F32 [n_embd, T]."""
+        groups, size, total = self.groups_of_values, self.group_size, x.ne[1]
+        base = g.plane(self.weights[f"blk.{i}.{part}_conv_base"], side)
+        assert rows.zeros is not None
+        out, width = None, total // rows.slots
+        for tap in range(min(self.taps, width)):
+            if tap:
+                x = g.leading(g.behind(rows.zeros, x), width)
+                x = g.shaped(g.cont(x) if rows.slots > 1 else x, self.hp.n_embd, total)
+            of_tap = g.cont(g.columns(moving, groups, groups * (tap + self.taps * side)))
+            kernel = g.repeat(g.shaped(of_tap, 1, groups, total), size, groups, total)
+            kernel = g.add(kernel, g.shaped(g.stretch(base, tap, 1) if self.taps > 1 else base, size, groups))
+            term = g.mul(g.shaped(kernel, self.hp.n_embd, total), x)
+            out = term if out is None else g.add(out, term)
+        assert out is not None
+        return out
+
+    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+        """Scaled and capped as this file says, whatever the target does with its own."""
+        logits = head_product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden, self.draft_tokens)
+        if self.logit_scale:
+            logits = g.scale(logits, self.logit_scale)
+        return g.soft_cap(logits, self.hp.softcap)
+
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> Chosen:
+        w, k, rank, count = self.weights, self.top_k, self.rank, hidden.ne[1] // slots
+        logits = choosable(g, self.logits(g, hidden, target))
+        candidates, scores = g.largest(logits, min(k, logits.ne[0]))
+        k = candidates.ne[0]
+        if TOKENS in w:
+            candidates = g.shaped(g.rows(w[TOKENS], g.shaped(candidates, k * count * slots)), k, count * slots)
+        scores, gates = g.shaped(scores, k, count * slots), product(g, w.matrix(GATE), hidden)
+        successors = g.shaped(g.rows(w[SUCCESSOR], g.shaped(candidates, k * count * slots)), k * rank, count * slots)
+        token, ids = g.firsts(block, block.ne[0] // slots), []
+        for i in range(count):
+            wanted = g.mul(g.rows(w[PREDECESSOR], token), g.every(gates, count, i))
+            fits = g.matmul(g.heads(g.every(successors, count, i), rank, k), g.shaped(wanted, rank, 1, slots))
+            best = g.argmax(choosable(g, g.add(g.shaped(fits, k, slots), g.every(scores, count, i))))
+            ids.append(g.entry(g.every(candidates, count, i), best))
+            token = g.shaped(ids[-1], slots)
+        return Chosen(tuple(ids), logits)

@@ -1,0 +1,94 @@
+"""dspark: DFlash with a Markov head, so that each draft depends on the one before it.
+
+    draft_i = argmax(u_i + W_2 W_1[draft_{i-1}]), u_i the logits of the block's row i, without scale or cap; W_1 and W_2 of a small rank
+    confidence_i = sigmoid(conf_proj . [h_i ; W_1[draft_{i-1}]] + b), h_i the row's normalised hidden state, where the file has such a head
+The chain begins with the pending token. Whether its own row drafts too (`sample_from_anchor`, as in most files) or only the mask rows behind
+it: in the first case a block of B rows gives B drafts, and B + 1 rows are verified.
+Source of the formulae: llama.cpp, src/models/dflash.cpp (build_dspark_markov_head) and common/speculative.cpp (which rows draft).
+"""
+
+from ..errors import ModelError, PairError
+from ..ggml.graph import Graph
+from ..ggml.library import Tensor
+from ..gguf_io import GGUFFile
+from ..models.base import Target
+from ..models.blocks import product
+from ..models.weights import ROWS, VECTOR, Spec
+from .base import TOKENS, Chosen
+from .dflash import HEAD, DFlash
+
+FROM, TO = "markov_w1.weight", "markov_w2.weight"
+CONFIDENCE, OFFSET = "conf_proj.weight", "conf_proj.bias"
+
+
+class DSpark(DFlash):
+    """The drafter."""
+
+    method = "draft-dspark"
+    by_position = True
+
+    def __init__(self, file: GGUFFile) -> None:
+        super().__init__(file)
+        for name in (FROM, TO):
+            if name not in file.tensors or len(file.tensors[name].shape) != 2:
+                raise ModelError(f"{file.path} has no matrix {name!r}, which a drafter with a Markov head needs; convert it again")
+        self.rank = file.tensors[FROM].shape[0]
+        self.confident = CONFIDENCE in file.tensors
+        self.from_anchor = file.get(f"{self.arch}.sample_from_anchor", bool, True)
+
+    @property
+    def block_size(self) -> int:
+        return self.hp.block_size + self.from_anchor
+
+    @property
+    def more_nodes(self) -> int:
+        """Of each draft 12, and what its matrices need besides."""
+        return 24 * self.block_size
+
+    def block_rows(self, width: int) -> int:
+        return width - self.from_anchor
+
+    # -- what it reads
+
+    def tensors(self) -> list[Spec]:
+        tensors = self.file.tensors
+        out = [Spec(FROM, (self.rank, tensors[FROM].shape[1]), ROWS), Spec(TO, (self.rank, tensors[TO].shape[1]))]
+        if self.confident:
+            out.append(Spec(CONFIDENCE, (self.hp.n_embd + self.rank, 1)))
+        if self.confident and OFFSET in tensors:
+            out.append(Spec(OFFSET, (1,), VECTOR))
+        return super().tensors() + out
+
+    def known_tokens(self) -> dict[str, int]:
+        names = (FROM,) if TOKENS in self.file.tensors else (FROM, TO)
+        return super().known_tokens() | {name: self.file.tensors[name].shape[1] for name in names}
+
+    def chosen_among(self) -> dict[str, int]:
+        return super().chosen_among() | {TO: self.file.tensors[TO].shape[1]}
+
+    # -- the graph
+
+    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+        """Those that the Markov head adds to: neither scaled nor capped."""
+        return product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden)
+
+    def keep_tokens(self, count: int, target: Target) -> None:
+        raise PairError(f"{self.title} adds to the logits of every token: its head cannot be cut, so leave `draft_vocab` out")
+
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> Chosen:
+        w, count = self.weights, hidden.ne[1] // slots
+        logits = self.logits(g, hidden, target)
+        token, ids, said = g.firsts(block, block.ne[0] // slots), [], []
+        for i in range(count):
+            before = g.rows(w[FROM], token)
+            if self.confident:
+                said.append(self._confidence(g, g.every(hidden, count, i), before))
+            after = product(g, w.matrix(TO), before)
+            ids.append(self.choose(g, g.add(after, g.every(logits, count, i))))
+            token = g.shaped(ids[-1], slots) if ids[-1].ne[0] != slots else ids[-1]
+        return Chosen(tuple(ids), logits, g.concat(said) if said else None)
+
+    def _confidence(self, g: Graph, hidden: Tensor, before: Tensor) -> Tensor:
+        """F32 [n_embd, S] and [rank, S] -> [1, S]."""
+        x = product(g, self.weights.matrix(CONFIDENCE), g.concat([hidden, before]))
+        return g.sigmoid(g.add(x, self.weights[OFFSET]) if OFFSET in self.weights else x)

@@ -1,0 +1,182 @@
+"""eagle3: one layer over two inputs, a token and what three layers of the target made of the token before it.
+
+    g = fc [f_a ; f_b ; f_c], the inputs of the target's layers a, b, c (rms-normalised together first, where the file says norm_before_fc)
+Its row behind the token x_p is the pair (x_p, g_{p-1}), at position p - 1: it predicts what comes after x_p, from what is known of p - 1.
+    e = rms(E[x]; attn_norm);  n = rms(g; attn_norm_2)
+    x = attention([e ; n]) + g  (+ n instead of g with norm_before_residual);  x += FFN(rms(x; ffn_norm))
+    draft = argmax(head rms(x; output_norm)), and x, before that norm, is what the next draft reads in place of g
+K and V depend on the pair alone, so that a committed row needs neither attention nor FFN: llama.cpp computes the whole layer there, which gives
+the same ids. There is no row for the first token, whose pair would lack its hidden state; its place in the cache is hidden from all others.
+A head of fewer tokens than the target has says in `d2t` which of them its outputs are.
+Source of the formulae: llama.cpp, src/models/eagle3.cpp and common/speculative.cpp (which rows are paired).
+"""
+
+from ..errors import ModelError, PairError
+from ..ggml.graph import Graph
+from ..ggml.library import Tensor
+from ..gguf_io import GGUFFile
+from ..models.base import KVLayer, KVShape, Target
+from ..models.blocks import attend, head_product, product, project, swiglu_ffn, write_kv
+from ..models.hparams import Hparams
+from ..models.keys import inverse_root, positive
+from ..models.weights import MATMUL, ROWS, VECTOR, Spec
+from .base import TOKENS, ChainRow, ContextRows, Drafter, check_tokens
+from .dflash import F16_MAX
+
+BLOCK = 16  # rows of the widest block, as for MTP layers: what pays is measured
+EMBEDDING, HEAD, NORM, FEATURE_NORM = "token_embd.weight", "output.weight", "output_norm.weight", "enc.output_norm.weight"
+FACTORS, FC, LAYER = "rope_freqs.weight", "fc.weight", "blk.0."
+LAST_INPUT = (
+    "gpt-oss",
+)  # whose last layer's output is the same to llama.cpp's drafter: of other targets it hands over what is behind the norm
+
+
+class Eagle3(Drafter):
+    """The layer as a drafter, a chain of drafts. Embedding and head are the target's where the file has none."""
+
+    arch, method = "eagle3", "draft-eagle3"
+    chained, behind = True, 1
+    scaled = ()  # llama.cpp applies none
+
+    def __init__(self, file: GGUFFile) -> None:
+        f = Hparams(file, self.arch)
+        self.file, self.n_embd, self.eps, self.n_ff = file, f.n_embd, f.eps, f.ff
+        self.heads, self.kv_heads, self.head_dim = f.heads, f.kv_heads, f.head_dim()
+        self.rope = f.rope(self.head_dim, neox=False)
+        if f.n_layer != 1:
+            raise ModelError(f"{file.path} has {f.n_layer} layers; {self.arch} drafters have one")
+        if f.get("expert_count", int, 0):
+            raise ModelError(f"{file.path} has routed experts, which {self.arch} drafters here do not have")
+        layers = file.array(f"{self.arch}.target_layers", "iu")
+        if layers is None or len(layers) != 3:
+            said = "no" if layers is None else len(layers)
+            raise ModelError(f"{file.path} has {said} {self.arch}.target_layers; a drafter of this kind reads the inputs of three")
+        self.target_layers = tuple(int(v) for v in layers)
+        self.n_embd_target = positive(file, f"{self.arch}.target_hidden_size")
+        self.norm_before_residual = file.get(f"{self.arch}.norm_before_residual", bool, False)
+        self.norm_before_fc = file.get(f"{self.arch}.norm_before_fc", bool, False)
+
+    @property
+    def block_size(self) -> int:
+        return BLOCK
+
+    @property
+    def n_layer(self) -> int:
+        return 1
+
+    @property
+    def captures(self) -> tuple[int, ...]:
+        return self.target_layers
+
+    # -- what it reads
+
+    def tensors(self) -> list[Spec]:
+        n, wide = self.n_embd, 3 * self.n_embd_target
+        width, width_kv, tensors = self.head_dim * self.heads, self.head_dim * self.kv_heads, self.file.tensors
+        shapes = {
+            "attn_q": (2 * n, width),
+            "attn_k": (2 * n, width_kv),
+            "attn_v": (2 * n, width_kv),
+            "attn_output": (width, n),
+            "ffn_gate": (n, self.n_ff),
+            "ffn_up": (n, self.n_ff),
+            "ffn_down": (self.n_ff, n),
+        }
+        out = [Spec(FC, (wide, n)), Spec(NORM, (n,), VECTOR)]
+        out += [Spec(f"{LAYER}{name}.weight", shape) for name, shape in shapes.items()]
+        out += [Spec(f"{LAYER}{name}.weight", (n,), VECTOR) for name in ("attn_norm", "attn_norm_2", "ffn_norm")]
+        if self.norm_before_fc:
+            out.append(Spec(FEATURE_NORM, (wide,), VECTOR))
+        if EMBEDDING in tensors:
+            out.append(Spec(EMBEDDING, (n, tensors[EMBEDDING].shape[-1]), ROWS))
+        if HEAD in tensors:
+            out.append(Spec(HEAD, (n, tensors[HEAD].shape[-1]), MATMUL))
+        if FACTORS in tensors:
+            out.append(Spec(FACTORS, (self.rope.n_rot // 2,), VECTOR))
+        return out + self.own_tokens()
+
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """k and v are a group of their own: context rows need them without q."""
+        return {
+            f"{LAYER}kv": tuple(f"{LAYER}{name}.weight" for name in ("attn_k", "attn_v")),
+            f"{LAYER}ffn": tuple(f"{LAYER}{name}.weight" for name in ("ffn_gate", "ffn_up")),
+        }
+
+    def kv_shapes(self) -> list[KVShape]:
+        return [KVShape(self.kv_heads, self.head_dim)]
+
+    def check_pair(self, target: Target) -> None:
+        pair, tensors, n = f"{self.file.path.name} cannot draft for {target.file.path.name}", self.file.tensors, self.n_embd
+        if self.n_embd_target != target.n_embd:
+            raise PairError(f"{pair}: it was made for hidden states of {self.n_embd_target} values, the target's have {target.n_embd}")
+        last = target.n_layer if target.arch in LAST_INPUT else target.n_layer - 1
+        bad = [v for v in self.target_layers if not 0 <= v <= last]
+        if bad:
+            raise PairError(
+                f"{pair}: it reads the input of layer {bad[0]}, but of {target.arch} targets those of layers 0 to {last} can be read"
+            )
+        missing = [name for name in (EMBEDDING, HEAD) if name not in tensors]
+        if missing and n != target.n_embd:
+            raise PairError(
+                f"{pair}: it has no {missing[0]} of its own, and its hidden states of {n} values do not fit the target's {target.n_embd}"
+            )
+        if EMBEDDING in tensors and tensors[EMBEDDING].shape[-1] != target.n_vocab:
+            raise PairError(f"{pair}: its {EMBEDDING} has {tensors[EMBEDDING].shape[-1]} tokens, the target has {target.n_vocab}")
+        chosen = tensors[HEAD].shape[-1] if HEAD in tensors else target.n_vocab
+        known = tensors[TOKENS].shape[0] if TOKENS in tensors else target.n_vocab
+        if chosen != known:
+            raise PairError(f"{pair}: its head has {chosen} tokens, but {TOKENS if TOKENS in tensors else 'the target'} has {known}")
+        check_tokens(self.file, target.n_vocab)
+
+    # -- the graphs
+
+    def carried(self, target: Target) -> int:
+        return self.n_embd
+
+    def left(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Target) -> Tensor:
+        """g of the rows, F32 [n_embd, T]."""
+        f = g.concat(features)
+        # some targets have activations beyond F16; an Inf here would poison every later draft
+        f = g.rms_norm(f, self.weights[FEATURE_NORM], self.eps) if self.norm_before_fc else g.clamp(f, -F16_MAX, F16_MAX)
+        return product(g, self.weights.matrix(FC), f)
+
+    def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
+        assert rows.tokens is not None and rows.before is not None
+        joined, _ = self._pair(g, rows.tokens, rows.before, target)
+        write_kv(g, *self._keys_values(g, joined, rows.positions), kv[0], rows.kv_rows)
+
+    def step(self, g: Graph, rows: ChainRow, target: Target) -> tuple[Tensor, Tensor]:
+        """The head reads what is behind the norm, the next draft what is before it."""
+        w = self.weights
+        joined, normed = self._pair(g, rows.tokens, rows.before, target)
+        q = g.heads(product(g, w.matrix(f"{LAYER}attn_q.weight"), joined), self.head_dim, self.heads)
+        k, v = self._keys_values(g, joined, rows.positions)
+        seen, scale = rows.seen, inverse_root(self.head_dim)
+        q = self._rotate(g, q, rows.positions)
+        out = attend(g, q, k, v, rows.kv[0], seen.kv_rows, seen.mask, seen.span, self.kv_heads, scale)
+        out = product(g, w.matrix(f"{LAYER}attn_output.weight"), out)
+        x = g.add(out, normed if self.norm_before_residual else rows.before)
+        n = g.rms_norm(x, w[f"{LAYER}ffn_norm.weight"], self.eps)
+        x = g.add(swiglu_ffn(g, w.group(f"{LAYER}ffn"), w.matrix(f"{LAYER}ffn_down.weight"), n), x)
+        return g.rms_norm(x, w[NORM], self.eps), x
+
+    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+        """By the drafter's own head or the target's."""
+        if HEAD in self.weights:
+            return head_product(g, self.weights.matrix(HEAD), hidden, self.draft_tokens)
+        return target.logits(g, hidden, self.draft_tokens)
+
+    def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        """[e ; n] of tokens I32 [T] and of what the tokens before left, F32 of as many rows: F32 [2 n_embd, T], and n alone."""
+        w, eps = self.weights, self.eps
+        e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in w else target.embed(g, tokens)
+        n = g.rms_norm(before, w[f"{LAYER}attn_norm_2.weight"], eps)
+        n = g.shaped(n, e.ne[0], e.ne[1])
+        return g.concat([g.rms_norm(e, w[f"{LAYER}attn_norm.weight"], eps), n]), n
+
+    def _keys_values(self, g: Graph, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (g.heads(y, self.head_dim, self.kv_heads) for y in project(g, self.weights.group(f"{LAYER}kv"), joined))
+        return self._rotate(g, k, positions), v
+
+    def _rotate(self, g: Graph, x: Tensor, positions: Tensor) -> Tensor:
+        return self.rope(g, x, positions, self.weights.get(FACTORS))

@@ -1,0 +1,101 @@
+"""Block drafters that are published, by the architecture and the shape of the targets that they were trained for.
+
+A file of a target does not say which checkpoint it was made of; its shape does nearly, and checkpoints of one shape are all named. The page docs/pairs.md
+shows the table.
+"""
+
+from dataclasses import dataclass
+
+from ..gguf_io import GGUFFile
+from ..models.decoder import ARCHITECTURES
+from .dialects import refused_methods
+from .mtp import has_layer
+
+UNKNOWN = 0  # of a size that no file in our hands said
+
+
+@dataclass(frozen=True)
+class Published:
+    """A public drafter.
+
+    Attributes:
+        target: the checkpoint that it was trained for.
+        arch, n_layer, n_embd, n_expert: of that checkpoint's GGUF; layers without those that only draft, 0 experts for a dense model. UNKNOWN
+            for ``n_embd`` fits every width.
+        drafter: repository of the Hugging Face hub.
+        method: "DFlash" or another name of ``dialects``.
+        gguf: whether the repository has files for llama.cpp, named `dflash-*` or `*-DFlash-*`; others are converted (`pyspec convert`).
+        layout: what its safetensors say they are, where the converter does not take that.
+    """
+
+    target: str
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_expert: int
+    drafter: str
+    method: str = "DFlash"
+    gguf: bool = False
+    layout: str = ""
+
+    @property
+    def refused(self) -> str:
+        """Why the pair does not run here; empty where it does."""
+        if self.arch not in ARCHITECTURES:
+            return f"targets of the architecture {self.arch} do not run here yet"
+        if self.method in refused_methods():
+            return f"{self.method} drafters do not run here yet"
+        return f"checkpoints of the layout {self.layout} are not converted here yet" if self.layout else ""
+
+
+_QWEN35 = (("4B", 32, 2560), ("9B", 32, 4096), ("27B", 64, 5120))
+_LAGUNA = "DFlashLagunaForCausalLM"
+PUBLISHED = (
+    *(Published(f"Qwen3.5-{size}", "qwen35", n, width, 0, f"z-lab/Qwen3.5-{size}-DFlash") for size, n, width in _QWEN35),
+    Published("Qwen3.5-27B", "qwen35", 64, 5120, 0, "spiritbuun/Qwen3.5-27B-DFlash-GGUF", gguf=True),
+    Published("Qwen3.6-27B", "qwen35", 64, 5120, 0, "z-lab/Qwen3.6-27B-DFlash"),
+    Published("Qwen3.8-27B", "qwen35", 64, 5120, 0, "incoai/Qwen3.8-27B-DFlash2", "DFlash2"),
+    Published("Qwen3.8-27B", "qwen35", 64, 5120, 0, "incoai/Qwen3.8-27B-DFlash2-GGUF", "DFlash2", gguf=True),
+    Published("Qwen3.5-35B-A3B", "qwen35moe", 40, 2048, 256, "z-lab/Qwen3.5-35B-A3B-DFlash"),
+    Published("Qwen3.6-35B-A3B", "qwen35moe", 40, 2048, 256, "z-lab/Qwen3.6-35B-A3B-DFlash"),
+    Published("Qwen3.5-122B-A10B", "qwen35moe", 48, UNKNOWN, 256, "z-lab/Qwen3.5-122B-A10B-DFlash"),
+    Published("Qwen3-4B, not thinking", "qwen3", 36, 2560, 0, "z-lab/Qwen3-4B-DFlash-b16"),
+    Published("Qwen3-8B, not thinking", "qwen3", 36, 4096, 0, "z-lab/Qwen3-8B-DFlash-b16"),
+    Published("Qwen3-Coder-30B-A3B", "qwen3moe", 48, 2048, 128, "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
+    Published("Qwen3-Coder-Next", "qwen3next", 48, 2048, 512, "z-lab/Qwen3-Coder-Next-DFlash"),
+    Published("Llama-3.1-8B-Instruct", "llama", 32, 4096, 0, "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    Published("gpt-oss-20b", "gpt-oss", 24, 2880, 32, "z-lab/gpt-oss-20b-DFlash"),
+    Published("gpt-oss-120b", "gpt-oss", 36, 2880, 128, "z-lab/gpt-oss-120b-DFlash"),
+    Published("gemma-4-26B-A4B-it", "gemma4", 30, 2816, 128, "z-lab/gemma-4-26B-A4B-it-DFlash"),
+    Published("gemma-4-31B-it", "gemma4", 60, 5376, 0, "z-lab/gemma-4-31B-it-DFlash"),
+    Published("Laguna-XS-2.1", "laguna", 40, 2048, 256, "poolside/Laguna-XS-2.1-DFlash", layout=_LAGUNA),
+    Published("Laguna-S-2.1", "laguna", 48, UNKNOWN, 256, "poolside/Laguna-S-2.1-DFlash", layout=_LAGUNA),
+    Published("Laguna-S-2.1", "laguna", 48, UNKNOWN, 256, "poolside/Laguna-S-2.1-GGUF", gguf=True),
+    Published("MiniMax-M2.5", "minimax-m2", 62, 3072, 256, "z-lab/MiniMax-M2.5-DFlash"),
+    Published("MiniMax-M2.7", "minimax-m2", 62, 3072, 256, "z-lab/MiniMax-M2.7-DFlash"),
+    Published("Muse-Glimmer-30B", "muse-glimmer", 52, 6656, 0, "incoai/Muse-Glimmer-30B-DFlash2", "DFlash2"),
+    Published("Kimi-K2.5", "deepseek2", 61, 7168, 384, "z-lab/Kimi-K2.5-DFlash"),
+    Published("Kimi-K2.6", "deepseek2", 61, 7168, 384, "z-lab/Kimi-K2.6-DFlash"),
+    Published("GLM-5.1", "glm-dsa", 78, 6144, 256, "z-lab/GLM-5.1-FP8-DFlash"),
+)
+
+
+def published(file: GGUFFile) -> list[Published]:
+    """The public drafters for targets of the shape of this file; none for a file that is no target."""
+    arch = file.metadata.get("general.architecture")
+
+    def size(key: str) -> int:
+        value = file.metadata.get(f"{arch}.{key}", 0)
+        return value if isinstance(value, int) else -1
+
+    layers, width, experts = size("block_count") - size("nextn_predict_layers"), size("embedding_length"), size("expert_count")
+    return [p for p in PUBLISHED if (p.arch, p.n_layer, p.n_expert) == (arch, layers, experts) and p.n_embd in (UNKNOWN, width)]
+
+
+def what_drafts(target: GGUFFile) -> str:
+    """What can draft for this target today: the end of a sentence."""
+    ways = ["its own MTP layer, which is in its file (leave `draft` out)"] if has_layer(target) else []
+    ways.append("n-gram drafting, which needs no file (`spec` suffix)")
+    if fitting := [pair.drafter for pair in published(target) if not pair.refused]:
+        ways.append(f"the published {' or '.join(fitting[:2])} (docs/pairs.md)")
+    return f"for {target.path.name} there {'is' if len(ways) == 1 else 'are'} {' and '.join([', '.join(ways[:-1]), ways[-1]] if ways[1:] else ways)}"

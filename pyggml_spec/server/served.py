@@ -1,0 +1,312 @@
+"""The model behind the server: prompts from texts and messages, constraints checked beforehand, and what it says of itself."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..cancel import check
+from ..chat import chat_template, tool_template
+from ..concurrent import ConcurrentSession
+from ..constraints.grammar import Grammar
+from ..constraints.lazy import LazyGrammar
+from ..session import Session
+from ..text.formats import IN_JSON, TAIL, Format
+from ..text.template import ChatTemplate
+from ..text.tokenizer import Tokenizer
+from . import fields
+from .errors import ApiError
+
+CHATML = (
+    "{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+LLAMA3 = (
+    "{{- bos_token -}}{%- for message in messages -%}{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' "
+    "+ (message.content or '') | trim + '<|eot_id|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}"
+)
+COMMAND_R = (
+    "{%- set names = {'system': 'SYSTEM', 'user': 'USER', 'assistant': 'CHATBOT'} -%}{%- for message in messages if message.role in names -%}"
+    "{{- '<|START_OF_TURN_TOKEN|><|' + names[message.role] + '_TOKEN|>' + (message.content or '') | trim + '<|END_OF_TURN_TOKEN|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}{%- endif -%}"
+)
+NAMED = {"chatml": CHATML, "command-r": COMMAND_R, "llama3": LLAMA3}
+MOST_TOKENS = 1 << 19  # of all prompts of one request
+CHARACTERS = 12  # for each token of the context: the beginning of a text that is encoded first
+
+
+@dataclass
+class ServeOptions:
+    """What `pyspec serve` was told, as far as requests depend on it.
+
+    Attributes:
+        names: of the model, the first one is its id.
+        thinking: True or False for templates that can think; None leaves it to them.
+        reasoning: whether reasoning is told apart from the content ("auto") or left in it ("none").
+        suffix_first: whether what is filled in is asked for with the suffix in front of the prefix.
+    """
+
+    names: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    slots: int = 8
+    thinking: bool | None = None
+    reasoning: str = "auto"
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    verbose: bool = False
+    metrics: bool = True
+    show_slots: bool = True
+    page: bool = True
+    prefill_assistant: bool = True
+    suffix_first: bool = False
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What of the assistant's message is there already, and not repeated in the answer. ``content``: None where the reasoning goes on."""
+
+    reasoning: str = ""
+    content: str | None = ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as tokens.
+
+    Attributes:
+        inside: "reasoning" or "content", where the prompt has opened it; "" where the answer says what it begins with.
+        goes_on: whether the prompt ends within a text of the assistant's.
+        form: how answers are written.
+    """
+
+    ids: list[int]
+    inside: str
+    goes_on: bool
+    form: Format
+
+
+ANSWER = 256  # tokens that an answer may want, where a context that would do is named
+
+
+class Served:
+    """A session and what is said with it. ``note``: what its owner should know about it. Methods that render, encode or compile take milliseconds: they are called in a thread of the pool."""
+
+    def __init__(
+        self, session: Session, concurrent: ConcurrentSession, limits: fields.Limits, options: ServeOptions, template: str | None = None
+    ) -> None:
+        self.session, self.limits, self.options = session, limits, options
+        self.tokenizer: Tokenizer = session.tokenizer
+        self.drafter = bool(session.methods)
+        self.n_ctx = concurrent.n_ctx
+        self.created = int(time.time())
+        path = session.target.file.path
+        self.path = str(path)
+        self.names = options.names or (path.name,)
+        self.template, where = chat_template(session, template, CHATML)
+        self.note = where if self.template.source == CHATML and template is None else ""
+        self.tool_template = tool_template(session) if template is None else None
+        for one in (self.template, self.tool_template):
+            if one is not None:
+                one.prepare(self.tokenizer)  # now, not while the event loop reads the first chat
+        eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
+        self.eos = eos if isinstance(eos, int) else None
+        self.longest_piece = self.tokenizer.longest_piece  # bytes
+        self._ends = [i for i in range(self.tokenizer.n_vocab) if self.tokenizer.is_end(i)]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    # -- prompts
+
+    def prompts(self, prompt: Any, name: str = "prompt") -> list[Any]:
+        """Prompts of /completion, one by one: a text, tokens, both mixed, or a list of such.
+
+        Raises:
+            ApiError: there are none.
+        """
+        if isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt):
+            if not prompt:
+                raise ApiError(400, f"the {name} is an empty list; give a text", param=name)
+            return prompt
+        return [prompt]
+
+    def text_ids(self, prompts: Sequence[Any], name: str = "prompt") -> list[list[int]]:
+        """Their tokens; control tokens in texts count.
+
+        Raises:
+            ApiError: one is something else, or empty, or all are too long together.
+        """
+        out: list[list[int]] = []
+        most = left = max(MOST_TOKENS, self.n_ctx)
+        for prompt in prompts:
+            check()
+            out.append(self._one_prompt(prompt, name))
+            left -= len(out[-1])
+            if left < 0:
+                raise ApiError(400, f"the prompts have more than {most} tokens together; send several requests", param=name)
+        return out
+
+    def _one_prompt(self, prompt: Any, name: str) -> list[int]:
+        if isinstance(prompt, dict):
+            if prompt.get("multimodal_data"):
+                raise ApiError(400, "this model takes no images, sound or video; send text alone", param=name)
+            prompt = prompt.get("prompt_string")
+        if isinstance(prompt, (str, int)) and not isinstance(prompt, bool):
+            prompt = [prompt]
+        if not isinstance(prompt, list) or not all(isinstance(part, (int, str)) and not isinstance(part, bool) for part in prompt):
+            raise ApiError(400, f"the {name} has to be a text, a list of token ids, or a list of such", param=name)
+        ids: list[int] = []
+        for i, part in enumerate(prompt):
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            ids += self.encoded(part, name, special=True, bos=i == 0)
+            if len(ids) > 2 * self.n_ctx:  # the rest cannot make it fit
+                break
+        return self.checked(ids, name)
+
+    def encoded(self, text: str, name: str, special: bool, bos: bool) -> list[int]:
+        """Tokens of a text that can fit. Raises ApiError, as ``check_length``."""
+        self.check_length(text, name)
+        return self.tokenizer.encode(text, special, bos)
+
+    def check_length(self, text: str, name: str) -> None:
+        """Looks at the beginning of a long text: nothing interrupts the encoding of megabytes.
+
+        Raises:
+            ApiError: it cannot fit the context.
+        """
+        self.check_bytes(len(text), name)
+        head = CHARACTERS * self.n_ctx
+        while head < len(text):
+            check()
+            least = len(self.tokenizer.encode(text[:head], special=True, bos=False)) // 2  # half: the cut changes tokens near it
+            if least >= self.n_ctx:
+                raise self._too_many(f"at least {least}", least, name)
+            head *= 4
+        check()
+
+    def check_count(self, count: int, name: str) -> None:
+        """Raises ApiError: even parts of one token each would be too many."""
+        if count > self.n_ctx:
+            raise self._too_many(f"at least {count}", count, name)
+
+    def check_bytes(self, size: int, name: str) -> None:
+        """Raises ApiError: even tokens of the greatest length would be too many."""
+        least = size // self.longest_piece
+        if least >= self.n_ctx:
+            raise self._too_many(f"at least {least}", least, name)
+
+    def checked(self, ids: list[int], name: str = "prompt") -> list[int]:
+        """The ids themselves, if they are tokens and fit.
+
+        Raises:
+            ApiError: none, outside of the vocabulary, or too many.
+        """
+        if not ids:
+            raise ApiError(400, f"the {name} is empty; give some text", param=name)
+        if len(self.known(ids, name)) >= self.n_ctx:
+            raise self._too_many(str(len(ids)), len(ids), name)
+        return ids
+
+    def known(self, ids: list[int], name: str) -> list[int]:
+        """The ids themselves, if they are tokens. Raises ApiError."""
+        outside = next((i for i in ids if not 0 <= i < self.tokenizer.n_vocab), None)
+        if outside is not None:
+            raise ApiError(
+                400, f"the {name} has the token {str(outside)[:30]}, and the vocabulary has {self.tokenizer.n_vocab}", param=name
+            )
+        return ids
+
+    def _too_many(self, told: str, count: int, name: str) -> ApiError:
+        need = (count + ANSWER + 255) // 256 * 256
+        return ApiError(
+            400, f"the request has {told} tokens, which exceeds the available context size of {self.n_ctx}; shorten it, or start the "
+            f"server with more: `pyspec serve -c {need}` for the prompt and {ANSWER} tokens of an answer", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
+        )  # fmt: skip
+
+    def template_for(self, tools: Sequence[Any]) -> ChatTemplate:
+        """The template of a conversation: files may have another one for those with tools."""
+        return self.tool_template if tools and self.tool_template is not None else self.template
+
+    def form_for(self, tools: Sequence[Any]) -> Format:
+        """How answers are written; with a template that knows no tools, calls are asked for in words."""
+        template = self.template_for(tools)
+        return template.form if not tools or "tools" in template.source else replace(template.form, calls=(IN_JSON, *template.form.calls))
+
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool | None = None,
+        variables: Mapping[str, Any] | None = None, open_turn: bool = True, prefill: Prefill | None = None,
+    ) -> Prompt:  # fmt: skip
+        """A conversation as the model's template writes it. Errors as of ``ChatTemplate.encode``."""
+        self.check_bytes(
+            sum(len(m["content"]) for m in messages if m.get("role") != "assistant" and isinstance(m.get("content"), str)), "messages"
+        )
+        template, form = self.template_for(tools), self.form_for(tools)
+        given: dict[str, Any] = {"thinking": thinking, "tools": tools or None, "variables": variables}
+        fits = lambda text: self.check_length(text, "messages")  # noqa: E731
+        ids = template.encode(self.tokenizer, messages, fits, add_generation_prompt=open_turn, **given)
+        opened = open_turn and form.opened(self.tokenizer.decode(ids[-TAIL:], special=True))
+        for text, marks in _begun(template, opened, prefill):
+            ids = ids + self.tokenizer.encode(text, special=marks, bos=False)
+        inside = "reasoning" if opened else ""
+        if prefill is not None:
+            inside = "reasoning" if prefill.content is None else "content"
+        return Prompt(self.checked(ids, "messages"), inside, prefill is not None and bool(prefill.content or prefill.content is None), form)
+
+    def rendered(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool | None = None,
+        variables: Mapping[str, Any] | None = None, open_turn: bool = True, prefill: Prefill | None = None,
+    ) -> str:  # fmt: skip
+        """The same as text."""
+        template = self.template_for(tools)
+        text = template.render(messages, add_generation_prompt=open_turn, thinking=thinking, tools=tools or None, variables=variables)
+        return text + "".join(part for part, _ in _begun(template, template.form.opened(text), prefill))
+
+    def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[fields.Trigger, ...] = ()) -> None:
+        """Compiles it, which is kept for its request: what is wrong with it is said before the request waits. Raises SamplingError."""
+        check()
+        if constraint is not None and triggers:
+            LazyGrammar(*constraint, triggers, self.tokenizer)
+        elif constraint is not None:
+            Grammar(*constraint, self.tokenizer)
+
+    def end_bias(self) -> list[dict[str, Any]]:
+        """What ``ignore_eos`` comes to, as /completion shows it."""
+        return [{"token": i, "bias": None} for i in self._ends]
+
+    # -- what it is
+
+    def model_entry(self) -> dict[str, Any]:
+        target = self.session.target
+        return {
+            "id": self.name, "object": "model", "created": self.created, "owned_by": "pyspec", "aliases": list(self.names),
+            "tags": list(self.options.tags),
+            "meta": {
+                "vocab_type": 2, "n_vocab": self.tokenizer.n_vocab, "n_ctx_train": target.context_length, "n_ctx": self.n_ctx,
+                "n_embd": target.n_embd, "size": target.file.path.stat().st_size, "architecture": target.arch,
+                "drafter": self.session.drafter.title if self.session.drafter is not None else None,
+            },
+        }  # fmt: skip
+
+    def check_model(self, body: Mapping[str, Any]) -> None:
+        """The name of the model in a request is not looked at, as in llama.cpp's server: there is one. It has to be a text."""
+        fields.text(body, "model")
+
+
+def _begun(template: ChatTemplate, opened: bool, prefill: Prefill | None) -> list[tuple[str, bool]]:
+    """What of the assistant's message goes behind a prompt, which has ``opened`` the reasoning or not: texts, and whether they are markers."""
+    if prefill is None:
+        return []
+    channels = template.form.channels
+    if channels is not None:
+        begin, between, answers = channels.thinks, channels.ends[0] + channels.start, channels.answers
+    else:
+        (begin, between), answers = template.thinking, ""
+    thought = bool(prefill.reasoning) or opened
+    out = [(begin, True)] if thought and not opened else []
+    out.append((prefill.reasoning, False))
+    if prefill.content is not None:
+        out += [(between if thought else "", True), (answers, True), (prefill.content, False)]
+    return [part for part in out if part[0]]

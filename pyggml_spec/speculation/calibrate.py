@@ -1,0 +1,286 @@
+"""What a step costs at each width, measured on the real graphs of this engine, and kept per model, device and version; and how good drafts were, kept per
+pair."""
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from ..engine.engine import Engine
+from ..engine.request import PLAIN, LoopOptions
+from ..engine.scheduler import Scheduler
+from ..engine.stats import MUCH_WAITING
+from ..errors import ContextError, PyspecError
+from ..files import make_private, replacing
+from ..folders import cache_folder
+from ..ggml.device import graph_replay_enabled, kernels_in_use, waited_for_core
+from ..ggml.library import versions
+from .policy import Kind, Record
+
+# Runs that do not count, at least: ggml-cuda captures on the second identical call and replays from the third on; and the time of runs that do not. The first
+# 16 blocks of four rows of the embedded pair took 0.97 ms in the median where all behind them take 0.70, and control believed that for a whole session.
+WARMUP, WARM_S = 3, 0.015
+MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
+PLAIN_MORE = 3  # times as many plain steps: all else is compared with them, and weights come into the cache by and by (28 MB: 1.6, 1.3, 1.2 ms, then 1.07)
+START = [0] * 8  # tokens that the measured steps follow at least
+# Texts have more behind them, and attention reads what is there: behind 8 tokens a block of 4 rows of the embedded pair was measured as 1.46 plain steps,
+# and took 1.6 to 1.9 in texts. So much more is computed as takes no longer than FILL_S; of larger models attention is the smaller part. 20 prompts in turn,
+# one thread, three times, busy machine: mean 1.46 of plain decoding without, 1.49 with, where runs of equal code lay between 1.38 and 1.62.
+FILL, MOST_FILL, FILL_S = [0] * 32, 4, 0.1
+SEED = 2
+KEEP_DRAFTS = "PYSPEC_KEEP_DRAFTS"
+LEAST_BLOCKS, MOST_BLOCKS = 8, 1e6  # whose drafts are worth keeping; of an entry, whose weights of old ones fade
+
+
+K = TypeVar("K", int, Kind, tuple[int, str])
+
+
+def kind_costs(engine: Engine, kinds: tuple[Kind, ...]) -> dict[Kind, float]:
+    """``step_cost`` of drafting steps by kind. Forgets the sequence. Those that the context is too short for are left out."""
+    random = np.random.default_rng(SEED)
+    return {
+        kind: step_cost(engine, kind.width, random, who=kind.drafter, rows=kind.verified)
+        for kind in kinds
+        if engine.options.n_ctx > len(START) + kind.verified
+    }
+
+
+def step_costs(engine: Engine, widths: tuple[int, ...], given: bool = False) -> dict[int, float]:
+    """``step_cost`` by width, 1 being plain decoding; ``given``: of steps that verify given ids. Forgets the sequence. Widths that the context is too short for are left out.
+
+    Blocks are varied: behind START a drafter repeats one token, whose rows all choose the same few experts, and a block of a routed model
+    costs by the experts that it chooses.
+    """
+    random = np.random.default_rng(SEED)
+    fitting = [width for width in (1, *widths) if engine.options.n_ctx > len(START) + width]
+    return {width: step_cost(engine, width, random, given=given) for width in fitting}
+
+
+def step_cost(
+    engine: Engine,
+    width: int,
+    random: np.random.Generator | None = None,
+    most: int = MOST,
+    given: bool = False,
+    who: str = "",
+    rows: int = 0,
+) -> float:
+    """Milliseconds of one step of ``width`` rows: the median of at most ``most`` of them, host work included. Forgets the sequence.
+
+    ``random`` chooses the tokens of blocks. ``given``: they are verified as they are, and nobody drafts. ``who`` drafts, the first one if that is
+    empty, and a graph of ``rows`` rows verifies, of ``width`` if that is 0. The fastest step instead of the median was tried: on a shared two-core machine it flattered wide
+    blocks by a quarter.
+    """
+    engine.reset(drafting=width > 1 and engine.drafter is not None)
+    engine.prefill(START[: max(1, engine.options.n_ctx - width)])
+    began = time.perf_counter()
+    for n in range(1, MOST_FILL + 1):
+        behind = len(START) + n * len(FILL)
+        if (
+            behind > engine.options.n_ctx // 2
+            or engine.options.n_ctx - behind < max(width, rows) + WARMUP + 3
+            or time.perf_counter() - began > FILL_S
+        ):
+            break
+        engine.prefill(FILL)
+    most *= PLAIN_MORE if width == 1 and most == MOST else 1
+    runs, warmup = list[float](), WARMUP
+    random, started = random or np.random.default_rng(SEED), time.perf_counter()
+    while len(runs) < warmup + most and engine.cursor.room >= max(width, rows):
+        began = time.perf_counter()
+        ids = random.integers(0, engine.target.n_vocab, width - 1)
+        if width == 1:
+            result = engine.plain_step()
+        else:
+            result = engine.verify_step(ids.tolist()) if given else engine.fused_step(width, ids, drafter=who, verified=rows)
+        engine.accept(1, int(result.ids[0]))
+        runs.append(time.perf_counter() - began)
+        spent = time.perf_counter() - started
+        warmup = max(warmup, len(runs)) if spent < WARM_S else warmup
+        if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= warmup + 3):
+            break
+    if not runs:
+        raise ContextError(f"a context of {engine.options.n_ctx} holds no step of {width} rows that could be measured; raise it")
+    engine.reset()
+    return 1000 * statistics.median(runs[warmup:] or runs)
+
+
+def plain_cost(scheduler: Scheduler, most: int, behind: int = 0, take: Callable[[list[int]], object] = lambda block: None) -> float:
+    """Milliseconds of a token of plain decoding as texts get it: the mean of at most ``most`` steps, all that the host does around them included. Forgets
+    the sequence.
+
+    Where a step of the embedded pair takes 0.78 ms by ``step_cost``, this says 0.84 to 0.91 and its texts take 0.86 to 0.95 per token: compared with steps
+    alone, speculation that lost nothing seemed to lose 15 %. ``behind``: tokens that the steps follow, fewer where these would take longer than FILL_S:
+    attention reads them, and behind eight of them a text of 256 tokens seemed to lose another 5 %. ``take`` is called with what each step brings, as whoever
+    reads a text does something with it: without that plain decoding of the embedded pair seemed 4 % faster than a text that is decoded plainly.
+    """
+    engine, runs = scheduler.engine, list[float]()
+    engine.reset()
+    room = engine.options.n_ctx - WARMUP - most - 1
+    if min(behind, room) > len(FILL):
+        began = time.perf_counter()
+        engine.prefill(FILL)
+        behind = min(behind, room, int(len(FILL) * FILL_S / (time.perf_counter() - began)))
+        engine.reset()
+    tokens = max(min(behind, room), min(len(START), engine.options.n_ctx - 1), 1)
+    options = LoopOptions(WARMUP + most + 1, PLAIN, engine.options.width, ignore_end=True, reuse=False)
+    with closing(scheduler.submit([0] * tokens, options, slot=0)) as stream:
+        next(stream)  # behind the prompt
+        started = last = time.perf_counter()
+        for block in stream:
+            take(block)
+            now = time.perf_counter()
+            runs.append(now - last)
+            last, spent = now, now - started
+            if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= WARMUP + 3):
+                break
+    engine.reset()
+    if not runs:
+        raise ContextError(f"a context of {engine.options.n_ctx} holds no plain step that could be measured; raise it")
+    return 1000 * statistics.fmean(runs[WARMUP:] or runs)
+
+
+def cost_key(engine: Engine, widths: tuple[int, ...] | tuple[Kind, ...], given: bool = False) -> str:
+    """Names what the costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
+    device, placement = engine.backend.device, engine.target.weights.placement
+    parts = [
+        SEED,
+        graph_replay_enabled(),
+        kernels_in_use(),
+        placement,
+        device.name,
+        device.description,
+        engine.backend.threads,
+        engine.backend.kernels,
+        widths,
+        given,
+        engine.options,
+        versions(),
+        *(map(str, engine.parts.segments) if len(engine.parts.segments) > 1 else ()),
+    ]
+    return _hash([*parts, *_files(engine)])
+
+
+def _files(engine: Engine) -> list[Any]:
+    """What tells a pair from others: size and first MiB of each file, and how many tokens of the vocabulary are drafted."""
+    members = engine.drafter.members if engine.drafter is not None else ()
+    parts: list[Any] = [f"{member.draft_tokens} tokens" for member in members if member.draft_tokens]
+    for path in (engine.target.file.path, *(member.file.path for member in members)):
+        with open(path, "rb") as file:
+            parts += [path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()]
+    return parts
+
+
+def _hash(parts: list[Any]) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def known_drafts(engine: Engine) -> dict[str, Record]:
+    """By drafter, how often its drafts were right in texts of earlier sessions with this pair, whatever device computed them: a first text begins as a later
+    one does. Empty if there were none, the entry is damaged, or KEEP_DRAFTS is "0"."""
+    if os.environ.get(KEEP_DRAFTS) == "0":
+        return {}
+    try:
+        stored, out = json.loads(_drafts_path(engine).read_text()), {}
+        for method, of in stored.items():
+            record = Record(len(of["tries"]))
+            record.tries, record.hits = [float(n) for n in of["tries"]], [float(n) for n in of["hits"]]
+            fits = len(record.hits) == len(record.tries) > 0
+            if not fits or not all(0 <= hits <= tries < MOST_BLOCKS for tries, hits in zip(record.tries, record.hits)):
+                return {}
+            out[method] = record
+        return out
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return {}
+
+
+def keep_drafts(engine: Engine, seen: Mapping[str, Record]) -> None:
+    """For ``known_drafts`` of later sessions, if blocks enough were seen in this one to say more than is kept."""
+    if os.environ.get(KEEP_DRAFTS) == "0" or sum(record.blocks for record in seen.values()) < LEAST_BLOCKS:
+        return
+    with suppress(OSError, PyspecError):  # a file that has gone, a folder that cannot be trusted
+        keep(_drafts_path(engine), {method: {"tries": record.tries, "hits": record.hits} for method, record in seen.items()})
+
+
+def _drafts_path(engine: Engine) -> Path:
+    return cache_folder() / f"drafts-{_hash([SEED, *_files(engine)])}.json"
+
+
+def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, given: bool = False) -> tuple[dict[int, float], bool]:
+    """``step_costs``, from the cache if they were measured before; the flag says whether they were. A damaged entry is measured again.
+
+    ``fresh``: measure whatever the cache says. Costs that were measured while other work had the processor are not kept.
+    """
+    path = cache_folder() / f"costs-{cost_key(engine, widths, given)}.json"
+    stored = None if fresh else kept(path, {str(width): width for width in (1, *widths)})
+    if stored is not None and 1 in stored:
+        return stored, True
+    with Waiting(engine) as waiting:
+        costs = step_costs(engine, widths, given)
+    if 1 not in costs:
+        return {}, False
+    if not waiting.much:
+        keep(path, costs)
+    return costs, False
+
+
+def cached_kinds(engine: Engine, kinds: tuple[Kind, ...], fresh: bool = False) -> dict[Kind, float]:
+    """``kind_costs`` as ``cached_costs`` has those of widths."""
+    if not kinds:
+        return {}
+    path = cache_folder() / f"costs-{cost_key(engine, kinds)}.json"
+    names = {"/".join(map(str, kind)): kind for kind in kinds}
+    stored = None if fresh else kept(path, names)
+    if stored is not None:
+        return stored
+    with Waiting(engine) as waiting:
+        costs = kind_costs(engine, kinds)
+    if costs and not waiting.much:
+        keep(path, {name: costs[kind] for name, kind in names.items() if kind in costs})
+    return costs
+
+
+def kept(path: Path, names: dict[str, K]) -> dict[K, float] | None:
+    """The costs of an entry by what its names stand for; None if there is none, or it is damaged."""
+    try:
+        stored = {names[name]: float(ms) for name, ms in json.loads(path.read_text()).items()}
+        return stored if all(0 < ms < 1e6 for ms in stored.values()) else None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return None
+
+
+def keep(path: Path, entry: Mapping[Any, Any]) -> None:
+    try:
+        make_private(path.parent)
+        with replacing(path) as file:
+            file.write(json.dumps(entry).encode())
+    except OSError:
+        pass  # a read-only home or a full disk only means measuring again next time
+
+
+class Waiting:
+    """A ``with`` block in which it is watched whether other work has this thread's core, or one that the steps of ``engine`` compute on; ``much`` says so
+    afterwards."""
+
+    much = False
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> Self:
+        self._calm = self._engine is None or self._engine.threads.calm
+        self._began, self._waited = time.perf_counter(), waited_for_core()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        waited = waited_for_core()
+        self.much = not self._calm or not (self._engine is None or self._engine.threads.calm)
+        if waited is not None and self._waited is not None:
+            self.much |= waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)

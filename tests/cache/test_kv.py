@@ -1,0 +1,123 @@
+"""K/V rows: zero at creation, one row per position, and rows that do not count go where no query looks."""
+
+import numpy as np
+import pytest
+
+from pyggml_spec.cache.kv import GPU_SPAN, NOWHERE, SPAN, KVCache, least_span, padded, span_for, spans_up_to
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.library import ffi, lib
+from pyggml_spec.models.base import KVShape
+
+TRASH = 16
+
+
+@pytest.fixture(scope="module")
+def backend():
+    backend = Backend(pick_device("CPU"), 1)
+    yield backend
+    backend.close()
+    backend.close()  # twice is fine
+
+
+@pytest.fixture
+def cache(backend):
+    cache = KVCache(backend, [KVShape(2, 64), KVShape(1, 32)], 300, TRASH)
+    yield cache
+    cache.close()
+    cache.close()
+
+
+def content(tensor, dtype) -> np.ndarray:
+    out = np.empty(lib.ggml_nbytes(tensor) // np.dtype(dtype).itemsize, dtype)
+    lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), 0, out.nbytes)
+    return out
+
+
+def rows(cache, first, count, real) -> list[int]:
+    out = np.empty(count, np.int64)
+    cache.rows_for(first, count, real, out)
+    return out.tolist()
+
+
+def test_a_span_holds_its_tokens_hides_at_most_a_quarter_of_them_and_is_one_of_the_listed():
+    live = padded(33_000)
+    listed = spans_up_to(live)
+    assert listed == sorted(set(listed)) and listed[-1] == live and len(listed) <= 25
+    for n in range(1, live, 97):
+        span = min(span_for(n), live)
+        assert span in listed and n <= span <= max(n + SPAN, 1.25 * n) and span % SPAN == 0
+        assert min(span_for(n, GPU_SPAN), live) in listed  # whose memory has been measured
+
+
+def test_a_generation_of_4096_tokens_crosses_three_spans_on_a_gpu_instead_of_eleven():
+    assert [len({span_for(n, least) for n in range(1, 4097)}) for least in (GPU_SPAN, SPAN)] == [4, 12]
+
+
+@pytest.mark.parametrize("row_kib, least", [(20, 1024), (64, 1024), (65, 512), (160, 512), (256, 512), (257, 256), (880, 256)])
+def test_wide_rows_are_hidden_in_smaller_numbers(row_kib, least):
+    """A row of gemma4-31B's K/V is 880 KiB: 768 hidden ones would be 0.7 GB per step."""
+    assert least_span(row_kib << 10) == least
+
+
+@pytest.mark.parametrize("n, rounded", [(1, SPAN), (SPAN, SPAN), (SPAN + 1, 2 * SPAN), (300, 512)])
+def test_contexts_are_rounded_up_to_whole_spans(n, rounded):
+    assert padded(n) == rounded
+
+
+def test_every_layer_has_its_own_shape_with_trash_rows_behind_the_live_ones(cache):
+    assert [(k.ne[0], k.ne[1], v.ne[0], v.ne[1]) for k, v, *_ in cache.layers] == [(128, 528, 128, 528), (32, 528, 32, 528)]
+    assert cache.nbytes >= 2 * 2 * 528 * (128 + 32)
+
+
+def test_everything_is_zero_at_creation(cache):
+    """0 * NaN is NaN: a masked row of whatever was in memory before would poison every attention."""
+    assert all(not content(t, np.uint8).any() for layer in cache.layers for t in (layer.k, layer.v))
+
+
+def test_filling_leaves_the_mask_constant_alone(cache):
+    cache.fill(0xFF)
+    assert (content(cache.layers[1].k, np.uint8) == 0xFF).all()
+    assert (content(cache.near, np.float32) == 0.5 - np.arange(528)).all()
+
+
+def test_a_block_is_written_at_its_positions(cache):
+    assert rows(cache, 100, 5, 5) == [100, 101, 102, 103, 104]
+
+
+def test_padding_rows_go_to_different_trash_rows_while_there_are_enough(cache):
+    """Row writes run in parallel; in a block of the drafter's width no two go to one row."""
+    written = rows(cache, 100, 10, 4)
+    assert written[:4] == [100, 101, 102, 103]
+    assert all(512 <= row < 528 for row in written[4:]) and len(set(written)) == 10
+
+
+def test_rows_past_the_end_go_to_trash_rows(cache):
+    """The last block of a full context is wider than what is left of it."""
+    written = rows(cache, 508, 10, 10)
+    assert written[:4] == [508, 509, 510, 511] and all(512 <= row < 528 for row in written[4:])
+
+
+def test_more_hidden_rows_than_trash_rows_stay_inside_the_tensor(cache):
+    assert all(512 <= row < 528 for row in rows(cache, 0, 128, 3)[3:])
+
+
+def test_a_model_without_attention_layers_has_a_cache_of_nothing(backend):
+    cache = KVCache(backend, [], 16, TRASH)
+    assert cache.layers == () and (content(cache.near, np.float32) == 0.5 - np.arange(SPAN + TRASH)).all()
+    cache.close()
+
+
+def test_a_ring_shows_its_newest_rows_and_hides_what_was_never_written(backend):
+    """What drafters that borrow the rows look at: the newest token's row is among them, whatever its place in the ring."""
+    cache = KVCache(backend, [KVShape(1, 32, sliding=True)], 4 * SPAN, TRASH, window=100, widest=16)
+    try:
+        assert 0 < cache.ring < cache.live
+        for n in (1, 2, 99, cache.ring - 1, cache.ring, cache.ring + 1, 2 * cache.ring, 2 * cache.ring + 7):
+            near = np.empty(cache.ring, np.float32)
+            cache.positions_of_ring(n, near)
+            held = {p % cache.ring: p for p in range(n)}  # of each row the last position that was written into it
+            wanted = [0.5 - held[row] if row in held else NOWHERE for row in range(cache.ring)]
+            np.testing.assert_array_equal(near, np.array(wanted, np.float32))
+            assert near[(n - 1) % cache.ring] == 0.5 - (n - 1)
+    finally:
+        cache.close()

@@ -1,0 +1,142 @@
+"""JSON schemas: a keyword is kept or refused by name, never left out; what comes out is what the schema says, by another library's judgement."""
+
+import json
+import random
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from pyggml_spec.constraints.grammar import Grammar
+from pyggml_spec.constraints.json_schema import FORMATS, KEYWORDS, MAX_TEXT, checked
+from pyggml_spec.errors import SamplingError
+
+SUITE = json.loads((Path(__file__).parent / "json_schema_suite.json").read_text("utf-8"))
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 1, "maxLength": 9}, "age": {"type": "integer", "minimum": 0, "maximum": 130}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+NODE = {"type": "object", "properties": {"value": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+        "required": ["value", "next"], "additionalProperties": False}  # fmt: skip
+SCHEMAS = [
+    PERSON, {"$ref": "#/$defs/node", "$defs": {"node": NODE}}, {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3,5}$"},
+    {"type": "array", "items": {"type": "integer", "multipleOf": 7}, "minItems": 2, "maxItems": 4}, {"enum": ["a b", 1, None, True, {"k": [2]}]},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, {"type": "number", "minimum": -2.5, "maximum": 2.5},
+    {"type": "object", "properties": {"kind": {"const": "x"}}, "required": ["kind"], "additionalProperties": {"type": "integer"}},
+    {"type": "object", "patternProperties": {"^n_[a-z]{1,4}$": {"type": "number"}}, "additionalProperties": False},
+    {"anyOf": [PERSON, {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}]}, {"type": ["string", "null"], "maxLength": 4},
+    {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 12}, {"multipleOf": 3}]}, {"type": "string", "format": "date"},
+    {"type": "string", "format": "date-time"}, {"type": "string", "format": "ipv4"}, {"type": "string", "format": "uuid"},
+    {"type": "array", "prefixItems": [{"type": "string", "maxLength": 3}, {"type": "integer"}], "items": False, "minItems": 2},
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "minProperties": 1, "additionalProperties": False},
+    {"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 5}]}, {"type": "object", "maxProperties": 2},
+]  # fmt: skip
+
+
+def texts(schema, tokenizer, seeds, most=160):
+    """Texts of random allowed tokens, whole ones only; the end comes as soon as it may, once in four times."""
+    for seed in seeds:
+        rng, grammar, out = random.Random(seed), Grammar("json_schema", json.dumps(schema), tokenizer), b""
+        for _ in range(most):
+            allowed = grammar.mask().nonzero()[0].tolist()
+            ends = [token for token in allowed if tokenizer.is_end(token)]
+            token = rng.choice(ends) if ends and (len(ends) == len(allowed) or rng.random() < 0.25) else rng.choice(allowed)
+            grammar.accept(token)
+            out += tokenizer.piece(token)
+            if grammar.ended:
+                yield out.decode("utf-8")
+                break
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:50])
+def test_every_text_of_a_schema_is_valid(tokenizer, schema):
+    """By the ``jsonschema`` library; of the converter that was here before, one in four was not."""
+    validator, whole = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()), 0
+    for text in texts(schema, tokenizer, range(12)):
+        validator.validate(json.loads(text, parse_constant=pytest.fail))
+        whole += 1
+    assert whole
+
+
+@pytest.mark.parametrize("group", SUITE["groups"], ids=lambda group: group["description"])
+def test_the_test_suite_of_json_schema(tokenizer, group):
+    """Each schema is refused, or forbids every document that the suite says is invalid; for those that are kept the list says so."""
+    try:
+        grammar = Grammar("json_schema", json.dumps(group["schema"]), tokenizer)
+    except SamplingError:
+        assert not group["kept"]
+        return
+    assert group["kept"]
+    del grammar
+    for test in group["tests"]:
+        text = tokenizer.encode(json.dumps(test["data"], ensure_ascii=False), bos=False)
+        grammar = Grammar("json_schema", json.dumps(group["schema"]), tokenizer)
+        fits = grammar.fits(text) == len(text)
+        for token in text if fits else ():
+            grammar.accept(token)
+        assert (fits and grammar.complete) is test["accepted"], test["description"]
+        assert test["valid"] or not test["accepted"]
+
+
+def test_a_keyword_is_known_or_refused_by_name():
+    for keyword in (
+        "not",
+        "if",
+        "contains",
+        "propertyNames",
+        "uniqueItems",
+        "dependentRequired",
+        "unevaluatedProperties",
+        "nullable",
+        "minWidth",
+    ):
+        assert keyword not in KEYWORDS
+        for schema in ({keyword: True}, {"$defs": {"x": {keyword: 1}}}, {"anyOf": [{"items": {keyword: {}}}]}):
+            for more in ({}, {"$schema": "http://json-schema.org/draft-04/schema#"}):
+                with pytest.raises(SamplingError, match=f"'{keyword}'"):
+                    checked(json.dumps({**schema, **more}))
+
+
+def test_what_forbids_nothing_is_no_keyword_to_refuse():
+    checked(
+        json.dumps({"uniqueItems": False, "deprecated": True, "title": "x", "default": {"not": 1}, "enum": [{"not": 1}], "$comment": "y"})
+    )
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [
+        ("", "no JSON"), ("[]", "object"), ('{"$ref": "https://example.com/a.json"}', "https://example.com"), ('{"$ref": "#/nothing"}', "no schema"),
+        ('{"$ref": "#/default", "default": {"minWidth": 1}}', "no schema"), ('{"type": "unheard of"}', "Invalid type"), ("[" * 100000, "no JSON"),
+        ('{"items": {"$ref": 5}}', "must be a string"), ('{"minimum": NaN}', "no JSON"), ('{"const": 9007199254740993}', "double"),
+        ('{"type": "string", "format": "iri"}', "iri"), ('{"format": "unknown"}', "unknown"), ('{"oneOf": [{"minimum": 1}, {"maximum": 5}]}', "oneOf"),
+        ('{"minProperties": 2}', "minProperties"), ('{"properties": {"a": {"$id": "b"}}}', "#/properties/a"), ('{"type": "string", "pattern": "a(?=b)"}', "look-ahead"),
+        ('{"prefixItems": [{"type": "integer"}], "additionalItems": false}', "additionalItems"), ('{"additionalItems": false}', "additionalItems"),
+        ('{"allOf": [{"multipleOf": 97}, {"multipleOf": 89}]}', "8633"), ('{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
+        ('{"enum": ["' + "x" * MAX_TEXT + '"]}', "characters"), ("false", "false"), ('{"required": ["a"], "additionalProperties": false, "type": "object"}', "'a'"),
+        ('{"anyOf": ' + '[{"anyOf": ' * 5000 + "[]" + "}]" * 5000 + "}", "JSON"),
+    ],
+)  # fmt: skip
+def test_wrong_schemas_are_one_sentence(tokenizer, schema, words):
+    with pytest.raises(SamplingError, match=words) as caught:
+        Grammar("json_schema", schema, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lark", ['start: %json {"minWidth": 3}', 'start: "x" %json{"properties": {"a": {"not": {}}}}',
+                                  'start: %json {"type": "string", "x-guidance": {"lenient": true}, "format": "iri"}'])  # fmt: skip
+def test_schemas_in_lark_grammars_are_held_to_the_same(tokenizer, lark):
+    with pytest.raises(SamplingError, match="minWidth|'not'|x-guidance"):
+        Grammar("lark", lark, tokenizer)
+
+
+def test_formats_mean_what_they_say(tokenizer):
+    """llguidance's own patterns take 29 February of 2021, 12:30:60 and xn--x."""
+    for name, good, bad in [("date", "2024-02-29", "2021-02-29"), ("time", "12:30:59Z", "12:30:60Z"), ("hostname", "a-b.c", "xn--x"),
+                            ("date-time", "2000-02-29T00:00:00+01:00", "1900-02-29T00:00:00Z")]:  # fmt: skip
+        assert name in FORMATS
+        for text, accepted in ((good, True), (bad, False)):
+            ids = tokenizer.encode(json.dumps(text), bos=False)
+            assert (Grammar("json_schema", json.dumps({"type": "string", "format": name}), tokenizer).fits(ids) == len(ids)) is accepted

@@ -1,0 +1,341 @@
+"""Constraints in a step: masks on the device give the text that masks on the host give, asked for once per step, and only where they matter."""
+
+import json
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+
+import jsonschema
+import numpy as np
+import pytest
+
+import pyggml_spec as ps
+from pyggml_spec.constraints import grammar as grammars
+from pyggml_spec.constraints.grammar import Grammar, allows, only
+from pyggml_spec.engine import masked
+from pyggml_spec.engine.candidates import Candidates
+from pyggml_spec.engine.constrained import Guide
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.masked import MaskedRows
+from pyggml_spec.engine.scheduler import Scheduler
+from pyggml_spec.engine.slot import Draft, Verify
+from pyggml_spec.errors import DeviceError, EngineError
+from pyggml_spec.sampling.sampler import Sampler, Sampling
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.speculation.synthetic import SyntheticAcceptance
+from pyggml_spec.tools.plan import plan
+
+KEYS = {"the_name_of_the_function": {"type": "string", "maxLength": 12}, "number_of_arguments": {"type": "integer", "maximum": 99}}
+SCHEMA = json.dumps({"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False})
+CONSTRAINTS = {
+    "schema": {"json_schema": SCHEMA}, "regex": {"regex": r"def [a-z]{3,9}\(self, (name|number)\):\n    return [^\n]{3,20}\n"},
+    "gbnf": {"grammar": 'root ::= "x = [" d (", " d){0,3} "]" \nd ::= [0-9] | "(" d ")"'},
+}  # fmt: skip
+VALUES = {
+    "greedy": {"temperature": 0.0}, "sampled": {"seed": 7, "temperature": 1.2}, "penalties": {"temperature": 0.0, "repeat_penalty": 1.3, "repeat_last_n": 20},
+    "whole rows": {"seed": 7, "top_k": 0},
+}  # fmt: skip
+PROMPT = "import os\n\n"
+
+
+@pytest.fixture(scope="module", params=[None, DEMO_DRAFTER], ids=["no drafter", "drafter"])
+def session(request):
+    width = None if request.param is None else 4
+    with ps.load(DEMO_TARGET, draft=request.param, device="CPU", threads=1, n_ctx=256, draft_width=width) as session:
+        yield session
+
+
+class Asked(list):
+    """What a device was asked for: the numbers of rows, one entry each time. ``rows``: whole rows that were read."""
+
+    rows = 0
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Engines treat the CPU's memory as a device's while decoding: logits stay in it, masks go to it."""
+    asked = Asked()
+
+    def read_candidates(self, count, slot=0, masked=False):
+        self._candidates.expect(count, slot, masked)
+
+    def counted(real):
+        return lambda self, asks, count: asked.append(len(asks)) or real(self, asks, count)
+
+    def candidates(self, row, slot=0, real=Engine.candidates):
+        ids, logits = real(self, row, slot)
+        asked.rows += ids is None
+        return ids, logits
+
+    monkeypatch.setattr(Engine, "read_candidates", read_candidates)
+    monkeypatch.setattr(Engine, "candidates", candidates)
+    monkeypatch.setattr(MaskedRows, "_run", counted(MaskedRows._run))
+    return asked
+
+
+@pytest.fixture(scope="module")
+def host_texts(session):
+    return {
+        (kind, values): session.generate(PROMPT, 60, sampling=Sampling(**CONSTRAINTS[kind], **VALUES[values]))[0]
+        for kind in CONSTRAINTS
+        for values in VALUES
+    }
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+@pytest.mark.parametrize("values", VALUES)
+def test_the_text_is_the_hosts(session, host_texts, device, kind, values):
+    """Alone, plainly, and in slots beside a sequence without a constraint."""
+    sampling, want = Sampling(**CONSTRAINTS[kind], **VALUES[values]), host_texts[kind, values]
+    text, stats = session.generate(PROMPT, 60, sampling=sampling)
+    assert text == want
+    assert session.generate(PROMPT, 60, sampling=sampling, mode="plain")[0] == want
+    assert bool(device) is (values != "whole rows"), "none of its greedy choices or draws was forbidden"
+    assert bool(device.rows) is (values == "whole rows")
+    if values == "greedy":
+        assert len(device) <= 2 * (stats.emitted + 1)
+    alone = session.generate("def f(", 20)[0]
+    with session.concurrent(slots=2) as server:
+        free, handle = server.submit("def f(", 20), server.submit(PROMPT, 60, sampling=sampling)
+        assert handle.result()[0] == want
+        assert free.result()[0] == alone
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+@pytest.mark.parametrize("values", ["greedy", "sampled"])
+def test_masks_by_threads_go_to_the_device_too(session, host_texts, device, monkeypatch, kind, values):
+    monkeypatch.setattr(grammars, "SLOW_S", -1.0)
+    monkeypatch.setattr(grammars, "QUICK_S", -1.0)
+    text, _ = session.generate(PROMPT, 60, sampling=Sampling(**CONSTRAINTS[kind], **VALUES[values]))
+    assert text == host_texts[kind, values]
+    assert device and not device.rows
+
+
+def test_the_device_is_asked_once_in_a_step_and_not_where_nothing_is_forbidden(session, device):
+    sampling = Sampling(json_schema=SCHEMA, temperature=0)
+    _, stats = session.generate(PROMPT, 60, sampling=sampling)
+    assert 0 < len(device) <= stats.steps + 1
+    device.clear()
+    text, _ = session.generate("x = 1\n", 12)
+    free = "".join(f"\\x{{{ord(c):x}}}" for c in text)
+    again, _ = session.generate("x = 1\n", 12, sampling=Sampling(temperature=0, regex=f"({free}|zz)(.|\\n)*"))
+    assert again == text
+    assert not device and not device.rows
+
+
+def test_a_device_without_room_for_masks_reads_whole_rows_and_says_so(session, device, host_texts, monkeypatch):
+    def none(*more):
+        raise DeviceError("no memory for 64 rows")
+
+    monkeypatch.setattr(masked, "MaskedRows", none)
+    monkeypatch.setattr(session.engine, "_candidates", Candidates(session.engine.parts, session.engine._sequences))
+    monkeypatch.setattr(session.engine.graphs, "masked", None)
+    text, stats = session.generate(PROMPT, 60, sampling=Sampling(**CONSTRAINTS["regex"], **VALUES["greedy"]))
+    assert text == host_texts["regex", "greedy"]
+    assert device.rows and not device
+    assert [note for note in stats.notes if "whole rows of logits" in note and "no memory for 64 rows" in note]
+    assert not session.generate(PROMPT, 5)[1].notes
+
+
+def test_slots_ask_together(session, device, monkeypatch):
+    submitted, step = threading.Event(), Scheduler._step
+    monkeypatch.setattr(
+        Scheduler, "_step", lambda *given: submitted.wait(30) and step(*given)
+    )  # all four begin with the same step, however fast steps are
+    with session.concurrent(slots=4) as server:
+        sampling = [Sampling(temperature=0, regex=f"[{c}-{c}A-Z]{{40}}") for c in "wxyz"]
+        handles = [server.submit(PROMPT, 30, sampling=s) for s in sampling]
+        submitted.set()
+        for handle in handles:
+            handle.result()
+    assert max(device) >= 4 and not device.rows
+
+
+def test_drafts_that_are_forbidden_are_not_verified(monkeypatch):
+    """A drafter that writes code, under a constraint that wants digits: a block is as wide as the drafts that may come, plain if none may."""
+    widths, real = Counter(), Guide.check
+
+    def check(self, drafts):
+        passed = real(self, drafts)
+        widths[next(w for w in (1, 2, 4, 8, 16) if passed < w)] += 1
+        return passed
+
+    monkeypatch.setattr(Guide, "check", check)
+    with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=16) as session:
+        sampling = Sampling(seed=3, temperature=1.5, regex="[0-9]{30}[0-9a-f]*")
+        text, stats = session.generate("def quicksort(items):\n    ", 30, sampling=sampling)
+        assert text == session.generate("def quicksort(items):\n    ", 30, sampling=sampling, mode="plain")[0]
+    assert stats.widths == widths
+    assert widths[1]
+    assert stats.drafted == sum((width - 1) * n for width, n in widths.items())
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_pinned_width_is_that_of_every_block_where_bits_depend_on_it(monkeypatch, slow):
+    """With ggml's kernels a row of a narrower graph has other last bits: text would not be that of ``--reference-shape``."""
+    if slow:
+        monkeypatch.setattr(grammars, "SLOW_S", -1.0)
+        monkeypatch.setattr(grammars, "QUICK_S", -1.0)
+    constraints = {"regex": "[a-z ]{5,60}[0-9]{2,9}"}, {"json_schema": SCHEMA}, {"grammar": 'root ::= "x = " n\nn ::= [0-9] n | "\\n"'}
+    with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=8, kernels="ggml") as session:
+        for seed, constraint in enumerate(constraints * 3):
+            sampling = Sampling(temperature=1, seed=seed, **constraint)
+            text, stats = session.generate("import json\n" * 3, 40, sampling=sampling)
+            assert text == session.generate("import json\n" * 3, 40, sampling=sampling, mode="reference")[0]
+            assert set(stats.widths) == {8}
+
+
+# -- what a guide knows
+
+
+@pytest.fixture
+def guided(session):
+    sampler = Sampler(Sampling(temperature=0, regex="(ab|cd)[0-9]{6}x+"), session.tokenizer, session.target.n_vocab)
+    yield sampler
+    sampler.close()
+
+
+def test_bits_ahead_are_those_behind_the_tokens(session):
+    tokenizer = session.tokenizer
+    for text, constraint in [
+        ('{"the_name_of_the_function": "ab c", "number', {"json_schema": SCHEMA}),
+        ("def abc(self, na", CONSTRAINTS["regex"]),
+    ]:
+        grammar = Grammar(*Sampling(**constraint).constraint, tokenizer)
+        ids = tokenizer.encode(text, bos=False)
+        ahead, forbidden = grammar.ahead(ids), grammar.ahead([*ids[:2], next(t for t in range(300) if not grammar.allows(t)), ids[2]])
+        assert len(ahead) == len(ids) + 1 and len(forbidden) >= 3
+        for bits, token in zip(ahead, [*ids, None]):
+            np.testing.assert_array_equal(bits, grammar.bits())
+            np.testing.assert_array_equal(np.unpackbits(bits, bitorder="little")[: tokenizer.n_vocab].view(bool), grammar.mask())
+            if token is not None:
+                assert allows(bits, token)
+                grammar.accept(token)
+
+
+def test_an_end_token_ends_what_is_ahead(session):
+    grammar = Grammar("regex", "a{1,3}", session.tokenizer)
+    end = next(i for i in range(session.tokenizer.n_vocab) if session.tokenizer.is_end(i))
+    a = session.tokenizer.encode("a", bos=False)[0]
+    here, behind = grammar.ahead([a, end, a])
+    assert not allows(here, end) and allows(behind, end) and grammar.allows(a)
+    assert only(Grammar("regex", "aaa", session.tokenizer).bits()) in (None, a)
+
+
+@pytest.mark.parametrize("tokens", [[], [0], [31], [32], [4095], [7, 8], [3, 4000]])
+def test_only_one(tokens):
+    bits = np.zeros(4096, bool)
+    bits[tokens] = True
+    assert only(np.packbits(bits, bitorder="little")) == (tokens[0] if len(tokens) == 1 else None)
+
+
+def test_rows_that_cannot_be_reached_are_not_asked_about(session, guided):
+    """Behind a greedy choice that is not the draft, and behind a draft that is forbidden."""
+    encode = lambda text: session.tokenizer.encode(text, bos=False)  # noqa: E731
+    digits = [encode(d)[0] for d in "123456"]
+    for token in encode("ab"):
+        guided.take(token)
+    wrong = encode("(")[0]
+    for drafts, greedy, rows in [
+        (digits[:3], [wrong] * 4, [0, 1, 2, 3]), (digits[:3], [digits[0], wrong, digits[2], digits[3]], [1]), (digits[:3], [digits[1], wrong, wrong, wrong], []),
+        ([digits[0], wrong, digits[2]], [wrong] * 4, [0, 1]), ([], [wrong], [0]), ([], [digits[5]], []),
+    ]:  # fmt: skip
+        guide = Guide(guided)
+        guide.begin()
+        guide.check(np.array(drafts, np.int32)) if drafts else None
+        guide.look_ahead(len(drafts) + 1)
+        assert [row for row, _ in guide.wanted(np.array(greedy))] == rows
+
+
+def test_a_block_is_filled_up_to_a_width_that_is_cheaper(session, guided):
+    """With ggml's own CUDA kernels 16 rows cost less than 8."""
+    encode = lambda text: session.tokenizer.encode(text, bos=False)  # noqa: E731
+    for token in encode("ab"):
+        guided.take(token)
+    digits, wrong = [encode(d)[0] for d in "123456"], encode("(")[0]
+    drafts = np.array([*digits[:5], *[wrong] * 10], np.int32)
+    guide = Guide(guided)
+    for widths, passed in [((), 5), ((1, 2, 4, 8, 16), 7), ((1, 2, 4, 16), 15), ((1, 2), 5)]:
+        guide.widths = widths
+        guide.begin()
+        assert guide.check(drafts) == passed
+    assert guide.check(drafts[:6]) == 5
+    guide.widths = (1, 16)
+    assert guide.check(drafts[:6]) == 6
+    guide.look_ahead(7)
+    assert [row for row, _ in guide.wanted(np.array([wrong] * 7))] == [0, 1, 2, 3, 4, 5], "what only fills up cannot come"
+
+
+def test_synthetic_acceptance_follows_the_constraint(session, device):
+    """Its drafts are tokens that may come, so that every row costs what it costs when drafts are right."""
+    synthetic = SyntheticAcceptance(3, 3, seed=1)
+    schema = json.dumps({"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 6, "maxItems": 40})
+    for _ in range(2):
+        text, stats = session.generate(PROMPT, 120, sampling=Sampling(temperature=0, json_schema=schema), synthetic=synthetic)
+        assert stats.tokens_per_step > (2 if session.drafter is not None else 1.2)
+        if not stats.cut:
+            jsonschema.validate(json.loads(text), json.loads(schema))
+
+
+@pytest.mark.parametrize("method", ["fits", "forced", "ahead", "accept"])
+def test_a_constraint_that_fails_within_a_step_ends_its_own_sequence_alone(session, device, monkeypatch, method):
+    """Limits of llguidance are found behind some token: whoever shares the step goes on."""
+    alone, sampling = session.generate("def f(", 20)[0], Sampling(temperature=0, regex="[a-z ]{40}")
+    real, calls = getattr(Grammar, method), 0
+
+    def fails(self, *more):
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise EngineError("too many states of the lexer")
+        return real(self, *more)
+
+    with session.concurrent(slots=2) as server:
+        free = server.submit("def f(", 20)
+        monkeypatch.setattr(Grammar, method, fails)
+        bound = server.submit(PROMPT, 30, sampling=sampling)
+        with pytest.raises(EngineError, match="too many states"):
+            bound.result()
+        assert free.result()[0] == alone
+        monkeypatch.undo()
+        assert server.submit("def f(", 20).result()[0] == alone
+        assert not server.ended
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("spec", ["draft-dflash", "suffix", "draft-dflash,draft-mtp,suffix"])
+def test_memory_of_looked_at_and_looked_up_drafts_is_there_at_load(spec, slots):
+    """Before, the first constrained text of a session made buffers for drafts that are looked at, and of several slots the first suffix draft did."""
+    more = {"spec": spec.split(","), "device": "CPU", "n_ctx": 512}
+    planned = plan(None, None, slots=slots, **more)
+    with ps.load(threads=1, **more) as session, ExitStack() as stack:
+        engine = session.engine
+        assert engine.memory() == planned.memory
+        scheduler = session.scheduler if slots == 1 else stack.enter_context(session.batch(slots))
+        engine = scheduler.engine
+        before, roles = engine.memory(), {name: c.buffer_growths for name, c in engine.graphs.counters().items()}
+        if slots > 1:
+            assert planned.slots_memory == {name: n for name, n in before.items() if name not in ("weights", "draft_weights")}
+        prompt = session.tokenizer.encode("x = [1, 2, 3]\nx = [1, 2, 3]\n")
+        for constrained in (False, True):
+            for width in (4, 16):
+                drafts = Draft(width, check=len) if constrained else Draft(width)
+                for method in [m.method for m in session.drafter.members] if session.drafter is not None else ():
+                    _step_of_all(engine, prompt, replace(drafts, drafter=method))
+                if session.lookup is not None or (constrained and session.drafter is not None):
+                    _step_of_all(engine, prompt, Verify(prompt[: width - 1]))
+        assert engine.memory() == before
+        assert {name: c.buffer_growths for name, c in engine.graphs.counters().items() if name in roles or c.buffer_growths} == roles
+
+
+def _step_of_all(engine, prompt, work):
+    for slot in range(engine.options.slots):
+        if engine.options.slots > 1:
+            assert engine.admit() == slot
+        else:
+            engine.reset()
+        engine.prefill(prompt, slot=slot)
+    engine.step(dict.fromkeys(range(engine.options.slots), work))
+    for slot in range(engine.options.slots) if engine.options.slots > 1 else ():
+        engine.release(slot)

@@ -1,0 +1,310 @@
+"""Two groups of sequences that decode beside each other, where layers are split over devices: here the CPU twice."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+
+import pytest
+from engine.batch_helpers import Pair, prompts, serve
+from engine.interrupts import interrupt_ends_all
+
+from pyggml_spec.cache.slots import covering
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.graph_prebuilder import Ahead
+from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.scheduler import Scheduler
+from pyggml_spec.engine.slot import Draft, Prompt, Verify
+from pyggml_spec.errors import EngineError
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.library import lib
+from pyggml_spec.multi_device.lanes import halves
+from pyggml_spec.multi_device.pipeline_policy import LOOK, TRIES, GroupControl, control_of
+from pyggml_spec.sampling.sampler import Sampler, Sampling
+from pyggml_spec.speculation.policy import PLAIN_STEP, Kind
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    made = Pair(tmp_path_factory.mktemp("pair"), "qwen35", n_ctx=512, device="CPU,CPU")
+    yield made
+    made.close()
+
+
+def engine_of(pair, slots):
+    s = pair.session
+    return Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, groups=True))
+
+
+def scheduler_of(pair, slots, width=None, groups=2):
+    return Scheduler(engine_of(pair, slots), width, groups=groups)
+
+
+@pytest.mark.parametrize("width", [1, 4, None])
+def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
+    """Plain ones beside those that draft, budgets of all sizes, more of them than slots."""
+    texts = prompts(9)
+    with scheduler_of(pair, 5, width) as scheduler:
+        modes = [SPECULATIVE if i % 3 else PLAIN for i in range(len(texts))]
+        streams = [scheduler.submit(text, LoopOptions(12 + 5 * i, mode)) for i, (text, mode) in enumerate(zip(texts, modes, strict=True))]
+        scheduler.run()
+        assert scheduler.stats.grouped > 20
+        assert sum(scheduler.stats.decoding[n] * n for n in scheduler.stats.decoding) <= scheduler.stats.emitted
+        assert scheduler.engine.forwards == scheduler.stats.steps
+    assert [s.tokens for s in streams] == [pair.solo(text, 12 + 5 * i) for i, text in enumerate(texts)]
+    assert all(s.stats.stop_reason == "length" for s in streams)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_at_random(pair, seed):
+    """Some that come, some that are cancelled while a step of theirs is under way, prompts that begin alike. scripts/fuzz_slots.py --groups has more seeds."""
+    assert serve(pair, seed, groups=2) == []
+
+
+def test_requests_from_threads_are_grouped(pair):
+    """Events are handed over while a group's step is under way."""
+    texts = prompts(6)
+    with pair.session.concurrent(4, groups=2, prefix_memory=0) as server:
+        handles = [server.submit(text, 40, ignore_end=True) for text in texts]
+        stats = [handle.result(120)[1] for handle in handles]
+        assert server.stats.grouped > 0 and [s.emitted for s in stats] == [40] * 6
+        assert [handle._stream.tokens for handle in handles] == [pair.solo(text, 40) for text in texts]
+
+
+def test_samplers_are_per_sequence_and_seeded(pair):
+    tokenizer = pair.session.tokenizer
+
+    def sampled(groups):
+        with scheduler_of(pair, 4, 4, groups) as scheduler:
+            samplers = [Sampler(Sampling(temperature=1.0, seed=i), tokenizer, tokenizer.n_vocab) for i in range(4)]
+            streams = [scheduler.submit(t, LoopOptions(24, SPECULATIVE, sampler=s)) for t, s in zip(prompts(4), samplers, strict=True)]
+            scheduler.run()
+            assert (scheduler.stats.grouped > 0) == (groups == 2)
+            return [s.tokens for s in streams]
+
+    assert sampled(1) == sampled(2)
+
+
+def test_a_sequence_that_fails_while_another_group_is_under_way_fails_alone(pair):
+    texts, calls = prompts(4), iter(range(100))
+
+    def raises(token):
+        if next(calls) == 7:
+            raise IndexError
+        return False
+
+    with scheduler_of(pair, 4, 4) as scheduler:
+        ends = [lambda token: False, raises, lambda token: False, lambda token: False]
+        streams = [scheduler.submit(text, LoopOptions(30, SPECULATIVE, is_end=end)) for text, end in zip(texts, ends, strict=True)]
+        scheduler.run()
+        assert [s.tokens for i, s in enumerate(streams) if i != 1] == [pair.solo(t, 30) for i, t in enumerate(texts) if i != 1]
+        with pytest.raises(IndexError):
+            streams[1].result()
+        assert scheduler.submit(texts[1], LoopOptions(9, SPECULATIVE)).result() == pair.solo(texts[1], 9)
+
+
+def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkeypatch):
+    with scheduler_of(pair, 4, 4) as scheduler:
+        streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
+        while not scheduler.stats.grouped:
+            scheduler.step()
+        interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler, "_take")
+
+
+def test_what_fails_once_a_step_is_launched_leaves_no_slot_behind(pair, monkeypatch):
+    """A GPU builds graphs while it computes; Ctrl-C there left slots that nobody could release."""
+    with scheduler_of(pair, 4, 4) as scheduler:
+        streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
+        while not scheduler.stats.grouped:
+            scheduler.step()
+        for steps in scheduler.engine._groups:
+            steps._ahead.overlaps = True
+        interrupt_ends_all(pair, scheduler, streams, monkeypatch, Ahead, "while_computing")
+        assert not scheduler.engine.parts.flying
+
+
+def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
+    """What callers do with them took place while a device waited for the group. Whoever comes finds both landed, and nothing launched in between."""
+    with scheduler_of(pair, 8, 4) as scheduler:
+        streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(7)]
+        while not scheduler.stats.grouped:
+            scheduler.step()
+        assert [flying.group for flying in scheduler._rounds.flying] == [1, 0]
+        streams.append(scheduler.submit(prompts(8)[7], LoopOptions(12, SPECULATIVE)))
+        under_way = []
+        while streams[7].slot < 0:
+            under_way.append([flying.group for flying in scheduler._rounds.flying])
+            scheduler.step()
+        assert under_way == [[1, 0], [0], []]
+        scheduler.run()
+    assert [s.tokens for s in streams[1:]] == [pair.solo(s._prompt, len(s.tokens)) for s in streams[1:]]
+
+
+def test_closing_and_cancelling_wait_for_steps_under_way(pair):
+    scheduler = scheduler_of(pair, 4, 4)
+    streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
+    while scheduler.stats.grouped < 3:
+        scheduler.step()
+    assert scheduler.engine.parts.flying
+    streams[3].close()
+    assert streams[3].stats.stop_reason == "cancelled" and not scheduler.engine.parts.flying
+    assert streams[3].tokens == pair.solo(streams[3]._prompt, len(streams[3].tokens))
+    scheduler.step()
+    scheduler.close()
+    assert [s.stats.stop_reason for s in streams] == ["cancelled"] * 4
+
+
+def test_who_has_to_share_steps_is_not_grouped(pair):
+    """Reference blocks have widths of their own, and a caller that is asked before each step is asked before each step."""
+    for options, asked in ((LoopOptions(6, REFERENCE), None), (LoopOptions(6, PLAIN), lambda: False)):
+        with scheduler_of(pair, 3) as scheduler:
+            streams = [scheduler.submit(text, options, interrupted=asked) for text in prompts(3)]
+            scheduler.run()
+            assert scheduler.stats.grouped == 0
+            assert [s.tokens for s in streams] == [pair.solo(s._prompt, 6) for s in streams]
+
+
+def test_what_is_asked_of_a_slot_under_way_is_refused(pair):
+    engine = engine_of(pair, 4)
+    try:
+        for slot in range(4):
+            engine.admit()
+            engine.step({slot: Prompt([1 + slot, 2])})
+        with pytest.raises(EngineError, match="no group's work"):
+            engine.launch(0, {0: Prompt([5])})
+        with pytest.raises(EngineError, match="group 2 cannot begin"):
+            engine.launch(2, {0: Verify()})
+        engine.launch(0, {0: Verify(), 1: Draft(4)})
+        with pytest.raises(EngineError, match="group 0 cannot begin"):
+            engine.launch(0, {2: Verify()})
+        for ask in (engine.settle, lambda: engine.snapshot(1), lambda: engine.launch(1, {1: Verify()})):
+            with pytest.raises(EngineError, match="still under way: land"):
+                ask()
+        with pytest.raises(EngineError, match="step of slot 0 is still under way"):
+            engine.launch(1, {2: Draft(8)})  # blocks of another width: the states of all slots are laid out for one
+        with pytest.raises(EngineError, match="land it first"):
+            engine.step({2: Verify()})
+        results = engine.land(0)
+        assert sorted(results) == [0, 1] and results[1].tokens.size == 4
+        with pytest.raises(EngineError, match="group 0 has no step under way"):
+            engine.land(0)
+    finally:
+        engine.close()
+
+
+def test_no_buffer_grows_under_a_step(pair):
+    """A lane's thread would compute in memory that was given back."""
+    engine = engine_of(pair, 4)
+    try:
+        for slot in range(4):
+            engine.admit()
+            engine.step({slot: Prompt([1 + slot, 2])})
+        seen = set()
+        for _ in range(200):  # a step that has ended before it is looked at says nothing
+            engine.launch(0, {0: Verify(), 1: Verify()})
+            part = engine.parts.flying[0].graph.parts[0]
+            seen.add(lib.pgs_graph_held(part.handle))
+            for slot, result in engine.land(0).items():
+                engine.accept(1, int(result.ids[0]), slot)
+            assert lib.pgs_graph_held(part.handle) == 0
+            if 1 in seen:
+                break
+        assert 1 in seen and seen <= {0, 1}
+        lib.pgs_graph_hold(part.handle, True)
+        with (
+            closing(larger_than(part.role)) as graph,
+            pytest.raises(EngineError, match=r"needs a compute buffer of \d+ bytes .* land it first"),
+        ):
+            graph.plan()
+        lib.pgs_graph_hold(part.handle, False)
+        engine.launch(0, {0: Verify(), 1: Verify()})  # what was refused has moved nothing
+        assert sorted(engine.land(0)) == [0, 1]
+        with closing(larger_than(part.role)) as graph:
+            graph.plan()
+    finally:
+        engine.close()
+
+
+def larger_than(role, nodes=1):
+    """A graph that needs a larger buffer than the role has."""
+    graph = Graph(role)
+    size = lib.pgs_role_buffer_size(role.handle) // 4 + 1024
+    x = lib.ggml_new_tensor(graph.ctx, lib.GGML_TYPE_F32, 1, (size,))
+    for _ in range(nodes):
+        x = graph.add(x, x)
+    graph.expand(x)
+    return graph
+
+
+def test_no_step_begins_in_a_buffer_that_is_being_exchanged():
+    """A step that was about to begin saw the buffer of before, after the one who plans had seen that no step was under way."""
+    with closing(Backend(pick_device("CPU"), 1)) as backend, closing(Role(backend, "plain")) as role, closing(larger_than(role)) as one:
+        one.plan()
+
+        def plan():
+            for _ in range(300):
+                with closing(larger_than(role, 1000)) as graph, suppress(EngineError):  # one that would move a held buffer is refused
+                    graph.plan()
+
+        with ThreadPoolExecutor(1) as pool:
+            planning, moved = pool.submit(plan), 0
+            while not planning.done():
+                lib.pgs_graph_hold(one.handle, True)
+                held = role.buffer_bytes
+                moved += any(role.buffer_bytes != held for _ in range(20))
+                lib.pgs_graph_hold(one.handle, False)
+            planning.result()
+        assert moved == 0 and role.buffer_bytes > 4096
+
+
+@pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 13, 64])
+def test_the_halves_of_any_slots_share_no_graph(n_slots):
+    for low in range(n_slots - 1):
+        for high in range(low + 1, n_slots):
+            for slots in ({low, high}, set(range(low, high + 1))):
+                one, other = halves(slots, n_slots)
+                assert {*one, *other} == slots and one and other
+                assert not set(covering(one, n_slots).slots) & set(covering(other, n_slots).slots)
+
+
+def rounds(control, costs, n, kind=PLAIN_STEP):
+    out = []
+    for _ in range(n):
+        out.append(control.choose(8, kind))
+        control.observe(8, kind, out[-1], costs[out[-1]])
+    return out
+
+
+def test_groups_are_used_where_they_were_faster_and_looked_at_again():
+    control = GroupControl()
+    assert rounds(control, {False: 8.0, True: 5.0}, 2 * TRIES) == [False] * TRIES + [True] * TRIES
+    assert control.gain(8, PLAIN_STEP) == pytest.approx(1.6)
+    later = rounds(control, {False: 8.0, True: 5.0}, LOOK + 10)
+    assert later.count(False) == 3
+    assert sum(rounds(control, {False: 2.0, True: 5.0}, 2 * LOOK)[-LOOK // 2 :]) <= 3
+    assert not any(rounds(GroupControl(), {False: 5.0, True: 4.95}, 2 * TRIES + 100)[2 * TRIES :])  # not worth a change
+    assert rounds(control, {False: 8.0, True: 5.0}, 1, Kind("d", 4)) == [False]  # another kind of step has costs of its own
+    assert all(rounds(GroupControl(True), {True: 9.0}, 5))
+
+
+def test_there_are_none_unless_they_are_asked_for(pair):
+    """They take buffers, and no gain of theirs has been measured on GPUs."""
+    for groups, there in ((1, 0), (2, 2), ("auto", 2)):
+        with pair.session.batch(4, groups=groups) as scheduler:
+            assert scheduler.engine.groups == there
+    with pair.session.batch(4) as scheduler:
+        assert not scheduler.engine.groups
+    for groups in (0, 3, "two"):
+        with pytest.raises(EngineError, match="what `groups` asks for beside 'auto', groups of sequences,"):
+            pair.session.batch(4, groups=groups)
+
+
+def test_they_are_not_measured_where_threads_would_wait_for_each_others_cores(pair, monkeypatch):
+    engine = engine_of(pair, 2)
+    try:
+        monkeypatch.setattr("pyggml_spec.multi_device.pipeline_policy.default_threads", lambda: 1)
+        assert control_of(engine, None) is None and control_of(engine, 2).pinned is True
+        monkeypatch.setattr("pyggml_spec.multi_device.pipeline_policy.default_threads", lambda: 2)
+        assert control_of(engine, None).pinned is None and control_of(engine, 1) is None
+    finally:
+        engine.close()

@@ -1,0 +1,263 @@
+"""Who is let in: keys, the names of the server, pages of other sites, and what a body may be."""
+
+import gzip
+import json
+import socket
+
+import httpx
+import pytest
+from cli.process import one_sentence, pyspec
+from server.running import Running
+
+from pyggml_spec.errors import PyspecError
+from pyggml_spec.server.access import Hosts, Keys, Origins
+from pyggml_spec.server.errors import ApiError
+
+PATHS = ("/", "/page.js", "/health", "/props", "/metrics", "/slots", "/v1/models", "/nothing", "/pyspec/live")
+
+
+# -- keys
+
+
+@pytest.mark.parametrize("given", ["", " ", ",", " , ", "\ufeff", "\n"])
+def test_an_empty_key_serves_nobody(given):
+    """`--api-key "$UNSET"` served everybody."""
+    with pytest.raises(PyspecError, match="`api_key` is empty"):
+        Keys([given])
+    with pytest.raises(PyspecError, match="`api_key` is empty"):
+        Keys(["good", given])
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n", b"# none\n", "\ufeff".encode(), "\ufeff# none\r\n".encode()])
+def test_a_file_without_keys_serves_nobody(tmp_path, data):
+    (tmp_path / "keys").write_bytes(data)
+    with pytest.raises(PyspecError, match="has none"):
+        Keys([], str(tmp_path / "keys"))
+
+
+def test_what_was_forgotten_is_said_with_the_names_of_the_options():
+    one_sentence(pyspec("serve", "--api-key", ""), "--api-key is empty", "leave the option out")
+    one_sentence(pyspec("serve", "--api-key-file", ""), "--api-key-file is empty")
+
+
+KEY = "schlüssel-à"  # its last byte is a space of Latin-1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+def test_keys_outside_ascii_and_behind_a_byte_order_mark(tmp_path, encoding):
+    text = f"{KEY}\r\nother\r\n"
+    data = (b"\xff\xfe" if encoding == "utf-16-le" else b"") + text.encode(encoding)
+    (tmp_path / "keys").write_bytes(data)
+    from_file = Keys([], str(tmp_path / "keys"))
+    given = Keys([f"\ufeff{KEY}", "other"])
+    for keys in (from_file, given):
+        name = keys.check({"x-api-key": KEY.encode().decode("latin-1")})  # as curl sends it, in UTF-8
+        assert name == keys.check({"authorization": f"Bearer {KEY}"})  # and as Python's clients do, in Latin-1
+        assert name == from_file.check({"x-api-key": KEY}) != keys.check({"x-api-key": "other"})
+        for wrong in ("", "schl", "schlüssel", "\ufeff"):
+            with pytest.raises(ApiError, match="Invalid API Key"):
+                keys.check({"x-api-key": wrong})
+
+
+# -- names of the server
+
+
+def _host(hosts, *given, **scope):
+    headers = [(b"host", text.encode("latin-1")) for text in given]
+    hosts.check({"server": ("127.0.0.1", 8080), "headers": headers, "http_version": "1.1", **scope})
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "localhost.", "localhost.:8080", "127.0.0.1:8080", "127.9.9.9", "[::1]", "[::1]:80", "[0:0::1]:80", "[::ffff:127.0.0.1]:80",
+             "box:8080", "Box.", "api.example.com", "a.b.example.com:443", "xn--bcher-kva.example"],
+)  # fmt: skip
+def test_names_of_this_server(host):
+    _host(Hosts("box,*.example.com,bücher.example", ["127.0.0.1"]), host)
+    _host(Hosts("*"), host)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.com", "evil.com:8080", "localhost.evil.com", "127.0.0.1.evil.com", "127.0.0.1.nip.io:8080", "example.com", "notexample.com", "10.0.0.1", "0.0.0.0",
+             "[fe80::1]", "localhostt", "boxy"],
+)  # fmt: skip
+def test_names_of_others(host):
+    with pytest.raises(ApiError) as error:
+        _host(Hosts("box,*.example.com", ["127.0.0.1"]), host)
+    assert error.value.status == 403 and "--allowed-hosts" in error.value.message
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", " ", ":80", "a b", "localhost:x", "localhost:8080:1", "me@localhost", "http://localhost", "localhost/x", "[::1", "::1", "[::1]x"],
+)
+def test_what_names_no_host(host):
+    with pytest.raises(ApiError) as error:
+        _host(Hosts(), host)
+    assert error.value.status in (400, 403)
+
+
+def test_an_address_that_stands_for_all_is_answered_under_each():
+    for bound in ("0.0.0.0", "::"):
+        hosts = Hosts("", [bound])
+        for host in ("192.168.1.2:8080", "[fe80::1]:1", "0.0.0.0:8080", "localhost", socket.gethostname()):
+            _host(hosts, host)
+        with pytest.raises(ApiError):
+            _host(hosts, "evil.com")
+
+
+def test_none_and_several_hosts():
+    for given in ((), ("localhost", "evil.com"), ("localhost", "localhost")):
+        with pytest.raises(ApiError) as error:
+            _host(Hosts(), *given)
+        assert error.value.status == 400
+    _host(Hosts(), http_version="1.0")
+    _host(Hosts(), "anything", server=("/tmp/x.sock", None))
+    with pytest.raises(ApiError) as error:
+        _host(Hosts(), "localhost", authority="evil.com:80")
+    assert error.value.status == 403
+
+
+@pytest.mark.parametrize("text", ["http://box", "box/x", "*box", "a b", "*.*"])
+def test_allowed_hosts_that_are_none(text):
+    with pytest.raises(PyspecError, match="`allowed_hosts` has"):
+        Hosts(text)
+
+
+def _raw(server, data):
+    """The status of the answer to these bytes."""
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), 60) as sock:
+        sock.sendall(data)
+        got = b""
+        while not got.count(b"\r\n") and (part := sock.recv(65536)):
+            got += part
+    return int(got.split()[1])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_path_answers_to_another_name(server, path):
+    for head, status in (
+        (b"GET %b HTTP/1.1\r\nHost: evil.com:1\r\n\r\n", 403),
+        (b"HEAD %b HTTP/1.1\r\nHost: evil.com\r\n\r\n", 403),
+        (b"OPTIONS %b HTTP/1.1\r\nHost: evil.com\r\n\r\n", 403),
+        (b"GET %b HTTP/1.1\r\n\r\n", 400),
+        (b"GET %b HTTP/1.1\r\nHost: localhost\r\nHost: evil.com\r\n\r\n", 400),
+        (b"GET http://evil.com%b HTTP/1.1\r\nHost: localhost\r\n\r\n", 403),
+        (b"GET HTTP://localhost:1@evil.com%b HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+    ):
+        assert _raw(server, head % path.encode()) == status, head
+    allowed = 404 if path == "/nothing" else 200
+    for head in (
+        b"GET http://LOCALHOST:80%b HTTP/1.1\r\nHost: localhost.\r\n\r\n", b"GET %b HTTP/1.1\r\nhost: [::1]:9\r\n\r\n", b"GET %b HTTP/1.0\r\n\r\n",
+    ):  # fmt: skip
+        assert _raw(server, head % path.encode()) == allowed, head
+
+
+# -- pages of other sites
+
+ASK = {"prompt": "a", "n_predict": 1}
+
+
+@pytest.mark.parametrize(
+    "headers, status",
+    [
+        ({"origin": "http://evil.com"}, 403),
+        ({"origin": "http://localhost.evil.com"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
+        ({"origin": ""}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+        ({"origin": "http://evil.com", "sec-fetch-site": "cross-site"}, 403),
+        ({}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}, 200),
+        ({"origin": "http://127.0.0.1"}, 200),
+        ({"origin": "http://[::1]:1"}, 200),
+        ({"origin": "https://behind.a.proxy", "sec-fetch-site": "same-origin"}, 200),
+    ],
+)
+def test_pages_of_other_sites_compute_nothing(server, headers, status):
+    """A page needs no permission to send a POST: it was computed, though its answer could not be read."""
+    for path, body in (("/completion", ASK), ("/tokenize", {"content": "a"}), ("/v1/streams/lookup", {"conversation_ids": []})):
+        response = server.http.post(path, json=body, headers=headers)
+        assert response.status_code == status, (path, response.text)
+        assert status == 200 or ("--cors-origins" in response.text and "access-control-allow-origin" not in response.headers)
+    assert server.http.delete("/v1/stream?conv_id=x", headers=headers).status_code == (204 if status == 200 else 403)
+
+
+def test_origins_that_are_let_in():
+    def check(text, origin, method="POST", host="box:8080"):
+        headers = [(b"host", host.encode()), (b"origin", origin.encode())]
+        Origins(text).check({"method": method, "headers": headers})
+
+    check("*", "null")
+    check("https://a.com/, null", "https://a.com")
+    check("https://a.com,null", "null")
+    check("localhost", "http://evil.com", "GET")  # which it cannot read
+    check("localhost", "http://BOX:8080")  # the page of this server
+    for text, origin in (("https://a.com", "http://localhost"), ("localhost", "http://box:8081"), ("https://a.com", "http://a.com")):
+        with pytest.raises(ApiError, match=f"pages of {origin} may not"):
+            check(text, origin)
+    with pytest.raises(ApiError):
+        Origins().check({"method": "POST", "headers": [(b"origin", b"http://localhost"), (b"origin", b"http://evil.com")]})
+
+
+# -- bodies
+
+
+@pytest.mark.parametrize(
+    "kind, status",
+    [
+        ("text/plain", 415),
+        ("TEXT/plain; charset=utf-8", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/jsonp", 415),
+        ("image/png", 415),
+        ("text/json+json", 415),
+        ("application/json; charset=utf-16", 415),
+        ("application/json", 200),
+        ('Application/JSON; charset="UTF-8"', 200),
+        ("application/vnd.api+json", 200),
+        (None, 200),
+        ("", 200),
+    ],
+)
+def test_bodies_are_json(server, kind, status):
+    """Types that a page of any site may send without being asked (text/plain, forms) were computed."""
+    headers = {} if kind is None else {"content-type": kind}
+    for path in ("/completion", "/v1/chat/completions", "/tokenize"):
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **ASK}
+        response = server.http.post(path, content=json.dumps(body), headers=headers)
+        assert response.status_code == status, response.text
+        assert status == 200 or "JSON" in response.json()["error"]["message"]
+
+
+def test_a_body_behind_a_byte_order_mark_and_bodies_in_other_wrappings(server):
+    text = json.dumps(ASK)
+    assert server.http.post("/completion", content=b"\xef\xbb\xbf" + text.encode()).status_code == 200
+    for coding in ("gzip", "deflate", "br", "zstd", "gzip, identity", "x"):
+        response = server.http.post("/completion", content=gzip.compress(text.encode()), headers={"content-encoding": coding})
+        assert response.status_code == 415 and "compressed" in response.text and response.headers["accept-encoding"] == "identity"
+    assert server.http.post("/completion", content=text, headers={"content-encoding": "Identity"}).status_code == 200
+    for content, words in (
+        (gzip.compress(text.encode()), "it is compressed"),
+        (text.encode("utf-16"), "UTF-8"),
+        (text.encode("utf-16-le"), "UTF-8"),
+    ):
+        response = server.http.post("/completion", content=content)
+        assert response.status_code == 400 and words in response.text, response.text
+
+
+def test_a_server_that_was_told_more_names_and_origins():
+    running = Running("--slots", 1, "--allowed-hosts", "box, *.example.com", "--cors-origins", "https://a.com", "--api-key", KEY)
+    try:
+        for host, status in (("box:1", 200), ("x.example.com", 200), ("evil.com", 403)):
+            assert running.http.get("/health", headers={"host": host}).status_code == status
+        ours = {"x-api-key": KEY.encode()}
+        for origin, status in (("https://a.com", 200), ("http://localhost", 403), ("null", 403)):
+            assert running.http.post("/completion", json=ASK, headers={**ours, "origin": origin}).status_code == status
+        assert running.http.post("/completion", json=ASK, headers={"x-api-key": "no"}).status_code == 401
+    finally:
+        assert running.end() == 0, running.lines

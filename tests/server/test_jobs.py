@@ -1,0 +1,462 @@
+"""The queue over an engine that fails, hangs, or is faster than its own answer: what the running server cannot be made to do at will."""
+
+import asyncio
+import threading
+from concurrent.futures import Executor, Future
+from types import SimpleNamespace
+
+import pytest
+
+from pyggml_spec.engine.stats import BatchStats, Stats
+from pyggml_spec.errors import DeviceError, EngineError
+from pyggml_spec.events import End, StepEvent
+from pyggml_spec.sampling.sampler import Sampling, TokenLogprob
+from pyggml_spec.server import jobs
+from pyggml_spec.server.answer import timings
+from pyggml_spec.server.errors import ApiError
+from pyggml_spec.server.http import Request
+from pyggml_spec.server.jobs import AHEAD, Ask, Queue, QueueLimits
+from pyggml_spec.server.pool import Pool
+from pyggml_spec.server.reading import SMALL, Context
+from pyggml_spec.text.renderer import RENDERER, Late
+
+
+class Engine:
+    """A concurrent session whose ``behaviour`` is called with each request's sink, before ``submit`` has returned."""
+
+    def __init__(self, behaviour):
+        self.behaviour, self.ended, self.stats = behaviour, False, BatchStats()
+
+    def submit(self, ids, max_tokens, *, sink, **more):
+        stats = Stats(prompt_tokens=len(ids))
+        handle = SimpleNamespace(stats=stats, slot=0, prompt_read=len(ids), cancel=lambda: sink(End(None)))
+        self.behaviour(self, sink, stats)
+        return handle
+
+
+def answers(engine, sink, stats):
+    for token in range(3):
+        stats.emitted += 1
+        sink(StepEvent("x", (token,), stats.snapshot()))
+    stats.stop_reason = "length"
+    sink(StepEvent("", (), stats))
+    sink(End(None))
+
+
+def fails(engine, sink, stats):
+    engine.ended = True
+    raise EngineError("a step failed")
+
+
+def hangs(engine, sink, stats):
+    pass
+
+
+def run(behaviour, test, broken=lambda error: None, **limits):
+    async def main():
+        with Pool() as pool:
+            queue = Queue(Engine(behaviour), 1, QueueLimits(**limits), pool, lambda job: None, broken)
+            await asyncio.wait_for(test(queue), 30)
+
+    asyncio.run(main())
+
+
+async def read_all(got):
+    items = []
+    while not items or not isinstance(items[-1], End):
+        items.append((await got.read())[1])
+    return items
+
+
+def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_waiting():
+
+    async def main(pool):
+        context, here, hurries = Context(None, None, pool), threading.get_ident(), []
+
+        def read(late=False):
+            hurries.append(getattr(RENDERER._haste, "seconds", None))
+            if late and hurries[-1] is not None:
+                raise Late
+            return threading.get_ident() == here
+
+        def asked(body):
+            request = Request({"method": "POST", "path": "/v1/chat/completions", "headers": []})
+            request.body = body
+            return request
+
+        assert await context.prepared(asked(b"{}"), read) and hurries.pop() > 0
+        assert not await context.prepared(asked(b"{}"), read, True) and hurries == [hurries[0], None]
+        for name in (
+            "grammar",
+            "regex",
+            "lark",
+            "json_schema",
+            "response_format",
+            "grammar_lazy",
+            "text",
+            "output_config",
+            "output_format",
+        ):
+            assert not await context.prepared(asked(b'{"%b": 1}' % name.encode()), read)  # compiled
+        assert not await context.prepared(asked(b'{"tools": []}'), read) and not await context.prepared(
+            asked(b"{" + b" " * SMALL + b"}"), read
+        )
+
+    with Pool() as pool:
+        asyncio.run(main(pool))
+
+
+def test_what_comes_before_the_handle_is_not_lost():
+    async def test(queue):
+        for _ in range(20):
+            items = await read_all(queue.enter([Ask([1])]))
+            assert [i.tokens for i in items[:-1]] == [(0,), (1,), (2,), ()] and items[-1] == End(None)
+        assert not queue.running and queue.waiting == 0 and await queue.drain(1)
+
+    run(answers, test)
+
+
+@pytest.mark.parametrize("kind", [EngineError, MemoryError, DeviceError, OSError])
+def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on(kind):
+    """Whatever ended it: behind an OSError, those that waited were given to what had ended."""
+    made = []
+
+    def ends(engine, sink, stats):
+        engine.ended = True
+        raise kind("a step failed")
+
+    def broken(error):
+        made.append(str(error))
+        return Engine(answers)
+
+    async def test(queue):
+        given = [queue.enter([Ask([n])]) for n in range(1 + AHEAD)]
+        waiting = queue.enter([Ask([9])])
+        assert [isinstance((await read_all(got))[-1].error, kind) for got in given] == [True] * (1 + AHEAD)
+        assert (await read_all(waiting))[-1] == End(None)
+        assert (await read_all(queue.enter([Ask([3])])))[-1] == End(None)
+        assert made == ["a step failed"] and not queue.draining
+
+    run(ends, test, broken)
+
+
+def test_an_engine_that_cannot_be_made_anew_ends_the_server():
+    async def test(queue):
+        await read_all(queue.enter([Ask([1])]))
+        await queue._repairing
+        with pytest.raises(ApiError, match="is ending") as raised:
+            queue.enter([Ask([1])])
+        assert raised.value.status == 503
+
+    run(fails, test)
+
+
+def test_no_step_for_a_while_is_stuck_only_while_there_is_work(monkeypatch):
+    monkeypatch.setattr(jobs, "STUCK_SECONDS", 0.05)
+
+    async def test(queue):
+        await asyncio.sleep(0.1)
+        assert not queue.stuck
+        got = queue.enter([Ask([1])])
+        queue.step_age()
+        await asyncio.sleep(0.1)
+        assert queue.stuck
+        queue.engine.stats.steps += 1
+        assert not queue.stuck
+        got.cancel()
+        assert (await read_all(got))[-1] == End(None)
+        await asyncio.sleep(0.1)
+        assert not queue.stuck
+
+    run(hangs, test)
+
+
+def test_limits_of_the_queue():
+    """Of sequences, of the tokens of their prompts, and of the time that they wait."""
+
+    async def test(queue):
+        held = [queue.enter([Ask([1] * 10)]) for _ in range(3)]  # one slot, and two ahead
+        waits = queue.enter([Ask([1] * 10)])
+        for asks in ([Ask([1] * 95)], [Ask([1]), Ask([2])]):
+            with pytest.raises(ApiError) as raised:
+                queue.enter(asks)
+            assert raised.value.status == 429 and int(raised.value.headers["retry-after"]) >= 1
+        assert queue.counts.rejected["tokens"] == queue.counts.rejected["requests"] == 1
+        with pytest.raises(ApiError, match="asks for 6 answers, and this server has 5 at once") as never:  # however long it waits
+            queue.enter([Ask([1])] * 6)
+        assert never.value.status == 400
+        (late,) = await read_all(waits)
+        assert late.error.status == 429 and "waited for 0.2 s" in late.error.message
+        assert not await queue.drain(0.05)
+        assert [(await read_all(h))[-1].error.status for h in held] == [503] * 3
+
+    run(hangs, test, requests=2, tokens=100, seconds=0.2)
+
+
+def test_without_a_queue_nothing_waits():
+    """`--queue 0` let two wait: those that the engine is given ahead of time."""
+
+    async def test(queue):
+        held = queue.enter([Ask([1])])
+        with pytest.raises(ApiError, match="every slot is taken, and nothing waits") as full:
+            queue.enter([Ask([1])])
+        assert full.value.status == 429 and int(full.value.headers["retry-after"]) >= 1 and queue.counts.rejected["requests"] == 1
+        with pytest.raises(ApiError, match="this server has 1 at once"):
+            queue.enter([Ask([1])] * 2)
+        await asyncio.sleep(0)
+        held.cancel()
+        assert (await read_all(held))[-1] == End(None)
+        queue.enter([Ask([1])])
+
+    run(hangs, test, requests=0)
+
+
+def test_one_that_waits_and_is_left_is_out_at_once():
+    """Its place is free while those that run still do; the one behind it comes next."""
+    came = []
+
+    def keeps(engine, sink, stats):
+        came.append(stats.prompt_tokens)
+
+    async def test(queue):
+        held = [queue.enter([Ask([1])]) for _ in range(1 + AHEAD)]
+        left, stays = queue.enter([Ask([1] * 2)]), queue.enter([Ask([1] * 3)])
+        with pytest.raises(ApiError, match="2 requests wait already"):
+            queue.enter([Ask([1])])
+        left.cancel()
+        assert (await read_all(left)) == [End(None)] and queue.waiting_tokens == 3 and len(queue.running) == 1 + AHEAD
+        queue.enter([Ask([1] * 4)])
+        await asyncio.sleep(0)  # the handles come
+        held[0].cancel()
+        assert (await read_all(held[0]))[-1] == End(None)
+        assert (
+            came == [1] * (1 + AHEAD) + [3]
+            and queue.waiting_tokens == 4
+            and not any(job.over for got in (*held[1:], stays) for job in got.jobs)
+        )
+
+    run(keeps, test, requests=2)
+
+
+def test_connections_without_a_key_take_turns():
+    """One with many sequences kept another one waiting behind all of them. The highest priority goes first, whosever it is."""
+    came = []
+
+    def keeps(engine, sink, stats):
+        came.append(stats.prompt_tokens)
+
+    async def test(queue):
+        held = [queue.enter([Ask([1] * 9)], "first") for _ in range(1 + AHEAD)]
+        queue.enter([Ask([1])] * 5, "first")
+        queue.enter([Ask([1] * 2)], "second")
+        queue.enter([Ask([1] * 3, priority=1)], "third")
+        for got in held:
+            await asyncio.sleep(0)  # the handles come
+            got.cancel()
+            await read_all(got)
+        assert came[1 + AHEAD :] == [3, 1, 2], came
+        queue.cancel_all("the end")
+
+    run(keeps, test)
+
+
+def test_one_client_does_not_fill_the_queue_for_others():
+    async def test(queue):
+        queue.enter([Ask([1])] * (1 + AHEAD), "first")
+        queue.enter([Ask([1])] * 4, "first")
+        with pytest.raises(ApiError, match="4 requests wait already"):
+            queue.enter([Ask([1])], "first")
+        for n in range(4):
+            queue.enter([Ask([1])], f"another {n}")
+        for client in ("another 0", "the last"):  # who has one waiting, and who finds as many again
+            with pytest.raises(ApiError, match="8 requests wait already"):
+                queue.enter([Ask([1])], client)
+        queue.cancel_all("the end")
+
+    run(hangs, test, requests=4)
+
+
+class Held:
+    """An engine whose handles record that they were cancelled; ``slot`` of each."""
+
+    def __init__(self, slot=-1, submitting=None):
+        self.slot, self.submitting, self.cancelled, self.sinks = slot, submitting or threading.Event(), [], []
+        self.ended, self.stats = False, BatchStats()
+        if submitting is None:
+            self.submitting.set()
+
+    def submit(self, ids, max_tokens, *, sink, **more):
+        assert self.submitting.wait(20)
+        self.sinks.append(sink)
+        return SimpleNamespace(stats=Stats(), slot=self.slot, prompt_read=0, cancel=lambda: (self.cancelled.append(sink), sink(End(None))))
+
+
+def test_one_that_is_left_while_its_sampler_is_made_is_not_computed():
+    """It was cancelled before there was anything to cancel."""
+    submitting, engine = threading.Event(), None
+
+    async def test(queue):
+        nonlocal engine
+        queue._concurrent = engine = Held(0, submitting)
+        got = queue.enter([Ask([1], sampling=Sampling(temperature=0.7))])
+        await asyncio.sleep(0.05)  # its thread waits in submit
+        got.cancel()
+        submitting.set()
+        assert (await read_all(got))[-1] == End(None) and len(engine.cancelled) == 1
+        assert not queue.running and await queue.drain(1)
+
+    run(hangs, test)
+
+
+def test_one_that_is_left_before_its_sampler_is_made_never_comes_to_the_engine():
+    class Later(Executor):
+        def submit(self, function, *arguments):
+            calls.append(lambda: function(*arguments))
+            return Future()
+
+    calls = []
+
+    async def main():
+        engine = Held()
+        queue = Queue(engine, 1, QueueLimits(), Later(), lambda job: None, lambda error: None)
+        got = queue.enter([Ask([1], sampling=Sampling(temperature=0.7))])
+        got.cancel()
+        calls.pop()()
+        assert (await read_all(got)) == [End(None)] and not engine.sinks and not queue.running
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_one_that_waited_too_long_at_the_engines_door_is_not_computed():
+    """Its client was told 429, and its tokens were computed all the same."""
+    engine = Held()
+
+    async def main():
+        with Pool() as pool:
+            queue = Queue(engine, 1, QueueLimits(seconds=0.05), pool, lambda job: None, lambda error: None)
+            got = queue.enter([Ask([1])])
+            (late,) = await read_all(got)
+            assert late.error.status == 429 and len(engine.cancelled) == 1 and not queue.running
+            got.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("streams, words", [(True, "were not read"), (False, "ask for fewer")])
+def test_what_answers_hold_has_a_bound(monkeypatch, caplog, streams, words):
+    """A stream that nobody read kept a thousand log probabilities of each token without a limit."""
+    monkeypatch.setattr(jobs, "MOST_KEPT", 1000)
+    engine = Held(0)
+    event = StepEvent("x", (1,), Stats(), (TokenLogprob(1, 0.0, ((1, 0.0),) * 98),))  # 100 in all
+
+    async def main():
+        with Pool() as pool:
+            queue = Queue(engine, 1, QueueLimits(), pool, lambda job: None, lambda error: None)
+            got = queue.enter([Ask([1])])
+            got.streams = streams
+            for _ in range(20):  # as long as it reads a stream may have any number; a whole answer holds them all
+                engine.sinks[0](event)
+                if streams:
+                    assert (await got.read())[1] == event and queue.kept == 0
+                await asyncio.sleep(0)
+            if streams:
+                for _ in range(20):
+                    engine.sinks[0](event)
+                await asyncio.sleep(0)
+            items = await read_all(got)
+            assert words in items[0].error.message and items[0].error.status == 400 and len(engine.cancelled) == 1
+            got.cancel()
+            assert queue.kept == 0 and words in caplog.text
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_all_answers_hold_has_a_bound(monkeypatch):
+    monkeypatch.setattr(jobs, "MOST_KEPT_TOGETHER", 1000)
+    engine = Held(0)
+
+    async def main():
+        with Pool() as pool:
+            queue = Queue(engine, 4, QueueLimits(), pool, lambda job: None, lambda error: None)
+            got = [queue.enter([Ask([1])]) for _ in range(3)]
+            for sink in engine.sinks:
+                sink(StepEvent("x", (1,) * 400, Stats()))
+            await asyncio.sleep(0)
+            assert [type(item[1]) for item in [await g.read() for g in got]] == [StepEvent, StepEvent, End]
+            for g in got:
+                g.cancel()
+            assert queue.kept == 0
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_slow_readers_events_are_joined():
+    def many(engine, sink, stats):
+        def send():
+            for token in range(500):
+                sink(StepEvent("x", (token,), stats))
+            sink(StepEvent("", (), stats))
+            sink(End(None))
+
+        threading.Thread(target=send).start()
+
+    async def test(queue):
+        got = queue.enter([Ask([1])])
+        await asyncio.sleep(0.5)
+        items = await read_all(got)
+        assert len(items) <= jobs.UNREAD + 2 and [t for i in items[:-1] for t in i.tokens] == list(range(500))
+        assert "".join(i.text for i in items[:-1]) == "x" * 500
+
+    run(many, test)
+
+
+def test_a_slow_readers_events_of_several_answers_stay_apart():
+    """Joined events belong to one answer: of `n` answers each has its own text, in its own order."""
+
+    async def test(queue):
+        got = queue.enter([Ask([1]) for _ in range(3)])
+        for token in range(300):  # of one, or of two and three in turn
+            for job in got.jobs[:1] if token % 3 else got.jobs:
+                got.put(job, StepEvent("abc"[job.index], (token,), Stats()))
+        for job in got.jobs:
+            got.put(job, End(None))
+        texts, ids, items = ["", "", ""], [[], [], []], 0
+        for _ in range(10_000):
+            job, item = await got.read()
+            items += 1
+            if isinstance(item, End):
+                if job is got.jobs[-1]:
+                    break
+                continue
+            texts[job.index] += item.text
+            ids[job.index] += item.tokens
+        assert texts == ["a" * 300, "b" * 100, "c" * 100] and ids == [[*range(300)], [*range(0, 300, 3)], [*range(0, 300, 3)]]
+        assert jobs.UNREAD < items < 500  # some were joined
+
+    run(hangs, test)
+
+
+def test_what_draws_nothing_waits_for_no_thread():
+    """Two turns of the pool were a third of what HTTP costs before the first token; a sampler's making still is one."""
+    sampled = Sampling(temperature=0.7)
+
+    async def test(queue):
+        turns = []
+        queue._loop = SimpleNamespace(
+            run_in_executor=lambda pool, function, job: turns.append(job), call_soon_threadsafe=asyncio.get_running_loop().call_soon_threadsafe,
+            time=asyncio.get_running_loop().time,
+        )  # fmt: skip
+        await read_all(queue.enter([Ask([1], sampling=Sampling(temperature=0))]))
+        assert not turns
+        queue.enter([Ask([1], sampling=sampled)])
+        assert [job.ask.sampling for job in turns] == [sampled]
+
+    run(answers, test)
+
+
+def test_progress_is_told_as_of_its_event():
+    """The engine had read the first chunk when the event before any work was written: its timings had 128 tokens."""
+    job = SimpleNamespace(handle=SimpleNamespace(prompt_read=128), progress_from=1.0, latest=1.5, first=None, queued_ms=0.0)
+    told = timings(Stats(prompt_tokens=300), job, 0)
+    assert (told["prompt_n"], told["prompt_ms"]) == (0, 0.0)
+    assert timings(Stats(prompt_tokens=300), job, 100)["prompt_n"] == 100 and timings(Stats(prompt_tokens=300), job)["prompt_n"] == 128

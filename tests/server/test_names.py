@@ -1,0 +1,235 @@
+"""No field of a request is passed over in silence: it is obeyed, said to have no effect, refused by name, or named in a header."""
+
+import asyncio
+import math
+import types
+from pathlib import Path
+
+import pytest
+
+from pyggml_spec.server import names
+from pyggml_spec.server.anthropic import to_openai
+from pyggml_spec.server.conversation import _allowed, _template_arguments
+from pyggml_spec.server.errors import ApiError
+from pyggml_spec.server.http import Request
+from pyggml_spec.server.jobs import Answers
+from pyggml_spec.server.reading import Reader
+from pyggml_spec.server.responses import to_chat
+
+LLAMA_SERVER = [
+    "verbose", "timings_per_token", "stream", "stream_options", "cache_prompt", "return_tokens", "return_progress", "sse_ping_interval",
+    "n_predict", "max_completion_tokens", "max_tokens", "n_indent", "n_keep", "n_discard", "n_cmpl", "n", "n_cache_reuse",
+    "t_max_prompt_ms", "t_max_predict_ms", "response_fields", "top_k", "top_p", "min_p", "top_n_sigma", "xtc_probability",
+    "xtc_threshold", "typical_p", "temperature", "dynatemp_range", "dynatemp_exponent", "repeat_last_n", "repeat_penalty",
+    "frequency_penalty", "presence_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "mirostat",
+    "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay", "seed", "n_probs", "logprobs", "min_keep", "backend_sampling",
+    "post_sampling_probs", "lora", "dry_sequence_breakers", "json_schema", "grammar", "grammar_lazy", "chat_format", "reasoning_format",
+    "generation_prompt", "parse_tool_calls", "chat_parser", "continue_final_message", "echo", "preserved_tokens", "grammar_triggers",
+    "reasoning_control", "reasoning_budget_tokens", "logit_bias", "ignore_eos", "stop", "samplers", "prompt", "id_slot",
+    "response_format", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "reasoning_effort", "chat_template_kwargs",
+    "add_generation_prompt", "thinking_budget_tokens",
+]  # fmt: skip
+
+
+def _chat(body):
+    return to_openai(body)[0]
+
+
+def _chat_of_responses(body):
+    return to_chat(body)[0]
+
+
+def test_every_field_of_llama_server_is_known():
+    """Those of its server-schema.cpp and of its chats; and what has no effect, or is refused, is in the guide."""
+    known = set().union(*names.TAKEN.values()) | names.NO_EFFECT | set(names.REFUSED)
+    assert not [name for name in LLAMA_SERVER if name not in known]
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
+    assert not [name for name in (*names.NO_EFFECT, *names.REFUSED) if f"`{name}`" not in page]
+
+
+def test_what_asks_for_nothing_is_taken():
+    """Clients send every field that they have, at its default."""
+    body = {name: nothing[0] for name, (nothing, _) in names.REFUSED.items() if nothing}
+    assert names.check("/v1/chat/completions", body) == []
+    for name in names.REFUSED:
+        with pytest.raises(ApiError) as raised:
+            names.check("/v1/chat/completions", {name: "something else"})
+        assert raised.value.status == 501 and raised.value.param == name and name in raised.value.message
+    with pytest.raises(ApiError):  # 0 is a number, and False none
+        names.check("/completion", {"min_tokens": False})
+
+
+@pytest.mark.parametrize("name", ["reasoning_budget_tokens", "thinking_budget_tokens"])
+def test_a_thinking_budget_of_nothing_is_obeyed(name):
+    """0 is no thinking, -1 no limit; what is between is not enforced, and the header says so. Where nothing thinks, 0 has no effect either."""
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        assert [names.check(path, {name: n}) for n in (0, 0.0, -1, -1.0, 512)] == [[], [], [], [], [name]]
+    assert [names.check("/completion", {name: n}) for n in (-1, -1.0, 0, 512)] == [[], [], [name], [name]]
+    served = types.SimpleNamespace(options=types.SimpleNamespace(template_arguments={}, thinking=None))
+    asked = {"reasoning_effort": "high"}
+    assert _template_arguments(served, {**asked, name: 0}) == (False, {})
+    assert _template_arguments(served, {**asked, name: -1.0}) == _template_arguments(served, {**asked, name: 9}) == (None, asked)
+    with pytest.raises(ApiError, match=name):
+        _template_arguments(served, {name: "0"})
+    assert _chat({"messages": [], name: 0})[name] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_what_means_nothing_is_named(server, path, stream):
+    asked = {"max_tokens": 1, "stream": stream} | (
+        {"messages": [{"role": "user", "content": "x"}]} if "chat" in path or "messages" in path else {"input" if "responses" in path else "prompt": "x"}
+    )  # fmt: skip
+    if "responses" in path:
+        asked["max_output_tokens"] = asked.pop("max_tokens")
+    assert names.HEADER not in server.post(path, **asked).headers
+    response = server.post(path, **asked, temprature=0.5, **{"a\nb: ü": 1})
+    assert response.status_code == 200 and response.headers[names.HEADER] == r"temprature, a\nb: \xfc"
+    refused = server.post(path, **asked, guided_json={"type": "object"})
+    assert refused.status_code == 501 and "response_format" in refused.text
+
+
+def test_tools_that_a_response_cannot_use_are_named(server):
+    response = server.post(
+        "/v1/responses", input="x", max_output_tokens=1, tools=[{"type": "web_search"}, {"type": "function", "name": "f"}]
+    )
+    assert response.status_code == 200 and response.headers[names.HEADER] == "tools: web_search"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_tools_that_others_run_are_refused(server, path):
+    """Those that the client runs, and a type that is null, are not."""
+
+    def post(*tools):
+        return server.post(path, messages=[{"role": "user", "content": "x"}], max_tokens=1, tools=list(tools))
+
+    for kind in ("web_search_20250305", "web_fetch_20250910", "code_execution_20250825"):
+        response = post({"type": None, "name": "f", "input_schema": {"type": "object"}}, {"type": kind, "name": kind[:-9]})
+        assert response.status_code == 501 and f"the type '{kind}'" in response.json()["error"]["message"]
+    taken = post(
+        {"type": None, "name": "f", "description": None, "input_schema": {"type": "object"}},
+        *({"type": kind, "name": kind[:-9]} for kind in ("bash_20250124", "text_editor_20250728", "computer_20250124", "memory_20250818")),
+    )
+    assert taken.status_code == 200, taken.text
+
+
+def test_whether_it_thinks_by_every_name():
+    """OpenAI's, Anthropic's, which others have taken over for chats, and that of templates."""
+    served = types.SimpleNamespace(options=types.SimpleNamespace(template_arguments={}, thinking=None))
+    off: list[dict] = [
+        {"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"},
+        {"thinking": {"type": "enabled"}, "reasoning_effort": "none"},
+    ]  # fmt: skip
+    for body in off:
+        assert _template_arguments(served, body) == (False, {}), body
+        assert names.check("/v1/chat/completions", body) == []
+    assert _template_arguments(served, {"thinking": {"type": "enabled", "budget_tokens": 9}})[0] is True
+    assert _template_arguments(served, {"enable_thinking": True})[0] is True
+    assert _template_arguments(served, {"thinking": {"type": "adaptive"}})[0] is None
+    for wrong in ({"enable_thinking": 1}, {"thinking": {"type": "off"}}, {"thinking": True}):
+        with pytest.raises(ApiError, match="thinking"):
+            _template_arguments(served, wrong)
+
+
+def test_what_anthropics_clients_send_is_obeyed():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    said: dict = {"messages": [], "thinking": {"type": "adaptive"}}
+    form = {"type": "json_schema", "schema": schema}
+    for more in ({"output_format": form}, {"output_config": {"format": form, "effort": "high"}}):
+        assert _chat(said | more)["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert _chat(said | more)["reasoning_effort"] == "high"
+    assert _chat(said)["thinking"] == said["thinking"]
+    for wrong in ({"output_format": {"type": "text"}}, {"output_format": form, "response_format": {"type": "text"}}, {"output_format": 3}):
+        with pytest.raises(ApiError, match="output_(config.)?format is .*json_schema"):
+            _chat(said | wrong)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    assert _chat(said | {"tool_choice": choice})["parallel_tool_calls"] is False and _chat(said)["parallel_tool_calls"] is True
+    for name, value in {"regex": "a+", "logit_bias": {"3": -1}, "repeat_penalty": 1.1, "ignore_eos": True, "samplers": ["top_k"]}.items():
+        assert _chat(said | {name: value})[name] == value and names.check("/v1/messages", {name: value}) == []
+    assert names.check("/v1/messages", {"n_probs": 3, "timings_per_token": True}) == ["n_probs", "timings_per_token"]
+
+
+def test_results_of_tools_come_before_the_text_beside_them():
+    """They answer the turn before; clients put reminders behind them."""
+    blocks = [{"type": "text", "text": "go on"}, {"type": "tool_result", "tool_use_id": "t", "content": "eggs"}]
+    for content in (blocks, blocks[::-1]):
+        told = _chat({"messages": [{"role": "user", "content": content}]})["messages"]
+        assert [m["role"] for m in told] == ["tool", "user"] and told[1]["content"] == [{"type": "text", "text": "go on"}]
+
+
+def test_tools_that_are_allowed_are_the_only_ones():
+    tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b", "c")]
+    allowed = [{"type": "function", "function": {"name": "c"}}, {"type": "function", "name": "a"}]
+    for choice in ({"mode": "required", "tools": allowed}, {"allowed_tools": {"mode": "required", "tools": allowed}}):
+        body, kept = _allowed({"x": 1, "tool_choice": {"type": "allowed_tools", **choice}}, tools)
+        assert body == {"x": 1, "tool_choice": "required"} and kept == [tools[0], tools[2]]
+    assert _allowed({"tool_choice": {"type": "allowed_tools", "tools": allowed}}, tools)[0] == {"tool_choice": "auto"}
+    for choice in ("auto", {"type": "function", "function": {"name": "a"}}):
+        assert _allowed({"tool_choice": choice}, tools) == ({"tool_choice": choice}, tools)
+    for wrong in ({}, {"tools": 3}, {"tools": [3]}, {"tools": [{"name": "d"}]}, {"tools": allowed, "mode": "none"}, {"allowed_tools": 3}):
+        with pytest.raises(ApiError, match="allowed_tools"):
+            _allowed({"tool_choice": {"type": "allowed_tools", **wrong}}, tools)
+
+
+def test_a_response_has_one_system_message():
+    """What stands in it beside, and means nothing, is named; a prompt that others keep is refused."""
+    said = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {"role": "system", "content": "d"},
+    ]
+    told = _chat_of_responses({"instructions": "a", "input": said})["messages"]
+    assert [(m["role"], m["content"]) for m in told] == [("system", "a\n\nb"), ("user", "c"), ("system", "d")]
+    assert _chat_of_responses({"input": said})["messages"][0]["role"] == "developer"
+    several = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": text} for text in "xy"]}, *said]
+    told = _chat_of_responses({"instructions": "a", "input": several})["messages"]
+    assert [(m["role"], m["content"]) for m in told[:2]] == [("system", "a\n\nx\n\ny\n\nb"), ("user", "c")]
+    image = {"role": "developer", "content": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "u"}]}
+    told = _chat_of_responses({"instructions": "a", "input": [said[0], image]})["messages"]
+    assert [m["role"] for m in told] == ["system", "developer"] and told[1]["content"][1] == {"type": "image_url"}
+    with pytest.raises(ApiError, match="prompt is not supported"):
+        _chat_of_responses({"input": "x", "prompt": {"id": "pmpt_1"}})
+
+
+def test_members_of_a_response_that_mean_nothing_are_named(server):
+    asked = {"input": "x", "max_output_tokens": 1, "reasoning": {"effort": "none", "summary": "auto"}, "text": {"verbosity": "low"}}
+    response = server.post("/v1/responses", **asked)
+    assert response.status_code == 200 and response.headers[names.HEADER] == "reasoning.summary, text.verbosity"
+
+
+def test_completions_take_defaults_of_what_they_refuse(server):
+    asked = {"prompt": "x", "max_tokens": 1}
+    assert server.post("/v1/completions", **asked, echo=False, best_of=1, suffix="").status_code == 200
+    for name, value in {"echo": True, "best_of": 2, "suffix": "y"}.items():
+        refused = server.post("/v1/completions", **asked, **{name: value})
+        assert refused.status_code == 501 and refused.json()["error"]["param"] == name
+
+
+def test_several_answers_by_llama_servers_name(server):
+    got = server.ok("/completion", prompt="x", n_predict=1, n_cmpl=3)
+    assert [g["index"] for g in got] == [0, 1, 2]
+    response = server.post("/v1/responses", input="x", max_output_tokens=1, n_cmpl=2, n=2)  # a response is one answer
+    assert response.status_code == 200 and response.headers[names.HEADER] == "n_cmpl, n"
+
+
+def test_silence_is_as_long_as_it_was_asked_for(server):
+    """In seconds; -1 for ever."""
+
+    class Queue:
+        def enter(self, asks):
+            return types.SimpleNamespace(jobs=[], cancel=None, silence=None)
+
+    for body, want in ((b"{}", 30.0), (b'{"sse_ping_interval": 5}', 5.0), (b'{"sse_ping_interval": -1}', math.inf)):
+        request = Request({"method": "POST", "path": "/completion", "headers": []})
+        request.body = body
+        reader = Reader(types.SimpleNamespace(queue=Queue()), request, [], lambda job: None)
+        assert reader._answers.silence == want
+    assert server.post("/completion", prompt="x", n_predict=1, sse_ping_interval="5").json()["error"]["param"] == "sse_ping_interval"
+    assert server.ok("/completion", prompt="x", n_predict=1, sse_ping_interval=-1)["stop"]
+
+    async def main():
+        answers = Answers([], None)
+        answers.silence = 0.001
+        return await answers.read()
+
+    assert asyncio.run(main()) is None

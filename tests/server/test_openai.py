@@ -1,0 +1,259 @@
+"""OpenAI's own client against every endpoint that it has for text: what it parses is what clients get."""
+
+import json
+
+import pytest
+from server.running import events
+
+PROMPT = "def quicksort(items):\n"
+CHAT = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "import os"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": {"word": {"enum": ["spam", "eggs"]}}, "required": ["word"], "additionalProperties": False},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(server, openai):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def test_models(client, server, openai):
+    (entry,) = client.models.list().data
+    assert entry.id == "target.gguf" and client.models.retrieve(entry.id).id == entry.id
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.models.retrieve("gpt-9")
+
+
+def test_a_stream_is_the_answer(client):
+    """The same text, finish reason and usage, and a chunk is never empty."""
+    asked = {"model": "any", "messages": CHAT, "max_tokens": 40, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    deltas = [c.choices[0].delta for c in chunks if c.choices]
+    assert deltas[0].role == "assistant" and deltas[0].content is None and all(d.content for d in deltas[1:-1])
+    assert "".join(d.content or "" for d in deltas) == whole.choices[0].message.content
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 40 and whole.id.startswith("chatcmpl-") and whole.system_fingerprint.startswith("b")
+
+
+def test_drafts_are_always_told_and_can_be_left_out(server):
+    speculative = server.ok("/v1/completions", prompt=PROMPT, max_tokens=48, temperature=0)
+    plain = server.ok("/v1/completions", prompt=PROMPT, max_tokens=48, temperature=0, speculative=False)
+    assert speculative["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert speculative["timings"]["draft_n"] >= speculative["timings"]["draft_n_accepted"] > 0
+    assert plain["timings"]["draft_n"] == plain["timings"]["draft_n_accepted"] == 0 and "off" in plain["speculation"]["reason"]
+    told = speculative["speculation"]
+    assert sum(told["accepted_at"]) == speculative["timings"]["draft_n_accepted"]
+    assert sum(n * int(size) for size, n in told["steps_by_tokens"].items()) == 47
+
+
+def test_drafts_in_the_stream_are_those_of_the_statistics(server):
+    asked = {"prompt": PROMPT, "max_tokens": 48, "temperature": 0, "stream": True, "speculation": True}
+    chunks = [json.loads(e) for e in events(server.post("/v1/completions", **asked)) if e != b"[DONE]"]
+    steps = [c["speculation"] for c in chunks if "accepted" in c.get("speculation", {})]
+    end = chunks[-1]
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "".join("".join(s["tokens"]) for s in steps)
+    assert sum(s["accepted"] for s in steps) == end["timings"]["draft_n_accepted"] > 0
+    assert sum(len(s["drafts"]) for s in steps) == end["timings"]["draft_n"]
+    for step in steps:
+        assert step["drafts"][: step["accepted"]] == step["tokens"][: step["accepted"]]
+
+
+@pytest.mark.parametrize("stop", ["\n", [" the", "return"], ["no such text"], ["", "items"]])
+def test_stop_texts_and_usage(client, server, stop):
+    """The text ends before the earliest one, and usage counts the tokens up to it, however a step cut them."""
+    free = server.ok("/completion", prompt=PROMPT, n_predict=60, temperature=0, return_tokens=True)
+    stops = [s for s in ([stop] if isinstance(stop, str) else stop) if s]
+    whole, count = "", 0
+    for count, _token in enumerate(free["tokens"], 1):
+        whole = server.ok("/detokenize", tokens=free["tokens"][:count])["content"]
+        if any(s in whole for s in stops):
+            break
+    cut = min([whole.find(s) for s in stops if s in whole], default=len(whole))
+    got = client.completions.create(model="x", prompt=PROMPT, max_tokens=60, temperature=0, stop=stop)
+    assert got.choices[0].text == whole[:cut] and got.usage.completion_tokens == count
+    chunks = list(client.completions.create(model="x", prompt=PROMPT, max_tokens=60, temperature=0, stop=stop, stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == whole[:cut]
+    assert chunks[-1].choices[0].finish_reason == ("stop" if cut < len(whole) else "length")
+
+
+def test_several_choices_and_prompts(client):
+    got = client.chat.completions.create(model="x", messages=CHAT, max_tokens=8, n=3, seed=5, temperature=1)
+    assert [c.index for c in got.choices] == [0, 1, 2] and len({c.message.content for c in got.choices}) > 1
+    assert got.usage.completion_tokens == 24 and got.usage.prompt_tokens < 60
+    again = client.chat.completions.create(model="x", messages=CHAT, max_tokens=8, n=3, seed=5, temperature=1)
+    assert [c.message.content for c in again.choices] == [c.message.content for c in got.choices]
+    texts = client.completions.create(model="x", prompt=["import os\n", "class A:\n"], max_tokens=6, temperature=0)
+    assert [c.index for c in texts.choices] == [0, 1] and texts.choices[0].text != texts.choices[1].text
+    stream = list(client.chat.completions.create(model="x", messages=CHAT, max_tokens=8, n=2, seed=5, temperature=1, stream=True))
+    for i in range(2):
+        text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices[0].index == i)
+        assert text == got.choices[i].message.content
+
+
+def test_log_probabilities(client):
+    asked = {"model": "x", "messages": CHAT, "max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 4}
+    whole = client.chat.completions.create(**asked)
+    told = whole.choices[0].logprobs.content
+    assert "".join(t.token for t in told) == whole.choices[0].message.content and len(told) == 12
+    assert all(len(t.top_logprobs) == 4 and t.logprob == max(p.logprob for p in t.top_logprobs) <= 0 for t in told)
+    chunks = [c for c in client.chat.completions.create(**asked, stream=True) if c.choices and c.choices[0].delta.role is None]
+    streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+    assert streamed == told and max(len(c.choices[0].logprobs.content) for c in chunks if c.choices[0].logprobs) == 1
+    legacy = client.completions.create(model="x", prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3).choices[0].logprobs
+    assert len(legacy.tokens) == len(legacy.token_logprobs) == 5 and all(len(top) == 3 for top in legacy.top_logprobs)
+
+
+def test_structured_output(client):
+    schema = {"type": "object", "properties": {"name": {"const": "x"}}, "required": ["name"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    got = client.chat.completions.create(model="x", messages=CHAT, max_tokens=60, response_format=form, temperature=1, seed=1)
+    assert json.loads(got.choices[0].message.content) == {"name": "x"} and got.choices[0].finish_reason == "stop"
+    got = client.completions.create(model="x", prompt=PROMPT, max_tokens=9, extra_body={"grammar": 'root ::= "a"{5}'})
+    assert got.choices[0].text == "aaaaa"
+    got = client.chat.completions.create(
+        model="x", messages=CHAT, max_tokens=200, response_format={"type": "json_object"}, temperature=0.5, seed=1
+    )
+    assert got.choices[0].message.content.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    "schema, right",
+    [
+        ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, lambda value: isinstance(value["a"], int)),
+        ({"items": [{"type": "integer"}]}, lambda value: len(value) == 1 and isinstance(value[0], int)),
+        ({"items": {"enum": [1, 2]}, "maxItems": 3}, lambda value: set(value) <= {1, 2}),
+        (
+            {"type": "object", "properties": {"b": {"properties": {"c": {"const": 1}}, "required": ["c"]}}, "required": ["b"]},
+            lambda value: value["b"]["c"] == 1,
+        ),
+    ],
+)
+def test_types_that_a_schema_leaves_out(server, schema, right):
+    """As llama.cpp means them: an object where there are properties, an array where there are items; as a response format and in a tool."""
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    got = server.ok(
+        "/v1/chat/completions",
+        messages=CHAT,
+        max_tokens=200,
+        temperature=0,
+        response_format=form,
+        logit_bias={str(i): -3 for i in range(15, 25)},
+    )
+    choice = got["choices"][0]
+    assert choice["finish_reason"] != "stop" or right(json.loads(choice["message"]["content"]))
+    assert choice["message"]["content"][0] in "[{"
+    deep = schema
+    for _ in range(200):
+        deep = {"properties": {"x": deep}}
+    assert server.post(
+        "/v1/chat/completions", messages=CHAT, max_tokens=1, response_format={"type": "json_schema", "json_schema": {"schema": deep}}
+    ).status_code in (200, 400)
+
+
+def test_logit_bias(client):
+    free = client.chat.completions.create(model="x", messages=CHAT, max_tokens=1, temperature=0, logprobs=True, top_logprobs=2)
+    first, second = free.choices[0].logprobs.content[0].top_logprobs
+    biased = client.chat.completions.create(
+        model="x", messages=CHAT, max_tokens=1, temperature=0, extra_body={"logit_bias": [[first.token, False]]}
+    )
+    assert biased.choices[0].message.content == second.token != first.token
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
+def test_a_tool_has_to_be_called(client, choice):
+    asked = {"model": "x", "messages": CHAT, "tools": [TOOL], "tool_choice": choice, "max_tokens": 100, "temperature": 1, "seed": 3}
+    got = client.chat.completions.create(**asked).choices[0]
+    (call,) = got.message.tool_calls
+    assert got.finish_reason == "tool_calls" and call.function.name == "look_up"
+    assert json.loads(call.function.arguments)["word"] in ("spam", "eggs")
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments and final.finish_reason == "tool_calls"
+
+
+def test_tools_may_be_there_without_being_called(client):
+    got = client.chat.completions.create(model="x", messages=CHAT, tools=[TOOL], tool_choice="none", max_tokens=8, temperature=0)
+    assert got.choices[0].message.tool_calls is None and got.choices[0].message.content
+    chunks = list(
+        client.chat.completions.create(model="x", messages=CHAT, tools=[TOOL], max_tokens=8, temperature=0, stream=True, logprobs=True)
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks)
+
+
+def test_responses(client, openai):
+    got = client.responses.create(model="x", input="import os", instructions="You write Python.", max_output_tokens=12, temperature=0)
+    chat = client.chat.completions.create(model="x", messages=CHAT, max_tokens=12, temperature=0)
+    assert got.output_text == chat.choices[0].message.content and got.usage.output_tokens == 12 and got.status == "incomplete"
+    with client.responses.stream(
+        model="x", input="import os", instructions="You write Python.", max_output_tokens=12, temperature=0
+    ) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.incomplete"
+    events_of_text = list(client.responses.create(model="x", input=[{"role": "user", "content": "x"}], max_output_tokens=5, stream=True))
+    assert "".join(e.delta for e in events_of_text if e.type == "response.output_text.delta") == events_of_text[-1].response.output_text
+    tool = {"type": "function", **TOOL["function"]}
+    called = client.responses.create(model="x", input="import os", tools=[tool], tool_choice="required", max_output_tokens=90)
+    assert called.output[0].type == "function_call" and json.loads(called.output[0].arguments)["word"] in ("spam", "eggs")
+    with pytest.raises(openai.BadRequestError, match="keeps no responses"):
+        client.responses.create(model="x", input="x", previous_response_id="resp_1")
+
+
+WRONG = [
+    ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": 2}, "top_p"), ({"top_k": 1.5}, "top_k"),
+    ({"max_tokens": -2}, "max_tokens"), ({"n": 0}, "n"), ({"n": 1000}, "n"), ({"stop": 3}, "stop"), ({"logit_bias": "x"}, "logit_bias"),
+    ({"top_logprobs": 3}, "top_logprobs"), ({"response_format": {"type": "sound"}}, "response_format"), ({"messages": "string"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"), ({"messages": [3]}, "messages"), ({"tools": [{}]}, "tools"), ({"stream": 1}, "stream"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"seed": "x"}, "seed"), ({"samplers": ["dice"]}, "samplers"), ({"model": 3}, "model"),
+    ({"chat_template_kwargs": {"enable_thinking": "x"}}, "chat_template_kwargs"), ({"grammar": "root ::= oh no"}, None),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields, param", WRONG, ids=lambda value: json.dumps(value)[:40])
+def test_what_is_wrong_is_named(server, fields, param, stream):
+    """An ordinary HTTP error in a sentence, also where a stream was asked for."""
+    body = {"messages": CHAT, "max_tokens": 2, "stream": stream, **fields}
+    response = server.post("/v1/chat/completions", **body)
+    error = response.json()["error"]
+    assert response.status_code == 400 == error["code"] and error["type"] == "invalid_request_error", response.text
+    assert (error["param"] or "").startswith(param or "") and len(error["message"]) > 15
+
+
+def test_the_clients_errors(client, openai):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="x", messages=CHAT * 200)
+    assert (
+        raised.value.body["type"] == "exceed_context_size_error"
+        and raised.value.body["n_ctx"] == 2048 < raised.value.body["n_prompt_tokens"]
+    )
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.embeddings.create(model="x", input="text")
+    assert refused.value.status_code == 501 and refused.value.response.headers["x-should-retry"] == "false"
+
+
+def test_a_request_may_ask_for_the_prompt_that_its_messages_became(server):
+    got = server.ok("/v1/chat/completions", messages=CHAT, max_tokens=2, temperature=0, verbose=True)
+    rendered = server.ok("/apply-template", messages=CHAT)["prompt"]
+    assert got["__verbose"]["prompt"] == rendered and got["__verbose"]["content"] == got["choices"][0]["message"]["content"]
+    assert "__verbose" not in server.ok("/v1/chat/completions", messages=CHAT, max_tokens=2)
+
+
+def test_an_assistants_message_is_gone_on_with(server):
+    """Its text is the end of the prompt, and no part of the answer."""
+    turns = [*CHAT, {"role": "assistant", "content": "import sys"}]
+    got = server.ok("/v1/chat/completions", messages=turns, max_tokens=4, temperature=0, verbose=True)
+    assert got["__verbose"]["prompt"].endswith("<|im_start|>assistant\nimport sys")
+    assert not got["choices"][0]["message"]["content"].startswith("import sys")
+    both = {"messages": turns, "add_generation_prompt": True, "continue_final_message": True}
+    assert server.post("/v1/chat/completions", **both).status_code == 400
+    twice = [*turns, {"role": "assistant", "content": "x"}]
+    assert server.post("/v1/chat/completions", messages=twice).status_code == 400

@@ -1,0 +1,333 @@
+"""The page in Debian's chromium: what it shows is what the server counts, it works by keyboard, and it loads nothing from elsewhere.
+
+``PYSPEC_PICTURES=docs/pictures`` saves its two pictures.
+"""
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from server.running import Running
+
+from pyggml_spec.server import page as page_module
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FOLDER = Path(page_module.__file__).parent
+browsers = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium chromium-driver")
+
+
+def test_the_page_is_small_and_its_own(server):
+    """No framework, nothing from elsewhere, no script or style that the policy would have to allow."""
+    texts = {path.name: path.read_text("utf-8") for path in FOLDER.iterdir() if path.suffix in (".html", ".js", ".css")}
+    assert sum(map(len, texts.values())) < 60_000
+    for name, text in texts.items():
+        assert not re.search(r"(?:src|href|url|import|fetch)\s*[=(]\s*[\"'`]?(?:https?:)?//", text), name
+    assert not re.search(r"<script>|<style|\son\w+=|style=", texts["index.html"])
+    assert "innerHTML" not in texts["page.js"] and "eval(" not in texts["page.js"]
+    response = server.http.get("/")
+    assert "default-src 'self'" in response.headers["content-security-policy"] and response.headers["content-type"].startswith("text/html")
+    assert server.http.get("/page.js").text == texts["page.js"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """With blocks of one width: what a busy machine measures would decide whether there are drafts to be shown."""
+    running = Running("--slots", 4, "--draft-width", 8)
+    yield running
+    assert running.end() == 0, running.lines
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    assert DRIVER is not None, "chromium is here, and its driver is not: apt-get install chromium-driver"
+    options = Options()
+    options.binary_location = CHROMIUM
+    quiet = ("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1180,1560", *quiet):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options, Service(DRIVER))
+    yield made
+    made.quit()
+
+
+def wait(condition, seconds=60):
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < until, "the page did not come so far"
+        time.sleep(0.05)
+    return value
+
+
+def text(browser, name):
+    return browser.execute_script("return document.getElementById(arguments[0]).textContent", name)
+
+
+def picture(browser, name):
+    if folder := os.environ.get("PYSPEC_PICTURES"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        browser.save_screenshot(str(Path(folder) / name))
+
+
+def idle(browser):
+    return not browser.execute_script("return document.getElementById('go').disabled")
+
+
+def generated(browser, tokens=120):
+    browser.execute_script("document.getElementById('tokens').value = arguments[0]", str(tokens))
+    browser.find_element("id", "go").click()
+    wait(lambda: idle(browser) and re.match(r"\d+ tokens in \d+ steps, ", text(browser, "status")))
+
+
+@browsers
+def test_what_it_shows_is_what_the_server_counts(server, browser):
+    browser.get(server.url)
+    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    generated(browser)
+    asked = {"prompt": "def quicksort(items):\n", "max_tokens": 120, "temperature": 0, "seed": 1}
+    told = server.ok("/v1/completions", **asked)
+    shown = browser.execute_script("return [...document.getElementById('answer').children].map(e => [e.className, e.textContent])")
+    kept = "".join(piece for kind, piece in shown if kind != "rejected")
+    assert kept == told["choices"][0]["text"]
+    assert {kind for kind, _ in shown} == {"accepted", "rejected", "own"}
+    taken, made = map(int, re.match(r"(\d+) of (\d+)", text(browser, "f-accepted")).groups())
+    rows = browser.execute_script(
+        "return [...document.querySelectorAll('#positions tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert sum(int(row[1]) for row in rows) == taken and sum(int(row[2]) for row in rows) == made
+    bars = browser.execute_script(
+        "return [document.querySelectorAll('#bars .tokens').length, document.querySelectorAll('#bars .width').length]"
+    )
+    steps = int(text(browser, "f-steps"))
+    assert bars == [steps, steps] and steps + taken + 1 == 120 == int(text(browser, "f-tokens"))
+    assert (
+        "tokens per second" in text(browser, "f-speed")
+        and "tokens per second" in text(browser, "f-plain")
+        and "times" in text(browser, "f-gain")
+    )
+    assert "steps" in text(browser, "f-reason")
+    picture(browser, "page-generate.png")
+
+
+@browsers
+def test_it_is_read_without_colour_and_used_by_keyboard(server, browser):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    browser.get(server.url)
+    generated(browser, 60)
+    looks = browser.execute_script(
+        "return ['accepted', 'own', 'rejected'].map(k => getComputedStyle(document.querySelector('#answer .' + k)).textDecorationLine)"
+    )
+    assert len(set(looks)) == 3, looks
+    assert browser.execute_script("return document.querySelector('#answer .rejected').tagName") == "DEL"
+    browser.find_element("id", "show-rejected").click()
+    assert not browser.find_element("css selector", "#answer .rejected").is_displayed()
+    browser.execute_script("document.getElementById('status').textContent = ''")
+    browser.find_element("id", "prompt").click()
+    ActionChains(browser).send_keys("# more\n").key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
+    wait(lambda: idle(browser) and re.match(r"\d+ tokens in \d+ steps, ", text(browser, "status")))
+    unnamed = browser.execute_script(
+        "return [...document.querySelectorAll('button, input, select, textarea, [role=region], [role=img]')]"
+        ".filter(e => !(e.labels?.length || e.textContent.trim() || e.getAttribute('aria-label') || e.getAttribute('aria-labelledby'))).map(e => e.id)"
+    )
+    assert unnamed == []
+    assert browser.execute_script("return document.documentElement.lang") == "en"
+    browser.find_element("id", "tab-generate").send_keys(Keys.ARROW_RIGHT)
+    assert browser.switch_to.active_element.get_attribute("id") == "tab-slots"
+
+
+@browsers
+def test_stop_ends_the_request(server, browser):
+    browser.get(server.url)
+    browser.execute_script("document.getElementById('tokens').value = 2000; document.getElementById('temperature').value = 1")
+    browser.find_element("id", "go").click()
+    wait(lambda: "steps" in text(browser, "status"))
+    browser.find_element("id", "stop").click()
+    wait(lambda: text(browser, "status") == "stopped")
+    assert server.slots_are_free()
+
+
+@browsers
+def test_the_slots_move(server, browser):
+    browser.get(server.url)
+    browser.find_element("id", "tab-slots").click()
+    wait(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
+    asked = {"prompt": "class Queue:\n", "n_predict": 400, "ignore_eos": True, "temperature": 1, "n": 4}
+    sender = threading.Thread(target=lambda: server.post("/completion", **asked))
+    sender.start()
+    busy = "return [...document.querySelectorAll('#slots tbody tr')].filter(r => r.cells[1].textContent === 'decode' && +r.cells[4].textContent > 20).length"
+    wait(lambda: browser.execute_script(busy) == 4 and float(text(browser, "s-speed").replace(",", "")) > 0)
+    browser.set_window_size(1180, 500)
+    picture(browser, "page-slots.png")
+    sender.join()
+    wait(lambda: browser.execute_script(busy) == 0)
+
+
+@browsers
+def test_dark_and_light_have_contrast(server, browser):
+    """WCAG's ratio of at least 4.5 for every kind of text, and no message in the console."""
+
+    def luminance(colour):
+        parts = [int(v) / 255 for v in re.findall(r"\d+", colour)[:3]]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for scheme in ("light", "dark"):
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        browser.get(server.url)
+        colours = browser.execute_script(
+            "const s = getComputedStyle(document.documentElement), p = document.createElement('p'); document.body.append(p);"
+            "return Object.fromEntries(['ink','soft','good','good-back','bad','panel','back','accent'].map(n => {"
+            "p.style.color = s.getPropertyValue('--' + n); return [n, getComputedStyle(p).color]; }))"
+        )
+        for front, back in (
+            ("ink", "panel"),
+            ("ink", "back"),
+            ("soft", "panel"),
+            ("good", "good-back"),
+            ("bad", "panel"),
+            ("back", "accent"),
+        ):
+            a, b = sorted((luminance(colours[front]), luminance(colours[back])))
+            assert (b + 0.05) / (a + 0.05) >= 4.5, (scheme, front, back, json.dumps(colours))
+    said = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert said == []
+
+
+@pytest.fixture
+def sized(browser):
+    """Sets the width of the page as a phone has it, and back."""
+
+    def size(width: int, height: int = 780) -> None:
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        )
+
+    yield size
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.fixture
+def plain():
+    running = Running("--spec-type", "none")
+    yield running
+    running.end()
+
+
+def count_requests(browser):
+    browser.execute_script(
+        "const real = fetch; window.asked = []; window.fetch = (url, ...more) => { asked.push(url); return real(url, ...more); }"
+    )
+
+
+def asked(browser):
+    return browser.execute_script("return asked.filter(url => url.includes('completions')).length")
+
+
+@browsers
+def test_where_nothing_drafts_one_run_is_enough(plain, browser):
+    """The same text was computed twice to compare plain decoding with itself."""
+    browser.get(plain.url)
+    wait(lambda: "nothing drafts: plain decoding" in text(browser, "model"))
+    assert not browser.find_element("id", "compare").is_displayed() and not browser.find_element("id", "legend").is_displayed()
+    count_requests(browser)
+    generated(browser, 20)
+    assert asked(browser) == 1 and "nothing was drafted" in text(browser, "f-plain") and text(browser, "f-gain") == "-"
+    picture(browser, "page-plain.png")
+
+
+@browsers
+def test_a_run_without_drafts_is_not_compared_with_itself(server, browser):
+    browser.get(server.url)
+    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    count_requests(browser)
+    browser.find_element("id", "speculative").click()
+    generated(browser, 20)
+    assert asked(browser) == 1
+    browser.find_element("id", "speculative").click()
+    generated(browser, 20)
+    wait(lambda: "times" in text(browser, "f-gain"))
+    assert asked(browser) == 3
+
+
+@browsers
+def test_the_header_names_n_gram_drafting(browser):
+    """It said `no drafter: plain decoding`."""
+    running = Running("--spec-type", "suffix")
+    try:
+        browser.get(running.url)
+        wait(lambda: "n-gram drafting (suffix)" in text(browser, "model"))
+        assert "plain decoding" not in text(browser, "model") and browser.find_element("id", "compare").is_displayed()
+    finally:
+        running.end()
+
+
+@browsers
+def test_errors_look_like_errors(server, browser, sized):
+    """They stood where figures stand, in the same letters."""
+    browser.get(server.url)
+    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    look = "const s = getComputedStyle(document.getElementById(arguments[0])); return [s.color, s.fontWeight]"
+    calm = browser.execute_script(look, "status")
+    browser.execute_script("document.getElementById('prompt').value = 'word '.repeat(3000); document.getElementById('tokens').value = 20")
+    browser.find_element("id", "go").click()
+    wait(lambda: "exceeds the available context" in text(browser, "status"))
+    assert browser.execute_script(look, "status") != calm and browser.find_element("id", "status").get_attribute("class") == "error"
+    for width, name in ((1180, "page-error.png"), (360, "page-error-360.png")):
+        sized(width)
+        assert overflow(browser) == []
+        picture(browser, name)
+    sized(1180, 1560)
+    browser.execute_script("document.getElementById('prompt').value = 'a'")
+    generated(browser, 5)
+    assert browser.execute_script(look, "status") == calm
+    browser.execute_script("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    browser.find_element("id", "go").click()
+    wait(lambda: "the server cannot be reached" in text(browser, "status"))
+    browser.find_element("id", "tab-slots").click()
+    wait(lambda: "the server cannot be reached" in text(browser, "s-speed"))
+    assert browser.find_element("id", "s-speed").get_attribute("class") == "error"
+
+
+def overflow(browser):
+    """What is wider than the page: there would be a bar to scroll it with."""
+    return browser.execute_script(
+        "const w = document.documentElement.clientWidth; if (document.documentElement.scrollWidth <= w) return [];"
+        "return [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > w + 1).map(e => e.id || e.tagName)"
+    )
+
+
+@browsers
+def test_it_is_as_wide_as_a_telephone(server, browser, sized):
+    """At 360 px nothing has to be scrolled sideways, before a text, behind it, and in the view of the slots."""
+    sized(360)
+    browser.get(server.url)
+    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    assert browser.execute_script("return innerWidth") == 360 and overflow(browser) == []
+    generated(browser, 60)
+    wait(lambda: "times" in text(browser, "f-gain"))
+    assert overflow(browser) == []
+    wider = "return [...document.querySelectorAll('section, form, table')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.offsetParent).map(e => e.id || e.tagName)"
+    assert browser.execute_script(wider) == []
+    picture(browser, "page-360.png")
+    browser.find_element("id", "tab-slots").click()
+    wait(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
+    sender = threading.Thread(
+        target=lambda: server.post("/completion", prompt="class Queue:\n", n_predict=400, ignore_eos=True, temperature=1, n=4)
+    )
+    sender.start()
+    wait(lambda: "decode" in text(browser, "slots"))
+    assert overflow(browser) == [] and browser.execute_script(wider) == []
+    picture(browser, "page-slots-360.png")
+    browser.get("about:blank")  # which ends the stream of the slots
+    sender.join()

@@ -1,0 +1,337 @@
+"""Connections that never become a request: each is told so and closed, and none of them grows in memory."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from pyggml_spec.server import http, protocol
+from pyggml_spec.server.errors import ApiError
+from pyggml_spec.server.http import Bodies, Request, Response, json_response, read_body, send_refusal, send_response
+
+HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\n"
+LONG = b"a" * 50_000
+
+
+async def app(scope, receive, send):
+    request = Request(scope)
+    try:
+        answer = json_response({"got": len(await read_body(request, receive, Bodies(1 << 20)))})
+    except ApiError as error:
+        await send_refusal(request, receive, send, json_response(error.openai(), error.status), begun=True)
+        return
+    except ConnectionResetError:
+        return
+    await send_response(send, answer)
+
+
+def connections(app):
+    """Makes the protocol of each connection."""
+    config = uvicorn.Config(app, http=protocol.JsonProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1)
+    config.load()
+    state = ServerState()
+    return lambda: protocol.JsonProtocol(config=config, server_state=state, app_state={})
+
+
+@contextlib.asynccontextmanager
+async def connected(app):
+    """A connection to ``app``: its two ends."""
+    server = await asyncio.get_running_loop().create_server(connections(app), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+    yield reader, writer
+    writer.close()
+    server.close()
+
+
+async def say(parts):
+    """What comes back for ``parts``, between which the server has time to answer, until it closes the connection."""
+    async with connected(app) as (reader, writer):
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.02)
+        return await asyncio.wait_for(reader.read(), 20)
+
+
+@pytest.mark.parametrize(
+    "parts, status, words",
+    [
+        ([b""], None, ""),
+        ([HEAD], 408, "head of this request did not come"),
+        ([b"\r\n", b"\r\n"], 408, "head of this request did not come"),
+        ([HEAD + b"content-length: 2\r\n\r\n{}", b"\r\n"], 408, "head of this request did not come"),
+        ([HEAD + b"content-length: 9\r\n\r\n{", b"}"], 408, "the body did not come within"),
+        ([HEAD + b"a: ", LONG, LONG], 431, "head of this request is longer than"),
+        ([b"GET /", LONG, LONG], 431, "head of this request is longer than"),
+        ([HEAD + b"transfer-encoding: chunked\r\n\r\n1;", LONG, LONG], 431, "longer than"),
+        ([HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\na: ", LONG, LONG], 431, "longer than"),
+        ([b"no HTTP at all\r\n\r\n"], 400, "no HTTP request"),
+    ],
+)
+def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
+    if status in (None, 408):  # the others come at once
+        monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.15)
+        monkeypatch.setattr(http, "BODY_SECONDS", 0.15)
+        monkeypatch.setattr(http, "LINGER_SECONDS", 0.1)
+    got = asyncio.run(say(parts))
+    if status is None:
+        assert got == b""
+        return
+    head, _, body = got[got.rindex(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
+    assert head.split()[1] == b"%d" % status, got
+    error = json.loads(body)["error"]
+    assert error["code"] == status and words in error["message"]
+
+
+def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
+    """It kept its connection, and what waited for it, for ever. One that reads slowly gets all."""
+    monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.2)
+    size, sent = 8 << 20, []
+
+    async def large(scope, receive, send):
+        try:
+            await send_response(send, Response(b"x" * size))
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            sent.append(True)
+
+    async def read(pause):
+        loop = asyncio.get_running_loop()
+        make = connections(large)
+        server = await loop.create_server(make, "127.0.0.1", 0)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, server.sockets[0].getsockname())
+            await loop.sock_sendall(sock, b"GET /x HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            got = 0
+            try:
+                while part := await loop.sock_recv(sock, 1 << 17):
+                    got += len(part)
+                    await asyncio.sleep(pause)
+            except ConnectionResetError:
+                pass
+        server.close()
+        return got
+
+    assert asyncio.run(read(0.01)) > size and not caplog.text
+    assert asyncio.run(read(0.6)) < size and "read nothing of an answer" in caplog.text and len(sent) == 2
+
+
+def test_a_body_that_drips_ends(monkeypatch):
+    """A byte now and then kept its connection for ever: the limit was one between two pieces."""
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(http, "LINGER_SECONDS", 0.1)
+    got = asyncio.run(say([HEAD + b"content-length: 900\r\n\r\n", *[b"x"] * 12]))
+    assert got.startswith(b"HTTP/1.1 408") and b"did not come within 0.2" in got, got
+
+
+def test_bodies_have_bytes_together():
+    """What is beyond is refused, and a body that was read, or left, makes room."""
+
+    async def test():
+        bodies, left = Bodies(300_000, 400_000), []
+
+        async def body(size, ends=True):
+            pieces = [
+                {"type": "http.request", "body": b"x" * size, "more_body": True},
+                {"type": "http.request", "body": b"", "more_body": False},
+            ]
+
+            async def receive():
+                return pieces.pop(0) if pieces and (ends or len(pieces) > 1) else await asyncio.sleep(3600)
+
+            request = Request({"method": "POST", "path": "/", "headers": []})
+            left.append(request)
+            return await read_body(request, receive, bodies)
+
+        slow = asyncio.ensure_future(body(250_000, False))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="400000 bytes together") as refused:
+            await body(250_000)
+        assert refused.value.status == 503 and refused.value.headers["retry-after"]
+        bodies.give_back(left.pop())
+        assert len(await body(100)) == 100 and len(await body(140_000)) == 140_000
+        slow.cancel()
+        for request in left:
+            bodies.give_back(request)
+        assert bodies.held == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (b"[" + b"1," * 300_000 + b"1]", "more than 262144 values"),
+        (b'{"a":[' + b"[]," * 40_000 + b"[]]}", "more than 32768 lists and objects"),
+        (b'{"a":"' + b"\\u0041" * 1_100_000 + b'"}', "more than 1048576 escaped characters"),
+        (b"[" * 200_000, "more than 32768 lists and objects"),
+        (b"{" + b'"a":1,' * 300_000 + b'"a":1}', "more than 262144 values"),
+    ],
+)
+def test_json_that_takes_long_is_refused_before_it_is_whole(data, words):
+    """In whatever pieces it comes; commas and brackets in texts are text."""
+
+    async def read(data):
+        starts = itertools.count(0, 60_001)
+
+        async def receive():
+            at = next(starts)
+            return {"type": "http.request", "body": data[at : at + 60_001], "more_body": at + 60_001 < len(data)}
+
+        return await read_body(Request({"method": "POST", "path": "/", "headers": []}), receive, Bodies(8 << 20))
+
+    with pytest.raises(ApiError, match=words) as refused:
+        asyncio.run(read(data))
+    assert refused.value.status == 400
+    text = json.dumps({"prompt": '[{,:"\\' * 200_000}).encode()
+    assert asyncio.run(read(text)) == text
+
+
+def test_what_is_slow_and_long_but_comes_is_answered(monkeypatch):
+    """Heads in pieces, bodies and several requests on one connection, each longer together than what may come without an end."""
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 5)
+    one = [HEAD + b"a: ", LONG, b"\r\ncontent-length: 150000\r\n\r\n", LONG, LONG, LONG]
+    chunks = [HEAD + b"transfer-encoding: chunked\r\n\r\n", *[b"c350\r\n" + LONG + b"\r\n"] * 3, b"0\r\n\r\n"]
+    got = asyncio.run(say([*one, *one, *chunks]))
+    assert got.count(b'{"got":150000}') == 3 and got.count(b"HTTP/1.1 200") == 3
+
+
+class Wrote:
+    """A transport that keeps what each call wrote."""
+
+    def __init__(self):
+        self.pieces, self.closed = [], False
+
+    def write(self, data):
+        if self.closed:
+            raise RuntimeError("unable to perform operation on a closed transport")  # as uvloop's does
+        self.pieces.append(data)
+
+    def is_closing(self):
+        return self.closed
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_head_leaves_with_the_first_piece_of_its_body():
+    """In a packet of its own it was a wake of the client, and a turn of the thread of the steps, before the first token."""
+
+    async def test():
+        transport = Wrote()
+        head = protocol._HeadWithBody(transport, asyncio.get_running_loop())
+        head.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        head.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        assert transport.pieces == [b"HTTP/1.1 100 Continue\r\n\r\n"]
+        head.write(b"first")
+        head.write(b"second")
+        await asyncio.sleep(0)
+        assert transport.pieces[1:] == [b"HTTP/1.1 200 OK\r\n\r\nfirst", b"second"]
+        for ends in (False, True):  # nothing comes behind it: it leaves with the loop's next turn, or with the end
+            transport = Wrote()
+            head = protocol._HeadWithBody(transport, asyncio.get_running_loop())
+            head.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+            if ends:
+                head.close()
+            else:
+                await asyncio.sleep(0)
+            assert transport.pieces == [b"HTTP/1.1 204 No Content\r\n\r\n"] and transport.closed == ends
+        raised = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
+        for then in ("the loop's next turn", "a body", "the end"):  # the client goes away between the head and its body
+            transport = Wrote()
+            head = protocol._HeadWithBody(transport, asyncio.get_running_loop())
+            head.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            transport.close()
+            if then == "a body":
+                head.write(b"first")
+            elif then == "the end":
+                head.close()
+            await asyncio.sleep(0)
+            assert not transport.pieces and not raised, then
+
+    asyncio.run(test())
+
+
+def test_work_ends_with_its_client_and_no_other_way():
+    async def test():
+        gone, ended = asyncio.Event(), []
+
+        async def receive():
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def work(seconds):
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                ended.append(seconds)
+
+        assert await http.unless_gone(receive, work(0)) is True
+        asyncio.get_running_loop().call_soon(gone.set)
+        assert await http.unless_gone(receive, work(3600)) is False and ended == [0, 3600]
+        assert asyncio.current_task().cancelling() == 0  # whoever goes on in this task is not cancelled
+        gone.clear()
+        outer = asyncio.ensure_future(http.unless_gone(receive, work(3601)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        outer.cancel()  # the server ends: that is no client that went away
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        assert ended == [0, 3600, 3601]
+
+    asyncio.run(test())
+
+
+def both_loops(make):
+    """``make()`` in asyncio's loop, and in uvloop's where it is installed."""
+    with asyncio.Runner(loop_factory=protocol.loop_factory()) as runner:
+        return asyncio.run(make()), runner.run(make())
+
+
+@pytest.mark.parametrize("version, requests", [(b"1.1", 1), (b"1.1", 3), (b"1.0", 1)])
+def test_a_client_that_has_closed_its_half_gets_its_answer(version, requests):
+    """The end of what it writes was taken for its going away (`printf .. | nc -N`)."""
+
+    async def late(scope, receive, send):
+        await read_body(Request(scope), receive, Bodies(9))
+        await asyncio.sleep(0.2)
+        await send_response(send, json_response({"gone": scope.get("gone")}))
+
+    async def main():
+        async with connected(late) as (reader, writer):
+            writer.write((HEAD.replace(b"1.1", version) + b"content-length: 2\r\n\r\n{}") * requests)
+            writer.write_eof()
+            return await asyncio.wait_for(reader.read(), 20)
+
+    for got in both_loops(main):
+        assert got.startswith(b"HTTP/1.1 200 OK\r\n") and got.count(b"connection: close") == 1, got
+        assert got.count(b"HTTP/1.1 200 OK\r\n") == got.count(b'{"gone":null}') == requests, got
+
+
+@pytest.mark.parametrize("sent", [HEAD + b"content-length: 2\r\n\r\n{}", HEAD + b"content-length: 2\r\n\r\n{"])
+def test_a_client_that_is_gone_is_found_out(sent):
+    """Its end looks like that of one that still reads: what an answer begins with says which of them it is."""
+
+    async def main():
+        left = asyncio.get_running_loop().create_future()
+
+        async def app(scope, receive, send):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set_result(True)
+
+        async with connected(app) as (_, writer):
+            writer.write(sent)
+            await asyncio.sleep(0.05)
+            writer.close()
+            return await asyncio.wait_for(left, 5)
+
+    assert both_loops(main) == (True, True)

@@ -1,0 +1,301 @@
+"""Streams that go on without their reader, and are read again."""
+
+import asyncio
+import gc
+import json
+import types
+import weakref
+
+import httpx
+import pytest
+from server.running import Running
+
+from pyggml_spec.server import native, resumable
+from pyggml_spec.server.errors import ApiError
+from pyggml_spec.server.http import Request, Response
+from pyggml_spec.server.reading import Reader
+from pyggml_spec.server.resumable import Stream, Streams
+
+ASKED = {"prompt": "def quicksort(items):\n", "n_predict": 60, "temperature": 0, "stream": True}
+
+
+def text(data):
+    return "".join(json.loads(line[6:])["content"] for line in data.splitlines() if line.startswith("data: "))
+
+
+def test_a_stream_is_read_again_from_any_byte(server):
+    where = {"conv_id": "a/b::x y"}
+    whole = server.http.post("/completion", json=ASKED, headers={resumable.HEADER: where["conv_id"]}).text
+    assert server.http.get("/v1/stream", params=where).text == server.http.get("/v1/stream", params=where | {"from": 0}).text == whole
+    assert server.http.get("/v1/stream", params=where | {"from": 100}).text == whole[100:]
+    (told,) = server.post("/v1/streams/lookup", conversation_ids=["a/b", "other"]).json()
+    assert (told["conversation_id"], told["is_done"], told["total_bytes"]) == (where["conv_id"], True, len(whole.encode()))
+    for wrong in ("x", "-1", str(len(whole) + 1)):
+        assert server.http.get("/v1/stream", params=where | {"from": wrong}).json()["error"]["param"] == "from"
+    gone = server.http.request("DELETE", "/v1/stream", params=where)
+    assert gone.status_code == 204 and gone.content == b"" and "content-length" not in gone.headers
+    assert server.http.get("/v1/stream", params=where).status_code == 404
+    assert server.http.get("/v1/stream").status_code == 400 and server.http.put("/v1/stream").headers["allow"] == "GET, DELETE"
+
+
+def test_a_reader_that_goes_away_ends_nothing(server):
+    """The text is whole, and behind it the slot is free."""
+    want = server.ok("/completion", **ASKED | {"stream": False})["content"]
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        with client.stream("POST", "/completion", json=ASKED, headers={resumable.HEADER: "left"}) as response:
+            next(response.iter_bytes())
+    assert text(server.http.get("/v1/stream", params={"conv_id": "left"}).text) == want
+    assert server.slots_are_free()
+
+
+def test_who_ends_a_stream_ends_its_request(server):
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        with client.stream(
+            "POST", "/completion", json=ASKED | {"n_predict": -1, "ignore_eos": True}, headers={resumable.HEADER: "ends"}
+        ) as response:
+            parts = response.iter_bytes()
+            next(parts)
+            assert server.http.request("DELETE", "/v1/stream", params={"conv_id": "ends"}).status_code == 204
+            assert b'"stop":true' not in b"".join(parts)
+    assert server.slots_are_free()
+
+
+async def read(stream, at=0):
+    return b"".join([part async for part in stream.follow(at)])
+
+
+def source(gate, *parts):
+    async def chunks():
+        for part in parts:
+            yield part
+        await gate.wait()
+        yield b"end"
+
+    return chunks()
+
+
+def run(test):
+    async def within():
+        await asyncio.wait_for(test(asyncio.Event()), 60)
+
+    asyncio.run(within())
+
+
+def test_all_readers_get_the_same():
+    async def test(gate):
+        ended = []
+        stream = Stream(source(gate, b"ab", b"cd"), [lambda: ended.append(1)])
+        readers = [asyncio.ensure_future(read(stream, at)) for at in (0, 1, 4)]
+        await asyncio.sleep(0)
+        assert not ended and not stream.over
+        gate.set()
+        assert await asyncio.gather(*readers) == [b"abcdend", b"bcdend", b"end"] and ended == [1] and stream.over
+        assert await read(stream) == b"abcdend"
+
+    run(test)
+
+
+def test_a_stream_keeps_its_latest_bytes(monkeypatch):
+    monkeypatch.setattr(resumable, "MOST_BYTES", 6)
+
+    async def test(gate):
+        gate.set()
+        stream = Stream(source(gate, b"abcd", b"efgh"), [])
+        await stream.task
+        assert (stream.first, stream.size) == (5, 11) and await read(stream, 5) == b"fghend"
+        assert b"its first 5 bytes are gone" in await read(stream, 4)
+
+    run(test)
+
+
+def test_what_has_ended_is_kept_for_a_while(monkeypatch):
+    async def test(gate):
+        gate.set()
+        streams = Streams()
+        for name in "abc":
+            stream = streams.begin(("", name), source(gate, b"x" * 100), [])
+            await read(stream)
+            stream.over = {"a": 1, "b": 2, "c": 3}[name] + 1e10
+        assert all(streams.get(("", name)) for name in "abc") and streams.get(("key-0", "a")) is None
+        monkeypatch.setattr(resumable, "MOST_ENDED_BYTES", 2 * stream.held)
+        assert [bool(streams.get(("", name))) for name in "abc"] == [False, True, True]
+        streams.get(("", "b")).over = 1.0  # long ago
+        assert [bool(streams.get(("", name))) for name in "bc"] == [False, True]
+        held = streams.begin(("", "c"), source(asyncio.Event(), b"y"), [gate.clear])  # the latest one of an id is what it means
+        assert streams.get(("", "c")) is held is not stream
+        await asyncio.sleep(0)
+        streams.end(("", "c"))
+        assert await read(held) == b"y" and not gate.is_set() and streams.get(("", "c")) is None
+
+    run(test)
+
+
+def test_a_stream_that_ends_before_it_began_lets_its_request_go():
+    """Its task never ran, and neither did the end that it was to call: the slot stayed busy, readers waited for ever."""
+
+    async def test(gate):
+        streams, ended = Streams(), []
+        stream = streams.begin(("", "a"), source(gate, b"ab"), [lambda: ended.append(1)])
+        streams.end(("", "a"))
+        assert await read(stream) == b"" and ended == [1] and stream.over
+
+    run(test)
+
+
+def test_what_has_ended_keeps_bytes_alone():
+    """The request's jobs and prompts stayed with it for five minutes, and were in no count."""
+
+    class Held:
+        def end(self):
+            pass
+
+    async def test(gate):
+        gate.set()
+        held = Held()
+        kept, streams = weakref.ref(held), Streams()
+        stream = streams.begin(("", "a"), source(gate, b"ab"), [held.end])
+        del held
+        assert await read(stream) == b"abend" and streams.get(("", "a")) is stream
+        await asyncio.sleep(0)
+        gc.collect()
+        assert kept() is None
+
+    run(test)
+
+
+def test_what_has_ended_is_forgotten_though_nobody_asks(monkeypatch):
+    async def test(gate):
+        gate.set()
+        later, streams, loop = [], Streams(), asyncio.get_running_loop()
+        for name in "ab":
+            stream = streams.begin(("", name), source(gate), [])
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "call_later", lambda seconds, call: later.append((seconds, call)) or call, raising=False)
+                await stream.task
+                await asyncio.sleep(0)
+        ((seconds, call),) = later  # one timer, however many streams
+        assert 0 < seconds <= resumable.KEPT_SECONDS + 1 and len(streams._streams) == 2
+        streams._streams["", "a"].over = 1.0
+        call()
+        assert list(streams._streams) == [("", "b")] and streams._held == stream.held
+        stream.over = 1.0
+        streams._forget()
+        assert not streams._streams and not streams._held
+        streams._timer.cancel()
+
+    run(test)
+
+
+def test_a_reader_gets_pieces():
+    """A slow one held a copy of all 4 MiB until the network took it."""
+
+    async def test(gate):
+        gate.set()
+        data = b"ab" * resumable.PIECE
+        parts = [part async for part in Stream(source(gate, data), []).follow(3)]
+        assert b"".join(parts) == data[3:] + b"end" and max(map(len, parts)) == resumable.PIECE
+
+    run(test)
+
+
+def test_ids_are_looked_up_by_what_stands_before_a_model():
+    async def test(gate):
+        streams = Streams()
+        for key, name in (("", "a"), ("", "a::m"), ("", "a::m::n"), ("", "a:::m"), ("", "ab"), ("", "b::m"), ("k", "a")):
+            streams.begin((key, name), source(gate), [])
+        for names, found in (
+            ({"a"}, "a a::m a::m::n a:::m"),
+            ({"a::m", "a"}, "a a::m a::m::n a:::m"),
+            ({"b", "a::m"}, "a::m a::m::n b::m"),
+            ({"c"}, ""),
+        ):
+            assert " ".join(name for name, _ in streams.named("", names)) == found
+        gate.set()
+
+    run(test)
+
+
+def asked(name, **body):
+    request = Request({"method": "POST", "path": "/completion", "headers": [(b"x-conversation-id", name.encode())]})
+    request._json = body
+    return request
+
+
+def test_a_stream_makes_room_for_its_successor():
+    """It was ended by the first token of its successor, which waited for the slot that it had."""
+
+    class Full:
+        streams, queue = Streams(), types.SimpleNamespace()
+
+    entered = []
+
+    def enter(asks):
+        entered.append(asks)
+        if len(entered) == 1:
+            raise ApiError(429, "full")
+        return types.SimpleNamespace(jobs=[], cancel=lambda: None)
+
+    Full.queue.enter = enter
+
+    async def test(gate):
+        ended = []
+        stream = Full.streams.begin(("", "a"), source(gate, b"ab"), [lambda: ended.append(1)])
+        with pytest.raises(ApiError, match="full"):
+            Reader(Full, asked("a", stream=True), [], None)
+        Reader(Full, asked("a", stream=False), [], None)
+        Reader(Full, asked("b", stream=True), [], None)
+        await asyncio.sleep(0)
+        assert not ended and Full.streams.get(("", "a")) is stream  # who is refused, or is no stream, ends nothing
+        Reader(Full, asked("a", stream=True), [], None)
+        assert await read(stream) == b"ab" and ended == [1]
+        with pytest.raises(ApiError, match="has 401 characters; 400 are the most"):  # two long ones that began alike were one
+            Reader(Full, asked("x" * 401, stream=True), [], None)
+        assert len(entered) == 4
+
+    run(test)
+
+
+def test_only_streams_with_the_header_are_kept():
+    async def test(gate):
+        class Context:
+            streams = Streams()
+
+        for headers, chunks in (([], source(gate)), ([(b"x-conversation-id", b"a")], None)):
+            request = Request({"method": "POST", "path": "/completion", "headers": headers})
+            request.ended = [gate.set]
+            response = Response(chunks=chunks)
+            native.keep_stream(Context, request, response)
+            assert response.chunks is chunks and request.ended == [gate.set] and not Context.streams.named("", {"a"})
+        for body in ({"conversation_ids": "a"}, {"conversation_ids": [3]}):
+            request._json = body
+            with pytest.raises(ApiError, match="conversation_ids"):
+                await native.look_up_streams(Context, request)
+
+    run(test)
+
+
+def test_a_stream_belongs_to_the_key_that_it_came_with():
+    """Another key reads, ends and finds none of it, and its own stream of the same id is another one."""
+    running = Running("--slots", 2, "--api-key", "one,two")
+    try:
+
+        def stream(key, prompt):
+            body = {"prompt": prompt, "n_predict": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+            return running.http.post("/completion", json=body, headers={"x-api-key": key, resumable.HEADER: "same"})
+
+        def seen(key):
+            named = running.http.post("/v1/streams/lookup", json={"conversation_ids": ["same"]}, headers={"x-api-key": key})
+            return running.http.get("/v1/stream?conv_id=same", headers={"x-api-key": key}), len(named.json())
+
+        first = stream("one", "import os\n")
+        assert seen("one")[0].content == first.content and seen("one")[1] == 1
+        response, named = seen("two")
+        assert response.status_code == 404 and named == 0
+        assert running.http.delete("/v1/stream?conv_id=same", headers={"x-api-key": "two"}).status_code == 204
+        second = stream("two", "class A:\n")
+        assert second.content != first.content and seen("two")[0].content == second.content
+        assert seen("one")[0].content == first.content
+        assert running.http.delete("/v1/stream?conv_id=same", headers={"x-api-key": "one"}).status_code == 204
+        assert seen("one")[0].status_code == 404 and seen("two")[1] == 1
+    finally:
+        assert running.end() == 0

@@ -1,0 +1,363 @@
+"""Starting and ending: what is missing is said in one sentence, and nothing that was running is lost without a word."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import httpx
+import pytest
+import uvicorn
+from cli.process import environment, one_sentence, pyspec
+from server.running import Running
+from workers import Worker, need_library
+
+from pyggml_spec.cli.main import main
+from pyggml_spec.server.access import Keys
+from pyggml_spec.server.errors import ApiError
+from pyggml_spec.server.protocol import JsonProtocol, Server
+
+
+def test_without_the_extra_one_sentence_names_the_command(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['uvicorn'] = sys.modules['msgspec'] = None\n")
+    done = pyspec("serve", env={"PYTHONPATH": str(tmp_path)})
+    one_sentence(done, "uvicorn and msgspec", "run: pip install uvicorn httptools msgspec")
+
+
+def test_an_address_that_is_taken_is_one_sentence(server):
+    port = server.url.rpartition(":")[2]
+    done = pyspec("serve", "--device", "CPU", "-t", 1, "--port", port)
+    assert done.returncode == 1 and f"127.0.0.1:{port} cannot be listened at" in done.stderr and "--port" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--ssl-key-file", __file__], "--ssl-key-file is the key of a certificate; name that with --ssl-cert-file"),
+        (["--ssl-cert-file", __file__], "HTTPS cannot be served by "),
+        (["--ssl-cert-file", __file__, "--ssl-key-file", __file__], " with the key "),
+        (["--ssl-cert-file", "none.pem"], "none.pem cannot be read: No such file"),
+        (["--api-key-file", "none.txt"], "none.txt cannot be read"),
+        (["--host", "a..b"], "a..b:0 cannot be listened at"),
+        (["--chat-template-kwargs", "{"], "is no JSON object"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_a_model_is_loaded(capsys, monkeypatch, options, words):
+    """A key without its certificate ended in a traceback, a wrong one in "the output cannot be written", behind minutes of loading."""
+    monkeypatch.setattr("pyggml_spec.session.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--port", "0", *options])
+    assert end.value.code in (1, 2) and words in capsys.readouterr().err
+
+
+def test_what_comes_through_a_pipe_is_read_once(monkeypatch):
+    """`--api-key-file <(...)` was read before the model was loaded, and had no keys when the server started; a certificate neither."""
+    ends = []
+
+    def pipe(data):
+        there, to = os.pipe()
+        os.write(to, data)
+        os.close(to)
+        ends.append(there)
+        return f"/dev/fd/{there}"
+
+    asked = []
+
+    def serve(session, settings, *_):
+        asked.append(settings)
+        return 0
+
+    load = MagicMock()
+    load.return_value.slots_context.return_value = load.return_value.engine.options.n_ctx = 512
+    monkeypatch.setattr("pyggml_spec.session.load", load)
+    monkeypatch.setattr("pyggml_spec.sampling.recommended.recommended", lambda _: ({}, []))
+    monkeypatch.setattr("pyggml_spec.cli.serve.engaged_line", lambda *_: "")
+    monkeypatch.setattr("pyggml_spec.server.start.serve", serve)
+    keys, certificate, key = (pipe(data) for data in (b"first", b"certificate", b"key"))
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--port", "0", "--api-key-file", keys, "--ssl-cert-file", certificate, "--ssl-key-file", key])
+    assert end.value.code == 0 and asked[0].keys.check({"x-api-key": "first"})
+    assert [os.read(there, 20) for there in ends] == [b"", b"certificate", b"key"]
+    for there in ends:
+        os.close(there)
+
+
+def test_a_key_has_the_same_name_whatever_others_there_are(tmp_path):
+    """Its name was its place in the list: with a line taken out of the file, another key read its streams."""
+    file = tmp_path / "keys"
+    file.write_text("first\nsecond\nthird\n")
+    keys = Keys(["given"], str(file))
+    named = {key: keys.check({"x-api-key": key}) for key in ("given", "first", "second", "third")}
+    assert len(set(named.values())) == 4 and not any(key in name for key, name in named.items())
+    file.write_text("third\n# none\nsecond\n")
+    keys.read()
+    for key in ("given", "second", "third"):
+        assert keys.check({"x-api-key": key}) == keys.check({"authorization": f"Bearer {key}"}) == named[key]
+    with pytest.raises(ApiError, match="Invalid API Key"):
+        keys.check({"x-api-key": "first"})
+
+
+def test_an_encrypted_key_needs_a_terminal(capsys, monkeypatch):
+    """OpenSSL asked the terminal that a supervisor's process has not: "the output cannot be written: Invalid argument"."""
+    monkeypatch.setattr("pyggml_spec.session.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("ssl.SSLContext.load_cert_chain", lambda self, certificate, key, password: password())
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--port", "0", "--ssl-cert-file", __file__])
+    assert end.value.code == 1 and "is encrypted, and there is no terminal" in capsys.readouterr().err
+
+
+def test_two_addresses_and_a_key_file(tmp_path):
+    (tmp_path / "keys").write_text("# ours\nfirst\n")
+    running = Running("--host", "127.0.0.1,127.0.0.2", "--api-key-file", tmp_path / "keys", "--slots", 1)
+    try:
+        ask = {"prompt": "a", "max_tokens": 1}
+        assert running.http.get("/health").status_code == 200 and running.http.get("/v1/models").status_code == 200
+        refused = running.post("/v1/completions", **ask)
+        assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+        assert running.http.get("/slots").status_code == 401 and running.http.get("/metrics").status_code == 401
+        for headers in ({"authorization": "Bearer first"}, {"x-api-key": "first"}):
+            assert running.http.post("/v1/completions", json=ask, headers=headers).status_code == 200
+        assert running.http.post("/v1/messages", json={}, headers={"x-api-key": "no"}).json()["type"] == "error"
+        (tmp_path / "keys").write_text("second\n")
+        running.process.send_signal(signal.SIGHUP)
+        until = time.monotonic() + 60
+        while running.http.post("/v1/completions", json=ask, headers={"x-api-key": "second"}).status_code != 200:
+            assert time.monotonic() < until
+        assert running.http.post("/v1/completions", json=ask, headers={"x-api-key": "first"}).status_code == 401
+    finally:
+        assert running.end() == 0
+
+
+def _stream(running, got, tokens):
+    with running.http.stream(
+        "POST", "/completion", json={"prompt": "import os\n", "n_predict": tokens, "ignore_eos": True, "stream": True}
+    ) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                got.append(json.loads(line[6:]))
+
+
+def _watch(running, seen):
+    with running.http.stream("GET", "/pyspec/live") as response:
+        for line in response.iter_lines():
+            seen.append(line)
+    seen.append("ended")
+
+
+def test_what_runs_when_the_server_is_ended_comes_to_its_end():
+    """What has no end of its own is ended: a page that was open held up the end for all of `--drain`, and was told of as a reader that was cut off."""
+    running, got, seen = Running("--slots", 2, "--drain", 600), [], []
+    reader, watcher = threading.Thread(target=_stream, args=(running, got, 1500)), threading.Thread(target=_watch, args=(running, seen))
+    watcher.start()
+    reader.start()
+    while not got or not seen:
+        time.sleep(0.01)
+    running.process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + 60
+    while not any(line.startswith("ending") for line in running.lines):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert running.http.get("/ready").status_code == 503
+    refused = running.post("/completion", prompt="x", n_predict=1)
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    reader.join(280)
+    assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 1500
+    watcher.join(60)  # before the second signal, which cuts off whoever reads
+    assert running.end() == 0
+    assert seen[-1] == "ended" and not any("cut off" in line for line in running.lines), running.lines
+
+
+@pytest.mark.parametrize("options, second", [(["--drain", "0.2"], False), ([], True)])
+def test_what_does_not_end_in_time_is_told_so(options, second):
+    running, got = Running("--slots", 1, *options), []
+    reader = threading.Thread(target=_stream, args=(running, got, 2000))
+    reader.start()
+    while not got:
+        time.sleep(0.01)
+    running.process.send_signal(signal.SIGINT)
+    if second:
+        time.sleep(0.3)
+        running.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert running.end() == 0 and time.monotonic() - began < 60
+    reader.join(20)
+    assert got[-1]["error"]["code"] == 503 and "cut off" in got[-1]["error"]["message"]
+
+
+HANGS = """
+import time
+from pyggml_spec.engine.scheduler import Scheduler
+from pyggml_spec.serve import start
+step, start.STEP_SECONDS = Scheduler.step, 0.2
+Scheduler.step = lambda self, *given: step(self, *given) if self.stats.steps < 3 else time.sleep(600)
+"""
+
+
+def test_a_step_that_does_not_end_holds_up_no_end():
+    """A device that hangs, or threads that others leave no core: the thread of the steps was waited for as long as it took."""
+    running, got = Running("--slots", 1, "--drain", "0.1", before=HANGS), []
+    reader = threading.Thread(target=_stream, args=(running, got, 2000))
+    reader.start()
+    while not got:
+        time.sleep(0.01)
+    assert running.end(seconds=30) == 0
+    reader.join(20)
+    until = time.monotonic() + 10
+    while running.lines[-1].startswith("cut off") and time.monotonic() < until:  # its last line may still be in the pipe
+        time.sleep(0.01)
+    assert got[-1]["error"]["code"] == 503 and running.lines[-1] == "ended while a step was under way"
+
+
+ENCODES = """
+import time
+from pyggml_spec.text.tokenizer import Tokenizer
+encode = Tokenizer.encode
+Tokenizer.encode = lambda self, text, *given, **named: time.sleep(600) if "never" in str(text)[:9] else encode(self, text, *given, **named)
+"""
+
+
+def test_a_request_that_is_being_read_holds_up_no_end():
+    """Threads that encode, render or compile were waited for, however long that took: `--drain 1` never ended."""
+    running = Running("--slots", 1, "--drain", "0.2", before=ENCODES)
+
+    def ask():
+        with contextlib.suppress(httpx.HTTPError):
+            running.post("/tokenize", content="never")
+
+    waits = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in waits:
+        thread.start()
+    assert running.ok("/tokenize", content="others go on")["tokens"]
+    assert running.end(seconds=20) == 0
+    for thread in waits:
+        thread.join(20)
+    until = time.monotonic() + 10
+    while running.lines[-1] != "ended while a request was under way" and time.monotonic() < until:  # it may still be in the pipe
+        time.sleep(0.01)
+    assert running.lines[-1] == "ended while a request was under way", running.lines
+
+
+def _unread(running, tokens):
+    """A stream of which nothing is read, through a window that its answer does not fit."""
+    host, port = running.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "import os\n", "n_predict": tokens, "ignore_eos": True, "stream": True, "n_probs": 1000}).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect((host, int(port)))
+    sock.sendall(b"POST /completion HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    return sock
+
+
+def test_a_reader_that_does_not_read_holds_up_no_end():
+    """uvicorn waited 5 s for it, whatever `--drain` said. The one that reads is told that its answer was cut off."""
+    running, got = Running("--slots", 2, "--drain", "0.2"), []
+    unread = _unread(running, 1800)
+    reader = threading.Thread(target=_stream, args=(running, got, 2000))
+    reader.start()
+    until, decoded = time.monotonic() + 60, 0
+    while not got or decoded < 100:  # 90 kB per token: more than a socket takes
+        assert time.monotonic() < until
+        states = [slot["next_token"][0] for slot in running.http.get("/slots").json()]
+        decoded = max([decoded, *(state["n_decoded"] for state in states if state["n_decoded"] + state["n_remain"] == 1800)])
+        time.sleep(0.01)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    reader.join(20)
+    unread.close()
+    assert got[-1]["error"]["code"] == 503
+    assert any(line.startswith("cut off what had not ended within 0.2 s") for line in running.lines)
+    assert not any("Traceback" in line or "graceful" in line for line in running.lines), running.lines
+    running.http.close()
+
+
+def test_a_server_whose_lines_nobody_reads_any_more_ends():
+    """The line that said so went into a closed pipe, and the signal was not obeyed."""
+    first = subprocess.Popen(
+        [sys.executable, "-m", "pyggml_spec", "serve", "--device", "CPU", "-t", "1", "--port", "0", "--slots", "1"], stderr=subprocess.PIPE, env=environment()
+    )  # fmt: skip
+    line = b""
+    while not line.startswith(b"serving "):
+        line = first.stderr.readline()
+        assert line
+    first.stderr.close()
+    first.terminate()
+    try:
+        assert first.wait(60) == 0
+    finally:
+        first.kill()
+
+
+def test_readers_have_the_rest_of_the_time(monkeypatch):
+    """Who reads slowly has until the end of `--drain`, or 0.9 s if that is over; then the connection is cut off."""
+
+    class Connection(JsonProtocol):
+        def __init__(self, looks):
+            self.looks, self.transport = looks, types.SimpleNamespace(abort=lambda: cut.append(self))
+
+        @property
+        def busy(self):
+            self.looks -= 1
+            return self.looks >= 0
+
+    cut, slept = [], []
+
+    async def main(looks, seconds):
+        server = Server(uvicorn.Config(None, log_config=None))
+        server.server_state.connections = {Connection(n) for n in looks}
+        loop, now = asyncio.get_running_loop(), [0.0]
+        monkeypatch.setattr(loop, "time", lambda: now[0], raising=False)
+
+        async def sleep(seconds):
+            slept.append(seconds)
+            now[0] += seconds
+
+        monkeypatch.setattr("pyggml_spec.server.protocol.asyncio.sleep", sleep)
+        return await server.read_out(seconds)
+
+    assert asyncio.run(main([3, 0, 5], 2.0)) == 0 and not cut and len(slept) == 5
+    slept.clear()
+    assert asyncio.run(main([10**9, 2], 0.5)) == 1 and len(cut) == 1 and 0.45 < sum(slept) < 0.6
+
+
+def test_help_names_no_library():
+    """`pyspec --help` and `pyspec serve --help` work without the extra."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['uvicorn'] = sys.modules['msgspec'] = None\nfrom pyggml_spec.cli import main; main(['serve', '--help'])"],
+        capture_output=True, text=True, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0 and "--queue" in done.stdout, done.stderr
+
+
+def test_the_outside_check_is_told_as_it_was():
+    """The page's counts are those of the file, and what does not pass has a reason."""
+    told = json.loads((Path(__file__).parent / "llama_server_tests.json").read_text("utf-8"))
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
+    passing = [case for case, how in told["cases"].items() if how == "passes"]
+    every = sum(told["llama-server"].values())
+    assert len(told["cases"]) == told["llama-server"]["passed"]
+    assert f"llama-server passes {len(told['cases'])}\nof {every} " in page
+    assert f"passes {len(passing)} of these {len(told['cases'])}, and\nthe {len(told['cases']) - len(passing)} others" in page
+    assert all(len(how) > 15 for how in told["cases"].values() if how != "passes")
+
+
+def test_a_server_whose_worker_is_lost_says_so():
+    """Whoever balances several servers asks for their health."""
+    need_library()
+    with Worker() as worker:
+        running = Running("--device", worker.device, "--slots", 1, "--draft-width", 2)
+        try:
+            assert running.ok("/v1/completions", prompt="x", max_tokens=2) and running.http.get("/health").status_code == 200
+            worker.kill()
+            for response in (running.post("/v1/completions", prompt="x", max_tokens=2), running.http.get("/health")):
+                assert response.status_code in (500, 503) and f"the worker 127.0.0.1:{worker.port} is lost" in response.text
+        finally:
+            assert running.end() == 0

@@ -1,0 +1,313 @@
+"""Measured costs: kept, measured again when the entry is damaged, and noticed when they were taken in a busy moment."""
+
+import itertools
+import json
+import os
+import time
+
+import pytest
+from random_gguf.archs import write_qwen35moe
+from random_gguf.model import Shape, write_dflash
+
+import pyggml_spec as ps
+from pyggml_spec.engine.scheduler import Scheduler
+from pyggml_spec.errors import BuildError, ContextError, PyspecError
+from pyggml_spec.folders import build_folder, cache_folder, why_nothing_is_kept
+from pyggml_spec.ggml import cores
+from pyggml_spec.ggml.cores import Reading
+from pyggml_spec.speculation import calibrate
+from pyggml_spec.speculation.calibrate import FILL, START, cached_costs, keep_drafts, known_drafts, step_cost, step_costs
+from pyggml_spec.speculation.policy import WidthControl
+from pyggml_spec.speculation.synthetic import SyntheticAcceptance
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """Nobody else has the processor, whatever else runs here."""
+    monkeypatch.setattr("pyggml_spec.speculation.calibrate.waited_for_core", lambda: 0.0)
+
+
+def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp_path, monkeypatch, idle):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert set(session.costs) == {1, 2, 4, 8, 16} and not session.costs_cached
+        assert all(ms > 0 for ms in session.costs.values())
+        engine, widths = session.engine, (2, 4, 8, 16)
+        stored, cached = cached_costs(engine, widths)
+        assert cached and stored == session.costs
+        entry = next(cache_folder().glob("costs-*.json"))
+        for damage in ("", "{", '{"1": "x"}', '{"1": null}', "[" * 100000, '{"1": -1, "2": 1, "4": 1, "8": 1, "16": 1}', "[]"):
+            entry.write_text(damage)
+            assert not cached_costs(engine, widths)[1]
+        assert [p.name for p in tmp_path.iterdir()] == [entry.name]
+
+
+def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatch):
+    """They stayed in the cache folder, and every later run on the idle machine chose its widths by them."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr("pyggml_spec.speculation.calibrate.waited_for_core", itertools.count(0.0, 60.0).__next__)
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert session.costs and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("threads", [1, None])
+def test_costs_beside_work_on_other_cores_are_not_kept_but_measured_again_when_it_ends(pair, tmp_path, monkeypatch, idle, threads):
+    """The thread that decodes need not wait for its own core: what other threads wait for makes steps as slow."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    took = [1.0]  # of the two cores, by others
+    idle_s, at = [0.0], [time.monotonic()]
+
+    def read(*_):
+        now = time.monotonic()
+        idle_s[0] += (now - at[0]) * (2 - 2 * took[0])
+        at[0] = now
+        return Reading(now, idle_s[0], 0.0, 0.0, 2, os.getpid())
+
+    monkeypatch.setattr(cores, "read", read)
+    monkeypatch.setattr(cores, "default_threads", lambda: 2)
+    monkeypatch.setattr("pyggml_spec.ggml.device.default_threads", lambda: 2)
+    with ps.load(*pair, device="CPU", threads=threads, n_ctx=256) as session:
+        time.sleep(cores.LOOK_S)
+        session.engine.prefill([1, 2, 3])
+        assert not session.engine.threads.calm and session.engine.threads.now == 1
+        cached_costs(session.engine, (2,), fresh=True)
+        assert not list(tmp_path.glob("costs-*"))
+        took[0] = 0.0
+        time.sleep(cores.LOOK_S)
+        session.engine.prefill([1, 2, 3])
+        time.sleep(cores.LOOK_S)
+        session.engine.prefill([1, 2, 3])
+        assert session.engine.threads.calm and session.engine.threads.now == (threads or 2)
+        session.generate([1, 2, 3], 4)
+        assert list(tmp_path.glob("costs-*"))
+
+
+def test_the_plain_speed_is_that_of_this_process(pair, tmp_path, monkeypatch, idle):
+    """It came from the cache file: with the number in it doubled, the speed-up that the footer claims was, too."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256):
+        entry = next(tmp_path.glob("costs-*.json"))
+    entry.write_text(json.dumps(dict.fromkeys((1, 2, 4, 8, 16), 100000.0)))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert session.costs_cached and session.costs[1] == 1e5
+        assert session.calibrate_plain() < 1e4  # of a step that takes about one millisecond
+        assert session.calibrate_plain(steps=1) > 0
+
+
+def test_the_plain_speed_is_what_texts_get(pair, monkeypatch):
+    """It was that of steps alone: on two fast cores, where the host's work is a fifth of a plain step, a run that lost nothing said 0.75x."""
+    slow, count = 0.02, Scheduler._count
+    monkeypatch.setattr(Scheduler, "_count", lambda *args: (time.sleep(slow), count(*args))[1])
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert session.calibrate_plain(steps=3) >= 1000 * slow
+        slow, before = 0.0, session.scheduler.stats.steps
+        session.calibrate_plain(steps=12)
+        assert session.scheduler.stats.steps - before <= 12 + calibrate.WARMUP + 1  # as it says: it took 36
+
+
+def test_plain_steps_have_as_much_behind_them_as_the_text_they_are_compared_with(pair, monkeypatch):
+    """They had eight tokens behind them, where attention reads next to nothing: a text of 256 tokens seemed to lose 5 %."""
+    monkeypatch.setattr(calibrate, "FILL_S", 60)  # on slow machines there are fewer
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        behind, steps = [], session.engine.step
+
+        def seen(work, *args):
+            behind.append(session.engine.cursor.committed)
+            return steps(work, *args)
+
+        monkeypatch.setattr(session.engine, "step", seen)
+        session.calibrate_plain(3, 100)
+        assert behind[-1] >= 100
+        monkeypatch.setattr(calibrate, "FILL_S", 1e-9)  # computing them takes too long: as before
+        session.calibrate_plain(3, 100)
+        assert behind[-1] < 32
+        assert session.calibrate_plain(3, 10_000) > 0  # more than the context holds
+
+
+def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle):
+    """A build with other kernels, or a switch of ggml-cuda, has costs of its own: widths were chosen by those that were measured first."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        engine, widths = session.engine, (2, 4, 8, 16)
+        assert cached_costs(engine, widths)[1]
+        with monkeypatch.context() as switched:
+            switched.setenv("GGML_CUDA_SMALL_BATCH", "0")
+            assert not cached_costs(engine, widths)[1]
+        monkeypatch.setattr("pyggml_spec.building.build_note", lambda libraries: {"patches": ["0020-small-batch"]})
+        assert not cached_costs(engine, widths)[1]
+
+
+def test_costs_are_of_steps_with_a_text_behind_them(pair, monkeypatch):
+    """Behind eight tokens attention has nothing to read: blocks looked cheaper than they are in texts, and the first texts lost."""
+    monkeypatch.setattr(calibrate, "FILL_S", 60)  # on slow machines less is computed than here
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        engine, behind = session.engine, []
+        for name in ("plain_step", "fused_step"):
+            step = getattr(engine, name)
+
+            def seen(*args, step=step, **options):
+                behind.append(engine.cursor.committed)
+                return step(*args, **options)
+
+            monkeypatch.setattr(engine, name, seen)
+        for width in (1, 4):
+            behind.clear()
+            assert step_cost(engine, width) > 0
+            assert behind[0] >= len(START) + len(FILL)
+
+
+def test_a_context_without_a_step_says_so(pair):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1) as session, pytest.raises(ContextError, match="context of 1"):
+        session.calibrate_plain()
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(pair, tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("PYSPEC_CACHE", str(blocked / "below"))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        assert (
+            session.costs
+            and f"{blocked / 'below'} cannot keep what was measured (Not a directory), so every" in session.engaged().notes[-1]
+        )
+        monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "a" / "b"))
+        assert why_nothing_is_kept() == "" and (tmp_path / "a" / "b").is_dir()
+        monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+        assert "b cannot keep what was measured (it cannot be written)" in why_nothing_is_kept()
+
+
+def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
+    """An empty file stayed behind, one more with every load."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pyggml_spec.files.os.replace", full)
+        with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+            assert session.costs and not list(tmp_path.iterdir())
+
+
+def test_costs_that_real_steps_undercut_are_outdated():
+    for share, outdated in ((0.3, True), (1.5, False)):
+        control = WidthControl.measured_for("drafter", {1: 10.0, 2: 12.0, 4: 14.0})
+        sequence = control.begin()
+        for _ in range(40):
+            kind = control.choose(1, [sequence])
+            control.observe(1, kind, share * control.measured[kind], [sequence], [min(1, kind.width - 1)])
+        assert control.outdated == outdated
+
+
+@pytest.mark.parametrize("n_ctx", [1, 5, 9, 10, 12, 20, 26])
+def test_a_context_shorter_than_a_block_loads_and_generates(pair, n_ctx):
+    """Measuring had nothing to measure there and ended in a traceback."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=n_ctx) as session:
+        stats = session.generate([65], None)[1]
+        assert stats.emitted == n_ctx and stats.stop_reason in ("context", "end")
+
+
+def test_blocks_of_routed_models_are_measured_with_varied_rows(tmp_path):
+    """Behind the tokens that measuring starts with, a drafter drafts one token sixteen times, and all rows choose the same few experts."""
+    model, draft = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
+    with ps.load(model, draft, device="CPU", threads=1, n_ctx=128, draft_width=16) as session:
+        engine, seen = session.engine, []
+        step = engine.fused_step
+        engine.fused_step = lambda *args, **more: seen.append(step(*args, **more)) or seen[-1]
+        step_costs(engine, (16,))
+        assert min(len(set(result.tokens.tolist())) for result in seen) > 8
+        engine.prefill([0] * 8)
+        assert len(set(step(16).tokens.tolist())) < 4
+
+
+def test_a_wrong_cost_is_measured_again_once(pair, tmp_path, monkeypatch):
+    """The cost of a routed block depends on the text: measuring it again before every prompt would never end."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        measured = []
+        monkeypatch.setattr(session, "_measure_costs", lambda fresh=False: measured.append(fresh))
+        monkeypatch.setattr(WidthControl, "outdated", True)
+        for _ in range(4):
+            session.generate("ab", 2)
+        assert measured == [True]
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
+    """A container's user that no passwd names: pathlib raises a RuntimeError."""
+    for name in ("PYSPEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert cache_folder() == tmp_path / f"pyspec-{os.getuid()}" and cache_folder().stat().st_mode & 0o777 == 0o700
+    assert build_folder() == tmp_path / f"pyggml_spec-{os.getuid()}" and build_folder().stat().st_mode & 0o777 == 0o700
+    build_folder().chmod(0o777)  # libraries in it would be loaded
+    with pytest.raises(BuildError, match="can be written by others; .*XDG_CACHE_HOME"):
+        build_folder()
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (tmp_path / f"pyggml_spec-{os.getuid()}").rmdir()
+    (tmp_path / f"pyggml_spec-{os.getuid()}").symlink_to(mine)
+    with pytest.raises(BuildError, match="is a link, which is not followed; .*XDG_CACHE_HOME"):
+        build_folder()
+    cache_folder().chmod(0o777)  # somebody else's hashes of files, costs and findings would be believed
+    with pytest.raises(PyspecError, match="can be written by others; .*PYSPEC_CACHE"):
+        cache_folder()
+    (tmp_path / f"pyspec-{os.getuid()}").rmdir()
+    (tmp_path / f"pyspec-{os.getuid()}").symlink_to(mine)
+    with pytest.raises(PyspecError, match="is a link, which is not followed; .*PYSPEC_CACHE"):
+        cache_folder()
+
+
+def test_what_is_computed_beforehand_leaves_room_for_the_block_that_is_measured(monkeypatch, tmp_path):
+    """A context of 100 with blocks of 64 rows could not be loaded: half of it had been filled."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with ps.load(device="CPU", threads=1, n_ctx=100, spec=["suffix"], draft_width=64) as session:
+        assert session.generate("def ", 4, ignore_end=True)[1].emitted == 4
+
+
+def test_a_first_text_begins_with_what_earlier_sessions_texts_taught(tmp_path, monkeypatch, idle):
+    """Every process began with an assumption: the embedded prompt, whose first blocks bring eleven tokens, was decoded plainly for a hundred steps each time."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
+    with ps.load(device="CPU", n_ctx=256) as session:
+        control = session.width_control()
+        assert known_drafts(session.engine) == {} and control.seen["draft-dflash"].tries[0] == 0
+        for _ in range(9):
+            session.scheduler.widths.seen["draft-dflash"].observe(8, 3)
+    entry = next(tmp_path.glob("drafts-*.json"))
+    assert entry.stat().st_mode & 0o077 == 0
+    with ps.load(device="CPU", n_ctx=512, threads=1) as session:  # costs are other ones, the drafter is the same
+        record = session.scheduler.widths.seen["draft-dflash"]
+        assert record.tries[0] == pytest.approx(8.8, rel=0.02) and record.hits[3] == 0 < record.hits[2] == record.hits[0]
+        session._known_drafts = session.scheduler.widths.seen
+        assert session.width_control().seen["draft-dflash"].tries == record.tries  # what measuring costs again must not lose
+        for damage in ("", "{", "[]", '{"draft-dflash": 1}', '{"draft-dflash": {"tries": [1.0], "hits": [2.0]}}', '{"x": {"tries": [], "hits": []}}',
+                       '{"draft-dflash": {"tries": [NaN], "hits": [0]}}', "[" * 100000):  # fmt: skip
+            entry.write_text(damage)
+            assert known_drafts(session.engine) == {}
+    assert entry.read_text() == "[" * 100000  # nothing was drafted, so nothing was kept
+    monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "0")
+    entry.unlink()
+    with ps.load(device="CPU", n_ctx=256) as session:
+        keep_drafts(session.engine, session.scheduler.widths.seen)
+        session.scheduler.widths.seen["draft-dflash"].blocks = 100
+    assert not list(tmp_path.glob("drafts-*.json"))
+
+
+def test_what_is_accepted_at_random_teaches_nothing(tmp_path, monkeypatch, idle):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
+    with ps.load(device="CPU", n_ctx=256) as session:
+        session.generate("def f(", 8, synthetic=SyntheticAcceptance(6.0, 15))
+        session.scheduler.widths.seen["draft-dflash"].blocks = 100
+    assert not list(tmp_path.glob("drafts-*.json"))
+
+
+def test_a_cache_that_cannot_be_written_keeps_no_session_from_closing(tmp_path, monkeypatch, idle):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
+    with ps.load(device="CPU", n_ctx=256) as session:
+        session.scheduler.widths.seen["draft-dflash"].blocks = 100
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "file" / "below"))
+    assert session.engine.graphs.closed

@@ -1,0 +1,103 @@
+"""What may draft: the names of llama.cpp's `--spec-type`, and what becomes of a pair with each of them."""
+
+import pytest
+from random_gguf.model import Shape, write_dflash, write_qwen35
+from random_gguf.mtp import write_mtp, write_mtp_target
+
+import pyggml_spec as ps
+from pyggml_spec.errors import PyspecError
+from pyggml_spec.speculation.methods import methods
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    shape = Shape()
+    return {
+        "plain": write_qwen35(folder / "plain.gguf", shape),
+        "own": write_mtp_target(folder / "own.gguf", shape),
+        "dflash": write_dflash(folder / "dflash.gguf", shape),
+        "layer": write_mtp(folder / "layer.gguf", shape),
+    }
+
+
+def method_of(files, target, draft=None, **options):
+    with ps.load(files[target], files.get(draft), device="CPU", threads=1, n_ctx=256, draft_width=4, **options) as session:
+        stats = session.generate([1, 2, 3], 6)[1]
+        assert (stats.drafted > 0) == (session.drafter is not None)
+        return session.drafter and session.drafter.method
+
+
+@pytest.mark.parametrize(
+    "target, draft, options, method",
+    [
+        ("own", None, {}, "draft-mtp"),
+        ("own", None, {"spec": ["draft-mtp"]}, "draft-mtp"),
+        ("own", "dflash", {}, "draft-dflash"),
+        ("own", "dflash", {"spec": ["draft-dflash"]}, "draft-dflash"),
+        ("plain", "layer", {}, "draft-mtp"),
+        ("own", "layer", {}, "draft-mtp"),
+    ],
+)
+def test_who_drafts(files, target, draft, options, method):
+    assert method_of(files, target, draft, **options) == method
+
+
+@pytest.mark.parametrize("options", [{"spec": []}, {"spec": ["none"]}, {"no_spec": ["draft-mtp"]}])
+def test_a_layer_that_may_not_draft_is_left_aside(files, options):
+    with ps.load(files["own"], device="CPU", threads=1, n_ctx=256, **options) as session:
+        assert session.drafter is None and "draft_weights" not in session.engine.memory()
+
+
+@pytest.mark.parametrize(
+    "target, draft, options, words",
+    [
+        ("plain", None, {"spec": ["draft-mtp"]}, "nothing that drafts as draft-mtp"),
+        ("own", "dflash", {"spec": ["draft-mtp"]}, "dflash.gguf drafts as draft-dflash"),
+        ("own", "layer", {"no_spec": ["draft-mtp"]}, "not among what may draft"),
+        ("own", None, {"spec": ["draft-mtp"], "no_spec": ["draft-mtp"]}, "asked for as a way of drafting and ruled out at once"),
+        ("layer", None, {}, "is the MTP layer of a qwen35 model"),
+        ("plain", "plain", {}, "is a target model"),
+    ],
+)
+def test_what_is_not_there_is_said(files, target, draft, options, words):
+    with pytest.raises(PyspecError, match=words):
+        ps.load(files[target], files.get(draft), device="CPU", threads=1, n_ctx=256, **options)
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (["draft-simple"], "second engine"),
+        (["draft-mtpp"], "not a way"),
+        (["none", "draft-mtp"], "no drafts at all"),
+    ],
+)
+def test_names_that_are_refused(names, words):
+    with pytest.raises(PyspecError, match=words):
+        methods(names)
+
+
+@pytest.mark.parametrize("options", [{"spec": "suffix"}, {"no_spec": "suffix"}, {"spec": 5}])
+def test_one_name_is_no_list_of_letters(options):
+    """It said that 's' is not a way of drafting."""
+    with pytest.raises(PyspecError, match=r"are a list of names, like \['suffix'\], and not ('suffix'|5)"):
+        ps.load(device="CPU", threads=1, n_ctx=256, **options)
+
+
+def test_equal_ends_of_a_layers_file_are_not_loaded_twice(files, tmp_path):
+    """Its embedding, norm and head are compared with the target's byte by byte."""
+    same = write_mtp(tmp_path / "same.gguf", Shape(), seed=1)  # the seed of the target: the first numbers drawn are those of the ends
+    sizes = []
+    for layer in (same, files["layer"]):
+        with ps.load(files["plain"], layer, device="CPU", threads=1, n_ctx=256) as session:
+            sizes.append(session.engine.memory()["draft_weights"])
+    assert sizes[1] - sizes[0] >= 2 * 256 * 320 * 4
+
+
+def test_what_a_plan_says_is_what_is_loaded(files):
+    from pyggml_spec.tools.plan import check
+
+    done = check(files["own"], device="CPU", threads=1, n_ctx=256, draft_width=4)
+    assert done.memory["draft_weights"] == done.plan.memory["draft_weights"] > 0
+    assert done.error < 0.03

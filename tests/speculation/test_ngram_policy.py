@@ -1,0 +1,147 @@
+"""What came before is verified instead of drafts, alone and beside a drafter, in one slot and in many: the text stays what it is."""
+
+import json
+from itertools import islice
+
+import pytest
+from random_gguf.archs import write_gemma4
+from random_gguf.model import Shape
+
+import pyggml_spec as ps
+from pyggml_spec.errors import EngineError
+from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.speculation.ngram_policy import Choice, LookupControl
+from pyggml_spec.speculation.policy import Kind, WidthControl
+
+LIST = "".join(f'item {i}: value = {i * 7 % 13}; name = "object number {i}"\n' for i in range(12))
+PROMPT = f"Repeat this list:\n{LIST}\nThe list again:\n{LIST[:400]}"
+N = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def steady():
+    """Rows cost little, whatever else runs on this machine: what is looked up does not depend on its load."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            LookupControl, "cost", lambda self, covered, rows: self.fixed.get(rows, 60.0) if hasattr(self, "fixed") else 1.0 + 0.05 * rows
+        )
+        yield
+
+
+PROMPTS = [PROMPT, PROMPT[: len(PROMPT) // 2], "import os\n", PROMPT[30:]]
+
+
+@pytest.fixture(scope="module")
+def plains():
+    with ps.load(DEMO_TARGET, device="CPU", threads=1, n_ctx=1024) as session:
+        return [session.generate(prompt, N, ignore_end=True)[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def plain(plains):
+    return plains[0]
+
+
+@pytest.fixture(scope="module", params=["suffix", "draft-dflash,suffix", "ngram-simple"])
+def session(request):
+    spec = request.param.split(",")
+    draft = DEMO_DRAFTER if "draft-dflash" in spec else None
+    with ps.load(DEMO_TARGET, draft, device="CPU", threads=1, n_ctx=1024, spec=spec) as loaded:
+        yield loaded
+
+
+def test_the_text_is_plain_text_and_repeated_requests_are_copied(session, plain):
+    text, first = session.generate(PROMPT, N, ignore_end=True)
+    again, second = session.generate(PROMPT, N, ignore_end=True)
+    assert text == again == plain
+    method = session.lookup.method
+    assert method in first.drafters and first.emitted == N == 1 + first.steps + first.matched
+    assert sum(n for _, n, _ in first.drafters.values()) == first.drafted
+    assert sum(right for _, _, right in first.drafters.values()) == first.matched
+    if session.lookup.pool.lookup.shared:  # the answer of the first one is the corpus of the second
+        assert second.steps < 15 and second.acceptance > 0.9
+    assert first.graphs_built_after_warmup == second.graphs_built_after_warmup == first.buffer_growths_after_warmup == 0
+    steps = session.engine.graphs.steps()
+    rows = {key[:2] for key, step in steps.items() if step.ready and key[0] in ("plain", "verify", "fused", "draft")}
+    drafters = ("verify", "fused") if session.drafter is not None else ("verify",)
+    assert rows <= {("plain", 1), *((role, width) for role in drafters for width in (2, 4, 8, 16))}  # each is a graph that a GPU captures
+    assert json.loads(json.dumps(first.as_dict()))["drafters"][method] == list(first.drafters[method])
+
+
+def test_sampled_text_is_that_of_plain_decoding(session):
+    sampling = ps.Sampling(temperature=0.8, seed=5)
+    want = session.generate(PROMPT, 60, mode="plain", sampling=sampling, ignore_end=True)[0]
+    text, stats = session.generate(PROMPT, 60, sampling=sampling, ignore_end=True)
+    assert text == want and (stats.drafters or session.lookup.method != "suffix")
+
+
+def test_under_a_constraint_only_what_may_come_is_verified(session):
+    sampling = ps.Sampling(temperature=0, grammar='root ::= ("item " [0-9]+ ": value\\n")+')
+    want = session.generate(PROMPT, 40, mode="plain", sampling=sampling)[0]
+    assert session.generate(PROMPT, 40, sampling=sampling)[0] == want
+
+
+def test_a_step_whose_tokens_are_all_forced_asks_what_no_drafter_costs():
+    """The constraint decides the first step behind a plain generation, and no kind of step was chosen: its drafter had no name."""
+    sampling = ps.Sampling(temperature=0, regex="item one: value = [0-9], item two: value = [0-9]")
+    with ps.load(device="CPU", threads=1, n_ctx=256, spec=["draft-dflash", "suffix"]) as session:
+        want = session.generate("a\n", 40, mode="plain", sampling=sampling)[0]
+        text, stats = session.generate("a\n", 40, sampling=sampling)
+    assert text == want and "constraint" in stats.drafters
+
+
+def test_plain_and_reference_modes_look_nothing_up(session):
+    for mode in ("plain", "reference"):
+        assert not session.generate(PROMPT, 20, mode=mode, ignore_end=True)[1].drafters
+
+
+def test_an_answer_left_early_is_no_corpus_of_half_a_step(session, plain):
+    steps = session.steps(PROMPT, N, ignore_end=True)
+    begun = [event.text for event in islice(steps, 4)]
+    steps.close()
+    assert plain.startswith("".join(begun))
+    assert session.generate(PROMPT, N, ignore_end=True)[0] == plain
+
+
+def test_what_is_looked_up_teaches_a_drafter_nothing(session, monkeypatch):
+    """One of two sequences verifies what came before, in a step in which the other one's drafter drafts."""
+    if session.drafter is None:
+        pytest.skip("nobody drafts")
+    looked, taught, observe = [], [], WidthControl.observe
+
+    def choose(self, covered, sequences, otherwise, milliseconds, rows):
+        drafts = self._cut(sequences, [i == 0 and s is not None and s.find() is not None for i, s in enumerate(sequences)], rows)
+        looked[:] = map(bool, drafts)
+        return Choice(drafts, True)
+
+    def observed(self, covered, kind, milliseconds, sequences, *more):
+        taught.append(([*looked, False, False][: len(sequences)], [s is None for s in sequences]))
+        looked.clear()
+        observe(self, covered, kind, milliseconds, sequences, *more)
+
+    monkeypatch.setattr(LookupControl, "choose", choose)
+    monkeypatch.setattr(WidthControl, "choose", lambda *_: Kind("draft-dflash", 4))
+    monkeypatch.setattr(WidthControl, "observe", observed)
+    session.generate_all(PROMPTS[:2], 60, slots=2, ignore_end=True)
+    assert any(was[0] for was, _ in taught) and all(was == untaught for was, untaught in taught)
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_in_slots_each_text_is_its_own(session, plains, slots):
+    for _ in range(2):
+        done = session.generate_all(PROMPTS[:slots], N, slots=slots, ignore_end=True)
+        assert [text for text, _ in done] == plains[:slots]
+    assert any(session.lookup.method in stats.drafters for _, stats in done)
+
+
+def test_any_architecture_and_rings(tmp_path):
+    """gemma4 keeps a ring of rows for sliding layers, and nobody drafts for it here."""
+    target = write_gemma4(tmp_path / "t.gguf", Shape())
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8] * 30
+    with ps.load(target, device="CPU", threads=1, n_ctx=1024, spec=["suffix"]) as session:
+        want, _ = session.generate(prompt, 80, mode="plain", ignore_end=True)
+        text, stats = session.generate(prompt, 80, ignore_end=True)
+        assert text == want and stats.drafters["suffix"][2] > 0
+        with pytest.raises(EngineError, match="there is no drafter"):
+            with ps.load(target, device="CPU", threads=1, n_ctx=256, spec=[]) as alone:
+                alone.generate(prompt[:20], 5, mode="speculative")
