@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 import pyggml_spec as ps
 from pyggml_spec.engine import commits, request, scheduler, stream
+from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.request import LoopOptions
-from pyggml_spec.engine.slot import Draft, Prompt
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
@@ -113,7 +113,7 @@ class Watched:
         launches, first_calls, began = self.engine.io.uploads, self._first_calls(), clock.perf_counter()
         out = self.step(work, meanwhile)
         milliseconds, item = 1000 * (clock.perf_counter() - began), work[0]
-        if not isinstance(item, Prompt):
+        if not isinstance(item, Prefill):
             kind = (item.drafter or "first", item.width, item.verified) if isinstance(item, Draft) else ("", item.rows, 0)
             self.taken[kind] += 1
             self.spent += milliseconds

@@ -18,8 +18,8 @@ import numpy as np
 from check_replay import pairs
 
 import pyggml_spec as ps
+from pyggml_spec.engine.batch import Prefill, Verify
 from pyggml_spec.engine.options import candidate_widths
-from pyggml_spec.engine.slot import Prompt, Verify
 
 PROMPT, ROWS, SEQUENCES = 24, 16, 4
 TOGETHER = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (4, 8), (2, 16), (3, 16), (4, 16))  # sequences, rows of each
@@ -61,7 +61,7 @@ def together(session: ps.Session, texts: list[list[int]], width: int, count: int
         engine = scheduler.engine
         slots = [engine.admit(drafting=False, candidates=None) for _ in range(count)]
         for slot, text in zip(slots, texts):
-            engine.step({slot: Prompt(text[:PROMPT])})
+            engine.step({slot: Prefill(text[:PROMPT])})
             engine.choose(text[PROMPT], slot)
         drafts = {slot: np.array(text[PROMPT + 1 : PROMPT + width], np.int32) for slot, text in zip(slots, texts)}
         engine.step({slot: Verify(drafts[slot]) if width > 1 else Verify() for slot in slots})

@@ -27,8 +27,8 @@ from random_gguf.model import Shape, write_dflash
 from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
+from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import candidate_widths
-from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import EngineError
 
 SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
@@ -125,7 +125,7 @@ def slots(session, tokens: list[int]) -> np.ndarray:
         engine = scheduler.engine
         both = [engine.admit(drafting=False, candidates=None) for _ in range(2)]
         for slot in both:
-            engine.step({slot: Prompt(tokens[slot:PROMPT])})
+            engine.step({slot: Prefill(tokens[slot:PROMPT])})
         out = []
         for at in range(PROMPT, PROMPT + STEPS):
             for slot in both:
@@ -156,7 +156,7 @@ def drafts_of_slots(session, tokens: list[int]) -> np.ndarray:
     with session.batch(2) as scheduler:
         engine = scheduler.engine
         both = [engine.admit() for _ in range(2)]
-        engine.step({slot: Prompt(tokens[slot : slot + 30]) for slot in both})
+        engine.step({slot: Prefill(tokens[slot : slot + 30]) for slot in both})
         out = []
         for at in range(PROMPT, PROMPT + STEPS):
             method = engine.drafter.members[at // 2 % len(engine.drafter.members)].method

@@ -11,7 +11,7 @@ import pytest
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.engine.slot import Draft, Prompt, Verify
+from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.errors import ContextError, DeviceError, EngineError, PairError, PyspecError, SamplingError
 
 HUGE, NAN, OUTSIDE = 2**70, math.nan, Shape().n_vocab
@@ -184,10 +184,10 @@ def test_slots(session, engine):
     for ids in NO_IDS:
         refused(scheduler.submit, ids)
         slot = batch.admit()
-        refused(batch.step, {slot: Prompt(ids)})
+        refused(batch.step, {slot: Prefill(ids)})
         batch.release(slot)
     slot = batch.admit()
-    batch.step({slot: Prompt(PROMPT)})
+    batch.step({slot: Prefill(PROMPT)})
     for ids in ([-1], [OUTSIDE], [HUGE], [1.5], [NAN], ["a"], [[1, 2]], [None], np.ones((2, 2), int), [1] * 8):
         refused(batch.step, {slot: Verify(ids)})
     for value in (0, 1, 9, *NUMBERS):

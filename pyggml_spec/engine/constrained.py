@@ -13,8 +13,8 @@ import numpy as np
 from ..constraints.grammar import allows, only
 from ..sampling.sampler import Sampler
 from ..speculation.synthetic import SyntheticAcceptance
+from .batch import BatchItem, Prefill, StepOutput
 from .engine import Engine
-from .slot import Prompt, StepResult, Work
 
 
 class Guide:
@@ -104,13 +104,13 @@ class Guide:
 
 
 def run_step(
-    engine: Engine, guides: Mapping[int, Guide], work: Mapping[int, Work], meanwhile: Callable[[], object] | None = None
-) -> dict[int, StepResult]:
+    engine: Engine, guides: Mapping[int, Guide], work: Mapping[int, BatchItem], meanwhile: Callable[[], object] | None = None
+) -> dict[int, StepOutput]:
     """A step of the engine, and what constraints need of it. ``guides`` by slot; other arguments and errors as those of ``Engine.step``."""
     asking = [
         (slot, guides[slot])
         for slot, item in work.items()
-        if slot in guides and guides[slot].asks and engine.slots[slot].masked and not isinstance(item, Prompt)
+        if slot in guides and guides[slot].asks and engine.slots[slot].masked and not isinstance(item, Prefill)
     ]
     if not asking:
         return engine.step(work, meanwhile)

@@ -18,7 +18,8 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields
 from ..models.base import Seen, Target
-from .slot import Draft, Slot, Work
+from .batch import BatchItem, Draft
+from .slot import Slot
 
 
 class Drafted(NamedTuple):
@@ -49,7 +50,7 @@ class Drafting(Protocol):
         """``rows``: positions and, where it verifies too, cache rows of the step's rows. ``kv``: the drafter's caches. ``before``: F32 [n, S], what each
         slot's last committed token left."""
 
-    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, Work], slots: Sequence[Slot]) -> None:
+    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
         """Writes the inputs. Slots that draft nothing look at one row and write trash."""
 
     def count(self, width: int, most: int) -> int:
@@ -92,7 +93,7 @@ class BlockDrafting:
                 by_window[window] = g.span_mask(self.kv.near, last, first, span, covered.count)
         return tuple(by_window[window] for window in self.drafter.hp.window)
 
-    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, Work], slots: Sequence[Slot]) -> None:
+    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
         block, last, width, covered = host["block"], host["draft_last"], self.drafter.block_rows(asked.width), asked.covered
         block[:] = self.drafter.hp.mask_token
         positions = host.get("draft_positions", host["positions"])
@@ -157,7 +158,7 @@ class ChainDrafting:
             tokens = g.shaped(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
         return Drafted(tuple(ids), for_head, logits)  # what is not finite stays so from draft to draft
 
-    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, Work], slots: Sequence[Slot]) -> None:
+    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
         drafts, covered = asked.drafts, asked.covered
         positions, last, rows = (host[name].reshape(drafts, -1) for name in ("draft_positions", "draft_last", "draft_rows"))
         for at, slot in enumerate(covered.slots):
@@ -193,7 +194,7 @@ class BorrowingDrafting(ChainDrafting):
         sliding = Seen(positions, g.span_mask(near, last, first, ringed or span, count), ringed or span)
         return self._chain(g, asked, tokens, before, lambda i, tokens, hidden: ChainRow(tokens, hidden, positions, seen, kv, sliding))
 
-    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, Work], slots: Sequence[Slot]) -> None:
+    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
         covered = asked.covered
         near = host["draft_near"].reshape(covered.count, -1) if "draft_near" in host else None
         for at, slot in enumerate(covered.slots):

@@ -28,6 +28,7 @@ from ..ggml.graph import Graph
 from ..models.base import Target
 from ..multi_device.lanes import Flight
 from . import exact
+from .batch import BatchItem, Draft, Prefill, StepOutput, Verify
 from .candidates import Ask, Candidates
 from .commits import Commits
 from .graph_prebuilder import Ahead
@@ -35,7 +36,6 @@ from .graphs import StepGraphs
 from .options import MOST_SLOTS, EngineOptions
 from .resources import Parts
 from .sequences import Sequences
-from .slot import Draft, Prompt, StepResult, Verify, Work
 from .steps import Meanwhile, Steps
 
 
@@ -187,7 +187,7 @@ class Engine:
 
     # -- steps
 
-    def step(self, work: Mapping[int, Work], meanwhile: Meanwhile = None) -> dict[int, StepResult]:
+    def step(self, work: Mapping[int, BatchItem], meanwhile: Meanwhile = None) -> dict[int, StepOutput]:
         """One forward pass over the slots named in ``work``. Results have the rows of their slot only; a prompt's has its last row.
 
         ``meanwhile`` is called once the pass is under way: what it does costs no time as long as a device computes on its own.
@@ -201,9 +201,9 @@ class Engine:
         if self._flights:
             raise EngineError("a group's step is still under way: land it first")
         if not (type(work) is dict or isinstance(work, Mapping)) or not work:
-            raise EngineError("a step needs work for at least one slot, as {slot: Prompt(...), Verify(...) or Draft(...)}")
+            raise EngineError("a step needs work for at least one slot, as {slot: Prefill(...), Verify(...) or Draft(...)}")
         rows, covered = self._checked(work)
-        if self.parts.under_way is not None and not all(isinstance(item, Prompt) for item in work.values()):
+        if self.parts.under_way is not None and not all(isinstance(item, Prefill) for item in work.values()):
             self.parts.arrive()
         for item in work.values():
             if isinstance(item, Draft) and (item.check is not None or item.weigh is not None):
@@ -217,7 +217,7 @@ class Engine:
         """Steps that can be under way together; 0 where the target is not split, or there is one slot (lanes.py)."""
         return len(self._groups)
 
-    def launch(self, group: int, work: Mapping[int, Work]) -> None:
+    def launch(self, group: int, work: Mapping[int, BatchItem]) -> None:
         """Begins a pass of plain tokens and blocks over the slots named in ``work``, none of them of another group; follow with ``land``.
 
         Until then nothing can be asked of these slots, and no block of another width can be computed.
@@ -231,7 +231,7 @@ class Engine:
         if not 0 <= whole(group, "the group", 0, MOST_SLOTS) < len(self._groups) or group in self._flights:
             raise EngineError(f"group {group} cannot begin a step: it is under way, or there is none of this number")
         if any(
-            isinstance(item, Prompt) or (isinstance(item, Draft) and (item.check is not None or item.weigh is not None))
+            isinstance(item, Prefill) or (isinstance(item, Draft) and (item.check is not None or item.weigh is not None))
             for item in work.values()
         ):
             raise EngineError("prompts, and drafts that are looked at, are no group's work: use step")
@@ -241,7 +241,7 @@ class Engine:
         self.parts.check_landed(covered)
         self._flights[group] = self._groups[group].launch(work, rows, covered)
 
-    def land(self, group: int) -> dict[int, StepResult]:
+    def land(self, group: int) -> dict[int, StepOutput]:
         """Waits for a group's step; results as of ``step``."""
         if group not in self._flights:
             raise EngineError(f"group {group} has no step under way: launch one")
@@ -258,7 +258,7 @@ class Engine:
         self._flights = {}
         self.parts.abandon()
 
-    def _checked(self, work: Mapping[int, Work], graphs: StepGraphs | None = None) -> tuple[dict[int, int], SlotRange]:
+    def _checked(self, work: Mapping[int, BatchItem], graphs: StepGraphs | None = None) -> tuple[dict[int, int], SlotRange]:
         """The rows of each slot, and the slots that the step covers."""
         rows = {slot: self._sequences.rows_of(slot, item) for slot, item in work.items()}
         (self.graphs if graphs is None else graphs).aim([self.slots[slot] for slot in rows])
@@ -305,7 +305,7 @@ class Engine:
                 return None
             part = ids[done : done + self.options.chunk]
             more = done + part.size < ids.size
-            result = self.step({slot: Prompt(part, more)})[slot]
+            result = self.step({slot: Prefill(part, more)})[slot]
             if not result.target_finite:
                 raise EngineError(self.not_finite(slot))
             pending = int(result.ids[0]) if result.ids.size else None
@@ -313,21 +313,21 @@ class Engine:
                 progress(done + part.size, ids.size)
         return pending
 
-    def plain_step(self, slot: int = 0) -> StepResult:
+    def plain_step(self, slot: int = 0) -> StepOutput:
         """Computes the pending token alone, which is committed by it. Follow with ``accept(1, ids[0])``."""
         return self._by_name(slot, Verify())
 
     def fused_step(
         self, width: int | None = None, masks: np.ndarray | None = None, slot: int = 0, drafter: str = "", verified: int = 0
-    ) -> StepResult:
+    ) -> StepOutput:
         """Drafts a block behind the pending token and verifies it, in one graph. Follow with ``accept``. The others are as in ``Draft``."""
         return self._by_name(slot, Draft(self.options.width if width is None else width, masks, verified=verified, drafter=drafter))
 
-    def verify_step(self, drafts: Sequence[int], slot: int = 0) -> StepResult:
+    def verify_step(self, drafts: Sequence[int], slot: int = 0) -> StepOutput:
         """Verifies given ids behind the pending token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
         return self._by_name(slot, Verify(token_ids(drafts, self.target.n_vocab, "the block of drafts")))
 
-    def _by_name(self, slot: int, item: Work) -> StepResult:
+    def _by_name(self, slot: int, item: BatchItem) -> StepOutput:
         self._sequences.give_up(slot)
         return self.step({slot: item})[slot]
 
@@ -347,7 +347,7 @@ class Engine:
         """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
         most). Commits the tokens; no token becomes pending, and no drafter rows are written."""
         self.parts.arrive()
-        work = {slot: Prompt(tokens) for slot, tokens in prompts.items()}
+        work = {slot: Prefill(tokens) for slot, tokens in prompts.items()}
         return exact.logits_together(self.parts, self._steps, work, *self._checked(work))
 
     def capture(self, tokens: Sequence[int], layers: Sequence[int], slot: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -6,9 +6,9 @@ import numpy as np
 
 from ..cache.slots import SlotRange
 from ..ggml.library import Tensor, lib, read_tensor
+from .batch import BatchItem, Prefill
 from .graph_cache import Step
 from .resources import Parts
-from .slot import Prompt, Work
 from .steps import Steps
 
 
@@ -33,7 +33,7 @@ def nodes(parts: Parts, steps: Steps, ids: np.ndarray, slot: int) -> dict[str, n
 
 
 def logits_together(
-    parts: Parts, steps: Steps, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange
+    parts: Parts, steps: Steps, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange
 ) -> dict[int, np.ndarray]:
     """Logits of all rows of several slots, F32 [T, n_vocab] each, in one pass as wide as the longest."""
     parts.graphs.candidates = 0
@@ -64,7 +64,7 @@ def _chunks(parts: Parts, steps: Steps, role: str, ids: np.ndarray, slot: int, *
     for first in range(0, ids.size, parts.options.chunk):
         part, s = ids[first : first + parts.options.chunk], parts.slots[slot]
         parts.graphs.aim([s])
-        step = steps.rows(role, {slot: Prompt(part)}, {slot: part.size}, SlotRange(slot, 1), part.size, None, *more)[0]
+        step = steps.rows(role, {slot: Prefill(part)}, {slot: part.size}, SlotRange(slot, 1), part.size, None, *more)[0]
         s.cursor.advance(part.size, None)
         yield first, part.size, step
 

@@ -7,13 +7,13 @@ import numpy as np
 
 from ..cache.slots import SlotRange
 from ..ggml.library import ffi, lib
+from .batch import BatchItem, Draft, Prefill, Verify
 from .drafting import Asked
 from .graph_cache import Step
 from .graphs import StepGraphs
 from .resources import Parts
-from .slot import Draft, Prompt, Verify, Work
 
-Given = Mapping[int, Work]
+Given = Mapping[int, BatchItem]
 Rows = Mapping[int, int]
 
 
@@ -34,7 +34,7 @@ class Fill:
             tokens[:] = 0
         for slot, n in rows.items():
             first, item = (slot - covered.first) * width, work[slot]
-            if isinstance(item, Prompt):
+            if isinstance(item, Prefill):
                 tokens[first : first + n] = item.tokens
                 tokens[first + n : first + width] = item.tokens[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
             else:
@@ -58,7 +58,7 @@ class Fill:
             known[: width * covered.count] = 0
         for slot, item in work.items():
             first = (slot - covered.first) * width
-            if isinstance(item, Prompt):
+            if isinstance(item, Prefill):
                 known[first : first + len(item.tokens)] = item.tokens
                 continue
             known[first] = self._slots[slot].cursor.pending

@@ -13,11 +13,11 @@ from ..sampling.sampler import Sampler
 from ..speculation.policy import PLAIN_STEP, Kind
 from ..speculation.synthetic import SyntheticAcceptance
 from ..speculation.verify import Choices, choose_block, first_token
+from .batch import BatchItem, Draft, StepOutput, Verify
 from .constrained import Guide
 from .engine import Engine
 from .limits import Limits
 from .options import candidate_widths
-from .slot import Draft, StepResult, Verify, Work
 from .stats import Stats
 
 SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
@@ -134,12 +134,12 @@ class Request:
         if self._forced is not None and self.options.sampler is not None:
             self._forced = ForcedDrafts(self.options.sampler, [width])
 
-    def _plain(self) -> Work:
+    def _plain(self) -> BatchItem:
         """A token without drafts."""
         self._fills = self._whole > 1
         return Verify([self.history[-1]] * (self._whole - 1)) if self._fills else ALONE
 
-    def found_work(self, drafts: list[int], widths: Sequence[int]) -> Work:
+    def found_work(self, drafts: list[int], widths: Sequence[int]) -> BatchItem:
         """Verifies ``drafts``, filled up to one of the ``widths`` that there are graphs for; a plain token if none of them may come."""
         if self.guide is not None and self.guide.slow:
             return self.work(PLAIN_STEP)
@@ -151,7 +151,7 @@ class Request:
         rows = self._whole or next(w for w in widths if len(self.found) < w)
         return Verify([*self.found, *[self.found[-1]] * (rows - 1 - len(self.found))])
 
-    def forced_work(self) -> Work | None:
+    def forced_work(self) -> BatchItem | None:
         """Its next step, if that verifies what a constraint leaves no choice about, filled up to a width that there are graphs for."""
         if self._forced is None:
             return None
@@ -165,7 +165,7 @@ class Request:
         self._begin(self.forced)
         return Verify([*self.forced, *[self.forced[-1]] * (self._forced.width(self.forced) - 1 - len(self.forced))])
 
-    def work(self, kind: Kind, weigh: Callable[[Mapping[int, np.ndarray]], int] | None = None) -> Work:
+    def work(self, kind: Kind, weigh: Callable[[Mapping[int, np.ndarray]], int] | None = None) -> BatchItem:
         """What it does in a step of this kind. ``weigh``: as in ``Draft``."""
         self._begin()
         self.found, self._fills = [], False
@@ -211,7 +211,7 @@ class Request:
         self.history.append(token)
         return token
 
-    def take(self, item: Work, result: StepResult, engine: Engine, slot: int = 0) -> list[int]:
+    def take(self, item: BatchItem, result: StepOutput, engine: Engine, slot: int = 0) -> list[int]:
         """The tokens that a step brought, which the engine has accepted then.
 
         Raises:
@@ -245,7 +245,7 @@ class Request:
             self._forced.observe_drafter(matched)
         return block
 
-    def _credit(self, item: Work, engine: Engine, matched: int) -> None:
+    def _credit(self, item: BatchItem, engine: Engine, matched: int) -> None:
         """Counts the drafts for whoever made them."""
         if not self.drafts:
             return
@@ -256,7 +256,7 @@ class Request:
             who = item.drafter or engine.drafter.method
         self.stats.credit(who, len(self.drafts), matched)
 
-    def _offered(self, result: StepResult) -> list[int]:
+    def _offered(self, result: StepOutput) -> list[int]:
         """The drafts of a step, without what only fills it up."""
         return self.forced or self.found or ([] if self.options.mode == REFERENCE or self._fills else result.tokens[1:].tolist())
 

@@ -40,12 +40,12 @@ from ..speculation.confidence import Confidence
 from ..speculation.ngram import SuffixDrafts
 from ..speculation.ngram_policy import NOTHING, PLAINLY, Choice, LookupControl
 from ..speculation.policy import PLAIN_STEP, Drafted, Kind, WidthControl
+from .batch import BatchItem, Draft, Prefill, StepOutput, Verify
 from .constrained import Guide, run_step
 from .counters import WARMUP_STEPS, Counters
 from .engine import Engine
 from .options import candidate_widths
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
-from .slot import Draft, Prompt, StepResult, Verify, Work
 from .stats import BatchStats, Stats
 from .stream import Stream
 
@@ -318,7 +318,7 @@ class Scheduler:
             self._rounds.broken()
         return True
 
-    def _bring(self, work: Mapping[int, Work], results: Mapping[int, StepResult]) -> None:
+    def _bring(self, work: Mapping[int, BatchItem], results: Mapping[int, StepOutput]) -> None:
         """Gives each sequence what a step brought it."""
         for slot, item in work.items():
             stream = self._seated[slot]
@@ -540,7 +540,7 @@ class Scheduler:
             s.stats.notes += self.prefixes.take_notes()
         return filling
 
-    def _prompt_work(self, filling: list[Stream], others_decode: bool) -> dict[int, Work]:
+    def _prompt_work(self, filling: list[Stream], others_decode: bool) -> dict[int, BatchItem]:
         """A chunk of the prompt whose turn it is, and of those that fit into the same step as a whole."""
         rows = min(self.engine.options.chunk, BESIDE) if others_decode else self.engine.options.chunk
         chosen: list[Stream] = []
@@ -556,12 +556,12 @@ class Scheduler:
             self._active.append(stream)
         parts = {s: s._part(rows) for s in chosen}
         more = not others_decode and all(s._filled + len(part) < len(s._prompt) for s, part in parts.items())
-        return {s.slot: Prompt(part, more) for s, part in parts.items()}
+        return {s.slot: Prefill(part, more) for s, part in parts.items()}
 
-    def _decode_work(self, decoding: list[Stream], filling: list[Stream]) -> dict[int, Work]:
+    def _decode_work(self, decoding: list[Stream], filling: list[Stream]) -> dict[int, BatchItem]:
         """A block or a plain token of each; tokens that a constraint leaves no choice about come before what a drafter could say, and what came
         before where it wins more."""
-        work: dict[int, Work] = {}
+        work: dict[int, BatchItem] = {}
         for s in self._forcing:
             if (item := s._request.forced_work()) is not None:
                 work[s.slot] = item
@@ -582,7 +582,7 @@ class Scheduler:
         if filling and any(item.rows > 1 for item in work.values()):
             for s in filling:  # twice the rows are still less than a step of its own
                 if s._left <= width and covering((*work, s.slot), len(self.engine.slots)).count <= 2 * self._covered:
-                    work[s.slot] = Prompt(s._prompt[s._filled :])
+                    work[s.slot] = Prefill(s._prompt[s._filled :])
         return work
 
     def _choose(self) -> Kind:
@@ -604,7 +604,7 @@ class Scheduler:
         """Of a step of this kind, what its drafter's words are worth; None where it says nothing."""
         return self.widths.confidence.get(kind.drafter) if self.widths is not None and kind.width > 1 else None
 
-    def _look_up(self, decoding: list[Stream], width: int, work: dict[int, Work]) -> int:
+    def _look_up(self, decoding: list[Stream], width: int, work: dict[int, BatchItem]) -> int:
         """Adds those that verify what came before, if that wins more than a step of this ``width``; returns the width of the others."""
         lookup = self.lookup
         assert lookup is not None
@@ -633,10 +633,10 @@ class Scheduler:
             self._kind, self._looked = PLAIN_STEP, NOTHING[len(decoding)]  # as width control had it now
         return width if choice.otherwise else 1
 
-    def _take(self, stream: Stream, item: Work, result: StepResult) -> None:
+    def _take(self, stream: Stream, item: BatchItem, result: StepOutput) -> None:
         """What a step brought one sequence."""
         request = stream._request
-        if isinstance(item, Prompt):
+        if isinstance(item, Prefill):
             block = self._take_prompt(stream, item, result)
         else:
             block = request.take(item, result, self.engine, stream.slot)
@@ -659,7 +659,7 @@ class Scheduler:
         if request.limits.reason and not stream._left:
             self._end(stream, request.limits.reason)
 
-    def _take_prompt(self, stream: Stream, item: Prompt, result: StepResult) -> list[int]:
+    def _take_prompt(self, stream: Stream, item: Prefill, result: StepOutput) -> list[int]:
         """A part of its prompt has been computed; the token behind it, if that was the last part."""
         if not result.target_finite:
             if self.prefixes is not None:
@@ -722,7 +722,7 @@ class Scheduler:
             stream._finish()
 
     def _count(
-        self, work: Mapping[int, Work], results: Mapping[int, StepResult], decoding: Sequence[Stream], began: int
+        self, work: Mapping[int, BatchItem], results: Mapping[int, StepOutput], decoding: Sequence[Stream], began: int
     ) -> tuple[int, float]:
         """``decoding``: whom the step brought a block; ``began``: by the clock of nanoseconds. Returns rows per sequence, and milliseconds."""
         now = time.perf_counter_ns()
@@ -756,7 +756,7 @@ class Scheduler:
         stats.widths[width] += 1
         return width, 1e-6 * spent
 
-    def _teach(self, work: Mapping[int, Work], decoding: Sequence[Stream], width: int, milliseconds: float) -> None:
+    def _teach(self, work: Mapping[int, BatchItem], decoding: Sequence[Stream], width: int, milliseconds: float) -> None:
         """Tells whoever chooses what the step of ``width`` rows brought those that decode, and what it took but for building its graph."""
         milliseconds -= 1e-3 * (self.engine.waited_us - self._waited_us)
         others = self._others_came()

@@ -6,10 +6,11 @@ from ..cache.slots import SlotRange
 from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
 from ..errors import ContextError, DeviceError, EngineError
+from .batch import BatchItem, Draft, Ids, Prefill, Verify
 from .commits import Commits
 from .options import MOST_SLOTS, MOST_WIDTH
 from .resources import Parts
-from .slot import Draft, Ids, Prompt, Slot, Verify, Work
+from .slot import Slot
 
 _IMPOSSIBLE = "a block of {} rows is impossible here: 2 to {} were planned for at load"
 
@@ -58,7 +59,7 @@ class Sequences:
 
     # -- what can be asked of them
 
-    def rows_of(self, slot: int, item: Work) -> int:
+    def rows_of(self, slot: int, item: BatchItem) -> int:
         """Rows that the work takes, at least 1.
 
         Raises:
@@ -68,13 +69,13 @@ class Sequences:
         s, options = self.of(slot), self._parts.options
         if s.open_rows:
             raise EngineError(f"slot {slot} has a block of {s.open_rows} rows that nothing was accepted of: call accept or rollback first")
-        if isinstance(item, Prompt):
+        if isinstance(item, Prefill):
             ids = self._fitting(s, item.tokens)
             if ids.size > options.chunk:
                 raise EngineError(f"a prompt of {ids.size} tokens in one step: the widest chunk is {options.chunk}")
             return ids.size
         if not isinstance(item, (Verify, Draft)):
-            raise EngineError(f"the work of slot {slot} is {item!r}: use Prompt, Verify or Draft")
+            raise EngineError(f"the work of slot {slot} is {item!r}: use Prefill, Verify or Draft")
         if s.cursor.pending is None:
             raise EngineError(f"slot {slot} has no pending token: prefill a prompt first")
         if s.cursor.room < 1:

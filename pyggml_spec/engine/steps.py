@@ -11,6 +11,7 @@ from ..cache.slots import SlotRange
 from ..errors import DeviceError, EngineError
 from ..ggml.step_io import StepTimes
 from ..multi_device.lanes import Flight
+from .batch import BatchItem, Draft, Prefill, StepOutput, Verify
 from .commits import Commits
 from .graph_cache import Step
 from .graph_prebuilder import Ahead
@@ -18,7 +19,6 @@ from .graphs import STREAMED, StepGraphs
 from .inputs import Fill
 from .resources import Parts
 from .sequences import Sequences
-from .slot import Draft, Prompt, StepResult, Verify, Work
 
 Meanwhile = Callable[[], object] | None
 
@@ -36,21 +36,21 @@ class Steps:
         self.forwards = self.rows_computed = self.rows_used = 0
 
     def run(
-        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None, late: bool = True
-    ) -> dict[int, StepResult]:
+        self, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None, late: bool = True
+    ) -> dict[int, StepOutput]:
         """One pass, of whichever kind does for all of the work. ``late``: as in ``blocks``."""
         for slot, n in rows.items():
-            if n > 1 and not isinstance(work[slot], Prompt):
+            if n > 1 and not isinstance(work[slot], Prefill):
                 return self.blocks(work, rows, covered, meanwhile, late)
         return self.certain(work, rows, covered, meanwhile)
 
     def looked_at(
-        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
-    ) -> dict[int, StepResult]:
+        self, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
+    ) -> dict[int, StepOutput]:
         """Drafts first, and verifies what passes: one row more than that, filled up to a width that there are graphs for."""
         drafting = {slot: item for slot, item in work.items() if isinstance(item, Draft)}
         ids, sums, said = self._drafts(drafting, covered)
-        given: dict[int, Work] = dict(work)
+        given: dict[int, BatchItem] = dict(work)
         worth = self._worth(drafting, said, covered)
         for slot, item in drafting.items():
             drafts = ids[slot - covered.first, : item.width - 1]
@@ -87,17 +87,17 @@ class Steps:
         return step.host["drafts"][np.array(order)], step.host["draft_sum"].reshape(covered.count, -1).copy(), said
 
     def certain(
-        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
-    ) -> dict[int, StepResult]:
+        self, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None
+    ) -> dict[int, StepOutput]:
         """All rows are certain: the recurrent states are written by the step itself."""
         need = max(rows.values())
         # of the only slot one token of a prompt is a chunk, as it is in a longer prompt; among several it may share a step of plain tokens
-        chunk = need > 1 or (len(self._slots) == 1 and isinstance(work[0], Prompt))
+        chunk = need > 1 or (len(self._slots) == 1 and isinstance(work[0], Prefill))
         role, width = ("prefill", self._graphs.chunk_width(need)) if chunk else ("plain", 1)
         copies = self._graphs.copies(width * covered.count) if chunk else ()
         if copies:
-            self._expect(any(isinstance(item, Prompt) and item.more for item in work.values()))
-        if self._graphs.split and self._parts.io.lane is None and all(isinstance(item, Prompt) and item.more for item in work.values()):
+            self._expect(any(isinstance(item, Prefill) and item.more for item in work.values()))
+        if self._graphs.split and self._parts.io.lane is None and all(isinstance(item, Prefill) and item.more for item in work.values()):
             return self._ahead_of(role, width, work, rows, covered, meanwhile, *copies)
         step, times = self.rows(role, work, rows, covered, width, meanwhile, *copies)
         results = self._of_certain(step, width, work, rows, covered, times)
@@ -106,16 +106,16 @@ class Steps:
         return results
 
     def _of_certain(
-        self, step: Step, width: int, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, times: StepTimes
-    ) -> dict[int, StepResult]:
+        self, step: Step, width: int, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, times: StepTimes
+    ) -> dict[int, StepOutput]:
         ids, sound, tokens, out = step.ids(), step.finite(), step.host["tokens"], {}
         for slot, n in rows.items():
             s, at = self._slots[slot], slot - covered.first
             s.cursor.advance(n, int(ids[at]))
             s.folded()
-            s.open_rows, s.row = 0 if isinstance(work[slot], Prompt) else 1, at
+            s.open_rows, s.row = 0 if isinstance(work[slot], Prefill) else 1, at
             finite = sound or self._sound(slot, step.finite_rows(at, 1))
-            out[slot] = StepResult(tokens[at * width : at * width + n].copy(), ids[at : at + 1], True, finite, times)
+            out[slot] = StepOutput(tokens[at * width : at * width + n].copy(), ids[at : at + 1], True, finite, times)
         return out
 
     def _agree(self, covered: SlotRange, more: tuple[Any, ...]) -> None:
@@ -133,12 +133,12 @@ class Steps:
         self,
         role: str,
         width: int,
-        work: Mapping[int, Work],
+        work: Mapping[int, BatchItem],
         rows: Mapping[int, int],
         covered: SlotRange,
         meanwhile: Meanwhile,
         *more: str,
-    ) -> dict[int, StepResult]:
+    ) -> dict[int, StepOutput]:
         """Prompts that go on in the next step, which is launched behind this one. What is not finite stays so until their ends."""
         _, times = self.rows(role, work, rows, covered, width, meanwhile, *more, ahead=True)
         out = {}
@@ -147,14 +147,14 @@ class Steps:
             s.cursor.advance(n, None)
             s.folded()
             s.row = 0
-            out[slot] = StepResult(np.empty(0, np.int32), np.empty(0, np.int32), True, True, times)
+            out[slot] = StepOutput(np.empty(0, np.int32), np.empty(0, np.int32), True, True, times)
         self._agree(covered, more)
         return out
 
     def rows(
         self,
         role: str,
-        work: Mapping[int, Work],
+        work: Mapping[int, BatchItem],
         rows: Mapping[int, int],
         covered: SlotRange,
         width: int,
@@ -180,7 +180,7 @@ class Steps:
         return step, times
 
     def _rows(
-        self, role: str, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, width: int, *more: Any
+        self, role: str, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, width: int, *more: Any
     ) -> tuple[Step, int]:
         """What is to be run, and the length of the longest sequence."""
         longest = self._longest(covered)
@@ -207,8 +207,8 @@ class Steps:
                 self._parts.ring.stored(s.cursor.committed, step.host["tokens"][first : first + n], (ready,), slot)
 
     def blocks(
-        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None, late: bool = True
-    ) -> dict[int, StepResult]:
+        self, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None, late: bool = True
+    ) -> dict[int, StepOutput]:
         """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left unfolded. ``late`` False: somebody
         drafted these blocks just now, and its rows are computed with them."""
         step, role, width, longest, more = self._block(work, rows, covered, late)
@@ -216,7 +216,7 @@ class Steps:
         return self._of_blocks(step, width, work, rows, covered, times)
 
     def _block(
-        self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, late: bool = True
+        self, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, late: bool = True
     ) -> tuple[Step, str, int, int, tuple[Any, ...]]:
         """What is to be run: its role, rows per slot, the length of the longest sequence, and what else its graph differs in."""
         drafting = [item for item in work.values() if isinstance(item, Draft)]
@@ -241,8 +241,8 @@ class Steps:
         return step, role, width, longest, more
 
     def _of_blocks(
-        self, step: Step, width: int, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange, times: StepTimes
-    ) -> dict[int, StepResult]:
+        self, step: Step, width: int, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, times: StepTimes
+    ) -> dict[int, StepOutput]:
         self._count(width * covered.count, rows)
         for slot in covered.slots:  # whatever was unfolded there is in the state now
             self._slots[slot].folded()
@@ -258,7 +258,7 @@ class Steps:
 
     # -- in a lane, beside others
 
-    def launch(self, work: Mapping[int, Work], rows: Mapping[int, int], covered: SlotRange) -> Flight:
+    def launch(self, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange) -> Flight:
         """Begins a pass of plain tokens and blocks, which is waited for by ``land``."""
         more: tuple[Any, ...] = ()
         block = any(n > 1 for n in rows.values())
@@ -280,7 +280,7 @@ class Steps:
             raise
         return flight
 
-    def land(self, flight: Flight) -> dict[int, StepResult]:
+    def land(self, flight: Flight) -> dict[int, StepOutput]:
         """Waits for a pass, and gives what it brought."""
         step, block, width, work, rows, covered = flight
         try:
@@ -299,8 +299,8 @@ class Steps:
             self._parts.flying.pop(slot, None)
 
     def _of_block(
-        self, step: Step, ids: np.ndarray, sound: bool, width: int, slot: int, item: Work, n: int, covered: SlotRange, times: StepTimes
-    ) -> StepResult:
+        self, step: Step, ids: np.ndarray, sound: bool, width: int, slot: int, item: BatchItem, n: int, covered: SlotRange, times: StepTimes
+    ) -> StepOutput:
         """``sound``: everything that the step computed is finite, whatever the slot."""
         s = self._slots[slot]
         first = (slot - covered.first) * width
@@ -309,10 +309,10 @@ class Steps:
         target_finite = sound or step.finite_rows(first, n)
         if not sound:
             self._sound(slot, draft_finite and target_finite)
-        if isinstance(item, Prompt):
+        if isinstance(item, Prefill):
             self._sequences.move(slot, s.base + n, int(s.ids[-1]))
             s.row += n - 1
-        return StepResult(s.tokens, s.ids[-1:] if isinstance(item, Prompt) else s.ids, draft_finite, target_finite, times)
+        return StepOutput(s.tokens, s.ids[-1:] if isinstance(item, Prefill) else s.ids, draft_finite, target_finite, times)
 
     @staticmethod
     def _drafts_finite(step: Step, at: int, covered: SlotRange) -> bool:

@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ..cache.slots import SlotRange, covering
+from ..engine.batch import BatchItem
 from ..engine.graph_cache import Step
 from ..engine.graphs import StepGraphs
-from ..engine.slot import Work
 from ..ggml.step_io import StepIO
 
 GROUPS = 2
@@ -36,7 +36,7 @@ class Flight(NamedTuple):
     step: Step
     block: bool
     width: int
-    work: Mapping[int, Work]
+    work: Mapping[int, BatchItem]
     rows: Mapping[int, int]
     covered: SlotRange
 

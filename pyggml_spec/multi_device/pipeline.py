@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from ..engine.batch import BatchItem, StepOutput
 from ..engine.engine import Engine
 from ..engine.request import REFERENCE
-from ..engine.slot import StepResult, Work
 from ..engine.stats import BatchStats
 from ..engine.stream import Stream
 from ..ggml.device import give_back_threads
@@ -43,9 +43,9 @@ class Steps(Protocol):
 
     def _choose(self) -> Kind: ...
 
-    def _bring(self, work: Mapping[int, Work], results: Mapping[int, StepResult]) -> None: ...
+    def _bring(self, work: Mapping[int, BatchItem], results: Mapping[int, StepOutput]) -> None: ...
 
-    def _count(self, work: Mapping[int, Work], results: Mapping[int, StepResult], decoding: Sequence[Stream], began: int) -> Any: ...
+    def _count(self, work: Mapping[int, BatchItem], results: Mapping[int, StepOutput], decoding: Sequence[Stream], began: int) -> Any: ...
 
     def _fail_all(self, error: BaseException) -> None: ...
 
@@ -55,7 +55,7 @@ class Flying(NamedTuple):
 
     group: int
     streams: list[Stream]
-    work: Mapping[int, Work]
+    work: Mapping[int, BatchItem]
     began: int
 
 

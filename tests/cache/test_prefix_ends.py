@@ -10,11 +10,11 @@ from random_gguf.model import Shape
 
 from pyggml_spec.cache.prefix import layout_of
 from pyggml_spec.cache.prefix_files import PrefixFiles
+from pyggml_spec.engine.batch import Prefill
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.scheduler import TAIL, Scheduler
-from pyggml_spec.engine.slot import Prompt
 from pyggml_spec.ggml.library import versions
 
 
@@ -265,7 +265,7 @@ def test_nor_of_chunks_before_those_that_another_slot_brought(pair):
         slots = [engine.admit(), engine.admit()]
 
         def chunks(slot, count):
-            engine.step({slot: Prompt(prompt[engine.slots[slot].cursor.committed :][:CHUNK], more=True)})
+            engine.step({slot: Prefill(prompt[engine.slots[slot].cursor.committed :][:CHUNK], more=True)})
             cache.computed(slot, wanted=True)
             return chunks(slot, count - 1) if count > 1 else None
 

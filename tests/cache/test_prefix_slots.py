@@ -5,11 +5,11 @@ import pytest
 from engine.batch_helpers import Pair
 from random_gguf.model import Shape
 
+from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.scheduler import TAIL, Scheduler
-from pyggml_spec.engine.slot import Draft, Prompt
 from pyggml_spec.errors import EngineError
 
 CHUNK, N_CTX, MANY = 64, 768, 1 << 30
@@ -167,7 +167,7 @@ def test_a_snapshot_goes_into_any_slot(pair):
     batch, prompt = pair.batch(3), tokens(16, 90)
     for _ in range(3):
         batch.admit()
-    batch.step({0: Prompt(prompt), 1: Prompt([5, 6, 7])})
+    batch.step({0: Prefill(prompt), 1: Prefill([5, 6, 7])})
     batch.step({0: Draft(8), 1: Draft(4)})
     batch.accept(8, 3, 0), batch.accept(1, 4, 1)
     batch.step({1: Draft(8)})  # slot 1 is in the middle of a block: that is its own business

@@ -7,9 +7,9 @@ from pairs import write_pair
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
+from pyggml_spec.engine.batch import Prefill, Verify
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.slot import Prompt, Verify
 from pyggml_spec.errors import ContextError, EngineError
 
 PROMPT = np.random.default_rng(1).integers(0, 256, 330).tolist()
@@ -89,7 +89,7 @@ def test_a_sound_sequence_in_a_slot_of_nan(tmp_path):
         engine = Engine(session.backend, session.target, None, EngineOptions(n_ctx=64, slots=2))
         for _ in range(2):
             engine.admit(candidates=None)
-        engine.step({0: Prompt([1, 2, 3])})
+        engine.step({0: Prefill([1, 2, 3])})
         snapshot = engine.snapshot(0)
         engine.kv.fill_slot(1, 0xFF)
         engine.slots[1].sound = engine.slots[1].clean = False

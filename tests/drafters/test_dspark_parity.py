@@ -11,7 +11,7 @@ from random_gguf.model import Shape, write_qwen35
 import pyggml_spec as ps
 from pyggml_spec.drafters.base import Chosen
 from pyggml_spec.drafters.dspark import DSpark
-from pyggml_spec.engine.slot import Draft
+from pyggml_spec.engine.batch import Draft
 from pyggml_spec.errors import ModelError, PairError
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan

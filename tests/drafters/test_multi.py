@@ -11,9 +11,9 @@ from random_gguf.mtp import write_mtp, write_mtp_target
 
 import pyggml_spec as ps
 from pyggml_spec.cache import hidden_buffer as features
+from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import EngineError, PairError
 from pyggml_spec.speculation.policy import PLAIN_STEP, Kind, WidthControl
 
@@ -268,15 +268,15 @@ def test_rows_wait_in_each_slot_for_itself(team):
                 drafting = method and slot != 4 and rng.random() < 0.7
                 work[slot] = Draft(4, drafter=method) if drafting else Verify(rng.choice([[], [], [7, 8, 9]]))
             if i == 5:
-                work = {0: Verify(), 2: Prompt([3, 4, 5]), 1: Verify([7, 8, 9])}
+                work = {0: Verify(), 2: Prefill([3, 4, 5]), 1: Verify([7, 8, 9])}
             for slot, result in engine.step(work).items():
                 item, many = work[slot], len(result.tokens)
                 rows = rng.randint(1, many)
                 done[slot].append((item, rows, result.tokens.tolist()))
-                if not isinstance(item, Prompt):
+                if not isinstance(item, Prefill):
                     engine.accept(rows, int(result.ids[rows - 1]), slot)
         catch_ups = engine.catch_ups
-        used = sum(item.rows for work in done.values() for item, *_ in work if isinstance(item, (Draft, Verify, Prompt)))
+        used = sum(item.rows for work in done.values() for item, *_ in work if isinstance(item, (Draft, Verify, Prefill)))
     assert 0 < catch_ups < used / 4
     for slot in (0, 1, 2):
         alone.reset()
@@ -294,7 +294,7 @@ def test_rows_wait_in_each_slot_for_itself(team):
             rows, tokens = what
             assert result.tokens.tolist() == tokens, slot
             drafted += isinstance(item, Draft)
-            if not isinstance(item, Prompt):
+            if not isinstance(item, Prefill):
                 alone.accept(rows, int(result.ids[rows - 1]))
         assert drafted > 5
 

@@ -7,11 +7,11 @@ from pairs import write_pair
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
+from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.scheduler import Scheduler, generate
-from pyggml_spec.engine.slot import Draft, Prompt, Verify
 
 TIE = 2e-3
 LENGTHS = (1, 5, 17, 33, 40, 2, 61)
@@ -93,7 +93,7 @@ def run(batch: Engine, texts: list[list[int]], n: int, work=lambda slot, done: D
     slots = [batch.admit() for _ in texts]
     out = {slot: [] for slot in slots}
     for slot, text in zip(slots, texts, strict=True):
-        accept(batch, batch.step({slot: Prompt(text)}), out)
+        accept(batch, batch.step({slot: Prefill(text)}), out)
     while unfinished := [slot for slot in slots if len(out[slot]) < n]:
         items = {slot: work(slot, out[slot]) for slot in unfinished}
         items = {slot: item for slot, item in items.items() if item is not None}

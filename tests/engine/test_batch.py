@@ -14,8 +14,8 @@ from random_gguf.model import Shape
 import pyggml_spec as ps
 from pyggml_spec.cache.kv import GPU_SPAN, SPAN
 from pyggml_spec.cache.slots import SlotRange, covering
+from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.inputs import Fill
-from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.ggml.step_io import StepFields
@@ -64,7 +64,7 @@ def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
     batch = hybrid.batch(4)
     want = [hybrid.solo(text, 30) for text in texts]
     slots, out = [batch.admit() for _ in texts], {i: [] for i in range(4)}
-    accept(batch, batch.step({slot: Prompt(text) for slot, text in zip(slots, texts)}), out)
+    accept(batch, batch.step({slot: Prefill(text) for slot, text in zip(slots, texts)}), out)
     batch.step({slot: Draft(16) for slot in slots})
     for slot in slots:
         batch.rollback(batch.rollback_range(slot)[0] + 1, slot) if slot != 1 else batch.release(slot)
@@ -91,7 +91,7 @@ def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
         out = {slot: [] for slot in slots}
         for slot in slots:
             for first in range(0, len(texts[slot]), 300):
-                results = batch.step({slot: Prompt(texts[slot][first : first + 300])})
+                results = batch.step({slot: Prefill(texts[slot][first : first + 300])})
             accept(batch, results, out)
         work = random_work(rng, dict(enumerate(expected)))
         while unfinished := [slot for slot in slots if len(out[slot]) < 60]:
@@ -133,9 +133,9 @@ def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
     monkeypatch.setattr(StepFields, "launch", checked_launch)
     batch, texts = pair.batch(3), [[1, 2], [3, 4, 5, 6, 7], [8, 9, 10]]
     got = {batch.admit(): [] for _ in texts}
-    accept(batch, batch.step({0: Prompt(texts[0])}), got)
-    accept(batch, batch.step({0: Verify(), 1: Prompt(texts[1])}), got)
-    accept(batch, batch.step({0: Draft(4), 1: Verify(), 2: Prompt(texts[2])}), got)
+    accept(batch, batch.step({0: Prefill(texts[0])}), got)
+    accept(batch, batch.step({0: Verify(), 1: Prefill(texts[1])}), got)
+    accept(batch, batch.step({0: Draft(4), 1: Verify(), 2: Prefill(texts[2])}), got)
     for slot, text in enumerate(texts):
         assert pair.agrees(text, got[slot])
     assert serve(pair, seed=65, requests=4) == []
@@ -151,7 +151,7 @@ def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
     batch = pair.batch(4)
     slots, out = [batch.admit() for _ in texts], {i: [] for i in range(4)}
     for slot, text in zip(slots, texts):
-        accept(batch, batch.step({slot: Prompt(text)}), out)
+        accept(batch, batch.step({slot: Prefill(text)}), out)
     for _ in range(4):
         accept(batch, batch.step({slot: Draft(16) for slot in slots}), out)
     for gone in (1, 2):
@@ -164,7 +164,7 @@ def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
         accept(batch, batch.step({0: Draft(16), 3: Draft(16)}), out)
     assert batch.admit() == 1
     out[1] = []
-    accept(batch, batch.step({1: Prompt(texts[1]), 0: Draft(16), 3: Draft(16)}), out)  # 5 rows of prompt in a step with drafts
+    accept(batch, batch.step({1: Prefill(texts[1]), 0: Draft(16), 3: Draft(16)}), out)  # 5 rows of prompt in a step with drafts
     while min(len(out[s]) for s in (0, 1, 3)) < 20:
         accept(batch, batch.step({slot: Draft(16) for slot in (0, 1, 3)}), out)
     assert [out[s][:20] for s in (0, 1, 3)] == [want[s] for s in (0, 1, 3)]
@@ -180,7 +180,7 @@ def test_a_block_of_nan_leaves_nothing_in_its_slot(hybrid, gone, between):
     want = run(hybrid.batch(3), texts, 24)
     batch, out = hybrid.batch(3), {i: [] for i in range(3)}
     for slot, text in zip([batch.admit() for _ in texts], texts, strict=True):
-        accept(batch, batch.step({slot: Prompt(text)}), out)
+        accept(batch, batch.step({slot: Prefill(text)}), out)
     table, row = hybrid.session.target.weights["token_embd.weight"], 300  # a token that neither prompts nor drafts have
     held = ffi.buffer(ffi.cast("char *", table.data) + row * table.nb[1], table.nb[1])
     whole = bytes(held)
@@ -195,7 +195,7 @@ def test_a_block_of_nan_leaves_nothing_in_its_slot(hybrid, gone, between):
         accept(batch, batch.step({slot: Draft(between) for slot in others}), out)
     assert batch.admit() == gone
     out[gone] = []
-    accept(batch, batch.step({gone: Prompt(texts[gone])}), out)
+    accept(batch, batch.step({gone: Prefill(texts[gone])}), out)
     while min(len(tokens) for tokens in out.values()) < 24:
         results = batch.step({slot: Draft(16) for slot in range(3)})
         assert all(result.target_finite for result in results.values())
@@ -253,7 +253,7 @@ def test_single_tokens_of_two_sequences_in_turn(pair):
     batch = pair.batch(2)
     slots, out = [batch.admit(), batch.admit()], {0: [], 1: []}
     for slot, text in zip(slots, texts):
-        accept(batch, batch.step({slot: Prompt(text)}), out)
+        accept(batch, batch.step({slot: Prefill(text)}), out)
     for _ in range(20):
         for slot in slots:
             accept(batch, batch.step({slot: Verify()}), out)
@@ -281,7 +281,7 @@ def _after_block(pair, text, drafts):
     """A batch of two whose slot 0 has verified ``drafts`` behind ``text``; slot 1 is busy with something else."""
     batch = pair.batch(2)
     assert (batch.admit(), batch.admit()) == (0, 1)
-    batch.step({0: Prompt(text), 1: Prompt([9, 8, 7])})
+    batch.step({0: Prefill(text), 1: Prefill([9, 8, 7])})
     batch.step({0: Verify(drafts), 1: Draft(4)})
     batch.accept(1, 5, 1)
     return batch
@@ -340,7 +340,7 @@ def test_after_plain_steps_only_the_current_length_is_left(hybrid):
     want = hybrid.solo(text, 12)
     batch = hybrid.batch(2)
     batch.admit()
-    batch.step({0: Prompt(text)})
+    batch.step({0: Prefill(text)})
     for token in want[1:5]:
         batch.step({0: Verify()})
         batch.accept(1, token, 0)
@@ -367,13 +367,13 @@ def test_a_fold_makes_lengths_final(hybrid):
     assert _continues(batch, [*text, first, *DRAFTS[:6], 11], hybrid)
 
 
-@pytest.mark.parametrize("work", [Verify(), Prompt([7, 8, 9])], ids=["plain token", "prompt"])
+@pytest.mark.parametrize("work", [Verify(), Prefill([7, 8, 9])], ids=["plain token", "prompt"])
 def test_an_open_block_outlives_certain_rows_of_its_neighbours(hybrid, work):
     """Slot 1 waits with its block while slots 0 and 2, one with an unfolded block, go on in steps that cover it."""
     texts = prompts(3, seed=4)
     batch, want = hybrid.batch(3), hybrid.solo(texts[1], 24)
     assert [batch.admit() for _ in texts] == [0, 1, 2]
-    batch.step({slot: Prompt(text) for slot, text in enumerate(texts)})
+    batch.step({slot: Prefill(text) for slot, text in enumerate(texts)})
     r = batch.step({0: Draft(16), 1: Verify(want[1:8] + [3] * 8), 2: Draft(16)})
     batch.accept(3, 5, 0), batch.accept(2, 6, 2)
     n = len(texts[1])
@@ -396,7 +396,7 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
     batch = hybrid.batch(2)
     assert (batch.admit(), batch.admit(), batch.admit()) == (0, 1, None)
     text = prompts(3, seed=4)[2]
-    batch.step({0: Prompt(text)})
+    batch.step({0: Prefill(text)})
     before = batch.forwards
     for work, error, words in (
         ({}, EngineError, "at least one slot"),
@@ -404,10 +404,10 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
         ({1: Verify()}, EngineError, "slot 1 has no pending token"),
         ({0: Verify([1] * 16)}, EngineError, "17 rows"),
         ({0: Draft(1)}, EngineError, "block of 1 rows"),
-        ({0: Prompt([])}, ContextError, "empty"),
-        ({0: Prompt([9999])}, ContextError, "9999"),
-        ({0: Prompt([1] * 512)}, ContextError, "do not fit"),
-        ({0: Draft(16), 1: Prompt([1] * 17)}, EngineError, "at most 16 rows"),
+        ({0: Prefill([])}, ContextError, "empty"),
+        ({0: Prefill([9999])}, ContextError, "9999"),
+        ({0: Prefill([1] * 512)}, ContextError, "do not fit"),
+        ({0: Draft(16), 1: Prefill([1] * 17)}, EngineError, "at most 16 rows"),
     ):
         with pytest.raises(error, match=words):
             batch.step(work)
@@ -460,7 +460,7 @@ def test_candidates_of_requests_that_want_different_numbers(hybrid):
             batch.rollback(batch.rollback_range(slot)[0], slot)
         return rows
 
-    batch.step({slot: Prompt(text) for slot, text in enumerate(texts)})
+    batch.step({slot: Prefill(text) for slot, text in enumerate(texts)})
     whole = run((None, 40, 0))
     for wanted, count in (((40, 0, 3), 64), ((65, 0, 0), 256)):
         for (_, logits), (ids, best) in zip(whole, run(wanted)):
@@ -478,7 +478,7 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
     batch.ahead.overlaps = True  # as on a GPU
     slots, out = [batch.admit() for _ in range(8)], {i: [] for i in range(8)}
     for slot, length in zip(slots, (3, 250, 17, 90, 128, 1, 60, 200)):
-        accept(batch, batch.step({slot: Prompt([slot + 1] * length)}), out)
+        accept(batch, batch.step({slot: Prefill([slot + 1] * length)}), out)
     planned = {key[2] for key in batch.graphs.steps() if key[0] == "fused"}  # the one that needs most memory, whichever that is
     batch.step({slot: Draft(16) for slot in slots})
     waited = 0

@@ -14,12 +14,12 @@ import pyggml_spec as ps
 from pyggml_spec.constraints import grammar as grammars
 from pyggml_spec.constraints.grammar import Grammar, allows, only
 from pyggml_spec.engine import masked
+from pyggml_spec.engine.batch import Draft, Verify
 from pyggml_spec.engine.candidates import Candidates
 from pyggml_spec.engine.constrained import Guide
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.masked import MaskedRows
 from pyggml_spec.engine.scheduler import Scheduler
-from pyggml_spec.engine.slot import Draft, Verify
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pyggml_spec.cache.slots import SlotRange
+from pyggml_spec.engine.batch import Draft, Verify
 from pyggml_spec.engine.drafting import Asked, BlockDrafting
-from pyggml_spec.engine.slot import Draft, Verify
 from pyggml_spec.ggml.library import ffi, lib
 
 NOWHERE = -float(1 << 30)

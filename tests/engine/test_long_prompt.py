@@ -7,11 +7,11 @@ import numpy as np
 from engine.batch_helpers import Pair
 from random_gguf.model import Shape
 
+from pyggml_spec.engine.batch import Prefill
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.scheduler import BESIDE, Scheduler
-from pyggml_spec.engine.slot import Prompt
 
 LONG = int(os.environ.get("PYSPEC_LONG_PROMPT", "4096"))
 
@@ -34,8 +34,8 @@ def test_nobody_waits_longer_than_one_pass_of_a_prompt(tmp_path):
             step = engine.step
 
             def counted(work, meanwhile=None):
-                rows = sum(item.rows for item in work.values() if isinstance(item, Prompt))
-                passes.append((rows, {slot for slot, item in work.items() if not isinstance(item, Prompt)}))
+                rows = sum(item.rows for item in work.values() if isinstance(item, Prefill))
+                passes.append((rows, {slot for slot, item in work.items() if not isinstance(item, Prefill)}))
                 return step(work, meanwhile)
 
             engine.step = counted

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import pyggml_spec as ps
+from pyggml_spec.engine.batch import Draft
 from pyggml_spec.engine.masked import MOST_ROWS, MaskedRows
-from pyggml_spec.engine.slot import Draft
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.library import ffi, lib
 

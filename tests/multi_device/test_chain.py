@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engine.batch_helpers import Pair, accept, prompts, random_work, run
 
-from pyggml_spec.engine.slot import Draft, Prompt, Verify
+from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.errors import EngineError
 
 WIDTHS = (8, 2, 1, 4, 8, 1, 3)
@@ -44,7 +44,7 @@ def test_drafts_of_several_slots_are_those_of_each_alone(pair):
     slots = [batch.admit() for _ in texts]
     got, done, rng = [[] for _ in texts], [0] * 4, np.random.default_rng(1)
     for slot, text in zip(slots, texts):
-        batch.step({slot: Prompt(text)})
+        batch.step({slot: Prefill(text)})
     while min(done) < 14:
         who = [slot for slot in slots if done[slot] < 14 and rng.random() < 0.7]
         if not who:
@@ -82,7 +82,7 @@ def test_a_slot_begins_with_nothing_of_the_one_before(pair):
     want = alone(pair, text, 3)
     for _ in range(2):
         slot = batch.admit()
-        batch.step({slot: Prompt(text)})
+        batch.step({slot: Prefill(text)})
         assert [drafts_of(batch, slot, i) for i in range(3)] == want
         batch.release(slot)
 
@@ -111,7 +111,7 @@ def test_a_block_that_is_given_up_changes_nothing(pair):
 def test_accepting_through_the_helpers_gives_the_plain_text(pair):
     text, batch = prompts(3)[2], pair.batch(1)
     slot, out = batch.admit(), {0: []}
-    accept(batch, batch.step({slot: Prompt(text)}), out)
+    accept(batch, batch.step({slot: Prefill(text)}), out)
     while len(out[0]) < 20:
         accept(batch, batch.step({slot: Draft(4)}), out)
     assert out[0][:20] == pair.solo(text, 20)
@@ -124,7 +124,7 @@ def test_drafts_and_verified_rows_are_chosen_apart(pair, slots):
     seen = []
     for verified in (0, 8, 16):
         slot = batch.admit()
-        batch.step({slot: Prompt(text)})
+        batch.step({slot: Prefill(text)})
         out = []
         for rows in (2, 4, 1, 3):
             result = batch.step({slot: Draft(4, verified=verified)})[slot]
@@ -135,7 +135,7 @@ def test_drafts_and_verified_rows_are_chosen_apart(pair, slots):
         batch.release(slot)
     assert seen[0] == seen[1] == seen[2]
     slot = batch.admit()
-    batch.step({slot: Prompt(text)})
+    batch.step({slot: Prefill(text)})
     with pytest.raises(EngineError, match="verified rows is 2"):
         batch.step({slot: Draft(4, verified=2)})
     batch.release(slot)
@@ -148,7 +148,7 @@ def test_drafts_that_are_looked_at_first_are_the_same(pair, slots):
     want = [alone(pair, text, 5) for text in texts]
     for text in texts:
         slot = batch.admit()
-        batch.step({slot: Prompt(text)})
+        batch.step({slot: Prefill(text)})
     seen = {}
     for step, width in enumerate(WIDTHS[:5]):
         work = {

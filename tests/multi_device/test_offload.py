@@ -13,8 +13,8 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
 from pyggml_spec.cache.prefix import layout_of
+from pyggml_spec.engine.batch import Prefill, Verify
 from pyggml_spec.engine.request import SPECULATIVE, LoopOptions
-from pyggml_spec.engine.slot import Prompt, Verify
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml import weight_stream
 from pyggml_spec.ggml.device import Backend
@@ -392,14 +392,14 @@ def test_slots_of_the_cpus_layers(tmp_path):
 
             for _ in range(3):
                 engine.admit(drafting=False, candidates=None)
-            step(s0=Prompt(IDS[:64]), s2=Prompt(IDS[10:50]))
-            step(s1=Prompt(IDS[20:84]))
+            step(s0=Prefill(IDS[:64]), s2=Prefill(IDS[10:50]))
+            step(s1=Prefill(IDS[20:84]))
             for slot in range(3):
                 decode(slot, 7 + slot)
-            step(s0=Prompt(IDS[64:128]), s1=Prompt(IDS[84:140]))
+            step(s0=Prefill(IDS[64:128]), s1=Prefill(IDS[84:140]))
             engine.release(1)
             assert engine.admit(drafting=False, candidates=None) == 1
-            step(s1=Prompt(IDS[5:60]))
+            step(s1=Prefill(IDS[5:60]))
             for slot in (2, 1, 0):
                 decode(slot, 70 + slot)
             found.append(np.array(seen))

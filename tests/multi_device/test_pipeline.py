@@ -8,12 +8,12 @@ from engine.batch_helpers import Pair, prompts, serve
 from engine.interrupts import interrupt_ends_all
 
 from pyggml_spec.cache.slots import covering
+from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graph_prebuilder import Ahead
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.scheduler import Scheduler
-from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, Role
@@ -169,9 +169,9 @@ def test_what_is_asked_of_a_slot_under_way_is_refused(pair):
     try:
         for slot in range(4):
             engine.admit()
-            engine.step({slot: Prompt([1 + slot, 2])})
+            engine.step({slot: Prefill([1 + slot, 2])})
         with pytest.raises(EngineError, match="no group's work"):
-            engine.launch(0, {0: Prompt([5])})
+            engine.launch(0, {0: Prefill([5])})
         with pytest.raises(EngineError, match="group 2 cannot begin"):
             engine.launch(2, {0: Verify()})
         engine.launch(0, {0: Verify(), 1: Draft(4)})
@@ -198,7 +198,7 @@ def test_no_buffer_grows_under_a_step(pair):
     try:
         for slot in range(4):
             engine.admit()
-            engine.step({slot: Prompt([1 + slot, 2])})
+            engine.step({slot: Prefill([1 + slot, 2])})
         seen = set()
         for _ in range(200):  # a step that has ended before it is looked at says nothing
             engine.launch(0, {0: Verify(), 1: Verify()})

@@ -13,8 +13,8 @@ from random_gguf.model import Shape, write_dflash
 from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
+from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.engine.slot import Draft, Prompt, Verify
 from pyggml_spec.errors import DeviceError, EngineError, PairError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions
@@ -130,8 +130,8 @@ def of_slots(session, slots=3):
         for _ in range(slots):
             engine.admit()
         works = [
-            {0: Prompt(PROMPT[:40]), 2: Prompt(PROMPT[5:9])},
-            {1: Prompt(PROMPT[:3]), 2: Verify()},
+            {0: Prefill(PROMPT[:40]), 2: Prefill(PROMPT[5:9])},
+            {1: Prefill(PROMPT[:3]), 2: Verify()},
             {0: Draft(6), 1: Verify(DRAFTS[:3]), 2: Verify()},
             {0: Verify(), 2: Draft(3)},
             {0: Draft(6), 1: Draft(6), 2: Draft(6)},
@@ -141,10 +141,10 @@ def of_slots(session, slots=3):
             results = engine.step(work)
             for slot, result in results.items():
                 out += [result.ids, *(engine.candidates(row, slot)[1].copy() for row in range(len(result.ids)))]
-                if not isinstance(work[slot], Prompt):
+                if not isinstance(work[slot], Prefill):
                     engine.accept(1, int(result.ids[0]), slot)
         copy = engine.snapshot(2)
-        engine.step({2: Prompt(PROMPT[:6])})
+        engine.step({2: Prefill(PROMPT[:6])})
         engine.restore(copy, 1)
         out.append(engine.step({1: Verify()})[1].ids)
         copy.close()
@@ -354,7 +354,7 @@ def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
         for give_up in (engine.reset, engine.settle, lambda: engine.prepare([("plain", 1)], 8)):
             engine.reset()
             for first in (0, 16):
-                assert engine.step({0: Prompt(PROMPT[first : first + 16], True)})[0].ids.size == 0
+                assert engine.step({0: Prefill(PROMPT[first : first + 16], True)})[0].ids.size == 0
             assert engine.parts.under_way is not None and engine.cursor.pending is None
             with pytest.raises(EngineError, match="no pending token"):
                 engine.plain_step()
@@ -363,7 +363,7 @@ def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
             engine.reset()
             assert engine.prefill(PROMPT) == expected
         engine.reset()
-        engine.step({0: Prompt(PROMPT[:16], True)})
+        engine.step({0: Prefill(PROMPT[:16], True)})
     assert session.engine.graphs.closed
 
 
@@ -396,7 +396,7 @@ def lanes_trace(session, grouped, slots=4, width=8):
     try:
         for slot in range(slots):
             engine.admit()
-            engine.step({slot: Prompt(PROMPT[slot : 20 + 2 * slot])})
+            engine.step({slot: Prefill(PROMPT[slot : 20 + 2 * slot])})
         for drafts in (1, 1, width, width, 4, width, 1, 1, width):
             work = {
                 slot: Verify() if drafts == 1 else Draft(drafts) if session.drafter else Verify(DRAFTS[: drafts - 1])

@@ -16,10 +16,10 @@ import pytest
 import pyggml_spec as ps
 from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.engine import counters
+from pyggml_spec.engine.batch import Prefill, StepOutput
 from pyggml_spec.engine.graphs import MOST_CANDIDATES
 from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.engine.scheduler import generate
-from pyggml_spec.engine.slot import Prompt, StepResult
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import EngineError, SamplingError
 from pyggml_spec.ggml.cores import Threads
@@ -109,13 +109,13 @@ class TableTarget:
         return [self]
 
     def step(self, work, meanwhile):
-        prompt = isinstance(work[0], Prompt)
+        prompt = isinstance(work[0], Prefill)
         tokens = np.array(work[0].tokens[-1:] if prompt else [self.cursor.pending, *work[0].drafts])
         self._rows = self.table[tokens]
         if prompt:
             self.cursor.advance(len(work[0].tokens), 0)
         times = SimpleNamespace(upload=0, compute=0, read=0)
-        return {0: StepResult(tokens, self._rows.argmax(axis=1), True, True, times)}
+        return {0: StepOutput(tokens, self._rows.argmax(axis=1), True, True, times)}
 
     def given_role(self, width):
         return "verify", width

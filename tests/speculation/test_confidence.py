@@ -8,8 +8,8 @@ from random_gguf.dflash2 import write_dspark
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
+from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.request import LoopOptions
-from pyggml_spec.engine.slot import Draft, Prompt
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.speculation.confidence import Confidence
 from pyggml_spec.speculation.policy import PLAIN_STEP, Kind, WidthControl
@@ -180,7 +180,7 @@ def test_slots_of_several_devices_have_their_graphs_at_load(tmp_path):
     with ps.load(*files, **more) as session, session.batch(2) as scheduler:
         engine, said = scheduler.engine, []
         for slot in (engine.admit(), engine.admit()):
-            engine.step({slot: Prompt([1, 2, 3 + slot])})
+            engine.step({slot: Prefill([1, 2, 3 + slot])})
         before = engine.memory(), engine.graphs.changes
         drafted = Draft(8, weigh=lambda of: said.append([*of]) or 7)
         engine.step({0: drafted, 1: drafted})

@@ -18,8 +18,8 @@ import pytest
 from pyggml_spec.cache import hidden_buffer as features
 from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.engine import scheduler, stream
+from pyggml_spec.engine.batch import Draft, Prefill, StepOutput
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.engine.slot import Draft, Prompt, StepResult
 from pyggml_spec.ggml.cores import Threads
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.session import DEMO_TARGET
@@ -70,9 +70,9 @@ class Recorded:
 
     def step(self, work, meanwhile=None):
         item = work[0]
-        if isinstance(item, Prompt):
+        if isinstance(item, Prefill):
             self.cursor.advance(len(item.tokens), 0)
-            return {0: StepResult(np.array(item.tokens), np.array(self.text[:1]), True, True, TIMES)}
+            return {0: StepOutput(np.array(item.tokens), np.array(self.text[:1]), True, True, TIMES)}
         if isinstance(item, Draft):
             right = min(self.right[self.at], item.width - 1) if self.at < len(self.right) else 0
             drafts = self.text[self.at + 1 : self.at + 1 + right]
@@ -85,7 +85,7 @@ class Recorded:
         rows = [self.text[self.at], *drafts]
         ids = [*self.text[self.at + 1 : self.at + 1 + len(rows)], *[0] * len(rows)][: len(rows)]
         self.kept = not isinstance(item, Draft)
-        return {0: StepResult(np.array(rows), np.array(ids), True, True, TIMES)}
+        return {0: StepOutput(np.array(rows), np.array(ids), True, True, TIMES)}
 
     def _catch_up(self, room: int) -> None:
         while self.waiting > room:

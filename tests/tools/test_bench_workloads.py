@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from bench_workloads import Watched, step_costs
 
-from pyggml_spec.engine.slot import Draft, Verify
+from pyggml_spec.engine.batch import Draft, Verify
 
 BLOCK, PLAIN = ("draft-dflash", 2, 0), ("", 1, 0)
 

@@ -9,7 +9,7 @@ from pairs import write_pair
 
 import pyggml_spec as ps
 from pyggml_spec.cli.main import cli
-from pyggml_spec.engine.slot import Draft
+from pyggml_spec.engine.batch import Draft
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml import peer
 from pyggml_spec.tools import split_steps as split_steps_module
