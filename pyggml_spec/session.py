@@ -18,13 +18,13 @@ from .concurrent import ConcurrentSession
 from .drafters.base import Drafter
 from .drafters.multi import Drafts, together
 from .drafters.pairs import what_drafts
-from .engine.engine import Engine
 from .engine.graphs import STREAMED
 from .engine.lock import ENDED, Turns
 from .engine.options import MOST_WIDTH, WIDEST_CHUNK, AtMost, EngineOptions, candidate_widths, check_masks, check_options
 from .engine.planned import WEIGHTS, Placed, bytes_taken, largest, plan_weights
 from .engine.request import PLAIN, SPECULATIVE, LoopOptions
 from .engine.resources import Closable, P
+from .engine.runner import ModelRunner
 from .engine.scheduler import Scheduler, rests
 from .engine.stats import Stats
 from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
@@ -142,7 +142,7 @@ class Session:
     backends: tuple[Backend, ...]
     target: Target
     tokenizer: Tokenizer
-    engine: Engine
+    engine: ModelRunner
     scheduler: Scheduler  # of the engine's only slot
     prefix: PrefixCache
 
@@ -422,15 +422,15 @@ class Session:
         self.target.weights.close_streams()
         self.notes.append(f"prompts of {what} in host memory are computed by the CPU: {why}")
 
-    def _make_engine(self, options: EngineOptions) -> Engine:
+    def _make_engine(self, options: EngineOptions) -> ModelRunner:
         """Without copies of experts, if it has no memory beside them."""
         try:
-            return Engine(self.backend, self.target, self.drafter, options)
+            return ModelRunner(self.backend, self.target, self.drafter, options)
         except (DeviceError, EngineError) as error:
             if not self.target.weights.streams:
                 raise
             self._without_streams(f"with copies of two layers on the device, {error}")
-        return Engine(self.backend, self.target, self.drafter, options)
+        return ModelRunner(self.backend, self.target, self.drafter, options)
 
     def _settle_streams(self, offload: int | str | None) -> None:
         """From how many rows on chunks compute with copies: as it was asked for, or as it was measured."""
@@ -466,7 +466,7 @@ class Session:
         return PrefixCache(self.engine, self._prefix_memory(memory), self._prefix_files(self.engine, folder, disk, progress))
 
     def _prefix_files(
-        self, engine: Engine, folder: str | Path | None, disk: int | None, progress: Progress = lambda what, done, total: None, shared: bool = False
+        self, engine: ModelRunner, folder: str | Path | None, disk: int | None, progress: Progress = lambda what, done, total: None, shared: bool = False
     ) -> PrefixFiles | None:  # fmt: skip
         disk = PREFIX_DISK if disk is None else whole(disk, "the space for the prefix cache's files", 0, MOST_BYTES, PyspecError)
         if folder is None:
@@ -941,7 +941,7 @@ class Session:
             raise PyspecError(
                 "a prefix cache on disk is filled from memory, and `prefix_memory` is 0: give it more, or leave the folder out"
             )
-        engine = Engine(self.backend, self.target, self.drafter, options)
+        engine = ModelRunner(self.backend, self.target, self.drafter, options)
         try:
             files = self._prefix_files(engine, folder, disk, shared=True)
         except BaseException:

@@ -1,4 +1,4 @@
-"""What callers hand to Session, Engine, Tokenizer and Sampling: nonsense ends in one of our sentences and changes nothing.
+"""What callers hand to Session, ModelRunner, Tokenizer and Sampling: nonsense ends in one of our sentences and changes nothing.
 
 Behind each of these is C that ends the process, or reads what lies there, so a missing check ends this test run.
 """

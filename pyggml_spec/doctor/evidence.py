@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..engine.engine import Engine
 from ..engine.request import PLAIN, LoopOptions
+from ..engine.runner import ModelRunner
 from ..engine.scheduler import generate
 from ..session import DEMO
 
@@ -36,17 +36,17 @@ def held_out_prompts(count: int, path: Path = PROMPTS) -> list[str]:
         return [json.loads(line)["prompt"] for line in lines][:count]
 
 
-def write_passages(engine: Engine, prompts: Sequence[Sequence[int]], layers: Sequence[int], tokens: int) -> list[Passage]:
+def write_passages(engine: ModelRunner, prompts: Sequence[Sequence[int]], layers: Sequence[int], tokens: int) -> list[Passage]:
     """Lets the target continue each prompt by ``tokens`` tokens (end tokens do not end it), then captures the inputs of ``layers``."""
     return [capture(engine, prompt, continued(engine, prompt, tokens), layers) for prompt in prompts]
 
 
-def continued(engine: Engine, prompt: Sequence[int], tokens: int) -> list[int]:
+def continued(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> list[int]:
     engine.reset(drafting=False)
     return [t for block in generate(engine, prompt, LoopOptions(tokens, PLAIN, ignore_end=True)) for t in block]
 
 
-def capture(engine: Engine, prompt: Sequence[int], text: Sequence[int], layers: Sequence[int]) -> Passage:
+def capture(engine: ModelRunner, prompt: Sequence[int], text: Sequence[int], layers: Sequence[int]) -> Passage:
     engine.reset(drafting=False)
     tokens = np.array([*prompt, *text], np.int32)
     _, features = engine.capture(tokens.tolist(), layers)

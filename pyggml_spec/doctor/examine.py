@@ -13,8 +13,8 @@ from ..drafters.base import TOKENS, Drafter
 from ..drafters.dflash import DFlash
 from ..drafters.mtp import has_layer, is_layer_alone
 from ..drafters.pairs import what_drafts
-from ..engine.engine import Engine
 from ..engine.options import EngineOptions
+from ..engine.runner import ModelRunner
 from ..errors import EngineError, PyspecError
 from ..ggml.library import versions
 from ..gguf_io import GGUFFile
@@ -92,14 +92,14 @@ class Subject:
         """Of a model on the one device, or the last; the caller closes them."""
         return Weights(self.backend, model.file, model.specs(), model.groups(), model.fused_alike())
 
-    def engine(self, target, drafter=None) -> Engine:
+    def engine(self, target, drafter=None) -> ModelRunner:
         """An engine over this subject's backend; the caller closes it.
 
         Raises:
             PyspecError: the drafter does not fit the target, or there is no memory.
         """
         width = drafter.block_size if drafter is not None else 1
-        return Engine(self.backend, target, drafter, EngineOptions(n_ctx=self.n_ctx, width=width))
+        return ModelRunner(self.backend, target, drafter, EngineOptions(n_ctx=self.n_ctx, width=width))
 
     @property
     def tokens(self) -> int:

@@ -7,9 +7,9 @@ from contextlib import closing
 
 import numpy as np
 
-from ..engine.engine import Engine
 from ..engine.options import candidate_widths
 from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
+from ..engine.runner import ModelRunner
 from ..engine.scheduler import generate
 from ..engine.stats import Stats
 from ..ggml.cores import Threads
@@ -27,7 +27,7 @@ RUNS = 9
 REPEATS = 4  # calls of a graph until the last ones are replays
 
 
-def speculate(engine: Engine, prompt: Sequence[int], tokens: int, *, mode: str = SPECULATIVE, width: int | None = None, piece: int = 0,
+def speculate(engine: ModelRunner, prompt: Sequence[int], tokens: int, *, mode: str = SPECULATIVE, width: int | None = None, piece: int = 0,
               keep: bool = False, widths: WidthControl | None = None) -> Stats:  # fmt: skip
     """One generation's statistics. ``piece``: prefill in pieces of so many tokens. ``keep``: go on with the sequence that is there."""
     if not keep:
@@ -49,7 +49,7 @@ def _same(name: str, usual: Stats, other: Stats, how: str, remedy: str) -> Check
     return Check(name, FAIL if broken else OK, found, remedy if broken else "", RUNNING, data)
 
 
-def micro_batches(engine: Engine, prompt: Sequence[int], tokens: int) -> Check:
+def micro_batches(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
     """A prompt in one piece and in pieces: does the drafter see all of it?"""
     if len(prompt) <= PIECE:
         return Check("micro-batches", NOT_APPLICABLE, f"the prompt has {len(prompt)} tokens, one piece holds {PIECE}", stage=RUNNING)
@@ -58,13 +58,13 @@ def micro_batches(engine: Engine, prompt: Sequence[int], tokens: int) -> Check:
     return _same("micro-batches", usual, pieces, how, "report this: the hidden states of some pieces do not reach the drafter")
 
 
-def repeated_prompt(engine: Engine, prompt: Sequence[int], tokens: int) -> Check:
+def repeated_prompt(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
     """The same prompt again."""
     usual, again = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens)
     return _same("repeated prompt", usual, again, "for the same prompt again", "report this: the first run leaves something behind")
 
 
-def cache_hit(engine: Engine, prompt: Sequence[int], tokens: int) -> Check:
+def cache_hit(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
     """A prompt whose beginning comes from a snapshot: are the drafter's rows part of it?"""
     if len(prompt) < 2:
         return Check("cache hit", NOT_APPLICABLE, "the prompt is one token, so there is no prefix to keep", stage=RUNNING)
@@ -129,7 +129,7 @@ def replay(stats: Sequence[Stats]) -> Check:
     return Check("graph replay", OK, found, "", RUNNING, data)
 
 
-def repeated_step(engine: Engine, prompt: Sequence[int]) -> Check:
+def repeated_step(engine: ModelRunner, prompt: Sequence[int]) -> Check:
     """The same step from the same state again and again: CUDA launches the first call kernel by kernel and replays the third and fourth."""
     engine.read_candidates(None)  # graphs that nobody has run yet
     replays = 0
@@ -152,7 +152,7 @@ def repeated_step(engine: Engine, prompt: Sequence[int]) -> Check:
     return Check("repeated step", OK, found, "", RUNNING, {"replays": replays})
 
 
-def _step_logits(engine: Engine, prompt: Sequence[int], width: int) -> tuple[np.ndarray, int]:
+def _step_logits(engine: ModelRunner, prompt: Sequence[int], width: int) -> tuple[np.ndarray, int]:
     """F32 [width, n_vocab]: logits after the rows of one step behind the prompt; and 1 if the step was a replay, as far as can be told."""
     engine.reset()
     engine.prefill(prompt)
@@ -164,11 +164,11 @@ def _step_logits(engine: Engine, prompt: Sequence[int], width: int) -> tuple[np.
     return logits, replayed
 
 
-def _replays(engine: Engine) -> int:
+def _replays(engine: ModelRunner) -> int:
     return engine.io.replay.replayed if engine.io.replay is not None else 0
 
 
-def time_split(engine: Engine, stats: Sequence[Stats], width: int) -> Check:
+def time_split(engine: ModelRunner, stats: Sequence[Stats], width: int) -> Check:
     """Milliseconds of one speculative step by part: drafting, verification, commit of the recurrent state, the host's own work."""
     fused, verify = _median(engine, lambda: engine.fused_step(width)), _median(engine, lambda: engine.verify_step([0] * (width - 1)))
     commit = _commit(engine, width) if engine.delta is not None else 0.0
@@ -203,7 +203,7 @@ def other_work(backends: Sequence[Backend]) -> list[Check]:
     return [Check("other work", WARN, found, "run it again when that has ended", RUNNING)]
 
 
-def _median(engine: Engine, step) -> float:
+def _median(engine: ModelRunner, step) -> float:
     engine.reset()
     engine.prefill([0] * 8)
     times = []
@@ -215,7 +215,7 @@ def _median(engine: Engine, step) -> float:
     return statistics.median(times[WARMUP:] or times)
 
 
-def _commit(engine: Engine, width: int) -> float:
+def _commit(engine: ModelRunner, width: int) -> float:
     """The graph that commits a whole block and nothing else."""
     engine.reset()
     engine.prefill([0] * 8)
@@ -229,7 +229,7 @@ def _commit(engine: Engine, width: int) -> float:
     return statistics.median(times)
 
 
-def _costs(engine: Engine, base: Measured) -> dict[int, float]:
+def _costs(engine: ModelRunner, base: Measured) -> dict[int, float]:
     """Step costs by width; measured again, and the lower ones taken, before they say that speculation does not pay."""
     widths = candidate_widths(engine.options.width)
     costs = step_costs(engine, widths)
@@ -270,7 +270,7 @@ def pays(costs: dict[int, float], base: Measured, plain: Sequence[Stats], specul
     return [even, Check("speed-up", WARN if slow else OK, found, remedy, RUNNING, data)]
 
 
-def chain(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Measured:
+def chain(engine: ModelRunner, prompts: Sequence[Sequence[int]], tokens: int) -> Measured:
     """How many drafts of whole blocks are right while the target writes: what a drafter without readings to compare is judged by."""
     matched, drafts, finite = [], [], True
     for prompt in prompts:
@@ -288,7 +288,9 @@ def chain(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Meas
     return Measured(np.array(matched or [0]), np.concatenate(drafts or [np.empty(0, np.int32)]), np.empty((0, 0)), finite)
 
 
-def examine(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, base: Measured, ranked: Measured | None = None) -> list[Check]:
+def examine(
+    engine: ModelRunner, prompts: Sequence[Sequence[int]], tokens: int, base: Measured, ranked: Measured | None = None
+) -> list[Check]:
     """All checks that run generations. ``ranked``: the same blocks with the drafter's best choices, where there are such."""
     costs = _costs(engine, base)
     longest = max(prompts, key=len)

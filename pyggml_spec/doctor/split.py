@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..engine.engine import Engine
+from ..engine.runner import ModelRunner
 from ..errors import PyspecError
 from ..ggml.device import free_bytes, present
 from ..ggml.peer import REFUSED
@@ -42,7 +42,7 @@ class Move:
     spare: str = ""
 
 
-def layers_of(engine: Engine, step: SplitStep, head: bool = True) -> list[Layers]:
+def layers_of(engine: ModelRunner, step: SplitStep, head: bool = True) -> list[Layers]:
     """What a layer takes on each device in a step: by the bytes of layers among those that the device reads, which the drafter and, unless ``head``
     says that few rows go there, the head are too."""
     target, drafter, segments = engine.target, engine.drafter, engine.parts.segments
@@ -134,7 +134,7 @@ def cut_cost(step: SplitStep, copies: Sequence[CopySpeed]) -> Check:
     return Check("cut cost", WARN, found, remedy, RUNNING, data)
 
 
-def waiting(engine: Engine, step: SplitStep) -> Check:
+def waiting(engine: ModelRunner, step: SplitStep) -> Check:
     """Which device waits for the others in a step, and whether another cut would take less."""
     layers = layers_of(engine, step)
     takes = sum(d.copy_ms + d.compute_ms for d in step.devices)
@@ -149,7 +149,7 @@ def waiting(engine: Engine, step: SplitStep) -> Check:
     return Check("waiting devices", WARN, found, _moved(move, takes, "that step"), RUNNING, data | {"better_split": list(move.counts)})
 
 
-def prompts(engine: Engine, step: SplitStep | None) -> Check:
+def prompts(engine: ModelRunner, step: SplitStep | None) -> Check:
     """Which device chunks of a prompt wait for."""
     if step is None:
         return Check("prompts on devices", NOT_APPLICABLE, "the context holds no chunk that could be measured", stage=RUNNING)
@@ -182,7 +182,7 @@ def device_copies(copies: Sequence[CopySpeed]) -> Check:
     return Check("device copies", OK, "; ".join(said), "", RUNNING, data)
 
 
-def examine(engine: Engine) -> Iterator[Check]:
+def examine(engine: ModelRunner) -> Iterator[Check]:
     """All of them, of an engine whose layers are on several devices; none of any other. Forgets the sequence."""
     if len(engine.parts.segments) < 2:
         return

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..engine.engine import Engine
+from ..engine.runner import ModelRunner
 from ..errors import TemplateError
 from ..text.template import KEY, ChatTemplate
 from ..text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ def ways(template: ChatTemplate, tokenizer: Tokenizer, prompts: Sequence[str]) -
     return out
 
 
-def compare(engine: Engine, tokenizer: Tokenizer, probe: Probe, reading: Reading, prompts: Sequence[str], tokens: int) -> Check:
+def compare(engine: ModelRunner, tokenizer: Tokenizer, probe: Probe, reading: Reading, prompts: Sequence[str], tokens: int) -> Check:
     """Acceptance of the target's own text for each way of asking."""
     name, file = "template and thinking", engine.target.file
     if KEY not in file.metadata:

@@ -14,7 +14,7 @@ from ..constraints.grammar import allows, only
 from ..sampling.sampler import Sampler
 from ..speculation.synthetic import SyntheticAcceptance
 from .batch import BatchItem, Prefill, StepOutput
-from .engine import Engine
+from .runner import ModelRunner
 
 
 class Guide:
@@ -104,9 +104,9 @@ class Guide:
 
 
 def run_step(
-    engine: Engine, guides: Mapping[int, Guide], work: Mapping[int, BatchItem], meanwhile: Callable[[], object] | None = None
+    engine: ModelRunner, guides: Mapping[int, Guide], work: Mapping[int, BatchItem], meanwhile: Callable[[], object] | None = None
 ) -> dict[int, StepOutput]:
-    """A step of the engine, and what constraints need of it. ``guides`` by slot; other arguments and errors as those of ``Engine.step``."""
+    """A step of the engine, and what constraints need of it. ``guides`` by slot; other arguments and errors as those of ``ModelRunner.step``."""
     asking = [
         (slot, guides[slot])
         for slot, item in work.items()

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from .engine import Engine
+from .runner import ModelRunner
 from .stats import Stats
 
 WARMUP_STEPS = 2
@@ -13,7 +13,7 @@ WHOLE = ("graphs_built", "buffer_growths")  # said since the engine was made, no
 class Counters:
     """The counters of an engine while one generation has it to itself."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ModelRunner) -> None:
         self._engine, self._before = engine, counts(engine)
         self._warm: dict[str, Any] | None = None
 
@@ -34,7 +34,7 @@ class Counters:
         stats.memory = self._engine.memory()
 
 
-def counts(engine: Engine) -> dict[str, Any]:
+def counts(engine: ModelRunner) -> dict[str, Any]:
     """All counters of ``engine`` by the names that they have in ``Stats``."""
     counters = engine.graphs.counters().values()
     out: dict[str, Any] = {

@@ -14,11 +14,11 @@ from ..models.placement import Placement
 from ..models.weights import Weights
 from ..multi_device.offload import GuestWeights
 from ..multi_device.split import Segment, SplitWeights
-from .engine import Engine
 from .graph_cache import Step
 from .graphs import StepGraphs
 from .options import EngineOptions
 from .resources import Parts
+from .runner import ModelRunner
 
 WEIGHTS = ("weights", "draft_weights")  # what engines share, as their memory is named by purpose
 Placed = tuple[Placement | None, Backend | None]
@@ -162,7 +162,7 @@ class PlannedParts(Parts):
     kv_class, graphs_class, planned = PlannedKV, PlannedGraphs, True  # type: ignore[assignment]
 
 
-class PlannedEngine(Engine):
+class PlannedEngine(ModelRunner):
     """An engine that cannot run."""
 
     parts_class = PlannedParts

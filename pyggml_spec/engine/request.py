@@ -15,9 +15,9 @@ from ..speculation.synthetic import SyntheticAcceptance
 from ..speculation.verify import Choices, choose_block, first_token
 from .batch import BatchItem, Draft, StepOutput, Verify
 from .constrained import Guide
-from .engine import Engine
 from .limits import Limits
 from .options import candidate_widths
+from .runner import ModelRunner
 from .stats import Stats
 
 SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
@@ -87,7 +87,7 @@ class LoopOptions:
 
     @property
     def candidates(self) -> int | None:
-        """What ``Engine.read_candidates`` is to be told."""
+        """What ``ModelRunner.read_candidates`` is to be told."""
         return self.sampler.sampling.candidates() if self.sampler is not None else 0
 
     @property
@@ -201,7 +201,7 @@ class Request:
         if self.guide is not None:
             self.guide.begin(drafts)
 
-    def first(self, greedy: int, engine: Engine, slot: int = 0) -> int:
+    def first(self, greedy: int, engine: ModelRunner, slot: int = 0) -> int:
         """The token behind the prompt, which has been computed; ``greedy`` is the largest logit's."""
         self.limits.begin(engine.slots[slot].cursor.room)
         token = first_token(Choices([greedy], engine, slot), self.history, self.limits, self.options.sampler)
@@ -211,7 +211,7 @@ class Request:
         self.history.append(token)
         return token
 
-    def take(self, item: BatchItem, result: StepOutput, engine: Engine, slot: int = 0) -> list[int]:
+    def take(self, item: BatchItem, result: StepOutput, engine: ModelRunner, slot: int = 0) -> list[int]:
         """The tokens that a step brought, which the engine has accepted then.
 
         Raises:
@@ -245,7 +245,7 @@ class Request:
             self._forced.observe_drafter(matched)
         return block
 
-    def _credit(self, item: BatchItem, engine: Engine, matched: int) -> None:
+    def _credit(self, item: BatchItem, engine: ModelRunner, matched: int) -> None:
         """Counts the drafts for whoever made them."""
         if not self.drafts:
             return

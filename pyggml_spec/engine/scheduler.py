@@ -43,9 +43,9 @@ from ..speculation.policy import PLAIN_STEP, Drafted, Kind, WidthControl
 from .batch import BatchItem, Draft, Prefill, StepOutput, Verify
 from .constrained import Guide, run_step
 from .counters import WARMUP_STEPS, Counters
-from .engine import Engine
 from .options import candidate_widths
 from .request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions, Request
+from .runner import ModelRunner
 from .stats import BatchStats, Stats
 from .stream import Stream
 
@@ -58,7 +58,7 @@ LEAST_SHARED = 32  # tokens of a prompt that several sequences have: computing f
 
 
 def generate(
-    engine: Engine,
+    engine: ModelRunner,
     prompt: Sequence[int],
     options: LoopOptions,
     stats: Stats | None = None,
@@ -90,7 +90,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, engine: Engine, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None,
+        self, engine: ModelRunner, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None,
         files: PrefixFiles | None = None, kinds: Iterable[Kind] = (), groups: int | None = None,
     ) -> None:  # fmt: skip
         self.engine, self._stats, self.lookup = engine, BatchStats(), lookup

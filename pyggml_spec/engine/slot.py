@@ -29,7 +29,7 @@ class Slot:
     clean: bool = True  # nothing is left in its rows that a later sequence must not see
     sound: bool = True  # no step of its sequence brought NaN or Inf, of the target or the drafter: what it leaves may be reused
     drafting: bool = True
-    candidates: int | None = 0  # see Engine.read_candidates
+    candidates: int | None = 0  # see ModelRunner.read_candidates
     masked: bool = False
     base: int = 0
     tokens: np.ndarray = field(default_factory=lambda: NOTHING)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..engine.engine import Engine
+from ..engine.runner import ModelRunner
 from ..folders import cache_folder
 from ..speculation.calibrate import SEED, Waiting, cost_key, keep, kept
 
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     copies: float
 
 
-def chunk_cost(engine: Engine, rows: int, copies: bool) -> float:
+def chunk_cost(engine: ModelRunner, rows: int, copies: bool) -> float:
     """Milliseconds of a chunk of ``rows`` rows, with copies or without: the median of RUNS. Forgets the sequence. Leaves the streams at that."""
     random, runs = np.random.default_rng(SEED), []
     for stream in engine.target.weights.streams:
@@ -41,7 +41,7 @@ def chunk_cost(engine: Engine, rows: int, copies: bool) -> float:
     return 1000 * statistics.median(runs[1:])
 
 
-def chunk_costs(engine: Engine) -> list[Chunk]:
+def chunk_costs(engine: ModelRunner) -> list[Chunk]:
     """Of ascending chunks, up to the first that copies make faster."""
     out: list[Chunk] = []
     for rows in engine.parts.chunks:
@@ -53,7 +53,7 @@ def chunk_costs(engine: Engine) -> list[Chunk]:
     return out
 
 
-def cached_chunk_costs(engine: Engine) -> list[Chunk]:
+def cached_chunk_costs(engine: ModelRunner) -> list[Chunk]:
     """``chunk_costs``, from the cache if they were measured before: the same chunks go the same way in every session then."""
     chunks = engine.parts.chunks
     names = {f"{rows} rows, {way}": (rows, way) for rows in chunks for way in ("host", "copies")}
@@ -71,7 +71,7 @@ def cached_chunk_costs(engine: Engine) -> list[Chunk]:
     return found
 
 
-def settle(engine: Engine) -> Chunk | None:
+def settle(engine: ModelRunner) -> Chunk | None:
     """Has all chunks from the first on that copies make faster computed with them, and says what that one took; None if there was nothing to
     measure. If copies make none faster, the last one that was measured: the streams then take none."""
     found = cached_chunk_costs(engine)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..engine.batch import BatchItem, StepOutput
-from ..engine.engine import Engine
 from ..engine.request import REFERENCE
+from ..engine.runner import ModelRunner
 from ..engine.stats import BatchStats
 from ..engine.stream import Stream
 from ..ggml.device import give_back_threads
@@ -32,7 +32,7 @@ class Steps(Protocol):
     somebody came or goes.
     """
 
-    engine: Engine
+    engine: ModelRunner
     widths: WidthControl | None
     _kind: Kind
     _covered: int

@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from ..engine.engine import Engine
 from ..engine.request import PLAIN, LoopOptions
+from ..engine.runner import ModelRunner
 from ..engine.scheduler import Scheduler
 from ..engine.stats import MUCH_WAITING
 from ..errors import ContextError, PyspecError
@@ -42,7 +42,7 @@ LEAST_BLOCKS, MOST_BLOCKS = 8, 1e6  # whose drafts are worth keeping; of an entr
 K = TypeVar("K", int, Kind, tuple[int, str])
 
 
-def kind_costs(engine: Engine, kinds: tuple[Kind, ...]) -> dict[Kind, float]:
+def kind_costs(engine: ModelRunner, kinds: tuple[Kind, ...]) -> dict[Kind, float]:
     """``step_cost`` of drafting steps by kind. Forgets the sequence. Those that the context is too short for are left out."""
     random = np.random.default_rng(SEED)
     return {
@@ -52,7 +52,7 @@ def kind_costs(engine: Engine, kinds: tuple[Kind, ...]) -> dict[Kind, float]:
     }
 
 
-def step_costs(engine: Engine, widths: tuple[int, ...], given: bool = False) -> dict[int, float]:
+def step_costs(engine: ModelRunner, widths: tuple[int, ...], given: bool = False) -> dict[int, float]:
     """``step_cost`` by width, 1 being plain decoding; ``given``: of steps that verify given ids. Forgets the sequence. Widths that the context is too short for are left out.
 
     Blocks are varied: behind START a drafter repeats one token, whose rows all choose the same few experts, and a block of a routed model
@@ -64,7 +64,7 @@ def step_costs(engine: Engine, widths: tuple[int, ...], given: bool = False) -> 
 
 
 def step_cost(
-    engine: Engine,
+    engine: ModelRunner,
     width: int,
     random: np.random.Generator | None = None,
     most: int = MOST,
@@ -147,7 +147,7 @@ def plain_cost(scheduler: Scheduler, most: int, behind: int = 0, take: Callable[
     return 1000 * statistics.fmean(runs[WARMUP:] or runs)
 
 
-def cost_key(engine: Engine, widths: tuple[int, ...] | tuple[Kind, ...], given: bool = False) -> str:
+def cost_key(engine: ModelRunner, widths: tuple[int, ...] | tuple[Kind, ...], given: bool = False) -> str:
     """Names what the costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
     device, placement = engine.backend.device, engine.target.weights.placement
     parts = [
@@ -168,7 +168,7 @@ def cost_key(engine: Engine, widths: tuple[int, ...] | tuple[Kind, ...], given: 
     return _hash([*parts, *_files(engine)])
 
 
-def _files(engine: Engine) -> list[Any]:
+def _files(engine: ModelRunner) -> list[Any]:
     """What tells a pair from others: size and first MiB of each file, and how many tokens of the vocabulary are drafted."""
     members = engine.drafter.members if engine.drafter is not None else ()
     parts: list[Any] = [f"{member.draft_tokens} tokens" for member in members if member.draft_tokens]
@@ -182,7 +182,7 @@ def _hash(parts: list[Any]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def known_drafts(engine: Engine) -> dict[str, Record]:
+def known_drafts(engine: ModelRunner) -> dict[str, Record]:
     """By drafter, how often its drafts were right in texts of earlier sessions with this pair, whatever device computed them: a first text begins as a later
     one does. Empty if there were none, the entry is damaged, or KEEP_DRAFTS is "0"."""
     if os.environ.get(KEEP_DRAFTS) == "0":
@@ -201,7 +201,7 @@ def known_drafts(engine: Engine) -> dict[str, Record]:
         return {}
 
 
-def keep_drafts(engine: Engine, seen: Mapping[str, Record]) -> None:
+def keep_drafts(engine: ModelRunner, seen: Mapping[str, Record]) -> None:
     """For ``known_drafts`` of later sessions, if blocks enough were seen in this one to say more than is kept."""
     if os.environ.get(KEEP_DRAFTS) == "0" or sum(record.blocks for record in seen.values()) < LEAST_BLOCKS:
         return
@@ -209,11 +209,11 @@ def keep_drafts(engine: Engine, seen: Mapping[str, Record]) -> None:
         keep(_drafts_path(engine), {method: {"tries": record.tries, "hits": record.hits} for method, record in seen.items()})
 
 
-def _drafts_path(engine: Engine) -> Path:
+def _drafts_path(engine: ModelRunner) -> Path:
     return cache_folder() / f"drafts-{_hash([SEED, *_files(engine)])}.json"
 
 
-def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, given: bool = False) -> tuple[dict[int, float], bool]:
+def cached_costs(engine: ModelRunner, widths: tuple[int, ...], fresh: bool = False, given: bool = False) -> tuple[dict[int, float], bool]:
     """``step_costs``, from the cache if they were measured before; the flag says whether they were. A damaged entry is measured again.
 
     ``fresh``: measure whatever the cache says. Costs that were measured while other work had the processor are not kept.
@@ -231,7 +231,7 @@ def cached_costs(engine: Engine, widths: tuple[int, ...], fresh: bool = False, g
     return costs, False
 
 
-def cached_kinds(engine: Engine, kinds: tuple[Kind, ...], fresh: bool = False) -> dict[Kind, float]:
+def cached_kinds(engine: ModelRunner, kinds: tuple[Kind, ...], fresh: bool = False) -> dict[Kind, float]:
     """``kind_costs`` as ``cached_costs`` has those of widths."""
     if not kinds:
         return {}
@@ -271,7 +271,7 @@ class Waiting:
 
     much = False
 
-    def __init__(self, engine: Engine | None = None) -> None:
+    def __init__(self, engine: ModelRunner | None = None) -> None:
         self._engine = engine
 
     def __enter__(self) -> Self:

@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from ..engine.engine import Engine
 from ..engine.limits import Limits
+from ..engine.runner import ModelRunner
 from ..sampling.sampler import Sampler
 
 
@@ -24,7 +24,7 @@ class Choices:
         allowed: by row, the likeliest token that a constraint allows there, where it has been asked for already.
     """
 
-    def __init__(self, greedy: Sequence[int], engine: Engine, slot: int = 0, allowed: dict[int, int] | None = None) -> None:
+    def __init__(self, greedy: Sequence[int], engine: ModelRunner, slot: int = 0, allowed: dict[int, int] | None = None) -> None:
         self.greedy, self.allowed, self._engine, self._slot = greedy, allowed if allowed is not None else {}, engine, slot
 
     def candidates(self, row: int) -> tuple[np.ndarray | None, np.ndarray]:

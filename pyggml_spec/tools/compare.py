@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ..cache.kv_types import KVTypes
-from ..engine.engine import Engine
 from ..engine.options import EngineOptions
+from ..engine.runner import ModelRunner
 from ..errors import ContextError
 from ..ggml.device import Backend, pick_device
 from ..ggml.graph import Graph
@@ -91,7 +91,7 @@ def compare_logits(
         return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), _argmax_agreement(ours, theirs), agree, len(ids))
 
 
-def _ids(engine: Engine, tokens: int, seed: int, text: str | None) -> list[int]:
+def _ids(engine: ModelRunner, tokens: int, seed: int, text: str | None) -> list[int]:
     """Random ids, or the first ones of ``text``."""
     if text is None:
         return np.random.default_rng(seed).integers(0, engine.target.n_vocab, tokens).tolist()
@@ -143,7 +143,7 @@ def _difference(name: str, ours: np.ndarray, theirs: np.ndarray) -> NodeDifferen
 @contextmanager
 def _both(
     path: str | Path, tokens: int, greedy: int, device: str | None, threads: int | None, kernels: str | None, kv: KVTypes, rope: RopeOptions | None, watch: bool = False
-) -> Iterator[tuple[Engine, LlamaReference]]:  # fmt: skip
+) -> Iterator[tuple[ModelRunner, LlamaReference]]:  # fmt: skip
     """The file in both engines."""
     with ExitStack() as stack:
         file = stack.enter_context(closing(GGUFFile(path)))
@@ -156,7 +156,7 @@ def _both(
             )
         backend = stack.enter_context(closing(Backend(pick_device(device), threads, kernels)))
         target.weights = stack.enter_context(closing(Weights(backend, file, target.specs(), target.groups(), target.fused_alike())))
-        engine = stack.enter_context(closing(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv))))
+        engine = stack.enter_context(closing(ModelRunner(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv))))
         reference = stack.enter_context(closing(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope, watch)))
         yield engine, reference
 
@@ -171,7 +171,7 @@ def _argmax_agreement(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float((ours.argmax(axis=1) == theirs.argmax(axis=1)).mean())
 
 
-def _greedy_agreement(engine: Engine, reference: LlamaReference, ours: int, theirs: int, tokens: int) -> float:
+def _greedy_agreement(engine: ModelRunner, reference: LlamaReference, ours: int, theirs: int, tokens: int) -> float:
     """Fraction of ``tokens`` that agree before the first difference; both sides decode one row at a time."""
     agreed = 0
     while ours == theirs and agreed < tokens:

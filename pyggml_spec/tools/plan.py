@@ -47,7 +47,7 @@ class Plan:
     """What a pair takes on one device, in bytes.
 
     Attributes:
-        memory: by purpose, as ``Engine.memory`` reports it after loading.
+        memory: by purpose, as ``ModelRunner.memory`` reports it after loading.
         slots, slots_memory: sequences at once, 1 for none but the session's own; what ``Session.concurrent`` takes for them on top, by
             purpose, each with ``n_ctx`` tokens of context.
         prefix_memory: what copies of prompts that begin alike may take, as it was asked for.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ..engine.engine import Engine
+from ..engine.runner import ModelRunner
 from ..errors import EngineError
 from ..ggml import peer
 from ..ggml.device import Backend
@@ -69,7 +69,7 @@ class CopySpeed:
         return asdict(self)
 
 
-def split_steps(engine: Engine, widths: tuple[int, ...], depth: int = 8, copies: Sequence[CopySpeed] | None = None) -> list[SplitStep]:
+def split_steps(engine: ModelRunner, widths: tuple[int, ...], depth: int = 8, copies: Sequence[CopySpeed] | None = None) -> list[SplitStep]:
     """Takes steps of these widths apart, behind a prompt of ``depth`` tokens. Forgets the sequence. Widths that do not fit the context are left out.
 
     Args:
@@ -97,14 +97,14 @@ def told_apart(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
     return replace(step, devices=tuple(replace(share, waits=1 - (share.compute_ms + share.copy_ms) / total) for share in shares))
 
 
-def _taken_apart(engine: Engine, width: int, depth: int) -> SplitStep:
+def _taken_apart(engine: ModelRunner, width: int, depth: int) -> SplitStep:
     engine.reset(drafting=width > 1 and engine.drafter is not None)
     engine.prefill([i % engine.target.n_vocab for i in range(depth)])
     whole = statistics.median(_step(engine, width) for _ in range(WARMUP + RUNS))
     return _by_device(engine, width, whole, lambda: _step(engine, width), RUNS)
 
 
-def split_chunk(engine: Engine, copies: Sequence[CopySpeed] | None = None) -> SplitStep | None:
+def split_chunk(engine: ModelRunner, copies: Sequence[CopySpeed] | None = None) -> SplitStep | None:
     """The widest chunk of a prompt that fits the context, taken apart as ``split_steps`` does; ``step_ms`` is what chunks take one after the other.
     Forgets the sequence. None if there is no room for one.
     """
@@ -126,7 +126,7 @@ def split_chunk(engine: Engine, copies: Sequence[CopySpeed] | None = None) -> Sp
     return out
 
 
-def _by_device(engine: Engine, width: int, whole: float, step: Callable[[], float], runs_wanted: int) -> SplitStep:
+def _by_device(engine: ModelRunner, width: int, whole: float, step: Callable[[], float], runs_wanted: int) -> SplitStep:
     with engine.parts.apart() as turns:
         turns.spent()
         runs = []
@@ -145,7 +145,7 @@ def _by_device(engine: Engine, width: int, whole: float, step: Callable[[], floa
     return SplitStep(width, whole, tuple(shares))
 
 
-def _step(engine: Engine, width: int) -> float:
+def _step(engine: ModelRunner, width: int) -> float:
     """One step, of which one row counts; milliseconds."""
     began = time.perf_counter()
     if width == 1:
@@ -159,7 +159,7 @@ def _step(engine: Engine, width: int) -> float:
     return took
 
 
-def copy_speeds(engine: Engine) -> list[CopySpeed]:
+def copy_speeds(engine: ModelRunner) -> list[CopySpeed]:
     """Of every device to the next one, and of the last to the first, which drafts go."""
     backends = [segment.backend for segment in engine.parts.segments]
     engine.parts.arrive()

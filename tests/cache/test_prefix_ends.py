@@ -11,9 +11,9 @@ from random_gguf.model import Shape
 from pyggml_spec.cache.prefix import layout_of
 from pyggml_spec.cache.prefix_files import PrefixFiles
 from pyggml_spec.engine.batch import Prefill
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import TAIL, Scheduler
 from pyggml_spec.ggml.library import versions
 
@@ -144,7 +144,7 @@ def files_of(engine, folder):
 
 def with_files(pair, folder, slots=2):
     s = pair.session
-    engine = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8))
+    engine = ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8))
     return Scheduler(engine, 8, MANY, files=files_of(engine, folder))
 
 

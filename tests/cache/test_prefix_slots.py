@@ -6,9 +6,9 @@ from engine.batch_helpers import Pair
 from random_gguf.model import Shape
 
 from pyggml_spec.engine.batch import Draft, Prefill
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import TAIL, Scheduler
 from pyggml_spec.errors import EngineError
 
@@ -40,7 +40,9 @@ def scheduler(pair):
 
 def make(pair, slots=3, memory=MANY, width=8) -> Scheduler:
     s = pair.session
-    return Scheduler(Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8)), width, memory)
+    return Scheduler(
+        ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8)), width, memory
+    )
 
 
 def check(pair, streams) -> None:

@@ -8,8 +8,8 @@ from random_gguf.model import Shape
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Prefill, Verify
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ContextError, EngineError
 
 PROMPT = np.random.default_rng(1).integers(0, 256, 330).tolist()
@@ -22,7 +22,7 @@ def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     target, draft = write_pair(folder, request.param, Shape(window=12))
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_width=8) as session:
-        engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=1280, width=8, chunk=64))
+        engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=1280, width=8, chunk=64))
         yield engine
         engine.close()
 
@@ -86,7 +86,7 @@ def test_a_sound_sequence_in_a_slot_of_nan(tmp_path):
     """What a sequence of NaN left behind the rows of a copy was there still. Whoever remembers what lay in the slots learns of it."""
     target, _ = write_pair(tmp_path, "qwen3", Shape())
     with ps.load(target, device="CPU", threads=1, n_ctx=64) as session:
-        engine = Engine(session.backend, session.target, None, EngineOptions(n_ctx=64, slots=2))
+        engine = ModelRunner(session.backend, session.target, None, EngineOptions(n_ctx=64, slots=2))
         for _ in range(2):
             engine.admit(candidates=None)
         engine.step({0: Prefill([1, 2, 3])})
@@ -131,7 +131,7 @@ def test_a_snapshot_is_closed_after_its_session(tmp_path):
 def test_rows_beyond_the_context_are_not_accepted(tmp_path):
     target, _ = write_pair(tmp_path, "qwen3", Shape())
     with ps.load(target, device="CPU", threads=1, n_ctx=32) as session:
-        engine = Engine(session.backend, session.target, None, EngineOptions(n_ctx=32, width=8))
+        engine = ModelRunner(session.backend, session.target, None, EngineOptions(n_ctx=32, width=8))
         engine.prefill([1] * 29)
         engine.step({0: Verify([1] * 7)})
         with pytest.raises(ContextError, match="4 rows cannot be accepted in slot 0: the context holds 32 and 29 are in it"):

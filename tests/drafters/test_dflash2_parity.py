@@ -15,9 +15,9 @@ from pyggml_spec.drafters.base import Chosen
 from pyggml_spec.drafters.dflash import BlockRows
 from pyggml_spec.drafters.dflash2 import DFlash2
 from pyggml_spec.engine.batch import Draft, Prefill
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graphs import most_nodes
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ModelError, PairError
 from pyggml_spec.ggml.graph import Graph, Role
 from pyggml_spec.ggml.step_io import StepFields, StepIO
@@ -142,7 +142,7 @@ def test_graphs_have_room_for_many_taps(tmp_path, slots):
     for taps, layers in ((2, 2), (8, 2), (8, 6)):
         draft = write_dflash2(tmp_path / f"{taps}-{layers}.gguf", replace(Shape(), draft_layers=layers), taps=taps, block=16)
         with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
-            engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, slots=slots))
+            engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, slots=slots))
             batch = {engine.admit(): Prefill([1, 2, 3]) for _ in range(slots)}
             engine.step(batch)
             engine.step({slot: Draft(16) for slot in batch})

@@ -13,10 +13,10 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
 from pyggml_spec.drafters import base as drafter
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graph_prebuilder import Ahead
 from pyggml_spec.engine.graphs import StepGraphs
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.ggml.graph import Graph
 from pyggml_spec.ggml.library import ffi, lib, read_tensor
 
@@ -146,7 +146,7 @@ def test_drafts_of_nan_are_tokens_and_switch_speculation_off(session, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(drafter, "NAN_IS_A_TOKEN", kinds)
         patched.setattr(Graph, "argmax", keeping)
-        engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=4))
+        engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=4))
         try:
             for member in session.drafter.members:
                 engine.reset()

@@ -12,8 +12,8 @@ from random_gguf.mtp import write_mtp, write_mtp_target
 import pyggml_spec as ps
 from pyggml_spec.cache import hidden_buffer as features
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import EngineError, PairError
 from pyggml_spec.speculation.policy import PLAIN_STEP, Kind, WidthControl
 
@@ -310,7 +310,7 @@ def test_where_few_rows_can_wait_the_oldest_are_computed(team, monkeypatch, most
             if few:
                 patched.setattr(features, "room", lambda *_: most)
                 patched.setattr(features, "AT_ONCE", at_once)
-            engine = Engine(team.backend, team.target, team.drafter, EngineOptions(n_ctx=512, width=8, slots=slots))
+            engine = ModelRunner(team.backend, team.target, team.drafter, EngineOptions(n_ctx=512, width=8, slots=slots))
         with closing(engine):
             for slot in range(slots):
                 assert slots == 1 or engine.admit() == slot

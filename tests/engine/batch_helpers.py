@@ -8,9 +8,9 @@ from random_gguf.model import Shape
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import Scheduler, generate
 
 TIE = 2e-3
@@ -26,12 +26,12 @@ class Pair:
         self.n_ctx, self.tie, self._batches, self._solo = n_ctx, tie, {}, {}
         self.ties = 0  # streams that left the solo stream at a tie
 
-    def batch(self, slots: int, **options) -> Engine:
+    def batch(self, slots: int, **options) -> ModelRunner:
         """An engine without sequences; the same one again for the same options, so that its slots have been used before."""
         key = (slots, *options.items())
         if key not in self._batches:
             s = self.session
-            self._batches[key] = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=self.n_ctx, slots=slots, **options))
+            self._batches[key] = ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=self.n_ctx, slots=slots, **options))
         batch = self._batches[key]
         for slot, state in enumerate(batch.slots):
             if state.used:
@@ -77,7 +77,7 @@ def matched(result) -> int:
     return int(agree.size if agree.all() else np.argmin(agree))
 
 
-def accept(batch: Engine, results: dict, out: dict) -> None:
+def accept(batch: ModelRunner, results: dict, out: dict) -> None:
     """Accepts what the target agreed with; the tokens go to ``out``. A prompt's first token does too."""
     for slot, r in results.items():
         state = batch.slots[slot]
@@ -88,7 +88,7 @@ def accept(batch: Engine, results: dict, out: dict) -> None:
         out[slot].append(int(r.ids[m]))
 
 
-def run(batch: Engine, texts: list[list[int]], n: int, work=lambda slot, done: Draft(16)) -> list[list[int]]:
+def run(batch: ModelRunner, texts: list[list[int]], n: int, work=lambda slot, done: Draft(16)) -> list[list[int]]:
     """``n`` tokens for every prompt, all slots in every step; ``work(slot, tokens so far)`` is what a slot does, None for nothing."""
     slots = [batch.admit() for _ in texts]
     out = {slot: [] for slot in slots}
@@ -112,7 +112,7 @@ def serve(pair: Pair, seed: int, requests: int = 10, groups: int | None = None) 
     rng, s = np.random.default_rng(seed), pair.session
     slots, chunk, width = int(rng.integers(2, 6)), int(rng.choice([32, 64, 128])), rng.choice([None, 4, 16])
     own = [rng.integers(0, 256, 300).tolist() for _ in range(2)]
-    engine = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, chunk=chunk, groups=groups == 2))
+    engine = ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, chunk=chunk, groups=groups == 2))
     streams = []
     with Scheduler(engine, width and int(width), int(rng.choice([0, 1 << 19, 1 << 30])), groups=groups) as scheduler:
         while len(streams) < requests or not scheduler.idle:

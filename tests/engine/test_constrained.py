@@ -17,8 +17,8 @@ from pyggml_spec.engine import masked
 from pyggml_spec.engine.batch import Draft, Verify
 from pyggml_spec.engine.candidates import Candidates
 from pyggml_spec.engine.constrained import Guide
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.masked import MaskedRows
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import Scheduler
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
@@ -63,13 +63,13 @@ def device(monkeypatch):
     def counted(real):
         return lambda self, asks, count: asked.append(len(asks)) or real(self, asks, count)
 
-    def candidates(self, row, slot=0, real=Engine.candidates):
+    def candidates(self, row, slot=0, real=ModelRunner.candidates):
         ids, logits = real(self, row, slot)
         asked.rows += ids is None
         return ids, logits
 
-    monkeypatch.setattr(Engine, "read_candidates", read_candidates)
-    monkeypatch.setattr(Engine, "candidates", candidates)
+    monkeypatch.setattr(ModelRunner, "read_candidates", read_candidates)
+    monkeypatch.setattr(ModelRunner, "candidates", candidates)
     monkeypatch.setattr(MaskedRows, "_run", counted(MaskedRows._run))
     return asked
 

@@ -6,10 +6,10 @@ import pytest
 from engine.helpers import oracle, run
 
 import pyggml_spec as ps
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.limits import Limits
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import Scheduler, generate
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import EngineError
@@ -26,7 +26,7 @@ class Alone:
     """Generations of an engine for one sequence."""
 
     def __init__(self, session, n_ctx):
-        self.engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, width=WIDTH))
+        self.engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, width=WIDTH))
 
     def __call__(self, options):
         self.engine.reset()
@@ -41,7 +41,7 @@ class InASlot:
     """The same as the second of two sequences, behind one that has ended."""
 
     def __init__(self, session, n_ctx):
-        engine = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, width=WIDTH, slots=2))
+        engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, width=WIDTH, slots=2))
         self.scheduler = Scheduler(engine, WIDTH)
 
     def __call__(self, options):

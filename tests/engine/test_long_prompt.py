@@ -8,9 +8,9 @@ from engine.batch_helpers import Pair
 from random_gguf.model import Shape
 
 from pyggml_spec.engine.batch import Prefill
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import BESIDE, Scheduler
 
 LONG = int(os.environ.get("PYSPEC_LONG_PROMPT", "4096"))
@@ -20,7 +20,7 @@ def test_nobody_waits_longer_than_one_pass_of_a_prompt(tmp_path):
     """Between two steps of streams that decode there is one pass at most, of at most 128 tokens; the prompt is read to its end all the same."""
     pair = Pair(tmp_path, "qwen3", 256, Shape())
     s = pair.session
-    engine = Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=LONG + 8, slots=3, width=4, chunk=512))
+    engine = ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=LONG + 8, slots=3, width=4, chunk=512))
     try:
         with Scheduler(engine, 4) as scheduler:
             streams = [

@@ -11,10 +11,10 @@ from engine.batch_helpers import Pair, prompts, serve
 from engine.interrupts import interrupt_ends_all
 
 import pyggml_spec as ps
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graph_cache import HostLogits
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import BESIDE, Scheduler, generate
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import ContextError, EngineError
@@ -40,7 +40,7 @@ def scheduler(pair):
 
 def _scheduler(pair, slots, width=None, **options) -> Scheduler:
     s = pair.session
-    return Scheduler(Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, **options)), width)
+    return Scheduler(ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, **options)), width)
 
 
 def test_more_sequences_than_slots_all_get_their_own_tokens(pair, scheduler):
@@ -201,11 +201,11 @@ def test_drafted_and_matched_are_the_same_integers_by_either_engine_and_any_pref
         for chunk in (16, 64, 512):
             options, stats = EngineOptions(n_ctx=512, width=8, chunk=chunk), Stats()
             parts = session.backend, session.target, session.drafter, options
-            engine = Engine(*parts)
+            engine = ModelRunner(*parts)
             text = [t for block in generate(engine, prompt, LoopOptions(40, SPECULATIVE, 8), stats) for t in block]
             engine.close()
             seen.append((text, stats.drafted, stats.matched, stats.steps, stats.matched_at))
-            with Scheduler(Engine(*parts), 8) as scheduler:
+            with Scheduler(ModelRunner(*parts), 8) as scheduler:
                 stream = scheduler.submit(prompt, LoopOptions(40, SPECULATIVE))
                 text, stats = stream.result(), stream.stats
             seen.append((text, stats.drafted, stats.matched, stats.steps, stats.matched_at))
@@ -279,8 +279,8 @@ def test_one_slot_gives_what_a_session_alone_gives(pair):
     """The same graphs and the same steps: ids, counts and graphs are equal in every mode, reference included."""
     text, session = prompts(3, seed=8)[2], pair.session
     parts = session.backend, session.target, session.drafter, EngineOptions(n_ctx=pair.n_ctx, width=8)
-    engine = Engine(*parts)
-    with Scheduler(Engine(*parts), 8) as scheduler:
+    engine = ModelRunner(*parts)
+    with Scheduler(ModelRunner(*parts), 8) as scheduler:
         for mode in (SPECULATIVE, PLAIN, REFERENCE):
             options, stats = LoopOptions(30, mode, 8), Stats()
             engine.reset(drafting=mode == SPECULATIVE)

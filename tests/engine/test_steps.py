@@ -11,9 +11,9 @@ from engine.helpers import run
 
 import pyggml_spec as ps
 from pyggml_spec.cache.slots import SlotRange
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graph_cache import Step
 from pyggml_spec.engine.options import EngineOptions, check_masks
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ContextError, DeviceError, EngineError
 from pyggml_spec.ggml.device import Backend, Device
 from pyggml_spec.ggml.graph import Graph, Role
@@ -177,7 +177,7 @@ def test_a_closed_session_says_so(pair):
 def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, verb, call):
     """Without device memory for a role's largest graph: the graphs wrote drafter rows from then on, whatever the sequence had asked for."""
     parts, made = (session.backend, session.target, session.drafter, EngineOptions(n_ctx=600, slots=slots)), []
-    engine = Engine(*parts)
+    engine = ModelRunner(*parts)
     graphs, make, real, calls = engine.graphs, engine.graphs._make, getattr(Graph, verb), []
     wanted = ("verify", 4, 256) if slots == 1 else ("verify", 4, 256, SlotRange(0, 2))
 

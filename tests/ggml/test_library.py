@@ -97,7 +97,7 @@ def test_versions_name_everything_that_a_benchmark_depends_on(monkeypatch):
 
 @pytest.mark.parametrize(
     "module",
-    ["session", "sampling.sampler", "tools.compare", "tools.reference", "tools.bench", "models.weights", "engine.engine", "gguf_io"],
+    ["session", "sampling.sampler", "tools.compare", "tools.reference", "tools.bench", "models.weights", "engine.runner", "gguf_io"],
 )
 def test_libllama_is_mapped_before_numpy_and_its_package_is_left_alone(module):
     """A CUDA build with a C++ runtime of its own crashed llama.cpp when numpy had come first. The package llama_cpp, and jinja2 with it, took

@@ -30,8 +30,8 @@ from random_gguf.model import Shape, write_dflash
 import pyggml_spec as ps
 from pyggml_spec.cache.kv import KVCache
 from pyggml_spec.cache.slots import SlotRange
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import DeviceError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
@@ -316,7 +316,7 @@ def open_engine(path, chunk, n_ctx, kernels=None):
         file, backend = stack.enter_context(GGUFFile(path)), stack.enter_context(closing(Backend(pick_device("CPU"), 1, kernels)))
         target = open_target(file)
         target.weights = stack.enter_context(closing(Weights(backend, file, target.specs(), target.groups(), target.fused_alike())))
-        engine = stack.enter_context(closing(Engine(backend, target, None, EngineOptions(n_ctx=n_ctx, width=16, chunk=chunk))))
+        engine = stack.enter_context(closing(ModelRunner(backend, target, None, EngineOptions(n_ctx=n_ctx, width=16, chunk=chunk))))
         engine.kv.fill(0x3E)
         yield engine
 

@@ -10,10 +10,10 @@ from random_gguf.archs import write_qwen3
 from random_gguf.model import write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graphs import WITHOUT_LAYERS, most_nodes
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import Scheduler
 from pyggml_spec.errors import EngineError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
@@ -31,7 +31,7 @@ def test_every_layer_has_room(tmp_path, arch):
         found, target, draft = {}, TARGETS[arch](tmp_path / "t.gguf", shape, **more), write_dflash(tmp_path / "d.gguf", shape)
         with ps.load(target, draft, device="CPU", threads=1, n_ctx=64) as s:
             for slots in (1, 2):
-                with Scheduler(Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=64, slots=slots, width=4)), 4) as scheduler:
+                with Scheduler(ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=64, slots=slots, width=4)), 4) as scheduler:
                     for mode in (SPECULATIVE, PLAIN):
                         for _ in range(slots):
                             scheduler.submit([1, 2, 3], LoopOptions(4, mode))

@@ -12,8 +12,8 @@ from random_gguf.archs import write_gemma4, write_laguna, write_qwen3, write_qwe
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import EngineError, ModelError
 from pyggml_spec.ggml import host_experts
 from pyggml_spec.ggml.device import Backend, pick_device
@@ -48,7 +48,7 @@ def logits(path, placement, kernels=None) -> np.ndarray:
         device, host = (own(Backend(pick_device("CPU"), 1, kernels)) for _ in range(2))
         where = placement(target) if placement is not None else None
         target.weights = own(Weights(device, file, target.specs(), target.groups(), target.fused_alike(), None, where, host))
-        engine = own(Engine(device, target, None, EngineOptions(n_ctx=256)))
+        engine = own(ModelRunner(device, target, None, EngineOptions(n_ctx=256)))
         rows = [engine.logits(IDS), *(engine.logits([i]) for i in range(8))]
         if where is not None and where.hot:
             chosen = target.weights.host_experts.chosen()

@@ -16,8 +16,8 @@ from random_gguf.archs import write_llama
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile
@@ -108,7 +108,7 @@ def test_parts_of_fused_matrices(tmp_path, arch):
             parts = (kind(backend), file, target.specs(), target.groups(), target.fused_alike())
             target.weights = stack.enter_context(closing(Weights(*parts)))
             assert bool(target.weights.group("blk.0.ffn").parts) == (kind is OtherKind)
-            engine = stack.enter_context(closing(Engine(backend, target, None, EngineOptions(n_ctx=64))))
+            engine = stack.enter_context(closing(ModelRunner(backend, target, None, EngineOptions(n_ctx=64))))
             rows.append(np.concatenate([engine.logits(ids), *(engine.logits([i]) for i in range(4))]))
     np.testing.assert_array_equal(*rows)
 

@@ -223,13 +223,13 @@ def test_an_engine_that_has_no_room_beside_copies_goes_without(tmp_path, monkeyp
     path = write_qwen35moe(tmp_path / "t.gguf")
     from pyggml_spec import session as session_module
 
-    class Tight(session_module.Engine):
+    class Tight(session_module.ModelRunner):
         def __init__(self, backend, target, drafter, options):
             if target.weights.streams:
                 raise EngineError("there is no memory for a compute buffer")
             super().__init__(backend, target, drafter, options)
 
-    monkeypatch.setattr(session_module, "Engine", Tight)
+    monkeypatch.setattr(session_module, "ModelRunner", Tight)
     with loaded(path) as session:
         assert session.notes[-1].endswith("with copies of two layers on the device, there is no memory for a compute buffer")
         assert not session.target.weights.streams

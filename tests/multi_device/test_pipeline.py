@@ -9,10 +9,10 @@ from engine.interrupts import interrupt_ends_all
 
 from pyggml_spec.cache.slots import covering
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
-from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graph_prebuilder import Ahead
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import Scheduler
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.device import Backend, pick_device
@@ -33,7 +33,7 @@ def pair(tmp_path_factory):
 
 def engine_of(pair, slots):
     s = pair.session
-    return Engine(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, groups=True))
+    return ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, groups=True))
 
 
 def scheduler_of(pair, slots, width=None, groups=2):

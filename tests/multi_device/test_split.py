@@ -122,10 +122,10 @@ def test_layers_that_read_what_earlier_ones_wrote_stay_together(tmp_path):
 
 def of_slots(session, slots=3):
     """Tokens of three sequences in steps that prompts, drafts and plain tokens share."""
-    from pyggml_spec.engine.engine import Engine
     from pyggml_spec.engine.options import EngineOptions
+    from pyggml_spec.engine.runner import ModelRunner
 
-    engine, out = Engine(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=6, slots=slots)), []
+    engine, out = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=6, slots=slots)), []
     try:
         for _ in range(slots):
             engine.admit()
@@ -380,12 +380,12 @@ def test_what_crosses_a_cut(tmp_path):
 
 def lanes_trace(session, grouped, slots=4, width=8):
     """Tokens, choices and logits of several sequences in blocks and plain tokens, in steps of all of them or of two groups beside each other."""
-    from pyggml_spec.engine.engine import Engine
     from pyggml_spec.engine.options import EngineOptions
+    from pyggml_spec.engine.runner import ModelRunner
     from pyggml_spec.multi_device.lanes import halves
 
     options = EngineOptions(n_ctx=256, width=width, slots=slots, groups=grouped)
-    engine, out = Engine(session.backend, session.target, session.drafter, options), []
+    engine, out = ModelRunner(session.backend, session.target, session.drafter, options), []
 
     def took(results):
         for slot, result in results.items():

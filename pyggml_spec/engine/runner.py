@@ -28,7 +28,7 @@ from ..ggml.graph import Graph
 from ..models.base import Target
 from ..multi_device.lanes import Flight
 from . import exact
-from .batch import BatchItem, Draft, Prefill, StepOutput, Verify
+from .batch import Batch, BatchItem, Draft, Prefill, StepOutput, Verify
 from .candidates import Ask, Candidates
 from .commits import Commits
 from .graph_prebuilder import Ahead
@@ -39,7 +39,7 @@ from .sequences import Sequences
 from .steps import Meanwhile, Steps
 
 
-class Engine:
+class ModelRunner:
     """Runs steps over its slots. Owns its parts; borrows models (with their weights) and the backend."""
 
     parts_class = Parts  # planning has some without memory
@@ -186,6 +186,10 @@ class Engine:
         self._sequences.resume(committed, pending, slot)
 
     # -- steps
+
+    def forward(self, batch: Batch, meanwhile: Meanwhile = None) -> dict[int, StepOutput]:
+        """One forward pass over a batch; outputs by slot. Arguments and errors as those of ``step``."""
+        return self.step(batch.items, meanwhile)
 
     def step(self, work: Mapping[int, BatchItem], meanwhile: Meanwhile = None) -> dict[int, StepOutput]:
         """One forward pass over the slots named in ``work``. Results have the rows of their slot only; a prompt's has its last row.
