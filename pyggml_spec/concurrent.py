@@ -288,7 +288,7 @@ class ConcurrentSession:
     def _measure(self) -> None:
         """Between steps: while one is planned, the sizes of its role's buffer are nobody else's to read."""
         engine = self._scheduler.engine
-        stores = [engine.graphs, *(lane.graphs for lane in engine.parts.lanes)]
+        stores = [engine.graphs, *(lane.graphs for lane in engine.resources.lanes)]
         changes = sum(store.changes for store in stores)
         if self._sizes[0] != changes:
             self._sizes = changes, engine.memory(), sum(store.host_bytes for store in stores)

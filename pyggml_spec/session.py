@@ -442,7 +442,7 @@ class Session:
             chunk = settle(self.engine)
             if chunk is None or chunk.copies >= chunk.host:
                 self.engine.graphs.drop("prefill", STREAMED)
-                self.engine.parts.drop_guests()
+                self.engine.resources.drop_guests()
                 took = f"a chunk of {chunk.rows} rows takes {chunk.host:.0f} ms there, and {chunk.copies:.0f} ms with copies on {where}" if chunk else (
                     f"a context of {self.engine.options.n_ctx} holds no chunk that could be measured"
                 )  # fmt: skip

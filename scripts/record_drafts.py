@@ -29,7 +29,7 @@ def recorded(session, text: str, tokens: int, widths: tuple[int, ...] = WIDTHS) 
     engine.prefill(ids)
     digits: dict[int, list[str]] = {width: [] for width in widths}
     for _ in range(tokens):
-        if session.tokenizer.is_end(engine.cursor.pending):
+        if session.tokenizer.is_end(engine.cursor.last_token):
             break
         for width in widths:
             result = engine.fused_step(width)

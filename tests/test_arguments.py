@@ -126,9 +126,9 @@ def test_widths_and_rows(engine):
 
 
 def test_a_sequence_cannot_go_on_from_nowhere(engine):
-    for length, pending in ((-1, 1), (129, 1), (1.5, 1), ("x", 1), (5, -1), (5, OUTSIDE), (5, NAN), (5, HUGE)):
+    for length, last_token in ((-1, 1), (129, 1), (1.5, 1), ("x", 1), (5, -1), (5, OUTSIDE), (5, NAN), (5, HUGE)):
         engine.reset()
-        refused(engine.resume, length, pending)
+        refused(engine.resume, length, last_token)
     assert engine.cursor.committed == 0
     refused(engine.plain_step), refused(engine.fused_step), refused(engine.verify_step, [1])
 
@@ -210,8 +210,8 @@ def test_slots(session, engine):
         refused(batch.choose, value, slot)
     for value in (1025, *NUMBERS[:5], HUGE):
         refused(batch.admit, candidates=value)
-    for n, pending in ((65, 1), (0, 1), (1.5, 1), (10, -1), (10, OUTSIDE), (10, NAN)):
-        refused(batch.resume, n, pending, slot)
+    for n, last_token in ((65, 1), (0, 1), (1.5, 1), (10, -1), (10, OUTSIDE), (10, NAN)):
+        refused(batch.resume, n, last_token, slot)
     for nothing in (None, 3, engine.snapshot()):
         refused(batch.restore, nothing, slot)
     scheduler.close()

@@ -7,9 +7,9 @@ from ..errors import ContextError, EngineError
 
 @dataclass
 class Cursor:
-    """``committed`` tokens are in the caches (positions 0 .. committed - 1); ``pending`` is chosen but not yet computed, or None.
+    """``committed`` tokens are in the caches (positions 0 .. committed - 1); ``last_token`` is chosen but not yet computed, or None.
 
-    Invariant: committed + (1 if pending) <= n_ctx + 1; a step may start while committed < n_ctx.
+    Invariant: committed + (1 if last_token) <= n_ctx + 1; a step may start while committed < n_ctx.
 
     ``lowest``: the fewest tokens that counted since somebody set it to ``committed``; rows of positions below it were not written since.
     ``highest``: the most since somebody set it: rows behind it and one step's were not written since.
@@ -17,7 +17,7 @@ class Cursor:
 
     n_ctx: int
     committed: int = 0
-    pending: int | None = None
+    last_token: int | None = None
     lowest: int = 0
     highest: int = 0
 
@@ -34,18 +34,18 @@ class Cursor:
                 f"`n_ctx` to {self.committed + count} or more"
             )
 
-    def advance(self, rows: int, pending: int | None) -> None:
-        """Commits ``rows`` more tokens; ``pending`` is the token that the target chose after them."""
+    def advance(self, rows: int, last_token: int | None) -> None:
+        """Commits ``rows`` more tokens; ``last_token`` is the token that the target chose after them."""
         committed = self.committed + rows
         if rows < 0 or committed > self.n_ctx:
             raise EngineError(f"the cursor cannot move by {rows} tokens: {self.room} are left")
-        self.place(committed, pending)
+        self.place(committed, last_token)
 
     def reset(self) -> None:
         self.place(0, None)
 
-    def place(self, committed: int, pending: int | None) -> None:
+    def place(self, committed: int, last_token: int | None) -> None:
         """Moves it, also back: for those who know that the caches hold the tokens before (a slot within its last block)."""
         self.lowest = min(self.lowest, committed)
         self.highest = max(self.highest, committed)
-        self.committed, self.pending = committed, pending
+        self.committed, self.last_token = committed, last_token

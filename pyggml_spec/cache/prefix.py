@@ -392,7 +392,7 @@ class PrefixCache:
         self._copies.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, (end for end, _ in place.ends[1])))
 
     def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
-        wait = self.engine.parts.under_way is None
+        wait = self.engine.resources.under_way is None
         kept, need, budget = self._copies.keep(chunk, kind, pieces, keep, wait), pieces.nbytes, self._copies.budget
         if kind == STATE and need > budget and (budget or self.files is not None):
             self._say(
@@ -491,10 +491,10 @@ def layout_of(
         "cache": engine.sequence.describe(),
         "device": "; ".join(  # attention on the CPU sums by thread
             f"{b.device.kind} {b.device.description}, {b.threads} threads, {b.kernels} kernels"
-            for b in (s.backend for s in engine.parts.segments)
+            for b in (s.backend for s in engine.resources.segments)
         ),
         **({"rope": repr(engine.target.file.rope)} if engine.target.file.rope is not None else {}),
-        **({"split": ", ".join(map(str, engine.parts.segments))} if len(engine.parts.segments) > 1 else {}),
+        **({"split": ", ".join(map(str, engine.resources.segments))} if len(engine.resources.segments) > 1 else {}),
         "build": hashlib.sha256(repr(kernels_in_use()).encode()).hexdigest()[
             :32
         ],  # with a patch, kernels of the same version round in another way

@@ -172,11 +172,11 @@ class SequenceMemory:
         return self._pieces(slot, first, count, drafting, None)
 
     def state(self, n: int, slot: int = 0) -> Pieces:
-        """What ``n`` committed tokens left besides rows, with nothing pending. Of a ring, the rows that position n can still see."""
+        """What ``n`` committed tokens left besides rows, without a last token. Of a ring, the rows that position n can still see."""
         return self._pieces(slot, 0, 0, False, n)
 
     def whole(self, n: int, drafting: bool, slot: int = 0) -> Pieces:
-        """All that ``n`` committed tokens left, with nothing pending."""
+        """All that ``n`` committed tokens left, without a last token."""
         return self._pieces(slot, 0, n, drafting, n)
 
     def _pieces(self, slot: int, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
@@ -218,12 +218,12 @@ class SequenceMemory:
 
 @dataclass
 class Snapshot:
-    """A whole sequence of ``engine`` at one moment: a copy of what its ``committed`` tokens left, and the ``pending`` token behind them. ``sound``: as
+    """A whole sequence of ``engine`` at one moment: a copy of what its ``committed`` tokens left, and the ``last_token`` token behind them. ``sound``: as
     of a slot."""
 
     pieces: Pieces
     committed: int
-    pending: int | None
+    last_token: int | None
     drafting: bool
     sound: bool
     engine: object

@@ -97,7 +97,7 @@ class Probe:
         return Measured(matched, drafts, likelihood, all(part.finite for part in parts), ranks, behind)
 
     def anchors(self, passage: Passage) -> np.ndarray:
-        """Positions of pending tokens, spread over the continuation as far as the longest block's drafts are known."""
+        """Positions of last tokens, spread over the continuation as far as the longest block's drafts are known."""
         last = max(passage.n_prompt, len(passage.tokens) - 1 - KNOWN)
         return np.unique(np.linspace(passage.n_prompt, last, self.blocks).astype(int))
 

@@ -45,14 +45,14 @@ class Move:
 def layers_of(engine: ModelRunner, step: SplitStep, head: bool = True) -> list[Layers]:
     """What a layer takes on each device in a step: by the bytes of layers among those that the device reads, which the drafter and, unless ``head``
     says that few rows go there, the head are too."""
-    target, drafter, segments = engine.target, engine.drafter, engine.parts.segments
+    target, drafter, segments = engine.target, engine.drafter, engine.resources.segments
     tensors = target.file.tensors
     sizes = [sum(info.nbytes for name, info in tensors.items() if name.startswith(f"blk.{layer}.")) for layer in range(target.n_layer)]
     beside = tensors["output.weight" if "output.weight" in tensors else EMBEDDING].nbytes if head else 0
     if step.width > 1 and drafter is not None and head:
         beside += sum(member.weights.nbytes for member in drafter.members)
-    states = engine.parts.delta.nbytes if engine.parts.delta is not None else 0
-    whole, out = max(1, max(sizes) + (engine.parts.kv.nbytes + states) // target.n_layer), list[Layers]()
+    states = engine.resources.delta.nbytes if engine.resources.delta is not None else 0
+    whole, out = max(1, max(sizes) + (engine.resources.kv.nbytes + states) // target.n_layer), list[Layers]()
     of_first = sum(info.nbytes for name, info in tensors.items() if name.startswith(FIRST))
     for index, (segment, share) in enumerate(zip(segments, step.devices, strict=True)):
         mine, count = sum(sizes[segment.first : segment.end]), segment.end - segment.first
@@ -184,7 +184,7 @@ def device_copies(copies: Sequence[CopySpeed]) -> Check:
 
 def examine(engine: ModelRunner) -> Iterator[Check]:
     """All of them, of an engine whose layers are on several devices; none of any other. Forgets the sequence."""
-    if len(engine.parts.segments) < 2:
+    if len(engine.resources.segments) < 2:
         return
     try:
         block = engine.options.width if engine.drafter is None else min(engine.options.width, engine.drafter.members[0].block_size)

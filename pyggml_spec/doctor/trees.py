@@ -10,7 +10,7 @@ import numpy as np
 from .probe import BEST, Measured
 from .report import NOT_APPLICABLE, OK, RUNNING, Check
 
-ROWS = 32  # of the tree, the pending token's included
+ROWS = 32  # of the tree, the last token's included
 
 
 def leaves(drafts: int, rows: int = ROWS) -> list[int]:

@@ -5,7 +5,7 @@ per layer, over the rows of the target's last sliding or last full layer, whiche
     x += rms(W_o attention(rope(rms_head(W_q rms(x; attn_norm); attn_q_norm))); post_attention_norm), with scores that are not scaled
     x += rms(GEGLU(rms(x; ffn_norm)); post_ffw_norm);  x *= layer_output_scale
     y = rms(x; output_norm);  draft = argmax(E y), E the drafter's own embedding;  h = post_projection y, for the next draft
-All drafts of a block stand at the position of the pending token and see the committed tokens alone, so that nothing is written, and nothing
+All drafts of a block stand at the position of the last token and see the committed tokens alone, so that nothing is written, and nothing
 has to be computed for committed tokens.
 Source of the formulae: llama.cpp, src/models/gemma4-assistant.cpp and common/speculative.cpp (which positions).
 """

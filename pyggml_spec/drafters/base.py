@@ -3,7 +3,7 @@
 It names the hidden states of the target that it reads, writes K/V rows of its own for committed tokens (``context_rows``), and adds nodes to
 the step's graph that end in ids on the device. Two kinds draft:
 
-blocks  all drafts of a block in one pass, mask tokens behind the pending one (dflash)
+blocks  all drafts of a block in one pass, mask tokens behind the last token (dflash)
 chains  one draft after the other, each from the one before and from the hidden state that it left (MTP, EAGLE-3)
 
 A head may know fewer tokens than the target: ``Drafter.choose`` says which of the target's its choices are.
@@ -78,7 +78,7 @@ class Drafter(Model):
 
     Attributes:
         method: llama.cpp's name of what it does, as `--spec-type` takes it.
-        block_size: rows of its widest block: the pending token, and what it drafts behind it.
+        block_size: rows of its widest block: the last token, and what it drafts behind it.
         n_layer: layers with K/V rows of its own.
         captures: v is the input of target layer v; the target's ``n_layer`` is its last layer's output.
         chained: whether it drafts one by one, and reads the hidden state of the token before.

@@ -2,7 +2,7 @@
 
 Context row at position p, from the target's captured hidden states f: c = rms(fc(concat f); enc.output_norm); per layer
 K = rope(rms_head(W_k c; k_norm), p), V = W_v c. c does not pass attn_norm.
-Block: rows [pending, MASK, ...] at n .. n + B - 1; h = rms(x; attn_norm); q, k, v from h; attention over the committed rows and the whole
+Block: rows [last token, MASK, ...] at n .. n + B - 1; h = rms(x; attn_norm); q, k, v from h; attention over the committed rows and the whole
 block, both directions (attention.causal: a row sees those before it only); x += W_o(attn); x += FFN(rms(x; ffn_norm));
 logits = head(rms(x; output_norm)).
 Where the file says so: V = rms_head(W_k c) without weight in layers without attn_v; W_o(attn) * attention.value_scale; norms behind
@@ -36,7 +36,7 @@ FACTORS, FEATURE_NORMS = "rope_freqs.weight", "enc.aux_norm.weight"
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The rows of a draft block of each slot: ``tokens`` I32 [B] = [pending, MASK, ...]; the rest as in ``base.Rows``; ``masks`` per layer.
+    """The rows of a draft block of each slot: ``tokens`` I32 [B] = [last token, MASK, ...]; the rest as in ``base.Rows``; ``masks`` per layer.
 
     ``zeros``: F32 [n_embd, slots], for drafters that look left of a row.
     """
@@ -248,7 +248,7 @@ class DFlash(Drafter):
         return {HEAD: self.file.tensors[HEAD].shape[-1]} if HEAD in self.file.tensors else {}
 
     def block_rows(self, width: int) -> int:
-        """Rows of the block that drafts for ``width`` verified rows, the pending token's included; where there are fewer, it drafts too."""
+        """Rows of the block that drafts for ``width`` verified rows, the last token's included; where there are fewer, it drafts too."""
         return width
 
     # -- the graphs

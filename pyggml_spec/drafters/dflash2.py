@@ -3,7 +3,7 @@
 Convolution, around attention and around the FFN of every layer: with c = W_proj h, h the part's normalised input,
     y_t = sum over taps s of (base_s + c_t,s) * x_{t-s}, nothing left of the block; c has one number per group of neighbouring values
 with one base and one set of c in front of the part (x = h) and another behind it (x = what W_o or W_down gives).
-Selector: of each row's logits u, scaled and capped, the top_k largest are candidates. From the draft a before it, the pending token at first:
+Selector: of each row's logits u, scaled and capped, the top_k largest are candidates. From the draft a before it, the last token at first:
     draft = argmax over the candidates b of u(b) + <predecessor(a) * W_h h, successor(b)>, h the row's normalised hidden state
 llama.cpp scores every pair of neighbouring candidates and walks on the host; the walk needs the rows of the drafts that were chosen alone, and
 stays on the device. Context rows have no convolutions.

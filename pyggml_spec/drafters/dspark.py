@@ -2,7 +2,7 @@
 
     draft_i = argmax(u_i + W_2 W_1[draft_{i-1}]), u_i the logits of the block's row i, without scale or cap; W_1 and W_2 of a small rank
     confidence_i = sigmoid(conf_proj . [h_i ; W_1[draft_{i-1}]] + b), h_i the row's normalised hidden state, where the file has such a head
-The chain begins with the pending token. Whether its own row drafts too (`sample_from_anchor`, as in most files) or only the mask rows behind
+The chain begins with the last token. Whether its own row drafts too (`sample_from_anchor`, as in most files) or only the mask rows behind
 it: in the first case a block of B rows gives B drafts, and B + 1 rows are verified.
 Source of the formulae: llama.cpp, src/models/dflash.cpp (build_dspark_markov_head) and common/speculative.cpp (which rows draft).
 """

@@ -8,7 +8,7 @@ from ..checks import whole
 from ..errors import EngineError
 from .graphs import MOST_CANDIDATES
 from .masked import MaskedRows, masked_rows
-from .resources import Parts
+from .resources import Resources
 from .sequences import Sequences
 
 Ask = tuple[int, int, np.ndarray]
@@ -22,7 +22,7 @@ class Candidates:
         unmasked: why nobody can be asked among some of the tokens, in one sentence; empty where they can, or nobody wanted to.
     """
 
-    def __init__(self, parts: Parts, sequences: Sequences) -> None:
+    def __init__(self, parts: Resources, sequences: Sequences) -> None:
         self._parts, self._sequences = parts, sequences
         self._tried = False  # whether there is room for logits that are kept
         self.unmasked = ""

@@ -7,13 +7,13 @@ import numpy as np
 
 from ..cache.slots import SlotRange, covering
 from ..errors import EngineError
-from .resources import Parts
+from .resources import Resources
 
 
 class Commits:
     """Runs the graphs ``commit`` and ``catchup`` over the parts of an engine."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Resources) -> None:
         self._parts, self._delta, self._ring = parts, parts.delta, parts.ring
         self.catch_ups = self.catch_up_us = 0  # graphs that caught up so far, and microseconds of them
 
@@ -52,7 +52,7 @@ class Commits:
         for method in ring.methods:
             while max(waiting := [self._waiting(method, slot) for slot in slots], default=0) > max(ring.most - rows, 0):
                 if min(waiting) >= ring.batch + ring.width:  # the last block's rows stay: it may be rolled back
-                    self._parts.arrive()
+                    self._parts.synchronize()
                     self._catch_up(method, dict.fromkeys(slots, ring.batch))
                 else:
                     self.catch_up(slots, method)
@@ -101,7 +101,7 @@ class Commits:
     def _commit(self, covered: SlotRange, width_to: int) -> None:
         delta = self._delta
         assert delta is not None
-        self._parts.arrive()
+        self._parts.synchronize()
         replay = delta.unfolded or not delta.inline
         step = self._parts.graphs.get("commit", delta.width, 0, covered, width_to, replay)
         delta.fill_commit(step.fields.at, covered)
@@ -116,7 +116,7 @@ class Commits:
             return
         for method in methods or ring.methods:
             while counts := {slot: min(ring.batch, n) for slot in slots if (n := self._waiting(method, slot))}:
-                self._parts.arrive()
+                self._parts.synchronize()
                 self._catch_up(method, counts)
             for slot in slots:
                 ring.caught_up(method, slot)

@@ -1,6 +1,6 @@
 """The drafter's part of a step: the nodes that end in ids on the device, and what the host tells them.
 
-Block   DFlash: [pending, mask, mask, ...] of every slot at once; what one row sees depends on the layer's window.
+Block   DFlash: [last token, mask, mask, ...] of every slot at once; what one row sees depends on the layer's window.
 Chain   MTP, EAGLE-3: a pass for each draft, over one row of every slot; each reads the draft before it and the hidden state that it left.
         gemma4-assistant: the same over the target's K/V rows, of which all drafts see the committed tokens'.
 """
@@ -54,7 +54,7 @@ class Drafting(Protocol):
         """Writes the inputs. Slots that draft nothing look at one row and write trash."""
 
     def count(self, width: int, most: int) -> int:
-        """How many drafts are made behind each pending token where ``most`` are asked for, in a step of ``width`` rows."""
+        """How many drafts are made behind each last token where ``most`` are asked for, in a step of ``width`` rows."""
 
     def order(self, at: int, drafts: int, count: int) -> np.ndarray:
         """Where the drafts of the ``at``-th of ``count`` slots are among all ids, I64 [drafts]."""
@@ -80,7 +80,7 @@ class BlockDrafting:
         return Drafted(chosen.ids, hidden, chosen.logits, chosen.confidence)
 
     def _behind_pending(self, g: Graph, hidden: Tensor, width: int) -> Tensor:
-        """Without row 0 of each block: it is the pending token itself, whose logits are not needed."""
+        """Without row 0 of each block: it is the last token itself, whose logits are not needed."""
         return g.tail_rows(hidden, 1) if self.alone else g.tails(hidden, width, 1)
 
     def _masks(self, g: Graph, f: StepFields, total: int, span: int, covered: SlotRange) -> tuple[Tensor, ...]:
@@ -108,7 +108,7 @@ class BlockDrafting:
             real = 0
             if isinstance(item, Draft):
                 real = self.drafter.block_rows(item.width)
-                block[first] = slots[slot].cursor.pending
+                block[first] = slots[slot].cursor.last_token
                 if item.masks is not None:
                     block[first + 1 : first + real] = item.masks[: real - 1]
                 last[first : first + real] = self.drafter.last_seen(n, real)
@@ -164,7 +164,7 @@ class ChainDrafting:
         for at, slot in enumerate(covered.slots):
             item, n = work.get(slot), slots[slot].cursor.committed
             real = item.width - 1 if isinstance(item, Draft) else 0
-            host["draft_tokens"][at] = slots[slot].cursor.pending if real else 0
+            host["draft_tokens"][at] = slots[slot].cursor.last_token if real else 0
             last[:, at] = n + np.arange(drafts) if real else self.drafter.behind  # a row that it may see: attention to none is NaN
             positions[:, at] = np.maximum(last[:, at] - self.drafter.behind, 0)
             own = np.empty(drafts, np.int64)
@@ -181,7 +181,7 @@ class ChainDrafting:
 
 
 class BorrowingDrafting(ChainDrafting):
-    """Borrows the drafter and the target's caches: all drafts stand at the pending token's position, and nothing is written."""
+    """Borrows the drafter and the target's caches: all drafts stand at the last token's position, and nothing is written."""
 
     def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
         assert before is not None
@@ -199,7 +199,7 @@ class BorrowingDrafting(ChainDrafting):
         near = host["draft_near"].reshape(covered.count, -1) if "draft_near" in host else None
         for at, slot in enumerate(covered.slots):
             real, n = isinstance(work.get(slot), Draft), slots[slot].cursor.committed
-            host["draft_tokens"][at] = slots[slot].cursor.pending if real else 0
+            host["draft_tokens"][at] = slots[slot].cursor.last_token if real else 0
             host["draft_positions"][at] = n if real else 0
             host["draft_last"][at] = max(n - 1, 0) if real else 0
             host["draft_first"][at] = n - self.target.window + 1 if real else 0

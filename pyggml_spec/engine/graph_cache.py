@@ -118,7 +118,7 @@ class Step:
         return None, out
 
 
-class GraphStore:
+class GraphCache:
     """Owns the roles and their graphs; a subclass knows how each is built."""
 
     def __init__(

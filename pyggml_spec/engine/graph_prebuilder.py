@@ -9,18 +9,18 @@ from typing import Any
 from ..cache.kv import SPAN
 from ..cache.slots import SlotRange
 from .graphs import StepGraphs
-from .resources import Parts
+from .resources import Resources
 
 AHEAD = 64  # tokens, or a whole step, before a span ends the graph of the next one is built
 
 
-class Ahead:
+class GraphPrebuilder:
     """Attributes:
     overlaps: whether the host is free while the device computes; the CPU has no time to spare then.
     built: graphs built while the device computed.
     """
 
-    def __init__(self, parts: Parts, graphs: StepGraphs | None = None) -> None:
+    def __init__(self, parts: Resources, graphs: StepGraphs | None = None) -> None:
         """``graphs``: a lane's; None: those of the engine."""
         self._parts, self._graphs = parts, parts.graphs if graphs is None else graphs
         self.overlaps, self.built = parts.backend.device.kind != "cpu", 0

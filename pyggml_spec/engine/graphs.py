@@ -42,7 +42,7 @@ from ..multi_device.chain import ChainGraph
 from ..multi_device.offload_cache import Guests
 from ..multi_device.split import Segment, SplitWeights
 from .drafting import Asked, Drafting, drafting_of
-from .graph_cache import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphStore, Step
+from .graph_cache import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphCache, Step
 from .masked import MaskedRows
 from .options import fine_width
 from .slot import Slot
@@ -103,7 +103,7 @@ def most_nodes(target: Target, drafter: Drafts | None) -> int:
     return WITHOUT_LAYERS + (target.n_layer + passes) * per_layer + sum(member.more_nodes for member in members)
 
 
-class StepGraphs(GraphStore):
+class StepGraphs(GraphCache):
     """Builds and keeps the graphs of one engine."""
 
     def __init__(

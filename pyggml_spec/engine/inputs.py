@@ -11,16 +11,16 @@ from .batch import BatchItem, Draft, Prefill, Verify
 from .drafting import Asked
 from .graph_cache import Step
 from .graphs import StepGraphs
-from .resources import Parts
+from .resources import Resources
 
 Given = Mapping[int, BatchItem]
 Rows = Mapping[int, int]
 
 
-class Fill:
+class InputBuilder:
     """Writes the host's side of a step's fields, for the slots that it covers: ``width`` rows each, of which ``rows`` says how many count."""
 
-    def __init__(self, parts: Parts, graphs: StepGraphs) -> None:
+    def __init__(self, parts: Resources, graphs: StepGraphs) -> None:
         self._slots, self._target = parts.slots, parts.target
         self._kv, self._delta, self._ring, self._boundary = parts.kv, parts.delta, parts.ring, parts.boundary
         self._drafting, self._only = graphs.draft_parts, len(parts.slots) == 1
@@ -38,7 +38,7 @@ class Fill:
                 tokens[first : first + n] = item.tokens
                 tokens[first + n : first + width] = item.tokens[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
             else:
-                tokens[first : first + width] = self._slots[slot].cursor.pending
+                tokens[first : first + width] = self._slots[slot].cursor.last_token
         if self._boundary is not None:
             self._boundary_rows(host, rows, covered)
         if "tail" in host:
@@ -61,7 +61,7 @@ class Fill:
             if isinstance(item, Prefill):
                 known[first : first + len(item.tokens)] = item.tokens
                 continue
-            known[first] = self._slots[slot].cursor.pending
+            known[first] = self._slots[slot].cursor.last_token
             if isinstance(item, Verify) and len(item.drafts):
                 known[first + 1 : first + 1 + len(item.drafts)] = item.drafts
         if self._boundary is not None:

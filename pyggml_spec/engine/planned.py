@@ -17,7 +17,7 @@ from ..multi_device.split import Segment, SplitWeights
 from .graph_cache import Step
 from .graphs import StepGraphs
 from .options import EngineOptions
-from .resources import Parts
+from .resources import Resources
 from .runner import ModelRunner
 
 WEIGHTS = ("weights", "draft_weights")  # what engines share, as their memory is named by purpose
@@ -156,8 +156,8 @@ class PlannedGraphs(StepGraphs):
         return self.bytes_by_role.get(role.name, 0)
 
 
-class PlannedParts(Parts):
-    """Parts of an engine that cannot run."""
+class PlannedResources(Resources):
+    """Resources of an engine that cannot run."""
 
     kv_class, graphs_class, planned = PlannedKV, PlannedGraphs, True  # type: ignore[assignment]
 
@@ -165,7 +165,7 @@ class PlannedParts(Parts):
 class PlannedEngine(ModelRunner):
     """An engine that cannot run."""
 
-    parts_class = PlannedParts
+    resources_class = PlannedResources
 
 
 def plan_weights(

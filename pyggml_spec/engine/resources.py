@@ -40,7 +40,7 @@ class Closable(Protocol):
 P = TypeVar("P", bound=Closable)
 
 
-class Parts:
+class Resources:
     """Owns caches, graphs and the step buffer; borrows models (with their weights) and the backends.
 
     Attributes:
@@ -218,7 +218,7 @@ class Parts:
         if self.graphs.closed:
             raise EngineError("the session is closed: load the model again")
 
-    def arrive(self) -> None:
+    def synchronize(self) -> None:
         """Waits for steps that are still under way. What reads or writes memory of devices in another way than by a step comes behind it."""
         if self.under_way is not None:
             step, self.under_way = self.under_way, None
@@ -242,7 +242,7 @@ class Parts:
         """Steps of a split target go through its devices part by part in here, so that ``Turns.spent`` says what each of them did."""
         if self.turns is None:
             raise EngineError("the layers are on one device: a step has one part")
-        self.arrive()
+        self.synchronize()
         with self.turns.lane(self.io):
             yield self.turns
 
@@ -289,7 +289,7 @@ class Parts:
         self.abandon()  # both groups, also where the first one's worker is lost
         with suppress(DeviceError):  # of a worker that is lost there is nothing to wait for
             if self._owned:
-                self.arrive()
+                self.synchronize()
         for part in reversed(self._owned):
             part.close()
         self._owned = []

@@ -31,10 +31,10 @@ from . import exact
 from .batch import Batch, BatchItem, Draft, Prefill, StepOutput, Verify
 from .candidates import Ask, Candidates
 from .commits import Commits
-from .graph_prebuilder import Ahead
+from .graph_prebuilder import GraphPrebuilder
 from .graphs import StepGraphs
 from .options import MOST_SLOTS, EngineOptions
-from .resources import Parts
+from .resources import Resources
 from .sequences import Sequences
 from .steps import Meanwhile, Steps
 
@@ -42,20 +42,20 @@ from .steps import Meanwhile, Steps
 class ModelRunner:
     """Runs steps over its slots. Owns its parts; borrows models (with their weights) and the backend."""
 
-    parts_class = Parts  # planning has some without memory
+    resources_class = Resources  # planning has some without memory
 
     def __init__(self, backend: Backend, target: Target, drafter: Drafts | None, options: EngineOptions) -> None:
-        self.parts = p = self.parts_class(backend, target, drafter, options)
+        self.resources = p = self.resources_class(backend, target, drafter, options)
         self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, p.slots
         self.graphs, self.io, self.sequence = p.graphs, p.io, p.sequence
         self.kv, self.draft_kv, self.delta, self.ring = p.kv, p.draft_kv, p.delta, p.ring
         self.threads = Threads(p.thread_rules())
-        self.ahead = Ahead(p)
+        self.ahead = GraphPrebuilder(p)
         self._commits = Commits(p)
         self._sequences = Sequences(p, self._commits)
         self._steps = Steps(p, self._commits, self._sequences, self.ahead)
         self._candidates = Candidates(p, self._sequences)
-        self._groups = [Steps(p, self._commits, self._sequences, Ahead(p, lane.graphs), lane.graphs) for lane in p.lanes]
+        self._groups = [Steps(p, self._commits, self._sequences, GraphPrebuilder(p, lane.graphs), lane.graphs) for lane in p.lanes]
         self._flights: dict[int, Flight] = {}
 
     # -- sequences
@@ -65,8 +65,8 @@ class ModelRunner:
 
         ``drafting`` False: it will not be drafted for. ``candidates``, ``masked``: as in ``read_candidates``.
         """
-        self.parts.arrive()
-        self.parts.check_open()
+        self.resources.synchronize()
+        self.resources.check_open()
         slot = self._sequences.free()
         if slot is not None:
             self.read_candidates(candidates, slot, masked)
@@ -78,22 +78,22 @@ class ModelRunner:
 
         ``drafting`` False: the next sequence will not be drafted for, and its drafter rows are not computed.
         """
-        self.parts.arrive()
-        self.parts.check_open()
+        self.resources.synchronize()
+        self.resources.check_open()
         self._sequences.begin(self._sequences.number(slot), drafting)
 
     def release(self, slot: int) -> None:
         """Ends the sequence; the slot can be admitted again."""
-        self.parts.arrive()
+        self.resources.synchronize()
         self._sequences.release(slot)
 
-    def accept(self, rows: int, pending: int, slot: int = 0) -> None:
-        """Commits the first ``rows`` rows of the slot's last block; ``pending`` is the token chosen after them."""
-        self._sequences.accept(rows, pending, slot)
+    def accept(self, rows: int, last_token: int, slot: int = 0) -> None:
+        """Commits the first ``rows`` rows of the slot's last block; ``last_token`` is the token chosen after them."""
+        self._sequences.accept(rows, last_token, slot)
 
-    def choose(self, pending: int, slot: int = 0) -> None:
-        """Puts ``pending`` in the place of the greedy choice after a prompt."""
-        self._sequences.choose(pending, slot)
+    def choose(self, last_token: int, slot: int = 0) -> None:
+        """Puts ``last_token`` in the place of the greedy choice after a prompt."""
+        self._sequences.choose(last_token, slot)
 
     def read_candidates(self, count: int | None, slot: int = 0, masked: bool = False) -> None:
         """What ``candidates`` gives from the next step on: so many of a row's largest logits, None for all; 0 if nobody will ask.
@@ -101,7 +101,7 @@ class ModelRunner:
         ``masked``: ``likeliest`` and ``largest`` will be asked, too, if the slot's ``masked`` says so afterwards. If not, because the device
         lacks an operation or memory for it, ``candidates`` gives all. On the CPU all logits lie in host memory, and nothing has to be read.
         """
-        self.parts.arrive()
+        self.resources.synchronize()
         self._candidates.announce(count, self._sequences.number(slot), masked)
 
     def candidates(self, row: int, slot: int = 0) -> tuple[np.ndarray | None, np.ndarray]:
@@ -131,7 +131,7 @@ class ModelRunner:
         return self._sequences.rollback_range(slot)
 
     def rollback(self, n: int, slot: int = 0) -> None:
-        """Makes the sequence ``n`` tokens long; the token that stood at position n becomes pending again.
+        """Makes the sequence ``n`` tokens long; the token that stood at position n becomes the last token again.
 
         Valid exactly for lengths within the last block, rows that were not accepted included: shorter ones are in the recurrent state
         already. After plain steps and prompts the only such length is the current one.
@@ -139,13 +139,13 @@ class ModelRunner:
         Raises:
             EngineError: any other length; nothing has changed then.
         """
-        self.parts.arrive()
+        self.resources.synchronize()
         self._sequences.rollback(n, slot)
 
     def settle(self, slot: int | None = None) -> None:
         """Commits what is accepted in one slot, or in all: caches and recurrent states hold the whole sequences, whose lengths are final."""
-        self.parts.arrive()
-        self.parts.check_open()
+        self.resources.synchronize()
+        self.resources.check_open()
         self._commits.settle(None if slot is None else self._sequences.number(slot))
 
     def flush(self, covered: SlotRange | None = None) -> None:
@@ -153,7 +153,7 @@ class ModelRunner:
 
         Open blocks stay open.
         """
-        self.parts.arrive()
+        self.resources.synchronize()
         self._commits.flush(covered or self.graphs.every)
 
     def snapshot(self, slot: int = 0) -> Snapshot:
@@ -163,8 +163,8 @@ class ModelRunner:
             DeviceError: the device has no memory for it.
             EngineError: the slot has no sequence, or a block that was not accepted yet.
         """
-        self.parts.arrive()
-        self.parts.check_open()
+        self.resources.synchronize()
+        self.resources.check_open()
         return self._sequences.snapshot(slot, self)
 
     def restore(self, snapshot: Snapshot, slot: int = 0) -> None:
@@ -173,17 +173,17 @@ class ModelRunner:
         Raises:
             EngineError: the slot has no sequence; the snapshot was closed, or taken of another engine.
         """
-        self.parts.arrive()
-        self.parts.check_open()
+        self.resources.synchronize()
+        self.resources.check_open()
         self._sequences.restore(snapshot, slot, self)
 
-    def resume(self, committed: int, pending: int | None = None, slot: int = 0) -> None:
+    def resume(self, committed: int, last_token: int | None = None, slot: int = 0) -> None:
         """Says that ``committed`` tokens of the slot's sequence are in the caches, whatever brought them there; a prompt goes on behind them.
 
         Raises:
-            EngineError: fewer than it has already, more than the context holds, or a pending token that there is not.
+            EngineError: fewer than it has already, more than the context holds, or a last token that there is not.
         """
-        self._sequences.resume(committed, pending, slot)
+        self._sequences.resume(committed, last_token, slot)
 
     # -- steps
 
@@ -200,15 +200,15 @@ class ModelRunner:
             ContextError: a prompt that is empty, does not fit the context or has ids outside the vocabulary.
             EngineError: a slot without a sequence, a block that was not accepted yet, a width that was not planned for.
         """
-        self.parts.check_open()
+        self.resources.check_open()
         CORES.look()
         if self._flights:
             raise EngineError("a group's step is still under way: land it first")
         if not (type(work) is dict or isinstance(work, Mapping)) or not work:
             raise EngineError("a step needs work for at least one slot, as {slot: Prefill(...), Verify(...) or Draft(...)}")
         rows, covered = self._checked(work)
-        if self.parts.under_way is not None and not all(isinstance(item, Prefill) for item in work.values()):
-            self.parts.arrive()
+        if self.resources.under_way is not None and not all(isinstance(item, Prefill) for item in work.values()):
+            self.resources.synchronize()
         for item in work.values():
             if isinstance(item, Draft) and (item.check is not None or item.weigh is not None):
                 return self._steps.looked_at(work, rows, covered, meanwhile)
@@ -230,7 +230,7 @@ class ModelRunner:
             EngineError: as ``step``; a group that there is not, or one that is under way, prompts, slots that another group's step covers, drafts
                 that are to be looked at.
         """
-        self.parts.check_open()
+        self.resources.check_open()
         CORES.look()
         if not 0 <= whole(group, "the group", 0, MOST_SLOTS) < len(self._groups) or group in self._flights:
             raise EngineError(f"group {group} cannot begin a step: it is under way, or there is none of this number")
@@ -239,10 +239,10 @@ class ModelRunner:
             for item in work.values()
         ):
             raise EngineError("prompts, and drafts that are looked at, are no group's work: use step")
-        if self.parts.under_way is not None:
-            self.parts.arrive()
-        rows, covered = self._checked(work, self.parts.lanes[group].graphs)
-        self.parts.check_landed(covered)
+        if self.resources.under_way is not None:
+            self.resources.synchronize()
+        rows, covered = self._checked(work, self.resources.lanes[group].graphs)
+        self.resources.check_landed(covered)
         self._flights[group] = self._groups[group].launch(work, rows, covered)
 
     def land(self, group: int) -> dict[int, StepOutput]:
@@ -254,13 +254,13 @@ class ModelRunner:
     def lay_out(self, width: int) -> None:
         """Makes the states of all slots ready for blocks of ``width`` rows, as the first step with such blocks would, which is too late for a group's
         beside another one."""
-        self.parts.check_landed(self.graphs.every)
+        self.resources.check_landed(self.graphs.every)
         self._commits.before_block(self.graphs.width_for(whole(width, "the block width", 2, self.options.width)), (), "", False)
 
     def abandon(self) -> None:
         """Waits for every group's step, and forgets what it brought: its slots can only be released."""
         self._flights = {}
-        self.parts.abandon()
+        self.resources.abandon()
 
     def _checked(self, work: Mapping[int, BatchItem], graphs: StepGraphs | None = None) -> tuple[dict[int, int], SlotRange]:
         """The rows of each slot, and the slots that the step covers."""
@@ -275,7 +275,7 @@ class ModelRunner:
     def rows_alike(self) -> bool:
         """Whether a row has the same bits in steps of every shape: on CPUs, where native kernels compute all of the target."""
         target = self.target
-        levels = [segment.backend.level for segment in self.parts.segments]
+        levels = [segment.backend.level for segment in self.resources.segments]
         return None not in levels and not target.weights.other_matrix_bytes and not target.ggml_attention
 
     def chunk_width(self, rows: int) -> int:
@@ -291,7 +291,7 @@ class ModelRunner:
         stop: Callable[[], bool] | None = None,
         slot: int = 0,
     ) -> int | None:
-        """Computes ``tokens`` behind what is already there and returns the greedy next token, which becomes pending. A block that nothing was
+        """Computes ``tokens`` behind what is already there and returns the greedy next token, which becomes the last token. A block that nothing was
         accepted of is given up.
 
         Args:
@@ -303,7 +303,7 @@ class ModelRunner:
             ContextError: empty, too long for the context, or an id outside the vocabulary.
             EngineError: NaN or Inf came out.
         """
-        ids, pending = self._sequences.next_tokens(tokens, slot), None
+        ids, last_token = self._sequences.next_tokens(tokens, slot), None
         for done in range(0, ids.size, self.options.chunk):
             if stop is not None and stop():
                 return None
@@ -312,23 +312,23 @@ class ModelRunner:
             result = self.step({slot: Prefill(part, more)})[slot]
             if not result.target_finite:
                 raise EngineError(self.not_finite(slot))
-            pending = int(result.ids[0]) if result.ids.size else None
+            last_token = int(result.ids[0]) if result.ids.size else None
             if progress is not None:
                 progress(done + part.size, ids.size)
-        return pending
+        return last_token
 
     def plain_step(self, slot: int = 0) -> StepOutput:
-        """Computes the pending token alone, which is committed by it. Follow with ``accept(1, ids[0])``."""
+        """Computes the last token alone, which is committed by it. Follow with ``accept(1, ids[0])``."""
         return self._by_name(slot, Verify())
 
     def fused_step(
         self, width: int | None = None, masks: np.ndarray | None = None, slot: int = 0, drafter: str = "", verified: int = 0
     ) -> StepOutput:
-        """Drafts a block behind the pending token and verifies it, in one graph. Follow with ``accept``. The others are as in ``Draft``."""
+        """Drafts a block behind the last token and verifies it, in one graph. Follow with ``accept``. The others are as in ``Draft``."""
         return self._by_name(slot, Draft(self.options.width if width is None else width, masks, verified=verified, drafter=drafter))
 
     def verify_step(self, drafts: Sequence[int], slot: int = 0) -> StepOutput:
-        """Verifies given ids behind the pending token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
+        """Verifies given ids behind the last token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
         return self._by_name(slot, Verify(token_ids(drafts, self.target.n_vocab, "the block of drafts")))
 
     def _by_name(self, slot: int, item: BatchItem) -> StepOutput:
@@ -340,19 +340,19 @@ class ModelRunner:
 
         This is llama.cpp's batch shape, so results can be compared bit for bit. Commits the tokens; no drafter rows are written.
         """
-        self.parts.arrive()
-        return exact.logits(self.parts, self._steps, self._sequences.next_tokens(tokens, slot), slot)
+        self.resources.synchronize()
+        return exact.logits(self.resources, self._steps, self._sequences.next_tokens(tokens, slot), slot)
 
     def nodes(self, tokens: Sequence[int], slot: int = 0) -> dict[str, np.ndarray]:
         """F32 values of the nodes that models name, of one graph over ``tokens``, which fit a chunk; empty unless ``Graph.watching`` was set."""
-        return exact.nodes(self.parts, self._steps, self._sequences.next_tokens(tokens, slot), slot)
+        return exact.nodes(self.resources, self._steps, self._sequences.next_tokens(tokens, slot), slot)
 
     def logits_together(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
-        most). Commits the tokens; no token becomes pending, and no drafter rows are written."""
-        self.parts.arrive()
+        most). Commits the tokens; no token becomes the last token, and no drafter rows are written."""
+        self.resources.synchronize()
         work = {slot: Prefill(tokens) for slot, tokens in prompts.items()}
-        return exact.logits_together(self.parts, self._steps, work, *self._checked(work))
+        return exact.logits_together(self.resources, self._steps, work, *self._checked(work))
 
     def capture(self, tokens: Sequence[int], layers: Sequence[int], slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Greedy ids after each of ``tokens``, I32 [T], and the inputs of the target ``layers``, F32 [len(layers), T, n_embd].
@@ -364,14 +364,14 @@ class ModelRunner:
             ContextError: as ``prefill``.
             EngineError: a layer that the target does not have.
         """
-        self.parts.arrive()
+        self.resources.synchronize()
         layers = [whole(v, "a captured layer", 0, self.target.n_layer) for v in layers]
-        return exact.capture(self.parts, self._steps, self._sequences.next_tokens(tokens, slot), layers, slot)
+        return exact.capture(self.resources, self._steps, self._sequences.next_tokens(tokens, slot), layers, slot)
 
     # -- graphs ahead of their steps
 
     def drafting_role(self, kind: str, method: str, width: int, rows: int) -> tuple:
-        """(role, width, ...) for ``prepare`` of the steps in which ``method`` drafts ``width`` - 1 tokens behind the pending one, of which the graph
+        """(role, width, ...) for ``prepare`` of the steps in which ``method`` drafts ``width`` - 1 tokens behind the last token, of which the graph
         has ``rows`` rows; ``kind``: "fused", or "draft" for the drafts alone."""
         role, more, _ = self.graphs.of_drafts(kind, self.graphs.method_of(method), rows, width - 1)
         return role, rows, *more
@@ -388,12 +388,12 @@ class ModelRunner:
         What is needed at once is built here. The graphs of the next span are built one per step, while the device computes; the CPU has no
         such time to spare: it plans for the largest of each role here and builds each when its step comes, which ``waited_us`` says.
         """
-        self.parts.arrive()
+        self.resources.synchronize()
         self.ahead.prepare(kinds, tokens)
 
     def prepare_transitions(self, widths: Sequence[int]) -> None:
         """Announces, as ``prepare`` does, the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
-        self.parts.arrive()
+        self.resources.synchronize()
         self.ahead.prepare_transitions(widths)
 
     def step_graph(self, role: str, width: int) -> Graph:
@@ -411,7 +411,7 @@ class ModelRunner:
     @property
     def epoch(self) -> int:
         """Sequences begun so far: whoever remembers what lies in the caches can tell whether it still does."""
-        return self.parts.epoch
+        return self.resources.epoch
 
     @property
     def built_ahead(self) -> int:
@@ -459,12 +459,12 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose."""
-        return self.parts.memory()
+        return self.resources.memory()
 
     def memory_by_segment(self) -> list[dict[str, int]]:
         """The same, of each device that has some of the layers, in their order."""
-        return self.parts.memory_by_segment()
+        return self.resources.memory_by_segment()
 
     def close(self) -> None:
         self.abandon()
-        self.parts.close()
+        self.resources.close()

@@ -9,7 +9,7 @@ from ..errors import ContextError, DeviceError, EngineError
 from .batch import BatchItem, Draft, Ids, Prefill, Verify
 from .commits import Commits
 from .options import MOST_SLOTS, MOST_WIDTH
-from .resources import Parts
+from .resources import Resources
 from .slot import Slot
 
 _IMPOSSIBLE = "a block of {} rows is impossible here: 2 to {} were planned for at load"
@@ -18,7 +18,7 @@ _IMPOSSIBLE = "a block of {} rows is impossible here: 2 to {} were planned for a
 class Sequences:
     """The slots of an engine. What callers hand in is checked here."""
 
-    def __init__(self, parts: Parts, commits: Commits) -> None:
+    def __init__(self, parts: Resources, commits: Commits) -> None:
         self._parts, self._commits = parts, commits
         self._slots, self._delta, self._flying = parts.slots, parts.delta, parts.flying
         self._only = (
@@ -55,7 +55,7 @@ class Sequences:
         return slot
 
     def token(self, token: int) -> int:
-        return whole(token, "the pending token", 0, self._parts.target.n_vocab - 1)
+        return whole(token, "the last token", 0, self._parts.target.n_vocab - 1)
 
     # -- what can be asked of them
 
@@ -76,8 +76,8 @@ class Sequences:
             return ids.size
         if not isinstance(item, (Verify, Draft)):
             raise EngineError(f"the work of slot {slot} is {item!r}: use Prefill, Verify or Draft")
-        if s.cursor.pending is None:
-            raise EngineError(f"slot {slot} has no pending token: prefill a prompt first")
+        if s.cursor.last_token is None:
+            raise EngineError(f"slot {slot} has no last token: prefill a prompt first")
         if s.cursor.room < 1:
             raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise `n_ctx`")
         if isinstance(item, Draft):
@@ -129,7 +129,7 @@ class Sequences:
 
     def _begin(self, index: int, drafting: bool) -> None:
         s, p = self._slots[index], self._parts
-        p.arrive()
+        p.synchronize()
         self._clean(index)
         if self._delta is not None and self._delta.inline:  # whatever stays of the rows
             self._delta.fill_slot(index, 0)
@@ -164,7 +164,7 @@ class Sequences:
         s, p = self._slots[index], self._parts
         if s.clean:
             return
-        p.arrive()
+        p.synchronize()
         rows = s.cursor.highest + max(p.options.chunk, p.options.width)
         for cache in (p.kv, p.draft_kv):
             if cache is not None:
@@ -180,9 +180,9 @@ class Sequences:
 
     # -- within the last block
 
-    def accept(self, rows: int, pending: int, slot: int) -> None:
+    def accept(self, rows: int, last_token: int, slot: int) -> None:
         s = self.of(slot)
-        pending = self.token(pending)
+        last_token = self.token(last_token)
         if not 1 <= whole(rows, "the number of accepted rows", 0, self._parts.options.width) <= s.open_rows:
             raise EngineError(f"{rows} rows cannot be accepted of a block of {s.open_rows} in slot {slot}: run a step first")
         if s.tokens.size:
@@ -190,16 +190,16 @@ class Sequences:
                 raise ContextError(
                     f"{rows} rows cannot be accepted in slot {slot}: the context holds {s.cursor.n_ctx} and {s.base} are in it; accept fewer"
                 )
-            self.move(slot, s.base + rows, pending)
+            self.move(slot, s.base + rows, last_token)
         else:  # a plain token is in the recurrent state already
-            s.cursor.advance(0, pending)
+            s.cursor.advance(0, last_token)
             s.open_rows = 0
 
-    def choose(self, pending: int, slot: int) -> None:
+    def choose(self, last_token: int, slot: int) -> None:
         s = self.of(slot)
         if s.open_rows:
             raise EngineError(f"slot {slot} has an open block: accept says which token comes after it")
-        s.cursor.advance(0, self.token(pending))
+        s.cursor.advance(0, self.token(last_token))
 
     def rollback_range(self, slot: int) -> tuple[int, int]:
         s = self.of(slot)
@@ -213,10 +213,10 @@ class Sequences:
         if s.tokens.size:
             self.move(slot, n, int(s.tokens[n - low] if n < high else s.ids[-1]))
 
-    def move(self, slot: int, committed: int, pending: int) -> None:
+    def move(self, slot: int, committed: int, last_token: int) -> None:
         """Rows of the last block count up to ``committed``."""
         s = self._slots[slot]
-        s.cursor.place(committed, pending)
+        s.cursor.place(committed, last_token)
         s.open_rows = 0
         if self._delta is not None:
             self._delta.accepted[slot] = committed - s.base
@@ -241,7 +241,7 @@ class Sequences:
         if copy is None:
             name = p.backend.device.name
             raise DeviceError(f"no memory on {name} for a snapshot of {n} tokens; close another one or use a smaller `n_ctx`")
-        return Snapshot(copy, n, s.cursor.pending, s.drafting, s.sound, engine)
+        return Snapshot(copy, n, s.cursor.last_token, s.drafting, s.sound, engine)
 
     def restore(self, snapshot: Snapshot, slot: int, engine: object) -> None:
         p, s = self._parts, self.of(slot)
@@ -257,12 +257,12 @@ class Sequences:
         s.cursor.reset()
         s.drafting, s.sound = snapshot.drafting, snapshot.sound
         s.clean = s.clean and s.sound
-        self.resume(snapshot.committed, snapshot.pending, slot)
+        self.resume(snapshot.committed, snapshot.last_token, slot)
 
-    def resume(self, committed: int, pending: int | None, slot: int) -> None:
-        s, pending = self.of(slot), None if pending is None else self.token(pending)
+    def resume(self, committed: int, last_token: int | None, slot: int) -> None:
+        s, last_token = self.of(slot), None if last_token is None else self.token(last_token)
         n = whole(committed, "the length of the sequence", s.cursor.committed, self._parts.options.n_ctx)
-        s.cursor.advance(n - s.cursor.committed, pending)
+        s.cursor.advance(n - s.cursor.committed, last_token)
         s.folded()
         if self._delta is not None:
             self._delta.accepted[slot] = 0

@@ -1,4 +1,4 @@
-"""Statistics of one generation. Slot 0 of a block is the pending token itself and is never counted as drafted or accepted.
+"""Statistics of one generation. Slot 0 of a block is the last token itself and is never counted as drafted or accepted.
 
 emitted = 1 (from the prompt) + steps + matched, where matched counts accepted drafts.
 """

@@ -14,10 +14,10 @@ from ..multi_device.lanes import Flight
 from .batch import BatchItem, Draft, Prefill, StepOutput, Verify
 from .commits import Commits
 from .graph_cache import Step
-from .graph_prebuilder import Ahead
+from .graph_prebuilder import GraphPrebuilder
 from .graphs import STREAMED, StepGraphs
-from .inputs import Fill
-from .resources import Parts
+from .inputs import InputBuilder
+from .resources import Resources
 from .sequences import Sequences
 
 Meanwhile = Callable[[], object] | None
@@ -28,11 +28,13 @@ class Steps:
     forwards: passes so far; ``rows_computed`` and ``rows_used``: rows of their graphs, and those that a slot had work for.
     """
 
-    def __init__(self, parts: Parts, commits: Commits, sequences: Sequences, ahead: Ahead, graphs: StepGraphs | None = None) -> None:
+    def __init__(
+        self, parts: Resources, commits: Commits, sequences: Sequences, ahead: GraphPrebuilder, graphs: StepGraphs | None = None
+    ) -> None:
         """``graphs``: a lane's; None: those of the engine."""
         graphs = parts.graphs if graphs is None else graphs
         self._parts, self._commits, self._sequences, self._ahead = parts, commits, sequences, ahead
-        self._slots, self._delta, self._graphs, self._fill = parts.slots, parts.delta, graphs, Fill(parts, graphs)
+        self._slots, self._delta, self._graphs, self._fill = parts.slots, parts.delta, graphs, InputBuilder(parts, graphs)
         self.forwards = self.rows_computed = self.rows_used = 0
 
     def run(
@@ -170,7 +172,7 @@ class Steps:
             times = self._run(step, role, width, covered, longest, meanwhile, *more, ahead=ahead)
         else:
             had = [(slot, self._slots[slot].cursor.committed) for slot in covered.slots]
-            self._parts.arrive()
+            self._parts.synchronize()
             for slot in covered.slots:
                 guests.bring(slot, self._slots[slot].cursor)
             times = self._run(step, role, width, covered, longest, meanwhile, *more)

@@ -54,7 +54,7 @@ class Guests:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose, as of ``Parts.memory``."""
+        """Bytes by purpose, as of ``Resources.memory``."""
         return {"kv": self.kv.nbytes} | ({"recurrent": self.delta.nbytes} if self.delta is not None else {})
 
 

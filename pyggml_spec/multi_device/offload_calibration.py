@@ -44,7 +44,7 @@ def chunk_cost(engine: ModelRunner, rows: int, copies: bool) -> float:
 def chunk_costs(engine: ModelRunner) -> list[Chunk]:
     """Of ascending chunks, up to the first that copies make faster."""
     out: list[Chunk] = []
-    for rows in engine.parts.chunks:
+    for rows in engine.resources.chunks:
         if rows >= engine.options.n_ctx:
             break
         out.append(Chunk(rows, chunk_cost(engine, rows, False), chunk_cost(engine, rows, True)))
@@ -55,7 +55,7 @@ def chunk_costs(engine: ModelRunner) -> list[Chunk]:
 
 def cached_chunk_costs(engine: ModelRunner) -> list[Chunk]:
     """``chunk_costs``, from the cache if they were measured before: the same chunks go the same way in every session then."""
-    chunks = engine.parts.chunks
+    chunks = engine.resources.chunks
     names = {f"{rows} rows, {way}": (rows, way) for rows in chunks for way in ("host", "copies")}
     path = cache_folder() / f"chunks-{cost_key(engine, chunks)}.json"
     stored = kept(path, names) or {}

@@ -81,7 +81,7 @@ def control_of(engine: Any, groups: int | None) -> GroupControl | None:
     """
     if not engine.groups or groups == 1:
         return None
-    threads = [segment.backend.threads for segment in engine.parts.segments if segment.backend.device.kind == "cpu"]
+    threads = [segment.backend.threads for segment in engine.resources.segments if segment.backend.device.kind == "cpu"]
     if groups is None and len(threads) > 1 and sum(threads) > default_threads():
         return None
     return GroupControl(True if groups is not None else None)

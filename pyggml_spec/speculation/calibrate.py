@@ -163,7 +163,7 @@ def cost_key(engine: ModelRunner, widths: tuple[int, ...] | tuple[Kind, ...], gi
         given,
         engine.options,
         versions(),
-        *(map(str, engine.parts.segments) if len(engine.parts.segments) > 1 else ()),
+        *(map(str, engine.resources.segments) if len(engine.resources.segments) > 1 else ()),
     ]
     return _hash([*parts, *_files(engine)])
 

@@ -1,8 +1,8 @@
 """Which tokens a step gives: the acceptance rule.
 
-The verifier sees [pending, d_1 .. d_{W-1}]; its row j predicts the token after row j. The accepted drafts are the longest prefix with
+The verifier sees [last token, d_1 .. d_{W-1}]; its row j predicts the token after row j. The accepted drafts are the longest prefix with
 target_j == d_{j+1}, where target_j is the greedy choice after row j, or a sampler's; that many rows plus one are committed, and the
-target's own choice after them becomes the pending token. Every token that comes out is therefore the target's choice after exactly the
+target's own choice after them becomes the last token. Every token that comes out is therefore the target's choice after exactly the
 tokens before it: the drafter decides how many come out per step, never which.
 """
 

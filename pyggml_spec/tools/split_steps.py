@@ -78,7 +78,7 @@ def split_steps(engine: ModelRunner, widths: tuple[int, ...], depth: int = 8, co
     Raises:
         EngineError: the layers are on one device.
     """
-    if len(engine.parts.segments) < 2:
+    if len(engine.resources.segments) < 2:
         raise EngineError("the layers are on one device: there is no cut to measure")
     room, copies = engine.options.n_ctx, copy_speeds(engine) if copies is None else copies
     return [told_apart(_taken_apart(engine, width, depth), copies) for width in widths if depth + 2 * (WARMUP + RUNS) + width < room]
@@ -108,7 +108,7 @@ def split_chunk(engine: ModelRunner, copies: Sequence[CopySpeed] | None = None) 
     """The widest chunk of a prompt that fits the context, taken apart as ``split_steps`` does; ``step_ms`` is what chunks take one after the other.
     Forgets the sequence. None if there is no room for one.
     """
-    rows = max((n for n in engine.parts.chunks if n < engine.options.n_ctx), default=0)
+    rows = max((n for n in engine.resources.chunks if n < engine.options.n_ctx), default=0)
     if not rows:
         return None
     ids = [i % engine.target.n_vocab for i in range(rows)]
@@ -127,7 +127,7 @@ def split_chunk(engine: ModelRunner, copies: Sequence[CopySpeed] | None = None) 
 
 
 def _by_device(engine: ModelRunner, width: int, whole: float, step: Callable[[], float], runs_wanted: int) -> SplitStep:
-    with engine.parts.apart() as turns:
+    with engine.resources.apart() as turns:
         turns.spent()
         runs = []
         for _ in range(WARMUP + runs_wanted):
@@ -138,7 +138,7 @@ def _by_device(engine: ModelRunner, width: int, whole: float, step: Callable[[],
         [statistics.median(getattr(s, name) for s in mine) / 1e3 for mine in by_device] for name in ("computed_us", "copied_us")
     )
     total, shares = sum(computed) + sum(copied), []
-    for segment, mine, compute_ms, copy_ms in zip(engine.parts.segments, by_device, computed, copied, strict=True):
+    for segment, mine, compute_ms, copy_ms in zip(engine.resources.segments, by_device, computed, copied, strict=True):
         layers, last = str(segment).rsplit(" on ", 1)[0], mine[-1]
         waits = 1 - (compute_ms + copy_ms) / total if total else 0.0
         shares.append(DeviceShare(segment.backend.device.name, layers, compute_ms, last.copies, last.copied_bytes, copy_ms, waits))
@@ -161,8 +161,8 @@ def _step(engine: ModelRunner, width: int) -> float:
 
 def copy_speeds(engine: ModelRunner) -> list[CopySpeed]:
     """Of every device to the next one, and of the last to the first, which drafts go."""
-    backends = [segment.backend for segment in engine.parts.segments]
-    engine.parts.arrive()
+    backends = [segment.backend for segment in engine.resources.segments]
+    engine.resources.synchronize()
     pairs = [*zip(backends, backends[1:]), (backends[-1], backends[0])]  # noqa: RUF007
     return [_copy_speed(a, b) for a, b in pairs]
 

@@ -1,7 +1,7 @@
 """The z-lab layout of DFlash, DFlash2 and DSpark drafters: what its config.json and tensors become in a GGUF.
 
 config.json counts layers by their outputs: id k is what layer k returns. The GGUF counts by inputs, so it holds k + 1. Drafters of the
-speculators library nest the sizes and count by inputs already (`aux_hidden_state_layer_ids`); their blocks begin with the pending token's row, which drafts nothing.
+speculators library nest the sizes and count by inputs already (`aux_hidden_state_layer_ids`); their blocks begin with the last token's row, which drafts nothing.
 Sources: llama.cpp's conversion/qwen.py for keys and names; the reference implementation for what the config means.
 """
 

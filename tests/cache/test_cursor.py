@@ -8,14 +8,14 @@ from pyggml_spec.errors import ContextError, EngineError
 
 def test_a_new_cursor_holds_nothing():
     cursor = Cursor(10)
-    assert (cursor.committed, cursor.pending, cursor.room) == (0, None, 10)
+    assert (cursor.committed, cursor.last_token, cursor.room) == (0, None, 10)
 
 
 def test_advance_commits_rows_and_remembers_the_next_token():
     cursor = Cursor(10)
     cursor.advance(4, 7)
     cursor.advance(1, 8)
-    assert (cursor.committed, cursor.pending, cursor.room) == (5, 8, 5)
+    assert (cursor.committed, cursor.last_token, cursor.room) == (5, 8, 5)
 
 
 def test_the_context_can_be_filled_to_the_last_row_and_no_further():
@@ -25,14 +25,14 @@ def test_the_context_can_be_filled_to_the_last_row_and_no_further():
     cursor.advance(0, 1)
     with pytest.raises(EngineError, match="cannot move by 1"):
         cursor.advance(1, 2)
-    assert (cursor.committed, cursor.pending) == (4, 1)  # a refused move changes nothing
+    assert (cursor.committed, cursor.last_token) == (4, 1)  # a refused move changes nothing
 
 
 def test_a_cursor_never_moves_back():
     cursor = Cursor(4, 2, 9)
     with pytest.raises(EngineError, match="-1"):
         cursor.advance(-1, 2)
-    assert (cursor.committed, cursor.pending) == (2, 9)
+    assert (cursor.committed, cursor.last_token) == (2, 9)
 
 
 def test_what_does_not_fit_is_said_with_all_three_numbers_and_the_remedy():
@@ -46,4 +46,4 @@ def test_what_does_not_fit_is_said_with_all_three_numbers_and_the_remedy():
 def test_reset_forgets_everything():
     cursor = Cursor(4, 4, 1)
     cursor.reset()
-    assert (cursor.committed, cursor.pending, cursor.room) == (0, None, 4)
+    assert (cursor.committed, cursor.last_token, cursor.room) == (0, None, 4)

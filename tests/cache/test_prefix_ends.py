@@ -236,7 +236,7 @@ def test_nothing_is_kept_of_a_sequence_whose_drafter_gave_nan(pair):
         stream = scheduler.submit(prompt, LoopOptions(30, SPECULATIVE, ignore_end=True))
         while len(stream.tokens) < 4:
             scheduler.step()
-        scheduler.engine.parts.draft_kv.fill_slot(stream.slot, 0xFF)
+        scheduler.engine.resources.draft_kv.fill_slot(stream.slot, 0xFF)
         scheduler.run()
         assert stream.stats.nan_drafts == 1 and any("is not kept for later prompts" in note for note in stream.stats.notes)
         turn = run(scheduler, prompt + stream.tokens + tokens(72, 20), 12)

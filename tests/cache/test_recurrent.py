@@ -34,7 +34,7 @@ def test_replay_of_the_first_rows_is_the_state_after_them(session, rows):
     engine = session.engine
     engine.reset()
     engine.prefill(PROMPT)
-    first = engine.cursor.pending
+    first = engine.cursor.last_token
     engine.verify_step(BLOCK)
     engine.accept(rows, 7)
     _commit(engine)
@@ -42,7 +42,7 @@ def test_replay_of_the_first_rows_is_the_state_after_them(session, rows):
     engine.reset()
     engine.prefill(PROMPT)
     for token in [first, *BLOCK][:rows]:
-        engine.cursor.pending = token
+        engine.cursor.last_token = token
         engine.plain_step()
         engine.accept(1, 0)
     _commit(engine)
@@ -112,7 +112,7 @@ def test_prefill_behind_a_pending_block_commits_it_first(session):
     more = [11, 12, 13, 14]
     engine.reset()
     engine.prefill(PROMPT)
-    first = engine.cursor.pending
+    first = engine.cursor.last_token
     engine.verify_step(BLOCK)
     engine.accept(3, 0)
     got = engine.prefill(more)

@@ -95,7 +95,7 @@ def test_who_could_be_left_out():
 
 
 def test_room_is_that_of_the_largest_layer(session, monkeypatch):
-    engine, parts = session.engine, session.engine.parts
+    engine, parts = session.engine, session.engine.resources
     sizes = [
         sum(t.nbytes for name, t in engine.target.file.tensors.items() if name.startswith(f"blk.{i}."))
         for i in range(engine.target.n_layer)

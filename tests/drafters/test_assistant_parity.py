@@ -60,7 +60,7 @@ def test_rows_that_are_quantised_are_read_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("field", ["draft_last", "draft_positions"])
 def test_all_drafts_see_the_committed_tokens_only(tmp_path, monkeypatch, field):
-    """With the pending token's row, or at the next position, other ids come: the comparison with llama.cpp sees it."""
+    """With the last token's row, or at the next position, other ids come: the comparison with llama.cpp sees it."""
     target, draft = write_gemma4(tmp_path / "t.gguf", Shape()), write_gemma4_assistant(tmp_path / "d.gguf", Shape(), n_embd=64, layers=2)
     fill = BorrowingDrafting.fill
 

@@ -13,7 +13,7 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
 from pyggml_spec.drafters import base as drafter
-from pyggml_spec.engine.graph_prebuilder import Ahead
+from pyggml_spec.engine.graph_prebuilder import GraphPrebuilder
 from pyggml_spec.engine.graphs import StepGraphs
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
@@ -88,7 +88,7 @@ def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
     monkeypatch.setattr(
         "pyggml_spec.session.cached_kinds", lambda _, kinds, *__: {k: 1.0 if k.width == 12 else 0.9 * k.width for k in kinds}
     )
-    unforeseen, prepare, build = [], Ahead.prepare, StepGraphs._built
+    unforeseen, prepare, build = [], GraphPrebuilder.prepare, StepGraphs._built
 
     def built(graphs, key, role, width, span, covered, *more):
         if (role, width, *more) not in graphs.announced:
@@ -96,7 +96,7 @@ def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
         return build(graphs, key, role, width, span, covered, *more)
 
     monkeypatch.setattr(StepGraphs, "_built", built)
-    monkeypatch.setattr(Ahead, "prepare", lambda *args: (prepare(*args), unforeseen.clear()))
+    monkeypatch.setattr(GraphPrebuilder, "prepare", lambda *args: (prepare(*args), unforeseen.clear()))
     with ps.load(device="CPU", threads=1, n_ctx=256, spec=["draft-mtp"]) as session:
         stats = session.generate(PROMPTS[0], 60, sampling=ps.Sampling(temperature=0, regex=r"(.|\n){60,99}"))[1]
         assert stats.widths[12] > 0 and unforeseen == []

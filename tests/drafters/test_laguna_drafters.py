@@ -45,13 +45,13 @@ class Drafter:
         k = rotated(rms(k, w[f"blk.{i}.attn_k_norm.weight"]), positions, hp.rope.base)
         return k.astype(np.float16).astype(float), v.astype(np.float16).astype(float)
 
-    def hidden(self, features, pending):
+    def hidden(self, features, last_token):
         hp, w, n = self.hp, self.w, features.shape[1]
         f = np.moveaxis(features.astype(float), 0, 1)
         if "enc.aux_norm.weight" in w:
             f = rms(f, w["enc.aux_norm.weight"])
         c = rms(f.reshape(n, -1) @ w["fc.weight"].T, w["enc.output_norm.weight"])
-        x = self.t["token_embd.weight"][[pending] + [hp.mask_token] * (hp.block_size - 1)]
+        x = self.t["token_embd.weight"][[last_token] + [hp.mask_token] * (hp.block_size - 1)]
         past, here = np.arange(n), n + np.arange(hp.block_size)
         for i in range(hp.n_layer):
             norm = w[f"blk.{i}.attn_norm.weight"]
@@ -95,15 +95,15 @@ def test_a_block_is_what_the_formulae_give(tmp_path, more, window):
         engine = session.engine
         _, features = engine.capture(PROMPT, shape.target_layers)
         engine.reset()
-        pending = engine.prefill(PROMPT)
+        last_token = engine.prefill(PROMPT)
         drafted = engine.fused_step().tokens
         sums = engine.graphs.get("fused", 16, 256).host["draft_sum"].ravel().copy()
         expected = Drafter(session, target, draft)
-        hidden = expected.hidden(features, pending)
+        hidden = expected.hidden(features, last_token)
     assert np.abs(sums - hidden.sum(1)).max() < 0.1  # of 256 values; attention sums V in F16
     for extra in [name for name in expected.w if "aux_norm" in name or "attn_gate" in name]:
         without = expected.w.pop(extra)
-        assert np.abs(sums - expected.hidden(features, pending).sum(1)).max() > 0.3, extra
+        assert np.abs(sums - expected.hidden(features, last_token).sum(1)).max() > 0.3, extra
         expected.w[extra] = without
     logits = hidden[1:] @ expected.t["output.weight"].T
     top = np.sort(logits, 1)

@@ -15,7 +15,7 @@ import pyggml_spec as ps
 from pyggml_spec.cache.kv import GPU_SPAN, SPAN
 from pyggml_spec.cache.slots import SlotRange, covering
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
-from pyggml_spec.engine.inputs import Fill
+from pyggml_spec.engine.inputs import InputBuilder
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.ggml.step_io import StepFields
@@ -68,9 +68,9 @@ def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
     batch.step({slot: Draft(16) for slot in slots})
     for slot in slots:
         batch.rollback(batch.rollback_range(slot)[0] + 1, slot) if slot != 1 else batch.release(slot)
-    for slot in (0, 2, 3):  # one row of the block was kept: the pending token after it is a draft, not the target's choice
+    for slot in (0, 2, 3):  # one row of the block was kept: the last token after it is a draft, not the target's choice
         assert batch.slots[slot].cursor.committed == len(texts[slot]) + 1
-        batch.slots[slot].cursor.pending = want[slot][1]
+        batch.slots[slot].cursor.last_token = want[slot][1]
         out[slot].append(want[slot][1])
     while min(len(out[s]) for s in (0, 2, 3)) < 30:
         accept(batch, batch.step({slot: Draft(16) for slot in (0, 2, 3) if len(out[slot]) < 30}), out)
@@ -110,7 +110,7 @@ def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
     checked = []
 
     def fill(name):
-        of = getattr(Fill, name)
+        of = getattr(InputBuilder, name)
 
         def filled(self, step, *args):
             step.fields.io.mirror[:] = 0x41
@@ -129,7 +129,7 @@ def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
         launch(fields)
 
     for name in ("certain", "block", "drafts"):
-        monkeypatch.setattr(Fill, name, fill(name))
+        monkeypatch.setattr(InputBuilder, name, fill(name))
     monkeypatch.setattr(StepFields, "launch", checked_launch)
     batch, texts = pair.batch(3), [[1, 2], [3, 4, 5, 6, 7], [8, 9, 10]]
     got = {batch.admit(): [] for _ in texts}
@@ -288,7 +288,7 @@ def _after_block(pair, text, drafts):
 
 
 def _continues(batch, text, pair, n=6, slot=0):
-    """Whether plain tokens from here on are those of a fresh sequence that was fed ``text``; its last token is pending."""
+    """Whether plain tokens from here on are those of a fresh sequence that was fed ``text``; its last token is not computed yet."""
     out = []
     for _ in range(n):
         r = batch.step({slot: Verify()})[slot]
@@ -310,8 +310,8 @@ def test_rollback_to_every_length_of_a_block(hybrid, keep):
     rows = [*text, first, *DRAFTS]
     assert batch.slots[0].cursor.committed == len(text) + keep
     if keep < 16:
-        assert batch.slots[0].cursor.pending == rows[len(text) + keep]
-    assert _continues(batch, [*rows[: len(text) + keep], batch.slots[0].cursor.pending], hybrid)
+        assert batch.slots[0].cursor.last_token == rows[len(text) + keep]
+    assert _continues(batch, [*rows[: len(text) + keep], batch.slots[0].cursor.last_token], hybrid)
 
 
 def test_rollback_twice_and_forwards_again(hybrid):
@@ -401,7 +401,7 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
     for work, error, words in (
         ({}, EngineError, "at least one slot"),
         ({2: Verify()}, EngineError, "slot 2 has no sequence"),
-        ({1: Verify()}, EngineError, "slot 1 has no pending token"),
+        ({1: Verify()}, EngineError, "slot 1 has no last token"),
         ({0: Verify([1] * 16)}, EngineError, "17 rows"),
         ({0: Draft(1)}, EngineError, "block of 1 rows"),
         ({0: Prefill([])}, ContextError, "empty"),
@@ -422,7 +422,7 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
     with pytest.raises(EngineError, match="nothing was accepted of"):
         batch.step({0: Verify()})
     batch.rollback(len(text), 0)
-    assert _continues(batch, [*text, batch.slots[0].cursor.pending], hybrid)
+    assert _continues(batch, [*text, batch.slots[0].cursor.last_token], hybrid)
 
 
 # -- slots of a step
@@ -487,7 +487,7 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
             batch.accept(int(rng.integers(1, batch.slots[slot].open_rows + 1)), 7, slot)
         kept = list(batch.graphs.steps().values())
         batch.step({slot: Draft(16 if slot == 1 else int(rng.integers(9, 17))) for slot in slots})
-        waited += not any(batch.parts.last is step for step in kept)
+        waited += not any(batch.resources.last is step for step in kept)
     spans = [key[2] for key in batch.graphs.steps() if key[0] == "fused"]
     assert waited == 0 and sorted(spans) == sorted({*planned, 512, 768, 1024}) and len(planned) <= 2
     assert batch.graphs.counters()["fused"].buffer_growths == 1

@@ -129,7 +129,7 @@ def test_a_device_without_room_for_masks_reads_whole_rows_and_says_so(session, d
         raise DeviceError("no memory for 64 rows")
 
     monkeypatch.setattr(masked, "MaskedRows", none)
-    monkeypatch.setattr(session.engine, "_candidates", Candidates(session.engine.parts, session.engine._sequences))
+    monkeypatch.setattr(session.engine, "_candidates", Candidates(session.engine.resources, session.engine._sequences))
     monkeypatch.setattr(session.engine.graphs, "masked", None)
     text, stats = session.generate(PROMPT, 60, sampling=Sampling(**CONSTRAINTS["regex"], **VALUES["greedy"]))
     assert text == host_texts["regex", "greedy"]

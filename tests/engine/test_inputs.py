@@ -94,7 +94,7 @@ def test_every_row_of_a_block_sees_something_whoever_drafts(window):
     hp = SimpleNamespace(mask_token=9, window=(window, 0))
     drafter = SimpleNamespace(hp=hp, block_rows=lambda rows: rows, last_seen=lambda first, rows: np.full(rows, first + rows - 1))
     kv = SimpleNamespace(live=live, trash=16, rows_for=lambda n, count, real, out: out.fill(0))
-    slots = [SimpleNamespace(cursor=SimpleNamespace(committed=n, pending=5)) for n in committed]
+    slots = [SimpleNamespace(cursor=SimpleNamespace(committed=n, last_token=5)) for n in committed]
     positions = np.concatenate([n + np.arange(width) for n in committed]).astype(np.int32)
     host = {
         "block": np.zeros(12, np.int32),

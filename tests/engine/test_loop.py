@@ -95,7 +95,7 @@ def test_an_interrupt_between_steps_leaves_a_sequence_that_can_go_on(session, te
     tokens, stats = run(session.engine, PROMPT, N, drafts=oracle(PROMPT, text), interrupted=lambda: len(seen) > 3 or seen.append(1))
     assert stats.stop_reason == "interrupt" and tokens == text[: len(tokens)] and 1 <= len(tokens) < N
     engine, more = session.engine, []
-    assert engine.cursor.pending == tokens[-1]
+    assert engine.cursor.last_token == tokens[-1]
     for _ in range(8):
         result = engine.verify_step([0] * 15)
         engine.accept(1, int(result.ids[0]))
@@ -183,11 +183,11 @@ def test_drafts_after_plain_steps_equal_drafts_without_them(session, plain_steps
     engine.reset()
     engine.prefill(tokens)
     for _ in range(plain_steps):
-        tokens.append(engine.cursor.pending)
+        tokens.append(engine.cursor.last_token)
         engine.accept(1, int(engine.plain_step().ids[0]))
-    pending = engine.cursor.pending
+    last_token = engine.cursor.last_token
     got = engine.fused_step().tokens.tolist()
     engine.reset()
     engine.prefill(tokens)
-    engine.cursor.pending = pending
+    engine.cursor.last_token = last_token
     assert engine.fused_step().tokens.tolist() == got

@@ -247,7 +247,7 @@ def test_a_cpu_builds_a_graph_when_its_step_comes_and_says_how_long_that_took(se
     """All announced ones of the next 2,048 tokens were built before the first token: 57 for a copy whose steps take 30 of them."""
     engine = session.engine
     engine.reset()
-    pending = engine.prefill([5] * 250)
+    last_token = engine.prefill([5] * 250)
     engine.prepare_transitions([1, 4])
     engine.prepare([engine.given_role(1), engine.given_role(4)], 2048)  # plans the largest of each
     engine.graphs.drop("plain")
@@ -255,8 +255,8 @@ def test_a_cpu_builds_a_graph_when_its_step_comes_and_says_how_long_that_took(se
     engine.prepare([engine.given_role(1), engine.given_role(4)], 2048)
     assert engine.graphs.changes == before
     for _ in range(300):
-        pending = int(engine.plain_step().ids[0])
-        engine.accept(1, pending)
+        last_token = int(engine.plain_step().ids[0])
+        engine.accept(1, last_token)
     built = engine.graphs.changes - before
     assert built >= 2 and engine.built_ahead - ahead == built and engine.waited_us > waited
     waited = engine.waited_us

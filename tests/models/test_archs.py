@@ -133,7 +133,7 @@ def test_rollback_after_every_accepted_length(tmp_path, arch):
     def begin(engine):
         engine.reset()
         engine.prefill(tokens[:32])
-        engine.cursor.pending = tokens[32]
+        engine.cursor.last_token = tokens[32]
 
     with open_engine(path, 64, 256) as engine:
         seen = []
@@ -163,7 +163,7 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
         engine = session.engine
         assert engine.prefill(tokens) == theirs.prefill(tokens)
         for position in range(128, 131):
-            token = engine.cursor.pending
+            token = engine.cursor.last_token
             engine.accept(1, int(engine.plain_step().ids[0]))
             theirs_row = theirs.features(token, position)
             ours = np.empty((len(engine.ring.tables), 256), np.float32)
@@ -612,13 +612,15 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
         with open_engine(path, 64, 1024) as engine:
             assert engine.kv.ring == ring
             engine.prefill(tokens[:480])
-            engine.cursor.pending = tokens[480]
+            engine.cursor.last_token = tokens[480]
             for step in range(16):
                 n, rows = engine.cursor.committed, step % 16 + 1
                 engine.verify_step(tokens[n + 1 : n + rows] + [7] * (16 - rows))
                 engine.accept(rows, tokens[n + rows])
             logits.append(engine.logits(tokens[engine.cursor.committed :][:40]))
-        monkeypatch.setattr("pyggml_spec.engine.resources.Parts.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
+        monkeypatch.setattr(
+            "pyggml_spec.engine.resources.Resources.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types))
+        )
     errors = ((logits[0] - logits[1]) ** 2).sum(axis=1) / (logits[1] ** 2).sum(axis=1)
     assert np.median(errors) < 1e-6 and errors.max() < 1e-4
 
@@ -626,7 +628,7 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path, arch, monkeypatch):
     """The reference without rings once had F16 rows whatever was asked for: the table of docs/parity.md showed 1e-6 and more."""
-    monkeypatch.setattr("pyggml_spec.engine.resources.Parts.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
+    monkeypatch.setattr("pyggml_spec.engine.resources.Resources.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(**LEAN)), 800, cache_type_k="bf16", cache_type_v="q8_0")
 
 

@@ -339,7 +339,7 @@ def test_rings_of_the_cpus_layers(tmp_path):
     found = []
     for rows in (None, 32):
         with layers_of_the_cpu(path, 3, rows, n_ctx=700, chunk=32) as session:
-            assert session.engine.parts.kv.ring == 256
+            assert session.engine.resources.kv.ring == 256
             session.engine.prefill(ids[:437])  # 21 rows more than whole chunks, behind more than one turn of the ring
             found.append((session.engine.candidates(0)[1].copy(), session.generate(ids[:300], 12, ignore_end=True)[0]))
             assert rows is None or counts(session)[0][1] == 13 + 9
@@ -355,7 +355,7 @@ def test_drafters_and_prefixes_behind_copies_of_layers(tmp_path):
     for rows in (None, 33):
         with layers_of_the_cpu(target, 3, rows, draft=draft, draft_width=4, prefix_memory=1 << 24) as session:
             engine, waited = session.engine, []
-            engine.prefill(IDS, stop=lambda waited=waited, parts=engine.parts: waited.append(parts.under_way is None))
+            engine.prefill(IDS, stop=lambda waited=waited, parts=engine.resources: waited.append(parts.under_way is None))
             drafts.append(engine.fused_step(4).tokens.tolist())
             assert rows is None or waited == [True] * 3
             for key, step in engine.graphs.steps().items():
@@ -411,7 +411,7 @@ def test_nothing_of_a_sequence_of_nan_stays_in_the_rows_of_guests(tmp_path):
     """Masked rows of NaN are none for a CPU, and poison attention on a GPU."""
     with layers_of_the_cpu(write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), 3) as session:
         engine, embeddings = session.engine, session.target.weights.parts[0]["token_embd.weight"]
-        guests = engine.parts.guests
+        guests = engine.resources.guests
         lib.ggml_backend_tensor_memset(embeddings, 0xFF, 200 * embeddings.nb[1], embeddings.nb[1])
 
         def finite():
@@ -450,10 +450,10 @@ def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
             engine, seen, brought = session.engine, [], []
 
             def chunk(first, count, engine=engine, seen=seen, brought=brought):
-                before = engine.parts.guests.brought if engine.parts.guests is not None else 0
+                before = engine.resources.guests.brought if engine.resources.guests is not None else 0
                 engine.prefill(IDS[first : first + count])
                 seen.append(engine.candidates(0)[1].copy())
-                brought.append(engine.parts.guests.brought - before if engine.parts.guests is not None else 0)
+                brought.append(engine.resources.guests.brought - before if engine.resources.guests is not None else 0)
 
             chunk(0, 64)
             chunk(64, 36)
@@ -481,7 +481,7 @@ def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
             snapshot.close()
             found.append(np.array(seen))
             if rows is not None:
-                guests = engine.parts.guests
+                guests = engine.resources.guests
                 row, states = guests.kv.layers[0].k.nb[1] + guests.kv.layers[0].v.nb[1], brought[0]
                 assert len(guests.kv.layers) == 1 and states > 0
                 # a snapshot of 160 tokens is brought whole; of one token of the block's three, and of the chunk's before
@@ -499,7 +499,7 @@ def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
     def check(words, rows=1):
         with layers_of_the_cpu(path, 2, rows) as session:
             assert session.notes[-1].startswith("prompts of layers in host memory are computed by the CPU: ") and words in session.notes[-1]
-            assert session.engine.memory() == memory and counts(session) == [] and session.engine.parts.guests is None
+            assert session.engine.memory() == memory and counts(session) == [] and session.engine.resources.guests is None
             np.testing.assert_array_equal(seen(session)[0], want[0])
 
     allocate = Backend.allocate

@@ -9,7 +9,7 @@ from engine.interrupts import interrupt_ends_all
 
 from pyggml_spec.cache.slots import covering
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
-from pyggml_spec.engine.graph_prebuilder import Ahead
+from pyggml_spec.engine.graph_prebuilder import GraphPrebuilder
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.runner import ModelRunner
@@ -119,8 +119,8 @@ def test_what_fails_once_a_step_is_launched_leaves_no_slot_behind(pair, monkeypa
             scheduler.step()
         for steps in scheduler.engine._groups:
             steps._ahead.overlaps = True
-        interrupt_ends_all(pair, scheduler, streams, monkeypatch, Ahead, "while_computing")
-        assert not scheduler.engine.parts.flying
+        interrupt_ends_all(pair, scheduler, streams, monkeypatch, GraphPrebuilder, "while_computing")
+        assert not scheduler.engine.resources.flying
 
 
 def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
@@ -145,9 +145,9 @@ def test_closing_and_cancelling_wait_for_steps_under_way(pair):
     streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
     while scheduler.stats.grouped < 3:
         scheduler.step()
-    assert scheduler.engine.parts.flying
+    assert scheduler.engine.resources.flying
     streams[3].close()
-    assert streams[3].stats.stop_reason == "cancelled" and not scheduler.engine.parts.flying
+    assert streams[3].stats.stop_reason == "cancelled" and not scheduler.engine.resources.flying
     assert streams[3].tokens == pair.solo(streams[3]._prompt, len(streams[3].tokens))
     scheduler.step()
     scheduler.close()
@@ -202,7 +202,7 @@ def test_no_buffer_grows_under_a_step(pair):
         seen = set()
         for _ in range(200):  # a step that has ended before it is looked at says nothing
             engine.launch(0, {0: Verify(), 1: Verify()})
-            part = engine.parts.flying[0].graph.parts[0]
+            part = engine.resources.flying[0].graph.parts[0]
             seen.add(lib.pgs_graph_held(part.handle))
             for slot, result in engine.land(0).items():
                 engine.accept(1, int(result.ids[0]), slot)

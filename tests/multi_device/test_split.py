@@ -355,11 +355,11 @@ def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
             engine.reset()
             for first in (0, 16):
                 assert engine.step({0: Prefill(PROMPT[first : first + 16], True)})[0].ids.size == 0
-            assert engine.parts.under_way is not None and engine.cursor.pending is None
-            with pytest.raises(EngineError, match="no pending token"):
+            assert engine.resources.under_way is not None and engine.cursor.last_token is None
+            with pytest.raises(EngineError, match="no last token"):
                 engine.plain_step()
             give_up()
-            assert engine.parts.under_way is None
+            assert engine.resources.under_way is None
             engine.reset()
             assert engine.prefill(PROMPT) == expected
         engine.reset()

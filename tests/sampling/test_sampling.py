@@ -110,7 +110,7 @@ class TableTarget:
 
     def step(self, work, meanwhile):
         prompt = isinstance(work[0], Prefill)
-        tokens = np.array(work[0].tokens[-1:] if prompt else [self.cursor.pending, *work[0].drafts])
+        tokens = np.array(work[0].tokens[-1:] if prompt else [self.cursor.last_token, *work[0].drafts])
         self._rows = self.table[tokens]
         if prompt:
             self.cursor.advance(len(work[0].tokens), 0)
@@ -120,14 +120,14 @@ class TableTarget:
     def given_role(self, width):
         return "verify", width
 
-    def choose(self, pending, slot):
-        self.cursor.advance(0, pending)
+    def choose(self, last_token, slot):
+        self.cursor.advance(0, last_token)
 
     def candidates(self, row, slot):
         return None, self._rows[row]
 
-    def accept(self, rows, pending, slot):
-        self.cursor.advance(rows, pending)
+    def accept(self, rows, last_token, slot):
+        self.cursor.advance(rows, last_token)
 
     def prepare(self, *more):
         pass

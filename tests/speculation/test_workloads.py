@@ -95,13 +95,13 @@ class Recorded:
                 self.catch_up_us + int(1000 * self.batch),
             )
 
-    def accept(self, rows, pending, slot=0):
+    def accept(self, rows, last_token, slot=0):
         self.waiting += rows * self.kept
         self.at += rows
-        self.cursor.advance(rows, pending)
+        self.cursor.advance(rows, last_token)
 
-    def choose(self, pending, slot=0):
-        self.cursor.advance(0, pending)
+    def choose(self, last_token, slot=0):
+        self.cursor.advance(0, last_token)
 
     def given_role(self, width):
         return "verify", width
