@@ -1,8 +1,8 @@
 # make run   sets everything up and generates Python code with the embedded pair
 # make serve  sets everything up and serves the embedded pair at http://127.0.0.1:8080; ARGS="-m target.gguf -md drafter.gguf" serves others
-# make test  sets everything up and runs the tests
+# make test  sets everything up and runs the tests; make test-fast those that are not marked slow, in a minute
 # make cuda  then builds for NVIDIA GPUs, with the patches; ARCH=90 names others than that of this machine (half an hour)
-# make lint  ruff (layout and rules) and mypy
+# make lint  ruff (layout and rules), mypy, and what pages and generated files say
 # make test-sanitized  runs tests over the extension with address and undefined-behaviour sanitizers, and proves that they find something
 # make test-patches  builds llama.cpp with the patches and runs its tests; the build is kept in the user's cache
 # Set-up needs Python 3.11 or newer, a compiler for C and C++ and CMake's build tools; everything else is Python packages. Building llama-cpp-python
@@ -13,7 +13,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run serve test cuda lint test-patches test-sanitized clean
+.PHONY: run serve test test-fast cuda lint test-patches test-sanitized clean
 .DEFAULT_GOAL := run
 
 $(READY): pyproject.toml CMakeLists.txt scripts/set_up.py $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/cpu/* cmake/*)
@@ -32,6 +32,9 @@ test: $(READY)
 	-$(BIN)/pip install -q --retries 0 --timeout 10 sglang-router==0.3.2
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+test-fast: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not real and not browser"
+
 cuda: $(READY)
 	$(BIN)/pyspec build --cuda $(if $(ARCH),--arch "$(ARCH)")
 
@@ -39,6 +42,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/make_reference.py --check
+	$(BIN)/python scripts/make_stub.py --check
+	$(BIN)/python -m pytest -q checks
 
 test-patches: $(READY)
 	$(BIN)/python scripts/run_patched_tests.py

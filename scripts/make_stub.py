@@ -1,9 +1,10 @@
 """Writes ``pyggml_spec/_native.pyi``: what the compiled extension offers, with the types that its C declarations have.
 
-    python scripts/make_stub.py
+    make_stub.py           write it
+    make_stub.py --check   exit code 1 if it is not what would be written (make lint)
 
-A pointer to a struct is a class of its own, so a graph handed in for a tensor is found by the type checker. A test fails while the stub is
-not that of the compiled extension (``make .venv/.ready`` compiles it again after a change in ``csrc/``).
+A pointer to a struct is a class of its own, so a graph handed in for a tensor is found by the type checker. ``make .venv/.ready``
+compiles the extension again after a change in ``csrc/``.
 """
 
 import sys
@@ -112,5 +113,9 @@ def stub() -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(
+            0 if STUB.read_text("utf-8") == stub() else f"{STUB.relative_to(ROOT)} is not that of the extension: run scripts/make_stub.py"
+        )
     STUB.write_text(stub(), "utf-8")
     sys.stdout.write(f"{STUB.relative_to(ROOT)}\n")

@@ -5,11 +5,11 @@ import os
 
 # Two workers of two threads on two cores: threads that spin at a barrier keep away the one that they wait for. Read when ggml is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.pop("PYSPEC_CACHE", None)  # a test says itself what it is under
+os.environ.pop("PYSPEC_CACHE", None)  # each test sets its own
 os.environ.pop("PYSPEC_NO_PROBE", None)
 os.environ.pop("PYSPEC_CPU_FEATURES", None)
 os.environ.pop("PYSPEC_PEER_COPIES", None)
-os.environ["PYSPEC_KEEP_DRAFTS"] = "0"  # no test learns from what others' texts taught
+os.environ["PYSPEC_KEEP_DRAFTS"] = "0"  # acceptance of one test does not reach another
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's spin too
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of tests start `pyspec`: without its byte code each would compile it, 0.4 s
 
@@ -25,9 +25,17 @@ def pytest_runtestloop() -> None:  # of the process that hands tests to others t
     gc.enable()
 
 
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Names what was skipped for want of a model file, a GPU or a browser."""
+    for mark in ("real", "gpu", "browser"):
+        skipped = [report for report in terminalreporter.stats.get("skipped", []) if mark in report.keywords]
+        for reason in sorted({report.longrepr[2] for report in skipped}):
+            terminalreporter.write_line(f"not tested ({mark}): {reason.removeprefix('Skipped: ')}")
+
+
 @pytest.fixture(autouse=True, scope="session")
-def nobody_else():
-    """Other work on the machine changes nothing in the tests: whether there is some, they say themselves."""
+def no_other_load():
+    """Other work on the machine changes nothing in the tests, except where a test sets it."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("pyggml_spec.ggml.cores.read", lambda *_: None)
         yield

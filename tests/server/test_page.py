@@ -18,7 +18,11 @@ from pyggml_spec.server import page as page_module
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FOLDER = Path(page_module.__file__).parent
-browsers = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium chromium-driver")
+
+
+def browsers(test):
+    missing = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium chromium-driver")
+    return pytest.mark.browser(pytest.mark.slow(missing(test)))
 
 
 def test_the_page_is_small_and_its_own(server):
