@@ -30,6 +30,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .api import Session, load
     from .chat import Chat
     from .concurrent import ConcurrentSession, Handle
     from .engine.stats import Stats
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from .hub import fetch
     from .models.placement import ExpertOptions
     from .sampling.sampler import Sampling
-    from .session import Session, load
 
 # what needs ggml is imported when it is first used: a wrong llama-cpp-python is then a LibraryError at that point, and --help loads nothing
 _LAZY = {
@@ -50,10 +50,10 @@ _LAZY = {
     "devices": "ggml.device",
     "fetch": "hub",
     "Sampling": "sampling.sampler",
-    "Session": "session",
+    "Session": "api",
     "Stats": "engine.stats",
     "StepEvent": "events",
-    "load": "session",
+    "load": "api",
 }
 
 __all__ = [

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
+from .api import Session, load
 from .arguments import LoadOptions
 from .engine.stats import Stats
 from .errors import PyspecError, TemplateError
 from .events import StepEvent
 from .sampling.sampler import Sampling
-from .session import Session, load
 from .text.formats import TAIL, Format
 from .text.parse import Parser
 from .text.stream import TextStream

@@ -21,10 +21,10 @@ from pathlib import Path
 from llama_server import LlamaServer, environment
 
 import pyggml_spec as ps
+from pyggml_spec.api import DEMO, DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.ggml.cores import default_threads
 from pyggml_spec.ggml.device import waited_for_core
 from pyggml_spec.ggml.library import versions
-from pyggml_spec.session import DEMO, DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.bench import BenchOptions, bench
 from pyggml_spec.tools.prompts import read_prompts
 
@@ -68,7 +68,7 @@ def against_llama_bench(args, say, name: str, model: Path, prompts: tuple[int, .
             ggml.append(plain_speed(other, prompts))
             if args.tools:
                 theirs.append(llama_bench(args, model, prompts))
-        size, nbytes = model.stat().st_size, mine.engaged().memory["weights"]
+        size, nbytes = model.stat().st_size, mine.configuration().memory["weights"]
     for test in own[0]:
         ours = median(run[test] for run in own)
         say(f"{name}: {test}, tok/s", ours)
@@ -183,7 +183,7 @@ def main() -> None:
     started, waited = time.perf_counter(), waited_for_core() or 0.0
     with load(args, n_ctx=256) as session:
         about = {
-            "kernels": session.engaged().kernels,
+            "kernels": session.configuration().kernels,
             "cpu": session.backend.device.description,
             "threads": args.threads,
             "versions": versions(),

@@ -366,7 +366,7 @@ class _Peer(LlamaServer):
 
 def _servers(asked: argparse.Namespace, slots: int) -> tuple[dict[str, Any], dict[str, str]]:
     """By name, all of them loaded, at the same time; and why others are not."""
-    from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+    from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 
     synthetic = ["--spec-synth-len", asked.synthetic_acceptance] if asked.synthetic_acceptance else []
     target, drafter = (asked.m, asked.md) if asked.m else (DEMO_TARGET, DEMO_DRAFTER)

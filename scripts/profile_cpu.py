@@ -144,7 +144,7 @@ def main() -> None:
     room = args.context + 3 * args.steps + 3 + 2 * max(widths)
     options = {"draft_width": max(2, *widths)} if drafting else {}
     with ps.load(args.model, args.model_draft, device="CPU", threads=1, kernels=args.kernels, n_ctx=room, **options) as session:
-        print(f"{session.backend.device.description}, kernels: {session.engaged().kernels}")
+        print(f"{session.backend.device.description}, kernels: {session.configuration().kernels}")
         for width in widths:
             report(args, *measure(session.engine, width, drafting, args.context, args.steps), width)
 

@@ -11,9 +11,9 @@ from gguf_io.build import F32, I32, Model
 
 import pyggml_spec as ps
 from pyggml_spec import arguments
+from pyggml_spec.api import Session, load
 from pyggml_spec.concurrent import ConcurrentSession
 from pyggml_spec.errors import ContextError, SamplingError, TemplateError
-from pyggml_spec.session import Session, load
 from pyggml_spec.tools.plan import plan
 
 TEXTS = ["def quicksort(", "class Stack:", "import os\n", "for i in range("]

@@ -156,7 +156,7 @@ def test_a_closed_session(pair):
     engine.prefill(PROMPT)
     snapshot = engine.snapshot()
     session.close()
-    calls = [lambda: session.generate("a", 2), lambda: session.batch(2), lambda: session.concurrent(2), session.engaged, session.calibrate_plain,
+    calls = [lambda: session.generate("a", 2), lambda: session.batch(2), lambda: session.concurrent(2), session.configuration, session.calibrate_plain,
              lambda: session.tokenizer.encode("a"), lambda: session.tokenizer.piece(1), lambda: session.tokenizer.is_end(1), engine.plain_step,
              lambda: engine.prefill([1]), lambda: engine.logits([1]), lambda: engine.capture([1], [1]), engine.fused_step, lambda: engine.candidates(0),
              engine.memory, engine.reset, engine.snapshot, lambda: engine.step_graph("plain", 1), lambda: engine.restore(snapshot)]  # fmt: skip

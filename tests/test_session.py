@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import pyggml_spec as ps
+from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.kernels import levels
-from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation.policy import WidthControl
 
 FIRST, SECOND = "def quicksort(items):\n", "import os\n"
@@ -255,7 +255,7 @@ def test_a_session_for_requests_alone_has_no_caches_of_its_own(pair):
         want, _ = session.generate("def f(x):", 8)
         for _ in range(2):  # a server makes it anew after an error
             with session.concurrent(2, only=True) as server:
-                assert session.engine.graphs.closed and session.engaged().memory == {} and own > 0
+                assert session.engine.graphs.closed and session.configuration().memory == {} and own > 0
                 assert server.submit("def f(x):", 8).result()[0] == want
         with pytest.raises(EngineError, match="gave up its own caches"):
             session.generate("def f(x):", 8)
@@ -337,4 +337,4 @@ def test_a_file_whose_weights_are_packed_is_not_held_beside_them():
             elif inside and line.startswith("Rss:"):
                 held += 1024 * int(line.split()[1])
         assert 0 < held < 0.2 * size
-        assert session.engaged().memory["weights"] < 1.05 * (size + DEMO_DRAFTER.stat().st_size)
+        assert session.configuration().memory["weights"] < 1.05 * (size + DEMO_DRAFTER.stat().st_size)

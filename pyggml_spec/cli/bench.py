@@ -8,10 +8,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ..api import load
 from ..errors import PyspecError
 from ..ggml.library import versions
 from ..sampling.sampler import Sampling
-from ..session import load
 from ..speculation.calibrate import Waiting
 from ..speculation.synthetic import SyntheticAcceptance
 from ..tools.anatomy import anatomy
@@ -23,7 +23,7 @@ from .bench_prompts import chosen_prompts, measure, modes
 from .help import GroupedCommand
 from .main import EXIT_INTERRUPT
 from .options import loading_options, target_options
-from .report import BUSY, engaged_line
+from .report import BUSY, configuration_line
 from .sampling import sampler_options, take_sampling
 from .tables import json_line, written
 from .terminal import Interrupt, progress_line, say, size
@@ -135,7 +135,7 @@ def command(
             session = load(target, draft, n_ctx=n_ctx, progress=progress, **settings)
         with session, Interrupt() as interrupt:
             sampling, notes = asked.sampling(session.target.file)
-            say(engaged_line(session.engaged(), None, sampling.describe(), notes))
+            say(configuration_line(session.configuration(), None, sampling.describe(), notes))
             of_prompts = PromptsOptions(tokens, repetitions or 3, sampling, modes(thinking))
             sys.exit(measure(session, chosen, of_prompts, interrupt, output, as_json))
     lengths = tuple(n for n in lengths if n)
@@ -149,7 +149,7 @@ def command(
     with progress_line() as progress:
         session = load(target, draft, n_ctx=n_ctx or max(need, 512), progress=progress, **settings)
     with session:
-        say(engaged_line(session.engaged(), None))
+        say(configuration_line(session.configuration(), None))
         with Waiting(session.engine) as waiting:
             rows, interrupted = _measured(session, slots, options)
         if not rows:

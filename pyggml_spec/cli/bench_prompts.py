@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
+from ..api import Session
 from ..chat import CONTINUE, chat_template
 from ..ggml.library import versions
-from ..session import Session
 from ..speculation.calibrate import Waiting
 from ..tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts
 from ..tools.prompts import CATEGORIES, INCLUDED, Prompt, parse_prompts, prompt_file
@@ -96,7 +96,7 @@ def _conditions(session: Session, source: dict, options: PromptsOptions, progres
         "prompts": source,
         "context": session.engine.options.n_ctx,
         "width": "chosen while running" if session.costs else session.engine.options.width,
-        "kv_type": session.engaged().kv_type,
+        "kv_type": session.configuration().kv_type,
         "tokens": options.tokens,
         "runs": options.repetitions,
         "sampling": options.sampling.describe(),

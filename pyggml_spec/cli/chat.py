@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 
+from ..api import load
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
 from ..engine.stats import Stats
 from ..errors import ContextError, PyspecError
 from ..gguf_io.reader import brief
-from ..session import load
 from ..text.renderer import RENDERER
 from .help import GroupedCommand
 from .main import EXIT_ERROR, EXIT_INTERRUPT
@@ -29,7 +29,7 @@ from .options import (
     text_of,
     unescaped,
 )
-from .report import answer_line, engaged_line, footer
+from .report import answer_line, configuration_line, footer
 from .run import check_place, write_atomically
 from .sampling import sampling_options, take_sampling
 from .terminal import Interrupt, TextOut, progress_line, say
@@ -114,7 +114,7 @@ def command(
             sampler.close()
         if thinking is not None and not template.can_think:
             raise PyspecError(f"--{'' if thinking else 'no-'}think was given, but the chat template has no thinking mode; leave it out")
-        desk.note(engaged_line(session.engaged(), None, sampling.describe(), notes))
+        desk.note(configuration_line(session.configuration(), None, sampling.describe(), notes))
         desk.note(f"chat: {in_options(origin)}; thinking {desk.thinking()}; /help lists the commands")
         sys.exit(desk.run())
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
+from ..api import load
 from ..errors import PyspecError
 from ..models.placement import ExpertOptions
-from ..session import load
 from .options import target_options
 from .run import check_place, write_atomically
 from .terminal import progress_line, say, size

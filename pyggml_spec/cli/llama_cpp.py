@@ -66,9 +66,9 @@ class _Layers(click.ParamType):
 
 def _place_layers(asked: int, more: dict) -> None:
     """Fewer layers than there are: the first ones are computed by the CPU, as llama.cpp has it, for which the head is a layer too."""
+    from ..api import DEMO_TARGET
     from ..ggml.devices import pick_devices
     from ..gguf_io import GGUFFile
-    from ..session import DEMO_TARGET
 
     with GGUFFile(more["target"] if more["target"] is not None else DEMO_TARGET) as file:
         there = file.get(f"{file.get('general.architecture', str)}.block_count", int, 0)

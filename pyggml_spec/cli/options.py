@@ -129,9 +129,9 @@ def _overridden(given: tuple[str, ...], target: str | None) -> tuple[int, ...]:
     pairs = [part.rpartition("=") for text in given for part in text.split(",")]
     if not all(pattern and buffer for pattern, _, buffer in pairs):
         raise click.UsageError(f"-ot {','.join(given)} is not a list of PATTERN=CPU")
+    from ..api import DEMO_TARGET
     from ..gguf_io import GGUFFile  # `pyspec --help` needs no ggml
     from ..models.placement import overridden
-    from ..session import DEMO_TARGET
 
     with GGUFFile(target if target is not None else DEMO_TARGET) as file:
         return overridden(file, [(pattern, buffer) for pattern, _, buffer in pairs])

@@ -1,11 +1,11 @@
-"""The two things `pyspec run` says about itself: what is engaged, before; what it measured, after."""
+"""The configuration line printed before a run and the footer printed after it."""
 
 from collections.abc import Sequence
 
+from ..api import Configuration
 from ..engine.request import PLAIN, SPECULATIVE
 from ..engine.stats import LEAST_WAITED, MUCH_WAITING, Stats
 from ..ggml.device import graph_replay_enabled
-from ..session import Engaged
 from ..speculation.methods import MODELS
 from .names import in_options
 from .terminal import size
@@ -19,7 +19,7 @@ AGREE = 1.33  # times as long as a plain step of the text, or as short, plain st
 _BAR = " ▁▂▃▄▅▆▇█"
 
 
-def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: Sequence[str] = ()) -> str:
+def configuration_line(e: Configuration, mode: str | None, sampling: str = "greedy", notes: Sequence[str] = ()) -> str:
     """One line with everything that decides speed and memory, and one per note."""
     where = f"{e.device} ({e.threads} thread{'s' * (e.threads > 1)}, kernels: {e.kernels})" if e.threads else e.device
     if e.drafter is None and e.lookup is None:
@@ -41,11 +41,11 @@ def engaged_line(e: Engaged, mode: str | None, sampling: str = "greedy", notes: 
     if "recurrent" in m:
         parts.append(f"state {size(m['recurrent'])}")
     parts.append(f"compute {size(m['compute'])}")
-    line = f"engaged: {e.target} on {where} | {draft} | {sampling} | {_context(e)} | {', '.join(parts)}"
+    line = f"configuration: {e.target} on {where} | {draft} | {sampling} | {_context(e)} | {', '.join(parts)}"
     return "\n".join([line, *(f"note: {in_options(note)}" for note in (*e.notes, *notes))])
 
 
-def _context(e: Engaged) -> str:
+def _context(e: Configuration) -> str:
     """The context, and where its length comes from."""
     inside = e.context.startswith("of ")  # "20480 of 131072: memory"
     return f"context {e.n_ctx}" + (f" {e.context}" if inside else f" ({e.context})" if e.context else "")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
+from ..api import load
 from ..errors import ContextError, PyspecError
 from ..files import replacing
-from ..session import load
 from ..speculation.calibrate import Waiting
 from ..speculation.ngram import LOOKUPS
 from .help import GroupedCommand
@@ -26,7 +26,7 @@ from .options import (
     target_options,
     unescaped,
 )
-from .report import engaged_line, footer
+from .report import configuration_line, footer
 from .sampling import sampling_options, take_sampling
 from .tables import json_line
 from .terminal import Interrupt, TextOut, progress_line, say
@@ -64,7 +64,7 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 @click.option("--special", "-sp", is_flag=True, help="Recognise control tokens in the prompt text.")
 @prefix_options
 @click.option("--stats", "stats_file", type=click.Path(), help="Write the statistics as one JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="No engaged line and no footer.")
+@click.option("-q", "--quiet", is_flag=True, help="No configuration line and no footer.")
 def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, max_tokens, draft_width, mode, reference, require_spec, stop, ignore_eos,
             special, escaped, raw, stats_file, logprobs_file, n_probs, quiet, **more):  # fmt: skip
     """Generates text. The text goes to stdout; everything else goes to stderr.
@@ -88,7 +88,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     with session, Interrupt() as interrupt:
         sampling, notes = asked.sampling(session.target.file)
         if not quiet:
-            say(engaged_line(session.engaged(), mode, sampling.describe(), notes))
+            say(configuration_line(session.configuration(), mode, sampling.describe(), notes))
         if not quiet and not raw and has_template(session.target.file):
             say("note: the prompt is continued as raw text, although this model has a chat template: `pyspec chat`, or -cnv, talks with it")
         if target is None and not quiet:

@@ -22,7 +22,7 @@ from .options import (
     target_options,
     text_of,
 )
-from .report import engaged_line
+from .report import configuration_line
 from .sampling import sampler_options, take_sampling
 from .terminal import progress_line, say
 
@@ -125,12 +125,12 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
 
     if (why := start.missing()) is not None:
         raise PyspecError(why)
+    from ..api import load
     from ..sampling.recommended import recommended
     from ..sampling.sampler import Sampling
     from ..server.access import Hosts, Keys
     from ..server.fields import Limits
     from ..server.served import NAMED, ServeOptions
-    from ..session import load
 
     if rates and synthetic is not None:
         raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
@@ -158,7 +158,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
             notes.append(
                 f"each of the {slots} slots has {context} tokens of context, as many as memory has room for: use fewer `slots` for more"
             )
-        say(engaged_line(session.engaged(), None, sampling.describe(), notes))
+        say(configuration_line(session.configuration(), None, sampling.describe(), notes))
         options = ServeOptions(
             _names(alias), _names(tags), slots, {"on": True, "off": False}.get(reasoning), reasoning_format, named, verbose,
             metrics, show_slots, page, prefill_assistant, suffix_first,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..api import DEMO_DRAFTER, DEMO_TARGET, Session
 from ..cache.kv_types import MOST_CONTEXT
 from ..drafters.base import TOKENS, Drafter
 from ..drafters.dflash import DFlash
@@ -21,7 +22,6 @@ from ..gguf_io import GGUFFile
 from ..models.registry import open_target
 from ..models.weights import Weights
 from ..multi_device.split import SplitWeights
-from ..session import DEMO_DRAFTER, DEMO_TARGET, Session
 from ..text.tokenizer import Tokenizer
 from . import files, precision, readings, running, split, templates
 from .build import build

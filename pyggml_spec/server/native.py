@@ -287,7 +287,7 @@ async def ready(context: Context, request: Request) -> Response:
 
 async def props(context: Context, request: Request) -> Response:
     served, queue = context.served, context.queue
-    engaged = served.session.engaged()
+    configuration = served.session.configuration()
     ask = Ask([], served.limits.max_tokens, served.limits.sampling)
     return json_response({
         "default_generation_settings": {"n_ctx": served.n_ctx, "params": settings(context, ask)},
@@ -297,8 +297,8 @@ async def props(context: Context, request: Request) -> Response:
         "chat_template": served.template.source, "bos_token": _token_text(context, served.tokenizer.bos), "eos_token": _token_text(context, served.eos),
         "build_info": FINGERPRINT, "is_sleeping": False,
         "pyspec": {
-            "version": VERSION, "drafter": engaged.drafter, "device": engaged.device, "threads": engaged.threads, "width": engaged.width,
-            "widths": engaged.widths, "kv_type": engaged.kv_type, "kernels": engaged.kernels, "memory": queue.engine.memory(), "notes": engaged.notes,
+            "version": VERSION, "drafter": configuration.drafter, "device": configuration.device, "threads": configuration.threads, "width": configuration.width,
+            "widths": configuration.widths, "kv_type": configuration.kv_type, "kernels": configuration.kernels, "memory": queue.engine.memory(), "notes": configuration.notes,
             "prefix_bytes": queue.engine.prefix_bytes, "graph_bytes": queue.engine.graph_bytes, "queue": {"requests": queue.limits.requests, "tokens": queue.limits.tokens},
         },
     })  # fmt: skip

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..api import Session
 from ..cancel import check
 from ..chat import chat_template, tool_template
 from ..concurrent import ConcurrentSession
 from ..constraints.grammar import Grammar
 from ..constraints.lazy import LazyGrammar
-from ..session import Session
 from ..text.formats import IN_JSON, TAIL, Format
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer

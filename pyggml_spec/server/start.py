@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..api import Session
 from ..errors import PyspecError
-from ..session import Session
 from ..speculation.synthetic import SyntheticAcceptance
 from .access import Keys
 

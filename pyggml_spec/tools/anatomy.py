@@ -4,10 +4,10 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 
+from ..api import Session
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, Role
 from ..ggml.library import check, ffi, lib, new_err
-from ..session import Session
 
 WARMUP, RUNS = 3, 8
 COPY_CPU, COPY_GPU = 256 << 20, 2 << 30  # bytes read and written by the bandwidth test: beyond every cache

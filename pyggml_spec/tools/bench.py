@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..api import Session
 from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.scheduler import generate
 from ..engine.stats import Stats
 from ..errors import ContextError
-from ..session import Session
 from ..speculation.synthetic import SyntheticAcceptance
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from ..api import GREEDY, Session
 from ..engine.request import PLAIN, SPECULATIVE
 from ..engine.stats import Stats
 from ..errors import ContextError, PairError, TemplateError
 from ..sampling.sampler import RANDOM_SEED, Sampling
-from ..session import GREEDY, Session
 from ..text.template import ChatTemplate
 from .prompts import Prompt
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..api import Session
 from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.scheduler import Scheduler
 from ..errors import ContextError
-from ..session import Session
 from .bench import BenchOptions, Repeated, _Decode, _fill
 
 ENDLESS = 1 << 30

@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from ..api import Progress
 from ..errors import ConvertError
 from ..files import new_file
 from ..ggml.cores import default_threads
@@ -16,7 +17,6 @@ from ..ggml.library import lib, text
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
 from ..gguf_io.safetensors import SafetensorsFile, parse_json
-from ..session import Progress
 from .checkpoint import TOKENS, Layout
 from .layouts import read_layout
 from .quants import TYPES, quantise, type_id

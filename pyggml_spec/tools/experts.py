@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..api import Session
 from ..engine.options import CHUNKS
 from ..errors import ContextError, ModelError
 from ..models.placement import Routing, hot_count
-from ..session import Session
 
 HELD_OUT = 0.25  # of the text: what the hit rates are measured on, and the hot experts are not chosen by
 

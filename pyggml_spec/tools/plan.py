@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..api import DEMO_TARGET, MOST_BYTES, Session, check_offload, demo_drafters, draft_files, load
 from ..cache.kv_types import MOST_CONTEXT, KVTypes
 from ..checks import either, numbers, path, whole
 from ..engine.options import EngineOptions
@@ -24,7 +25,6 @@ from ..ggml.devices import pick_devices
 from ..gguf_io import GGUFFile
 from ..models.placement import ExpertOptions
 from ..models.registry import open_target
-from ..session import DEMO_TARGET, MOST_BYTES, Session, check_offload, demo_drafters, draft_files, load
 from ..speculation.methods import Methods, methods
 
 

@@ -88,7 +88,7 @@ def test_a_pair_whose_drafter_cannot(tmp_path):
     with pytest.raises(ModelError, match="the drafter's heads of 80"):
         ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_cache_type_k="q8_0")
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, cache_type_k="q8_0", cache_type_v="q4_0") as session:
-        assert session.engaged().kv_type == "K q8_0 V q4_0, drafter f16"
+        assert session.configuration().kv_type == "K q8_0 V q4_0, drafter f16"
 
 
 def test_a_position_sees_itself_and_not_the_next_in_the_longest_context():

@@ -33,7 +33,7 @@ def prompts(tmp_path):
 
 def test_lengths_in_every_form(pinned):
     done = pyspec("bench", *pinned, "-p", "8,16", "-n", 4, "-r", 2, "--json")
-    assert done.returncode == 0 and "engaged: " in done.stderr
+    assert done.returncode == 0 and "configuration: " in done.stderr
     lines = done.stdout.decode().splitlines()
     assert [line.split(" | ")[0] for line in lines[2:6]] == ["| pp8", "| pp16", "| tg4", "| spec4"]
     assert [row["test"] for row in json.loads(lines[-1])["rows"]] == ["pp8", "pp16", "tg4", "spec4"]
@@ -115,7 +115,7 @@ def test_included_prompts_on_the_embedded_pair():
 
 def test_ctrl_c_writes_the_complete_runs(talker, prompts):
     process = start("bench", *talker, "--prompts", prompts, "-r", 100000, "-o", "csv")
-    while not process.stderr.readline().startswith(b"engaged"):
+    while not process.stderr.readline().startswith(b"configuration"):
         pass
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)

@@ -92,7 +92,7 @@ def terminal():
 def test_three_turns_through_a_terminal_with_drafts_in_each(terminal, tmp_path):
     chat = terminal(*DEMO, "-n", 20, "--draft-width", 8)
     start_text = chat.until("> ")
-    assert "engaged: " in start_text and "no chat template" in start_text and "thinking" in start_text
+    assert "configuration: " in start_text and "no chat template" in start_text and "thinking" in start_text
     reused = []
     for line in ("class Stack:\\\r    def __init__(self):", "    def push(self, item):", "    def pop(self):"):
         chat.type(line + "\r")

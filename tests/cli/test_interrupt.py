@@ -165,7 +165,7 @@ def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
 def test_one_after_the_text_is_complete_changes_nothing(pinned, text):
     """While the footer's plain speed is measured: the text is whole, so the run succeeded."""
     patch = """if True:
-        from pyggml_spec.session import Session
+        from pyggml_spec.api import Session
         calibrate = Session.calibrate_plain
         def slow(self, *args):
             ctrl_c()

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from pyggml_spec.cli.report import engaged_line, footer
+from pyggml_spec.api import Configuration
+from pyggml_spec.cli.report import configuration_line, footer
 from pyggml_spec.engine.stats import Stats
-from pyggml_spec.session import Engaged
 
 
 def _stats(**more) -> Stats:
@@ -39,11 +39,11 @@ def test_a_drafter_that_will_not_draft_is_called_idle():
     """It said "width chosen from 1" where no block width pays."""
     memory = {"weights": 1, "kv": 1, "compute": 1}
     lines = {
-        widths: engaged_line(Engaged("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", memory, ()), None)
+        widths: configuration_line(Configuration("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", memory, ()), None)
         for widths in ((1,), (1, 2), ())
     }
     assert "on CPU (1 thread, kernels: ggml) | drafter d idle (no block width is faster" in lines[1,]
-    told = engaged_line(Engaged("t", "d", None, "CPU", 1, 16, (1, 2), 256, "", "f16", "ggml", memory, ()), "reference")
+    told = configuration_line(Configuration("t", "d", None, "CPU", 1, 16, (1, 2), 256, "", "f16", "ggml", memory, ()), "reference")
     assert "the text is that of --draft-width 16" in told  # and not that of a width chosen while running
     assert "drafter d, width chosen from 1/2" in lines[1, 2] and "drafter d, width 16" in lines[()]
 

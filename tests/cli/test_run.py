@@ -21,7 +21,7 @@ DOCUMENTED = {
 def test_stdout_is_the_text_and_nothing_else(pinned, text):
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40)
     assert (done.returncode, done.stdout.decode()) == (0, text)
-    assert done.stderr.startswith("engaged: ") and "ended by: length" in done.stderr
+    assert done.stderr.startswith("configuration: ") and "ended by: length" in done.stderr
 
 
 def test_without_a_terminal_there_are_no_bars_and_no_escapes(pinned):

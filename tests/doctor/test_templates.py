@@ -2,8 +2,8 @@
 
 from gguf_io.build import STR, Model
 
+from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.doctor.examine import Effort, Subject, examine_drafter
-from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}\n{{ m.content }}{% endfor %}{% if enable_thinking %}\n# thinking:\n{% else %}\n{% endif %}"

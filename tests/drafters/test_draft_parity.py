@@ -7,7 +7,7 @@ from llama_oracle import LlamaDFlash
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 
 
 def assert_blocks_equal(session, target, draft, prompt, blocks):

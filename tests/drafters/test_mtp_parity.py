@@ -10,9 +10,9 @@ from random_gguf.model import Shape
 from random_gguf.mtp import write_mtp, write_mtp_target
 
 import pyggml_spec as ps
+from pyggml_spec.api import DEMO, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.drafters.mtp import MTP
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.session import DEMO, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
 from pyggml_spec.tools.prompts import read_prompts
 

@@ -127,7 +127,7 @@ def test_two_of_one_kind_and_missing_ones_are_named(files):
     with pytest.raises(PairError, match="nothing that drafts as draft-mtp"):
         ps.load(files["plain"], files["blocks"], spec=BOTH, **both)
     with ps.load(files["plain"], [files["layer"], files["blocks"]], draft_width=4, **both) as session:
-        assert session.methods == (CHAIN, BLOCKS) and session.engaged().drafter == "layer.gguf and dflash.gguf"
+        assert session.methods == (CHAIN, BLOCKS) and session.configuration().drafter == "layer.gguf and dflash.gguf"
 
 
 def test_one_drafter_drafts_in_a_step(team):

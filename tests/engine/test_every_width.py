@@ -58,7 +58,7 @@ def test_speculative_text_is_plain_text_at_every_width(tmp_path, arch):
     target, draft = TARGETS[arch](tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
     prompt = prompt_of(530)
     with ps.load(target, draft, device="CPU", threads=2, n_ctx=768, draft_width=16) as session:
-        assert session.engaged().kernels.startswith("own")
+        assert session.configuration().kernels.startswith("own")
         engine = session.engine
         text = run(engine, prompt, 80, mode=PLAIN)[0]
         for width in (2, 3, 5, 8, 13, 16):
@@ -99,14 +99,14 @@ def test_own_kernels_are_llama_cpps_to_rounding(tmp_path, quant):
 
 def test_a_tied_head_is_held_once(tmp_path):
     """The table that rows are looked up in is the packed head itself; all weights together take what the file takes, and 5 % at most."""
-    from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
+    from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 
     with ps.load(device="CPU", threads=1, n_ctx=64) as session:
         weights = session.target.weights
         assert weights["token_embd.weight"] is weights["output.weight"]
-        assert session.engaged().memory["weights"] < 1.05 * DEMO_TARGET.stat().st_size
-        assert session.engaged().memory["draft_weights"] < 1.05 * DEMO_DRAFTER.stat().st_size
-        assert session.engaged().kernels == f"own ({LEVELS[0].name})"
+        assert session.configuration().memory["weights"] < 1.05 * DEMO_TARGET.stat().st_size
+        assert session.configuration().memory["draft_weights"] < 1.05 * DEMO_DRAFTER.stat().st_size
+        assert session.configuration().kernels == f"own ({LEVELS[0].name})"
 
 
 @pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has only one level")
@@ -116,9 +116,9 @@ def test_a_lower_level_gives_the_same_bits_and_is_named(monkeypatch):
     for level in LEVELS:
         monkeypatch.setenv(FEATURES, level.name)
         with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:
-            assert session.engaged().kernels == f"own ({level.name})"
+            assert session.configuration().kernels == f"own ({level.name})"
             seen.append(session.engine.logits(prompt_of(40)))
     assert all(np.array_equal(seen[0], other) for other in seen[1:])
     monkeypatch.setenv(FEATURES, "none")
     with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:
-        assert session.engaged().kernels == "ggml" and session.target.weights.own_bytes == 0
+        assert session.configuration().kernels == "ggml" and session.target.weights.own_bytes == 0

@@ -52,7 +52,7 @@ def large():
 
 before = large()
 with ps.load(device="CPU", threads=1, n_ctx=64) as session:
-    print(large() - before, session.engaged().memory["weights"])
+    print(large() - before, session.configuration().memory["weights"])
 """
 
 

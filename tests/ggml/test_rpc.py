@@ -219,8 +219,8 @@ def test_a_worker_is_a_segment_once(worker):
 
 def test_what_is_engaged_says_that_nothing_is_encrypted(worker):
     with ps.load(device=worker.device, **OPTIONS) as session:
-        assert rpc.UNENCRYPTED in session.engaged().notes and rpc.UNASKED not in session.engaged().notes
-        assert session.engaged().device == worker.device
+        assert rpc.UNENCRYPTED in session.configuration().notes and rpc.UNASKED not in session.configuration().notes
+        assert session.configuration().device == worker.device
 
 
 def test_steps_send_kilobytes_and_no_graphs(worker):

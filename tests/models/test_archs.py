@@ -582,9 +582,9 @@ def test_an_indexer_that_a_device_cannot_score_is_refused(tmp_path, monkeypatch)
 
 
 def test_attention_with_sinks_is_ggmls_and_said(tmp_path):
-    """Our own attention knows no sinks: the products are still ours, and `engaged` says which is which."""
+    """Our own attention knows no sinks: the products are still ours, and `configuration` says which is which."""
     with ps.load(write_gpt_oss(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="own") as session:
-        assert session.engaged().kernels.endswith(", attention by ggml's because it has sinks")
+        assert session.configuration().kernels.endswith(", attention by ggml's because it has sinks")
         ops = session.engine.step_graph("plain", 1).op_counts()
         assert ops["FLASH_ATTN_EXT"] == 4 and ops["own product"] > 0
 

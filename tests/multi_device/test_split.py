@@ -232,7 +232,7 @@ def test_text_of_a_scheduler(tmp_path):
 def test_what_is_in_use_names_the_split(tmp_path):
     target, draft = write_pair(tmp_path, "qwen35")
     with loaded(target, draft, (3,)) as session:
-        assert session.engaged().device == "layers 0 to 2 on CPU, layer 3 on CPU"
+        assert session.configuration().device == "layers 0 to 2 on CPU, layer 3 on CPU"
 
 
 def test_what_cannot_be_split(tmp_path):

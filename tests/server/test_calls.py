@@ -6,12 +6,12 @@ from contextlib import closing
 import pytest
 from gguf_io.build import I32, Model
 
+from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.constraints.grammar import Grammar
 from pyggml_spec.constraints.lazy import LazyGrammar
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.server.calls import calls_grammar
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.session import DEMO_TARGET
 from pyggml_spec.text.formats import FORMATS, Tags
 from pyggml_spec.text.parse import Parser
 from pyggml_spec.text.tokenizer import Tokenizer

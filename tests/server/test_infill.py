@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 from server.running import Running, events
 
+from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.server.answer import Answer
 from pyggml_spec.server.errors import ApiError
 from pyggml_spec.server.infill import BATCH, SNIPPET, _read, lay_out
 from pyggml_spec.server.jobs import Ask
 from pyggml_spec.server.served import ServeOptions
-from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.text.stream import LENGTH, STOP, BlockText, LineLimits
 from pyggml_spec.text.tokenizer import Fim, Tokenizer
 

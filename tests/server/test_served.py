@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import llama_cpp
 import pytest
 
+from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.server.served import NAMED, Served, ServeOptions
-from pyggml_spec.session import DEMO_TARGET
 from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer

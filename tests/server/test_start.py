@@ -53,7 +53,7 @@ def test_an_address_that_is_taken_is_one_sentence(server):
 )
 def test_what_cannot_be_served_is_said_before_a_model_is_loaded(capsys, monkeypatch, options, words):
     """A key without its certificate ended in a traceback, a wrong one in "the output cannot be written", behind minutes of loading."""
-    monkeypatch.setattr("pyggml_spec.session.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("pyggml_spec.api.load", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit) as end:
         main(["serve", "--port", "0", *options])
     assert end.value.code in (1, 2) and words in capsys.readouterr().err
@@ -78,9 +78,9 @@ def test_what_comes_through_a_pipe_is_read_once(monkeypatch):
 
     load = MagicMock()
     load.return_value.slots_context.return_value = load.return_value.engine.options.n_ctx = 512
-    monkeypatch.setattr("pyggml_spec.session.load", load)
+    monkeypatch.setattr("pyggml_spec.api.load", load)
     monkeypatch.setattr("pyggml_spec.sampling.recommended.recommended", lambda _: ({}, []))
-    monkeypatch.setattr("pyggml_spec.cli.serve.engaged_line", lambda *_: "")
+    monkeypatch.setattr("pyggml_spec.cli.serve.configuration_line", lambda *_: "")
     monkeypatch.setattr("pyggml_spec.server.start.serve", serve)
     keys, certificate, key = (pipe(data) for data in (b"first", b"certificate", b"key"))
     with pytest.raises(SystemExit) as end:
@@ -108,7 +108,7 @@ def test_a_key_has_the_same_name_whatever_others_there_are(tmp_path):
 
 def test_an_encrypted_key_needs_a_terminal(capsys, monkeypatch):
     """OpenSSL asked the terminal that a supervisor's process has not: "the output cannot be written: Invalid argument"."""
-    monkeypatch.setattr("pyggml_spec.session.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("pyggml_spec.api.load", lambda *a, **k: pytest.fail("a model was loaded"))
     monkeypatch.setattr("ssl.SSLContext.load_cert_chain", lambda self, certificate, key, password: password())
     with pytest.raises(SystemExit) as end:
         main(["serve", "--port", "0", "--ssl-cert-file", __file__])

@@ -168,7 +168,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(pair, tmp_path, monkeypatch)
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert (
             session.costs
-            and f"{blocked / 'below'} cannot keep what was measured (Not a directory), so every" in session.engaged().notes[-1]
+            and f"{blocked / 'below'} cannot keep what was measured (Not a directory), so every" in session.configuration().notes[-1]
         )
         monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "a" / "b"))
         assert why_nothing_is_kept() == "" and (tmp_path / "a" / "b").is_dir()

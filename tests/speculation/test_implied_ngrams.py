@@ -4,9 +4,9 @@ import pytest
 from speculation.test_ngram_policy import PROMPT
 
 import pyggml_spec as ps
+from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.chat import chat_template
-from pyggml_spec.cli.report import engaged_line
-from pyggml_spec.session import DEMO_TARGET
+from pyggml_spec.cli.report import configuration_line
 from pyggml_spec.speculation.ngram_policy import NOTHING, PLAIN_STEPS, WARMUP, LookupControl
 from pyggml_spec.tools.bench_prompts import PromptsOptions, bench_prompts
 from pyggml_spec.tools.plan import check
@@ -32,13 +32,13 @@ def session():
 
 def test_it_is_on_and_said(session):
     assert session.methods == ("suffix",)
-    assert "| n-gram drafts (suffix) where the text repeats |" in engaged_line(session.engaged(), None)
+    assert "| n-gram drafts (suffix) where the text repeats |" in configuration_line(session.configuration(), None)
 
 
 @pytest.mark.parametrize("options", [{"spec": []}, {"spec": ["none"]}, {"no_spec": ["suffix"]}])
 def test_it_is_taken_away(options):
     with ps.load(DEMO_TARGET, **CPU, **options) as loaded:
-        assert loaded.methods == () and "no drafter: plain decoding" in engaged_line(loaded.engaged(), None)
+        assert loaded.methods == () and "no drafter: plain decoding" in configuration_line(loaded.configuration(), None)
         assert loaded.generate(PROMPT, 5)[1].mode == "plain"
 
 

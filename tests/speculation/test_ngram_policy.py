@@ -8,8 +8,8 @@ from random_gguf.archs import write_gemma4
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
+from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.errors import EngineError
-from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation.ngram_policy import Choice, LookupControl
 from pyggml_spec.speculation.policy import Kind, WidthControl
 

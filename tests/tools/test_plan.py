@@ -11,14 +11,14 @@ from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.cli.report import engaged_line
+from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET, Session
+from pyggml_spec.cli.report import configuration_line
 from pyggml_spec.engine import options as engine_options
 from pyggml_spec.engine import resources as parts
 from pyggml_spec.engine.request import PLAIN, LoopOptions
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
 from pyggml_spec.models.placement import ExpertOptions, Routing
-from pyggml_spec.session import DEMO_DRAFTER, DEMO_TARGET, Session
 from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
 
 
@@ -376,11 +376,11 @@ def long(tmp_path):
 def test_the_default_context_is_the_models_own(long):
     """It was 4,096, and a question with a file got an error that named a context nobody had asked for."""
     with ps.load(long, device="CPU", threads=1) as session:
-        engaged = session.engaged()
-        assert (engaged.n_ctx, engaged.context) == (40960, "the model's")
-        assert engaged_line(engaged, None).count("context 40960 (the model's) |") == 1
+        configuration = session.configuration()
+        assert (configuration.n_ctx, configuration.context) == (40960, "the model's")
+        assert configuration_line(configuration, None).count("context 40960 (the model's) |") == 1
     with ps.load(long, device="CPU", threads=1, n_ctx=512) as session:
-        assert session.engaged().context == "" and "| context 512 |" in engaged_line(session.engaged(), None)
+        assert session.configuration().context == "" and "| context 512 |" in configuration_line(session.configuration(), None)
     assert plan(long, device="CPU").n_ctx == 40960
 
 
@@ -388,13 +388,13 @@ def test_memory_limits_the_default_context(long, monkeypatch):
     """A quarter of what is free stays free. The plan says beforehand what is loaded then, and with slots, what they get."""
     whole, less = (plan(long, device="CPU", n_ctx=n).total for n in (40960, 8192))
     free = (whole + less) // 2 * 4 // 3
-    monkeypatch.setattr("pyggml_spec.session.free_bytes", lambda device: free)
+    monkeypatch.setattr("pyggml_spec.api.free_bytes", lambda device: free)
     planned = plan(long, device="CPU", free=free)
     assert 8192 < planned.n_ctx < 40960 and planned.n_ctx % 1024 == 0 and planned.total <= free - free // 4
     assert plan(long, device="CPU", n_ctx=planned.n_ctx + 1024).total > free - free // 4
     with ps.load(long, device="CPU", threads=1) as session:
-        assert session.engine.options.n_ctx == planned.n_ctx and session.engaged().context == "of 40960: memory"
-        assert f"context {planned.n_ctx} of 40960: memory |" in engaged_line(session.engaged(), None)
+        assert session.engine.options.n_ctx == planned.n_ctx and session.configuration().context == "of 40960: memory"
+        assert f"context {planned.n_ctx} of 40960: memory |" in configuration_line(session.configuration(), None)
         with session.concurrent(4) as server:
             assert 4096 <= server.n_ctx < planned.n_ctx
         with session.concurrent(2, 512) as server:

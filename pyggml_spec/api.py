@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -114,7 +115,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Engaged:
+class Configuration:
     """What is really in use, for the one line that says so.
 
     ``context``: where ``n_ctx`` comes from: "the model's", "of N: memory" where less fits than the N tokens that it was trained with, "" if it was asked for.
@@ -1029,12 +1030,12 @@ class Session:
         segments = self.target.weights.segments
         return ", ".join(map(str, segments)) if segments else self.backend.device.name
 
-    def engaged(self) -> Engaged:
+    def configuration(self) -> Configuration:
         """What is in use: read it before trusting a speed."""
         self._check_open()
         drafter = self.drafter.title if self.drafter is not None else None
         width = self.engine.options.width if self.drafter is not None else 1
-        return Engaged(
+        return Configuration(
             self.target.file.path.name,
             drafter,
             self.lookup.method if self.lookup is not None else None,
@@ -1049,6 +1050,11 @@ class Session:
             {} if self.engine.graphs.closed else self.engine.memory(),
             (*self.notes, *self._gave_way()),
         )
+
+    def engaged(self) -> Configuration:
+        """The old name of ``configuration``."""
+        warnings.warn("Session.engaged is Session.configuration now", DeprecationWarning, stacklevel=2)
+        return self.configuration()
 
     def _gave_way(self) -> list[str]:
         """That other work has cores of the CPU's threads now."""
@@ -1171,7 +1177,7 @@ def load(
         threads: CPU threads, always so many; None takes as many as other work leaves cores for, at most 16, and one step may have more of them than another.
         kernels: "own" or "ggml" for products on a CPU; None takes our own on x86 with AVX2, and ggml's elsewhere, which are llama.cpp's bit for bit.
         n_ctx: tokens of context; 0 takes what the model was trained with; None that too, or as many as memory has room for, three quarters of what
-            is free and all but 4 GiB; ``engaged`` says which.
+            is free and all but 4 GiB; ``configuration`` names which.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
         graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
         cache_type_k, cache_type_v: what K and V rows are stored as, one of ``cache.kv_types.TYPES``; the next two are the drafter's.
