@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 import pytest
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.cli.foreign import KNOWN
 from pyggml_spec.cli.main import cli
 from pyggml_spec.engine.stats import BatchStats, Stats

@@ -80,7 +80,7 @@ bool pgs_needs_all_threads(struct ggml_cgraph * graph) {
 }
 
 // Ends the team of the calling thread; its next graph makes another one, which takes some 30 us per thread. Not inside of a graph.
-void pgs_give_back_threads(void) {
+void pgs_release_threads(void) {
 #if defined(__unix__) || defined(__APPLE__)
     const int soft = 1;  // omp_pause_soft: what belongs to others stays as it is
     int (*pause)(int);

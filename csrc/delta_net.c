@@ -1,8 +1,8 @@
-// Gated delta-net layers with an unfolded block.
+// Gated delta-net layers with an uncommitted block.
 //
 // A token with g = 0 and beta = 0 leaves the recurrent state unchanged, bit for bit. So a row is switched off by multiplying its g and
 // beta by 0, which is padding, and also rollback: verification never writes the state but leaves the block's k, v, g and beta in an
-// unfolded block; the next step begins by replaying that block with `keep` = 1 for accepted rows and 0 for the rest.
+// uncommitted block; the next step begins by replaying that block with `keep` = 1 for accepted rows and 0 for the rest.
 //
 // All layers are replayed by one call of ggml_gated_delta_net, with the layers as its batch dimension, in place: the call's output is
 // placed so that its state part is the state pool itself. The kernels own one state column each and read it before they write it, so
@@ -261,7 +261,7 @@ static void next_histories(pgs_delta * d, struct ggml_context * ctx, struct ggml
     ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_get_rows(ctx, from, tail), to));
 }
 
-// The unfolded block of `width` rows of `n` consecutive (layer, slot) pairs, from `at` on, replayed on `state`. Rows of `gates` as in
+// The uncommitted block of `width` rows of `n` consecutive (layer, slot) pairs, from `at` on, replayed on `state`. Rows of `gates` as in
 // the pool but for the slots of this graph only: g of n_gates pairs, then beta; the pairs of this call start at `gate`.
 static struct ggml_tensor * replay_block(const pgs_delta * d, struct ggml_context * ctx, int64_t width, int64_t at, int64_t n,
                                          struct ggml_tensor * gates, int64_t gate, int64_t n_gates, struct ggml_tensor * state) {
@@ -425,7 +425,7 @@ static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context 
 }
 
 // By our own kernels, from [history ; block] on.
-static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t at, bool unfolded,
+static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t at, bool uncommitted,
                                       const pgs_delta_inputs * in, struct ggml_tensor * sx, char * err) {
     const pgs_delta_shape s = d->s;
     const int64_t S = s.head_size, rows = in->proj->ne[1], B = d->count, pairs = s.n_layer * d->n_slots, H = heads_qk(d);
@@ -433,7 +433,7 @@ static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context *
     pgs_share_sections(in->proj, S * s.n_head_k, S * s.n_head_v);
     struct ggml_tensor * mixed = pgs_convolution(ctx, s.level, sx, in->conv_w, S * s.n_head_k, S * s.n_head_v), * qk = NULL, * gates = NULL;
     struct ggml_tensor * state = states_view(d, ctx, d->states, replay_scratch(d, s.max_width) + state_floats(d) * at, B);
-    if (unfolded) {
+    if (uncommitted) {
         if (pgs_place(d->convd, (size_t) (d->channels * (rows / B) * at) * f, mixed, err) != 0) {
             return NULL;
         }
@@ -457,8 +457,8 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     const pgs_delta_shape s = d->s;
     const int64_t L = s.n_layer, S = s.head_size, rows = in->proj->ne[1], B = d->count, T = rows / B, at = layer * d->n_slots + d->first, H = heads_qk(d);
     const size_t  f = sizeof(float);
-    const bool    unfolded = mode == PGS_DELTA_UNFOLDED;
-    if (layer < 0 || layer >= L || T * B != rows || in->proj->ne[0] != s.row || (width != 0 && width != T) || width > s.max_width || (unfolded && width == 0) ||
+    const bool    uncommitted = mode == PGS_DELTA_UNCOMMITTED;
+    if (layer < 0 || layer >= L || T * B != rows || in->proj->ne[0] != s.row || (width != 0 && width != T) || width > s.max_width || (uncommitted && width == 0) ||
         (in->take != NULL && width == 0 && T != 1) || (in->take == NULL && width != 0 && s.n_slots > 0)) {
         snprintf(err, PGS_ERR, "delta-net layer %lld of %lld over %lld rows of %lld values and %lld slots at width %lld", (long long) layer,
                  (long long) L, (long long) rows, (long long) in->proj->ne[0], (long long) B, (long long) width);
@@ -470,11 +470,11 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
         return NULL;
     }
     if (s.level != NULL) {
-        return own_layer(d, ctx, gf, at, unfolded, in, sx, err);
+        return own_layer(d, ctx, gf, at, uncommitted, in, sx, err);
     }
     sx = ggml_cont(ctx, ggml_transpose(ctx, sx));
     struct ggml_tensor * mixed = ggml_silu(ctx, ggml_ssm_conv(ctx, sx, in->conv_w));  // [channels, T, B]
-    if (unfolded && pgs_place(d->convd, d->channels * T * at * f, mixed, err) != 0) {
+    if (uncommitted && pgs_place(d->convd, d->channels * T * at * f, mixed, err) != 0) {
         return NULL;
     }
     const size_t row = mixed->nb[1];
@@ -485,7 +485,7 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     if (s.repeat > 1) {
         qk = ggml_repeat_4d(ctx, ggml_reshape_3d(ctx, qk, S, 1, 2 * s.n_head_k * rows), S, s.repeat, 2 * s.n_head_k * rows, 1);
     }
-    if (unfolded && pgs_place(d->qk, 2 * H * S * T * at * f, qk, err) != 0) {
+    if (uncommitted && pgs_place(d->qk, 2 * H * S * T * at * f, qk, err) != 0) {
         return NULL;
     }
     const size_t each_row  = 2 * H * S * f;
@@ -495,7 +495,7 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     // part of a fused product, beta has gaps between its rows, which the sigmoid of several backends does not take
     struct ggml_tensor * beta = ggml_sigmoid(ctx, ggml_is_contiguous(in->beta) ? in->beta : ggml_cont(ctx, in->beta));
     struct ggml_tensor * g    = ggml_mul(ctx, ggml_softplus(ctx, ggml_add(ctx, in->alpha, in->dt)), in->a);
-    if (unfolded) {
+    if (uncommitted) {
         const size_t each = s.n_head_v * T * f;
         if (pgs_place(d->gates, each * at, g, err) != 0 || pgs_place(d->gates, each * (L * d->n_slots + at), beta, err) != 0) {
             return NULL;
@@ -508,7 +508,7 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
         d->replayed[layer] != NULL ? d->replayed[layer] : states_view(d, ctx, d->fresh, state_floats(d) * at, B);
     struct ggml_tensor * out = ggml_gated_delta_net(ctx, q, k, v, ggml_reshape_4d(ctx, g, 1, s.n_head_v, T, B),
                                                     ggml_reshape_4d(ctx, beta, 1, s.n_head_v, T, B), state, 1);
-    if (!unfolded) {
+    if (!uncommitted) {
         write_states(d, ctx, gf, out, rows, layer);
     }
     return ggml_view_3d(ctx, out, S, s.n_head_v, rows, S * f, S * s.n_head_v * f, 0);

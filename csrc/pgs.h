@@ -1,14 +1,14 @@
 // pyggml_spec step engine: the parts of a decoding step that must never change shape between steps.
 //
 // Who owns what
-//   pgs_role    one graph allocator (ggml_gallocr) and the counters of one kind of step
+//   pgs_allocator    one graph allocator (ggml_gallocr) and the counters of one kind of step
 //   pgs_graph   one arena (ggml_context) and one graph inside it; kept and recomputed, never rebuilt
 //   pgs_io      the device buffer that all small inputs and outputs of a step live in, and its pinned host mirror
 //   pgs_chain   the order of a step's graphs on several devices, and what is copied between them
 //   pgs_lane    a thread that runs such a step, one part behind the other, beside those of other lanes
 //   pgs_experts what moves between host and device where experts are in host memory, and the host's own small graphs
 //   pgs_stream  weights in host memory that are copied to a device, layer by layer, while it computes
-//   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the unfolded block
+//   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the uncommitted block
 //
 // Functions that can fail return 0 on success and write one sentence into `err` (PGS_ERR bytes) otherwise. Nothing here aborts on a
 // condition that a caller could have caused.
@@ -24,7 +24,7 @@
 
 #define PGS_ERR 256
 
-typedef struct pgs_role  pgs_role;
+typedef struct pgs_allocator  pgs_allocator;
 typedef struct pgs_graph pgs_graph;
 typedef struct pgs_io    pgs_io;
 typedef struct pgs_chain pgs_chain;
@@ -45,12 +45,12 @@ typedef struct pgs_counters {
 
 // ---- step_graph.c
 
-pgs_role * pgs_role_new(ggml_backend_t backend);
-void       pgs_role_free(pgs_role * role);
-void       pgs_role_counters(const pgs_role * role, pgs_counters * out);
-size_t     pgs_role_buffer_size(const pgs_role * role);
+pgs_allocator * pgs_allocator_new(ggml_backend_t backend);
+void       pgs_allocator_free(pgs_allocator * allocator);
+void       pgs_allocator_counters(const pgs_allocator * allocator, pgs_counters * out);
+size_t     pgs_allocator_buffer_size(const pgs_allocator * allocator);
 
-pgs_graph *           pgs_graph_new(pgs_role * role, size_t max_nodes, char * err);
+pgs_graph *           pgs_graph_new(pgs_allocator * allocator, size_t max_nodes, char * err);
 void                  pgs_graph_free(pgs_graph * graph);
 size_t                pgs_graph_host_bytes(const pgs_graph * graph);
 struct ggml_context * pgs_graph_context(pgs_graph * graph);
@@ -64,7 +64,7 @@ bool                  pgs_graph_stale(const pgs_graph * graph);
 // and uploading. Nothing else may use the backend meanwhile.
 bool                  pgs_graph_capture(pgs_graph * graph, int64_t * us);
 void                  pgs_capture_by(void * capture, void * release);  // instead of the device's own: tests; NULL: its own again
-void                  pgs_graph_hold(pgs_graph * graph, bool held);  // while its role's buffer is held, no graph is planned that needs a larger one
+void                  pgs_graph_hold(pgs_graph * graph, bool held);  // while its allocator's buffer is held, no graph is planned that needs a larger one
 int                   pgs_graph_held(const pgs_graph * graph);       // by how many steps of lanes
 uint64_t              pgs_graph_hash(const pgs_graph * graph);
 uint64_t              pgs_graph_uid(pgs_graph * graph);  // what ggml-cuda recognises it by; 0 before it is planned
@@ -111,7 +111,7 @@ void pgs_step_wait(pgs_io * io, pgs_step_times * times);
 
 // ---- compute_threads.c
 
-void pgs_give_back_threads(void);
+void pgs_release_threads(void);
 bool pgs_threads_begin(ggml_backend_t backend, void * set, int most);
 void pgs_threads_end(ggml_backend_t backend);
 void pgs_threads_now(ggml_backend_t backend, int threads);
@@ -201,12 +201,12 @@ bool pgs_finite_at(const float * values, int64_t n, int64_t rows, const int64_t 
 void pgs_kv_write_rows(struct ggml_context * ctx, struct ggml_cgraph * gf, struct ggml_tensor * cache, struct ggml_tensor * rows,
                        struct ggml_tensor * index);
 
-// ---- fa_span.c
+// ---- flash_attention.c
 
-struct ggml_tensor * pgs_span_mask(struct ggml_context * ctx, struct ggml_tensor * kv_near, struct ggml_tensor * q_last,
-                                   struct ggml_tensor * q_first, int64_t span, int64_t slots, const pgs_level * level);
-struct ggml_tensor * pgs_fa_span(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
-                                 struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t span, float scale,
+struct ggml_tensor * pgs_kv_mask(struct ggml_context * ctx, struct ggml_tensor * mask_base, struct ggml_tensor * q_last,
+                                   struct ggml_tensor * q_first, int64_t kv_bucket, int64_t slots, const pgs_level * level);
+struct ggml_tensor * pgs_flash_attention(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
+                                 struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t kv_bucket, float scale,
                                  struct ggml_tensor * sinks, const pgs_level * level);
 
 // ---- delta_net.c
@@ -227,7 +227,7 @@ typedef struct pgs_delta_shape {
 
 typedef enum pgs_delta_mode {
     PGS_DELTA_DIRECT   = 0,  // the state is written by the step itself (prefill, plain decoding)
-    PGS_DELTA_UNFOLDED = 1,  // the block stays unfolded; the next step commits the accepted prefix by replay
+    PGS_DELTA_UNCOMMITTED = 1,  // the block stays uncommitted; the next step commits the accepted prefix by replay
 } pgs_delta_mode;
 
 typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows
@@ -368,7 +368,7 @@ struct ggml_tensor * pgs_argmax(struct ggml_context * ctx, const pgs_level * lev
 // F32 [n_i, T] each -> F32 [n_0 + n_1 + ..., T]; at most 9.
 struct ggml_tensor * pgs_join(struct ggml_context * ctx, struct ggml_tensor ** parts, int count);
 struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * near, struct ggml_tensor * q_last, struct ggml_tensor * q_first,
-                              int64_t span, int64_t slots);
+                              int64_t kv_bucket, int64_t slots);
 // Attention as ggml_flash_attn_ext; NULL for shapes that our kernels do not take.
 struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * q, struct ggml_tensor * k,
                                         struct ggml_tensor * v, struct ggml_tensor * mask, float scale);

@@ -1,5 +1,5 @@
-// Split allocators: every kind of step ("role") owns one graph allocator, and every graph of the role is planned once and then only
-// recomputed. Roles of different topology that share one allocator re-plan on every alternation (56 re-plans and 14 device frees in 26
+// Split allocators: every kind of step ("allocator") owns one graph allocator, and every graph of the allocator is planned once and then only
+// recomputed. Allocators of different topology that share one allocator re-plan on every alternation (56 re-plans and 14 device frees in 26
 // steps were measured on a shared one; 3 and 0 after the split).
 #ifdef __linux__
 #define _DEFAULT_SOURCE
@@ -20,7 +20,7 @@
 #include <string.h>
 #include <time.h>
 
-struct pgs_role {
+struct pgs_allocator {
     ggml_backend_t backend;
     ggml_gallocr_t galloc;
     pgs_counters   counters;
@@ -31,19 +31,19 @@ struct pgs_role {
 #endif
 };
 
-static void lock(pgs_role * role) {
+static void lock(pgs_allocator * allocator) {
 #ifdef PGS_LOCKS
-    pthread_mutex_lock(&role->lock);
+    pthread_mutex_lock(&allocator->lock);
 #else
-    (void) role;  // no lanes there
+    (void) allocator;  // no lanes there
 #endif
 }
 
-static void unlock(pgs_role * role) {
+static void unlock(pgs_allocator * allocator) {
 #ifdef PGS_LOCKS
-    pthread_mutex_unlock(&role->lock);
+    pthread_mutex_unlock(&allocator->lock);
 #else
-    (void) role;
+    (void) allocator;
 #endif
 }
 
@@ -74,7 +74,7 @@ typedef struct graph_cut {
 } graph_cut;
 
 struct pgs_graph {
-    pgs_role *            role;
+    pgs_allocator *            allocator;
     void *                arena;
     size_t                arena_size;
     struct ggml_context * ctx;
@@ -88,35 +88,35 @@ struct pgs_graph {
     bool                  all_threads;  // its bits depend on their number
 };
 
-pgs_role * pgs_role_new(ggml_backend_t backend) {
-    pgs_role * role = calloc(1, sizeof(*role));
-    if (role == NULL) {
+pgs_allocator * pgs_allocator_new(ggml_backend_t backend) {
+    pgs_allocator * allocator = calloc(1, sizeof(*allocator));
+    if (allocator == NULL) {
         return NULL;
     }
-    role->backend = backend;
-    role->galloc  = ggml_gallocr_new(ggml_backend_get_default_buffer_type(backend));
+    allocator->backend = backend;
+    allocator->galloc  = ggml_gallocr_new(ggml_backend_get_default_buffer_type(backend));
 #ifdef PGS_LOCKS
-    pthread_mutex_init(&role->lock, NULL);
+    pthread_mutex_init(&allocator->lock, NULL);
 #endif
-    return role;
+    return allocator;
 }
 
-void pgs_role_free(pgs_role * role) {
-    if (role != NULL) {
-        ggml_gallocr_free(role->galloc);
+void pgs_allocator_free(pgs_allocator * allocator) {
+    if (allocator != NULL) {
+        ggml_gallocr_free(allocator->galloc);
 #ifdef PGS_LOCKS
-        pthread_mutex_destroy(&role->lock);
+        pthread_mutex_destroy(&allocator->lock);
 #endif
-        free(role);
+        free(allocator);
     }
 }
 
-void pgs_role_counters(const pgs_role * role, pgs_counters * out) {
-    *out = role->counters;
+void pgs_allocator_counters(const pgs_allocator * allocator, pgs_counters * out) {
+    *out = allocator->counters;
 }
 
-size_t pgs_role_buffer_size(const pgs_role * role) {
-    return ggml_gallocr_get_buffer_size(role->galloc, 0);
+size_t pgs_allocator_buffer_size(const pgs_allocator * allocator) {
+    return ggml_gallocr_get_buffer_size(allocator->galloc, 0);
 }
 
 // ggml asserts 32 of what a CPU buffer begins with, and 16 of an arena; malloc promises 16 at most.
@@ -182,13 +182,13 @@ void pgs_pages_buffer_free(ggml_backend_buffer_t buffer) {
     pages_free(pages, size);
 }
 
-pgs_graph * pgs_graph_new(pgs_role * role, size_t max_nodes, char * err) {
+pgs_graph * pgs_graph_new(pgs_allocator * allocator, size_t max_nodes, char * err) {
     const size_t size  = GGML_PAD(ggml_tensor_overhead() * max_nodes + ggml_graph_overhead_custom(max_nodes, false), GGML_MEM_ALIGN);
     pgs_graph *  graph = calloc(1, sizeof(*graph));
     // made for the most nodes that a graph may have, and most have a tenth of them: pages cost memory only where a node lies
     void * arena = graph != NULL ? pages_new(size) : NULL;
     if (arena != NULL) {
-        graph->role       = role;
+        graph->allocator       = allocator;
         graph->arena      = arena;
         graph->arena_size = size;
         graph->ctx        = ggml_init((struct ggml_init_params){ .mem_size = size, .mem_buffer = arena, .no_alloc = true });
@@ -231,13 +231,13 @@ static release_t release_of(ggml_backend_t backend) {
 
 bool pgs_graph_capture(pgs_graph * graph, int64_t * us) {
     us[0] = us[1] = us[2] = 0;
-    const capture_t capture = capture_of(graph->role->backend);
+    const capture_t capture = capture_of(graph->allocator->backend);
     // one with cuts is computed in parts, which are graphs without a uid
     if (capture == NULL || graph->n_cuts > 0 || pgs_graph_stale(graph) || pgs_graph_uid(graph) == 0 ||
-        !capture(graph->role->backend, graph->gf, us)) {
+        !capture(graph->allocator->backend, graph->gf, us)) {
         return false;
     }
-    graph->captured_by = graph->role->backend;
+    graph->captured_by = graph->allocator->backend;
     return true;
 }
 
@@ -267,7 +267,7 @@ struct ggml_cgraph * pgs_graph_cgraph(pgs_graph * graph) {
 }
 
 ggml_backend_t pgs_graph_backend(const pgs_graph * graph) {
-    return graph->role->backend;
+    return graph->allocator->backend;
 }
 
 static void dims(const struct ggml_tensor * t, char * out, size_t n) {
@@ -297,14 +297,14 @@ static int remote_check(ggml_backend_t backend, struct ggml_cgraph * gf) {
 // A backend asserts, and ends the process, on an operation that it cannot run: ask first.
 static int check_supported(const pgs_graph * graph, char * err) {
     struct ggml_cgraph * gf     = graph->gf;
-    const int            remote = remote_check(graph->role->backend, gf);
+    const int            remote = remote_check(graph->allocator->backend, gf);
     for (int i = 0; i < ggml_graph_n_nodes(gf); i++) {
         const struct ggml_tensor * node = ggml_graph_node(gf, i);
-        if (i == remote || (remote == UNKNOWN && !ggml_backend_supports_op(graph->role->backend, node))) {
+        if (i == remote || (remote == UNKNOWN && !ggml_backend_supports_op(graph->allocator->backend, node))) {
             char a[64] = "", b[64] = "";
             dims(node->src[0] ? node->src[0] : node, a, sizeof(a));
             dims(node, b, sizeof(b));
-            snprintf(err, PGS_ERR, "the backend %s cannot run %s on %s -> %s", ggml_backend_name(graph->role->backend), ggml_op_desc(node),
+            snprintf(err, PGS_ERR, "the backend %s cannot run %s on %s -> %s", ggml_backend_name(graph->allocator->backend), ggml_op_desc(node),
                      a, b);
             return 1;
         }
@@ -330,12 +330,12 @@ static uint64_t next_uid(void) {
 }
 
 static int plan(pgs_graph * graph, char * err) {
-    pgs_role * role = graph->role;
+    pgs_allocator * allocator = graph->allocator;
     // Always plan for exactly this graph: ggml's own check compares sizes, not lifetimes, so a plan of a sibling could be taken over.
-    const size_t before = pgs_role_buffer_size(role);
-    if (role->held > 0) {  // a larger buffer takes the place of the one that a lane's thread computes in
+    const size_t before = pgs_allocator_buffer_size(allocator);
+    if (allocator->held > 0) {  // a larger buffer takes the place of the one that a lane's thread computes in
         size_t         need   = 0;
-        ggml_gallocr_t sizing = ggml_gallocr_new(ggml_backend_get_default_buffer_type(role->backend));  // the role's own would give its buffer back
+        ggml_gallocr_t sizing = ggml_gallocr_new(ggml_backend_get_default_buffer_type(allocator->backend));  // the allocator's own would give its buffer back
         ggml_gallocr_reserve_n_size(sizing, graph->gf, NULL, NULL, &need);
         ggml_gallocr_free(sizing);
         if (need > before) {
@@ -346,21 +346,21 @@ static int plan(pgs_graph * graph, char * err) {
             return 1;
         }
     }
-    if (!ggml_gallocr_reserve(role->galloc, graph->gf) || !ggml_gallocr_alloc_graph(role->galloc, graph->gf)) {
-        snprintf(err, PGS_ERR, "the backend %s has no memory for a compute buffer of this graph (%zu MiB were in use by its role)",
-                 ggml_backend_name(role->backend), before >> 20);
-        role->generation++;  // the buffer was freed before the larger one was asked for
+    if (!ggml_gallocr_reserve(allocator->galloc, graph->gf) || !ggml_gallocr_alloc_graph(allocator->galloc, graph->gf)) {
+        snprintf(err, PGS_ERR, "the backend %s has no memory for a compute buffer of this graph (%zu MiB were in use by its allocator)",
+                 ggml_backend_name(allocator->backend), before >> 20);
+        allocator->generation++;  // the buffer was freed before the larger one was asked for
         return 1;
     }
-    const size_t after = pgs_role_buffer_size(role);
-    if (after != before || role->counters.graphs_built == 0) {
-        role->counters.buffer_growths++;
-        role->generation++;
+    const size_t after = pgs_allocator_buffer_size(allocator);
+    if (after != before || allocator->counters.graphs_built == 0) {
+        allocator->counters.buffer_growths++;
+        allocator->generation++;
     } else {
-        role->counters.replans++;
+        allocator->counters.replans++;
     }
-    role->counters.graphs_built++;
-    graph->generation  = role->generation;
+    allocator->counters.graphs_built++;
+    graph->generation  = allocator->generation;
     graph->planned     = true;
     graph->all_threads = pgs_needs_all_threads(graph->gf);
     graph_fields * fields = known_fields(graph);
@@ -378,9 +378,9 @@ int pgs_graph_plan(pgs_graph * graph, char * err) {
     if (check_supported(graph, err) != 0) {
         return 1;
     }
-    lock(graph->role);
+    lock(graph->allocator);
     const int status = plan(graph, err);
-    unlock(graph->role);
+    unlock(graph->allocator);
     return status;
 }
 
@@ -390,20 +390,20 @@ uint64_t pgs_graph_uid(pgs_graph * graph) {
 }
 
 void pgs_graph_hold(pgs_graph * graph, bool held) {
-    lock(graph->role);
-    graph->role->held += held ? 1 : -1;
-    unlock(graph->role);
+    lock(graph->allocator);
+    graph->allocator->held += held ? 1 : -1;
+    unlock(graph->allocator);
 }
 
 int pgs_graph_held(const pgs_graph * graph) {
-    lock(graph->role);
-    const int held = graph->role->held;
-    unlock(graph->role);
+    lock(graph->allocator);
+    const int held = graph->allocator->held;
+    unlock(graph->allocator);
     return held;
 }
 
 bool pgs_graph_stale(const pgs_graph * graph) {
-    return !graph->planned || graph->generation != graph->role->generation;
+    return !graph->planned || graph->generation != graph->allocator->generation;
 }
 
 static int add_cut(pgs_graph * graph, graph_cut cut, char * err) {
@@ -448,10 +448,10 @@ static int compute_part(pgs_graph * graph, int first, int end, int number, char 
     part.nodes += first;
     part.n_nodes = end - first;
     part.n_leafs = 0;
-    part.uid     = number > 0 && part.uid != 0 && is_remote(graph->role->backend) ? part.uid | (uint64_t) number << 48 : 0;
-    const enum ggml_status status = ggml_backend_graph_compute_async(graph->role->backend, (struct ggml_cgraph *) &part);
+    part.uid     = number > 0 && part.uid != 0 && is_remote(graph->allocator->backend) ? part.uid | (uint64_t) number << 48 : 0;
+    const enum ggml_status status = ggml_backend_graph_compute_async(graph->allocator->backend, (struct ggml_cgraph *) &part);
     if (status != GGML_STATUS_SUCCESS) {
-        snprintf(err, PGS_ERR, "the backend %s failed on a part of a step: %s", ggml_backend_name(graph->role->backend),
+        snprintf(err, PGS_ERR, "the backend %s failed on a part of a step: %s", ggml_backend_name(graph->allocator->backend),
                  ggml_status_to_string(status));
         return 1;
     }
@@ -481,26 +481,26 @@ static int compute_parts(pgs_graph * graph, char * err) {
         }
         first = cut->end;
     }
-    graph->role->counters.computes++;
+    graph->allocator->counters.computes++;
     return compute_part(graph, first, ggml_graph_n_nodes(graph->gf), graph->n_cuts + 1, err);
 }
 
 int pgs_graph_compute(pgs_graph * graph, char * err) {
     if (pgs_graph_stale(graph)) {
-        snprintf(err, PGS_ERR, "a graph was computed after its role's buffer had moved: build it again");
+        snprintf(err, PGS_ERR, "a graph was computed after its allocator's buffer had moved: build it again");
         return 1;
     }
-    pgs_threads_before(graph->role->backend, graph->all_threads);
+    pgs_threads_before(graph->allocator->backend, graph->all_threads);
     if (graph->n_cuts > 0) {
         return compute_parts(graph, err);
     }
-    const enum ggml_status status = ggml_backend_graph_compute_async(graph->role->backend, graph->gf);
+    const enum ggml_status status = ggml_backend_graph_compute_async(graph->allocator->backend, graph->gf);
     if (status != GGML_STATUS_SUCCESS) {
-        snprintf(err, PGS_ERR, "the backend %s failed on a step: %s", ggml_backend_name(graph->role->backend),
+        snprintf(err, PGS_ERR, "the backend %s failed on a step: %s", ggml_backend_name(graph->allocator->backend),
                  ggml_status_to_string(status));
         return 1;
     }
-    graph->role->counters.computes++;
+    graph->allocator->counters.computes++;
     return 0;
 }
 
@@ -529,13 +529,13 @@ int pgs_graph_times(pgs_graph * graph, double * out, char * err) {
         if (compute_part(graph, i, i + n, 0, err) != 0) {
             return 1;
         }
-        ggml_backend_synchronize(graph->role->backend);
+        ggml_backend_synchronize(graph->allocator->backend);
         out[i] = thread_us() - start;
         if (n == 2) {
             out[i + 1] = 0;
         }
     }
-    graph->role->counters.computes++;
+    graph->allocator->counters.computes++;
     return 0;
 }
 
@@ -566,7 +566,7 @@ uint64_t pgs_graph_hash(const pgs_graph * graph) {
     return h;
 }
 
-// The part of the role's buffer that this graph's own nodes occupy (placed nodes live elsewhere).
+// The part of the allocator's buffer that this graph's own nodes occupy (placed nodes live elsewhere).
 void pgs_graph_memory(const pgs_graph * graph, uintptr_t * begin, uintptr_t * end) {
     *begin = UINTPTR_MAX;
     *end   = 0;

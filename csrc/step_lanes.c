@@ -229,7 +229,7 @@ static void wait_for_work(pgs_lane * lane) {
         }
         if (wait_a_moment(lane) && lane->state == IDLE) {
             lane->warm = false;
-            pgs_give_back_threads();
+            pgs_release_threads();
         }
     }
 }
@@ -252,7 +252,7 @@ static void * live(void * arg) {
         pthread_cond_broadcast(&lane->changed);
     }
     pthread_mutex_unlock(&lane->mutex);
-    pgs_give_back_threads();
+    pgs_release_threads();
     return NULL;
 }
 

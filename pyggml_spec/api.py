@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
 from .arguments import GenerateOptions, RequestOptions
-from .cache.kv import SPAN
+from .cache.kv import KV_BUCKET
 from .cache.kv_types import MOST_CONTEXT, KVTypes
 from .cache.prefix import PrefixCache, Reuse, layout_of
 from .cache.prefix_files import PrefixFiles
 from .checks import either, numbers, path, token_ids, whole
 from .concurrent import ConcurrentSession
 from .drafters.base import Drafter
-from .drafters.multi import Drafts, together
-from .drafters.pairs import what_drafts
+from .drafters.multi import AnyDrafter, combine
+from .drafters.pairs import drafters_for
 from .engine.graphs import STREAMED
 from .engine.lock import ENDED, Turns
 from .engine.options import MOST_WIDTH, WIDEST_CHUNK, AtMost, EngineOptions, candidate_widths, check_masks, check_options
@@ -31,15 +31,15 @@ from .engine.stats import Stats
 from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
 from .events import StepEvent
 from .folders import why_nothing_is_kept
-from .ggml.cores import CORES
-from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, give_back_threads, present
-from .ggml.devices import in_order, open_backends, pick_devices
+from .ggml.cores import CORE_MONITOR
+from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, present, release_threads
+from .ggml.devices import execution_order, open_backends, pick_devices
 from .ggml.library import versions
-from .ggml.peer import open_up
+from .ggml.peer import enable_peer_access
 from .gguf_io import GGUFFile
 from .models.base import Target
 from .models.placement import ExpertOptions, Placement
-from .models.registry import open_drafter, open_target, own_drafter
+from .models.registry import embedded_drafter, open_drafter, open_target
 from .models.rope import RopeOptions, ignored_yarn
 from .models.weights import Weights
 from .multi_device.lanes import GROUPS
@@ -153,7 +153,7 @@ class Session:
         self.notes: list[str] = []
         self.load_seconds = 0.0
         self._context_from = ""  # where the context's length comes from; "" if it was asked for
-        self.drafter: Drafts | None = None
+        self.drafter: AnyDrafter | None = None
         self.lookup: LookupControl | None = None  # what drafts without a model
         self.costs: dict[int, float] | None = None  # milliseconds per step by width, of the first drafter; None where the width is pinned
         self._verify_costs: dict[int, float] = {}  # of steps that verify given ids, by rows; where a drafter says what its drafts are worth
@@ -194,7 +194,7 @@ class Session:
     ) -> "Session":
         started = time.perf_counter()
         backends = self._open(device, threads, kernels)
-        self.notes += open_up([backend.device for backend in backends])
+        self.notes += enable_peer_access([backend.device for backend in backends])
         file = self._own(GGUFFile(target))
         file.rope = rope
         self.target = open_target(file)
@@ -227,7 +227,7 @@ class Session:
             self.notes.append(
                 f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file {where})"
             )
-        for member in self.drafter.members if self.drafter is not None else ():
+        for member in self.drafter.methods if self.drafter is not None else ():
             member.weights = self._weights(member, lambda done, total: progress("drafter weights", done, total))
         self._open_streams(offload)
         self.engine = self._own(self._make_engine(options))
@@ -244,7 +244,7 @@ class Session:
             self._known_drafts, self._drafts_count = known_drafts(self.engine), True
         self.scheduler.widths = self.width_control()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
-        members = self.drafter.members if self.drafter is not None else ()
+        members = self.drafter.methods if self.drafter is not None else ()
         exact = self.batch_invariant and not any(member.weights.other_matrix_bytes for member in members)
         self._rows_stay = exact and not self.engine.sequence.stateful and self.prefix.files is None  # files have whole chunks
         self.load_seconds = time.perf_counter() - started
@@ -257,14 +257,14 @@ class Session:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row of the target's has the same bits in steps of any number of rows: all that sums over values is our own kernels' work."""
+        """Whether a row of the target's has the same bits in steps of any number of rows: all that sums over values is native kernels' work."""
         graph = self.engine.graphs.get("plain", 1, self.engine.kv.live).graph
-        return self.backend.level is not None and all(op.startswith("own ") or op in BY_ROWS for op in graph.op_counts())
+        return self.backend.level is not None and all(op.startswith("native ") or op in BY_ROWS for op in graph.op_counts())
 
     @property
     def methods(self) -> tuple[str, ...]:
         """Who drafts here, by the names of `--spec-type`."""
-        models = tuple(member.method for member in self.drafter.members) if self.drafter is not None else ()
+        models = tuple(member.method for member in self.drafter.methods) if self.drafter is not None else ()
         return models if self.lookup is None else (*models, self.lookup.method)
 
     def _positions(self, file: GGUFFile) -> str:
@@ -283,13 +283,13 @@ class Session:
             else f"positions are {used}; the file says {own}"
         )
 
-    def _open_drafters(self, file: GGUFFile, drafts: Sequence[Path], spec: Methods) -> Drafts | None:
+    def _open_drafters(self, file: GGUFFile, drafts: Sequence[Path], spec: Methods) -> AnyDrafter | None:
         """Those of the files ``drafts``, and the MTP layer of the target's own ``file`` where it was asked for, or where there are no others;
         None if nobody may draft."""
         members = [self._open_drafter(file, path, spec) for path in drafts]
         found = {member.method for member in members}
         if "draft-mtp" in (spec.asked - found if spec.asked or members else spec.model):
-            own = own_drafter(file)
+            own = embedded_drafter(file)
             if own is not None:
                 own.check_pair(self.target)
                 members.append(own)
@@ -302,8 +302,8 @@ class Session:
             self.notes.append(f"`draft_vocab` {spec.tokens} changes nothing: the vocabulary has {self.target.n_vocab} tokens")
         for member in members:
             if spec.tokens:
-                member.keep_tokens(spec.tokens, self.target)
-        return together(members)
+                member.limit_vocab(spec.tokens, self.target)
+        return combine(members)
 
     def _open_drafter(self, file: GGUFFile, draft: Path, spec: Methods) -> Drafter:
         draft_file = self._own(GGUFFile(draft))
@@ -329,7 +329,7 @@ class Session:
     def _open(self, device: str | None, threads: int | None, kernels: str | None) -> list[Backend]:
         """The devices, in the order in which layers go through them; ``backend`` is the last one."""
         found = pick_devices(device)
-        self._order = in_order(found)
+        self._order = execution_order(found)
         backends = [self._own(backend) for backend in open_backends(found, threads, kernels)]
         self.backends = tuple(backends[i] for i in self._order)
         self.backend = self.backends[-1]
@@ -349,7 +349,7 @@ class Session:
             shares = [shares[i] for i in self._order]
         sizes, drafter = self.target.file.tensors, self.drafter
         at_last = sizes["output.weight" if "output.weight" in sizes else "token_embd.weight"].nbytes
-        members = drafter.members if drafter is not None else ()
+        members = drafter.methods if drafter is not None else ()
         at_last += sum(member.file.nbytes for member in members if member.file is not self.target.file)
         per_layer = options.n_ctx * sum(map(options.kv.row_bytes, self.target.kv_shapes())) // self.target.n_layer
         return split(self.target, backends, shares, [free_bytes(b.device) for b in backends], at_last, per_layer)
@@ -488,7 +488,7 @@ class Session:
         difference = first_difference(target, draft)
         if difference:
             raise PairError(
-                f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for: {what_drafts(target)}"
+                f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for: {drafters_for(target)}"
             )
 
     def _lookup_control(self, method: str) -> LookupControl:
@@ -505,10 +505,10 @@ class Session:
 
     def _measure_costs(self, fresh: bool = False) -> None:
         assert self.drafter is not None
-        widths, (first, *_) = candidate_widths(self.engine.options.width), self.drafter.members
+        widths, (first, *_) = candidate_widths(self.engine.options.width), self.drafter.methods
         self.costs, self.costs_cached = cached_costs(self.engine, tuple(w for w in widths if w <= first.block_size), fresh)
         self._costs_under = self.engine.threads.quiet if self.costs_cached else self.engine.threads.condition
-        kinds = [kind for member in self.drafter.members for kind in _kinds_of(member, widths)]
+        kinds = [kind for member in self.drafter.methods for kind in _kinds_of(member, widths)]
         if not self.costs_cached and (why := why_nothing_is_kept()) and why not in self.notes:
             self.notes.append(why)
         known = {Kind(first.method, width): ms for width, ms in self.costs.items() if width > 1}
@@ -524,7 +524,7 @@ class Session:
         for method, record in control.seen.items():
             if (known := self._known_drafts.get(method)) is not None:
                 record.goes_on(known)
-        confident = [member.method for member in self.drafter.members if member.confident]
+        confident = [member.method for member in self.drafter.methods if member.confident]
         if confident and (given := self._verify_costs or self._given_costs()[0]):
             self._verify_costs, control.confidence = given, {method: Confidence(given) for method in confident}
         return control
@@ -555,7 +555,7 @@ class Session:
         rooms = [_left(free_bytes(present(b.device)) if free is None else free) for b in self.backends]
         rooms[-1] -= beside
         most = min(self.target.context_length, MOST_CONTEXT)
-        members = self.drafter.members if self.drafter is not None else ()
+        members = self.drafter.methods if self.drafter is not None else ()
         files = {id(file): file for file in (self.target.file, *(member.file for member in members))}  # an MTP layer may be in the target's
         weights = sum(file.nbytes for file in files.values())
         alone = placed == (None, None) and len(rooms) == 1
@@ -614,7 +614,7 @@ class Session:
         shapes = self.drafter.kv_shapes() if self.drafter is not None else ()
         per_token = sum(map(options.kv.row_bytes, self.target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, shapes))
         sequences = options.slots + (options.slots > 1)
-        return (options.n_ctx + SPAN) * (per_token * sequences + 8 * options.chunk) + (1 << 30)  # masks, and all other buffers
+        return (options.n_ctx + KV_BUCKET) * (per_token * sequences + 8 * options.chunk) + (1 << 30)  # masks, and all other buffers
 
     def _fit(
         self, options: EngineOptions, shares: Sequence[float] | None, placed: Placed, offload: int | str | None, rooms: Sequence[int]
@@ -649,14 +649,14 @@ class Session:
             return 16 if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
         if width is None:
             return self.drafter.block_size
-        limit, first = isinstance(width, AtMost), self.drafter.members[0]
+        limit, first = isinstance(width, AtMost), self.drafter.methods[0]
         width = max(2, int(whole(width, "the draft width", 1, MOST_WIDTH, PairError)))
         if limit and width > first.block_size:
             self.notes.append(
                 f"at most {first.block_size - 1} drafts are made where {width - 1} may be: {first.title} was trained for no more"
             )
             return first.block_size
-        if len(self.drafter.members) > 1 and width > first.block_size:
+        if len(self.drafter.methods) > 1 and width > first.block_size:
             raise PairError(
                 f"a draft width of {width} is wider than the {first.block_size} that {first.method} drafts, which drafts alone where the width is "
                 f"given; use `draft_width` {first.block_size} or less"
@@ -787,7 +787,7 @@ class Session:
         alike = 0 if held else self._alike(ids, drafting)
         reuse = Reuse(held) if held else self.prefix.begin(ids, drafting)
         if alike > reuse.tokens:
-            self.prefix.go_on(alike)
+            self.prefix.resume(alike)
             reuse.tokens = alike
         stats.reused_tokens, stats.reused_from, stats.notes = reuse.tokens, reuse.chunks, reuse.notes
         return reuse, held
@@ -1019,11 +1019,11 @@ class Session:
         level = next((backend.level for backend in self.backends if backend.level is not None), None)
         if level is None:
             return "ggml"
-        loaded = [self.target.weights, *(member.weights for member in (self.drafter.members if self.drafter is not None else ()))]
+        loaded = [self.target.weights, *(member.weights for member in (self.drafter.methods if self.drafter is not None else ()))]
         own, rest = sum(w.own_bytes for w in loaded), sum(w.other_matrix_bytes for w in loaded)
         share = "" if not rest else f" for {100 * own / (own + rest):.0f} % of the weights"
         apart = self.target.ggml_attention
-        return f"own ({level.name}){share}" + (f", attention by ggml's because {apart}" if apart else "")
+        return f"native ({level.name}){share}" + (f", attention by ggml's because {apart}" if apart else "")
 
     def _devices(self) -> str:
         """What computes, and which layers where there are several."""
@@ -1058,7 +1058,7 @@ class Session:
 
     def _gave_way(self) -> list[str]:
         """That other work has cores of the CPU's threads now."""
-        CORES.look()
+        CORE_MONITOR.poll()
         threads = self.engine.threads
         if threads.now == threads.most:
             return []
@@ -1243,4 +1243,4 @@ def load(
         session.close()
         raise
     finally:
-        give_back_threads()  # costs of steps were measured, and others may be going to run them
+        release_threads()  # costs of steps were measured, and others may be going to run them

@@ -26,7 +26,7 @@ from .engine.stats import BatchStats, Stats
 from .engine.stream import Stream
 from .errors import EngineError, PyspecError
 from .events import End, StepEvent
-from .ggml.device import give_back_threads
+from .ggml.device import release_threads
 from .ggml.library import versions
 from .sampling.sampler import Sampler, Sampling
 from .speculation.synthetic import SyntheticAcceptance
@@ -379,7 +379,7 @@ class ConcurrentSession:
     def _run(self) -> None:
         while True:
             if not self._handles:
-                give_back_threads()  # another session may be going to compute
+                release_threads()  # another session may be going to compute
             with self._changed:
                 self._changed.wait_for(lambda: self._handles or self._closing)
                 if self._closing and not self._handles:

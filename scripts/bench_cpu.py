@@ -23,7 +23,7 @@ from llama_server import LlamaServer, environment
 import pyggml_spec as ps
 from pyggml_spec.api import DEMO, DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.ggml.cores import default_threads
-from pyggml_spec.ggml.device import waited_for_core
+from pyggml_spec.ggml.device import cpu_wait_s
 from pyggml_spec.ggml.library import versions
 from pyggml_spec.tools.bench import BenchOptions, bench
 from pyggml_spec.tools.prompts import read_prompts
@@ -180,7 +180,7 @@ def main() -> None:
         figures[what] = value
         print(f"| {what} | {value:.3g} |", flush=True)
 
-    started, waited = time.perf_counter(), waited_for_core() or 0.0
+    started, waited = time.perf_counter(), cpu_wait_s() or 0.0
     with load(args, n_ctx=256) as session:
         about = {
             "kernels": session.configuration().kernels,
@@ -203,7 +203,7 @@ def main() -> None:
         step_costs(args, say, args.small.name, args.small)
     if args.pair:
         synthetic_pair(args, say)
-    busy = ((waited_for_core() or 0.0) - waited) / (time.perf_counter() - started)
+    busy = ((cpu_wait_s() or 0.0) - waited) / (time.perf_counter() - started)
     print(f"\nother work had this thread's core for {100 * busy:.0f} % of the time; load now {os.getloadavg()[0]:.1f}")
     if args.out:
         args.out.write_text(json.dumps({**about, "figures": figures, "waited_share": busy, "command": sys.argv}, indent=1))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyggml_spec.ggml.device import Backend, pick_device
-from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.library import check, ffi, lib, new_err
 from pyggml_spec.tools.quants import dequantise, quantise, type_id
 
@@ -138,10 +138,10 @@ def patched(name: str, n_in: int, n_out: int, rows: int) -> bool:
 
 def nan_spreads(backend: Backend, x, a, values: np.ndarray, count: int = 16, bad: int = 3) -> bool:
     """Whether a NaN in one row of activations reaches another row, or gets lost."""
-    role = Role(backend, "check")
-    g = Graph(role)
+    allocator = GraphAllocator(backend, "check")
+    g = Graph(allocator)
     out = g.matmul(a, lib.ggml_view_2d(g.ctx, x, x.ne[0], count, x.nb[1], 0))
-    g.keep(out)
+    g.keep_output(out)
     g.plan()
     compute(backend, g)
     before = get(out)
@@ -152,7 +152,7 @@ def nan_spreads(backend: Backend, x, a, values: np.ndarray, count: int = 16, bad
     after = get(out)
     put(x, values)
     g.close()
-    role.close()
+    allocator.close()
     others = [row for row in range(count) if row != bad]
     wrong = not np.array_equal(before[others], after[others]) or not np.isnan(after[bad]).all()
     if wrong:
@@ -182,11 +182,11 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
             usual = usual if case.name.startswith("product") else 0.3 * np.minimum(usual, 1) * usual
             alone, changed = None, []
             for count in (count for count in rows if patched(name, n_in, n_out, count)):
-                role = Role(backend, "check")
-                g = Graph(role)
+                allocator = GraphAllocator(backend, "check")
+                g = Graph(allocator)
                 part = lib.ggml_view_2d(g.ctx, x, n_in, count, x.nb[1], 0)
                 out = case.build(g, a, b, part, lib.ggml_view_2d(g.ctx, z, n_out, count, z.nb[1], 0))
-                g.keep(out)
+                g.keep_output(out)
                 g.plan()
                 compute(backend, g)
                 first = get(out)
@@ -205,7 +205,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                 if not np.array_equal(first[0], alone):
                     changed.append(count)
                 g.close()
-                role.close()
+                allocator.close()
             for count in {16, max(rows)} & set(rows):
                 if case.name == "product" and name in TYPES and patched(name, n_in, n_out, count):
                     wrong += nan_spreads(backend, x, a, values, count)
@@ -235,13 +235,13 @@ def check_experts(backend: Backend, name: str) -> int:
         for glu in (False, True):
             alone = None
             for count in (9, 16, 17, 33, 64):  # below, ggml's own kernels
-                role = Role(backend, "check")
-                g = Graph(role)
+                allocator = GraphAllocator(backend, "check")
+                g = Graph(allocator)
                 xs = lib.ggml_view_3d(g.ctx, x, n_in, 1, count, x.nb[1], x.nb[2], 0)
                 choice = lib.ggml_view_2d(g.ctx, ids, used, count, ids.nb[1], 0)
                 out = g.matmul_experts(a, xs, choice)
                 out = g.swiglu(out, g.matmul_experts(b, xs, choice)) if glu else out
-                g.keep(out)
+                g.keep_output(out)
                 g.plan()
                 for _ in range(3):
                     compute(backend, g)
@@ -255,7 +255,7 @@ def check_experts(backend: Backend, name: str) -> int:
                     wrong += 1
                     print(f"  WRONG {name} experts {n_in} -> {n_out}, {count} tokens, glu {glu}: error {e:.2e}, token 0 as alone {same}")
                 g.close()
-                role.close()
+                allocator.close()
         leaves.close()
     return wrong
 
@@ -280,8 +280,8 @@ def time_shape(backend: Backend, kind: int, shape: tuple[int, ...], rows: list[i
     put(ids, np.stack([rng.permutation(routed[0] if routed else 1)[:used] for _ in range(most)]).astype(np.int32))
     times = {}
     for n in rows:
-        role = Role(backend, "time")
-        g = Graph(role)
+        allocator = GraphAllocator(backend, "time")
+        g = Graph(allocator)
         for i in range(count):
             source = (x, x2)[i % 2]
             if routed:
@@ -299,7 +299,7 @@ def time_shape(backend: Backend, kind: int, shape: tuple[int, ...], rows: list[i
             taken.append((time.perf_counter() - started) / count * 1e6)
         times[n] = statistics.median(taken)
         g.close()
-        role.close()
+        allocator.close()
     leaves.close()
     return times
 

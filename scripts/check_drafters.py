@@ -44,7 +44,7 @@ def in_turn(session) -> InTurn:
     kinds = []
     for at, method in enumerate(session.methods * 3):
         kinds += [Kind(method, 1 << (1 + at % 3)), *[PLAIN_STEP] * (at % 4)]
-    return InTurn(kinds, {m.method: (2, 4, 8) for m in session.drafter.members})
+    return InTurn(kinds, {m.method: (2, 4, 8) for m in session.drafter.methods})
 
 
 def told(name: str, stats, text: str, like: str) -> None:
@@ -105,10 +105,10 @@ def of_nan(args) -> int:
     for method in args.spec:
         with ps.load(*args.files, spec=args.spec, device=args.device, threads=args.threads, n_ctx=512, draft_width=4) as session:
             want = session.generate(PROMPT, 64, mode="plain", ignore_end=True)[0]
-            member = next(m for m in session.drafter.members if m.method == method)
+            member = next(m for m in session.drafter.methods if m.method == method)
             names = [n for n in (f"{getattr(member, 'prefix', '')}nextn.hnorm.weight", "output_norm.weight") if n in member.file.tensors]
             lib.ggml_backend_tensor_memset(member.weights[names[0]], 0xFF, 0, 4)
-            session.scheduler.widths = InTurn([Kind(method, 4), Kind(method, 3, 4)], {m.method: (2, 4) for m in session.drafter.members})
+            session.scheduler.widths = InTurn([Kind(method, 4), Kind(method, 3, 4)], {m.method: (2, 4) for m in session.drafter.methods})
             text, stats = session.generate(PROMPT, 64, ignore_end=True)
             good = stats.nan_drafts == 1 and text == want
             wrong += not good

@@ -143,7 +143,7 @@ def drafts(engine, tokens: list[int]) -> np.ndarray:
     engine.prefill(tokens[:PROMPT])
     out = []
     for at in range(PROMPT, PROMPT + STEPS):
-        if len(methods := [member.method for member in engine.drafter.members]) > 1 and at % 2:
+        if len(methods := [member.method for member in engine.drafter.methods]) > 1 and at % 2:
             engine.plain_step()
             engine.accept(1, tokens[at])
         out.append(engine.fused_step(drafter=methods[at // 2 % len(methods)]).tokens.copy())
@@ -159,7 +159,7 @@ def drafts_of_slots(session, tokens: list[int]) -> np.ndarray:
         engine.step({slot: Prefill(tokens[slot : slot + 30]) for slot in both})
         out = []
         for at in range(PROMPT, PROMPT + STEPS):
-            method = engine.drafter.members[at // 2 % len(engine.drafter.members)].method
+            method = engine.drafter.methods[at // 2 % len(engine.drafter.methods)].method
             done = engine.step({slot: Draft(engine.options.width, drafter=method) for slot in both})
             out.append(np.stack([done[slot].tokens for slot in both]))
             for slot in both:

@@ -41,7 +41,7 @@ CLASSES = {
 
 def class_of(op: str, name: str) -> str:
     """Own nodes say what they are; what is left is elementwise."""
-    return name if name.startswith("own ") else CLASSES.get(op, "elementwise")
+    return name if name.startswith("native ") else CLASSES.get(op, "elementwise")
 
 
 def stepper(engine, width: int, drafting: bool):

@@ -63,7 +63,9 @@ def main() -> None:
         print(f"| {width} | {len(ms)} | {statistics.median(ms):.3f} | {ms[int(0.99 * (len(ms) - 1))]:.3f} | {ms[-1]:.3f} |")
     main_width = max(by_width, key=lambda w: len(by_width[w]))
     usual, worst = statistics.median(by_width[main_width]), []
-    spans = [engine.kv.span(before + width) for (before, *_), (_, width, *_) in itertools.pairwise(rows)]  # of the steps from the second on
+    spans = [
+        engine.kv.bucket(before + width) for (before, *_), (_, width, *_) in itertools.pairwise(rows)
+    ]  # of the steps from the second on
     for i in range(2, len(rows)):
         if spans[i - 1] != spans[i - 2]:
             worst.append(max(ms for *_, ms in rows[i : i + NEAR]))

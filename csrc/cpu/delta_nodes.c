@@ -67,7 +67,7 @@ struct ggml_tensor * pgs_convolution(struct ggml_context * ctx, const pgs_level 
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, rows->ne[0], rows->ne[1] - taps->ne[0] + 1, rows->ne[2], 1, src, 2, run_convolution,
                                                 GGML_N_TASKS_MAX, (void *) level);
     const sections       s     = { first, later };
-    return with_parameters(out, &s, sizeof(s), "own convolution");
+    return with_parameters(out, &s, sizeof(s), "native convolution");
 }
 
 // ---- the delta rule
@@ -152,7 +152,7 @@ struct ggml_tensor * pgs_delta_rule(struct ggml_context * ctx, const pgs_level *
     const delta_params   p     = { in->eps, qk != NULL, beta_at, 0, repeat };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, states->ne[0], states->ne[2], mixed->ne[1] * mixed->ne[2], 1, src, 9, run_delta,
                                                 GGML_N_TASKS_MAX, (void *) level);
-    return with_parameters(out, &p, sizeof(p), "own delta-net");
+    return with_parameters(out, &p, sizeof(p), "native delta-net");
 }
 
 // ---- replay
@@ -201,5 +201,5 @@ struct ggml_tensor * pgs_delta_replay(struct ggml_context * ctx, const pgs_level
     struct ggml_tensor * src[] = { k, v, gates, states, keep };
     const delta_params   p     = { 0.0f, 0, beta_at, slots, 0 };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, src, 5, run_replay, GGML_N_TASKS_MAX, (void *) level);
-    return with_parameters(out, &p, sizeof(p), "own replay");
+    return with_parameters(out, &p, sizeof(p), "native replay");
 }

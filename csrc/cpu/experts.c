@@ -98,7 +98,7 @@ static void run_order(struct ggml_tensor * dst, int ith, int nth, void * userdat
 struct ggml_tensor * pgs_expert_order(struct ggml_context * ctx, struct ggml_tensor * chosen, int64_t n_expert) {
     struct ggml_tensor * src[] = { chosen };
     return named(ggml_custom_4d(ctx, GGML_TYPE_I32, pgs_expert_order_size(n_expert, pairs_of(chosen)), 1, 1, 1, src, 1, run_order, 1,
-                                (void *) (intptr_t) n_expert), "own order");
+                                (void *) (intptr_t) n_expert), "native order");
 }
 
 // ---- activations
@@ -169,7 +169,7 @@ struct ggml_tensor * pgs_expert_activations(struct ggml_context * ctx, const pgs
     struct ggml_tensor * src[]  = { x, by, chosen };
     struct ggml_tensor * out    = ggml_custom_4d(ctx, GGML_TYPE_I8, size, 1, 1, 1, src, 3, run_activations, GGML_N_TASKS_MAX,
                                                  (void *) pgs_kernel_of(level, type));
-    return with_parameters(out, &count, sizeof(count), "own rounding");
+    return with_parameters(out, &count, sizeof(count), "native rounding");
 }
 
 // ---- products
@@ -303,7 +303,7 @@ struct ggml_tensor * pgs_expert_product(struct ggml_context * ctx, const pgs_lev
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, n_out, chosen->ne[0], chosen->ne[1], 1, src, 4, run_product, GGML_N_TASKS_MAX,
                                                 (void *) level);
     const int32_t        p[3]  = { type, (int32_t) n_in, (int32_t) n_expert };
-    return with_parameters(out, p, sizeof(p), "own experts");
+    return with_parameters(out, p, sizeof(p), "native experts");
 }
 
 bool pgs_expert_types(const pgs_level * level, enum ggml_type type) {

@@ -22,7 +22,7 @@ struct ggml_tensor * pgs_packed_rows(struct ggml_context * ctx, enum ggml_type t
                                      struct ggml_tensor * index) {
     struct ggml_tensor * src[] = { packed, index };
     return named(ggml_custom_4d(ctx, GGML_TYPE_F32, n_in, index->ne[0], 1, 1, src, 2, run_look_up, GGML_N_TASKS_MAX, (void *) (uintptr_t) type),
-                 "own rows");
+                 "native rows");
 }
 
 // ---- norms
@@ -44,7 +44,7 @@ struct ggml_tensor * pgs_norm(struct ggml_context * ctx, const pgs_level * level
     struct ggml_tensor * src[] = { x, weight, gate };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], src, 3, pgs_run_norm, GGML_N_TASKS_MAX,
                                                 (void *) level);
-    return with_parameters(out, &eps, sizeof(eps), "own norm");
+    return with_parameters(out, &eps, sizeof(eps), "native norm");
 }
 
 // ---- rows of values
@@ -68,7 +68,7 @@ struct ggml_tensor * pgs_gate(struct ggml_context * ctx, const pgs_level * level
     struct ggml_tensor * src[] = { x, gate };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], 1, 1, src, 2, pgs_run_gate, GGML_N_TASKS_MAX, (void *) level);
     const int32_t        how   = silus;
-    return with_parameters(out, &how, sizeof(how), "own gate");
+    return with_parameters(out, &how, sizeof(how), "native gate");
 }
 
 static void run_sum(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -79,7 +79,7 @@ static void run_sum(struct ggml_tensor * dst, int ith, int nth, void * userdata)
 
 struct ggml_tensor * pgs_sum_rows(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x) {
     struct ggml_tensor * src[] = { x };
-    return named(ggml_custom_4d(ctx, GGML_TYPE_F32, 1, x->ne[1], x->ne[2], x->ne[3], src, 1, run_sum, GGML_N_TASKS_MAX, (void *) level), "own sum");
+    return named(ggml_custom_4d(ctx, GGML_TYPE_F32, 1, x->ne[1], x->ne[2], x->ne[3], src, 1, run_sum, GGML_N_TASKS_MAX, (void *) level), "native sum");
 }
 
 static void run_argmax(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -90,7 +90,7 @@ static void run_argmax(struct ggml_tensor * dst, int ith, int nth, void * userda
 
 struct ggml_tensor * pgs_argmax(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x) {
     struct ggml_tensor * src[] = { x };
-    return named(ggml_custom_4d(ctx, GGML_TYPE_I32, x->ne[1], 1, 1, 1, src, 1, run_argmax, GGML_N_TASKS_MAX, (void *) level), "own argmax");
+    return named(ggml_custom_4d(ctx, GGML_TYPE_I32, x->ne[1], 1, 1, 1, src, 1, run_argmax, GGML_N_TASKS_MAX, (void *) level), "native argmax");
 }
 
 static void run_join(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -109,10 +109,10 @@ struct ggml_tensor * pgs_join(struct ggml_context * ctx, struct ggml_tensor ** p
     for (int i = 0; i < count; i++) {
         n += parts[i]->ne[0];
     }
-    return named(ggml_custom_4d(ctx, GGML_TYPE_F32, n, parts[0]->ne[1], 1, 1, parts, count, run_join, GGML_N_TASKS_MAX, NULL), "own join");
+    return named(ggml_custom_4d(ctx, GGML_TYPE_F32, n, parts[0]->ne[1], 1, 1, parts, count, run_join, GGML_N_TASKS_MAX, NULL), "native join");
 }
 
-// What the five nodes of pgs_span_mask compute, as one.
+// What the five nodes of pgs_kv_mask compute, as one.
 static void run_mask(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     const struct ggml_tensor * near = dst->src[0], * last = dst->src[1], * first = dst->src[2];
     const int64_t span = dst->ne[0], T = dst->ne[1], rows = rows_of(dst);
@@ -136,7 +136,7 @@ static void run_mask(struct ggml_tensor * dst, int ith, int nth, void * userdata
 struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * near, struct ggml_tensor * q_last, struct ggml_tensor * q_first,
                               int64_t span, int64_t slots) {
     struct ggml_tensor * src[] = { near, q_last, q_first };
-    return named(ggml_custom_4d(ctx, GGML_TYPE_F16, span, q_last->ne[1] / slots, 1, slots, src, 3, run_mask, GGML_N_TASKS_MAX, NULL), "own mask");
+    return named(ggml_custom_4d(ctx, GGML_TYPE_F16, span, q_last->ne[1] / slots, 1, slots, src, 3, run_mask, GGML_N_TASKS_MAX, NULL), "native mask");
 }
 
 // ---- attention
@@ -193,5 +193,5 @@ struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_lev
     struct ggml_tensor * src[] = { q, k, v, mask };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, v->ne[0], q->ne[2], q->ne[1], q->ne[3], src, 4, run_attention,
                                                 GGML_N_TASKS_MAX, (void *) level);
-    return with_parameters(out, &scale, sizeof(scale), "own attention");
+    return with_parameters(out, &scale, sizeof(scale), "native attention");
 }

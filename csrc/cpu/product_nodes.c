@@ -239,7 +239,7 @@ struct ggml_tensor * pgs_product(struct ggml_context * ctx, const pgs_level * le
     if (activations == NULL) {
         memcpy(src + FROM, from, sizeof(from));
     }
-    return node_of(ctx, GGML_TYPE_F32, ne, src, SOURCES, run_product, level, &p, sizeof(p), "own product");
+    return node_of(ctx, GGML_TYPE_F32, ne, src, SOURCES, run_product, level, &p, sizeof(p), "native product");
 }
 
 struct ggml_tensor * pgs_product_plus(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * product, struct ggml_tensor * added) {
@@ -251,7 +251,7 @@ struct ggml_tensor * pgs_product_plus(struct ggml_context * ctx, const pgs_level
     struct ggml_tensor * src[SOURCES];
     memcpy(src, product->src, sizeof(src));
     src[ADDED] = added;
-    return node_of(ctx, GGML_TYPE_F32, product->ne, src, SOURCES, run_product, level, &p, sizeof(p), "own product");
+    return node_of(ctx, GGML_TYPE_F32, product->ne, src, SOURCES, run_product, level, &p, sizeof(p), "native product");
 }
 
 void pgs_share_sections(struct ggml_tensor * x, int64_t first, int64_t later) {
@@ -340,7 +340,7 @@ struct ggml_tensor * pgs_activations(struct ggml_context * ctx, const pgs_level 
     struct ggml_tensor * product = gated_product(level, type, x), * from[3];
     const rounding       how = rounding_of(type, x, from);
     if (product == NULL) {
-        return node_of(ctx, GGML_TYPE_I8, ne, from, 3, run_activations, level, &how, sizeof(how), "own rounding");
+        return node_of(ctx, GGML_TYPE_I8, ne, from, 3, run_activations, level, &how, sizeof(how), "native rounding");
     }
     product_params p = params_of(product);
     int32_t        silus;
@@ -349,5 +349,5 @@ struct ggml_tensor * pgs_activations(struct ggml_context * ctx, const pgs_level 
     p.silus     = (uint8_t) silus;
     p.gate_last = x->src[1]->view_offs != 0;
     p.first     = (int32_t) x->ne[0];
-    return node_of(ctx, GGML_TYPE_I8, ne, product->src, ADDED, run_gated, level, &p, sizeof(p), "own gated product");
+    return node_of(ctx, GGML_TYPE_I8, ne, product->src, ADDED, run_gated, level, &p, sizeof(p), "native gated product");
 }

@@ -11,15 +11,15 @@ class Cursor:
 
     Invariant: committed + (1 if last_token) <= n_ctx + 1; a step may start while committed < n_ctx.
 
-    ``lowest``: the fewest tokens that counted since somebody set it to ``committed``; rows of positions below it were not written since.
-    ``highest``: the most since somebody set it: rows behind it and one step's were not written since.
+    ``min_committed``: the fewest tokens that counted since somebody set it to ``committed``; rows of positions below it were not written since.
+    ``max_committed``: the most since somebody set it: rows behind it and one step's were not written since.
     """
 
     n_ctx: int
     committed: int = 0
     last_token: int | None = None
-    lowest: int = 0
-    highest: int = 0
+    min_committed: int = 0
+    max_committed: int = 0
 
     @property
     def room(self) -> int:
@@ -46,6 +46,6 @@ class Cursor:
 
     def place(self, committed: int, last_token: int | None) -> None:
         """Moves it, also back: for those who know that the caches hold the tokens before (a slot within its last block)."""
-        self.lowest = min(self.lowest, committed)
-        self.highest = max(self.highest, committed)
+        self.min_committed = min(self.min_committed, committed)
+        self.max_committed = max(self.max_committed, committed)
         self.committed, self.last_token = committed, last_token

@@ -14,7 +14,7 @@ from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
 
 
-class BoundaryRows:
+class LastHiddenState:
     """F32 [n_embd, rows * slots], zeroed. Owns its buffer. ``at``: I64 [slots], the row of each slot's last committed token."""
 
     def __init__(self, backend: Backend, n_embd: int, width: int, slots: int) -> None:
@@ -29,7 +29,7 @@ class BoundaryRows:
         lib.ggml_backend_buffer_clear(self._buffer, 0)
         self.at = np.zeros(slots, np.int64)
 
-    def begin(self, slot: int) -> None:
+    def reset(self, slot: int) -> None:
         """Before the first token stands zero."""
         lib.ggml_backend_tensor_memset(self.table, 0, slot * self.rows * self.table.nb[1], self.rows * self.table.nb[1])
         self.at[slot] = 0

@@ -39,7 +39,7 @@ def batch_of(slots: int) -> int:
     return max(FEW, min(BATCH, AT_ONCE // slots // FEW * FEW))
 
 
-class FeatureRing:
+class HiddenStateBuffer:
     """F32 [n_embd, (most + width) * slots + 1] for each of ``count`` hidden states of a row, zeroed. Owns its buffer.
 
     Position p of a slot has the row p modulo ``rows`` of those that are its own; the last row of all is for what counts nowhere.
@@ -72,7 +72,7 @@ class FeatureRing:
         # of each slot, the position of the first token whose rows a method lacks
         self._first: list[dict[str, int | None]] = [dict.fromkeys(self.methods) for _ in range(slots)]
 
-    def begin(self, slot: int = 0) -> None:
+    def reset(self, slot: int = 0) -> None:
         """Another sequence: nothing waits."""
         self._first[slot] = dict.fromkeys(self.methods)
 
@@ -110,22 +110,22 @@ class FeatureRing:
                 return False
         return True
 
-    def waiting(self, method: str, committed: int, slot: int = 0) -> int:
+    def missing(self, method: str, committed: int, slot: int = 0) -> int:
         """Of ``committed`` tokens of a slot those whose rows the method lacks, the last ones."""
         first = self._first[slot][method]
         return 0 if first is None else committed - first
 
-    def waits(self, method: str, slot: int = 0) -> bool:
+    def has_missing(self, method: str, slot: int = 0) -> bool:
         """Whether the method lacks the rows of the slot's last block, if any of them counts."""
         return self._first[slot][method] is not None
 
-    def computed(self, method: str, count: int, slot: int = 0) -> None:
+    def filled(self, method: str, count: int, slot: int = 0) -> None:
         """The method has the rows of the first ``count`` tokens of a slot that waited."""
         first = self._first[slot][method]
         assert first is not None
         self._first[slot][method] = first + count
 
-    def caught_up(self, method: str, slot: int = 0) -> None:
+    def set_complete(self, method: str, slot: int = 0) -> None:
         self._first[slot][method] = None
 
     @property

@@ -20,45 +20,45 @@ from ..ggml.library import Buffer, Context, Tensor, ffi, lib
 from ..models.base import KVLayer, KVShape
 from .kv_types import KVTypes, hadamard
 
-SPAN = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
-GPU_SPAN = 1024  # what steps of a generation read there at least, see least_span
+KV_BUCKET = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
+GPU_KV_BUCKET = 1024  # what steps of a generation read there at least, see least_bucket
 MAX_ROWS = 1 << 16  # rows that one graph may write
 NOWHERE = -1073741824.0  # of a ring's row that holds no position: as if behind every query
 
 
 def padded(n: int) -> int:
-    """n rounded up to a whole span."""
-    return (n + SPAN - 1) // SPAN * SPAN
+    """n rounded up to a whole kv_bucket."""
+    return (n + KV_BUCKET - 1) // KV_BUCKET * KV_BUCKET
 
 
 @lru_cache(maxsize=1 << 12)  # a step asks three times, mostly about lengths that it has just asked about: 0.1 us instead of 0.9
-def span_for(n: int, least: int = SPAN) -> int:
+def bucket_for(n: int, least: int = KV_BUCKET) -> int:
     """Rows that attention reads for ``n`` tokens: a multiple of ``least``, and beyond 8 times that of an eighth of the next power of two.
 
-    Each new span costs a graph, and on a GPU more than that: see least_span.
+    Each new kv_bucket costs a graph, and on a GPU more than that: see least_bucket.
     """
     step = max(least, (1 << (n - 1).bit_length()) // 8)
     return (n + step - 1) // step * step
 
 
-def least_span(row_bytes: int) -> int:
+def least_bucket(row_bytes: int) -> int:
     """The ``least`` of a GPU's generations, for K/V rows of so many bytes in all layers together: 1,024, above 64 KiB 512, above 256 KiB 256.
 
-    Each new span costs ggml-cuda one launch kernel by kernel and one capture, 10 ms more than two replays at 4B on one H200, where a row of 32
-    KiB that is read and hidden costs a step 13 ns: 4,096 tokens are 4 spans instead of 12. The cost of the hidden rows between two spans grows
+    Each new kv_bucket costs ggml-cuda one launch kernel by kernel and one capture, 10 ms more than two replays at 4B on one H200, where a row of 32
+    KiB that is read and hidden costs a step 13 ns: 4,096 tokens are 4 buckets instead of 12. The cost of the hidden rows between two buckets grows
     with the square of their distance.
     """
-    least = SPAN
-    while least < GPU_SPAN and (2 * least) ** 2 * row_bytes <= GPU_SPAN**2 << 16:
+    least = KV_BUCKET
+    while least < GPU_KV_BUCKET and (2 * least) ** 2 * row_bytes <= GPU_KV_BUCKET**2 << 16:
         least *= 2
     return least
 
 
-def spans_up_to(live: int) -> list[int]:
-    """Every span of a cache of ``live`` rows, ascending; the last one is all of it."""
-    out = [min(SPAN, live)]
+def buckets_up_to(live: int) -> list[int]:
+    """Every kv_bucket of a cache of ``live`` rows, ascending; the last one is all of it."""
+    out = [min(KV_BUCKET, live)]
     while out[-1] < live:
-        out.append(min(span_for(out[-1] + 1), live))
+        out.append(min(bucket_for(out[-1] + 1), live))
     return out
 
 
@@ -68,7 +68,7 @@ class _Home:
 
     backend: Backend
     ctx: Context
-    near: Tensor = ffi.NULL
+    mask_base: Tensor = ffi.NULL
     rotations: dict[int, Tensor] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
     buffer: Any = None
@@ -80,10 +80,10 @@ class KVCache:
     A latent layer has one tensor, and V is a view of its first values. A layer with an indexer has the rows of that beside them, of K's type.
 
     ``ring`` rows are live in sliding layers, 0 if they keep every position (no window, or a context that is no longer than the ring).
-    ``near`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
+    ``mask_base`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
     With ``slots`` sequences the tensors are [size * n_head_kv, rows, slots], each slot with trash rows of its own.
 
-    ``homes``: where the layers are split over several devices, how many are on each, in order; ``nears`` has the constant of each device then.
+    ``homes``: where the layers are split over several devices, how many are on each, in order; ``mask_bases`` has the constant of each device then.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class KVCache:
         for home_backend, count in homes or ((backend, len(shapes)),):
             layers += self._layers_on(home_backend, shapes[len(layers) : len(layers) + count], rows, types)
         self.layers = tuple(layers)
-        self.nears = [home.near for home in self._homes]
-        self.near = self.nears[-1]
+        self.mask_bases = [home.mask_base for home in self._homes]
+        self.mask_base = self.mask_bases[-1]
         row_bytes = sum(tensor.nb[1] for layer in self.layers for tensor in layer.stored)
-        self._least = SPAN if backend.device.kind == "cpu" else least_span(row_bytes)
+        self._least = KV_BUCKET if backend.device.kind == "cpu" else least_bucket(row_bytes)
         try:
             for home in self._homes:
                 home.buffer = self._allocate(home, n_ctx)
@@ -127,12 +127,12 @@ class KVCache:
         )
         home = _Home(backend, lib.ggml_init(params[0]))
         self._homes.append(home)
-        home.near = self._tensor(home, lib.GGML_TYPE_F32, rows)
+        home.mask_base = self._tensor(home, lib.GGML_TYPE_F32, rows)
         home.rotations = {n: self._tensor(home, lib.GGML_TYPE_F32, n, n) for n in sizes}
         return [self._layer(home, s, self.ring + self.trash if s.sliding and self.ring else rows, types) for s in shapes]
 
     def _allocate(self, home: _Home, n_ctx: int) -> Buffer:
-        buffer = home.backend.zeros(home.ctx)
+        buffer = home.backend.allocate_zeroed(home.ctx)
         if buffer == ffi.NULL:
             need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(home.ctx, home.backend.default_buffer_type)
             device = home.backend.device
@@ -143,7 +143,7 @@ class KVCache:
         return buffer
 
     def _free(self, home: _Home) -> None:
-        home.backend.give_back(home.buffer)
+        home.backend.free_temporary(home.buffer)
 
     def _tensor(self, home: _Home, kind: int, *ne: int) -> Tensor:
         home.tensors.append(lib.ggml_new_tensor(home.ctx, kind, len(ne), ne))
@@ -159,9 +159,9 @@ class KVCache:
         of_k, of_v, of_index = (home.rotations.get(n) for n in (*types.rotations(s), s.index))
         return KVLayer(k, v, of_k, of_v, index, of_index)
 
-    def span(self, n: int, least: int | None = None) -> int:
-        """Rows that attention reads for ``n`` tokens, by default in a step of a generation on this device; see span_for."""
-        return min(span_for(n, least or self._least), self.live)
+    def bucket(self, n: int, least: int | None = None) -> int:
+        """Rows that attention reads for ``n`` tokens, by default in a step of a generation on this device; see bucket_for."""
+        return min(bucket_for(n, least or self._least), self.live)
 
     def fill(self, value: int) -> None:
         """Sets every byte of every row (0 at creation; tests poison with 0xff, which is NaN, and 0x3e)."""
@@ -171,7 +171,7 @@ class KVCache:
 
     def _write_constants(self) -> None:
         for home in self._homes:
-            constants = {home.near: 0.5 - np.arange(self.live + self.trash, dtype=np.float32)}
+            constants = {home.mask_base: 0.5 - np.arange(self.live + self.trash, dtype=np.float32)}
             constants |= {tensor: hadamard(n) for n, tensor in home.rotations.items()}
             for tensor, values in constants.items():
                 lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)

@@ -1,6 +1,6 @@
 """Prompts that begin alike are computed once, for one slot or for many.
 
-A prompt is cut into chunks; see copies.py. A chunk's rows can be in place (the prompt before in this slot had it too), a copy on the device, or
+A prompt is cut into chunks; see chunk_store.py. A chunk's rows can be in place (the prompt before in this slot had it too), a copy on the device, or
 in a file; its state a copy or in a file. A prompt goes on behind the deepest chunk that has a state and whose rows, and those of all chunks
 before it, are there.
 
@@ -32,7 +32,7 @@ import numpy as np
 
 from ..ggml.device import kernels_in_use
 from ..ggml.library import why_absent
-from .copies import ROWS, STATE, Chunk, Copies, chunk_keys, end_keys
+from .chunk_store import ROWS, STATE, Chunk, ChunkStore, chunk_keys, end_keys
 from .prefix_files import PrefixFiles, PrefixWriter, Refused
 from .snapshot import Pieces
 
@@ -56,7 +56,7 @@ class Reuse:
 
 
 @dataclass
-class Place:
+class SlotPrefix:
     """The prompt of a slot: the first ``done`` of its chunks are in place, of one slot as long as the engine is still in ``epoch``.
 
     Attributes:
@@ -90,24 +90,24 @@ class Place:
 class PrefixCache:
     """Borrows the engine; owns its copies.
 
-    Of one slot, call ``begin`` in place of ``engine.reset``; of several, ``enter`` once per admitted prompt and ``bring_back`` before each of its
-    passes. Then ``computed`` after every pass; at the end ``save``, of several slots ``keep_end`` before the slot is released.
+    Of one slot, call ``begin`` in place of ``engine.reset``; of several, ``enter`` once per admitted prompt and ``restore`` before each of its
+    passes. Then ``computed`` after every pass; at the end ``save``, of several slots ``store_end`` before the slot is released.
 
     ``budget``: bytes on the device for copies; the least recently used ones go first. ``files``: where they outlive the process.
     ``shared``: the slots, or the only one, are given to sequence after sequence by a scheduler.
     """
 
     def __init__(self, engine: Any, budget: int, files: PrefixFiles | None = None, shared: bool = False) -> None:
-        self.engine, self.files, self._copies = engine, files, Copies(budget)
+        self.engine, self.files, self._store = engine, files, ChunkStore(budget)
         self.notes: list[str] = []
         self._alone = not shared
         self.grain: int = engine.options.chunk if self._alone else min(engine.options.chunk, GRAIN)  # tokens per chunk
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, SlotPrefix] = {}
         self._writer = PrefixWriter(files) if files is not None and shared else None
 
     @property
     def used_bytes(self) -> int:
-        return self._copies.used_bytes
+        return self._store.used_bytes
 
     # -- a prompt
 
@@ -123,7 +123,7 @@ class PrefixCache:
         if old is not None:
             place.done = _alike(old.chunks[: old.done], place.chunks)
             self._rescue(old, place.done, keep=place.chunks)
-        reuse = self.bring_back()
+        reuse = self.restore()
         reuse.notes = self.take_notes()
         return reuse
 
@@ -131,13 +131,13 @@ class PrefixCache:
         """How many leading chunks of these tokens some prompt before had as well."""
         return self._seen(self._keys(np.asarray(tokens, np.int64), drafting, owner))
 
-    def enter(self, slot: int, tokens: Sequence[int], drafting: bool, owner: str = "") -> Place:
+    def enter(self, slot: int, tokens: Sequence[int], drafting: bool, owner: str = "") -> SlotPrefix:
         """Registers the prompt of a slot, before anything of it is computed. What other owners left is not found."""
         ids = np.asarray(tokens, np.int64)
         keys = self._keys(ids, drafting, owner)
         known = self._seen(keys)
         chunks = self._chunks(keys, ids, self._seed(drafting, owner))
-        place = self._places[slot] = Place(
+        place = self._places[slot] = SlotPrefix(
             ids, chunks, drafting, owner, min(len(chunks), max(0, ids.size - 1) // self.grain), known, self.engine.epoch
         )
         if self._alone:
@@ -146,7 +146,7 @@ class PrefixCache:
         self._forget()
         return place
 
-    def bring_back(self, slot: int = 0) -> Reuse:
+    def restore(self, slot: int = 0) -> Reuse:
         """Fills the slot as far as there are copies; says how many tokens of its prompt it then has."""
         engine, place, reuse = self.engine, self._places[slot], Reuse()
         reuse.tokens = had = engine.slots[slot].cursor.committed
@@ -154,14 +154,14 @@ class PrefixCache:
             return reuse
         if not self._alone:
             place.done = had // self.grain
-        tokens = self._bring_back(slot, place, reuse, had)
+        tokens = self._restore(slot, place, reuse, had)
         if tokens > had or self._alone:
             reuse.tokens = tokens
             engine.resume(reuse.tokens, slot=slot)
             place.done = place.resumed = tokens // self.grain
         return reuse
 
-    def go_on(self, tokens: int) -> None:
+    def resume(self, tokens: int) -> None:
         """Of one slot: the first ``tokens`` tokens of the prompt are in place, whatever brought them there."""
         self.engine.resume(tokens)
         self._places[0].done = tokens // self.grain
@@ -185,7 +185,7 @@ class PrefixCache:
             self.engine.settle(slot)  # a last token that came with others' plain ones left rows for drafters to compute
         if not self._alone and not self._keep_rows(slot, place, chunks, chunks):
             return
-        if stateful and chunks and STATE not in chunks[-1].copies:
+        if stateful and chunks and STATE not in chunks[-1].data:
             self._keep_state(slot, place, chunks, depth * self.grain, () if self._alone else chunks)
 
     def discard(self, slot: int) -> None:
@@ -193,10 +193,10 @@ class PrefixCache:
         chunk says whether all of them were finite."""
         place = self._places.get(slot)
         if place is not None:
-            self._copies.drop(place.kept)
+            self._store.drop(place.kept)
             place.kept = []
 
-    def keep_end(self, slot: int, ids: Sequence[int], write: bool = False) -> None:
+    def store_end(self, slot: int, ids: Sequence[int], write: bool = False) -> None:
         """Keeps what the slot's sequence has left so far, whose tokens ``ids`` begin with: the next turn of a conversation goes on behind it.
 
         ``write``: also in files, if there are any. Of several slots; the engine's accepted rows are committed.
@@ -206,19 +206,19 @@ class PrefixCache:
         if place is None or self._alone or not 0 < n <= len(ids):
             return
         if not engine.slots[slot].sound:
-            self._say("what a sequence left is not kept for later prompts: its drafter or its target gave NaN or Inf")
+            self._note("what a sequence left is not kept for later prompts: its drafter or its target gave NaN or Inf")
             return
         settled = np.asarray(ids[:n], np.int64)
         seed = self._seed(place.drafting, place.owner)
         chunks = self._chunks(self._keys(settled, place.drafting, place.owner), settled, seed)
         if rest := n % self.grain:
             before, tail = chunks[-1].key if chunks else seed, settled[n - rest :]
-            chunks.append(self._copies.chunk(end_keys(tail, before)[-1], len(chunks), rest, before, tail))
-            chunks[-1].used[ROWS] = self._copies.clock
+            chunks.append(self._store.chunk(end_keys(tail, before)[-1], len(chunks), rest, before, tail))
+            chunks[-1].used[ROWS] = self._store.clock
         engine.settle(slot)
         if self._keep_rows(slot, place, chunks, chunks) and engine.sequence.stateful:
-            if STATE in chunks[-1].copies:
-                chunks[-1].used[STATE] = self._copies.clock
+            if STATE in chunks[-1].data:
+                chunks[-1].used[STATE] = self._store.clock
             else:
                 self._keep_state(slot, place, chunks, n, chunks)
         self._forget()
@@ -228,11 +228,11 @@ class PrefixCache:
     def _write(self, chunks: list[Chunk], again: int) -> None:
         """Hands what is kept of ``chunks`` to the writer, as far as anything can go on behind it; from chunk ``again`` on whatever there is."""
         assert self._writer is not None
-        last = max((i + 1 for i, c in enumerate(chunks) if not self.engine.sequence.stateful or STATE in c.copies), default=0)
+        last = max((i + 1 for i, c in enumerate(chunks) if not self.engine.sequence.stateful or STATE in c.data), default=0)
         for chunk in chunks[:last]:
-            if ROWS not in chunk.copies:  # what lies behind it could not be used
+            if ROWS not in chunk.data:  # what lies behind it could not be used
                 return
-            for kind, copy in chunk.copies.items():
+            for kind, copy in chunk.data.items():
                 if self._writer.wants(chunk.key, kind, copy.nbytes, chunk.index >= again):
                     self._writer.put(chunk.key, kind, copy.read())
 
@@ -248,8 +248,8 @@ class PrefixCache:
                 if again or not self.files.has(chunk.key, ROWS):
                     with self._rows(0, chunk, place.drafting) as pieces:
                         self.files.store(chunk.key, ROWS, pieces.read())
-                if STATE in chunk.copies and (again or not self.files.has(chunk.key, STATE)):
-                    self.files.store(chunk.key, STATE, chunk.copies[STATE].read())
+                if STATE in chunk.data and (again or not self.files.has(chunk.key, STATE)):
+                    self.files.store(chunk.key, STATE, chunk.data[STATE].read())
             self.files.trim()
         except Refused as refused:
             self.notes.append(str(refused))
@@ -263,7 +263,7 @@ class PrefixCache:
 
     # -- bringing back
 
-    def _bring_back(self, slot: int, place: Place, reuse: Reuse, had: int) -> int:
+    def _restore(self, slot: int, place: SlotPrefix, reuse: Reuse, had: int) -> int:
         """Fills the caches beyond the ``had`` tokens that the sequence has; returns how many are there. A file that is refused is left out, and
         the next best place is tried."""
         in_place = place.done
@@ -290,28 +290,28 @@ class PrefixCache:
     def _bring_rows(self, slot: int, chunks: list[Chunk], drafting: bool, first: int = 0) -> Iterator[str]:
         """Fills the rows of ``chunks``, which have as many tokens each, one after the other; says from where. ``first``: only of so many tokens of each, of
         what has a copy."""
-        missing = [chunk for chunk in chunks if ROWS not in chunk.copies]
+        missing = [chunk for chunk in chunks if ROWS not in chunk.data]
         nbytes = 0
         if missing:
             with self._rows(slot, missing[0], drafting) as pieces:
                 nbytes = pieces.nbytes
         contents = self.files.load_each((c.key for c in missing), ROWS, nbytes) if missing and self.files is not None else iter(())
         for chunk in chunks:
-            chunk.used[ROWS] = self._copies.clock
-            if 0 < first < chunk.count and ROWS in chunk.copies:
+            chunk.used[ROWS] = self._store.clock
+            if 0 < first < chunk.count and ROWS in chunk.data:
                 position = chunk.index * self.grain
-                with self.engine.sequence.rows(position, first, drafting, slot) as pieces, chunk.copies[ROWS].first_rows(first) as part:
+                with self.engine.sequence.rows(position, first, drafting, slot) as pieces, chunk.data[ROWS].first_rows(first) as part:
                     part.write_to(pieces)
                 yield "memory"
                 continue
             with self._rows(slot, chunk, drafting) as pieces:
-                if ROWS in chunk.copies:
-                    chunk.copies[ROWS].write_to(pieces)
+                if ROWS in chunk.data:
+                    chunk.data[ROWS].write_to(pieces)
                 else:
                     pieces.write(next(contents))
-            yield "memory" if ROWS in chunk.copies else "disk"
+            yield "memory" if ROWS in chunk.data else "disk"
 
-    def _deepest(self, place: Place) -> tuple[int, Chunk | None, int]:
+    def _deepest(self, place: SlotPrefix) -> tuple[int, Chunk | None, int]:
         """How many chunks the prompt can go on behind, and what goes further behind them, if there is something, with how many of its tokens."""
         depth, rows, stateful = 0, 0, self.engine.sequence.stateful
         for i, chunk in enumerate(place.chunks):
@@ -326,19 +326,19 @@ class PrefixCache:
         if place.ends[0] != rows:
             place.ends = rows, self._ends(place, rows)
         for end, n in place.ends[1]:
-            if self._has(end, ROWS) and (not stateful or self._has(end, STATE)) and (n == end.count or ROWS in end.copies):
+            if self._has(end, ROWS) and (not stateful or self._has(end, STATE)) and (n == end.count or ROWS in end.data):
                 return rows, end, n
         return depth, None, 0
 
-    def _ends(self, place: Place, rows: int) -> list[tuple[Chunk, int]]:
+    def _ends(self, place: SlotPrefix, rows: int) -> list[tuple[Chunk, int]]:
         """What this prompt can go on from within the chunk behind ``rows`` others, and how many tokens of it: what is known to end there, and where rows are
         all there is, what begins alike. A token has to be left to compute."""
         first, before = rows * self.grain, place.chunks[rows - 1].key if rows else self._seed(place.drafting, place.owner)
         ids = place.ids[first : min(first + self.grain, place.ids.size) - 1]
         keys = end_keys(ids, before)
-        known = [(n, key) for n, key in enumerate(keys, 1) if key in self._copies.chunks or (self.files and self.files.has(key, ROWS))]
-        found = [(self._copies.chunk(key, rows, n), n) for n, key in known]
-        if not self.engine.sequence.stateful and (begun := self._copies.begins(before, ids)) is not None:
+        known = [(n, key) for n, key in enumerate(keys, 1) if key in self._store.chunks or (self.files and self.files.has(key, ROWS))]
+        found = [(self._store.chunk(key, rows, n), n) for n, key in known]
+        if not self.engine.sequence.stateful and (begun := self._store.begins(before, ids)) is not None:
             found.append(begun)
         return sorted(found, key=lambda item: -item[1])
 
@@ -347,67 +347,67 @@ class PrefixCache:
         return chunk.index * self.grain + chunk.count
 
     def _fill_state(self, slot: int, chunk: Chunk) -> None:
-        chunk.used[STATE] = self._copies.clock
+        chunk.used[STATE] = self._store.clock
         with self.engine.sequence.state(self._behind(chunk), slot) as pieces:
-            if STATE in chunk.copies:
-                chunk.copies[STATE].write_to(pieces)
+            if STATE in chunk.data:
+                chunk.data[STATE].write_to(pieces)
             else:
                 assert self.files is not None  # or _deepest would not have come here
                 pieces.write(self.files.load(chunk.key, STATE, pieces.nbytes))
                 self._keep(chunk, STATE, pieces)
 
-    def _useful(self, place: Place) -> int:
+    def _useful(self, place: SlotPrefix) -> int:
         """How many of the chunks in place a prompt can ever go on behind: rows after the deepest state are of no use."""
         if not self.engine.sequence.stateful:
             return place.done
         return max((i + 1 for i, chunk in enumerate(place.chunks[: place.done]) if self._has(chunk, STATE)), default=0)
 
     def _has(self, chunk: Chunk, kind: str) -> bool:
-        return kind in chunk.copies or (self.files is not None and self.files.has(chunk.key, kind))
+        return kind in chunk.data or (self.files is not None and self.files.has(chunk.key, kind))
 
     # -- copies and their budget
 
-    def _rescue(self, old: Place, same: int, keep: list[Chunk]) -> None:
-        """Copies rows that the new prompt will overwrite. The beginnings first: the others are of no use without them."""
+    def _rescue(self, old: SlotPrefix, same: int, keep: list[Chunk]) -> None:
+        """ChunkStore rows that the new prompt will overwrite. The beginnings first: the others are of no use without them."""
         self._keep_rows(0, old, old.chunks[same : self._useful(old)], keep)
 
-    def _keep_rows(self, slot: int, place: Place, chunks: Sequence[Chunk], keep: Sequence[Chunk]) -> bool:
-        """Copies the rows of ``chunks`` that have no copy; False if that does not fit without those to ``keep``."""
+    def _keep_rows(self, slot: int, place: SlotPrefix, chunks: Sequence[Chunk], keep: Sequence[Chunk]) -> bool:
+        """ChunkStore the rows of ``chunks`` that have no copy; False if that does not fit without those to ``keep``."""
         for chunk in chunks:
-            if ROWS not in chunk.copies:
+            if ROWS not in chunk.data:
                 with self._rows(slot, chunk, place.drafting) as pieces:
                     if not self._keep(chunk, ROWS, pieces, keep):
                         return False
                 place.kept.append(chunk)
         return True
 
-    def _keep_state(self, slot: int, place: Place, chunks: Sequence[Chunk], n: int, keep: Sequence[Chunk]) -> None:
-        """Copies the state that the slot's ``n`` tokens left, those of ``chunks``."""
+    def _keep_state(self, slot: int, place: SlotPrefix, chunks: Sequence[Chunk], n: int, keep: Sequence[Chunk]) -> None:
+        """ChunkStore the state that the slot's ``n`` tokens left, those of ``chunks``."""
         with self.engine.sequence.state(n, slot) as pieces:
             self._keep(chunks[-1], STATE, pieces, keep)
         place.kept.append(chunks[-1])
 
     def _forget(self) -> None:
         """What is known of more prompts than are remembered; the slots' own ones may still get copies."""
-        self._copies.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, (end for end, _ in place.ends[1])))
+        self._store.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, (end for end, _ in place.ends[1])))
 
     def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
         wait = self.engine.resources.under_way is None
-        kept, need, budget = self._copies.keep(chunk, kind, pieces, keep, wait), pieces.nbytes, self._copies.budget
+        kept, need, budget = self._store.keep(chunk, kind, pieces, keep, wait), pieces.nbytes, self._store.budget
         if kind == STATE and need > budget and (budget or self.files is not None):
-            self._say(
+            self._note(
                 f"the prefix cache of {budget / (1 << 20):.1f} MiB cannot hold one state of this model, {need / (1 << 20):.1f} MiB: "
                 "nothing is reused; give it more memory"
             )
         return kept
 
-    def _say(self, note: str) -> None:
+    def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
     # -- helpers
 
-    def _in_place(self, slot: int = 0) -> Place | None:
+    def _in_place(self, slot: int = 0) -> SlotPrefix | None:
         """The slot's prompt; of one slot, unless somebody else has begun another sequence since."""
         place = self._places.get(slot)
         return place if place is not None and (not self._alone or place.epoch == self.engine.epoch) else None
@@ -425,17 +425,17 @@ class PrefixCache:
 
     def _chunks(self, keys: list[bytes], ids: np.ndarray, seed: bytes) -> list[Chunk]:
         """The chunks with these keys, of these tokens, which are of use now."""
-        self._copies.clock += 1
+        self._store.clock += 1
         grain, befores = self.grain, [seed, *keys]
-        chunks = [self._copies.chunk(key, i, grain, befores[i], ids[i * grain : (i + 1) * grain]) for i, key in enumerate(keys)]
+        chunks = [self._store.chunk(key, i, grain, befores[i], ids[i * grain : (i + 1) * grain]) for i, key in enumerate(keys)]
         for chunk in chunks:
-            chunk.used[ROWS] = self._copies.clock
+            chunk.used[ROWS] = self._store.clock
         return chunks
 
     def _seen(self, keys: list[bytes]) -> int:
         """How many leading chunks some prompt before had as well."""
         return next(
-            (i for i, key in enumerate(keys) if key not in self._copies.chunks and not (self.files and self.files.has(key, ROWS))),
+            (i for i, key in enumerate(keys) if key not in self._store.chunks and not (self.files and self.files.has(key, ROWS))),
             len(keys),
         )
 
@@ -444,7 +444,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forgets every prompt and frees the copies. Files stay."""
-        self._copies.clear()
+        self._store.clear()
         self._places.clear()
 
     def close(self) -> None:
@@ -474,7 +474,7 @@ def layout_of(
     by a scheduler's slots, whatever their number.
     """
     files = {"target": engine.target.file}
-    members = engine.drafter.members if engine.drafter is not None else ()
+    members = engine.drafter.methods if engine.drafter is not None else ()
     files |= {"drafter" if at == 0 else f"drafter {at + 1}": member.file for at, member in enumerate(members)}
     placement = engine.target.weights.placement  # beside a GPU, the host's experts round in another way
     experts = {"experts": hashlib.sha256(repr(placement).encode()).hexdigest()[:32]} if placement is not None else {}

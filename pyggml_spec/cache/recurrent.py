@@ -22,7 +22,7 @@ from ..models.base import DeltaShape
 from .slots import SlotRange
 
 
-class DeltaHome(NamedTuple):
+class DeltaSegment(NamedTuple):
     """Some neighbouring layers' states: the ``segment`` of a split model that has them, how many ``layers``, and floats per projected ``row``."""
 
     segment: int
@@ -34,7 +34,7 @@ class DeltaHome(NamedTuple):
 class _Pool(NamedTuple):
     """The states of one device: C's handle, the first of its layers, and the step's field that says which rows become its histories."""
 
-    home: DeltaHome
+    home: DeltaSegment
     handle: Any
     first: int
     tail: str
@@ -46,11 +46,11 @@ class DeltaState:
     Attributes:
         width: rows of the blocks that the pools are laid out for; of one slot 0 after a prompt, and 1 after plain tokens.
         accepted: I64 [slots] rows of each slot's last block that count. They are still to be replayed, or, where the step has written the state
-            itself (``unfolded`` False, one slot), only say where the history lies.
-        unfolded: whether the last step has left blocks that are not in the states.
+            itself (``uncommitted`` False, one slot), only say where the history lies.
+        uncommitted: whether the last step has left blocks that are not in the states.
     """
 
-    def __init__(self, homes: Sequence[DeltaHome], shape: DeltaShape, max_width: int, slots: int = 1, planned: bool = False) -> None:
+    def __init__(self, homes: Sequence[DeltaSegment], shape: DeltaShape, max_width: int, slots: int = 1, planned: bool = False) -> None:
         self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1
         self._err = new_err()
         self._pools: list[_Pool] = []
@@ -60,10 +60,10 @@ class DeltaState:
             first += home.layers
         self._every = np.arange(slots).reshape(-1, 1)
         self._taken: dict[tuple, np.ndarray] = {}  # what fill_take has been asked for
-        self.width, self.accepted, self.unfolded = 0, np.zeros(slots, np.int64), False
+        self.width, self.accepted, self.uncommitted = 0, np.zeros(slots, np.int64), False
         self._accepted = ffi.cast("int64_t *", self.accepted.ctypes.data)
 
-    def _new(self, home: DeltaHome, planned: bool) -> Any:
+    def _new(self, home: DeltaSegment, planned: bool) -> Any:
         shape = self.shape
         sizes = [home.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.repeat, shape.conv, home.row, self.max_width]
         spec = ffi.new("pgs_delta_shape *", [*sizes, 0 if self.inline else self.slots, planned, home.backend.level_handle])
@@ -91,21 +91,21 @@ class DeltaState:
         if not self.inline and width != self.width:
             for pool in self._pools:
                 lib.pgs_delta_clear_blocks(pool.handle, width)
-        self.width, self.unfolded = width, False
+        self.width, self.uncommitted = width, False
         if self.inline:
             self.accepted[0] = 0
 
     def after_block(self, covered: SlotRange) -> None:
         """A step has left blocks of these slots; none of their rows counts until somebody says so."""
         self.accepted[covered.part] = 0
-        self.unfolded = True
+        self.uncommitted = True
 
     def after_rows(self, width: int) -> None:
         """A step has written the states itself: chunks (``width`` 0), or a plain token of one slot."""
         if self.inline:
-            self.width, self.accepted[0], self.unfolded = width, width, False
+            self.width, self.accepted[0], self.uncommitted = width, width, False
 
-    def is_behind(self, covered: SlotRange) -> bool:
+    def needs_commit(self, covered: SlotRange) -> bool:
         """Whether these slots' states, or where they lie, are not yet those of everything that was accepted."""
         return self.width != 0 if self.inline else bool(self.accepted[covered.part].any())
 
@@ -114,7 +114,7 @@ class DeltaState:
         if self.inline:
             for pool in self._pools:
                 lib.pgs_delta_fill(pool.handle, value)
-            self.width, self.unfolded = 0, False
+            self.width, self.uncommitted = 0, False
         else:
             for pool in self._pools:
                 lib.pgs_delta_fill_slot(pool.handle, slot, self.width, value)
@@ -133,7 +133,7 @@ class DeltaState:
         """Fills in the inputs of a commit, C's pointers ``at`` a step's fields: of each pool its tail, I32, the rows that become the histories,
         which are the d_conv - 1 before the first that is not accepted, of [history ; block] or of the table; of all ``keep`` F32, 1 for the rows
         of blocks that count (not there: no input)."""
-        replay, keep = self.unfolded or not self.inline, at.get("keep", ffi.NULL)
+        replay, keep = self.uncommitted or not self.inline, at.get("keep", ffi.NULL)
         for _, handle, _, tail in self._pools:
             lib.pgs_delta_fill_commit(handle, self._accepted, replay, covered.first, covered.count, self.width, at[tail], keep)
 
@@ -191,7 +191,7 @@ class DeltaState:
         self._pools = []
 
 
-class DeltaRows:
+class DeltaInputs:
     """The recurrent state in one graph: what ``models.base.DeltaLayers`` asks for.
 
     ``width`` is 0 for prefill, where ``on`` F32 [1, T] switches padding rows off and ``last`` I32 [d_conv - 1] names the next history.
@@ -202,13 +202,13 @@ class DeltaRows:
         self,
         state: DeltaState,
         width: int,
-        unfolded: bool,
+        uncommitted: bool,
         on: Tensor | None = None,
         last: Tensor | None = None,
         take: Tensor | None = None,
     ) -> None:
         self.state, self.width = state, width
-        self.mode = lib.PGS_DELTA_UNFOLDED if unfolded else lib.PGS_DELTA_DIRECT
+        self.mode = lib.PGS_DELTA_UNCOMMITTED if uncommitted else lib.PGS_DELTA_DIRECT
         self.on, self.last, self.take = (x or ffi.NULL for x in (on, last, take))
 
     def layer(

@@ -4,7 +4,7 @@ rows    K/V rows of the layers that keep every position, target and drafter: row
 state   what only the last token leaves: recurrent states, convolution histories, the window's rows of layers that keep a ring, and the
         hidden state that a chain of drafts begins with
 
-Copies stay on the device, where they cost a fraction of a millisecond; through the host they go only on their way to and from files.
+ChunkStore stay on the device, where they cost a fraction of a millisecond; through the host they go only on their way to and from files.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 from ..ggml.device import Backend
 from ..ggml.library import Buffer, Context, Tensor, ffi, lib, read_tensor
 from ..models.base import KVShape
-from .hidden import BoundaryRows
+from .hidden import LastHiddenState
 from .kv import KVCache
 from .recurrent import DeltaState
 
@@ -31,7 +31,7 @@ class Pieces:
     def __init__(self, most: int) -> None:
         params = ffi.new("struct ggml_init_params *", {"mem_size": (most + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
         self._ctx: Any = lib.ggml_init(params[0])
-        self._copies: list[tuple[Backend, Context, Buffer]] = []
+        self._store: list[tuple[Backend, Context, Buffer]] = []
         self.tensors: list[Tensor] = []
         self.backends: list[Backend] = []
 
@@ -74,8 +74,8 @@ class Pieces:
         ctx = lib.ggml_init(params[0])
         for i in mine:
             self.tensors[i] = lib.ggml_new_tensor(ctx, self.tensors[i].type, 2, (self.tensors[i].ne[0], self.tensors[i].ne[1]))
-        buffer = backend.borrow(ctx)
-        self._copies.append((backend, ctx, buffer))
+        buffer = backend.allocate_temporary(ctx)
+        self._store.append((backend, ctx, buffer))
         return buffer != ffi.NULL
 
     def first_rows(self, count: int) -> "Pieces":
@@ -86,7 +86,7 @@ class Pieces:
         return out
 
     def write_to(self, other: "Pieces", wait: bool = True) -> None:
-        """Copies into ``other``, which has the same shapes on the same devices. ``wait``: False between steps that nobody waits for; the copies
+        """ChunkStore into ``other``, which has the same shapes on the same devices. ``wait``: False between steps that nobody waits for; the copies
         are queued among them."""
         for mine, theirs, backend in zip(self.tensors, other.tensors, self.backends, strict=True):
             lib.ggml_backend_tensor_copy_async(backend.handle, backend.handle, mine, theirs)
@@ -124,14 +124,14 @@ class Pieces:
 
     def close(self) -> None:
         if self._ctx is not None:
-            for backend, _, _ in self._copies:
+            for backend, _, _ in self._store:
                 if backend.handle is not None:  # a session frees its devices, and the copies are still somebody's
                     backend.synchronize()
-            for backend, ctx, buffer in self._copies:
-                backend.give_back(buffer)
+            for backend, ctx, buffer in self._store:
+                backend.free_temporary(buffer)
                 lib.ggml_free(ctx)
             lib.ggml_free(self._ctx)
-            self._ctx, self._copies, self.tensors, self.backends = None, [], [], []
+            self._ctx, self._store, self.tensors, self.backends = None, [], [], []
 
     def __enter__(self) -> Self:
         return self
@@ -149,9 +149,9 @@ class SequenceMemory:
 
     def __init__(
         self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int,
-        boundary: BoundaryRows | None = None, first: tuple[int, int] | None = None
+        last_hidden: LastHiddenState | None = None, first: tuple[int, int] | None = None
     ) -> None:  # fmt: skip
-        self._kv, self._draft_kv, self._delta, self._window, self._boundary = kv, draft_kv, delta, window, boundary
+        self._kv, self._draft_kv, self._delta, self._window, self._last_hidden = kv, draft_kv, delta, window, last_hidden
         layers, states = first if first is not None else (len(kv.layers), delta.shape.layers if delta is not None else 0)
         self._states = states
         in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
@@ -165,7 +165,7 @@ class SequenceMemory:
     @property
     def stateful(self) -> bool:
         """Whether rows alone are not enough to go on from a position."""
-        return self._delta is not None or bool(self._ringed) or self._boundary is not None
+        return self._delta is not None or bool(self._ringed) or self._last_hidden is not None
 
     def rows(self, first: int, count: int, drafting: bool, slot: int = 0) -> Pieces:
         """Rows of positions first .. first + count - 1; those of the drafter only if ``drafting``."""
@@ -191,8 +191,8 @@ class SequenceMemory:
                 pieces.add_delta(delta, slot, layer)
         if state_of is not None:
             self._add_window(pieces, slot, state_of)
-            if self._boundary is not None:
-                pieces.add_rows(self._boundary.table, self._boundary.backend, 0, self._boundary.row(slot), 1)
+            if self._last_hidden is not None:
+                pieces.add_rows(self._last_hidden.table, self._last_hidden.backend, 0, self._last_hidden.row(slot), 1)
         return pieces
 
     def _add_window(self, pieces: Pieces, slot: int, n: int) -> None:
@@ -212,8 +212,8 @@ class SequenceMemory:
             return " ".join(f"{end - start}x{names[start]}" for start, end in zip(runs, [*runs[1:], len(names)])) or "none"
 
         ring = f", ring of {self._kv.ring} rows {kinds(self._ringed)}" if self._ringed else ""
-        boundary = f" and a hidden state {kinds([self._boundary.table])}" if self._boundary is not None else ""
-        return f"{kinds(self._full)}{ring}, drafter {kinds(self._drafter)}{boundary}"
+        last_hidden = f" and a hidden state {kinds([self._last_hidden.table])}" if self._last_hidden is not None else ""
+        return f"{kinds(self._full)}{ring}, drafter {kinds(self._drafter)}{last_hidden}"
 
 
 @dataclass

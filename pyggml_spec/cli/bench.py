@@ -169,7 +169,7 @@ def command(
             about["kernels"] = session.backend.kernels
             files = {
                 "target": str(session.target.file.path),
-                "drafter": " and ".join(str(m.file.path) for m in session.drafter.members) if session.drafter else None,
+                "drafter": " and ".join(str(m.file.path) for m in session.drafter.methods) if session.drafter else None,
             }
             click.echo(json_line({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
                                    "anatomy": [p.as_dict() for p in parts], "split": [s.as_dict() for s in split], "copies": [c.as_dict() for c in copies]}))  # fmt: skip

@@ -83,7 +83,7 @@ def measure(
 def _conditions(session: Session, source: dict, options: PromptsOptions, progress) -> dict:
     """What somebody needs who wants to see the same figures."""
     files = {"target": session.target.file}
-    for at, member in enumerate(session.drafter.members if session.drafter is not None else ()):
+    for at, member in enumerate(session.drafter.methods if session.drafter is not None else ()):
         files["drafter" if at == 0 else f"drafter {at + 1}"] = member.file
     return {
         "command": " ".join(["pyspec", *sys.argv[1:]]).encode("utf-8", "replace").decode(),

@@ -12,7 +12,7 @@ from .options import cache_type_options, kernels_option, text_of
 from .tables import json_line
 from .terminal import printable, progress_line, say
 
-# NMSE. ggml-cuda gives 4e-6 on the embedded target and 1e-5 at most on tiny models: fused matrices are summed otherwise. Our own kernels sum everything
+# NMSE. ggml-cuda gives 4e-6 on the embedded target and 1e-5 at most on tiny models: fused matrices are summed otherwise. Native kernels sum everything
 # otherwise, and a last bit can flip the rounding of an activation to 8 bits: 9e-5 on the embedded target, 6e-5 where attention alone is ours.
 GGML_ON_CPU, GGML_ELSEWHERE, OWN = 1e-10, 1e-4, 1e-3
 EQUAL, ROUNDING, DIFFERS = "equal", "rounding", "differs"

@@ -10,10 +10,10 @@ import numpy as np
 
 from ..api import DEMO_DRAFTER, DEMO_TARGET, Session
 from ..cache.kv_types import MOST_CONTEXT
-from ..drafters.base import TOKENS, Drafter
+from ..drafters.base import TOKEN_MAP, Drafter
 from ..drafters.dflash import DFlash
 from ..drafters.mtp import has_layer, is_layer_alone
-from ..drafters.pairs import what_drafts
+from ..drafters.pairs import drafters_for
 from ..engine.options import EngineOptions
 from ..engine.runner import ModelRunner
 from ..errors import EngineError, PyspecError
@@ -159,7 +159,7 @@ def examine(
     if target is not None and draft is None:
         with GGUFFile(target) as file:
             open_target(file)  # whatever is wrong with it comes first
-            raise PyspecError(f"the doctor examines a pair: name a drafter with `draft`; {what_drafts(file)}")
+            raise PyspecError(f"the doctor examines a pair: name a drafter with `draft`; {drafters_for(file)}")
     if target is None or draft is None:
         raise PyspecError(
             "the doctor examines a pair: name the target with `target` and the drafter with `draft`; without one, n-grams of the text are verified on CPUs"
@@ -338,4 +338,4 @@ def _nothing(probe: Probe) -> Measured:
 
 def _readable(drafter: Drafter) -> bool:
     """Whether other readings of its file can be compared: chains, selectors and heads of fewer tokens are measured while they run alone."""
-    return type(drafter) is DFlash and TOKENS not in drafter.file.tensors
+    return type(drafter) is DFlash and TOKEN_MAP not in drafter.file.tensors

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..cache.kv import KVCache, padded
-from ..drafters.base import ContextRows
-from ..drafters.dflash import BlockRows, Hparams
+from ..drafters.base import ContextInputs
+from ..drafters.dflash import BlockInputs, Hparams
 from ..ggml.device import Backend
-from ..ggml.graph import Graph, Role
+from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.step_io import StepFields, StepIO
 from .evidence import Passage
 
@@ -82,7 +82,7 @@ class Probe:
     def __init__(self, backend: Backend, target, drafter, passages: list[Passage], blocks: int = 24):
         self.backend, self.target, self.drafter, self.passages = backend, target, drafter, passages
         self.blocks = max(4, min(blocks, MAX_LOGITS // (target.n_vocab * drafter.hp.block_size)))
-        self.role = Role(backend, "probe")
+        self.allocator = GraphAllocator(backend, "probe")
 
     def measure(self, reading: Reading, passages: slice = slice(None)) -> Measured:
         """Reads the drafter as ``reading`` says, at the same anchors for every reading; ``passages`` restricts it to some.
@@ -111,7 +111,7 @@ class Probe:
         with ExitStack() as stack:
             kv = stack.enter_context(closing(KVCache(self.backend, self.drafter.kv_shapes(), span, 1)))
             io = stack.enter_context(closing(StepIO(self.backend, room)))
-            graph = stack.enter_context(closing(Graph(self.role)))
+            graph = stack.enter_context(closing(Graph(self.allocator)))
             fields = StepFields(io, graph)
             self._build(graph, fields, reading, n_context, n_rows, features.shape[1], span, kv)
             graph.plan()
@@ -149,16 +149,18 @@ class Probe:
         )
         coming = f.input("coming", "i32", n_rows)
         masks = {window: f.input(f"mask_{window}", "f16", span, n_rows) for window in set(hp.window)}
-        model.context_rows(g, ContextRows(None, [context], None, at, rows), kv.layers, self.target)
-        hidden = model.denoise(g, BlockRows(block, block_at, block_rows, tuple(masks[w] for w in hp.window), span, kv.layers), self.target)
+        model.context_rows(g, ContextInputs(None, [context], None, at, rows), kv.layers, self.target)
+        hidden = model.denoise(
+            g, BlockInputs(block, block_at, block_rows, tuple(masks[w] for w in hp.window), span, kv.layers), self.target
+        )
         f.output("sum", "f32", g.sum_rows(hidden))
         logits = self._logits(g, model, hidden, reading.capped)
         f.output("drafts", "i32", g.argmax(logits))
         if reading.ranked:
-            best, values = g.largest(logits, min(BEST, logits.ne[0]))
+            best, values = g.top_k_unordered(logits, min(BEST, logits.ne[0]))
             f.output("best", "i32", best)
             f.output("best_logits", "f32", values)
-        f.output("chances", "f32", g.rows(g.shaped(g.softmax(logits), 1, logits.ne[0] * n_rows), coming))
+        f.output("chances", "f32", g.rows(g.reshape(g.softmax(logits), 1, logits.ne[0] * n_rows), coming))
 
     def _logits(self, g: Graph, model, hidden, capped: bool):
         if capped:
@@ -180,7 +182,7 @@ class Probe:
             host[f"mask_{window}"][:] = _mask(anchors, width, n_context, span, window, reading.causal).ravel()
 
     def close(self) -> None:
-        self.role.close()
+        self.allocator.close()
 
 
 def _as_read(model, hp):

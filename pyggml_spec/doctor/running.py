@@ -12,7 +12,7 @@ from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.runner import ModelRunner
 from ..engine.scheduler import generate
 from ..engine.stats import Stats
-from ..ggml.cores import Threads
+from ..ggml.cores import ThreadCounts
 from ..ggml.device import Backend
 from ..speculation.calibrate import WARMUP, step_costs
 from ..speculation.policy import WidthControl
@@ -195,7 +195,7 @@ def time_split(engine: ModelRunner, stats: Sequence[Stats], width: int) -> Check
 
 def other_work(backends: Sequence[Backend]) -> list[Check]:
     """That other work has cores of the CPU's threads; nothing where none has."""
-    if Threads([backend.rule for backend in backends if backend.rule is not None]).calm:
+    if ThreadCounts([backend.rule for backend in backends if backend.rule is not None]).calm:
         return []
     found = (
         "other work had the processor while this was measured, so times, and what they are of each other, are not those of an idle machine"

@@ -50,7 +50,7 @@ def layers_of(engine: ModelRunner, step: SplitStep, head: bool = True) -> list[L
     sizes = [sum(info.nbytes for name, info in tensors.items() if name.startswith(f"blk.{layer}.")) for layer in range(target.n_layer)]
     beside = tensors["output.weight" if "output.weight" in tensors else EMBEDDING].nbytes if head else 0
     if step.width > 1 and drafter is not None and head:
-        beside += sum(member.weights.nbytes for member in drafter.members)
+        beside += sum(member.weights.nbytes for member in drafter.methods)
     states = engine.resources.delta.nbytes if engine.resources.delta is not None else 0
     whole, out = max(1, max(sizes) + (engine.resources.kv.nbytes + states) // target.n_layer), list[Layers]()
     of_first = sum(info.nbytes for name, info in tensors.items() if name.startswith(FIRST))
@@ -187,7 +187,7 @@ def examine(engine: ModelRunner) -> Iterator[Check]:
     if len(engine.resources.segments) < 2:
         return
     try:
-        block = engine.options.width if engine.drafter is None else min(engine.options.width, engine.drafter.members[0].block_size)
+        block = engine.options.width if engine.drafter is None else min(engine.options.width, engine.drafter.methods[0].block_size)
         copies = copy_speeds(engine)
         steps = split_steps(engine, tuple(sorted({1, block})), copies=copies)
         chunk = split_chunk(engine, copies)

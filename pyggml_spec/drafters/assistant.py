@@ -20,7 +20,7 @@ from ..models.blocks import attend, geglu_ffn, head_product, product
 from ..models.keys import epsilon, per_layer, positive, sliding_layers, vocabulary
 from ..models.layers import ROPE_FREQS
 from ..models.weights import MATMUL, VECTOR, Spec
-from .base import ChainRow, ContextRows, Drafter
+from .base import ChainInputs, ContextInputs, Drafter
 
 BLOCK = 16  # rows of the widest block, as for MTP layers: what pays is measured
 EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
@@ -32,7 +32,7 @@ class Gemma4Assistant(Drafter):
     """The layers as a drafter, a chain of drafts over the target's K/V."""
 
     arch, method = "gemma4-assistant", "draft-mtp"
-    chained = borrows = True
+    chained = shares_kv = True
     scaled = ()  # llama.cpp applies none
 
     def __init__(self, file: GGUFFile) -> None:
@@ -81,8 +81,8 @@ class Gemma4Assistant(Drafter):
             out += [Spec(f"blk.{i}.{name}.weight", (length,), VECTOR) for name, length in vectors.items()]
         return out
 
-    def idle(self) -> dict[str, str]:
-        return super().idle() | dict.fromkeys(UNREAD, "a table for choosing among fewer tokens, which llama.cpp does not use either")
+    def unused(self) -> dict[str, str]:
+        return super().unused() | dict.fromkeys(UNREAD, "a table for choosing among fewer tokens, which llama.cpp does not use either")
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         return {f"blk.{i}.ffn": (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight") for i in range(self._layers)}
@@ -119,22 +119,22 @@ class Gemma4Assistant(Drafter):
 
     # -- the graphs
 
-    def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
         """The target has written them."""
 
-    def step(self, g: Graph, rows: ChainRow, target: Target) -> tuple[Tensor, Tensor]:
+    def step(self, g: Graph, rows: ChainInputs, target: Target) -> tuple[Tensor, Tensor]:
         w, eps = self.weights, self.eps
         assert isinstance(target, Gemma4) and rows.sliding is not None
         e = g.scale(target.embed(g, rows.tokens), target.embedding_scale)
-        x = product(g, w.matrix(BEFORE), g.concat([e, rows.before]))
+        x = product(g, w.matrix(BEFORE), g.concat([e, rows.prev_hidden]))
         for i in range(self._layers):
             kind, theirs, b = self._kind(i), target.mixer(self._read(i, target.n_layer)), f"blk.{i}."
-            seen, factors = (rows.sliding, None) if self.sliding[i] else (rows.seen, w[ROPE_FREQS])
+            attention, factors = (rows.sliding, None) if self.sliding[i] else (rows.attention, w[ROPE_FREQS])
             q = product(g, w.matrix(f"{b}attn_q.weight"), g.rms_norm(x, w[f"{b}attn_norm.weight"], eps))
             q = g.rms_norm(g.heads(q, kind.size, self.n_head[i]), w[f"{b}attn_q_norm.weight"], eps)
             q = kind.rope(g, q, rows.positions, factors)
             kv = rows.kv[target.caches_before(theirs.owner)[0]]
-            out = attend(g, q, None, None, kv, seen.kv_rows, seen.mask, seen.span, theirs.kv_heads, 1.0)
+            out = attend(g, q, None, None, kv, attention.kv_rows, attention.mask, attention.kv_bucket, theirs.kv_heads, 1.0)
             out = product(g, w.matrix(f"{b}attn_output.weight"), out)
             x = g.add(g.rms_norm(out, w[f"{b}post_attention_norm.weight"], eps), x)
             n = g.rms_norm(x, w[f"{b}ffn_norm.weight"], eps)

@@ -17,49 +17,49 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import KVLayer, KVShape, Seen, Target
+from ..models.base import AttentionInputs, KVLayer, KVShape, Target
 from ..models.model import Model
 from ..models.weights import INDEX, Spec, Weights
 
-TOKENS = "d2t"  # of a head's choices, which of the target's tokens each is
+TOKEN_MAP = "d2t"  # of a head's choices, which of the target's tokens each is
 NAN_IS_A_TOKEN = ("cpu",)  # kinds of devices whose argmax of NaN is one: on CUDA it is -1, and the next draft would look that row up
 MOST_LOGIT = 1e30  # below the largest float, which CUDA's argmax begins with
 
 
-class ContextRows(NamedTuple):
+class ContextInputs(NamedTuple):
     """Rows of the target whose tokens are, or may become, committed.
 
     Attributes:
         tokens: I32 [T] token ids; None where only captured states are at hand.
         features: F32 [n_embd, T] for each layer of ``Drafter.captures``.
-        before: F32 [n, T / slots, slots]: what the row of the token before each one ``left``; zeros where there is none. None for drafters
+        prev_hidden: F32 [n, T / slots, slots]: what the row of the token before each one ``left``; zeros where there is none. None for drafters
             that are not ``chained``.
-        positions: I32 [T], less ``Drafter.behind``.
+        positions: I32 [T], less ``Drafter.position_lag``.
         kv_rows: I64 [T] rows of the drafter's caches.
     """
 
     tokens: Tensor | None
     features: list[Tensor]
-    before: Tensor | None
+    prev_hidden: Tensor | None
     positions: Tensor
     kv_rows: Tensor
 
 
-class ChainRow(NamedTuple):
-    """One row of each of S sequences: ``tokens`` I32 [S], ``before`` F32 [n, S] what the token before left, ``positions`` I32 [S].
+class ChainInputs(NamedTuple):
+    """One row of each of S sequences: ``tokens`` I32 [S], ``prev_hidden`` F32 [n, S] what the token before left, ``positions`` I32 [S].
 
-    ``kv``: the drafter's caches, or the target's for one that ``borrows``; ``sliding``: what layers with the target's window see of these.
+    ``kv``: the drafter's caches, or the target's for one that ``shares_kv``; ``sliding``: what layers with the target's window see of these.
     """
 
     tokens: Tensor
-    before: Tensor
+    prev_hidden: Tensor
     positions: Tensor
-    seen: Seen
+    attention: AttentionInputs
     kv: tuple[KVLayer, ...]
-    sliding: Seen | None = None
+    sliding: AttentionInputs | None = None
 
 
-class Chosen(NamedTuple):
+class DraftOutput(NamedTuple):
     """Drafts of a block.
 
     Attributes:
@@ -82,17 +82,17 @@ class Drafter(Model):
         n_layer: layers with K/V rows of its own.
         captures: v is the input of target layer v; the target's ``n_layer`` is its last layer's output.
         chained: whether it drafts one by one, and reads the hidden state of the token before.
-        borrows: whether a chain writes no rows, and reads the target's: all of its drafts see the committed tokens.
+        shares_kv: whether a chain writes no rows, and reads the target's: all of its drafts see the committed tokens.
         draft_tokens: it drafts none but the first so many tokens of the vocabulary; 0 for all of them.
         confident: whether it says of each draft how likely that is right.
-        behind: how far positions are behind those of the tokens, 1 where a row counts as the hidden state's; the first row is nobody's then.
+        position_lag: how far positions are behind those of the tokens, 1 where a row counts as the hidden state's; the first row is nobody's then.
     """
 
     method: str
     chained = False
-    borrows = False
+    shares_kv = False
     draft_tokens = 0
-    behind = 0
+    position_lag = 0
     confident = False
 
     @property
@@ -104,8 +104,8 @@ class Drafter(Model):
         self._weights = weights
 
     @property
-    def members(self) -> "tuple[Drafter, ...]":
-        """Itself; of a ``Team`` all of them."""
+    def methods(self) -> "tuple[Drafter, ...]":
+        """Itself; of a ``MultiDrafter`` all of them."""
         return (self,)
 
     @property
@@ -126,7 +126,7 @@ class Drafter(Model):
         return ()
 
     @property
-    def more_nodes(self) -> int:
+    def extra_nodes(self) -> int:
         """Nodes that its part of a step has beyond what layers and heads of all kinds have, at most."""
         return 0
 
@@ -143,7 +143,7 @@ class Drafter(Model):
         """Raises PairError unless this drafter can read the target's hidden states and draft for it."""
         raise NotImplementedError
 
-    def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
         """Writes the K/V rows of ``rows``."""
         raise NotImplementedError
 
@@ -153,57 +153,57 @@ class Drafter(Model):
 
     def choose(self, g: Graph, logits: Tensor) -> Tensor:
         """The target's tokens with the largest logits: I32 [T], or [1, T] where the head's are fewer."""
-        chosen = g.argmax(choosable(g, logits))
-        tokens = self.weights.get(TOKENS)
+        chosen = g.argmax(clamp_nan(g, logits))
+        tokens = self.weights.get(TOKEN_MAP)
         return chosen if tokens is None else g.rows(tokens, chosen)
 
     # -- of chains
 
-    def carried(self, target: Target) -> int:
+    def carry_size(self, target: Target) -> int:
         """Values of what a row leaves to the next one."""
         return target.n_embd
 
-    def left(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Target) -> Tensor:
+    def carry(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Target) -> Tensor:
         """What the target's rows leave to the next ones, F32 [carried, T]: by default ``hidden``, F32 [n_embd, T] behind its last norm."""
         return hidden
 
-    def step(self, g: Graph, rows: ChainRow, target: Target) -> tuple[Tensor, Tensor]:
+    def step(self, g: Graph, rows: ChainInputs, target: Target) -> tuple[Tensor, Tensor]:
         """Of the tokens of ``rows``: what the head reads, and what they leave to the next draft, F32 [carried, S]."""
         raise NotImplementedError
 
     # -- heads with fewer tokens than the target
 
-    def keep_tokens(self, count: int, target: Target) -> None:
+    def limit_vocab(self, count: int, target: Target) -> None:
         """Drafts none but the first ``count`` tokens from now on: in vocabularies of merges the frequent ones come first. Before graphs are built.
 
         Raises:
             PairError: its head cannot be cut, or knows fewer tokens already.
         """
-        if TOKENS in self.file.tensors:
-            known = self.file.tensors[TOKENS].shape[0]
-            raise PairError(f"{self.title} chooses among {known} tokens of its own ({TOKENS}): leave `draft_vocab` out")
+        if TOKEN_MAP in self.file.tensors:
+            known = self.file.tensors[TOKEN_MAP].shape[0]
+            raise PairError(f"{self.title} chooses among {known} tokens of its own ({TOKEN_MAP}): leave `draft_vocab` out")
         self.draft_tokens = count if count < target.n_vocab else 0
 
-    def own_tokens(self) -> list[Spec]:
+    def token_map_specs(self) -> list[Spec]:
         """The table of a head that knows fewer tokens than the target, if the file has one."""
-        info = self.file.tensors.get(TOKENS)
-        return [Spec(TOKENS, (info.shape[0],), INDEX)] if info is not None else []
+        info = self.file.tensors.get(TOKEN_MAP)
+        return [Spec(TOKEN_MAP, (info.shape[0],), INDEX)] if info is not None else []
 
 
-def choosable(g: Graph, logits: Tensor) -> Tensor:
+def clamp_nan(g: Graph, logits: Tensor) -> Tensor:
     """``logits`` F32 as argmax may have them; NaN counts as some number where it would be none of the tokens. In place."""
-    return logits if g.role.backend.device.kind in NAN_IS_A_TOKEN else g.clamp(logits, -MOST_LOGIT, MOST_LOGIT)
+    return logits if g.backend.device.kind in NAN_IS_A_TOKEN else g.clamp(logits, -MOST_LOGIT, MOST_LOGIT)
 
 
 def check_tokens(file: GGUFFile, n_vocab: int) -> None:
     """Raises ModelError if a head of the file's chooses tokens that the target does not have."""
-    info = file.tensors.get(TOKENS)
+    info = file.tensors.get(TOKEN_MAP)
     if info is None:
         return
     if info.type_name not in ("i64", "i32") or len(info.shape) != 1:
-        raise ModelError(f"{file.path}: {TOKENS!r} is {info.type_name} {list(info.shape)}, but it has to be a list of token ids (I64)")
-    with file.read(TOKENS) as data:
+        raise ModelError(f"{file.path}: {TOKEN_MAP!r} is {info.type_name} {list(info.shape)}, but it has to be a list of token ids (I64)")
+    with file.read(TOKEN_MAP) as data:
         ids = np.frombuffer(data, np.int64 if info.type_name == "i64" else np.int32)
         low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= n_vocab:
-        raise ModelError(f"{file.path}: {TOKENS!r} names the token {low if low < 0 else high}, but the target has {n_vocab}")
+        raise ModelError(f"{file.path}: {TOKEN_MAP!r} names the token {low if low < 0 else high}, but the target has {n_vocab}")

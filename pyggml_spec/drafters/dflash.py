@@ -26,7 +26,7 @@ from ..models.keys import epsilon, inverse_root, kv_heads, positive, size_of_hea
 from ..models.model import SCALED
 from ..models.rope import Rope
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec
-from .base import TOKENS, Chosen, ContextRows, Drafter, check_tokens
+from .base import TOKEN_MAP, ContextInputs, Drafter, DraftOutput, check_tokens
 
 F16_MAX = 65504.0
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -35,8 +35,8 @@ FACTORS, FEATURE_NORMS = "rope_freqs.weight", "enc.aux_norm.weight"
 
 
 @dataclass(frozen=True)
-class BlockRows:
-    """The rows of a draft block of each slot: ``tokens`` I32 [B] = [last token, MASK, ...]; the rest as in ``base.Rows``; ``masks`` per layer.
+class BlockInputs:
+    """The rows of a draft block of each slot: ``tokens`` I32 [B] = [last token, MASK, ...]; the rest as in ``base.TargetInputs``; ``masks`` per layer.
 
     ``zeros``: F32 [n_embd, slots], for drafters that look left of a row.
     """
@@ -45,7 +45,7 @@ class BlockRows:
     positions: Tensor
     kv_rows: Tensor
     masks: tuple[Tensor, ...]
-    span: int
+    kv_bucket: int
     kv: tuple[KVLayer, ...]
     slots: int = 1
     zeros: Tensor | None = None
@@ -170,7 +170,7 @@ class DFlash(Drafter):
         tensors = self.file.tensors
         if FEATURE_NORMS in tensors:
             out.append(Spec(FEATURE_NORMS, (n, len(hp.target_layers)), VECTOR))
-        out += self.own_tokens()
+        out += self.token_map_specs()
         if EMBEDDING in tensors:
             out.append(Spec(EMBEDDING, (n, tensors[EMBEDDING].shape[-1]), ROWS))
         head = next((name for name in (HEAD, EMBEDDING) if name in tensors), None)
@@ -215,7 +215,7 @@ class DFlash(Drafter):
     def kv_shapes(self) -> list[KVShape]:
         return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.hp.n_layer
 
-    def last_seen(self, first: int, width: int) -> np.ndarray | int:
+    def last_visible(self, first: int, width: int) -> np.ndarray | int:
         """The last position that each row of a block at ``first`` sees, I64 [width]; one number where it is the same for all."""
         return first + np.arange(width) if self.hp.causal else first + width - 1
 
@@ -226,24 +226,24 @@ class DFlash(Drafter):
         bad = [v for v in hp.target_layers if not 0 <= v <= target.n_layer]
         if bad:
             raise PairError(f"{pair}: it reads the input of layer {bad[0]}, but the target has layers 0 to {target.n_layer - 1}")
-        for name, tokens in self.known_tokens().items():
+        for name, tokens in self.vocab_sizes().items():
             if tokens != target.n_vocab:
                 raise PairError(f"{pair}: its {name} has {tokens} tokens, the target has {target.n_vocab}")
-        if TOKENS in self.file.tensors:
-            known = self.file.tensors[TOKENS].shape[0]
-            for name, chosen in ({HEAD: target.n_vocab} | self.chosen_among()).items():
+        if TOKEN_MAP in self.file.tensors:
+            known = self.file.tensors[TOKEN_MAP].shape[0]
+            for name, chosen in ({HEAD: target.n_vocab} | self.head_sizes()).items():
                 if chosen != known:
-                    raise PairError(f"{pair}: its {name} has {chosen} tokens, but {TOKENS} has {known}")
+                    raise PairError(f"{pair}: its {name} has {chosen} tokens, but {TOKEN_MAP} has {known}")
             check_tokens(self.file, target.n_vocab)
         if not 0 <= hp.mask_token < target.n_vocab:
             raise PairError(f"{pair}: its mask token is {hp.mask_token}, but the target's vocabulary has {target.n_vocab} tokens")
 
-    def known_tokens(self) -> dict[str, int]:
+    def vocab_sizes(self) -> dict[str, int]:
         """Tokens of the tensors that have to know all of the target's."""
-        names = (EMBEDDING,) if TOKENS in self.file.tensors else (EMBEDDING, HEAD)
+        names = (EMBEDDING,) if TOKEN_MAP in self.file.tensors else (EMBEDDING, HEAD)
         return {name: self.file.tensors[name].shape[-1] for name in names if name in self.file.tensors}
 
-    def chosen_among(self) -> dict[str, int]:
+    def head_sizes(self) -> dict[str, int]:
         """Tokens of the tensors that have to know those of the file's own list, if it has one."""
         return {HEAD: self.file.tensors[HEAD].shape[-1]} if HEAD in self.file.tensors else {}
 
@@ -253,7 +253,7 @@ class DFlash(Drafter):
 
     # -- the graphs
 
-    def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
         hp, w = self.hp, self.weights
         f, normed = g.concat(rows.features), FEATURE_NORMS in w
         if normed:
@@ -274,7 +274,7 @@ class DFlash(Drafter):
     def _rotate(self, g: Graph, x: Tensor, positions: Tensor) -> Tensor:
         return self.hp.rope(g, x, positions, self.weights.get(FACTORS))
 
-    def denoise(self, g: Graph, rows: BlockRows, target: Target) -> Tensor:
+    def denoise(self, g: Graph, rows: BlockInputs, target: Target) -> Tensor:
         """The block's hidden states before the head, F32 [n_embd, B]."""
         hp, w = self.hp, self.weights
         own = EMBEDDING in w
@@ -289,7 +289,7 @@ class DFlash(Drafter):
             q = g.heads(product(g, w.matrix(f"blk.{i}.attn_q.weight"), h), hp.head_size, hp.n_head)
             q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
             k, v = self._keys_values(g, i, h, rows.positions)
-            out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.masks[i], rows.span, hp.n_head_kv, hp.attention_scale)
+            out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.masks[i], rows.kv_bucket, hp.n_head_kv, hp.attention_scale)
             if self._has(i, "attn_gate"):
                 out = softplus_gated(g, out, g.matmul(w[f"blk.{i}.attn_gate.weight"], h), hp.head_size)
             out = product(g, w.matrix(f"blk.{i}.attn_output.weight"), out)
@@ -307,22 +307,22 @@ class DFlash(Drafter):
                 x = g.mul(x, w[f"blk.{i}.layer_output_scale.weight"])
         return g.rms_norm(x, w["output_norm.weight"], hp.eps)
 
-    def _prepared(self, g: Graph, x: Tensor, rows: BlockRows) -> BlockRows:
+    def _prepared(self, g: Graph, x: Tensor, rows: BlockInputs) -> BlockInputs:
         """The rows with what the layers ask for besides; x F32 [n_embd, B] is what enters the first one."""
         return rows
 
-    def _into(self, g: Graph, i: int, part: str, x: Tensor, rows: BlockRows) -> tuple[Tensor, Tensor | None]:
+    def _into(self, g: Graph, i: int, part: str, x: Tensor, rows: BlockInputs) -> tuple[Tensor, Tensor | None]:
         """What attention or FFN (``part``: attn, ffn) reads of its normalised input, and what ``_out_of`` is told."""
         return x, None
 
-    def _out_of(self, g: Graph, i: int, part: str, x: Tensor, told: Tensor | None, rows: BlockRows) -> Tensor:
+    def _out_of(self, g: Graph, i: int, part: str, x: Tensor, told: Tensor | None, rows: BlockInputs) -> Tensor:
         """What attention or FFN gives."""
         return x
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> Chosen:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> DraftOutput:
         """The drafts of those of each slot's rows that draft, whose hidden states are ``hidden``, F32 [n_embd, T], of the ``block`` I32."""
         logits = self.logits(g, hidden, target)
-        return Chosen((self.choose(g, logits),), logits)
+        return DraftOutput((self.choose(g, logits),), logits)
 
     def _norm_if_any(self, g: Graph, x: Tensor, i: int, name: str) -> Tensor:
         return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x

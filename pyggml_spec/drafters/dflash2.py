@@ -20,8 +20,8 @@ from ..models.base import Target
 from ..models.blocks import head_product, product
 from ..models.keys import positive
 from ..models.weights import ROWS, VECTOR, Spec
-from .base import TOKENS, Chosen, choosable
-from .dflash import HEAD, BlockRows, DFlash
+from .base import TOKEN_MAP, DraftOutput, clamp_nan
+from .dflash import HEAD, BlockInputs, DFlash
 
 PREDECESSOR, SUCCESSOR, GATE = "selector_predecessor.weight", "selector_successor.weight", "selector_hidden.weight"
 PARTS = ("attn", "ffn")
@@ -53,7 +53,7 @@ class DFlash2(DFlash):
         return self.hp.n_embd // self.group_size
 
     @property
-    def more_nodes(self) -> int:
+    def extra_nodes(self) -> int:
         """Of each convolution 13 for a tap and 2 besides, 3 more among several slots; of each draft 13."""
         return 4 * self.hp.n_layer * (16 * self.taps + 4) + 16 * self.block_size
 
@@ -69,25 +69,25 @@ class DFlash2(DFlash):
                 out.append(Spec(f"blk.{i}.{part}_conv_proj.weight", (n, 2 * self.taps * self.groups_of_values)))
         return out
 
-    def known_tokens(self) -> dict[str, int]:
-        return super().known_tokens() | {name: self.file.tensors[name].shape[1] for name in (PREDECESSOR, SUCCESSOR)}
+    def vocab_sizes(self) -> dict[str, int]:
+        return super().vocab_sizes() | {name: self.file.tensors[name].shape[1] for name in (PREDECESSOR, SUCCESSOR)}
 
     # -- the graphs
 
-    def _prepared(self, g: Graph, x: Tensor, rows: BlockRows) -> BlockRows:
+    def _prepared(self, g: Graph, x: Tensor, rows: BlockInputs) -> BlockInputs:
         """With zeros, a row of each block, that stand left of it."""
         width = x.ne[1] // rows.slots
-        return replace(rows, zeros=g.scale(g.tails(x, width, width - 1), 0.0))
+        return replace(rows, zeros=g.scale(g.group_tails(x, width, width - 1), 0.0))
 
-    def _into(self, g: Graph, i: int, part: str, x: Tensor, rows: BlockRows) -> tuple[Tensor, Tensor | None]:
+    def _into(self, g: Graph, i: int, part: str, x: Tensor, rows: BlockInputs) -> tuple[Tensor, Tensor | None]:
         moving = product(g, self.weights.matrix(f"blk.{i}.{part}_conv_proj.weight"), x)
         return self._convolved(g, i, part, 0, x, moving, rows), moving
 
-    def _out_of(self, g: Graph, i: int, part: str, x: Tensor, moving: Tensor | None, rows: BlockRows) -> Tensor:
+    def _out_of(self, g: Graph, i: int, part: str, x: Tensor, moving: Tensor | None, rows: BlockInputs) -> Tensor:
         assert moving is not None
         return self._convolved(g, i, part, 1, x, moving, rows)
 
-    def _convolved(self, g: Graph, i: int, part: str, side: int, x: Tensor, moving: Tensor, rows: BlockRows) -> Tensor:
+    def _convolved(self, g: Graph, i: int, part: str, side: int, x: Tensor, moving: Tensor, rows: BlockInputs) -> Tensor:
         """x F32 [n_embd, T], ``moving`` F32 [2 * taps * groups, T] -> F32 [n_embd, T]."""
         groups, size, total = self.groups_of_values, self.group_size, x.ne[1]
         base = g.plane(self.weights[f"blk.{i}.{part}_conv_base"], side)
@@ -95,12 +95,12 @@ class DFlash2(DFlash):
         out, width = None, total // rows.slots
         for tap in range(min(self.taps, width)):
             if tap:
-                x = g.leading(g.behind(rows.zeros, x), width)
-                x = g.shaped(g.cont(x) if rows.slots > 1 else x, self.hp.n_embd, total)
+                x = g.leading_rows(g.prepend_row(rows.zeros, x), width)
+                x = g.reshape(g.cont(x) if rows.slots > 1 else x, self.hp.n_embd, total)
             of_tap = g.cont(g.columns(moving, groups, groups * (tap + self.taps * side)))
-            kernel = g.repeat(g.shaped(of_tap, 1, groups, total), size, groups, total)
-            kernel = g.add(kernel, g.shaped(g.stretch(base, tap, 1) if self.taps > 1 else base, size, groups))
-            term = g.mul(g.shaped(kernel, self.hp.n_embd, total), x)
+            kernel = g.repeat(g.reshape(of_tap, 1, groups, total), size, groups, total)
+            kernel = g.add(kernel, g.reshape(g.slice_1d(base, tap, 1) if self.taps > 1 else base, size, groups))
+            term = g.mul(g.reshape(kernel, self.hp.n_embd, total), x)
             out = term if out is None else g.add(out, term)
         assert out is not None
         return out
@@ -112,20 +112,20 @@ class DFlash2(DFlash):
             logits = g.scale(logits, self.logit_scale)
         return g.soft_cap(logits, self.hp.softcap)
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> Chosen:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> DraftOutput:
         w, k, rank, count = self.weights, self.top_k, self.rank, hidden.ne[1] // slots
-        logits = choosable(g, self.logits(g, hidden, target))
-        candidates, scores = g.largest(logits, min(k, logits.ne[0]))
+        logits = clamp_nan(g, self.logits(g, hidden, target))
+        candidates, scores = g.top_k_unordered(logits, min(k, logits.ne[0]))
         k = candidates.ne[0]
-        if TOKENS in w:
-            candidates = g.shaped(g.rows(w[TOKENS], g.shaped(candidates, k * count * slots)), k, count * slots)
-        scores, gates = g.shaped(scores, k, count * slots), product(g, w.matrix(GATE), hidden)
-        successors = g.shaped(g.rows(w[SUCCESSOR], g.shaped(candidates, k * count * slots)), k * rank, count * slots)
-        token, ids = g.firsts(block, block.ne[0] // slots), []
+        if TOKEN_MAP in w:
+            candidates = g.reshape(g.rows(w[TOKEN_MAP], g.reshape(candidates, k * count * slots)), k, count * slots)
+        scores, gates = g.reshape(scores, k, count * slots), product(g, w.matrix(GATE), hidden)
+        successors = g.reshape(g.rows(w[SUCCESSOR], g.reshape(candidates, k * count * slots)), k * rank, count * slots)
+        token, ids = g.group_firsts(block, block.ne[0] // slots), []
         for i in range(count):
-            wanted = g.mul(g.rows(w[PREDECESSOR], token), g.every(gates, count, i))
-            fits = g.matmul(g.heads(g.every(successors, count, i), rank, k), g.shaped(wanted, rank, 1, slots))
-            best = g.argmax(choosable(g, g.add(g.shaped(fits, k, slots), g.every(scores, count, i))))
-            ids.append(g.entry(g.every(candidates, count, i), best))
-            token = g.shaped(ids[-1], slots)
-        return Chosen(tuple(ids), logits)
+            wanted = g.mul(g.rows(w[PREDECESSOR], token), g.every_nth(gates, count, i))
+            fits = g.matmul(g.heads(g.every_nth(successors, count, i), rank, k), g.reshape(wanted, rank, 1, slots))
+            best = g.argmax(clamp_nan(g, g.add(g.reshape(fits, k, slots), g.every_nth(scores, count, i))))
+            ids.append(g.gather(g.every_nth(candidates, count, i), best))
+            token = g.reshape(ids[-1], slots)
+        return DraftOutput(tuple(ids), logits)

@@ -14,7 +14,7 @@ from ..gguf_io import GGUFFile
 from ..models.base import Target
 from ..models.blocks import product
 from ..models.weights import ROWS, VECTOR, Spec
-from .base import TOKENS, Chosen
+from .base import TOKEN_MAP, DraftOutput
 from .dflash import HEAD, DFlash
 
 FROM, TO = "markov_w1.weight", "markov_w2.weight"
@@ -41,7 +41,7 @@ class DSpark(DFlash):
         return self.hp.block_size + self.from_anchor
 
     @property
-    def more_nodes(self) -> int:
+    def extra_nodes(self) -> int:
         """Of each draft 12, and what its matrices need besides."""
         return 24 * self.block_size
 
@@ -59,12 +59,12 @@ class DSpark(DFlash):
             out.append(Spec(OFFSET, (1,), VECTOR))
         return super().tensors() + out
 
-    def known_tokens(self) -> dict[str, int]:
-        names = (FROM,) if TOKENS in self.file.tensors else (FROM, TO)
-        return super().known_tokens() | {name: self.file.tensors[name].shape[1] for name in names}
+    def vocab_sizes(self) -> dict[str, int]:
+        names = (FROM,) if TOKEN_MAP in self.file.tensors else (FROM, TO)
+        return super().vocab_sizes() | {name: self.file.tensors[name].shape[1] for name in names}
 
-    def chosen_among(self) -> dict[str, int]:
-        return super().chosen_among() | {TO: self.file.tensors[TO].shape[1]}
+    def head_sizes(self) -> dict[str, int]:
+        return super().head_sizes() | {TO: self.file.tensors[TO].shape[1]}
 
     # -- the graph
 
@@ -72,21 +72,21 @@ class DSpark(DFlash):
         """Those that the Markov head adds to: neither scaled nor capped."""
         return product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden)
 
-    def keep_tokens(self, count: int, target: Target) -> None:
+    def limit_vocab(self, count: int, target: Target) -> None:
         raise PairError(f"{self.title} adds to the logits of every token: its head cannot be cut, so leave `draft_vocab` out")
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> Chosen:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> DraftOutput:
         w, count = self.weights, hidden.ne[1] // slots
         logits = self.logits(g, hidden, target)
-        token, ids, said = g.firsts(block, block.ne[0] // slots), [], []
+        token, ids, said = g.group_firsts(block, block.ne[0] // slots), [], []
         for i in range(count):
             before = g.rows(w[FROM], token)
             if self.confident:
-                said.append(self._confidence(g, g.every(hidden, count, i), before))
+                said.append(self._confidence(g, g.every_nth(hidden, count, i), before))
             after = product(g, w.matrix(TO), before)
-            ids.append(self.choose(g, g.add(after, g.every(logits, count, i))))
-            token = g.shaped(ids[-1], slots) if ids[-1].ne[0] != slots else ids[-1]
-        return Chosen(tuple(ids), logits, g.concat(said) if said else None)
+            ids.append(self.choose(g, g.add(after, g.every_nth(logits, count, i))))
+            token = g.reshape(ids[-1], slots) if ids[-1].ne[0] != slots else ids[-1]
+        return DraftOutput(tuple(ids), logits, g.concat(said) if said else None)
 
     def _confidence(self, g: Graph, hidden: Tensor, before: Tensor) -> Tensor:
         """F32 [n_embd, S] and [rank, S] -> [1, S]."""

@@ -20,7 +20,7 @@ from ..models.blocks import attend, head_product, product, project, swiglu_ffn, 
 from ..models.hparams import Hparams
 from ..models.keys import inverse_root, positive
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec
-from .base import TOKENS, ChainRow, ContextRows, Drafter, check_tokens
+from .base import TOKEN_MAP, ChainInputs, ContextInputs, Drafter, check_tokens
 from .dflash import F16_MAX
 
 BLOCK = 16  # rows of the widest block, as for MTP layers: what pays is measured
@@ -35,7 +35,7 @@ class Eagle3(Drafter):
     """The layer as a drafter, a chain of drafts. Embedding and head are the target's where the file has none."""
 
     arch, method = "eagle3", "draft-eagle3"
-    chained, behind = True, 1
+    chained, position_lag = True, 1
     scaled = ()  # llama.cpp applies none
 
     def __init__(self, file: GGUFFile) -> None:
@@ -93,7 +93,7 @@ class Eagle3(Drafter):
             out.append(Spec(HEAD, (n, tensors[HEAD].shape[-1]), MATMUL))
         if FACTORS in tensors:
             out.append(Spec(FACTORS, (self.rope.n_rot // 2,), VECTOR))
-        return out + self.own_tokens()
+        return out + self.token_map_specs()
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         """k and v are a group of their own: context rows need them without q."""
@@ -123,39 +123,39 @@ class Eagle3(Drafter):
         if EMBEDDING in tensors and tensors[EMBEDDING].shape[-1] != target.n_vocab:
             raise PairError(f"{pair}: its {EMBEDDING} has {tensors[EMBEDDING].shape[-1]} tokens, the target has {target.n_vocab}")
         chosen = tensors[HEAD].shape[-1] if HEAD in tensors else target.n_vocab
-        known = tensors[TOKENS].shape[0] if TOKENS in tensors else target.n_vocab
+        known = tensors[TOKEN_MAP].shape[0] if TOKEN_MAP in tensors else target.n_vocab
         if chosen != known:
-            raise PairError(f"{pair}: its head has {chosen} tokens, but {TOKENS if TOKENS in tensors else 'the target'} has {known}")
+            raise PairError(f"{pair}: its head has {chosen} tokens, but {TOKEN_MAP if TOKEN_MAP in tensors else 'the target'} has {known}")
         check_tokens(self.file, target.n_vocab)
 
     # -- the graphs
 
-    def carried(self, target: Target) -> int:
+    def carry_size(self, target: Target) -> int:
         return self.n_embd
 
-    def left(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Target) -> Tensor:
+    def carry(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Target) -> Tensor:
         """g of the rows, F32 [n_embd, T]."""
         f = g.concat(features)
         # some targets have activations beyond F16; an Inf here would poison every later draft
         f = g.rms_norm(f, self.weights[FEATURE_NORM], self.eps) if self.norm_before_fc else g.clamp(f, -F16_MAX, F16_MAX)
         return product(g, self.weights.matrix(FC), f)
 
-    def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
-        assert rows.tokens is not None and rows.before is not None
-        joined, _ = self._pair(g, rows.tokens, rows.before, target)
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
+        assert rows.tokens is not None and rows.prev_hidden is not None
+        joined, _ = self._pair(g, rows.tokens, rows.prev_hidden, target)
         write_kv(g, *self._keys_values(g, joined, rows.positions), kv[0], rows.kv_rows)
 
-    def step(self, g: Graph, rows: ChainRow, target: Target) -> tuple[Tensor, Tensor]:
+    def step(self, g: Graph, rows: ChainInputs, target: Target) -> tuple[Tensor, Tensor]:
         """The head reads what is behind the norm, the next draft what is before it."""
         w = self.weights
-        joined, normed = self._pair(g, rows.tokens, rows.before, target)
+        joined, normed = self._pair(g, rows.tokens, rows.prev_hidden, target)
         q = g.heads(product(g, w.matrix(f"{LAYER}attn_q.weight"), joined), self.head_dim, self.heads)
         k, v = self._keys_values(g, joined, rows.positions)
-        seen, scale = rows.seen, inverse_root(self.head_dim)
+        attention, scale = rows.attention, inverse_root(self.head_dim)
         q = self._rotate(g, q, rows.positions)
-        out = attend(g, q, k, v, rows.kv[0], seen.kv_rows, seen.mask, seen.span, self.kv_heads, scale)
+        out = attend(g, q, k, v, rows.kv[0], attention.kv_rows, attention.mask, attention.kv_bucket, self.kv_heads, scale)
         out = product(g, w.matrix(f"{LAYER}attn_output.weight"), out)
-        x = g.add(out, normed if self.norm_before_residual else rows.before)
+        x = g.add(out, normed if self.norm_before_residual else rows.prev_hidden)
         n = g.rms_norm(x, w[f"{LAYER}ffn_norm.weight"], self.eps)
         x = g.add(swiglu_ffn(g, w.group(f"{LAYER}ffn"), w.matrix(f"{LAYER}ffn_down.weight"), n), x)
         return g.rms_norm(x, w[NORM], self.eps), x
@@ -171,7 +171,7 @@ class Eagle3(Drafter):
         w, eps = self.weights, self.eps
         e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in w else target.embed(g, tokens)
         n = g.rms_norm(before, w[f"{LAYER}attn_norm_2.weight"], eps)
-        n = g.shaped(n, e.ne[0], e.ne[1])
+        n = g.reshape(n, e.ne[0], e.ne[1])
         return g.concat([g.rms_norm(e, w[f"{LAYER}attn_norm.weight"], eps), n]), n
 
     def _keys_values(self, g: Graph, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,13 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import KVLayer, KVShape, Seen, Target
+from ..models.base import AttentionInputs, KVLayer, KVShape, Target
 from ..models.blocks import head_product, product, write_kv
 from ..models.decoder import ARCHITECTURES
 from ..models.layers import Attention, LayerContext
 from ..models.model import ATTENTION, SCALED
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec, Weights
-from .base import ChainRow, ContextRows, Drafter
+from .base import ChainInputs, ContextInputs, Drafter
 
 LAYERS = ("qwen35", "qwen35moe", "qwen3next")  # architectures whose layer drafts here
 BLOCK = 16  # rows of the widest block; what pays is measured: a chain of 8 gave 5.2 tokens a step on code where one of 3 gave 3.2
@@ -99,11 +99,11 @@ class MTP(Drafter):
         shapes = {EMBEDDING: ((n, model.n_vocab), ROWS), NORM: ((n,), VECTOR), HEAD: ((n, model.n_vocab), MATMUL)}
         return out + [Spec(here, *shapes[here], None if here == name else name) for here, name in self._own.items()]
 
-    def idle(self) -> dict[str, str]:
+    def unused(self) -> dict[str, str]:
         ends = (EMBEDDING, NORM, HEAD)
         theirs = [name for name in self.file.tensors if (name in ends if self.alone else not name.startswith(self.prefix))]
         mine = [f"{self.prefix}nextn.{name}.weight" for name in ENDS.values()]  # which the target's may be equal to
-        return super().idle() | {name: "the target's are used" for name in (*theirs, *mine) if name not in self._own.values()}
+        return super().unused() | {name: "the target's are used" for name in (*theirs, *mine) if name not in self._own.values()}
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         """k and v are a group of their own: context rows need them without q."""
@@ -129,26 +129,26 @@ class MTP(Drafter):
 
     # -- the graphs
 
-    def context_rows(self, g: Graph, rows: ContextRows, kv: tuple[KVLayer, ...], target: Target) -> None:
-        assert rows.tokens is not None and rows.before is not None
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
+        assert rows.tokens is not None and rows.prev_hidden is not None
         c = self._context(g, rows.positions, None, kv)
-        h = c.rms_norm(self._pair(g, rows.tokens, rows.before, target), self._layer.mixer_norm)
+        h = c.rms_norm(self._pair(g, rows.tokens, rows.prev_hidden, target), self._layer.mixer_norm)
         write_kv(g, *self._attention.keys_values(c, *c.project("kv", h)), kv[0], rows.kv_rows)
 
-    def step(self, g: Graph, rows: ChainRow, target: Target) -> tuple[Tensor, Tensor]:
+    def step(self, g: Graph, rows: ChainInputs, target: Target) -> tuple[Tensor, Tensor]:
         """The head reads what the next draft does."""
-        c = self._context(g, rows.positions, rows.seen, rows.kv)
-        x = self._pair(g, rows.tokens, rows.before, target)
+        c = self._context(g, rows.positions, rows.attention, rows.kv)
+        x = self._pair(g, rows.tokens, rows.prev_hidden, target)
         h = c.rms_norm(x, self._layer.mixer_norm)
-        g.norm_first(h)
+        g.expand_norm(h)
         q = c.product("attn_q", h)
         x = g.add(self._attention.attend(c, q, *c.project("kv", h)), x)
         x = g.add(self._layer.ffn(c, c.rms_norm(x, self._layer.ffn_norm)), x)
         h = g.rms_norm(x, (self.weights if NORM in self._own else target.weights)[NORM], self.eps)
         return h, h
 
-    def _context(self, g: Graph, positions: Tensor, seen: Seen | None, kv: tuple[KVLayer, ...]) -> LayerContext:
-        return LayerContext(g, self.weights, self.layer, self.eps, positions, seen, {self.layer: kv[0]})
+    def _context(self, g: Graph, positions: Tensor, attention: AttentionInputs | None, kv: tuple[KVLayer, ...]) -> LayerContext:
+        return LayerContext(g, self.weights, self.layer, self.eps, positions, attention, {self.layer: kv[0]})
 
     def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
         if HEAD in self._own:
@@ -160,7 +160,7 @@ class MTP(Drafter):
         w, b, eps = self.weights, self.prefix, self.eps
         e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in self._own else target.embed(g, tokens)
         h = g.rms_norm(before, w[f"{b}nextn.hnorm.weight"], eps)
-        joined = g.concat([g.rms_norm(e, w[f"{b}nextn.enorm.weight"], eps), g.shaped(h, e.ne[0], e.ne[1])])
+        joined = g.concat([g.rms_norm(e, w[f"{b}nextn.enorm.weight"], eps), g.reshape(h, e.ne[0], e.ne[1])])
         return product(g, w.matrix(f"{b}nextn.eh_proj.weight"), joined)
 
 

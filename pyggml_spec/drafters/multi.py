@@ -7,63 +7,63 @@ from ..models.base import KVShape, Target
 from .base import Drafter
 
 
-class Team:
-    """Two or more drafters; attributes and methods of the same names as ``Drafter``'s say what of all of them together is needed.
+class MultiDrafter:
+    """Two or more drafters; attributes and methods of the same names as ``Drafter``'s say what of all of them combine is needed.
 
     Raises:
         PairError: two that draft in the same way.
     """
 
-    def __init__(self, members: Sequence[Drafter]) -> None:
-        self.members = tuple(members)
+    def __init__(self, methods: Sequence[Drafter]) -> None:
+        self.methods = tuple(methods)
         for chained, what in ((False, "blocks"), (True, "chains")):
-            alike = [member for member in self.members if member.chained == chained]
+            alike = [drafter for drafter in self.methods if drafter.chained == chained]
             if len(alike) > 1:
-                raise PairError(f"{' and '.join(member.title for member in alike)} both draft {what}; name one of them with `spec`")
-        self._chain = next((member for member in self.members if member.chained), None)
+                raise PairError(f"{' and '.join(drafter.title for drafter in alike)} both draft {what}; name one of them with `spec`")
+        self._chain = next((drafter for drafter in self.methods if drafter.chained), None)
 
     @property
     def method(self) -> str:
         """Of the one that drafts where nobody says who does."""
-        return self.members[0].method
+        return self.methods[0].method
 
     @property
     def title(self) -> str:
-        return " and ".join(member.title for member in self.members)
+        return " and ".join(drafter.title for drafter in self.methods)
 
     @property
     def block_size(self) -> int:
-        return max(member.block_size for member in self.members)
+        return max(drafter.block_size for drafter in self.methods)
 
     @property
     def captures(self) -> tuple[int, ...]:
         """Of all of them, each layer once."""
-        return tuple(sorted({layer for member in self.members for layer in member.captures}))
+        return tuple(sorted({layer for drafter in self.methods for layer in drafter.captures}))
 
     @property
     def chained(self) -> bool:
         return self._chain is not None
 
     @property
-    def borrows(self) -> bool:
-        return any(member.borrows for member in self.members)
+    def shares_kv(self) -> bool:
+        return any(drafter.shares_kv for drafter in self.methods)
 
     def kv_shapes(self) -> list[KVShape]:
-        return [shape for member in self.members for shape in member.kv_shapes()]
+        return [shape for drafter in self.methods for shape in drafter.kv_shapes()]
 
     def check_pair(self, target: Target) -> None:
-        for member in self.members:
-            member.check_pair(target)
+        for drafter in self.methods:
+            drafter.check_pair(target)
 
-    def carried(self, target: Target) -> int:
+    def carry_size(self, target: Target) -> int:
         assert self._chain is not None
-        return self._chain.carried(target)
+        return self._chain.carry_size(target)
 
 
-Drafts = Drafter | Team
+AnyDrafter = Drafter | MultiDrafter
 """Whoever drafts for a target."""
 
 
-def together(members: Sequence[Drafter]) -> Drafts | None:
+def combine(methods: Sequence[Drafter]) -> AnyDrafter | None:
     """One drafter, a team of several, or None."""
-    return None if not members else members[0] if len(members) == 1 else Team(members)
+    return None if not methods else methods[0] if len(methods) == 1 else MultiDrafter(methods)

@@ -92,7 +92,7 @@ def published(file: GGUFFile) -> list[Published]:
     return [p for p in PUBLISHED if (p.arch, p.n_layer, p.n_expert) == (arch, layers, experts) and p.n_embd in (UNKNOWN, width)]
 
 
-def what_drafts(target: GGUFFile) -> str:
+def drafters_for(target: GGUFFile) -> str:
     """What can draft for this target today: the end of a sentence."""
     ways = ["its own MTP layer, which is in its file (leave `draft` out)"] if has_layer(target) else []
     ways.append("n-gram drafting, which needs no file (`spec` suffix)")

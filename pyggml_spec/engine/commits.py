@@ -25,7 +25,7 @@ class Commits:
             return
         if delta.inline:
             self.lay_out(int(plain))
-        elif delta.is_behind(covered):
+        elif delta.needs_commit(covered):
             self.flush(covered)
 
     def before_block(self, width: int, slots: Collection[int], method: str, late: bool) -> None:
@@ -59,7 +59,7 @@ class Commits:
 
     def _waiting(self, method: str, slot: int) -> int:
         assert self._ring is not None
-        return self._ring.waiting(method, self._parts.slots[slot].cursor.committed, slot)
+        return self._ring.missing(method, self._parts.slots[slot].cursor.committed, slot)
 
     def settle(self, slot: int | None = None) -> None:
         """Commits what is accepted in one slot, or in all: caches and recurrent states hold the whole sequences, whose lengths are final."""
@@ -80,7 +80,7 @@ class Commits:
         Open blocks stay open.
         """
         self._parts.check_landed(covered)
-        if self._delta is not None and self._delta.is_behind(covered):
+        if self._delta is not None and self._delta.needs_commit(covered):
             self.lay_out(0) if self._delta.inline else self._commit(covered, self._delta.width)
         for s in self._parts.slots[covered.part]:
             if not s.open_rows:
@@ -102,7 +102,7 @@ class Commits:
         delta = self._delta
         assert delta is not None
         self._parts.synchronize()
-        replay = delta.unfolded or not delta.inline
+        replay = delta.uncommitted or not delta.inline
         step = self._parts.graphs.get("commit", delta.width, 0, covered, width_to, replay)
         delta.fill_commit(step.fields.at, covered)
         step.fields.run()
@@ -119,7 +119,7 @@ class Commits:
                 self._parts.synchronize()
                 self._catch_up(method, counts)
             for slot in slots:
-                ring.caught_up(method, slot)
+                ring.set_complete(method, slot)
 
     def _catch_up(self, method: str, counts: Mapping[int, int]) -> None:
         """The first rows of each of these slots that wait, at most a batch."""
@@ -138,17 +138,17 @@ class Commits:
             host["positions"][own] = first + np.arange(width)
             p.draft_kv.rows_for(first, width, count, host["kv_rows"][own])
             host["kv_rows"][own] += i * (p.draft_kv.live + p.draft_kv.trash)
-            if "boundary" in host:
-                assert p.boundary is not None
+            if "last_hidden" in host:
+                assert p.last_hidden is not None
                 host["ring_tokens"][own], host["last"][i] = ring.tokens[at], own.start + max(count - 1, 0)
-                host["before"][i] = p.boundary.row(slot)
-                p.boundary.fill(slot, min(count, 1), host["boundary"][i : i + 1])
+                host["before"][i] = p.last_hidden.row(slot)
+                p.last_hidden.fill(slot, min(count, 1), host["last_hidden"][i : i + 1])
         if "draft_context" in host:
             np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
         step.fields.run()
         for slot, count in counts.items():
-            if "boundary" in host and p.boundary is not None:
-                p.boundary.at[slot] = 0
-            ring.computed(method, count, slot)
+            if "last_hidden" in host and p.last_hidden is not None:
+                p.last_hidden.at[slot] = 0
+            ring.filled(method, count, slot)
         self.catch_ups += 1
         self.catch_up_us += (time.perf_counter_ns() - began) // 1000

@@ -12,12 +12,12 @@ import numpy as np
 
 from ..cache.kv import KVCache
 from ..cache.slots import SlotRange
-from ..drafters.base import ChainRow, Drafter
-from ..drafters.dflash import BlockRows, DFlash
+from ..drafters.base import ChainInputs, Drafter
+from ..drafters.dflash import BlockInputs, DFlash
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields
-from ..models.base import Seen, Target
+from ..models.base import AttentionInputs, Target
 from .batch import BatchItem, Draft
 from .slot import Slot
 
@@ -74,14 +74,14 @@ class BlockDrafting:
         draft_rows = rows["kv_rows"] if self.alone and alike and "kv_rows" in rows else f.input("draft_rows", "i64", total)
         positions = rows["positions"] if alike else f.input("draft_positions", "i32", total)
         masks = self._masks(g, f, total, span, covered)
-        hidden = self.drafter.denoise(g, BlockRows(block, positions, draft_rows, masks, span, kv, covered.count), self.target)
+        hidden = self.drafter.denoise(g, BlockInputs(block, positions, draft_rows, masks, span, kv, covered.count), self.target)
         drafted = hidden if not alike else self._behind_pending(g, hidden, asked.width)
         chosen = self.drafter.drafts(g, drafted, block, covered.count, self.target)
         return Drafted(chosen.ids, hidden, chosen.logits, chosen.confidence)
 
     def _behind_pending(self, g: Graph, hidden: Tensor, width: int) -> Tensor:
         """Without row 0 of each block: it is the last token itself, whose logits are not needed."""
-        return g.tail_rows(hidden, 1) if self.alone else g.tails(hidden, width, 1)
+        return g.rows_from(hidden, 1) if self.alone else g.group_tails(hidden, width, 1)
 
     def _masks(self, g: Graph, f: StepFields, total: int, span: int, covered: SlotRange) -> tuple[Tensor, ...]:
         """One mask per drafter layer; layers with the same window share theirs."""
@@ -90,7 +90,7 @@ class BlockDrafting:
         for window in self.drafter.hp.window:
             if window not in by_window:
                 first = f.input(f"draft_first_{window}", "f32", 1, total) if window else None
-                by_window[window] = g.span_mask(self.kv.near, last, first, span, covered.count)
+                by_window[window] = g.kv_mask(self.kv.mask_base, last, first, span, covered.count)
         return tuple(by_window[window] for window in self.drafter.hp.window)
 
     def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
@@ -111,7 +111,7 @@ class BlockDrafting:
                 block[first] = slots[slot].cursor.last_token
                 if item.masks is not None:
                     block[first + 1 : first + real] = item.masks[: real - 1]
-                last[first : first + real] = self.drafter.last_seen(n, real)
+                last[first : first + real] = self.drafter.last_visible(n, real)
                 last[first + real : first + width] = n + real - 1
             else:
                 last[first : first + width] = positions[
@@ -140,22 +140,24 @@ class ChainDrafting:
         count, total = asked.covered.count, asked.drafts * asked.covered.count
         tokens = f.input("draft_tokens", "i32", count)
         positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
-        last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, count) if self.drafter.behind else None
+        last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, count) if self.drafter.position_lag else None
 
-        def row(i: int, tokens: Tensor, hidden: Tensor) -> ChainRow:
-            at, of_rows, seen_last = (g.stretch(x, i * count, count) for x in (positions, kv_rows, last))
-            return ChainRow(tokens, hidden, at, Seen(of_rows, g.span_mask(self.kv.near, seen_last, first, span, count), span), kv)
+        def row(i: int, tokens: Tensor, hidden: Tensor) -> ChainInputs:
+            at, of_rows, seen_last = (g.slice_1d(x, i * count, count) for x in (positions, kv_rows, last))
+            return ChainInputs(
+                tokens, hidden, at, AttentionInputs(of_rows, g.kv_mask(self.kv.mask_base, seen_last, first, span, count), span), kv
+            )
 
         return self._chain(g, asked, tokens, before, row)
 
-    def _chain(self, g: Graph, asked: Asked, tokens: Tensor, hidden: Tensor, row: Callable[[int, Tensor, Tensor], ChainRow]) -> Drafted:
+    def _chain(self, g: Graph, asked: Asked, tokens: Tensor, hidden: Tensor, row: Callable[[int, Tensor, Tensor], ChainInputs]) -> Drafted:
         """One draft after the other. ``row``: of the i-th one, from the tokens and the hidden states before it."""
         count, ids = asked.covered.count, []
         for i in range(asked.drafts):
             for_head, hidden = self.drafter.step(g, row(i, tokens, hidden), self.target)
             logits = self.drafter.logits(g, for_head, self.target)
             ids.append(self.drafter.choose(g, logits))
-            tokens = g.shaped(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
+            tokens = g.reshape(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
         return Drafted(tuple(ids), for_head, logits)  # what is not finite stays so from draft to draft
 
     def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
@@ -165,13 +167,13 @@ class ChainDrafting:
             item, n = work.get(slot), slots[slot].cursor.committed
             real = item.width - 1 if isinstance(item, Draft) else 0
             host["draft_tokens"][at] = slots[slot].cursor.last_token if real else 0
-            last[:, at] = n + np.arange(drafts) if real else self.drafter.behind  # a row that it may see: attention to none is NaN
-            positions[:, at] = np.maximum(last[:, at] - self.drafter.behind, 0)
+            last[:, at] = n + np.arange(drafts) if real else self.drafter.position_lag  # a row that it may see: attention to none is NaN
+            positions[:, at] = np.maximum(last[:, at] - self.drafter.position_lag, 0)
             own = np.empty(drafts, np.int64)
             self.kv.rows_for(n, drafts, real, own)
             rows[:, at] = own + at * (self.kv.live + self.kv.trash)
         if "draft_first" in host:
-            host["draft_first"][:] = self.drafter.behind
+            host["draft_first"][:] = self.drafter.position_lag
 
     def count(self, width: int, most: int) -> int:
         return most
@@ -189,10 +191,10 @@ class BorrowingDrafting(ChainDrafting):
         tokens, positions = f.input("draft_tokens", "i32", count), f.input("draft_positions", "i32", count)
         last, first = f.input("draft_last", "f32", 1, count), f.input("draft_first", "f32", 1, count)
         ringed = min(span, self.kv.ring) if self.kv.ring else 0
-        near = f.input("draft_near", "f32", ringed, count) if ringed else self.kv.near
-        seen = Seen(positions, g.span_mask(self.kv.near, last, None, span, count), span)
-        sliding = Seen(positions, g.span_mask(near, last, first, ringed or span, count), ringed or span)
-        return self._chain(g, asked, tokens, before, lambda i, tokens, hidden: ChainRow(tokens, hidden, positions, seen, kv, sliding))
+        near = f.input("draft_near", "f32", ringed, count) if ringed else self.kv.mask_base
+        seen = AttentionInputs(positions, g.kv_mask(self.kv.mask_base, last, None, span, count), span)
+        sliding = AttentionInputs(positions, g.kv_mask(near, last, first, ringed or span, count), ringed or span)
+        return self._chain(g, asked, tokens, before, lambda i, tokens, hidden: ChainInputs(tokens, hidden, positions, seen, kv, sliding))
 
     def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
         covered = asked.covered
@@ -209,7 +211,7 @@ class BorrowingDrafting(ChainDrafting):
 
 def drafting_of(drafter: Drafter, target: Target, kv: KVCache, draft_kv: KVCache, alone: bool) -> Drafting:
     """How ``drafter`` takes part in the steps of an engine. ``kv``: the target's caches."""
-    if drafter.borrows:
+    if drafter.shares_kv:
         return BorrowingDrafting(drafter, target, kv)
     if drafter.chained:
         return ChainDrafting(drafter, target, draft_kv)

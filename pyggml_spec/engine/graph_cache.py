@@ -13,7 +13,7 @@ from ..cache.slots import SlotRange
 from ..checks import whole
 from ..errors import EngineError
 from ..ggml.device import Backend
-from ..ggml.graph import Graph, Role, RoleCounters
+from ..ggml.graph import AllocatorCounters, Graph, GraphAllocator
 from ..ggml.library import ffi, lib, read_tensor
 from ..ggml.step_io import StepFields, StepIO
 from ..multi_device.chain import ChainFields, ChainGraph
@@ -145,7 +145,7 @@ class GraphCache:
         self.io, self._widths, self.spans, self.slots = io, widths, spans, slots
         self._widest, self._nodes = widest, nodes
         self.every = SlotRange(0, most or slots)
-        self.roles: dict[str, Role] = {}
+        self.roles: dict[str, GraphAllocator] = {}
         self.closed = False
         self.drafting = False  # whether target graphs also write drafter rows
         self.candidates: int | None = 0  # how many of a row's largest logits are read with the ids; None: whole rows, on demand
@@ -301,9 +301,9 @@ class GraphCache:
         chain = ChainGraph(self.io, lambda part, segment: self._role(f"{role}.{part}" if part else role, segment), self._entered)
         return chain, ChainFields(self.io, chain)
 
-    def _role(self, name: str, segment: int) -> Role:
+    def _role(self, name: str, segment: int) -> GraphAllocator:
         if name not in self.roles:
-            self.roles[name] = Role(self.segments[segment].backend, name, self._nodes)
+            self.roles[name] = GraphAllocator(self.segments[segment].backend, name, self._nodes)
         return self.roles[name]
 
     def _entered(self, segment: int) -> None:
@@ -342,7 +342,7 @@ class GraphCache:
         for key in surplus:
             self._steps.pop(key).graph.close()
 
-    def counters(self) -> dict[str, RoleCounters]:
+    def counters(self) -> dict[str, AllocatorCounters]:
         return {name: role.counters for name, role in self.roles.items()}
 
     def steps(self) -> dict[tuple, Step]:
@@ -362,7 +362,7 @@ class GraphCache:
         """Bytes of host memory that the kept graphs take, whatever the device: their nodes."""
         return sum(part.host_bytes for step in self._steps.values() for part in step.graph.parts)
 
-    def bytes_of(self, role: Role) -> int:
+    def bytes_of(self, role: GraphAllocator) -> int:
         return role.buffer_bytes
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ A GPU captures them while it computes, too: all of them before the text would ke
 from collections.abc import Sequence
 from typing import Any
 
-from ..cache.kv import SPAN
+from ..cache.kv import KV_BUCKET
 from ..cache.slots import SlotRange
 from .graphs import StepGraphs
 from .resources import Resources
@@ -33,12 +33,12 @@ class GraphPrebuilder:
         return self._parts.slots[0].cursor.committed
 
     def _span(self, width: int) -> int:
-        return self._parts.kv.span(self._committed + width)
+        return self._parts.kv.bucket(self._committed + width)
 
     def prepare(self, kinds: Sequence[tuple], tokens: int) -> None:
         """Announces the (role, width), and what else their graphs differ in, of the steps that the next ``tokens`` tokens of the first slot will take."""
         kv, graphs = self._parts.kv, self._graphs
-        self._kinds, self._epoch, self._last_span = tuple(kinds), self._parts.epoch, kv.span(self._committed + tokens)
+        self._kinds, self._epoch, self._last_span = tuple(kinds), self._parts.epoch, kv.bucket(self._committed + tokens)
         self._complete_to = -1
         graphs.aim(self._parts.slots[:1])
         if not self.overlaps:
@@ -46,11 +46,11 @@ class GraphPrebuilder:
             for role in dict.fromkeys(role for role, *_ in self._kinds):
                 graphs.reserve(role)
             return
-        ahead = min(tokens, SPAN // 4)
+        ahead = min(tokens, KV_BUCKET // 4)
         for role, width, *more in self._kinds:
-            span, last = 0, kv.span(self._committed + ahead + width)
+            span, last = 0, kv.bucket(self._committed + ahead + width)
             while span < last:
-                span = max(self._span(width), kv.span(span + 1))
+                span = max(self._span(width), kv.bucket(span + 1))
                 graphs.build(role, width, span, None, *more)
 
     def prepare_transitions(self, widths: Sequence[int]) -> None:
@@ -76,7 +76,7 @@ class GraphPrebuilder:
                 self._build_expected()
         elif self._graphs.candidates is not None and self._graphs.reserves(role, width, covered):
             # only where the buffer will do, which is being computed in, and holds the logits that somebody is still to read
-            self._graphs.get(role, width, self._parts.kv.span(longest + width + max(width, AHEAD)), covered, *more)
+            self._graphs.get(role, width, self._parts.kv.bucket(longest + width + max(width, AHEAD)), covered, *more)
         self._graphs.waited_us = waited  # for these no step waits
 
     @property
@@ -88,7 +88,7 @@ class GraphPrebuilder:
         graphs, kv, waiting = self._graphs, self._parts.kv, None
         for role, width, *more in self._kinds:
             span = self._span(width)
-            after = kv.span(span + 1)
+            after = kv.bucket(span + 1)
             if after <= self._last_span and not graphs.has(role, width, after, None, *more):
                 graphs.build(role, width, after, None, *more)
                 self.built += 1

@@ -5,9 +5,9 @@ Every graph has ``width`` rows for each slot of its range, one slot after the ot
 role      rows                        recurrent state               drafter
 prefill   a padded chunk              written directly              K/V rows of the chunk (STREAMED: with copies of the host's weights)
 plain     1                           written directly              features into the ring (split, several slots: K/V rows)
-verify    W, ids from the host        replay, then left unfolded    K/V rows of the block, or features into the ring
+verify    W, ids from the host        replay, then left uncommitted    K/V rows of the block, or features into the ring
 draft     -                           -                             drafts the blocks alone, to be looked at before they are verified
-fused     W, given or drafted         replay, then left unfolded    drafts the blocks first, then their K/V rows; of others, features into the ring
+fused     W, given or drafted         replay, then left uncommitted    drafts the blocks first, then their K/V rows; of others, features into the ring
 commit    -                           replay (one slot: into another width)
 catchup   8 or the ring's batch       -                             one drafter's K/V rows of the tokens whose features are in the ring
 logits    an exact chunk              written directly              -        (all logits readable; parity checks)
@@ -26,18 +26,18 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ..cache.hidden import BoundaryRows
-from ..cache.hidden_buffer import BATCH, FeatureRing
-from ..cache.kv import SPAN, KVCache, padded, spans_up_to
-from ..cache.recurrent import DeltaRows, DeltaState
+from ..cache.hidden import LastHiddenState
+from ..cache.hidden_buffer import BATCH, HiddenStateBuffer
+from ..cache.kv import KV_BUCKET, KVCache, buckets_up_to, padded
+from ..cache.recurrent import DeltaInputs, DeltaState
 from ..cache.slots import SlotRange
-from ..drafters.base import ContextRows, Drafter
-from ..drafters.multi import Drafts
+from ..drafters.base import ContextInputs, Drafter
+from ..drafters.multi import AnyDrafter
 from ..errors import EngineError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
-from ..models.base import DeltaLayers, Rows, Seen, Target
+from ..models.base import AttentionInputs, DeltaLayers, Target, TargetInputs
 from ..multi_device.chain import ChainGraph
 from ..multi_device.offload_cache import Guests
 from ..multi_device.split import Segment, SplitWeights
@@ -61,9 +61,9 @@ class Carry(NamedTuple):
 class BothRows(NamedTuple):
     """The states of guests' layers, which are the ``first`` so many, and those of the others."""
 
-    guests: DeltaRows
+    guests: DeltaInputs
     first: int
-    own: DeltaRows
+    own: DeltaInputs
 
     def layer(self, g: Graph, index: int, *more: Any) -> Tensor:
         return (self.guests if index < self.first else self.own).layer(g, index, *more)
@@ -92,15 +92,15 @@ class Done(NamedTuple):
     given: Given
 
 
-def most_nodes(target: Target, drafter: Drafts | None) -> int:
+def most_nodes(target: Target, drafter: AnyDrafter | None) -> int:
     """Nodes that no step of this pair exceeds: layers take 28 to 66, and three for each expert that a token uses; slots, scales, biases and
     the rotation of quantised rows take at most 40 more.
     """
     experts = getattr(target, "experts", None)
     per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
-    members = drafter.members if drafter is not None else ()
+    members = drafter.methods if drafter is not None else ()
     passes = sum(member.n_layer * (member.block_size if member.chained else 1) for member in members)
-    return WITHOUT_LAYERS + (target.n_layer + passes) * per_layer + sum(member.more_nodes for member in members)
+    return WITHOUT_LAYERS + (target.n_layer + passes) * per_layer + sum(member.extra_nodes for member in members)
 
 
 class StepGraphs(GraphCache):
@@ -111,26 +111,26 @@ class StepGraphs(GraphCache):
         segments: Sequence[Segment],
         io: StepIO,
         target: Target,
-        drafter: Drafts | None,
+        drafter: AnyDrafter | None,
         kv: KVCache,
         draft_kv: KVCache | None,
         delta: DeltaState | None,
-        ring: FeatureRing | None,
-        boundary: BoundaryRows | None,
+        ring: HiddenStateBuffer | None,
+        last_hidden: LastHiddenState | None,
         widths: dict[str, tuple[int, ...]],
         slots: int,
         most: int = 0,
     ) -> None:
         """``most``: slots that any of these graphs covers, 0 for all."""
         widest = max(BATCH, *(width for of_role in widths.values() for width in of_role))
-        super().__init__(segments, io, widths, spans_up_to(kv.live), slots, widest, most_nodes(target, drafter), most)
+        super().__init__(segments, io, widths, buckets_up_to(kv.live), slots, widest, most_nodes(target, drafter), most)
         self.target, self.drafter = target, drafter
-        self.kv, self.draft_kv, self.delta, self.ring, self.boundary = kv, draft_kv, delta, ring, boundary
+        self.kv, self.draft_kv, self.delta, self.ring, self.last_hidden = kv, draft_kv, delta, ring, last_hidden
         self._first = drafter.method if drafter is not None else ""
         self.draft_parts: dict[str, Drafting] = {}
         if drafter is not None and draft_kv is not None:
-            self.draft_parts = {member.method: drafting_of(member, target, kv, draft_kv, slots == 1) for member in drafter.members}
-        members = drafter.members if drafter is not None else ()
+            self.draft_parts = {member.method: drafting_of(member, target, kv, draft_kv, slots == 1) for member in drafter.methods}
+        members = drafter.methods if drafter is not None else ()
         self.chain = next((member for member in members if member.chained), None)
         self.masked: MaskedRows | None = None
         self.guests: Guests | None = None
@@ -229,7 +229,7 @@ class StepGraphs(GraphCache):
         over rows is split depends on their number."""
         if role in ("logits", "capture"):
             return min(padded(rows), self.kv.live)
-        return self.kv.span(rows, SPAN if self.slots == 1 and role == "prefill" else None)
+        return self.kv.bucket(rows, KV_BUCKET if self.slots == 1 and role == "prefill" else None)
 
     def plan_largest(self) -> None:
         """Plans the largest graph of every role that a generation uses: what does not fit is said now, and no buffer grows later."""
@@ -261,7 +261,7 @@ class StepGraphs(GraphCache):
     def plan_catch_ups(self) -> None:
         """Those of all drafters, the largest first."""
         for method in self.draft_parts if self.ring is not None and self.drafting else ():
-            for width in reversed(cast(FeatureRing, self.ring).catch_ups):
+            for width in reversed(cast(HiddenStateBuffer, self.ring).catch_ups):
                 self.catching_up(method, width, self.every)
 
     def catching_up(self, method: str, width: int, covered: SlotRange) -> Step:
@@ -279,10 +279,10 @@ class StepGraphs(GraphCache):
         total = width * covered.count
         positions, kv_rows = f.input("positions", "i32", total), f.input("kv_rows", "i64", total)
         q_last = f.input("q_last", "f32", 1, total)
-        mask = g.span_mask(self.kv.nears[g.segment], q_last, None, span, covered.count)
+        mask = g.kv_mask(self.kv.mask_bases[g.segment], q_last, None, span, covered.count)
         sliding = self._sliding(g, f, kv_rows, q_last, span, covered.count) if self.target.window else None
         kv = self._caches(g, self.kv, covered)
-        return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "span": span, "sliding": sliding, "kv": kv}
+        return {"positions": positions, "kv_rows": kv_rows, "mask": mask, "kv_bucket": span, "sliding": sliding, "kv": kv}
 
     def _caches(self, g: Graph, kv: KVCache, covered: SlotRange) -> tuple:
         """The K/V tensors of these slots; rows are counted from the first one. Of another device's layers they are as they are: nobody asks."""
@@ -306,17 +306,17 @@ class StepGraphs(GraphCache):
         segment = self.segments[g.segment]
         return range(self.target.caches_before(segment.first)[0], self.target.caches_before(segment.end)[0])
 
-    def _sliding(self, g: Graph, f: StepFields, kv_rows: Tensor, q_last: Tensor, span: int, slots: int) -> Seen:
+    def _sliding(self, g: Graph, f: StepFields, kv_rows: Tensor, q_last: Tensor, span: int, slots: int) -> AttentionInputs:
         """What sliding layers write and see: a ring of rows, or all rows where the context is no longer than one.
 
         Rows of a ring beyond the span hold nothing yet. All of gemma4's would be 1.3 GB per step at 31B, 7 % of what its weights are.
         """
-        rows, near = kv_rows, self.kv.nears[g.segment]
+        rows, near = kv_rows, self.kv.mask_bases[g.segment]
         q_first = f.input("q_first", "f32", 1, kv_rows.ne[0])
         if self.kv.ring:
             span = min(span, self.kv.ring)
             rows, near = f.input("sliding_rows", "i64", kv_rows.ne[0]), f.input("sliding_near", "f32", span, slots)
-        return Seen(rows, g.span_mask(near, q_last, q_first, span, slots), span)
+        return AttentionInputs(rows, g.kv_mask(near, q_last, q_first, span, slots), span)
 
     def _replay(self, g: Graph, f: StepFields, covered: SlotRange, width: int, width_to: int, replay: bool) -> None:
         """Commits what these slots' blocks of ``width`` rows left."""
@@ -328,12 +328,12 @@ class StepGraphs(GraphCache):
         tail = f.input(pool.tail, "i32", *self.delta.tail_shape(covered, pool))
         self.delta.begin(g, covered, width, width_to, keep, tail)
 
-    def _block_states(self, g: Graph, f: StepFields, width: int, covered: SlotRange) -> DeltaRows | None:
-        """The states under blocks that are left unfolded."""
+    def _block_states(self, g: Graph, f: StepFields, width: int, covered: SlotRange) -> DeltaInputs | None:
+        """The states under blocks that are left uncommitted."""
         if self.delta is None:
             return None
         self._replay(g, f, covered, width, width, True)
-        return DeltaRows(self.delta, width, True, take=self._take(f, width, covered))
+        return DeltaInputs(self.delta, width, True, take=self._take(f, width, covered))
 
     def _direct_states(self, g: Graph, f: StepFields, width: int, covered: SlotRange) -> DeltaLayers | None:
         """The states under rows that are certain. One slot's plain token lies behind its history, as a block of one row does."""
@@ -341,7 +341,7 @@ class StepGraphs(GraphCache):
             return None
         if width == 1 and self.delta.inline:
             self._replay(g, f, covered, 1, 1, False)
-            return DeltaRows(self.delta, 1, False)
+            return DeltaInputs(self.delta, 1, False)
         return self._chunk_states(g, f, width, covered, self._take(f, 1, covered) if width == 1 else None)
 
     def _chunk_states(self, g: Graph, f: StepFields, width: int, covered: SlotRange, take: Tensor | None = None) -> DeltaLayers | None:
@@ -350,12 +350,12 @@ class StepGraphs(GraphCache):
         on = f.input("on", "f32", 1, width * covered.count)
         last = f.input("last", "i32", self.delta.history_rows, covered.count)
         self.delta.begin(g, covered, 0, 0, None, None)
-        own = DeltaRows(self.delta, 0, False, on, last, take)
+        own = DeltaInputs(self.delta, 0, False, on, last, take)
         guests = self._visiting.delta if self._visiting is not None else None
         if guests is None:
             return own
         guests.begin(g, covered, 0, 0, None, None)
-        return BothRows(DeltaRows(guests, 0, False, on, last, take), guests.shape.layers, own)
+        return BothRows(DeltaInputs(guests, 0, False, on, last, take), guests.shape.layers, own)
 
     def _take(self, f: StepFields, width: int, covered: SlotRange) -> Tensor | None:
         """Where [history ; block] of each of several slots is gathered from."""
@@ -391,17 +391,17 @@ class StepGraphs(GraphCache):
         capture = self._captures() if capture is None else capture
         now = given() if now is None else now
         if not self.split:
-            return Done(*self.target.forward(g, Rows(tokens=now.tokens, delta=now.delta, **now.rows), capture), now)
+            return Done(*self.target.forward(g, TargetInputs(tokens=now.tokens, delta=now.delta, **now.rows), capture), now)
         chain, here = cast(ChainGraph, g), [now]
         parts = [chain.part]  # of each segment's layers
         firsts, ends = [segment.first for segment in self.segments], [segment.end for segment in self.segments]
         if self._visiting is not None:
             firsts[1] = ends[0] = 0
 
-        def rows() -> Rows:
-            return Rows(tokens=here[-1].tokens, delta=here[-1].delta, cross=cross, **here[-1].rows)
+        def rows() -> TargetInputs:
+            return TargetInputs(tokens=here[-1].tokens, delta=here[-1].delta, cross=cross, **here[-1].rows)
 
-        def cross(layer: int, tensors: tuple) -> tuple[Rows, tuple] | None:
+        def cross(layer: int, tensors: tuple) -> tuple[TargetInputs, tuple] | None:
             crossed = None
             if len(parts) < len(self.segments) and layer == firsts[len(parts)]:
                 chain.enter(len(parts))
@@ -419,16 +419,16 @@ class StepGraphs(GraphCache):
 
     def _carry(self, g: Graph, f: StepFields, rows: int, covered: SlotRange, ready: tuple[Drafter, ...] | None = None) -> Carry | None:
         """What each slot's last committed token left, and where what ``rows`` rows leave goes; None where no drafter reads it that is ``ready``."""
-        if not self.drafting or self.boundary is None or not any(member.chained for member in self._all_unless(ready)):
+        if not self.drafting or self.last_hidden is None or not any(member.chained for member in self._all_unless(ready)):
             return None
-        return Carry(g.rows(self.boundary.table, f.input("before", "i32", covered.count)), f.input("boundary", "i64", rows))
+        return Carry(g.rows(self.last_hidden.table, f.input("before", "i32", covered.count)), f.input("last_hidden", "i64", rows))
 
     def _all_unless(self, members: tuple[Drafter, ...] | None) -> tuple[Drafter, ...]:
-        return members if members is not None else self.drafter.members if self.drafter is not None else ()
+        return members if members is not None else self.drafter.methods if self.drafter is not None else ()
 
     def _member(self, method: str) -> Drafter:
         assert self.drafter is not None
-        return next(member for member in self.drafter.members if member.method == method)
+        return next(member for member in self.drafter.methods if member.method == method)
 
     def _wait(self, g: Graph, f: StepFields, done: Done) -> None:
         """Stores what drafters will read of the rows that are ``done``."""
@@ -436,7 +436,7 @@ class StepGraphs(GraphCache):
         read = [*done.features, done.hidden] if self.chain is not None else done.features
         at = f.input("ring_rows", "i64", done.hidden.ne[1])
         for table, x in zip(self.ring.tables, read, strict=True):
-            g.kv_write_rows(table, g.shaped(x, x.ne[0], 1, x.ne[1]), at)
+            g.kv_write_rows(table, g.reshape(x, x.ne[0], 1, x.ne[1]), at)
 
     def _context(
         self, g: Graph, f: StepFields, done: Done, draft_kv: tuple, certain: bool = False, last: Tensor | None = None,
@@ -452,25 +452,25 @@ class StepGraphs(GraphCache):
         by_layer = dict(zip(self.drafter.captures, features))
         chain = self.chain
         if carry is not None and chain is not None:
-            left = chain.left(g, hidden, [by_layer[layer] for layer in chain.captures], self.target)
-            joined = g.behind(carry.before, left)
-            shifted = g.leading(joined, joined.ne[1] - 1)
+            left = chain.carry(g, hidden, [by_layer[layer] for layer in chain.captures], self.target)
+            joined = g.prepend_row(carry.before, left)
+            shifted = g.leading_rows(joined, joined.ne[1] - 1)
             kept = joined if not certain else left if last is None else g.rows(left, last)
-            if chain.behind:
+            if chain.position_lag:
                 positions = f.input("draft_context", "i32", positions.ne[0])
         for member in self._all_unless(ready):
-            at = positions if member.behind else rows["positions"]
-            context = ContextRows(
+            at = positions if member.position_lag else rows["positions"]
+            context = ContextInputs(
                 tokens, [by_layer[layer] for layer in member.captures], shifted if member.chained else None, at, rows["kv_rows"]
             )
             member.context_rows(g, context, self._own_layers(member, draft_kv), self.target)
-        if carry is not None and self.boundary is not None:
-            g.kv_write_rows(self.boundary.table, g.shaped(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
+        if carry is not None and self.last_hidden is not None:
+            g.kv_write_rows(self.last_hidden.table, g.reshape(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
 
     def _own_layers(self, drafter: Drafter, draft_kv: tuple) -> tuple:
         """Those of all drafters' caches that are this one's."""
         assert self.drafter is not None
-        before = self.drafter.members[: self.drafter.members.index(drafter)]
+        before = self.drafter.methods[: self.drafter.methods.index(drafter)]
         first = sum(len(member.kv_shapes()) for member in before)
         return draft_kv[first : first + len(drafter.kv_shapes())]
 
@@ -478,7 +478,7 @@ class StepGraphs(GraphCache):
         """What ``method`` drafts from: layers of its own, unless it borrows the target's."""
         assert self.drafter is not None
         member = self._member(method)
-        return self._caches(g, self.kv, covered) if member.borrows else self._own_layers(member, draft_kv)
+        return self._caches(g, self.kv, covered) if member.shares_kv else self._own_layers(member, draft_kv)
 
     def _draft_caches(self, g: Graph, covered: SlotRange) -> tuple:
         return self._caches(g, self.draft_kv, covered) if self.drafting and self.draft_kv is not None else ()
@@ -495,12 +495,12 @@ class StepGraphs(GraphCache):
         if self.kept and self.masked is not None and self.masked.fits(logits):
             self.masked.keep(g, logits)
         elif in_host or self.candidates is None:
-            g.keep(logits)
+            g.keep_output(logits)
         if not in_host:
             f.output("ids", "i32", g.argmax(logits))
         if self.candidates:
             f.output(LOGITS_SUM, "f32", g.sum_rows(logits))
-            best, values = g.largest(logits, min(self.candidates, logits.ne[0]))
+            best, values = g.top_k_unordered(logits, min(self.candidates, logits.ne[0]))
             f.output("best_ids", "i32", best)
             f.output("best_logits", "f32", values)
         return {"logits": logits}
@@ -521,7 +521,7 @@ class StepGraphs(GraphCache):
         def given() -> Given:
             if self._visiting is not None and g.segment == 0:  # it embeds, and computes no layer
                 tokens = f.tokens(width * covered.count)
-                nothing = dict.fromkeys(("positions", "kv_rows", "mask"), tokens) | {"span": 0, "sliding": None, "kv": ()}
+                nothing = dict.fromkeys(("positions", "kv_rows", "mask"), tokens) | {"kv_bucket": 0, "sliding": None, "kv": ()}
                 return Given(nothing, None, None, tokens)
             rows, delta = self._rows(g, f, width, span, covered), self._chunk_states(g, f, width, covered)
             out_row[:] = [f.input("out_row", "i32", covered.count)]
@@ -598,8 +598,10 @@ class StepGraphs(GraphCache):
         assert self.drafter is not None and self.draft_kv is not None
         self._begin(g, -1)
         rows = {"positions": f.input("positions", "i32", width * covered.count)}
-        chained = self.boundary is not None and self._member(method).chained
-        before = g.rows(self.boundary.table, f.input("before", "i32", covered.count)) if chained and self.boundary is not None else None
+        chained = self.last_hidden is not None and self._member(method).chained
+        before = (
+            g.rows(self.last_hidden.table, f.input("before", "i32", covered.count)) if chained and self.last_hidden is not None else None
+        )
         draft_kv = self._layers_of(g, method, self._draft_caches(g, covered), covered)
         drafted = self.draft_parts[method].nodes(g, f, Asked(width, width - 1, covered), rows, span, draft_kv, before)
         f.outputs("drafts", drafted.ids)
@@ -648,5 +650,5 @@ class StepGraphs(GraphCache):
     def _capture(self, g: Graph, f: StepFields, width: int, span: int, covered: SlotRange, layers: tuple[int, ...]) -> dict:
         done = self._exact(g, f, width, span, covered, layers)
         for feature in done.features:
-            g.keep(feature)
+            g.keep_output(feature)
         return {**self._emit(g, f, done.hidden), "features": done.features}

@@ -22,7 +22,7 @@ class InputBuilder:
 
     def __init__(self, parts: Resources, graphs: StepGraphs) -> None:
         self._slots, self._target = parts.slots, parts.target
-        self._kv, self._delta, self._ring, self._boundary = parts.kv, parts.delta, parts.ring, parts.boundary
+        self._kv, self._delta, self._ring, self._last_hidden = parts.kv, parts.delta, parts.ring, parts.last_hidden
         self._drafting, self._only = graphs.draft_parts, len(parts.slots) == 1
         self._committed, self._real = (ffi.new("int64_t[]", len(parts.slots)) for _ in range(2))
 
@@ -39,8 +39,8 @@ class InputBuilder:
                 tokens[first + n : first + width] = item.tokens[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
             else:
                 tokens[first : first + width] = self._slots[slot].cursor.last_token
-        if self._boundary is not None:
-            self._boundary_rows(host, rows, covered)
+        if self._last_hidden is not None:
+            self._last_hidden_rows(host, rows, covered)
         if "tail" in host:
             self._commit(step, covered)
         if "take" in host:
@@ -64,8 +64,8 @@ class InputBuilder:
             known[first] = self._slots[slot].cursor.last_token
             if isinstance(item, Verify) and len(item.drafts):
                 known[first + 1 : first + 1 + len(item.drafts)] = item.drafts
-        if self._boundary is not None:
-            self._boundary_rows(host, rows, covered)
+        if self._last_hidden is not None:
+            self._last_hidden_rows(host, rows, covered)
         if drafting:
             self._drafts(host, width, method, drafts, work, covered)
         if self._delta is not None:
@@ -120,8 +120,8 @@ class InputBuilder:
         for slot in drafting:
             at = (slot - covered.first) * width
             host["positions"][at : at + width] = self._slots[slot].cursor.committed + np.arange(width)
-        if self._boundary is not None and "before" in host:
-            host["before"][:] = [self._boundary.row(slot) for slot in covered.slots]
+        if self._last_hidden is not None and "before" in host:
+            host["before"][:] = [self._last_hidden.row(slot) for slot in covered.slots]
         self._drafting[method].fill(host, Asked(width, width - 1, covered), drafting, self._slots)
 
     def _drafts(self, host: dict[str, np.ndarray], width: int, method: str, drafts: int, work: Given, covered: SlotRange) -> None:
@@ -137,15 +137,15 @@ class InputBuilder:
                 first, real = at * width + 1, item.width - 1
                 host["source"][first : first + real] = total + drafting.order(at, drafts, covered.count)[:real]
 
-    def _boundary_rows(self, host: dict[str, np.ndarray], rows: Rows, covered: SlotRange) -> None:
+    def _last_hidden_rows(self, host: dict[str, np.ndarray], rows: Rows, covered: SlotRange) -> None:
         """Which hidden state each slot goes on from, and where those of this step go: of certain rows the last, of blocks the one before and all."""
-        boundary = self._boundary
-        if boundary is None or "boundary" not in host:
+        last_hidden = self._last_hidden
+        if last_hidden is None or "last_hidden" not in host:
             return
         if "draft_context" in host:  # the first token's is nobody's, and has to be a position all the same
             np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
-        kept = host["boundary"].reshape(covered.count, -1)
+        kept = host["last_hidden"].reshape(covered.count, -1)
         most = kept.shape[1]
         for at, slot in enumerate(covered.slots):
-            host["before"][at] = boundary.row(slot)
-            boundary.fill(slot, min(rows[slot] + 1, most) if slot in rows else 0, kept[at])
+            host["before"][at] = last_hidden.row(slot)
+            last_hidden.fill(slot, min(rows[slot] + 1, most) if slot in rows else 0, kept[at])

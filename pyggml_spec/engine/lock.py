@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..errors import EngineError
-from ..ggml.device import give_back_threads
+from ..ggml.device import release_threads
 
 BUSY = (
     "this session is generating already, in another thread or in a call that this one was made from; read that generation to its end or close "
@@ -85,7 +85,7 @@ class Turns:
             if self._holder is turn:
                 turn.close()
                 self._holder = None
-        give_back_threads()  # the next turn may be another thread's
+        release_threads()  # the next turn may be another thread's
 
     def shut(self, why: str) -> None:
         """Ends whoever waits to go on, in whatever thread; nobody gets a turn any more. Twice is fine.

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import DeviceError, EngineError
 from ..ggml.device import Backend
-from ..ggml.graph import Graph, Role
+from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.library import Tensor, ffi, lib
 from ..ggml.step_io import StepFields, StepIO
 from .graph_cache import Step
@@ -52,7 +52,7 @@ class MaskedRows:
         try:
             at_once = self._sizes[-1]
             self.io = StepIO(backend, at_once * (n_vocab // 7 + 8 * most + 64) + 4096)
-            self._role = Role(backend, ROLE, 2048)
+            self._role = GraphAllocator(backend, ROLE, 2048)
             self._graph(at_once, 0)  # the largest first: the buffer is allocated once
         except BaseException:
             self.close()
@@ -117,7 +117,7 @@ class MaskedRows:
             away = g.scale(g.clamp(signs, -1.0, 0.0), FAR)
             logits = g.add(g.rows(self.logits, f.input("rows", "i32", n)), g.columns(away, self.n_vocab))
             if count:
-                ids, values = g.largest(logits, count)
+                ids, values = g.top_k_unordered(logits, count)
                 f.output("best_ids", "i32", ids)
                 f.output("best_logits", "f32", values)
             else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..cache.kv import padded
 from ..cache.kv_types import MOST_CONTEXT, KVTypes
 from ..checks import whole
-from ..drafters.multi import Drafts
+from ..drafters.multi import AnyDrafter
 from ..errors import ContextError, PairError
 from ..ggml.device import Backend
 from ..models.base import Target
@@ -78,7 +78,7 @@ def check_masks(options: EngineOptions, backends: Iterable[Backend]) -> None:
         )
 
 
-def check_options(options: EngineOptions, target: Target, drafter: Drafts | None) -> None:
+def check_options(options: EngineOptions, target: Target, drafter: AnyDrafter | None) -> None:
     """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
     whole(options.slots, "the number of slots", 1, MOST_SLOTS)
     whole(options.n_ctx, "the context (`n_ctx`)", 1, MOST_CONTEXT, ContextError)

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any, cast
 
-from ..cache.kv import SPAN, KVCache
-from ..drafters.multi import Drafts
+from ..cache.kv import KV_BUCKET, KVCache
+from ..drafters.multi import AnyDrafter
 from ..ggml.device import Backend
-from ..ggml.graph import Role
+from ..ggml.graph import GraphAllocator
 from ..ggml.library import Buffer, BufferType, Context, Tensor, ffi, lib
 from ..ggml.weight_stream import WeightStream
 from ..models.base import Target
@@ -146,13 +146,13 @@ class PlannedGraphs(StepGraphs):
 
     def _plan(self, step: Step) -> None:
         for part in step.graph.parts:
-            role = part.role.name
+            role = part.allocator.name
             self.bytes_by_role[role] = max(self.bytes_by_role.get(role, 0), part.measure())
 
     def _stale(self, step: Step) -> bool:
         return False
 
-    def bytes_of(self, role: Role) -> int:
+    def bytes_of(self, role: GraphAllocator) -> int:
         return self.bytes_by_role.get(role.name, 0)
 
 
@@ -169,7 +169,7 @@ class PlannedEngine(ModelRunner):
 
 
 def plan_weights(
-    target: Target, drafter: Drafts | None, backend: Backend, segments: tuple[Segment, ...], placed: Placed, own: Callable[[Any], Any]
+    target: Target, drafter: AnyDrafter | None, backend: Backend, segments: tuple[Segment, ...], placed: Placed, own: Callable[[Any], Any]
 ) -> None:
     """Gives the models weights without memory, which ``own`` takes care of."""
     if segments:
@@ -178,11 +178,11 @@ def plan_weights(
         target.weights = cast(Weights, own(split))
     else:
         target.weights = own(PlannedWeights(backend, target, *placed))
-    for member in drafter.members if drafter is not None else ():
+    for member in drafter.methods if drafter is not None else ():
         member.weights = own(PlannedWeights(backend, member))
 
 
-def bytes_taken(backend: Backend, target: Target, drafter: Drafts | None, options: EngineOptions, weights: bool = True) -> list[int]:
+def bytes_taken(backend: Backend, target: Target, drafter: AnyDrafter | None, options: EngineOptions, weights: bool = True) -> list[int]:
     """Bytes that an engine takes on each device, with the models' ``weights`` or beside them.
 
     Raises:
@@ -195,7 +195,7 @@ def bytes_taken(backend: Backend, target: Target, drafter: Drafts | None, option
         engine.close()
 
 
-def largest(fits: Callable[[int], bool], most: int, step: int = SPAN) -> int:
+def largest(fits: Callable[[int], bool], most: int, step: int = KV_BUCKET) -> int:
     """The longest context up to ``most`` for which ``fits`` holds, a multiple of ``step`` or ``most`` itself; 0 if none does."""
     if fits(most):
         return most

@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
 from ..cache.cursor import Cursor
-from ..cache.hidden import BoundaryRows
-from ..cache.hidden_buffer import FeatureRing
+from ..cache.hidden import LastHiddenState
+from ..cache.hidden_buffer import HiddenStateBuffer
 from ..cache.kv import KVCache
 from ..cache.kv_types import KVTypes, check_types
-from ..cache.recurrent import DeltaHome, DeltaState
+from ..cache.recurrent import DeltaSegment, DeltaState
 from ..cache.slots import SlotRange
 from ..cache.snapshot import SequenceMemory
-from ..drafters.multi import Drafts
+from ..drafters.multi import AnyDrafter
 from ..errors import DeviceError, EngineError
-from ..ggml.cores import Rule
+from ..ggml.cores import ThreadRule
 from ..ggml.device import Backend
 from ..ggml.step_io import StepIO
 from ..models.base import KVShape, Target
@@ -46,7 +46,7 @@ class Resources:
     Attributes:
         segments: of the target's layers, one for each device; ``backend`` is the last one's, which has the drafter too.
         slots: the sequences.
-        kv, draft_kv, delta, ring, boundary: caches; None where the models have nothing to keep in them.
+        kv, draft_kv, delta, ring, last_hidden: caches; None where the models have nothing to keep in them.
         sequence: where in them each sequence lies.
         chunks: rows of the graphs that prompts are computed by, ascending.
         epoch: sequences begun so far: whoever remembers what lies in the caches can tell whether it still does.
@@ -61,7 +61,7 @@ class Resources:
 
     kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
 
-    def __init__(self, backend: Backend, target: Target, drafter: Drafts | None, options: EngineOptions) -> None:
+    def __init__(self, backend: Backend, target: Target, drafter: AnyDrafter | None, options: EngineOptions) -> None:
         check_options(options, target, drafter)
         self.segments: tuple[Segment, ...] = target.weights.segments or (Segment(backend, 0, target.n_layer),)
         check_masks(options, [segment.backend for segment in self.segments])
@@ -85,7 +85,7 @@ class Resources:
             self.close()
             raise
 
-    def thread_rules(self) -> list[Rule]:
+    def thread_rules(self) -> list[ThreadRule]:
         """How many threads compute, of each CPU: those that have layers, and those that compute experts in host memory."""
         weights = getattr(self.target.weights, "parts", [self.target.weights])
         hosts = [host for of in weights if (host := getattr(of, "host_experts", None)) is not None]
@@ -103,31 +103,31 @@ class Resources:
         self.kv = self._cache(self.target.kv_shapes(), opt.kv, self.target.window, widest, homes=self._kv_homes())
         self.draft_kv: KVCache | None = None
         self.delta: DeltaState | None = None
-        self.ring: FeatureRing | None = None
+        self.ring: HiddenStateBuffer | None = None
         if self.drafter is not None:
             self.draft_kv = self._cache(self.drafter.kv_shapes(), opt.draft_kv, draft=True)
         if shape is not None:
             self.delta = self._own(DeltaState(self._delta_homes(), shape, opt.width, opt.slots, self.planned))
-        self.boundary: BoundaryRows | None = None
+        self.last_hidden: LastHiddenState | None = None
         if self.drafter is not None and self.drafter.chained:
-            self.boundary = self._own(BoundaryRows(self.backend, self.drafter.carried(self.target), opt.width, opt.slots))
+            self.last_hidden = self._own(LastHiddenState(self.backend, self.drafter.carry_size(self.target), opt.width, opt.slots))
         shapes, window = self.target.kv_shapes(), self.target.window
-        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, shapes, window, self.boundary)
+        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, shapes, window, self.last_hidden)
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
-        rings = 2 if self.drafter is not None and self.drafter.borrows else 1
+        rings = 2 if self.drafter is not None and self.drafter.shares_kv else 1
         of_slot = ROW_BYTES * widest + tail + 4 * rings * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
         before = [segment.backend for segment in self.segments[:-1]]
         self.io = self._own(StepIO(self.backend, opt.slots * of_slot + 8192, before))
         if self.drafter is not None and (
             opt.slots == 1 or len(self.segments) == 1
         ):  # groups of a split target catch up in no step of theirs
-            kept, methods = len(self.drafter.captures) + self.drafter.chained, [member.method for member in self.drafter.members]
-            self.ring = self._own(FeatureRing(self.backend, self.target.n_embd, kept, opt.width, opt.slots, methods))
+            kept, methods = len(self.drafter.captures) + self.drafter.chained, [member.method for member in self.drafter.methods]
+            self.ring = self._own(HiddenStateBuffer(self.backend, self.target.n_embd, kept, opt.width, opt.slots, methods))
         widths = {"prefill": self.chunks, "logits": (opt.chunk,), "plain": (1,), "verify": blocks}
-        for at, member in enumerate(self.drafter.members if self.drafter is not None else ()):
+        for at, member in enumerate(self.drafter.methods if self.drafter is not None else ()):
             own = tuple(w for w in blocks if w <= member.block_size) or blocks[:1]
             widths |= {role if at == 0 else f"{role} {member.method}": own for role in ("fused", "draft")}
-        caches = self.kv, self.draft_kv, self.delta, self.ring, self.boundary
+        caches = self.kv, self.draft_kv, self.delta, self.ring, self.last_hidden
         self.graphs = self._own(self.graphs_class(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
         self.graphs.looked_at, self.graphs.given = True, opt.given
         self.guests = self.graphs.guests = self._visitors()
@@ -150,7 +150,7 @@ class Resources:
         delta = None
         if shape is not None and first[1]:
             cast(SplitWeights, weights).visit()
-            home = DeltaHome(1, backend, first[1], self.target.delta_row(0))
+            home = DeltaSegment(1, backend, first[1], self.target.delta_row(0))
             weights.enter(len(self.segments) - 1)
             delta = self._own(DeltaState([home], replace(shape, layers=first[1]), opt.width, opt.slots, self.planned))
         there = SequenceMemory(kv, None, delta, shapes, window, first=first)
@@ -173,14 +173,14 @@ class Resources:
         before = self.target.caches_before
         return [(s.backend, before(s.end)[0] - before(s.first)[0]) for s in self.segments]
 
-    def _delta_homes(self) -> list[DeltaHome]:
+    def _delta_homes(self) -> list[DeltaSegment]:
         """And the recurrent states."""
         homes, weights = [], self.target.weights
         for index, s in enumerate(self.segments):
             layers = self.target.caches_before(s.end)[1] - self.target.caches_before(s.first)[1]
             if layers:
                 weights.enter(index)
-                homes.append(DeltaHome(index, s.backend, layers, self.target.delta_row(s.first)))
+                homes.append(DeltaSegment(index, s.backend, layers, self.target.delta_row(s.first)))
         weights.enter(len(self.segments) - 1)
         return homes
 
@@ -188,13 +188,13 @@ class Resources:
         """Rows of the widest block of the drafter that drafts as ``method``."""
         assert self.drafter is not None
         method = self.graphs.method_of(method)
-        return next(member.block_size for member in self.drafter.members if member.method == method)
+        return next(member.block_size for member in self.drafter.methods if member.method == method)
 
     def chain_waits(self, slot: int) -> bool:
         """Whether the slot's last step left the rows of the drafter of chains for later: the boundary is not its last token's then."""
         if self.ring is None or self.graphs.chain is None:
             return False
-        return self.ring.waits(self.graphs.chain.method, slot)
+        return self.ring.has_missing(self.graphs.chain.method, slot)
 
     def keep_masked(self, rows: MaskedRows | None) -> None:
         """Owns these from now on, and has graphs leave their logits there where somebody asks."""
@@ -257,8 +257,8 @@ class Resources:
         self.check_open()
         out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.graphs.compute_bytes}
         if self.drafter is not None and self.draft_kv is not None:
-            out["draft_weights"] = sum(member.weights.nbytes for member in self.drafter.members)
-            out["draft_kv"] = self.draft_kv.nbytes + sum(part.nbytes for part in (self.ring, self.boundary) if part is not None)
+            out["draft_weights"] = sum(member.weights.nbytes for member in self.drafter.methods)
+            out["draft_kv"] = self.draft_kv.nbytes + sum(part.nbytes for part in (self.ring, self.last_hidden) if part is not None)
         if self.delta is not None:
             out["recurrent"] = self.delta.nbytes
         for purpose, nbytes in self.guests.memory.items() if self.guests is not None else ():

@@ -20,9 +20,9 @@ from ..cache.cursor import Cursor
 from ..cache.slots import SlotRange, covering
 from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
-from ..drafters.multi import Drafts
+from ..drafters.multi import AnyDrafter
 from ..errors import EngineError
-from ..ggml.cores import CORES, Threads
+from ..ggml.cores import CORE_MONITOR, ThreadCounts
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..models.base import Target
@@ -44,12 +44,12 @@ class ModelRunner:
 
     resources_class = Resources  # planning has some without memory
 
-    def __init__(self, backend: Backend, target: Target, drafter: Drafts | None, options: EngineOptions) -> None:
+    def __init__(self, backend: Backend, target: Target, drafter: AnyDrafter | None, options: EngineOptions) -> None:
         self.resources = p = self.resources_class(backend, target, drafter, options)
         self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, p.slots
         self.graphs, self.io, self.sequence = p.graphs, p.io, p.sequence
         self.kv, self.draft_kv, self.delta, self.ring = p.kv, p.draft_kv, p.delta, p.ring
-        self.threads = Threads(p.thread_rules())
+        self.threads = ThreadCounts(p.thread_rules())
         self.ahead = GraphPrebuilder(p)
         self._commits = Commits(p)
         self._sequences = Sequences(p, self._commits)
@@ -201,7 +201,7 @@ class ModelRunner:
             EngineError: a slot without a sequence, a block that was not accepted yet, a width that was not planned for.
         """
         self.resources.check_open()
-        CORES.look()
+        CORE_MONITOR.poll()
         if self._flights:
             raise EngineError("a group's step is still under way: land it first")
         if not (type(work) is dict or isinstance(work, Mapping)) or not work:
@@ -231,7 +231,7 @@ class ModelRunner:
                 that are to be looked at.
         """
         self.resources.check_open()
-        CORES.look()
+        CORE_MONITOR.poll()
         if not 0 <= whole(group, "the group", 0, MOST_SLOTS) < len(self._groups) or group in self._flights:
             raise EngineError(f"group {group} cannot begin a step: it is under way, or there is none of this number")
         if any(
@@ -344,7 +344,7 @@ class ModelRunner:
         return exact.logits(self.resources, self._steps, self._sequences.next_tokens(tokens, slot), slot)
 
     def nodes(self, tokens: Sequence[int], slot: int = 0) -> dict[str, np.ndarray]:
-        """F32 values of the nodes that models name, of one graph over ``tokens``, which fit a chunk; empty unless ``Graph.watching`` was set."""
+        """F32 values of the nodes that models name, of one graph over ``tokens``, which fit a chunk; empty unless ``Graph.debug`` was set."""
         return exact.nodes(self.resources, self._steps, self._sequences.next_tokens(tokens, slot), slot)
 
     def logits_together(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
@@ -399,7 +399,7 @@ class ModelRunner:
     def step_graph(self, role: str, width: int) -> Graph:
         """The graph that a step of the first slot, of this role and width, would compute now."""
         self.graphs.aim(self.slots[:1])
-        return self.graphs.get(role, width, self.kv.span(self.cursor.committed + width), SlotRange(0, 1)).graph
+        return self.graphs.get(role, width, self.kv.bucket(self.cursor.committed + width), SlotRange(0, 1)).graph
 
     # -- what there is to know
 

@@ -33,7 +33,7 @@ from ..cache.prefix_files import PrefixFiles
 from ..cache.slots import covering
 from ..checks import token_ids
 from ..errors import ContextError, DeviceError, EngineError
-from ..ggml.cores import CORES
+from ..ggml.cores import CORE_MONITOR
 from ..multi_device.pipeline import Rounds
 from ..multi_device.pipeline_policy import control_of
 from ..speculation.confidence import Confidence
@@ -98,7 +98,7 @@ class Scheduler:
         self.widths: WidthControl | None = None
         if width is None and engine.drafter is not None:
             self.widths = WidthControl(
-                {m.method: [w for w in candidate_widths(engine.options.width) if w <= m.block_size] for m in engine.drafter.members},
+                {m.method: [w for w in candidate_widths(engine.options.width) if w <= m.block_size] for m in engine.drafter.methods},
                 more=kinds,
             )
         self._kind = PLAIN_STEP  # of the last decoding step, or what would have been but for what came before
@@ -528,7 +528,7 @@ class Scheduler:
         for s in filling:
             if self.prefixes is None:
                 break
-            reuse = self.prefixes.bring_back(s.slot)
+            reuse = self.prefixes.restore(s.slot)
             had, s._filled = s._filled, reuse.tokens
             if s._filled > had:
                 s.stats.reused_tokens += s._filled - had
@@ -670,7 +670,7 @@ class Scheduler:
         if self.prefixes is not None:
             last, parting = stream._left <= len(item.tokens), stream._filled in stream._partings
             if parting and stream._filled % self.prefixes.grain:
-                self.prefixes.keep_end(stream.slot, stream._prompt)
+                self.prefixes.store_end(stream.slot, stream._prompt)
             else:
                 self.prefixes.computed(stream.slot, last or parting)
         if stream._progress is not None:
@@ -694,7 +694,7 @@ class Scheduler:
     def _end(self, stream: Stream, reason: str) -> None:
         stream.stats.stop_reason = reason
         if self.prefixes is not None and stream in self._active and not stream._left and stream._request.options.reuse:
-            self.prefixes.keep_end(stream.slot, stream._request.history, write=True)
+            self.prefixes.store_end(stream.slot, stream._request.history, write=True)
             stream.stats.notes += self.prefixes.take_notes()
         self._stats.finished[reason] += 1
         self._leave(stream)
@@ -780,7 +780,7 @@ class Scheduler:
 
     def _others_came(self) -> bool:
         """Whether other work came or went, so that the step says nothing of what steps cost."""
-        condition, looks = self.engine.threads.condition, CORES.looks
+        condition, looks = self.engine.threads.condition, CORE_MONITOR.polls
         changed = self.lookup is not None and self.lookup.under(condition, looks)
         if self.widths is not None and self.widths.others_came(condition, looks, self._sequences):
             self._unheard, changed = 0, True

@@ -134,9 +134,9 @@ class Sequences:
         if self._delta is not None and self._delta.inline:  # whatever stays of the rows
             self._delta.fill_slot(index, 0)
         if p.ring is not None:
-            p.ring.begin(index)
-        if p.boundary is not None:
-            p.boundary.begin(index)
+            p.ring.reset(index)
+        if p.last_hidden is not None:
+            p.last_hidden.reset(index)
         s.cursor.reset()
         s.folded()
         s.used, s.sound, s.drafting = True, True, drafting and p.drafter is not None
@@ -147,7 +147,7 @@ class Sequences:
         s = self.of(slot)
         s.used, s.clean = False, s.clean and self._only
         if self._parts.ring is not None:
-            self._parts.ring.begin(slot)
+            self._parts.ring.reset(slot)
         s.cursor.reset()
         s.folded()
         if self._delta is not None:
@@ -165,11 +165,11 @@ class Sequences:
         if s.clean:
             return
         p.synchronize()
-        rows = s.cursor.highest + max(p.options.chunk, p.options.width)
+        rows = s.cursor.max_committed + max(p.options.chunk, p.options.width)
         for cache in (p.kv, p.draft_kv):
             if cache is not None:
                 cache.fill_slot(index, 0, rows)
-        s.cursor.highest = s.cursor.committed
+        s.cursor.max_committed = s.cursor.committed
         if p.ring is not None:
             p.ring.clear(index)
         if self._delta is not None and not self._delta.inline:
@@ -220,8 +220,8 @@ class Sequences:
         s.open_rows = 0
         if self._delta is not None:
             self._delta.accepted[slot] = committed - s.base
-        if self._parts.boundary is not None and not self._parts.chain_waits(slot):
-            self._parts.boundary.at[slot] = committed - s.base
+        if self._parts.last_hidden is not None and not self._parts.chain_waits(slot):
+            self._parts.last_hidden.at[slot] = committed - s.base
 
     def give_up(self, slot: int) -> None:
         """Nothing of an open block counts."""
@@ -253,7 +253,7 @@ class Sequences:
         with p.sequence.whole(snapshot.committed, snapshot.drafting, slot) as pieces:
             snapshot.pieces.write_to(pieces)
         if p.ring is not None:
-            p.ring.begin(slot)
+            p.ring.reset(slot)
         s.cursor.reset()
         s.drafting, s.sound = snapshot.drafting, snapshot.sound
         s.clean = s.clean and s.sound

@@ -2,9 +2,9 @@
 
 free -- admit --> folded -- Prefill, Verify() --> folded           its rows are in the caches and in the recurrent state
                   folded -- Verify(drafts), Draft --> open         a block of W rows, none of which counts yet
-                  open     -- accept(n) --> unfolded               n rows count; the state is that before the block
-                  unfolded -- rollback(m) --> unfolded             m others do
-                  unfolded -- the next step over the slot, settle --> folded       by replaying the rows that count
+                  open     -- accept(n) --> uncommitted               n rows count; the state is that before the block
+                  uncommitted -- rollback(m) --> uncommitted             m others do
+                  uncommitted -- the next step over the slot, settle --> folded       by replaying the rows that count
 any -- release --> free
 """
 

@@ -81,7 +81,7 @@ class Steps:
         width, method = self._graphs.width_for(max(item.width for item in drafting.values())), self._who(drafting.values())
         self._commits.catch_up(drafting)
         role = self._graphs.role("draft", method)
-        step = self._graphs.get(role, width, self._parts.kv.span(self._longest(covered) + width), covered)
+        step = self._graphs.get(role, width, self._parts.kv.bucket(self._longest(covered) + width), covered)
         self._fill.drafts(step, width, method, drafting, covered)
         step.fields.run()
         order = [self._graphs.draft_order(method, at, width - 1, covered) for at in range(covered.count)]
@@ -195,7 +195,7 @@ class Steps:
         self._count(width * covered.count, rows)
         if self._delta is not None:
             self._delta.after_rows(int(role == "plain"))
-        if self._parts.boundary is not None:
+        if self._parts.last_hidden is not None:
             self._leave(step, rows)
         if "ring_rows" in step.host:
             self._store(step, width, rows, covered)
@@ -211,7 +211,7 @@ class Steps:
     def blocks(
         self, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, meanwhile: Meanwhile = None, late: bool = True
     ) -> dict[int, StepOutput]:
-        """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left unfolded. ``late`` False: somebody
+        """Some rows may turn out wrong: nothing is written into the recurrent states but what the steps before left uncommitted. ``late`` False: somebody
         drafted these blocks just now, and its rows are computed with them."""
         step, role, width, longest, more = self._block(work, rows, covered, late)
         times = self._run(step, role, width, covered, longest, meanwhile, *more)
@@ -238,7 +238,7 @@ class Steps:
             more = self._graphs.late if late else ()
         self._commits.before_block(width, rows, method, bool(method or more))
         longest = self._longest(covered)
-        step = self._graphs.get(role, width, self._parts.kv.span(longest + width), covered, *more)
+        step = self._graphs.get(role, width, self._parts.kv.bucket(longest + width), covered, *more)
         self._fill.block(step, width, method, drafts, work, rows, covered)
         return step, role, width, longest, more
 
@@ -246,11 +246,11 @@ class Steps:
         self, step: Step, width: int, work: Mapping[int, BatchItem], rows: Mapping[int, int], covered: SlotRange, times: StepTimes
     ) -> dict[int, StepOutput]:
         self._count(width * covered.count, rows)
-        for slot in covered.slots:  # whatever was unfolded there is in the state now
+        for slot in covered.slots:  # whatever was uncommitted there is in the state now
             self._slots[slot].folded()
         if self._delta is not None:
             self._delta.after_block(covered)
-        if self._parts.boundary is not None:
+        if self._parts.last_hidden is not None:
             self._leave(step, rows)
         if "ring_rows" in step.host:
             ready = next((self._graphs.method_of(item.drafter) for item in work.values() if isinstance(item, Draft)), "")
@@ -333,9 +333,9 @@ class Steps:
 
     def _leave(self, step: Step, rows: Mapping[int, int]) -> None:
         """The first of the hidden states that a step leaves is that of the slot's last committed token, until more rows count."""
-        if "boundary" in step.host:
-            assert self._parts.boundary is not None
-            self._parts.boundary.at[list(rows)] = 0
+        if "last_hidden" in step.host:
+            assert self._parts.last_hidden is not None
+            self._parts.last_hidden.at[list(rows)] = 0
 
     def _run(
         self, step: Step, role: str, width: int, covered: SlotRange, longest: int, meanwhile: Meanwhile, *more: Any, ahead: bool = False

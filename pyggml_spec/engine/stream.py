@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Protocol
 
-from ..ggml.device import waited_for_core
+from ..ggml.device import cpu_wait_s
 from ..speculation.ngram import SuffixDrafts
 from ..speculation.policy import Drafted
 from .counters import Counters
@@ -130,7 +130,7 @@ class Stream:
         """The clock of decoding starts; building graphs before it is no step's time."""
         self._decoding = True
         self._since = self._last_step = time.perf_counter_ns()
-        self._thread, self._waited = get_ident(), waited_for_core()
+        self._thread, self._waited = get_ident(), cpu_wait_s()
 
     def _finish(self) -> None:
         """Fills in the statistics of a sequence that has ended, also of one that was abandoned."""
@@ -140,7 +140,7 @@ class Stream:
             if self._left:
                 self._phase("queued" if self.slot < 0 else "prefill")
         elif get_ident() == self._thread:  # another thread may end it
-            waited = waited_for_core()
+            waited = cpu_wait_s()
             self.stats.waited_s = waited - self._waited if waited is not None and self._waited is not None else None
         if self._counters is not None:
             self._counters.fill(self.stats)

@@ -40,7 +40,7 @@ def allowed() -> frozenset[int] | None:
 
 
 def quota(groups: Path = _GROUPS, own: Path = _OWN) -> float:
-    """Cores whose time the control groups of this process (a container's) may use: the least of all that it is in; inf without a limit."""
+    """CoreMonitor whose time the control groups of this process (a container's) may use: the least of all that it is in; inf without a limit."""
     return min((_quota(*group) for group in own_groups(groups, own, "cpu")), default=math.inf)
 
 
@@ -65,19 +65,19 @@ def default_threads() -> int:
 
 
 @dataclass(frozen=True)
-class Reading:
+class CpuUsage:
     """Seconds since some time: of the clock, that cores were idle, that work ran on them which gives way (nice), and that this process used; how many
     cores that is about, and the process."""
 
     at: float
     idle: float
-    giving_way: float
+    nice_s: float
     own: float
     cores: int
     process: int = 0
 
 
-def read(mine: Collection[int] | None = None, stat: Path = _STAT) -> Reading | None:
+def read(mine: Collection[int] | None = None, stat: Path = _STAT) -> CpuUsage | None:
     """Of the cores ``mine``, None for all; None where the system does not say."""
     try:
         with open(stat, "rb", 0) as file:
@@ -90,7 +90,7 @@ def read(mine: Collection[int] | None = None, stat: Path = _STAT) -> Reading | N
     if len(counts) < 5 or not any(counts) or not each:
         return None
     second, nice = os.sysconf("SC_CLK_TCK"), os.getpriority(os.PRIO_PROCESS, 0)
-    return Reading(
+    return CpuUsage(
         time.monotonic(),
         (counts[3] + counts[4]) / second,
         counts[1] / second if nice <= 0 else 0.0,
@@ -100,7 +100,7 @@ def read(mine: Collection[int] | None = None, stat: Path = _STAT) -> Reading | N
     )
 
 
-class Rule:
+class ThreadRule:
     """How many of ``most`` threads compute, by one reading after the other; all of them where they do not ``adapt``.
 
     Attributes:
@@ -115,12 +115,12 @@ class Rule:
         self._added = self._again = self._guess_again = -math.inf  # when a thread was added, and when one may be added again
         self._room = 0.0  # cores that there were at the last look
 
-    def follow(self, before: Reading, now: Reading) -> int:
+    def update(self, before: CpuUsage, now: CpuUsage) -> int:
         """By what passed between two readings."""
         span = now.at - before.at
         left = min((now.idle - before.idle + now.own - before.own) / span, now.cores)
-        giving_way = (now.giving_way - before.giving_way) / span if now.at >= self._guess_again else 0.0
-        room = min(left + giving_way, now.cores)
+        nice_s = (now.nice_s - before.nice_s) / span if now.at >= self._guess_again else 0.0
+        room = min(left + nice_s, now.cores)
         self._room, steady = room, min(room, self._room)  # others that pause for a moment make no room
         most = min(self.most, now.cores)
         self.busy = left < min(self.threads, now.cores) - TOLERATED
@@ -136,32 +136,32 @@ class Rule:
         return self.threads
 
 
-class Cores:
-    """What other work leaves of this machine, for all backends of the process; ``join`` begins to look, ``leave`` ends it."""
+class CoreMonitor:
+    """What other work leaves of this machine, for all backends of the process; ``add`` begins to look, ``remove`` ends it."""
 
-    def __init__(self, reader: Callable[[], Reading | None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, reader: Callable[[], CpuUsage | None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._reader, self._clock = reader or (lambda: read(allowed())), clock
-        self._followed: dict[Rule, Callable[[int], object]] = {}
+        self._followed: dict[ThreadRule, Callable[[int], object]] = {}
         self._lock = threading.Lock()
-        self._before: Reading | None = None
+        self._before: CpuUsage | None = None
         self._next = math.inf
-        self.looks = 0  # so far
+        self.polls = 0  # so far
 
-    def join(self, rule: Rule, compute_with: Callable[[int], object]) -> None:
+    def add(self, rule: ThreadRule, compute_with: Callable[[int], object]) -> None:
         """From now on ``compute_with`` is told of each change of the rule's threads."""
         with self._lock:
             if not self._followed:
                 self._before = self._reader()  # what was before is long ago
             self._followed[rule] = compute_with
             self._next = self._before.at + LOOK_S if self._before is not None else math.inf
-        self.look()
+        self.poll()
 
-    def leave(self, rule: Rule) -> None:
+    def remove(self, rule: ThreadRule) -> None:
         with self._lock:
             self._followed.pop(rule, None)
             self._next = self._next if self._followed else math.inf
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Before a step: if it is time, looks at what others do, and says how many threads compute."""
         if self._clock() < self._next or not self._lock.acquire(blocking=False):
             return
@@ -173,10 +173,10 @@ class Cores:
             self._next, cost = now.at + LOOK_S, self._clock() - now.at
             if before is None or before.process != now.process or now.at <= before.at:
                 return
-            self.looks += 1
+            self.polls += 1
             for rule, compute_with in self._followed.items():
                 threads = rule.threads
-                if rule.follow(before, now) != threads:
+                if rule.update(before, now) != threads:
                     compute_with(rule.threads)
                 if rule.threads > threads:
                     self._next = now.at + SOONER_S
@@ -185,10 +185,10 @@ class Cores:
             self._lock.release()
 
 
-CORES = Cores()
+CORE_MONITOR = CoreMonitor()
 
 
-class Threads:
+class ThreadCounts:
     """Of the CPUs that steps compute on, by their rules: what the last look at others brought.
 
     Attributes:
@@ -197,16 +197,16 @@ class Threads:
         quiet: the condition of a machine that is this process's.
     """
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
-        self._rules, self._looks = rules, -1
+    def __init__(self, rules: Sequence[ThreadRule]) -> None:
+        self._rules, self._polls = rules, -1
         self.most = max([rule.most for rule in rules], default=0)
         self.follow = any(rule.adapts for rule in rules)
         self.quiet = tuple((rule.most, False) for rule in rules)
         self._see()
 
     def _see(self) -> None:
-        if self._looks != CORES.looks:
-            self._looks = CORES.looks
+        if self._polls != CORE_MONITOR.polls:
+            self._polls = CORE_MONITOR.polls
             self._condition = tuple((rule.threads, rule.busy) for rule in self._rules)
             self._now, self._calm = max([rule.threads for rule in self._rules], default=0), self._condition == self.quiet
 

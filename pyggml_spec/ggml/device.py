@@ -12,7 +12,7 @@ from ..errors import DeviceError
 from ..pin import installed_libraries
 from ..suggest import meant
 from . import host_memory
-from .cores import CORES, Rule, default_threads
+from .cores import CORE_MONITOR, ThreadRule, default_threads
 from .kernels import pick_level
 from .library import FITNESS, Buffer, BufferType, CData, Context, DeviceHandle, LevelHandle, Tensor, check_present, ffi, lib, text
 from .workers import is_worker
@@ -182,7 +182,7 @@ def disable_graph_replay() -> None:
 class Backend:
     """One execution stream on a device. Owns its ggml backend; ``close`` is idempotent.
 
-    ``threads``: of a CPU, always so many; None: as many as other work leaves cores for, ``default_threads`` at most. ``level``: of our own kernels, None
+    ``threads``: of a CPU, always so many; None: as many as other work leaves cores for, ``default_threads`` at most. ``level``: of native kernels, None
     where ggml's are used; ``kernels`` as in ``pick_level``. ``workers``: see ``workers_of``.
     """
 
@@ -199,17 +199,17 @@ class Backend:
         if self.handle == ffi.NULL:
             check_present(self.workers)
             raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another `device`")
-        self.rule: Rule | None = None  # of a CPU: how many threads compute
+        self.rule: ThreadRule | None = None  # of a CPU: how many threads compute
         if device.kind == "cpu":
-            self.rule = Rule(most, threads is None)
+            self.rule = ThreadRule(most, threads is None)
             self._begin_threads(self.rule)
 
-    def _begin_threads(self, rule: Rule) -> None:
+    def _begin_threads(self, rule: ThreadRule) -> None:
         set_threads, handle = self._proc("ggml_backend_set_n_threads"), self.handle
         lib.call_set_n_threads(set_threads, handle, rule.most)
         if rule.adapts and not lib.pgs_threads_begin(handle, set_threads, rule.most):
             rule.adapts = False
-        CORES.join(rule, lambda threads: lib.pgs_threads_now(handle, threads))
+        CORE_MONITOR.add(rule, lambda threads: lib.pgs_threads_now(handle, threads))
 
     @property
     def threads(self) -> int:
@@ -250,16 +250,16 @@ class Backend:
             lib.pgs_large_pages(buffer)
         return buffer
 
-    def borrow(self, ctx: Context) -> Buffer:
-        """``allocate`` for what comes and goes: on the CPU in pages of its own, which go back to the system with ``give_back``."""
+    def allocate_temporary(self, ctx: Context) -> Buffer:
+        """``allocate`` for what comes and goes: on the CPU in pages of its own, which go back to the system with ``free_temporary``."""
         if self.device.kind != "cpu":
             return self.allocate(ctx)
         need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, self.default_buffer_type)
         return lib.pgs_pages_buffer(ctx) if need <= host_memory.with_swap(self.device.memory_total) else ffi.NULL
 
-    def zeros(self, ctx: Context) -> Buffer:
-        """Like ``borrow``, and zeros: on Linux's CPUs nothing is written for that, and pages cost memory when something is. Freed by ``give_back``."""
-        buffer = self.borrow(ctx)
+    def allocate_zeroed(self, ctx: Context) -> Buffer:
+        """Like ``allocate_temporary``, and zeros: on Linux's CPUs nothing is written for that, and pages cost memory when something is. Freed by ``free_temporary``."""
+        buffer = self.allocate_temporary(ctx)
         if buffer == ffi.NULL:
             return buffer
         if self.device.kind == "cpu":
@@ -268,8 +268,8 @@ class Backend:
             lib.ggml_backend_buffer_clear(buffer, 0)
         return buffer
 
-    def give_back(self, buffer: Buffer) -> None:
-        """Frees what ``borrow`` or ``zeros`` gave."""
+    def free_temporary(self, buffer: Buffer) -> None:
+        """Frees what ``allocate_temporary`` or ``allocate_zeroed`` gave."""
         free = lib.pgs_pages_buffer_free if self.device.kind == "cpu" and buffer != ffi.NULL else lib.ggml_backend_buffer_free
         free(buffer)
 
@@ -285,7 +285,7 @@ class Backend:
                 i += 1
         return found
 
-    def multiplies_right(self, buffer_type: BufferType, ggml_type: int, shape: Sequence[int]) -> bool:
+    def supports_matmul(self, buffer_type: BufferType, ggml_type: int, shape: Sequence[int]) -> bool:
         """Whether products by weights of this shape, in ggml order, are what they should be in this buffer type.
 
         ggml's AMX kernel adds a product of 32 rows and one block of 32 inputs to what lay in the memory of the result (patches/0012): NMSE of
@@ -314,13 +314,13 @@ class Backend:
     def close(self) -> None:
         if self.handle is not None:
             if self.rule is not None:
-                CORES.leave(self.rule)
+                CORE_MONITOR.remove(self.rule)
                 lib.pgs_threads_end(self.handle)
             lib.ggml_backend_free(self.handle)
             self.handle = None
 
 
-def waited_for_core() -> float | None:
+def cpu_wait_s() -> float | None:
     """Seconds that this thread was ready to run, but other work had its core; None where the kernel does not say (it is Linux that does)."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
@@ -328,10 +328,10 @@ def waited_for_core() -> float | None:
         return None
 
 
-def give_back_threads() -> None:
+def release_threads() -> None:
     """Ends the threads that this thread computes with on the CPU; its next step makes new ones, which takes some 30 us each.
 
     To be called by a thread whose work is over, or waits for others: while a process has more of them than cores, each step of any thread sleeps in
     the kernel 73 times (csrc/compute_threads.c).
     """
-    lib.pgs_give_back_threads()
+    lib.pgs_release_threads()

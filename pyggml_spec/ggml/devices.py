@@ -32,7 +32,7 @@ def pick_devices(names: str | None = None) -> list[Device]:
     return found
 
 
-def in_order(found: Sequence[Device]) -> list[int]:
+def execution_order(found: Sequence[Device]) -> list[int]:
     """Which of the named devices computes first: CPUs, beside GPUs, have the first layers wherever they are named, because the last device has the
     head and the drafter too. Beside workers alone the order is the named one: a drafter on this machine is asked for by naming its CPU last."""
     first = any(device.kind in ("gpu", "igpu") for device in found)
@@ -48,7 +48,7 @@ def open_backends(found: Sequence[Device], threads: int | None = None, kernels: 
     opened: list[Backend] = []
     try:
         for device in found:
-            # our own kernels are the CPU's: asking for them beside a GPU asks nothing of the GPU
+            # native kernels are the CPU's: asking for them beside a GPU asks nothing of the GPU
             asked = kernels if device.kind == "cpu" or len(found) == 1 else None
             opened.append(Backend(device, threads, asked))
     except BaseException:

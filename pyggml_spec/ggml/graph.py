@@ -18,7 +18,7 @@ _PACKED_OUTPUTS = 32  # what ggml's packing kernels of CPUs take at a time, at m
 
 
 @dataclass(frozen=True)
-class RoleCounters:
+class AllocatorCounters:
     """What one role has done: graphs planned, plans made inside an existing buffer, buffers allocated, graphs computed."""
 
     graphs_built: int
@@ -27,7 +27,7 @@ class RoleCounters:
     computes: int
 
 
-class Role:
+class GraphAllocator:
     """One kind of step. Owns the allocator that all graphs of this kind share; graphs of a role never run at the same time.
 
     ``nodes``: what a graph of it may have.
@@ -35,21 +35,21 @@ class Role:
 
     def __init__(self, backend: Backend, name: str, nodes: int = NODES) -> None:
         self.name, self.backend, self.nodes = name, backend, nodes
-        self.handle: Any = lib.pgs_role_new(backend.handle)
+        self.handle: Any = lib.pgs_allocator_new(backend.handle)
 
     @property
-    def counters(self) -> RoleCounters:
+    def counters(self) -> AllocatorCounters:
         out = ffi.new("pgs_counters *")
-        lib.pgs_role_counters(self.handle, out)
-        return RoleCounters(out.graphs_built, out.replans, out.buffer_growths, out.computes)
+        lib.pgs_allocator_counters(self.handle, out)
+        return AllocatorCounters(out.graphs_built, out.replans, out.buffer_growths, out.computes)
 
     @property
     def buffer_bytes(self) -> int:
-        return lib.pgs_role_buffer_size(self.handle)
+        return lib.pgs_allocator_buffer_size(self.handle)
 
     def close(self) -> None:
         if self.handle is not None:
-            lib.pgs_role_free(self.handle)
+            lib.pgs_allocator_free(self.handle)
             self.handle = None
 
 
@@ -59,19 +59,19 @@ class Graph:
     Tensors are opaque handles; shapes are in ggml order, innermost first. Methods named like a ggml function are that function.
     """
 
-    named: dict[str, Tensor] | None = None  # nodes by name, kept to be read, of graphs that are built while ``watching``
-    watching = False  # of all graphs: for comparing nodes with llama.cpp's
+    named: dict[str, Tensor] | None = None  # nodes by name, kept to be read, of graphs that are built while ``debug``
+    debug = False  # of all graphs: for comparing nodes with llama.cpp's
     segment = -1  # of the devices that a step goes through, the one that computes it: the last, and mostly the only one
 
-    def __init__(self, role: Role) -> None:
-        self.role = role
+    def __init__(self, allocator: GraphAllocator) -> None:
+        self.allocator, self.backend = allocator, allocator.backend
         self._err = new_err()
-        self.handle: Any = lib.pgs_graph_new(role.handle, role.nodes, self._err)
+        self.handle: Any = lib.pgs_graph_new(allocator.handle, allocator.nodes, self._err)
         if self.handle == ffi.NULL:
             raise EngineError(text(self._err))
         self.ctx = lib.pgs_graph_context(self.handle)
         self.gf = lib.pgs_graph_cgraph(self.handle)
-        if Graph.watching:
+        if Graph.debug:
             self.named = {}
         self._activations: dict[tuple[int, ...], Tensor] = {}
         self._orders: dict[tuple[int, int], Tensor] = {}
@@ -85,21 +85,21 @@ class Graph:
         require(multiplies(weight, x), "matmul", weight=weight, x=x)
         return lib.ggml_mul_mat(self.ctx, weight, x)
 
-    def apart(self, weight: Tensor, count: int) -> int:
-        """The least number of outputs, from ``count`` on, with which ``outputs`` gives a matrix that can be multiplied.
+    def aligned_outputs(self, weight: Tensor, count: int) -> int:
+        """The least number of outputs, from ``count`` on, with which ``first_outputs`` gives a matrix that can be multiplied.
 
         ggml's CPU kernels that pack weights for themselves do so by 4 to 32 outputs. A part that ends elsewhere they take for weights as they are, or
         they leave the end out, and write to stderr that they do (AMX): drafts of ``draft_vocab`` were random, and nothing but acceptance said so.
         """
-        if isinstance(weight, Packed) or self.role.backend.device.kind != "cpu":
+        if isinstance(weight, Packed) or self.backend.device.kind != "cpu":
             return count
         as_they_are = lib.ggml_backend_buft_is_host(lib.ggml_backend_buffer_get_type(weight.buffer))
         return count if as_they_are else min(-(-count // _PACKED_OUTPUTS) * _PACKED_OUTPUTS, weight.ne[1])
 
-    def outputs(self, weight: Tensor, count: int) -> Tensor:
+    def first_outputs(self, weight: Tensor, count: int) -> Tensor:
         """The first ``count`` outputs of a matrix [n_in, n_out], as a view."""
         fits = 0 < count <= weight.ne[1] and weight.ne[2] == weight.ne[3] == 1
-        require(fits, "outputs", weight=tuple(weight.ne[0:4]), count=count)
+        require(fits, "first_outputs", weight=tuple(weight.ne[0:4]), count=count)
         if isinstance(weight, Packed):
             _, blocks, groups = packed_shape(weight.type, (weight.ne[0], count)) or (0, 0, 0)
             t = weight.tensor  # groups of outputs lie one behind the other, by pairs
@@ -108,11 +108,11 @@ class Graph:
         return lib.ggml_view_2d(self.ctx, weight, weight.ne[0], count, weight.nb[1], 0)
 
     def _packed_matmul(self, weight: Packed, x: Tensor) -> Tensor:
-        """By our own kernels. What products read of ``x`` is made once, however many matrices it is multiplied with, unless the first of them had better
+        """By native kernels. What products read of ``x`` is made once, however many matrices it is multiplied with, unless the first of them had better
         make it for itself."""
         require(weight.ne[0] == x.ne[0] and x.type == F32, "matmul", weight=weight.ne[:2], x=x)
         x = x if x.nb[0] == 4 else self.cont(x)
-        level = self.role.backend.level_handle
+        level = self.backend.level_handle
         key = (int(ffi.cast("uintptr_t", x)), lib.pgs_activation_type(level, weight.type))
         before = self._activations.get(key)
         alone = before is None and lib.pgs_rounds_alone(level, weight.type, x)
@@ -124,13 +124,13 @@ class Graph:
         """experts [n_in, n_out, n_expert], x F32 [n_in, 1 or n_used, T], chosen I32 [n_used, T] -> F32 [n_out, n_used, T]."""
         fits = experts.ne[0] == x.ne[0] and chosen.type == I32 and chosen.ne[1] == x.ne[2] and chosen.ne[0] % x.ne[1] == 0
         require(fits and experts.ne[3] == x.ne[3] == chosen.ne[2] == 1, "matmul_experts", experts=experts, x=x, chosen=chosen)
-        if multiplies_experts(self.role.backend.level, experts.type, experts.ne[0]) and x.ne[1] in (1, chosen.ne[0]) and x.nb[0] == 4:
+        if multiplies_experts(self.backend.level, experts.type, experts.ne[0]) and x.ne[1] in (1, chosen.ne[0]) and x.nb[0] == 4:
             return self._own_experts(experts, x, chosen)
         return lib.ggml_mul_mat_id(self.ctx, experts, x, chosen)
 
     def _own_experts(self, experts: Tensor | Packed, x: Tensor, chosen: Tensor) -> Tensor:
-        """By our own kernels. The order of the choices is made once for all products, what these read of ``x`` once for those that read the same."""
-        level, (n_in, n_out, n_expert) = self.role.backend.level_handle, experts.ne[0:3]
+        """By native kernels. The order of the choices is made once for all products, what these read of ``x`` once for those that read the same."""
+        level, (n_in, n_out, n_expert) = self.backend.level_handle, experts.ne[0:3]
         choice = int(ffi.cast("uintptr_t", chosen)), n_expert
         if choice not in self._orders:
             self._orders[choice] = lib.pgs_expert_order(self.ctx, chosen, n_expert)
@@ -141,9 +141,9 @@ class Graph:
         return lib.pgs_expert_product(self.ctx, level, experts.type, tensor, n_in, n_out, n_expert, self._activations[key], order, chosen)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """a + b, b repeated where it has fewer rows. Where ``a`` is a product of our own kernels this is one node with it; who else reads ``a`` has it computed once more."""
+        """a + b, b repeated where it has fewer rows. Where ``a`` is a product of native kernels this is one node with it; who else reads ``a`` has it computed once more."""
         require(repeats(b, a.ne), "add", a=a, b=b)
-        level = self.role.backend.level_handle
+        level = self.backend.level_handle
         both = lib.pgs_product_plus(self.ctx, level, a, b) if level != ffi.NULL else ffi.NULL
         return both or lib.ggml_add(self.ctx, a, b)
 
@@ -205,7 +205,7 @@ class Graph:
         """silu(gate) * up, elementwise; ``own`` False: by ggml's kernel wherever it runs."""
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu", gate=gate, up=up)
         if own and self._gates(gate, up):
-            return lib.pgs_gate(self.ctx, self.role.backend.level_handle, up, gate, True)
+            return lib.pgs_gate(self.ctx, self.backend.level_handle, up, gate, True)
         return lib.ggml_swiglu_split(self.ctx, gate, up)
 
     def swiglu_oai(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -214,8 +214,8 @@ class Graph:
         return lib.ggml_swiglu_oai(self.ctx, gate, up, 1.702, 7.0)
 
     def _gates(self, gate: Tensor, up: Tensor) -> bool:
-        """Whether our own kernels multiply these rows."""
-        return self.role.backend.level is not None and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in (gate, up))
+        """Whether native kernels multiply these rows."""
+        return self.backend.level is not None and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in (gate, up))
 
     def swiglu_halves(self, x: Tensor) -> Tensor:
         """x F32 [2 n, T] = [gate | up] -> silu(gate) * up, F32 [n, T]."""
@@ -229,21 +229,21 @@ class Graph:
         """x F32 [D * H, T] times sigmoid(gate), which is F32 [D, H, T] and may have gaps between its heads."""
         fits = x.type == gate.type == F32 and gate.ne[0] * gate.ne[1] == x.ne[0] and gate.ne[2] == x.ne[1] and x.ne[2] == gate.ne[3] == 1
         require(fits, "sigmoid_gated", x=x, gate=gate)
-        level = self.role.backend.level_handle
+        level = self.backend.level_handle
         if level != ffi.NULL and gate.nb[0] == x.nb[0] == 4:
             return lib.pgs_gate(self.ctx, level, x, gate, False)
-        return self.mul(x, self.sigmoid(self.packed(gate)))
+        return self.mul(x, self.sigmoid(self.cont_flat(gate)))
 
     def norm(self, x: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the innermost dimension."""
-        level = self.role.backend.level_handle
+        level = self.backend.level_handle
         if level != ffi.NULL and x.type == F32 and x.nb[0] == 4:
             return lib.pgs_norm(self.ctx, level, x, ffi.NULL, ffi.NULL, eps)
         return lib.ggml_rms_norm(self.ctx, x, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the innermost dimension."""
-        level = self.role.backend.level_handle
+        level = self.backend.level_handle
         if level != ffi.NULL and x.type == weight.type == F32 and x.nb[0] == 4 and list(weight.ne) == [x.ne[0], 1, 1, 1]:
             return lib.pgs_norm(self.ctx, level, x, weight, ffi.NULL, eps)
         return self.mul(lib.ggml_rms_norm(self.ctx, x, eps), weight)
@@ -256,7 +256,7 @@ class Graph:
         """x F32 [D, H, T] as in ``rms_norm``, times silu(gate), F32 [D * H, T] -> F32 [D * H, T]."""
         size, heads, rows = x.ne[0], x.ne[1], x.ne[2]
         require(gate.ne[0] == size * heads and gate.ne[1] == rows and gate.type == F32, "gated_norm", x=x, gate=gate)
-        level = self.role.backend.level_handle
+        level = self.backend.level_handle
         if level != ffi.NULL and x.nb[0] == gate.nb[0] == 4 and list(weight.ne) == [size, 1, 1, 1]:
             return self.flat(lib.pgs_norm(self.ctx, level, x, weight, self.heads(gate, size, heads), eps))
         return self.swiglu(gate, self.flat(self.rms_norm(x, weight, eps)))
@@ -270,15 +270,15 @@ class Graph:
         require(fits, "rows", table=table, index=index)
         return lib.ggml_get_rows(self.ctx, table, index)
 
-    def only_rows(self, x: Tensor, index: Tensor, other: float) -> Tensor:
+    def fill_other_rows(self, x: Tensor, index: Tensor, other: float) -> Tensor:
         """x F32 [n, rows, T] with the rows that index I32 [m, T] does not name filled with ``other``."""
         fits = x.type == F32 and index.type == I32 and x.ne[3] == 1 and list(index.ne)[1:] == [x.ne[2], 1, 1] and index.ne[0] <= x.ne[1]
-        require(fits, "only_rows", x=x, index=index)
+        require(fits, "fill_other_rows", x=x, index=index)
         return lib.ggml_set_rows(self.ctx, lib.ggml_fill(self.ctx, x, other), lib.ggml_get_rows(self.ctx, x, index), index)
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins tensors of equal width T along the innermost dimension."""
-        out, level = parts[0], self.role.backend.level_handle
+        out, level = parts[0], self.backend.level_handle
         if level != ffi.NULL and 1 < len(parts) < 10 and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in parts):
             require(all(x.ne[1] == out.ne[1] for x in parts), "concat", **{f"part_{i}": x for i, x in enumerate(parts)})
             return lib.pgs_join(self.ctx, list(parts), len(parts))
@@ -287,30 +287,30 @@ class Graph:
             out = lib.ggml_concat(self.ctx, out, x, 0)
         return out
 
-    def behind(self, first: Tensor, x: Tensor) -> Tensor:
+    def prepend_row(self, first: Tensor, x: Tensor) -> Tensor:
         """One row of each of S, F32 [n, S], in front of each one's of F32 [n, T] -> F32 [n, T / S + 1, S]."""
         slots = first.ne[1]
         fits = first.type == x.type == F32 and first.ne[0] == x.ne[0] and x.ne[1] % slots == 0 and x.ne[2] == first.ne[2] == 1
-        require(fits and lib.ggml_is_contiguous(x) and lib.ggml_is_contiguous(first), "behind", first=first, x=x)
+        require(fits and lib.ggml_is_contiguous(x) and lib.ggml_is_contiguous(first), "prepend_row", first=first, x=x)
         front = lib.ggml_reshape_3d(self.ctx, first, first.ne[0], 1, slots)
         return lib.ggml_concat(self.ctx, front, lib.ggml_reshape_3d(self.ctx, x, x.ne[0], x.ne[1] // slots, slots), 1)
 
-    def leading(self, x: Tensor, rows: int) -> Tensor:
+    def leading_rows(self, x: Tensor, rows: int) -> Tensor:
         """The first ``rows`` rows of each of F32 [n, R, S], as a view."""
-        require(part(x, 1, 0, rows), "leading", x=x, rows=rows)
+        require(part(x, 1, 0, rows), "leading_rows", x=x, rows=rows)
         return lib.ggml_view_3d(self.ctx, x, x.ne[0], rows, x.ne[2], x.nb[1], x.nb[2], 0)
 
-    def stretch(self, x: Tensor, first: int, count: int) -> Tensor:
+    def slice_1d(self, x: Tensor, first: int, count: int) -> Tensor:
         """[first, first + count) of the values of a contiguous [n] or [1, n], as a view."""
         dim = 0 if x.ne[1] == 1 and x.ne[0] > 1 else 1
-        require(part(x, dim, first, count) and lib.ggml_is_contiguous(x), "stretch", x=x, first=first, count=count)
+        require(part(x, dim, first, count) and lib.ggml_is_contiguous(x), "slice_1d", x=x, first=first, count=count)
         if dim == 0:
             return lib.ggml_view_1d(self.ctx, x, count, first * x.nb[0])
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], count, x.nb[1], first * x.nb[1])
 
     def sum_rows(self, x: Tensor) -> Tensor:
-        if self.role.backend.level is not None and x.type == F32 and x.nb[0] == 4:
-            return lib.pgs_sum_rows(self.ctx, self.role.backend.level_handle, x)
+        if self.backend.level is not None and x.type == F32 and x.nb[0] == 4:
+            return lib.pgs_sum_rows(self.ctx, self.backend.level_handle, x)
         return lib.ggml_sum_rows(self.ctx, x)
 
     def top_k(self, x: Tensor, k: int) -> Tensor:
@@ -318,45 +318,47 @@ class Graph:
         require(0 < k <= x.ne[0], "top_k", x=x, k=k)
         return lib.ggml_argsort_top_k(self.ctx, x, k)
 
-    def index_scores(self, q: Tensor, cache: Tensor, weights: Tensor, mask: Tensor, span: int) -> Tensor:
-        """What an indexer gives each of the first ``span`` rows of its cache: sum over heads of weight * max(q . row, 0), plus the mask.
+    def index_scores(self, q: Tensor, cache: Tensor, weights: Tensor, mask: Tensor, kv_bucket: int) -> Tensor:
+        """What an indexer gives each of the first ``kv_bucket`` rows of its cache: sum over heads of weight * max(q . row, 0), plus the mask.
 
-        q F32 [n, H, T], cache [n, rows (, slots)], weights F32 [H, T], mask as of ``span_mask`` -> F32 of the mask's shape.
+        q F32 [n, H, T], cache [n, rows (, slots)], weights F32 [H, T], mask as of ``kv_mask`` -> F32 of the mask's shape.
         """
         slots, count = mask.ne[3], q.ne[2]
         fits = q.type == weights.type == F32 and q.ne[0] == cache.ne[0] and list(weights.ne)[:3] == [q.ne[1], count, 1] and q.nb[0] == 4
-        fits = fits and part(cache, 1, 0, span) and mask.ne[0] == span and mask.ne[1] * slots == count and slots <= cache.ne[2]
-        require(fits, "index_scores", q=q, cache=cache, weights=weights, mask=mask, span=span)
+        fits = fits and part(cache, 1, 0, kv_bucket) and mask.ne[0] == kv_bucket and mask.ne[1] * slots == count and slots <= cache.ne[2]
+        require(fits, "index_scores", q=q, cache=cache, weights=weights, mask=mask, kv_bucket=kv_bucket)
         each = count // slots
-        k = lib.ggml_view_4d(self.ctx, cache, cache.ne[0], 1, span, slots, cache.nb[1], cache.nb[1], cache.nb[2], 0)
+        k = lib.ggml_view_4d(self.ctx, cache, cache.ne[0], 1, kv_bucket, slots, cache.nb[1], cache.nb[1], cache.nb[2], 0)
         q = lib.ggml_view_4d(self.ctx, q, q.ne[0], q.ne[1], each, slots, q.nb[1], q.nb[2], q.nb[2] * each, 0)
         step = weights.nb[1]
         weights = lib.ggml_view_4d(self.ctx, weights, weights.ne[0], each, 1, slots, step, step * each, step * each, 0)
         return lib.ggml_lightning_indexer(self.ctx, q, k, weights, mask)
 
-    def best_of_mask(self, mask: Tensor, scores: Tensor, k: int) -> Tensor:
-        """mask F16 [span, T, 1, S] with -inf at all places of each row but those of the ``k`` largest scores, which are F32 of its shape."""
-        span, count, _, slots = mask.ne
-        fits = scores.type == F32 and list(scores.ne) == list(mask.ne) and mask.ne[2] == 1 and 0 < k <= span
-        require(fits and lib.ggml_is_contiguous(mask) and lib.ggml_is_contiguous(scores), "best_of_mask", mask=mask, scores=scores, k=k)
-        chosen = self.shaped(lib.ggml_top_k(self.ctx, scores, k), k, count, slots)
-        hidden = self.shaped(lib.ggml_fill(self.ctx, mask, float("-inf")), 1, span, count, slots)
-        zeros = self.shaped(lib.ggml_fill(self.ctx, lib.ggml_view_1d(self.ctx, scores, k * count * slots, 0), 0.0), 1, k, count, slots)
+    def top_k_mask(self, mask: Tensor, scores: Tensor, k: int) -> Tensor:
+        """mask F16 [kv_bucket, T, 1, S] with -inf at all places of each row but those of the ``k`` largest scores, which are F32 of its shape."""
+        kv_bucket, count, _, slots = mask.ne
+        fits = scores.type == F32 and list(scores.ne) == list(mask.ne) and mask.ne[2] == 1 and 0 < k <= kv_bucket
+        require(fits and lib.ggml_is_contiguous(mask) and lib.ggml_is_contiguous(scores), "top_k_mask", mask=mask, scores=scores, k=k)
+        chosen = self.reshape(lib.ggml_top_k(self.ctx, scores, k), k, count, slots)
+        hidden = self.reshape(lib.ggml_fill(self.ctx, mask, float("-inf")), 1, kv_bucket, count, slots)
+        zeros = self.reshape(lib.ggml_fill(self.ctx, lib.ggml_view_1d(self.ctx, scores, k * count * slots, 0), 0.0), 1, k, count, slots)
         seen = lib.ggml_set_rows(self.ctx, hidden, zeros, chosen)
-        return self.add(self.shaped(seen, span, count, 1, slots), mask)  # rows that nobody may see are among the k where fewer are visible
+        return self.add(
+            self.reshape(seen, kv_bucket, count, 1, slots), mask
+        )  # rows that nobody may see are among the k where fewer are visible
 
     def argmax(self, x: Tensor) -> Tensor:
         """F32 [n, T] -> I32 [T]."""
         require(x.type == F32 and x.ne[2] == x.ne[3] == 1, "argmax", x=x)
-        if self.role.backend.level is not None and x.nb[0] == 4:
-            return lib.pgs_argmax(self.ctx, self.role.backend.level_handle, x)
+        if self.backend.level is not None and x.nb[0] == 4:
+            return lib.pgs_argmax(self.ctx, self.backend.level_handle, x)
         return lib.ggml_argmax(self.ctx, x)
 
-    def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def top_k_unordered(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """F32 [n, T] -> I32 [k, T], the places of the k largest values in any order, and F32 [1, k, T], the values."""
-        require(x.type == F32 and 0 < k <= x.ne[0] and x.ne[2] == 1, "largest", x=x, k=k)
+        require(x.type == F32 and 0 < k <= x.ne[0] and x.ne[2] == 1, "top_k_unordered", x=x, k=k)
         places = lib.ggml_top_k(self.ctx, x, k)
-        return places, lib.ggml_get_rows(self.ctx, self.shaped(x, 1, x.ne[0], x.ne[1]), places)
+        return places, lib.ggml_get_rows(self.ctx, self.reshape(x, 1, x.ne[0], x.ne[1]), places)
 
     def rope(
         self,
@@ -395,9 +397,9 @@ class Graph:
         require(part(cache, 2, first, count), "slots", cache=cache, first=first, count=count)
         return lib.ggml_view_3d(self.ctx, cache, cache.ne[0], cache.ne[1], count, cache.nb[1], cache.nb[2], first * cache.nb[2])
 
-    def tails(self, x: Tensor, rows: int, first: int) -> Tensor:
+    def group_tails(self, x: Tensor, rows: int, first: int) -> Tensor:
         """F32 [n, T], T a multiple of ``rows`` -> the rows [first, rows) of every ``rows``, F32 [n, T * (rows - first) / rows], by copy."""
-        require(0 <= first < rows and x.ne[1] % rows == 0, "tails", x=x, rows=rows, first=first)
+        require(0 <= first < rows and x.ne[1] % rows == 0, "group_tails", x=x, rows=rows, first=first)
         count = x.ne[1] // rows
         view = lib.ggml_view_3d(self.ctx, x, x.ne[0], rows - first, count, x.nb[1], x.nb[1] * rows, x.nb[1] * first)
         return lib.ggml_cont_2d(self.ctx, view, x.ne[0], (rows - first) * count)
@@ -407,31 +409,31 @@ class Graph:
         require(x.type == F32 and part(x, 0, first, n), "columns", x=x, n=n, first=first)
         return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
 
-    def parts_of_heads(self, x: Tensor, size: int, first: int) -> tuple[Tensor, Tensor]:
+    def split_heads(self, x: Tensor, size: int, first: int) -> tuple[Tensor, Tensor]:
         """F32 [D * H, T] as heads of ``size``: their first ``first`` values, F32 [first, H, T], and the others, as views."""
         count = x.ne[0] // size
         return self.heads(x, first, count, size), self.heads(x, size - first, count, size, first)
 
-    def part_3d(self, x: Tensor, n: int, first: int) -> Tensor:
+    def columns_3d(self, x: Tensor, n: int, first: int) -> Tensor:
         """The part [first, first + n) of the innermost dimension of F32 [m, H, T], as a view."""
-        require(x.type == F32 and part(x, 0, first, n), "part_3d", x=x, n=n, first=first)
+        require(x.type == F32 and part(x, 0, first, n), "columns_3d", x=x, n=n, first=first)
         return lib.ggml_view_3d(self.ctx, x, n, x.ne[1], x.ne[2], x.nb[1], x.nb[2], 4 * first)
 
-    def every(self, x: Tensor, rows: int, i: int) -> Tensor:
+    def every_nth(self, x: Tensor, rows: int, i: int) -> Tensor:
         """[n, T], T a multiple of ``rows`` -> the i-th of every ``rows``, [n, T / rows], as a view."""
-        require(0 <= i < rows and x.ne[1] % rows == 0 and x.ne[2] == x.ne[3] == 1, "every", x=x, rows=rows, i=i)
+        require(0 <= i < rows and x.ne[1] % rows == 0 and x.ne[2] == x.ne[3] == 1, "every_nth", x=x, rows=rows, i=i)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] // rows, rows * x.nb[1], i * x.nb[1])
 
-    def firsts(self, x: Tensor, rows: int) -> Tensor:
+    def group_firsts(self, x: Tensor, rows: int) -> Tensor:
         """[T] -> the first of every ``rows``, [T / rows], by copy."""
         count = x.ne[0] // rows
-        return self.shaped(self.cont(self.every(self.shaped(x, 1, x.ne[0]), rows, 0)), count)
+        return self.reshape(self.cont(self.every_nth(self.reshape(x, 1, x.ne[0]), rows, 0)), count)
 
-    def entry(self, x: Tensor, index: Tensor) -> Tensor:
+    def gather(self, x: Tensor, index: Tensor) -> Tensor:
         """[k, S], index I32 [S] -> of each row the value that the index names, [1, 1, S]."""
-        require(x.nb[0] == 4 and index.type == I32 and index.ne[0] == x.ne[1] and x.ne[2] == 1, "entry", x=x, index=index)
+        require(x.nb[0] == 4 and index.type == I32 and index.ne[0] == x.ne[1] and x.ne[2] == 1, "gather", x=x, index=index)
         table = lib.ggml_view_3d(self.ctx, x, 1, x.ne[0], x.ne[1], x.nb[0], x.nb[1], 0)
-        return lib.ggml_get_rows(self.ctx, table, self.shaped(index, 1, x.ne[1]))
+        return lib.ggml_get_rows(self.ctx, table, self.reshape(index, 1, x.ne[1]))
 
     def slice_2d(self, x: Tensor, i: int) -> Tensor:
         """[n, H, T] -> the i-th of the H, [n, T], as a view."""
@@ -448,12 +450,12 @@ class Graph:
         require(sorted(axes) == [0, 1, 2, 3], "permute", x=x, axes=axes)
         return lib.ggml_permute(self.ctx, x, *axes)
 
-    def shaped(self, x: Tensor, *shape: int) -> Tensor:
+    def reshape(self, x: Tensor, *shape: int) -> Tensor:
         """A contiguous tensor in another shape of 1 to 4 dimensions."""
-        require(reshapes(x, shape), "shaped", x=x, shape=shape)
+        require(reshapes(x, shape), "reshape", x=x, shape=shape)
         return (lib.ggml_reshape_1d, lib.ggml_reshape_2d, lib.ggml_reshape_3d, lib.ggml_reshape_4d)[len(shape) - 1](self.ctx, x, *shape)
 
-    def rotated(self, x: Tensor, hadamard: Tensor | None) -> Tensor:
+    def hadamard(self, x: Tensor, hadamard: Tensor | None) -> Tensor:
         """F32 [D, H, T] or [D, T] with every stretch of n values multiplied by ``hadamard`` F32 [n, n]; as it is if that is None."""
         if hadamard is None:
             return x
@@ -462,9 +464,9 @@ class Graph:
         lib.ggml_mul_mat_set_hint(out, lib.GGML_HINT_SRC0_IS_HADAMARD)
         return lib.ggml_reshape_3d(self.ctx, out, *x.ne[0:3])
 
-    def turned(self, x: Tensor, hadamard: Tensor) -> Tensor:
-        """F32 [D, H, T] times ``hadamard`` F32 [D, D]: by a product on CPUs, where llama.cpp's indexer makes one, by ``rotated`` elsewhere."""
-        return self.matmul(hadamard, x) if self.role.backend.device.kind == "cpu" else self.rotated(x, hadamard)
+    def hadamard_product(self, x: Tensor, hadamard: Tensor) -> Tensor:
+        """F32 [D, H, T] times ``hadamard`` F32 [D, D]: by a product on CPUs, where llama.cpp's indexer makes one, by ``hadamard`` elsewhere."""
+        return self.matmul(hadamard, x) if self.backend.device.kind == "cpu" else self.hadamard(x, hadamard)
 
     def repeat(self, x: Tensor, *shape: int) -> Tensor:
         """Repeats x to a 3-D shape."""
@@ -475,13 +477,13 @@ class Graph:
         """A contiguous copy."""
         return lib.ggml_cont(self.ctx, x)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def view_source(self, x: Tensor) -> Tensor:
         """The tensor that ``x`` is a view of, or ``x`` itself."""
         return x.view_src if x.view_src != ffi.NULL else x
 
-    def tail_rows(self, x: Tensor, first: int) -> Tensor:
+    def rows_from(self, x: Tensor, first: int) -> Tensor:
         """Rows [first, T) of F32 [n, T], as a view."""
-        require(part(x, 1, first, x.ne[1] - first), "tail_rows", x=x, first=first)
+        require(part(x, 1, first, x.ne[1] - first), "rows_from", x=x, first=first)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] - first, x.nb[1], x.nb[1] * first)
 
     def flat(self, x: Tensor) -> Tensor:
@@ -489,7 +491,7 @@ class Graph:
         require(lib.ggml_is_contiguous(x) and x.ne[3] == 1, "flat", x=x)
         return lib.ggml_reshape_2d(self.ctx, x, x.ne[0] * x.ne[1], x.ne[2])
 
-    def packed(self, x: Tensor) -> Tensor:
+    def cont_flat(self, x: Tensor) -> Tensor:
         """[D, H, T] -> contiguous [D * H, T], by copy."""
         return lib.ggml_cont_2d(self.ctx, x, x.ne[0] * x.ne[1], x.ne[2])
 
@@ -501,15 +503,15 @@ class Graph:
         Raises EngineError where little of the arena is left: ggml ends the process when there is none.
         """
         lib.ggml_build_forward_expand(self.gf, node)
-        if self.n_nodes > self.role.nodes - SPARE:
-            raise EngineError(f"a graph of {self.n_nodes} nodes is larger than the {self.role.nodes} that were planned for this model")
+        if self.n_nodes > self.allocator.nodes - SPARE:
+            raise EngineError(f"a graph of {self.n_nodes} nodes is larger than the {self.allocator.nodes} that were planned for this model")
 
-    def norm_first(self, x: Tensor) -> None:
+    def expand_norm(self, x: Tensor) -> None:
         """Expands a norm before what else comes: ggml-cuda fuses its nodes if they are neighbours. Our own products make norms for themselves."""
-        if self.role.backend.level is None:
+        if self.backend.level is None:
             self.expand(x)
 
-    def keep(self, node: Tensor) -> None:
+    def keep_output(self, node: Tensor) -> None:
         """Expands ``node`` and keeps its memory until the graph runs again: the host reads it."""
         lib.ggml_set_output(node)
         self.expand(node)
@@ -518,7 +520,7 @@ class Graph:
         """Names ``node`` as llama.cpp does; where graphs are watched it is kept by that name, the last one of several."""
         if self.named is not None:
             node = self.cont(node) if not lib.ggml_is_contiguous(node) else node
-            self.keep(lib.ggml_set_name(node, name.encode()))
+            self.keep_output(lib.ggml_set_name(node, name.encode()))
             self.named[name] = node
         return node
 
@@ -531,34 +533,49 @@ class Graph:
         require(fits, "kv_write_rows", cache=cache, rows=rows, index=index)
         lib.pgs_kv_write_rows(self.ctx, self.gf, cache, rows, index)
 
-    def span_mask(self, kv_near: Tensor, q_last: Tensor, q_first: Tensor | None, span: int, slots: int = 1) -> Tensor:
-        fits = part(kv_near, 0, 0, span) and slots > 0 and (kv_near.ne[1] == 1 or slots <= kv_near.ne[1]) and q_last.ne[1] % slots == 0
-        require(fits and q_last.ne[0] == 1, "span_mask", kv_near=kv_near, q_last=q_last, span=span, slots=slots)
-        return lib.pgs_span_mask(
-            self.ctx, kv_near, q_last, q_first if q_first is not None else ffi.NULL, span, slots, self.role.backend.level_handle
+    def kv_mask(self, mask_base: Tensor, q_last: Tensor, q_first: Tensor | None, kv_bucket: int, slots: int = 1) -> Tensor:
+        fits = (
+            part(mask_base, 0, 0, kv_bucket)
+            and slots > 0
+            and (mask_base.ne[1] == 1 or slots <= mask_base.ne[1])
+            and q_last.ne[1] % slots == 0
+        )
+        require(fits and q_last.ne[0] == 1, "kv_mask", mask_base=mask_base, q_last=q_last, kv_bucket=kv_bucket, slots=slots)
+        return lib.pgs_kv_mask(
+            self.ctx, mask_base, q_last, q_first if q_first is not None else ffi.NULL, kv_bucket, slots, self.backend.level_handle
         )
 
-    def fa_span(
+    def flash_attention(
         self,
         q: Tensor,
         cache_k: Tensor,
         cache_v: Tensor,
         mask: Tensor,
         n_head_kv: int,
-        span: int,
+        kv_bucket: int,
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
         fits = n_head_kv > 0 and cache_k.ne[0] == q.ne[0] * n_head_kv and cache_v.ne[0] % n_head_kv == 0 and q.ne[1] % n_head_kv == 0
-        fits = fits and part(cache_k, 1, 0, span) and part(cache_v, 1, 0, span) and mask.ne[0] == span and q.ne[2] % mask.ne[3] == 0
+        fits = (
+            fits
+            and part(cache_k, 1, 0, kv_bucket)
+            and part(cache_v, 1, 0, kv_bucket)
+            and mask.ne[0] == kv_bucket
+            and q.ne[2] % mask.ne[3] == 0
+        )
         fits = fits and mask.ne[1] * mask.ne[3] >= q.ne[2] and mask.ne[3] <= cache_k.ne[2] == cache_v.ne[2]
         fits = fits and (sinks is None or (sinks.type == F32 and list(sinks.ne) == [q.ne[1], 1, 1, 1]))
-        require(fits, "fa_span", q=q, cache_k=cache_k, cache_v=cache_v, mask=mask, n_head_kv=n_head_kv, span=span, sinks=sinks)
-        level = self.role.backend.level_handle
-        return lib.pgs_fa_span(self.ctx, q, cache_k, cache_v, mask, n_head_kv, span, scale, sinks if sinks is not None else ffi.NULL, level)
+        require(
+            fits, "flash_attention", q=q, cache_k=cache_k, cache_v=cache_v, mask=mask, n_head_kv=n_head_kv, kv_bucket=kv_bucket, sinks=sinks
+        )
+        level = self.backend.level_handle
+        return lib.pgs_flash_attention(
+            self.ctx, q, cache_k, cache_v, mask, n_head_kv, kv_bucket, scale, sinks if sinks is not None else ffi.NULL, level
+        )
 
     def host_view(self, node: Tensor) -> np.ndarray:
-        """The F32 values of a planned node in host memory, [rows, n], without a copy. CPU backends only; see ``keep``."""
+        """The F32 values of a planned node in host memory, [rows, n], without a copy. CPU backends only; see ``keep_output``."""
         require(node.type == F32 and node.data != ffi.NULL, "host_view", node=node, planned=node.data != ffi.NULL)
         return np.frombuffer(ffi.buffer(node.data, lib.ggml_nbytes(node)), np.float32).reshape(-1, node.ne[0])
 
@@ -587,13 +604,13 @@ class Graph:
     def measure(self) -> int:
         """Bytes of the compute buffer that this graph alone would ask for. Nothing is allocated."""
         sizes = ffi.new("size_t[1]")
-        galloc = lib.ggml_gallocr_new(self.role.backend.default_buffer_type)
+        galloc = lib.ggml_gallocr_new(self.backend.default_buffer_type)
         lib.ggml_gallocr_reserve_n_size(galloc, self.gf, ffi.NULL, ffi.NULL, sizes)
         lib.ggml_gallocr_free(galloc)
         return sizes[0]
 
     @property
-    def cuts(self) -> int:
+    def n_cuts(self) -> int:
         """Places where the host takes part (experts in host memory): the graph is computed in one more part than that."""
         return lib.pgs_graph_cuts(self.handle)
 

@@ -42,7 +42,7 @@ class HostExperts:
 
     Args:
         sizes: n_layer, n_embd, n_ff, n_expert, n_used, and max_rows, the rows of the widest step.
-        types: of the experts' weights; those that our own kernels multiply on the host are.
+        types: of the experts' weights; those that native kernels multiply on the host are.
         glu: how gate and up become one: the name of a method of ``Graph``.
     """
 

@@ -1,4 +1,4 @@
-"""Our own kernels on CPUs: which level of instructions is used, and weights that are packed for them (csrc/cpu).
+"""Native kernels on CPUs: which level of instructions is used, and weights that are packed for them (csrc/cpu).
 
 A row of a product has the same bits alone and in a block of any width, with any number of threads, and at every level. ggml's kernels promise
 none of that; they are llama.cpp's bit for bit. ``kernels="ggml"`` uses them.
@@ -54,7 +54,7 @@ def pick_level(kernels: str | None, device_kind: str) -> Level | None:
         return None
     if device_kind != "cpu":
         raise DeviceError(
-            f"our own kernels run on CPUs, and this device is {'a worker' if device_kind == 'rpc' else f'a {device_kind.upper()}'}; leave the kernels to ggml there"
+            f"native kernels run on CPUs, and this device is {'a worker' if device_kind == 'rpc' else f'a {device_kind.upper()}'}; leave the kernels to ggml there"
         )
     found = levels()
     wanted = os.environ.get(FEATURES, "").strip().lower()
@@ -69,7 +69,7 @@ def pick_level(kernels: str | None, device_kind: str) -> Level | None:
         found = [level for level in found if level.name != UNTIMED]
     if kernels == "own" and not found:
         raise DeviceError(
-            "our own kernels do not run on this processor (they need AVX2, or dot products of ARM, or are switched off); leave the kernels to ggml"
+            "native kernels do not run on this processor (they need AVX2, or dot products of ARM, or are switched off); leave the kernels to ggml"
         )
     return found[0] if found else None
 

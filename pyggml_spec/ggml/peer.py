@@ -36,7 +36,7 @@ _SAID = {
 _ways: dict[frozenset[str], str] = {}  # by the names of two GPUs: empty where they copy directly, or why not
 
 
-def open_up(devices: Sequence[Device]) -> list[str]:
+def enable_peer_access(devices: Sequence[Device]) -> list[str]:
     """Has those of these GPUs copy to each other directly that can. Gives sentences about those that do not."""
     names = list(dict.fromkeys(device.name for device in devices if device.name.startswith("CUDA")))
     if len(names) < 2 or BY_GGML in os.environ:
@@ -48,7 +48,7 @@ def open_up(devices: Sequence[Device]) -> list[str]:
     return [f"{a} and {b} copy to each other through the host: {why}" for a, b, why in whys]
 
 
-def why_not(a: str, b: str) -> str:
+def no_peer_reason(a: str, b: str) -> str:
     """Why these two GPUs do not copy directly; empty where they do."""
     return _ways.get(frozenset((a, b)), "nobody asked for it")
 

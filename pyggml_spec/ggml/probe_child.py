@@ -35,7 +35,7 @@ def say_features(folder: Path) -> None:
 
 def multiply(backend: Any, buffer_type: Any) -> None:
     """A product by a matrix of every type that this buffer type takes."""
-    from .graph import Graph, Role
+    from .graph import Graph, GraphAllocator
     from .library import check, ffi, lib, new_err, text
     from .shapes import NOT_WEIGHTS
 
@@ -46,11 +46,11 @@ def multiply(backend: Any, buffer_type: Any) -> None:
         if text(lib.ggml_type_name(kind)) in NOT_WEIGHTS or not lib.ggml_blck_size(kind) or N_IN % lib.ggml_blck_size(kind):
             continue
         for rows in ROWS:
-            weights, others, role, err = new_context(), new_context(), Role(backend, "probe"), new_err()
+            weights, others, allocator, err = new_context(), new_context(), GraphAllocator(backend, "probe"), new_err()
             weight = lib.ggml_new_tensor(weights, kind, 2, (N_IN, N_OUT))
             x = lib.ggml_new_tensor(others, lib.GGML_TYPE_F32, 2, (N_IN, rows))
             buffers = [backend.allocate(weights, buffer_type), backend.allocate(others)]
-            graph = Graph(role)
+            graph = Graph(allocator)
             product = lib.ggml_mul_mat(graph.ctx, weight, x)
             if backend.supports(product):
                 lib.ggml_backend_tensor_set(weight, ffi.new("char[]", lib.ggml_nbytes(weight)), 0, lib.ggml_nbytes(weight))
@@ -59,7 +59,7 @@ def multiply(backend: Any, buffer_type: Any) -> None:
                 graph.plan()
                 check(lib.pgs_graph_compute(graph.handle, err), err)
             graph.close()
-            role.close()
+            allocator.close()
             for buffer in buffers:
                 lib.ggml_backend_buffer_free(buffer)
             lib.ggml_free(weights)

@@ -209,7 +209,7 @@ class StepFields:
         self._place_behind(offset + 4 * count, drafts)
         picked = self.graph.rows(self._tensor(ggml_type, 1, total, offset, after=drafts[-1]), source)
         self.output("tokens", "i32", picked)
-        return self.graph.shaped(picked, count)
+        return self.graph.reshape(picked, count)
 
     def output(self, name: str, kind: str, node: Tensor) -> None:
         """Puts the node's result where the host reads it (``host[name]``) after the run."""
@@ -242,7 +242,7 @@ class StepFields:
         if size:
             io.reads += 1
             io.read_bytes += size
-        if io.replay is not None and not self.graph.cuts:  # a launch with cuts waits for the host, so its time tells nothing
+        if io.replay is not None and not self.graph.n_cuts:  # a launch with cuts waits for the host, so its time tells nothing
             self._count_replay(io.replay)
 
     def _queue(self, read_start: int, size: int) -> None:

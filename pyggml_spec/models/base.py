@@ -2,7 +2,7 @@
 
 A target's ``forward`` adds its layers to a graph and returns the last normalised hidden state together with the captured layer outputs;
 a drafter adds a denoising block, or the K/V rows of freshly captured features. Neither knows about steps, cursors or buffers: all of
-that comes in through ``Rows`` and ``BlockRows``.
+that comes in through ``TargetInputs`` and ``BlockInputs``.
 """
 
 from collections.abc import Callable
@@ -85,25 +85,25 @@ class DeltaLayers(Protocol):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the layers of one kind write and see: ``kv_rows``, ``mask`` and ``span`` as in ``Rows``."""
+class AttentionInputs:
+    """What the layers of one kind write and see: ``kv_rows``, ``mask`` and ``kv_bucket`` as in ``TargetInputs``."""
 
     kv_rows: Tensor
     mask: Tensor
-    span: int
+    kv_bucket: int
 
 
 @dataclass(frozen=True)
-class Rows:
+class TargetInputs:
     """The rows of one target graph.
 
     Attributes:
         tokens: I32 [T] token ids.
         positions: I32 [T] absolute positions.
         kv_rows: I64 [T] cache rows that K and V are written to.
-        mask: F16 [span, T], 0 where visible and -inf elsewhere.
-        span: cache rows that attention reads.
-        sliding: rows, mask and span of the layers with a sliding window; None for models without one.
+        mask: F16 [kv_bucket, T], 0 where visible and -inf elsewhere.
+        kv_bucket: cache rows that attention reads.
+        sliding: rows, mask and kv_bucket of the layers with a sliding window; None for models without one.
         kv: a KVLayer per attention layer, in layer order.
         delta: the recurrent state, or None for models without one.
         cross: where the layers are split over several devices, what ``at`` does at the first layer of another one.
@@ -113,11 +113,11 @@ class Rows:
     positions: Tensor
     kv_rows: Tensor
     mask: Tensor
-    span: int
-    sliding: Seen | None
+    kv_bucket: int
+    sliding: AttentionInputs | None
     kv: tuple[KVLayer, ...]
     delta: DeltaLayers | None
-    cross: Callable[[int, tuple], tuple["Rows", tuple] | None] | None = None
+    cross: Callable[[int, tuple], tuple["TargetInputs", tuple] | None] | None = None
 
     def at(self, layer: int, *tensors: Any) -> tuple[Any, ...]:
         """The rows, and the ``tensors`` that are carried from layer to layer, where ``layer`` is computed: call it before each layer.
@@ -128,7 +128,7 @@ class Rows:
         return (self, *tensors) if crossed is None else (crossed[0], *crossed[1])
 
     @property
-    def of_sliding(self) -> Seen:
+    def sliding_inputs(self) -> AttentionInputs:
         """``sliding`` of a model that has such layers."""
         assert self.sliding is not None
         return self.sliding
@@ -146,7 +146,7 @@ class Target(Protocol):
     context_length: int
     window: int  # positions that the sliding layers see, 0 for none
     softcap: float  # of the logits, applied by ``logits``; 0 for none
-    ggml_attention: str  # why ggml attends where our own kernels run, empty where they do
+    ggml_attention: str  # why ggml attends where native kernels run, empty where they do
     embedding_scale: float  # what the target multiplies ``embed`` with; a drafter that borrows the embedding does too
 
     @property
@@ -154,7 +154,7 @@ class Target(Protocol):
         """That of the first layer that sees everything and is rotated; None where there is none."""
 
     def specs(self) -> list[Spec]: ...
-    def unused(self) -> dict[str, str]: ...
+    def unused_in_file(self) -> dict[str, str]: ...
     def groups(self) -> dict[str, tuple[str, ...]]: ...
     def kv_shapes(self) -> list[KVShape]: ...
     def fused_alike(self) -> list[tuple[str, ...]]: ...
@@ -167,5 +167,5 @@ class Target(Protocol):
         """The last layer that may be the first one on another device: some layers read what earlier ones wrote."""
 
     def embed(self, g: Graph, tokens: Tensor) -> Tensor: ...
-    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]: ...
+    def forward(self, g: Graph, rows: TargetInputs, capture: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]: ...
     def logits(self, g: Graph, hidden: Tensor, tokens: int = 0) -> Tensor: ...

@@ -13,10 +13,10 @@ def head_product(g: Graph, matrix: Matrix, x: Tensor, tokens: int = 0) -> Tensor
     """``product`` of a head, of its first so many tokens only where ``tokens`` is not 0."""
     if not tokens or tokens >= matrix.weight.ne[1]:
         return product(g, matrix, x)
-    count = g.apart(matrix.weight, tokens)
-    scale, bias = (v if v is None or v.ne[0] == 1 else g.stretch(v, 0, count) for v in (matrix.scale, matrix.bias))
-    out = product(g, replace(matrix, weight=g.outputs(matrix.weight, count), scale=scale, bias=bias), x)
-    return out if count == tokens else g.cont(g.part_3d(out, tokens, 0))
+    count = g.aligned_outputs(matrix.weight, tokens)
+    scale, bias = (v if v is None or v.ne[0] == 1 else g.slice_1d(v, 0, count) for v in (matrix.scale, matrix.bias))
+    out = product(g, replace(matrix, weight=g.first_outputs(matrix.weight, count), scale=scale, bias=bias), x)
+    return out if count == tokens else g.cont(g.columns_3d(out, tokens, 0))
 
 
 def product(g: Graph, matrix: Matrix, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def write_kv(g: Graph, k: Tensor, v: Tensor, kv: KVLayer, kv_rows: Tensor) -> No
 
     The order of the expansions keeps rope, view and row write of K next to each other, which ggml-cuda fuses.
     """
-    k, v = g.rotated(k, kv.rotation_k), g.rotated(v, kv.rotation_v)
+    k, v = g.hadamard(k, kv.rotation_k), g.hadamard(v, kv.rotation_v)
     g.expand(v)
     g.kv_write_rows(kv.k, k, kv_rows)
     g.kv_write_rows(kv.v, v, kv_rows)
@@ -77,11 +77,11 @@ def write_kv(g: Graph, k: Tensor, v: Tensor, kv: KVLayer, kv_rows: Tensor) -> No
 def softplus_gated(g: Graph, out: Tensor, gate: Tensor, head_size: int) -> Tensor:
     """out F32 [D * H, T] * softplus(gate), which has one value per head, F32 [H, T], or one per output."""
     # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
-    gate = g.softplus(gate if g.whole(gate) == gate else g.cont(gate))
+    gate = g.softplus(gate if g.view_source(gate) == gate else g.cont(gate))
     if gate.ne[0] == out.ne[0]:
         return g.mul(out, gate)
     heads, rows = gate.ne[0], out.ne[1]
-    return g.flat(g.mul(g.shaped(out, head_size, heads, rows), g.shaped(gate, 1, heads, rows)))
+    return g.flat(g.mul(g.reshape(out, head_size, heads, rows), g.reshape(gate, 1, heads, rows)))
 
 
 def attend(
@@ -92,18 +92,18 @@ def attend(
     kv: KVLayer,
     kv_rows: Tensor,
     mask: Tensor,
-    span: int,
+    kv_bucket: int,
     n_head_kv: int,
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] over the span. Returns F32 [D * H, T].
+    """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] over the kv_bucket. Returns F32 [D * H, T].
 
     ``sinks`` F32 [H]: a score of each head that takes its share of the softmax and brings no value.
 
     k and v None: the layer owns no K/V, ``kv`` holds the rows that an earlier layer wrote.
     """
-    q = g.rotated(q, kv.rotation_k)
+    q = g.hadamard(q, kv.rotation_k)
     if k is None and q.ne[2] == kv.k.ne[2]:  # one row of each sequence
         # In replayed graphs on an H200 logits were off by up to 1.8 where ggml-cuda's one-row attention came right behind the rotation of its
         # query, as if it had begun too early; with a copy between them, or with GGML_CUDA_PDL=0, every replay gives the bits of single launches.
@@ -111,4 +111,4 @@ def attend(
     g.expand(q)
     if k is not None and v is not None:
         write_kv(g, k, v, kv, kv_rows)
-    return g.rotated(g.fa_span(q, kv.k, kv.v, mask, n_head_kv, span, scale, sinks), kv.rotation_v)
+    return g.hadamard(g.flash_attention(q, kv.k, kv.v, mask, n_head_kv, kv_bucket, scale, sinks), kv.rotation_v)

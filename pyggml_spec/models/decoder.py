@@ -13,10 +13,10 @@ from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .base import DeltaShape, KVShape, Rows, Seen
+from .base import AttentionInputs, DeltaShape, KVShape, TargetInputs
 from .blocks import head_product
 from .hparams import Hparams
-from .keys import ends
+from .keys import embedding_and_head
 from .layers import ROPE_FREQS, Attention, Layer, LayerContext
 from .model import SCALED, Model
 from .moe import Experts
@@ -101,7 +101,7 @@ class Decoder(Model):
     # -- what it reads
 
     def tensors(self) -> list[Spec]:
-        out = ends(self.file, self.n_embd, self.n_vocab) + [
+        out = embedding_and_head(self.file, self.n_embd, self.n_vocab) + [
             s for i, layer in enumerate(self.layers) for s in layer.tensors(self.f, f"blk.{i}.")
         ]
         return out + self._rope_factors()
@@ -110,7 +110,7 @@ class Decoder(Model):
         rope = next((m.rope for m in (layer.mixer for layer in self.layers) if isinstance(m, Attention) and m.factors), None)
         return [Spec(ROPE_FREQS, (rope.n_rot // 2,), VECTOR)] if rope is not None and ROPE_FREQS in self.file.tensors else []
 
-    def idle(self) -> dict[str, str]:
+    def unused(self) -> dict[str, str]:
         found = {"cls.output.weight": "the head of a reranker, which generates no text", **self._unused}
         for i, layer in enumerate(self.layers):
             for part in layer.parts:
@@ -149,7 +149,7 @@ class Decoder(Model):
     def embed(self, g: Graph, tokens: Tensor) -> Tensor:
         return g.rows(self.weights["token_embd.weight"], tokens)
 
-    def forward(self, g: Graph, rows: Rows, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, g: Graph, rows: TargetInputs, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
         """Adds all layers. Returns (F32 [n_embd, T] normalised for the head, captured inputs of the layers named by ``capture``).
 
         A value v in ``capture`` is the input of layer v, that is the output of layer v - 1; v = n_layer is the last layer's output.
@@ -171,11 +171,11 @@ class Decoder(Model):
         """What layer 0 is handed beside its input."""
         return None
 
-    def _context(self, g: Graph, rows: Rows, i: int, extra: Tensor | None) -> LayerContext:
-        seen = rows.of_sliding if self.layers[i].mixer.sliding else Seen(rows.kv_rows, rows.mask, rows.span)
+    def _context(self, g: Graph, rows: TargetInputs, i: int, extra: Tensor | None) -> LayerContext:
+        attention = rows.sliding_inputs if self.layers[i].mixer.sliding else AttentionInputs(rows.kv_rows, rows.mask, rows.kv_bucket)
         caches = dict(zip(self._owners, rows.kv, strict=True))
         state = self._recurrent.index(i) if i in self._recurrent else 0
-        return LayerContext(g, self.weights, i, self.eps, rows.positions, seen, caches, rows.delta, state, extra)
+        return LayerContext(g, self.weights, i, self.eps, rows.positions, attention, caches, rows.delta, state, extra)
 
     def logits(self, g: Graph, hidden: Tensor, tokens: int = 0) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T]; of the first ``tokens`` only unless that is 0."""

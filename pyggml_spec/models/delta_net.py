@@ -59,4 +59,4 @@ class GatedDeltaNet(Part):
     def projections(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """F32 rows that begin with q | k | v, ``row`` long; z [S * H_v, T]; beta and alpha [H_v, T]."""
         proj, z, beta, alpha = c.project("mixer", x)
-        return c.g.whole(proj), z, beta, alpha
+        return c.g.view_source(proj), z, beta, alpha

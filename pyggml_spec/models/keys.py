@@ -131,7 +131,7 @@ def vocabulary(file: GGUFFile) -> int:
     return embedding.shape[-1] if embedding else 0
 
 
-def ends(file: GGUFFile, n_embd: int, n_vocab: int) -> list[Spec]:
+def embedding_and_head(file: GGUFFile, n_embd: int, n_vocab: int) -> list[Spec]:
     """Embedding, last norm and head; the head is the embedding where the file has none."""
     head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
     return [

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
-from .base import DeltaLayers, DeltaShape, KVLayer, KVShape, Seen
+from .base import AttentionInputs, DeltaLayers, DeltaShape, KVLayer, KVShape
 from .blocks import attend, geglu_ffn, product, project, softplus_gated, swiglu_ffn
 from .hparams import Hparams
 from .keys import inverse_root
@@ -37,7 +37,7 @@ class LayerContext:
     Attributes:
         i: its number; its tensors are `blk.{i}.*`.
         positions: I32 [T].
-        seen: cache rows written, mask and KV bucket of this layer's attention; None where it only writes.
+        attention: cache rows written, mask and KV bucket of this layer's attention; None where it only writes.
         caches: KV rows by number of the layer that owns them.
         recurrent, state: the recurrent states, and which of them is this layer's.
         extra: a tensor that is handed from layer to layer; None where an architecture has none.
@@ -48,7 +48,7 @@ class LayerContext:
     i: int
     eps: float
     positions: Tensor
-    seen: Seen | None
+    attention: AttentionInputs | None
     caches: Mapping[int, KVLayer]
     recurrent: DeltaLayers | None = None
     state: int = 0
@@ -181,9 +181,11 @@ class Attention(Part):
         q = c.name(self._rotated(c, q, self.heads, "attn_q_norm", stride), "Qcur")
         k, v = self.keys_values(c, k, v)
         k, v = c.name(k, "Kcur"), c.name(v, "Vcur")
-        assert c.seen is not None
+        assert c.attention is not None
         sinks = c["attn_sinks"] if self.sinks else None
-        out = attend(g, q, k, v, c.kv, c.seen.kv_rows, c.seen.mask, c.seen.span, self.kv_heads, inverse_root(size), sinks)
+        out = attend(
+            g, q, k, v, c.kv, c.attention.kv_rows, c.attention.mask, c.attention.kv_bucket, self.kv_heads, inverse_root(size), sinks
+        )
         if self.gate == "softplus":
             assert gate is not None
             out = softplus_gated(g, out, gate, size)
@@ -192,7 +194,7 @@ class Attention(Part):
             out = g.sigmoid_gated(out, gate)
         elif gate is not None:
             # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
-            out = g.mul(out, g.sigmoid(gate if g.whole(gate) == gate else g.cont(gate)))
+            out = g.mul(out, g.sigmoid(gate if g.view_source(gate) == gate else g.cont(gate)))
         return c.product("attn_output", c.name(out, "kqv_out"))
 
     def keys_values(self, c: LayerContext, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,7 +292,7 @@ class Layer:
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         h = c.name(c.rms_norm(x, self.mixer_norm), "attn_norm")
-        c.g.norm_first(h)
+        c.g.expand_norm(h)
         x = c.name(c.g.add(self._behind(c, self.mixer(c, h), self.post_mixer), x), "ffn_inp")
         n = c.name(c.rms_norm(x, self.ffn_norm), "ffn_norm")
         return c.name(c.g.add(self._behind(c, c.name(self.ffn(c, n), "ffn_out"), self.post_ffn), x), "l_out")

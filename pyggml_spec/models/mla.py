@@ -52,8 +52,8 @@ class MLA(Part):
         return {"mixer": ("attn_q_a" if self.lora_q else "attn_q", "attn_kv_a_mqa")}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        assert c.seen is not None
-        return self.attend(c, *self.projected(c, x), c.seen.mask)
+        assert c.attention is not None
+        return self.attend(c, *self.projected(c, x), c.attention.mask)
 
     def projected(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor]:
         """What q is made of, or q itself, and what rows are made of."""
@@ -62,16 +62,16 @@ class MLA(Part):
 
     def attend(self, c: LayerContext, q: Tensor, row: Tensor, mask: Tensor) -> Tensor:
         """F32 [n_embd, T] of what ``projected`` gave, over the rows that the mask shows."""
-        g, kv, n_rot, seen = c.g, c.kv, self.rope.n_rot, c.seen
-        assert seen is not None
+        g, kv, n_rot, attention = c.g, c.kv, self.rope.n_rot, c.attention
+        assert attention is not None
         q = c.product("attn_q_b", q) if self.lora_q else q
-        plain, turned = g.parts_of_heads(q, self.size, self.size - n_rot)
+        plain, turned = g.split_heads(q, self.size, self.size - n_rot)
         absorbed = g.permute(g.matmul(c["attn_k_b"], g.permute(plain, 0, 2, 1, 3)), 0, 2, 1, 3)
         q = g.concat([absorbed, self.rope(g, turned, c.positions)])
         latent = c.rms_norm(g.columns(row, self.latent), "attn_kv_a_norm")
         key = self.rope(g, g.heads(row, n_rot, 1, first=self.latent), c.positions)
         g.expand(q)
-        g.kv_write_rows(kv.k, g.concat([g.shaped(latent, self.latent, 1, latent.ne[1]), key]), seen.kv_rows)
-        out = g.shaped(g.fa_span(q, kv.k, kv.v, mask, 1, seen.span, self.scale), self.latent, self.heads, row.ne[1])
+        g.kv_write_rows(kv.k, g.concat([g.reshape(latent, self.latent, 1, latent.ne[1]), key]), attention.kv_rows)
+        out = g.reshape(g.flash_attention(q, kv.k, kv.v, mask, 1, attention.kv_bucket, self.scale), self.latent, self.heads, row.ne[1])
         out = g.permute(g.matmul(c["attn_v_b"], g.permute(out, 0, 2, 1, 3)), 0, 2, 1, 3)
-        return c.product("attn_output", g.packed(out))
+        return c.product("attn_output", g.cont_flat(out))

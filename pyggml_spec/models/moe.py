@@ -124,13 +124,13 @@ class Experts:
         rows = logits.ne[1]
         p = g.softmax(logits) if self.gating == SOFTMAX else g.sigmoid(logits) if self.gating == SIGMOID else logits
         chosen = g.top_k(self._in_groups(g, g.add(p, w[f"{prefix}exp_probs_b.bias"]) if self.biased else p), self.n_used)
-        weights = g.rows(g.shaped(p, 1, self.n_expert, rows), chosen)
+        weights = g.rows(g.reshape(p, 1, self.n_expert, rows), chosen)
         if self.gating == SOFTMAX_OF_CHOSEN:
-            weights = g.shaped(g.softmax(g.shaped(weights, self.n_used, rows)), 1, self.n_used, rows)
+            weights = g.reshape(g.softmax(g.reshape(weights, self.n_used, rows)), 1, self.n_used, rows)
         if self.normalise:
-            flat = g.shaped(weights, self.n_used, rows)
+            flat = g.reshape(weights, self.n_used, rows)
             flat = g.div(flat, g.clamp(g.sum_rows(flat), SMALLEST_SUM, float("inf")))
-            weights = g.shaped(flat, 1, self.n_used, rows)
+            weights = g.reshape(flat, 1, self.n_used, rows)
         return (g.scale(weights, self.scale) if self.scale not in (0.0, 1.0) else weights), chosen
 
     def _in_groups(self, g: Graph, p: Tensor) -> Tensor:
@@ -138,21 +138,21 @@ class Experts:
         if self.groups == 1:
             return p
         size, rows = self.n_expert // self.groups, p.ne[1]
-        grouped = g.shaped(p, size, self.groups, rows)
-        best = g.rows(g.shaped(grouped, 1, size, self.groups, rows), g.top_k(grouped, 2))
-        sums = g.shaped(g.sum_rows(g.shaped(best, 2, self.groups, rows)), self.groups, rows)
-        return g.shaped(g.only_rows(grouped, g.top_k(sums, self.groups_used), float("-inf")), self.n_expert, rows)
+        grouped = g.reshape(p, size, self.groups, rows)
+        best = g.rows(g.reshape(grouped, 1, size, self.groups, rows), g.top_k(grouped, 2))
+        sums = g.reshape(g.sum_rows(g.reshape(best, 2, self.groups, rows)), self.groups, rows)
+        return g.reshape(g.fill_other_rows(grouped, g.top_k(sums, self.groups_used), float("-inf")), self.n_expert, rows)
 
     def _results(self, g: Graph, w: Weights, prefix: str, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
         """FFN_e(x) of the chosen experts, which are at ``slots`` of the device's tensors, neither scaled nor biased yet, F32 [n_embd, n_used, T]."""
-        hidden = self._hidden(g, w, prefix, g.shaped(x, x.ne[0], 1, x.ne[1]), slots, chosen)
+        hidden = self._hidden(g, w, prefix, g.reshape(x, x.ne[0], 1, x.ne[1]), slots, chosen)
         return g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, slots)
 
     def _beside(self, g: Graph, w: Weights, name: str, out: Tensor, chosen: Tensor) -> Tensor:
         """Products out F32 [n, n_used, T] of the experts ``name``, scaled and biased by expert as far as the file has such."""
         scale, bias = w.scale(name), w.bias(name)
         if scale is not None:
-            scales = g.repeat(g.shaped(scale, 1, self.n_expert, 1), 1, self.n_expert, chosen.ne[1])
+            scales = g.repeat(g.reshape(scale, 1, self.n_expert, 1), 1, self.n_expert, chosen.ne[1])
             out = g.mul(out, g.rows(scales, chosen))
         return out if bias is None else g.add_rows(out, bias, chosen)
 
@@ -160,7 +160,7 @@ class Experts:
         """act(W_gate x) * W_up x of the chosen experts, F32 [n_ff, n_used, T]."""
         if f"{prefix}ffn_gate_up_exps.weight" in w:
             both = g.matmul_experts(w[f"{prefix}ffn_gate_up_exps.weight"], x, slots)
-            gate, up = g.part_3d(both, self.n_ff, 0), g.part_3d(both, self.n_ff, self.n_ff)
+            gate, up = g.columns_3d(both, self.n_ff, 0), g.columns_3d(both, self.n_ff, self.n_ff)
         else:
             names = [f"{prefix}ffn_{name}_exps.weight" for name in ("up", "gate")]
             up, gate = [self._beside(g, w, name, g.matmul_experts(w[name], x, slots), chosen) for name in names]

@@ -13,7 +13,7 @@ from ..drafters.dialects import SUPPORTED, as_dflash, refuse_other_methods
 from ..drafters.dspark import FROM, DSpark
 from ..drafters.eagle3 import Eagle3
 from ..drafters.mtp import MTP, has_layer, is_layer_alone
-from ..drafters.pairs import what_drafts
+from ..drafters.pairs import drafters_for
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from . import archs
@@ -77,7 +77,7 @@ def open_drafter(file: GGUFFile, target: GGUFFile | None = None) -> Drafter:
         )
     if arch in CHAINS:
         return CHAINS[arch](file)
-    refuse_other_methods(file, SUPPORTED if target is None else f"{SUPPORTED}; {what_drafts(target)}")
+    refuse_other_methods(file, SUPPORTED if target is None else f"{SUPPORTED}; {drafters_for(target)}")
     if arch not in DRAFTERS:
         raise ModelError(f"{file.path} has the architecture {arch[:LIMIT]!r}, which does not draft here; {_instead(target)}")
     read = as_dflash(file)
@@ -87,10 +87,10 @@ def open_drafter(file: GGUFFile, target: GGUFFile | None = None) -> Drafter:
 
 
 def _instead(target: GGUFFile | None) -> str:
-    return SUPPORTED if target is None else f"{what_drafts(target)}; `pyspec inspect` shows what a file is"
+    return SUPPORTED if target is None else f"{drafters_for(target)}; `pyspec inspect` shows what a file is"
 
 
-def own_drafter(file: GGUFFile) -> MTP | None:
+def embedded_drafter(file: GGUFFile) -> MTP | None:
     """The layer of a target's file that drafts for it; None if it has none.
 
     Raises:

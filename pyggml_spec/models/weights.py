@@ -3,7 +3,7 @@
 Matrices that read the same input are stored as one where their types match: each matmul less is also one quantisation of the activations
 and one fix-up launch less (4B shape on one H200: 8.54 -> 7.42 ms per step). On the CPU, matmul weights go into the backend's repacked
 buffer where it takes them (13.0 against 16.5 ms per token at one row, 0.8B shape on two cores), which is also what llama.cpp does, and
-therefore what bit-equality with it needs. With our own kernels (``backend.level``) the types that these multiply are packed for them instead,
+therefore what bit-equality with it needs. With native kernels (``backend.level``) the types that these multiply are packed for them instead,
 once, and prefill reads the same: nothing is held twice, not even a head that is tied to the embedding.
 
 Experts may be in host memory, all of a layer or all but the hot ones (``placement``): there they are what the file's own pages hold, and
@@ -30,7 +30,7 @@ from .placement import Placement
 
 MATMUL, EXPERTS, HEADS, ROWS, VECTOR, INDEX = "matmul", "experts", "heads", "rows", "vector", "index"
 BESIDE = ("scale", "bias")  # what may stand beside a matrix
-OWN = None  # in the place of a buffer type: packed for our own kernels, in the default one
+OWN = None  # in the place of a buffer type: packed for native kernels, in the default one
 _WHOLE = {"i64": np.int64, "i32": np.int32}
 HOST_ALIGNMENT = 32  # bytes; ggml's own for memory that it did not allocate
 
@@ -84,7 +84,7 @@ class Group:
     """Matrices that read the same input.
 
     Attributes:
-        runs: all of them, in order. The first one has as many as can be stored as one; those behind it have one each, unless our own kernels multiply.
+        runs: all of them, in order. The first one has as many as can be stored as one; those behind it have one each, unless native kernels multiply.
         parts: the matrices of the first run one by one, inside it, if they are several; empty where the buffer repacks.
     """
 
@@ -174,7 +174,7 @@ class Weights:
         self._buffers: list[Buffer] = []
         self.bytes_by_type: dict[str, int] = {}
         self.repacked_bytes = 0
-        self.own_bytes, self.other_matrix_bytes = 0, 0  # of matrices whose products our own kernels make, and of the others
+        self.own_bytes, self.other_matrix_bytes = 0, 0  # of matrices whose products native kernels make, and of the others
         self._bufts = self._types_of(backend)
         self._chosen: dict[tuple[int, tuple[int, ...], str], int] = {}
         try:
@@ -211,7 +211,7 @@ class Weights:
                 if use in (MATMUL, EXPERTS) and packed_shape(ggml_type, shape) is not None:
                     return i
                 continue
-            if not self.backend.multiplies_right(buft, ggml_type, shape):
+            if not self.backend.supports_matmul(buft, ggml_type, shape):
                 continue
             if self._takes(buft, ggml_type, shape, use):
                 return i
@@ -257,7 +257,7 @@ class Weights:
         return count if count > 1 else 0
 
     def _runs(self, members: tuple[str, ...], fused: int, found: dict[str, tuple[Spec, TensorInfo]]) -> list[tuple[str, ...]]:
-        """A group's runs. Each product is a node that all threads wait behind, so where our own kernels make it, whatever ``fused`` is, the rest is joined as
+        """A group's runs. Each product is a node that all threads wait behind, so where native kernels make it, whatever ``fused`` is, the rest is joined as
         far as it can be: beta and alpha of a delta-net layer, which are 8 to 64 outputs each."""
         runs, rest = [members[:fused]] if fused else [], members[fused:]
         while rest:

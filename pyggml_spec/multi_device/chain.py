@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EngineError
-from ..ggml.graph import Graph, Role
+from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.library import Tensor, check, check_present, ffi, lib, new_err, text
 from ..ggml.step_io import StepFields, StepIO, StepTimes, field_type
 
@@ -28,7 +28,7 @@ class ChainGraph(Graph):
         segment, part: which device's part is being built, and its number in the order in which they run.
     """
 
-    def __init__(self, io: StepIO, role_of: Callable[[int, int], Role], entered: Callable[[int], None]) -> None:
+    def __init__(self, io: StepIO, role_of: Callable[[int, int], GraphAllocator], entered: Callable[[int], None]) -> None:
         """``role_of``: the role of a part, by its number and segment. ``entered`` is told which segment is being built."""
         self._io, self._role_of, self._entered = io, role_of, entered
         self._segments: list[int] = []
@@ -49,7 +49,14 @@ class ChainGraph(Graph):
         graph = Graph(self._role_of(self.part, segment))
         self._graphs.append(graph)
         self._segments.append(segment)
-        self.role, self.handle, self.ctx, self.gf, self._err = graph.role, graph.handle, graph.ctx, graph.gf, graph._err
+        self.allocator, self.backend, self.handle, self.ctx, self.gf, self._err = (
+            graph.allocator,
+            graph.backend,
+            graph.handle,
+            graph.ctx,
+            graph.gf,
+            graph._err,
+        )
         self._entered(segment)
 
     def bring(self, tensor: Tensor, part: int) -> Tensor:
@@ -101,8 +108,8 @@ class ChainGraph(Graph):
         return sum(graph.measure() for graph in self._graphs)
 
     @property
-    def cuts(self) -> int:
-        return sum(graph.cuts for graph in self._graphs)
+    def n_cuts(self) -> int:
+        return sum(graph.n_cuts for graph in self._graphs)
 
     @property
     def stale(self) -> bool:

@@ -28,9 +28,9 @@ class Guests:
     def bring(self, slot: int, cursor: Cursor) -> None:
         """What a slot's committed tokens left, as far as it is not there."""
         n, there_is = cursor.committed, self._there_is[slot]
-        if there_is == n <= cursor.lowest:
+        if there_is == n <= cursor.min_committed:
             return
-        same = max(0, min(there_is, cursor.lowest, n))
+        same = max(0, min(there_is, cursor.min_committed, n))
         self.brought += _copy(self._home.rows(same, n - same, False, slot), self._there.rows(same, n - same, False, slot))
         self.brought += _copy(self._home.state(n, slot), self._there.state(n, slot))
 
@@ -43,7 +43,7 @@ class Guests:
     def agree(self, slot: int, cursor: Cursor) -> None:
         """What was taken back counts: until the cursor moves otherwise, both devices have the same."""
         if self._there_is[slot] == cursor.committed:
-            cursor.lowest = cursor.committed
+            cursor.min_committed = cursor.committed
 
     def clear(self, slot: int) -> None:
         """Writes zeros over what the slot's sequence left, which may be NaN. The states of one slot alone are brought whole."""

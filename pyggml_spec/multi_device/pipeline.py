@@ -19,7 +19,7 @@ from ..engine.request import REFERENCE
 from ..engine.runner import ModelRunner
 from ..engine.stats import BatchStats
 from ..engine.stream import Stream
-from ..ggml.device import give_back_threads
+from ..ggml.device import release_threads
 from ..speculation.policy import Drafted, Kind, WidthControl
 from .lanes import halves
 from .pipeline_policy import GroupControl
@@ -152,7 +152,7 @@ class Rounds:
         steps._kind, self.next = self.next, None
         if not self.flying:
             self._ended = 0
-            give_back_threads()  # this thread's: the groups' have their own
+            release_threads()  # this thread's: the groups' have their own
             if steps._kind.width > 1:
                 # one group may decode plainly, and the other one's blocks may be of another width than the last
                 steps.engine.lay_out(steps._kind.verified)

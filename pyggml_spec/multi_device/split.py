@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..drafters.dflash import DFlash
 from ..drafters.eagle3 import Eagle3
 from ..drafters.mtp import MTP
-from ..drafters.multi import Drafts
+from ..drafters.multi import AnyDrafter
 from ..errors import EngineError, PairError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
@@ -123,16 +123,16 @@ def _shares(on_cpu: Sequence[bool], free: Sequence[int], need: int) -> list[floa
     return [rest if cpu else min(1.0, need / of_gpus) * nbytes for nbytes, cpu in zip(room, on_cpu, strict=True)]
 
 
-def check_drafter(drafter: Drafts | None) -> None:
+def check_drafter(drafter: AnyDrafter | None) -> None:
     """Raises PairError for a drafter that reads what may be on another device."""
-    for member in drafter.members if drafter is not None else ():
+    for member in drafter.methods if drafter is not None else ():
         if not isinstance(member, (DFlash, Eagle3, MTP)):
             raise PairError(f"{member.title} drafts as {member.method}, which needs its target on one device: name one with `device`")
 
 
-def borrows_embedding(drafter: Drafts | None) -> bool:
+def borrows_embedding(drafter: AnyDrafter | None) -> bool:
     """Whether a drafter looks tokens up in the target's embedding."""
-    members = drafter.members if drafter is not None else ()
+    members = drafter.methods if drafter is not None else ()
     return any(all(spec.name != EMBEDDING for spec in member.specs()) for member in members)
 
 
@@ -175,7 +175,7 @@ class SplitWeights:
         self,
         target: Target,
         segments: Sequence[Segment],
-        drafter: Drafts | None,
+        drafter: AnyDrafter | None,
         placement: Placement | None,
         host: Backend | None,
         progress: Callable[[int, int], None],

@@ -20,7 +20,7 @@ from ..engine.stats import MUCH_WAITING
 from ..errors import ContextError, PyspecError
 from ..files import make_private, replacing
 from ..folders import cache_folder
-from ..ggml.device import graph_replay_enabled, kernels_in_use, waited_for_core
+from ..ggml.device import cpu_wait_s, graph_replay_enabled, kernels_in_use
 from ..ggml.library import versions
 from .policy import Kind, Record
 
@@ -170,7 +170,7 @@ def cost_key(engine: ModelRunner, widths: tuple[int, ...] | tuple[Kind, ...], gi
 
 def _files(engine: ModelRunner) -> list[Any]:
     """What tells a pair from others: size and first MiB of each file, and how many tokens of the vocabulary are drafted."""
-    members = engine.drafter.members if engine.drafter is not None else ()
+    members = engine.drafter.methods if engine.drafter is not None else ()
     parts: list[Any] = [f"{member.draft_tokens} tokens" for member in members if member.draft_tokens]
     for path in (engine.target.file.path, *(member.file.path for member in members)):
         with open(path, "rb") as file:
@@ -276,11 +276,11 @@ class Waiting:
 
     def __enter__(self) -> Self:
         self._calm = self._engine is None or self._engine.threads.calm
-        self._began, self._waited = time.perf_counter(), waited_for_core()
+        self._began, self._waited = time.perf_counter(), cpu_wait_s()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        waited = waited_for_core()
+        waited = cpu_wait_s()
         self.much = not self._calm or not (self._engine is None or self._engine.threads.calm)
         if waited is not None and self._waited is not None:
             self.much |= waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)

@@ -1,6 +1,6 @@
 """Costs of steps, apart for each number of threads that computes and for a machine that is busy, so that what was learnt beside other work ends with it.
 
-    condition: ((threads, busy), ...) of the devices, as ``ggml.cores.Threads`` says it
+    condition: ((threads, busy), ...) of the devices, as ``ggml.cores.ThreadCounts`` says it
 
 Under a condition that was not met before, costs begin as those of the one before: what the first steps take more or less than that, kinds of steps that
 were not seen yet are taken to take more or less, too. Back under a condition, costs are what they were there: at the second last look, since others may have

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from ..api import Session
 from ..ggml.device import Backend
-from ..ggml.graph import Graph, Role
+from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.library import check, ffi, lib, new_err
 
 WARMUP, RUNS = 3, 8
@@ -21,7 +21,7 @@ class Anatomy:
     Attributes:
         width: rows; 1 is plain decoding.
         step_ms: the whole step, host work included.
-        commit_ms: replay of the unfolded block by a graph of its own. It is part of ``verify_ms`` too.
+        commit_ms: replay of the uncommitted block by a graph of its own. It is part of ``verify_ms`` too.
         draft_ms: the fused step minus verification of given drafts.
         verify_ms: verification of given drafts, commit and drafter context rows included.
         host_ms: the part of the step that is neither launch nor waiting.
@@ -48,14 +48,14 @@ def copy_bandwidth(backend: Backend) -> float:
     """Bytes per second of a large copy on the device, read and written bytes counted. The median of RUNS copies."""
     half = (COPY_CPU if backend.device.kind == "cpu" else COPY_GPU) // 2
     params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
-    ctx, role, err = lib.ggml_init(params[0]), Role(backend, "copy"), new_err()
+    ctx, allocator, err = lib.ggml_init(params[0]), GraphAllocator(backend, "copy"), new_err()
     pair = [lib.ggml_new_tensor(ctx, lib.GGML_TYPE_F32, 2, (1024, half // 4096)) for _ in range(2)]
     buffer = backend.allocate(ctx)
     if buffer == ffi.NULL:
         lib.ggml_free(ctx)
-        role.close()
+        allocator.close()
         return 0.0
-    graph = Graph(role)
+    graph = Graph(allocator)
     try:
         lib.ggml_backend_buffer_clear(buffer, 1)
         graph.expand(lib.ggml_cpy(graph.ctx, *pair))
@@ -70,7 +70,7 @@ def copy_bandwidth(backend: Backend) -> float:
         return 2 * half / statistics.median(seconds[WARMUP:])
     finally:
         graph.close()
-        role.close()
+        allocator.close()
         lib.ggml_backend_buffer_free(buffer)
         lib.ggml_free(ctx)
 
@@ -89,9 +89,9 @@ def _dissect(session: Session, width: int, depth: int, bandwidth: float) -> Anat
     engine = session.engine
     engine.reset(drafting=width > 1)
     engine.prefill([i % 100 for i in range(depth)])
-    role = "plain" if width == 1 else "fused"
+    allocator = "plain" if width == 1 else "fused"
     step, host = _median(engine, engine.plain_step if width == 1 else lambda: engine.fused_step(width))
-    graph = engine.step_graph(role, width)
+    graph = engine.step_graph(allocator, width)
     nodes = sum(n for op, n in graph.op_counts().items() if op not in VIEWS)
     commit = draft = 0.0
     verify = step

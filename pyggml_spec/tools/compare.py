@@ -122,7 +122,7 @@ def compare_nodes(
     """
     if not 0 < tokens <= CHUNK:
         raise ContextError(f"{tokens} tokens cannot be compared node by node; use `tokens` from 1 to {CHUNK}")
-    Graph.watching = True
+    Graph.debug = True
     try:
         with _both(path, tokens, 0, device, threads, kernels, KVTypes(), None, watch=True) as (engine, reference):
             ids = _ids(engine, tokens, seed, None)
@@ -131,7 +131,7 @@ def compare_nodes(
             reference.logits(ids)
             return [_difference(name, values, reference.nodes[name]) for name, values in ours.items() if name in reference.nodes]
     finally:
-        Graph.watching = False
+        Graph.debug = False
 
 
 def _difference(name: str, ours: np.ndarray, theirs: np.ndarray) -> NodeDifference:

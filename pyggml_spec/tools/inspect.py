@@ -81,24 +81,24 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
             model = open_target(file)
             heads = "; its MTP layer drafts for it" if has_layer(file) else "; without a drafter, n-grams of its text draft for it on CPUs"
             said = f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with `target`{heads}"
-            return said, model.unused()
+            return said, model.unused_in_file()
         if arch in TARGETS:
             drafter = open_drafter(file)
             return (
                 f"the MTP layer of a {arch} model, which drafts up to {drafter.block_size - 1} tokens; give it with `draft`",
-                drafter.unused(),
+                drafter.unused_in_file(),
             )
         if arch in CHAINS:
             drafter = open_drafter(file)
             layers = ", ".join(str(v) for v in drafter.captures)
-            read = "K/V of its target" if drafter.borrows else f"inputs of target layers {layers}"
+            read = "K/V of its target" if drafter.shares_kv else f"inputs of target layers {layers}"
             said = f"{'an' if arch[0] in 'aeiou' else 'a'} {arch} drafter that reads the {read} and drafts up to {drafter.block_size - 1} tokens"
-            return f"{said}, one by one; give it with `draft`", drafter.unused()
+            return f"{said}, one by one; give it with `draft`", drafter.unused_in_file()
         if arch in DRAFTERS or method(file):
             drafter = open_drafter(file)
             layers = ", ".join(str(v) for v in drafter.captures)
             said = f"a {arch} drafter with blocks of {drafter.block_size} that reads the inputs of target layers {layers}; give it with `draft`"
-            return said, drafter.unused()
+            return said, drafter.unused_in_file()
     except PyspecError as error:
         return f"cannot be run: {error}", None
     return f"cannot be run: it {unsupported(file)}", None

@@ -324,7 +324,7 @@ def _plan_on(
             options = replace(options, n_ctx=n_ctx)
         segments = session._split(backends, shares, options)
         plan_weights(target, drafter, backend, segments, placed, own)
-        members = drafter.members if drafter is not None else ()
+        members = drafter.methods if drafter is not None else ()
         session._open_streams(offload)
 
         @cache  # of the same context it is asked up to three times; building the graphs is what a plan takes

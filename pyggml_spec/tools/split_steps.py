@@ -179,7 +179,7 @@ def way_of_copies(source: str, target: str) -> str:
     if source.startswith("CUDA") and target.startswith("CUDA"):
         if peer.BY_GGML in os.environ:
             return f"directly where the driver can, {peer.BY_GGML} is set"
-        why = peer.why_not(source, target)
+        why = peer.no_peer_reason(source, target)
         return f"{HOST_ONLY}: {why}" if why else "directly"
     if "RPC" in source or "RPC" in target:
         return "over the network, through this machine"

@@ -33,7 +33,7 @@ def start_dense(path: str | Path, arch: str, s: Shape, quant: str, seed: int, mi
     w.out.add_rope_freq_base(s.rope_base)
     if routed:
         expert_keys(w, s)
-    w.ends(s)
+    w.embedding_and_head(s)
     kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
     for i in range(s.n_layer):
         w.matrices(f"blk.{i}.", attention_shapes(s) | ({} if routed else ffn_shapes(s.n_embd, s.n_ff)), kinds)
@@ -105,7 +105,7 @@ def write_gpt_oss(
     if yarn:
         write_yarn(w, yarn, 64)
     expert_keys(w, s)
-    w.ends(s)
+    w.embedding_and_head(s)
     kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
     for i in range(s.n_layer):
         b, shapes = f"blk.{i}.", attention_shapes(s)
@@ -133,7 +133,7 @@ def write_minimax_m2(
     w.out.add_rope_freq_base(s.rope_base)
     expert_keys(w, s)
     w.out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
-    w.ends(s)
+    w.embedding_and_head(s)
     kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
     for i in range(s.n_layer):
         b = f"blk.{i}."
@@ -161,7 +161,7 @@ def write_muse_glimmer(
     w.out.add_logit_scale(0.19611613513818404)
     if softcap is not None:
         w.out.add_final_logit_softcapping(softcap)
-    w.ends(s)
+    w.embedding_and_head(s)
     kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
     for i in range(s.n_layer):
         b = f"blk.{i}."
@@ -242,7 +242,7 @@ def _write_deepseek2(
     if sigmoid:
         out.add_expert_weights_norm(True)
     out.add_expert_weights_scale(2.5)
-    w.ends(s)
+    w.embedding_and_head(s)
     kinds = dict.fromkeys(("attn_kv_a_mqa", "ffn_down", "ffn_up_shexp"), type_id("q6_K")) if mixed else {}
     wide = s.n_head * s.head_size
     for i in range(s.n_layer):
@@ -332,7 +332,7 @@ def write_laguna(
     w.out.add_expert_shared_feed_forward_length(s.n_ff_shared)
     w.out.add_expert_weights_norm(True)
     w.out.add_expert_weights_scale(2.5)
-    w.ends(s)
+    w.embedding_and_head(s)
     kinds = dict.fromkeys(("attn_v", "ffn_down", "ffn_down_shexp"), type_id("q6_K")) if mixed else {}
     for i in range(s.n_layer):
         b = f"blk.{i}."
@@ -377,7 +377,7 @@ def write_gemma4(
         out.add_final_logit_softcapping(softcap)
     if routed:
         expert_keys(w, s)
-    w.ends(s)
+    w.embedding_and_head(s)
     out.add_tensor("rope_freqs.weight", w.rng.uniform(1.0, 8.0, s.head_size).astype(np.float32))
     if n_per_layer:
         w.matrix("per_layer_token_embd.weight", n_per_layer * s.n_layer, s.n_vocab, gain=2.0)

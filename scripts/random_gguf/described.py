@@ -81,7 +81,7 @@ def write_described(
     for key, value in asked.metadata.items():
         if not key.startswith("tokenizer."):
             _add(w, key, value)
-    w.ends(shape)
+    w.embedding_and_head(shape)
     kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
     for spec in target.tensors():
         if spec.name not in ("token_embd.weight", "output.weight", "output_norm.weight"):

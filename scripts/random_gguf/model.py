@@ -192,7 +192,7 @@ class Writer:
         out.add_value_length(size_v or s.head_size)
         out.add_layer_norm_rms_eps(1e-6)
 
-    def ends(self, s: Shape) -> None:
+    def embedding_and_head(self, s: Shape) -> None:
         """Tokenizer, embedding, head and last norm."""
         self.tokenizer(s.n_vocab)
         self.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=1.0 if s.tied else s.n_embd**0.5)
@@ -294,7 +294,7 @@ def write_hybrid(
     w = Writer(path, a, quant, seed)
     out = w.out
     hybrid_keys(w, a, s, behind=1 if mtp is not None else 0)
-    w.ends(s)
+    w.embedding_and_head(s)
     other = type_id("q6_K") if mixed else None
     channels, inner = s.delta_head * (2 * s.delta_k + s.delta_v), s.delta_head * s.delta_v
     for i in range(s.n_layer):

@@ -39,7 +39,7 @@ def write_mtp(
         expert_keys(w, shape)
         w.out.add_expert_shared_feed_forward_length(shape.n_ff_shared)
     w.out.add_uint32(f"{arch}.nextn_predict_layers", 1)
-    w.ends(shape)
+    w.embedding_and_head(shape)
     _write_layer(w, shape, None, routed, own)
     w.close()
     return path

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pyggml_spec.cache.kv import GPU_SPAN, NOWHERE, SPAN, KVCache, least_span, padded, span_for, spans_up_to
+from pyggml_spec.cache.kv import GPU_KV_BUCKET, KV_BUCKET, NOWHERE, KVCache, bucket_for, buckets_up_to, least_bucket, padded
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.models.base import KVShape
@@ -41,25 +41,25 @@ def rows(cache, first, count, real) -> list[int]:
 
 def test_a_span_holds_its_tokens_hides_at_most_a_quarter_of_them_and_is_one_of_the_listed():
     live = padded(33_000)
-    listed = spans_up_to(live)
+    listed = buckets_up_to(live)
     assert listed == sorted(set(listed)) and listed[-1] == live and len(listed) <= 25
     for n in range(1, live, 97):
-        span = min(span_for(n), live)
-        assert span in listed and n <= span <= max(n + SPAN, 1.25 * n) and span % SPAN == 0
-        assert min(span_for(n, GPU_SPAN), live) in listed  # whose memory has been measured
+        span = min(bucket_for(n), live)
+        assert span in listed and n <= span <= max(n + KV_BUCKET, 1.25 * n) and span % KV_BUCKET == 0
+        assert min(bucket_for(n, GPU_KV_BUCKET), live) in listed  # whose memory has been measured
 
 
 def test_a_generation_of_4096_tokens_crosses_three_spans_on_a_gpu_instead_of_eleven():
-    assert [len({span_for(n, least) for n in range(1, 4097)}) for least in (GPU_SPAN, SPAN)] == [4, 12]
+    assert [len({bucket_for(n, least) for n in range(1, 4097)}) for least in (GPU_KV_BUCKET, KV_BUCKET)] == [4, 12]
 
 
 @pytest.mark.parametrize("row_kib, least", [(20, 1024), (64, 1024), (65, 512), (160, 512), (256, 512), (257, 256), (880, 256)])
 def test_wide_rows_are_hidden_in_smaller_numbers(row_kib, least):
     """A row of gemma4-31B's K/V is 880 KiB: 768 hidden ones would be 0.7 GB per step."""
-    assert least_span(row_kib << 10) == least
+    assert least_bucket(row_kib << 10) == least
 
 
-@pytest.mark.parametrize("n, rounded", [(1, SPAN), (SPAN, SPAN), (SPAN + 1, 2 * SPAN), (300, 512)])
+@pytest.mark.parametrize("n, rounded", [(1, KV_BUCKET), (KV_BUCKET, KV_BUCKET), (KV_BUCKET + 1, 2 * KV_BUCKET), (300, 512)])
 def test_contexts_are_rounded_up_to_whole_spans(n, rounded):
     assert padded(n) == rounded
 
@@ -77,7 +77,7 @@ def test_everything_is_zero_at_creation(cache):
 def test_filling_leaves_the_mask_constant_alone(cache):
     cache.fill(0xFF)
     assert (content(cache.layers[1].k, np.uint8) == 0xFF).all()
-    assert (content(cache.near, np.float32) == 0.5 - np.arange(528)).all()
+    assert (content(cache.mask_base, np.float32) == 0.5 - np.arange(528)).all()
 
 
 def test_a_block_is_written_at_its_positions(cache):
@@ -103,13 +103,13 @@ def test_more_hidden_rows_than_trash_rows_stay_inside_the_tensor(cache):
 
 def test_a_model_without_attention_layers_has_a_cache_of_nothing(backend):
     cache = KVCache(backend, [], 16, TRASH)
-    assert cache.layers == () and (content(cache.near, np.float32) == 0.5 - np.arange(SPAN + TRASH)).all()
+    assert cache.layers == () and (content(cache.mask_base, np.float32) == 0.5 - np.arange(KV_BUCKET + TRASH)).all()
     cache.close()
 
 
 def test_a_ring_shows_its_newest_rows_and_hides_what_was_never_written(backend):
     """What drafters that borrow the rows look at: the newest token's row is among them, whatever its place in the ring."""
-    cache = KVCache(backend, [KVShape(1, 32, sliding=True)], 4 * SPAN, TRASH, window=100, widest=16)
+    cache = KVCache(backend, [KVShape(1, 32, sliding=True)], 4 * KV_BUCKET, TRASH, window=100, widest=16)
     try:
         assert 0 < cache.ring < cache.live
         for n in (1, 2, 99, cache.ring - 1, cache.ring, cache.ring + 1, 2 * cache.ring, 2 * cache.ring + 7):

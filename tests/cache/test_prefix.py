@@ -277,7 +277,7 @@ def test_an_abandoned_generation_is_no_obstacle(tmp_path):
 def test_a_session_goes_on_to_the_token_where_rows_keep_their_bits(tmp_path, kernels, drafter):
     """The same prompt, one that parts from it, and the next turn: texts and drafts of a fresh session. ggml's kernels round by the rows of a step."""
     if kernels == "own" and not LEVELS:
-        pytest.skip("our own kernels do not run on this processor")
+        pytest.skip("native kernels do not run on this processor")
     target, draft = (
         write_qwen3(tmp_path / "t.gguf", Shape(), "Q8_0"),
         write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0") if drafter else None,

@@ -274,7 +274,7 @@ def test_nor_of_chunks_before_those_that_another_slot_brought(pair):
         chunks(slots[0], 1)
         mine = cache._copies.chunks.copy()
         chunks(slots[1], 3)
-        assert cache.bring_back(slots[0]).tokens == 3 * CHUNK
+        assert cache.restore(slots[0]).tokens == 3 * CHUNK
         cache.discard(slots[0])
         kept = [bool(chunk.copies) for chunk in mine.values()]
         assert kept == [False, True, True, False] and cache.used_bytes > 0

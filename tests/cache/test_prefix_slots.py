@@ -165,7 +165,7 @@ def test_a_slot_that_was_poisoned(pair, scheduler):
 
 
 def test_a_snapshot_goes_into_any_slot(pair):
-    """Taken with an unfolded block; rollback is possible before it, and not across it."""
+    """Taken with an uncommitted block; rollback is possible before it, and not across it."""
     batch, prompt = pair.batch(3), tokens(16, 90)
     for _ in range(3):
         batch.admit()

@@ -155,4 +155,4 @@ def test_several_layers_replay_in_place(session):
     if session.backend.level is None:
         assert counts["GATED_DELTA_NET"] == layers + 1
     else:
-        assert (counts["own delta-net"], counts["own replay"]) == (layers, 1)
+        assert (counts["native delta-net"], counts["native replay"]) == (layers, 1)

@@ -128,7 +128,7 @@ def test_figures_of_a_busy_machine_are_called_that(pair, tmp_path, capsys, monke
     """A table said "speedup 5.11" of four tokens beside other work, and nothing else."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     clock = count(0, 100 * busy)  # seconds that this thread waited, each time one asks
-    monkeypatch.setattr("pyggml_spec.speculation.calibrate.waited_for_core", lambda: next(clock))
+    monkeypatch.setattr("pyggml_spec.speculation.calibrate.cpu_wait_s", lambda: next(clock))
     with pytest.raises(SystemExit) as end:
         main(
             [

@@ -15,12 +15,12 @@ from pyggml_spec.doctor.readings import better, gain
 from pyggml_spec.doctor.report import FAIL, FILES, FIT, OK, READING, WARN, Check, causes_only
 from pyggml_spec.doctor.running import loop_acceptance, other_work, pays, replay
 from pyggml_spec.engine.stats import Stats
-from pyggml_spec.ggml.cores import Rule
+from pyggml_spec.ggml.cores import ThreadRule
 from pyggml_spec.tools.quants import type_id
 
 
 def test_times_beside_other_work_are_not_taken_for_those_of_the_pair():
-    rule = Rule(2)
+    rule = ThreadRule(2)
     backends = [SimpleNamespace(rule=None), SimpleNamespace(rule=rule)]
     assert not other_work(backends)
     rule.threads = 1

@@ -12,14 +12,14 @@ from random_gguf.model import Shape, write_qwen35
 
 import pyggml_spec as ps
 from pyggml_spec.drafters.base import Chosen
-from pyggml_spec.drafters.dflash import BlockRows
+from pyggml_spec.drafters.dflash import BlockInputs
 from pyggml_spec.drafters.dflash2 import DFlash2
 from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.graphs import most_nodes
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ModelError, PairError
-from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.step_io import StepFields, StepIO
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
@@ -88,12 +88,12 @@ def test_a_convolution_is_that_of_numpy(tmp_path):
         drafter, backend, rng = session.drafter, session.backend, np.random.default_rng(1)
         width, slots, n = 4, 2, 256
         x, moving = (rng.standard_normal((width * slots, m)).astype(np.float32) for m in (n, 2 * 3 * 16))
-        role = Role(backend, "test")
+        allocator = GraphAllocator(backend, "test")
         io = StepIO(backend, 1 << 20)
-        graph = Graph(role)
+        graph = Graph(allocator)
         fields = StepFields(io, graph)
         values, told = fields.input("x", "f32", n, width * slots), fields.input("moving", "f32", 96, width * slots)
-        rows = BlockRows(values, values, values, (), 0, (), slots)
+        rows = BlockInputs(values, values, values, (), 0, (), slots)
         out = drafter._convolved(graph, 0, "ffn", 1, values, told, drafter._prepared(graph, values, rows))
         fields.output("y", "f32", out)
         graph.plan()
@@ -109,7 +109,7 @@ def test_a_convolution_is_that_of_numpy(tmp_path):
         assert np.allclose(fields.host["y"].reshape(slots, width, n), want, atol=1e-5)
         graph.close()
         io.close()
-        role.close()
+        allocator.close()
 
 
 def test_what_inspect_and_plan_say(tmp_path):

@@ -20,7 +20,7 @@ from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.ggml.graph import Graph
 from pyggml_spec.ggml.library import ffi, lib, read_tensor
 
-pytestmark = pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+pytestmark = pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 QUANT = "Q8_0"  # own kernels: a row has the same bits in every step
 KINDS = {
     "eagle3": (write_llama, write_eagle3, {}),
@@ -129,13 +129,13 @@ def _argmax_of_cuda(x):
 def test_drafts_of_nan_are_tokens_and_switch_speculation_off(session, monkeypatch, kinds):
     """Last, as it spoils the session. On CUDA the argmax of NaN is -1, and a chain would look that row up: what it is given elsewhere is finite."""
     want, asked, argmax = session.generate(PROMPTS[0], 12, mode="plain")[0], [], Graph.argmax
-    for member in session.drafter.members:
+    for member in session.drafter.methods:
         lib.ggml_backend_tensor_memset(member.weights["output_norm.weight"], 0xFF, 0, 4)
 
     def keeping(g, x):
         for tensor in (x, x.view_src):
             if tensor != ffi.NULL:
-                g.keep(tensor)
+                g.keep_output(tensor)
         asked.append((g, x))
         return argmax(g, x)
 
@@ -144,7 +144,7 @@ def test_drafts_of_nan_are_tokens_and_switch_speculation_off(session, monkeypatc
         patched.setattr(Graph, "argmax", keeping)
         engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=4))
         try:
-            for member in session.drafter.members:
+            for member in session.drafter.methods:
                 engine.reset()
                 engine.prefill([1, 2, 3])
                 graph = engine.step_graph(engine.graphs.role("fused", member.method), 4)

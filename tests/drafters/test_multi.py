@@ -89,7 +89,7 @@ def test_each_drafts_what_it_drafts_alone(files, team, slots):
     assert drafts[0] == {**drafts[1], **drafts[2]} and drafts[0][BLOCKS] != drafts[0][CHAIN]
 
 
-@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 @pytest.mark.parametrize("values", VALUES)
 def test_the_text_is_the_plain_one_whoever_drafts(team, values):
     team.scheduler.widths = InTurn()
@@ -108,7 +108,7 @@ def test_nothing_is_built_while_drafters_take_turns(team):
     assert len(stats.drafters) == 2 and (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
 
 
-@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 @pytest.mark.parametrize("values", VALUES)
 def test_the_text_does_not_depend_on_slots(team, values):
     want = [team.generate(prompt, 24, mode="plain", **VALUES[values])[0] for prompt in PROMPTS]
@@ -148,7 +148,7 @@ def test_a_layer_of_nan_switches_speculation_off_and_keeps_the_text(files):
     for draft, spec in ((None, [CHAIN]), (files["blocks"], BOTH)):
         with ps.load(files["target"], draft, spec=spec, device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
             want = session.generate(PROMPTS[0], 20, mode="plain")[0]
-            chain = session.drafter.members[-1]
+            chain = session.drafter.methods[-1]
             weight = chain.weights[f"{chain.prefix}nextn.hnorm.weight"]
             lib.ggml_backend_tensor_memset(weight, 0xFF, 0, 4)
             session.scheduler.widths = InTurn([Kind(CHAIN, 4), Kind(CHAIN, 3, 4)])
@@ -164,7 +164,7 @@ def test_a_width_that_the_first_drafter_does_not_draft_is_refused_at_load(tmp_pa
         ps.load(target, blocks, device="CPU", threads=1, n_ctx=256, spec=BOTH, draft_width=16)
 
 
-@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 def test_rows_that_wait_come_along(files):
     """Behind plain steps and blocks of either drafter both lack rows: a snapshot has them all the same."""
     load = {"spec": BOTH, "device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8, "chunk": 64}
@@ -196,7 +196,7 @@ def test_rows_that_wait_come_along(files):
                     assert drafts(engine) == want
 
 
-@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_path):
     """A slot keeps what its sequence leaves at its end, where the last step has left rows for both drafters to compute: without them the next turn,
     in a process that reads the file, would draft something else."""
@@ -215,13 +215,13 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
 
     with ps.load(files["target"], files["blocks"], **load) as session:
         with session.concurrent(1, prefix_cache=tmp_path / "files") as server:
-            engine, keep = server._scheduler.engine, server._scheduler.prefixes.keep_end
+            engine, keep = server._scheduler.engine, server._scheduler.prefixes.store_end
 
             def kept(slot, *args, **more):
-                waited.append([engine.ring.waiting(method, engine.slots[slot].cursor.committed) for method in BOTH])
+                waited.append([engine.ring.missing(method, engine.slots[slot].cursor.committed) for method in BOTH])
                 keep(slot, *args, **more)
 
-            server._scheduler.prefixes.keep_end = kept
+            server._scheduler.prefixes.store_end = kept
             history = [*turn, *said(server, turn, 29, [Kind(BLOCKS, 4), Kind(CHAIN, 3, 4), *[PLAIN_STEP] * 29])[0]]
         assert min(waited[-1]) > 0, waited  # at its end, behind what was kept of the prompt
         with session.concurrent(1, prefix_memory=0) as server:
@@ -231,7 +231,7 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
     assert got[2] == len(history) - 1 and not want[2] and got[:2] == want[:2]
 
 
-@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 def test_several_answers_to_one_prompt_in_eight_slots(team):
     seeds = [ps.Sampling(seed=seed, temperature=0.8) for seed in range(8)]
     want = [team.generate(PROMPTS[0] * 6, 16, mode="plain", sampling=sampling)[0] for sampling in seeds]
@@ -241,7 +241,7 @@ def test_several_answers_to_one_prompt_in_eight_slots(team):
         assert [handle.result()[0] for handle in handles] == want
 
 
-@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 def test_rows_wait_in_each_slot_for_itself(team):
     """Slots draft, verify and take plain tokens in steps of their own choice, by either drafter, beside one that is not drafted for and one that ends:
     each has the drafts that a sequence alone has."""
@@ -299,7 +299,7 @@ def test_rows_wait_in_each_slot_for_itself(team):
         assert drafted > 5
 
 
-@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 @pytest.mark.parametrize("most, slots, at_once", [(100, 1, 512), (100, 2, 512), (64, 2, 512), (100, 2, 20), (20, 2, 16)])
 def test_where_few_rows_can_wait_the_oldest_are_computed(team, monkeypatch, most, slots, at_once):
     """And drafts are those of a drafter for which all of them waited. A copy of 1,500 tokens paid 4 % of its time for rows that nobody read.

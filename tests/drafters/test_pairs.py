@@ -132,9 +132,9 @@ def test_a_whole_model_as_a_drafter_says_what_drafts(tmp_path, unknown, use):
     model = Model(target)
     model.keys |= {"qwen3moe.block_count": (U32, 48), "qwen3moe.embedding_length": (U32, 2048), "qwen3moe.expert_count": (U32, 128)}
     with GGUFFile(model.write(tmp_path / "shape.gguf")) as file:
-        assert "the published z-lab/Qwen3-Coder-30B-A3B-DFlash (docs/pairs.md)" in pairs.what_drafts(file)
+        assert "the published z-lab/Qwen3-Coder-30B-A3B-DFlash (docs/pairs.md)" in pairs.drafters_for(file)
     with GGUFFile(write_mtp_target(tmp_path / "mtp.gguf")) as file:
-        assert "its own MTP layer" in pairs.what_drafts(file)
+        assert "its own MTP layer" in pairs.drafters_for(file)
 
 
 def test_the_command_names_its_options(tmp_path):

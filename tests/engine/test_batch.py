@@ -12,7 +12,7 @@ from engine.batch_helpers import Pair, accept, prompts, random_work, run, serve
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.cache.kv import GPU_SPAN, SPAN
+from pyggml_spec.cache.kv import GPU_KV_BUCKET, KV_BUCKET
 from pyggml_spec.cache.slots import SlotRange, covering
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.inputs import InputBuilder
@@ -77,7 +77,7 @@ def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
     assert [out[s][:30] for s in (0, 2, 3)] == [want[s] for s in (0, 2, 3)]
 
 
-@pytest.mark.parametrize("least", [SPAN, GPU_SPAN])
+@pytest.mark.parametrize("least", [KV_BUCKET, GPU_KV_BUCKET])
 def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
     """A ring of 512 rows is read up to the span of the longest sequence: half of it at first, all of it behind its wrap."""
     pair, rng = Pair(tmp_path, "gemma4", n_ctx=1100), np.random.default_rng(5)
@@ -100,7 +100,7 @@ def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
                 accept(batch, batch.step(items), out)
         assert all(pair.agrees(texts[slot], out[slot][:60]) for slot in slots)
         spans |= {key[2] for key in batch.graphs.steps() if key[0] == "fused"}
-    assert spans >= ({256, 512, 768} if least == SPAN else {1024})
+    assert spans >= ({256, 512, 768} if least == KV_BUCKET else {1024})
     pair.close()
 
 
@@ -354,7 +354,7 @@ def test_after_plain_steps_only_the_current_length_is_left(hybrid):
 
 
 def test_a_fold_makes_lengths_final(hybrid):
-    """What a snapshot does first: the unfolded block goes into the state, and rollback starts from there."""
+    """What a snapshot does first: the uncommitted block goes into the state, and rollback starts from there."""
     text = prompts(3, seed=4)[2]
     first = hybrid.solo(text, 1)[0]
     batch = _after_block(hybrid, text, DRAFTS)
@@ -369,7 +369,7 @@ def test_a_fold_makes_lengths_final(hybrid):
 
 @pytest.mark.parametrize("work", [Verify(), Prefill([7, 8, 9])], ids=["plain token", "prompt"])
 def test_an_open_block_outlives_certain_rows_of_its_neighbours(hybrid, work):
-    """Slot 1 waits with its block while slots 0 and 2, one with an unfolded block, go on in steps that cover it."""
+    """Slot 1 waits with its block while slots 0 and 2, one with an uncommitted block, go on in steps that cover it."""
     texts = prompts(3, seed=4)
     batch, want = hybrid.batch(3), hybrid.solo(texts[1], 24)
     assert [batch.admit() for _ in texts] == [0, 1, 2]
@@ -512,7 +512,7 @@ def large_states(tmp_path_factory):
 
 
 def test_one_slot_moves_no_state_but_the_one_write_back(large_states):
-    """Plain steps and prompts write each layer's state once, our own kernels in place; a block commits by replay in place and writes nothing."""
+    """Plain steps and prompts write each layer's state once, native kernels in place; a block commits by replay in place and writes nothing."""
     engine, floats = large_states.session.engine, 128 * 128 * 4
     back = 0 if large_states.session.backend.level is not None else 3
     counts = {}
@@ -523,7 +523,7 @@ def test_one_slot_moves_no_state_but_the_one_write_back(large_states):
 
 
 def test_several_slots_move_no_state_but_the_one_write_back(large_states):
-    """Of all slots in place; some of many are replayed layer by layer, with one write-back each, which our own kernels do not need."""
+    """Of all slots in place; some of many are replayed layer by layer, with one write-back each, which native kernels do not need."""
     batch, floats = large_states.batch(4), 128 * 128 * 4
     back = 0 if large_states.session.backend.level is not None else 3
     every, half = SlotRange(0, 4), SlotRange(2, 2)

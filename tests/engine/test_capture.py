@@ -82,7 +82,7 @@ def test_graphs_of_a_text_are_captured_while_the_device_computes_instead_of_befo
         waiting = [
             key
             for key, step in engine.graphs.steps().items()
-            if key[0].startswith("fused") and not step.ready and key[2] == engine.kv.span(60)
+            if key[0].startswith("fused") and not step.ready and key[2] == engine.kv.bucket(60)
         ]
         assert not waiting, "what any step of this span may launch"
 
@@ -142,5 +142,5 @@ def test_a_graph_that_the_host_takes_part_in_is_not_captured(tmp_path, recorder)
     path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q4_K")
     with ps.load(path, device="CPU", threads=1, n_ctx=256, prefix_memory=0, experts=ExpertOptions(-1)) as session:
         session.generate([1, 2, 3], 4, ignore_end=True)
-        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): step.graph.cuts for step in session.engine.graphs.steps().values()}
+        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): step.graph.n_cuts for step in session.engine.graphs.steps().values()}
         assert any(steps[graph] for graph in recorder.of("launch")) and not any(steps[graph] for graph in recorder.of("capture"))

@@ -321,7 +321,7 @@ def test_memory_of_looked_at_and_looked_up_drafts_is_there_at_load(spec, slots):
         for constrained in (False, True):
             for width in (4, 16):
                 drafts = Draft(width, check=len) if constrained else Draft(width)
-                for method in [m.method for m in session.drafter.members] if session.drafter is not None else ():
+                for method in [m.method for m in session.drafter.methods] if session.drafter is not None else ():
                     _step_of_all(engine, prompt, replace(drafts, drafter=method))
                 if session.lookup is not None or (constrained and session.drafter is not None):
                     _step_of_all(engine, prompt, Verify(prompt[: width - 1]))

@@ -1,4 +1,4 @@
-"""With our own kernels a row has the same bits in every step, so speculative text is plain text at every width, on any graph."""
+"""With native kernels a row has the same bits in every step, so speculative text is plain text at every width, on any graph."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from pyggml_spec.engine.request import PLAIN
 from pyggml_spec.ggml.kernels import FEATURES
 from pyggml_spec.tools.compare import compare_logits
 
-pytestmark = pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: ggml's promise no such thing")
+pytestmark = pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 
 DENSE = ["qwen35", "qwen3", "llama", "gemma4"]
 ROUTED = [("qwen3moe", "MXFP4"), ("qwen35moe", "Q4_K")]
@@ -106,7 +106,7 @@ def test_a_tied_head_is_held_once(tmp_path):
         assert weights["token_embd.weight"] is weights["output.weight"]
         assert session.configuration().memory["weights"] < 1.05 * DEMO_TARGET.stat().st_size
         assert session.configuration().memory["draft_weights"] < 1.05 * DEMO_DRAFTER.stat().st_size
-        assert session.configuration().kernels == f"own ({LEVELS[0].name})"
+        assert session.configuration().kernels == f"native ({LEVELS[0].name})"
 
 
 @pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has only one level")
@@ -116,7 +116,7 @@ def test_a_lower_level_gives_the_same_bits_and_is_named(monkeypatch):
     for level in LEVELS:
         monkeypatch.setenv(FEATURES, level.name)
         with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:
-            assert session.configuration().kernels == f"own ({level.name})"
+            assert session.configuration().kernels == f"native ({level.name})"
             seen.append(session.engine.logits(prompt_of(40)))
     assert all(np.array_equal(seen[0], other) for other in seen[1:])
     monkeypatch.setenv(FEATURES, "none")

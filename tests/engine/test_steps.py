@@ -16,7 +16,7 @@ from pyggml_spec.engine.options import EngineOptions, check_masks
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ContextError, DeviceError, EngineError
 from pyggml_spec.ggml.device import Backend, Device
-from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.ggml.library import lib
 
@@ -27,7 +27,7 @@ def session(pair):
         yield loaded
 
 
-@pytest.mark.skipif(not levels(), reason="our own kernels do not run on this processor")
+@pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
 @pytest.mark.parametrize("kind, width, rounded, most", [("plain", 1, 0, 80), ("fused", 4, 4, 125)])
 def test_a_step_of_our_own_kernels_has_few_nodes(kind, width, rounded, most):
     """All threads wait behind each, and read what others wrote: a plain step of the embedded pair had 148, 33 of them roundings, 16 sums and 8 norms that
@@ -35,7 +35,7 @@ def test_a_step_of_our_own_kernels_has_few_nodes(kind, width, rounded, most):
     with ps.load(device="CPU", threads=1, kernels="own") as session:
         counts = session.engine.step_graph(kind, width).op_counts()
     computed = {op: n for op, n in counts.items() if op not in ("VIEW", "PERMUTE", "RESHAPE")}
-    assert computed.get("own rounding", 0) == rounded and "ADD" not in computed and computed["own gated product"] >= 8
+    assert computed.get("native rounding", 0) == rounded and "ADD" not in computed and computed["native gated product"] >= 8
     assert sum(computed.values()) <= most
 
 
@@ -211,7 +211,7 @@ def test_graphs_of_a_role_whose_buffer_could_not_grow_are_not_computed(session):
         graph.plan()
         return graph
 
-    role = Role(session.backend, "any")
+    role = GraphAllocator(session.backend, "any")
     small = planned(role, 64)
     assert not small.stale
     with pytest.raises(EngineError, match="no memory for a compute buffer"):

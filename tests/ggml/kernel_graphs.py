@@ -1,4 +1,4 @@
-"""Small graphs around single nodes, for the tests of our own kernels."""
+"""Small graphs around single nodes, for the tests of native kernels."""
 
 import itertools
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from pyggml_spec.ggml.device import Backend, pick_device
-from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.kernels import levels, new_packed, pack, pack_experts
 from pyggml_spec.ggml.library import check, ffi, lib, new_err
 from pyggml_spec.tools.quants import quantise
@@ -19,14 +19,14 @@ def bench(level=None, threads=1):
     """A backend and a graph on it; ``level`` None: ggml's kernels."""
     backend = Backend(pick_device("CPU"), threads, "ggml" if level is None else "own")
     backend.level = level
-    role = Role(backend, "test")
-    graph = Graph(role)
+    allocator = GraphAllocator(backend, "test")
+    graph = Graph(allocator)
     memory = Memory(backend)
     try:
         yield graph, memory
     finally:
         graph.close()
-        role.close()
+        allocator.close()
         memory.close()
         backend.close()
 
@@ -82,11 +82,11 @@ class Memory:
 
 def compute(graph, node):
     """Plans and runs the graph for ``node``; its values, F32 [rows, n]."""
-    graph.keep(node)
+    graph.keep_output(node)
     graph.plan()
     err = new_err()
     check(lib.pgs_graph_compute(graph.handle, err), err)
-    lib.ggml_backend_synchronize(graph.role.backend.handle)
+    lib.ggml_backend_synchronize(graph.backend.handle)
     return graph.host_view(node).copy()
 
 

@@ -32,7 +32,7 @@ def attention(level, q, stored, mask, heads_kv, span, kind="f16", threads=1, slo
         k, v = (memory.tensor(rows, type_id(kind), shape) for rows in stored)
         dims = (span, len(q)) if slots == 1 else (span, len(q) // slots, 1, slots)
         masked = memory.tensor(mask[:, :span], lib.GGML_TYPE_F16, dims)
-        return compute(graph, graph.fa_span(memory.tensor(q), k, v, masked, heads_kv, span, 1 / np.sqrt(size)))
+        return compute(graph, graph.flash_attention(memory.tensor(q), k, v, masked, heads_kv, span, 1 / np.sqrt(size)))
 
 
 def exact(q, k, v, mask):

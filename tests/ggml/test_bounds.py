@@ -1,4 +1,4 @@
-"""Our own kernels read and write nothing beyond their operands: each of these ends at a page that nobody may touch, which would end the process."""
+"""Native kernels read and write nothing beyond their operands: each of these ends at a page that nobody may touch, which would end the process."""
 
 import ctypes
 import itertools
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pyggml_spec.ggml.device import Backend, pick_device
-from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.kernels import Packed, levels, packed_shape
 from pyggml_spec.ggml.library import check, ffi, lib, new_err, text
 
-pytestmark = pytest.mark.skipif(not levels(), reason="our own kernels do not run on this processor")
+pytestmark = pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
 
 PAGE = mmap.PAGESIZE
 F32, F16, I32, I8 = lib.GGML_TYPE_F32, lib.GGML_TYPE_F16, lib.GGML_TYPE_I32, lib.GGML_TYPE_I8
@@ -26,9 +26,9 @@ C.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Guarded:
     """A graph whose operands, and what it leaves, lie at the ends of pages with forbidden ones on either side."""
 
-    def __init__(self, backend: Backend, role: Role, stack: ExitStack):
+    def __init__(self, backend: Backend, allocator: GraphAllocator, stack: ExitStack):
         self.level, self.stack = backend.level_handle, stack
-        self.g = stack.enter_context(closing(Graph(role)))
+        self.g = stack.enter_context(closing(Graph(allocator)))
 
     def tensor(self, kind: int, *ne: int, values: np.ndarray | None = None):
         context = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
@@ -61,7 +61,7 @@ class Guarded:
         return Packed(kind, (n_in, n_out, n_expert or 1, 1), to)
 
     def run(self, node) -> None:
-        node = self.g.whole(node)
+        node = self.g.view_source(node)
         self.g.place(self.tensor(I8, lib.ggml_nbytes(node)), 0, node)
         self.g.expand(node)
         assert self.g.op_counts().keys() <= OWN | {"VIEW", "PERMUTE"}
@@ -71,7 +71,7 @@ class Guarded:
 
 
 OWN = {
-    f"own {name}"
+    f"native {name}"
     for name in (
         "product", "gated product", "rounding", "rows", "experts", "order", "norm", "gate", "sum", "argmax", "join", "mask", "attention", "convolution",
     )
@@ -81,11 +81,11 @@ OWN = {
 @pytest.fixture(scope="module", params=[1, 3])
 def guarded(request):
     backend = Backend(pick_device("CPU"), request.param, "own")
-    with closing(backend), closing(Role(backend, "test", 2048)) as role:
+    with closing(backend), closing(GraphAllocator(backend, "test", 2048)) as allocator:
 
         def made(of) -> None:
             with ExitStack() as stack:
-                graph = Guarded(backend, role, stack)
+                graph = Guarded(backend, allocator, stack)
                 graph.run(of(graph))
 
         yield made
@@ -122,7 +122,7 @@ def test_rows_of_values(guarded, n):
         guarded(lambda of: of.g.sum_rows(of.tensor(F32, n, rows)))
         guarded(lambda of: of.g.argmax(of.tensor(F32, n, rows)))
         guarded(lambda of: of.g.concat([of.tensor(F32, n, rows), of.tensor(F32, 5, rows), of.tensor(F32, 1, rows)]))
-        guarded(lambda of: of.g.span_mask(of.tensor(F32, n), of.tensor(F32, 1, rows), of.tensor(F32, 1, rows), n))
+        guarded(lambda of: of.g.kv_mask(of.tensor(F32, n), of.tensor(F32, 1, rows), of.tensor(F32, 1, rows), n))
         guarded(lambda of: lib.pgs_convolution(of.g.ctx, of.level, of.tensor(F32, 16 * n, 3 + rows, 2), of.tensor(F32, 4, 16 * n), 0, 0))
 
 
@@ -135,6 +135,6 @@ def test_attention(guarded, name):
         def attention(of):
             k, v = of.tensor(kind, size * heads, span, slots), of.tensor(kind, 64 * heads, span, slots)
             mask = of.tensor(F16, span, rows, 1, slots, values=np.zeros(2 * span * rows * slots, np.uint8))
-            return of.g.fa_span(of.tensor(F32, size, 4, rows * slots), k, v, mask, heads, span, 0.1)
+            return of.g.flash_attention(of.tensor(F32, size, 4, rows * slots), k, v, mask, heads, span, 0.1)
 
         guarded(attention)

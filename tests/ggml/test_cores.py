@@ -11,20 +11,20 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.ggml import cores
-from pyggml_spec.ggml.cores import LOOK_S, Cores, Reading, Rule
+from pyggml_spec.ggml.cores import LOOK_S, CoreMonitor, CpuUsage, ThreadRule
 from pyggml_spec.ggml.library import lib
 
 READ = cores.read  # before the tests' own takes its place
 
 
 class Machine:
-    """Cores that a process and others share fairly; the process spins on as many threads as its rule says."""
+    """CoreMonitor that a process and others share fairly; the process spins on as many threads as its rule says."""
 
-    def __init__(self, rule: Rule, count: int) -> None:
+    def __init__(self, rule: ThreadRule, count: int) -> None:
         self.rule, self.count, self.at, self.idle, self.nice, self.own = rule, count, 0.0, 0.0, 0.0, 0.0
 
-    def reading(self) -> Reading:
-        return Reading(self.at, self.idle, self.nice, self.own, self.count, 1)
+    def reading(self) -> CpuUsage:
+        return CpuUsage(self.at, self.idle, self.nice, self.own, self.count, 1)
 
     def runs(self, seconds: float, busy: float = 0.0, nice: float = 0.0) -> list[int]:
         """Others want ``busy`` cores meanwhile, and those that give way ``nice``; the threads that computed, by looks."""
@@ -36,7 +36,7 @@ class Machine:
             giving_way = min(nice, self.count - own - others)
             self.at, self.own, self.nice = self.at + LOOK_S, self.own + own * LOOK_S, self.nice + giving_way * LOOK_S
             self.idle += max(0.0, self.count - own - others - giving_way) * LOOK_S
-            seen.append(self.rule.follow(before, self.reading()))
+            seen.append(self.rule.update(before, self.reading()))
         return seen
 
 
@@ -44,7 +44,7 @@ class Machine:
 @pytest.mark.parametrize("busy", [1, 2, 4, 8, 40])
 def test_threads_leave_the_cores_that_others_want_and_come_back(count, busy):
     """Two threads on two cores, one of which is shared, decoded at a hundredth of what one thread does."""
-    machine = Machine(Rule(count), count)
+    machine = Machine(ThreadRule(count), count)
     assert set(machine.runs(1)) == {count}
     seen = machine.runs(2, busy)
     assert seen[2:] == [max(1, count - busy)] * len(seen[2:])
@@ -54,22 +54,22 @@ def test_threads_leave_the_cores_that_others_want_and_come_back(count, busy):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_an_idle_machine_does_beside_takes_no_thread(seed):
-    rng, machine = random.Random(seed), Machine(Rule(2), 2)
+    rng, machine = random.Random(seed), Machine(ThreadRule(2), 2)
     assert {threads for _ in range(100) for threads in machine.runs(LOOK_S, rng.random() * 0.3)} == {2}
 
 
 def test_work_that_gives_way_is_tried_seldom_where_it_does_not():
     """A nice process has a core for itself where one thread computes, and a part of it where two do: they took turns for ever."""
-    machine = Machine(Rule(2), 2)
+    machine = Machine(ThreadRule(2), 2)
     seen = machine.runs(20, nice=6)
     assert seen.count(2) <= 9 and machine.runs(1)[-6:] == [2] * 6
-    idle = Machine(Rule(2), 2)
+    idle = Machine(ThreadRule(2), 2)
     idle.runs(1, busy=2)
     assert idle.runs(2, nice=0.9)[-10:] == [2] * 10  # what gives way indeed keeps no thread away
 
 
 def test_others_that_come_and_go_cannot_have_threads_added_at_each_look():
-    machine = Machine(Rule(2), 2)
+    machine = Machine(ThreadRule(2), 2)
     seen = [machine.runs(LOOK_S, busy=2 * (n % 2))[0] for n in range(100)]
     assert sum(a < b for a, b in itertools.pairwise(seen)) <= 1
     slower = [threads for n in range(20) for threads in machine.runs(0.4, busy=2 * (n % 2))]
@@ -77,7 +77,7 @@ def test_others_that_come_and_go_cannot_have_threads_added_at_each_look():
 
 
 def test_a_number_that_was_asked_for_stays():
-    machine = Machine(Rule(2, adapts=False), 2)
+    machine = Machine(ThreadRule(2, adapts=False), 2)
     assert set(machine.runs(1, busy=4)) == {2} and machine.rule.busy
     machine.runs(1)
     assert not machine.rule.busy
@@ -86,41 +86,41 @@ def test_a_number_that_was_asked_for_stays():
 def test_looks_are_seldom_and_cost_little_of_the_time():
     at, told, looks = [0.0], [], []
 
-    def reader() -> Reading:
+    def reader() -> CpuUsage:
         looks.append(at[0])
         at[0] += cost
-        return Reading(at[0] - cost, 0.0, 0.0, at[0], 2, 7)
+        return CpuUsage(at[0] - cost, 0.0, 0.0, at[0], 2, 7)
 
-    cost, rule = 0.0, Rule(2)
-    known = Cores(reader, lambda: at[0])
-    known.join(rule, told.append)
+    cost, rule = 0.0, ThreadRule(2)
+    known = CoreMonitor(reader, lambda: at[0])
+    known.add(rule, told.append)
     for _ in range(1000):
         at[0] += 0.001
-        known.look()
+        known.poll()
     assert (
-        8 <= len(looks) <= 11 and known.looks == len(looks) - 1 and told == [1]
+        8 <= len(looks) <= 11 and known.polls == len(looks) - 1 and told == [1]
     )  # one core's time was this process's, and the other's nobody's
     cost = 0.01  # seconds per look, on a machine with hundreds of cores
     looks.clear()
     for _ in range(10000):
         at[0] += 0.001
-        known.look()
+        known.poll()
     assert len(looks) <= 12
-    known.leave(rule)
+    known.remove(rule)
     looks.clear()
     at[0] += 100
-    known.look()
+    known.poll()
     assert not looks
 
 
 def test_a_forked_process_does_not_take_its_parents_time_for_its_own():
-    readings = iter([Reading(0.0, 0.0, 0.0, 50.0, 2, 1), Reading(1.0, 0.0, 0.0, 0.1, 2, 2), Reading(2.0, 0.0, 0.0, 2.1, 2, 2)])
-    at, rule = [0.0], Rule(2)
-    known = Cores(lambda: next(readings), lambda: at[0])
-    known.join(rule, lambda threads: None)
+    readings = iter([CpuUsage(0.0, 0.0, 0.0, 50.0, 2, 1), CpuUsage(1.0, 0.0, 0.0, 0.1, 2, 2), CpuUsage(2.0, 0.0, 0.0, 2.1, 2, 2)])
+    at, rule = [0.0], ThreadRule(2)
+    known = CoreMonitor(lambda: next(readings), lambda: at[0])
+    known.add(rule, lambda threads: None)
     for at[0] in (1.0, 2.0):
-        known.look()
-    assert rule.threads == 2 and known.looks == 1
+        known.poll()
+    assert rule.threads == 2 and known.polls == 1
 
 
 STAT = "cpu  {all}\ncpu0 100 20 3 400 5 0 1 0 0 0\ncpu1 10 2 3 40 6 0 1 0 0 0\ncpu2 1 0 0 7 0 0 0 0 0 0\nintr 5 0 1\nctxt 9\n"
@@ -131,7 +131,7 @@ def test_what_the_system_counts_is_that_of_the_cores_in_use(tmp_path):
     stat.write_text(STAT.format(all="111 22 6 447 11 0 2 0 0 0"))
     every, some = READ(None, stat), READ({0, 2}, stat)
     assert (every.idle * second, every.cores) == (pytest.approx(458), 3) and (some.idle * second, some.cores) == (pytest.approx(412), 2)
-    assert every.giving_way * second == pytest.approx(22 if os.getpriority(os.PRIO_PROCESS, 0) <= 0 else 0)
+    assert every.nice_s * second == pytest.approx(22 if os.getpriority(os.PRIO_PROCESS, 0) <= 0 else 0)
     assert every.own > 0 and every.process == os.getpid()
 
 
@@ -141,10 +141,10 @@ def test_a_system_that_does_not_say_leaves_threads_alone(tmp_path, text):
     if text is not None:
         (tmp_path / "stat").write_text(text)
     assert READ(None, tmp_path / "stat") is None
-    known, rule = Cores(lambda: None, lambda: math.inf), Rule(4)
-    known.join(rule, pytest.fail)
-    known.look()
-    assert rule.threads == 4 and known.looks == 0
+    known, rule = CoreMonitor(lambda: None, lambda: math.inf), ThreadRule(4)
+    known.add(rule, pytest.fail)
+    known.poll()
+    assert rule.threads == 4 and known.polls == 0
 
 
 def _tree(tmp_path, own: str, **limits: str):

@@ -12,7 +12,7 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.ggml import device, host_memory
-from pyggml_spec.ggml.device import waited_for_core
+from pyggml_spec.ggml.device import cpu_wait_s
 from pyggml_spec.tools.quants import type_id
 
 
@@ -26,10 +26,10 @@ def test_waiting_for_a_core_is_seen():
         while True:
             pass
     try:
-        before, until = waited_for_core(), time.monotonic() + 20
-        while waited_for_core() - before < 0.01 and time.monotonic() < until:
+        before, until = cpu_wait_s(), time.monotonic() + 20
+        while cpu_wait_s() - before < 0.01 and time.monotonic() < until:
             sum(range(10000))
-        assert waited_for_core() - before >= 0.01
+        assert cpu_wait_s() - before >= 0.01
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -68,7 +68,7 @@ def test_weights_lie_in_large_pages():
 
 def test_a_system_that_does_not_say(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(FileNotFoundError))
-    assert waited_for_core() is None
+    assert cpu_wait_s() is None
 
 
 def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
@@ -136,7 +136,7 @@ def test_a_backend_is_asked_what_it_is(monkeypatch):
 def test_what_amx_kernels_are_not_given(monkeypatch):
     """Stacks of matrices, of which they pack the first: deepseek2 was refused on every processor with AMX, by a sentence about its graph."""
     with closing(device.Backend(device.pick_device("CPU"), 1)) as backend:
-        kind, right = type_id("q8_0"), backend.multiplies_right
+        kind, right = type_id("q8_0"), backend.supports_matmul
         assert all(right(backend.default_buffer_type, kind, shape) for shape in ((64, 96), (32, 96), (64, 96, 4)))
         monkeypatch.setattr(device, "text", lambda name: "AMX")
         found = [right(backend.default_buffer_type, kind, shape) for shape in ((64, 96), (64, 96, 1), (32, 96), (64, 96, 4))]

@@ -159,7 +159,7 @@ def test_activations_that_are_views(level, name):
         assert np.array_equal(compute(graph, graph.matmul(weight, graph.columns(whole, n_in, 3))), want)
     with bench(level) as (graph, memory):
         weight, whole = memory.packed(rows, type_id(name), (n_in, 20)), memory.tensor(x)
-        part = graph.part_3d(graph.shaped(whole, n_in + 5, 2, 3), n_in, 3)
+        part = graph.columns_3d(graph.reshape(whole, n_in + 5, 2, 3), n_in, 3)
         assert np.array_equal(compute(graph, graph.matmul(weight, part)), want)
 
 
@@ -174,7 +174,7 @@ def test_bits_stay_while_it_is_measured_whether_to_ask_for_weights_ahead(level, 
         assert np.array_equal(first, product(level, type_id("q4_k"), weights, x))
         for _ in range(150):
             check(lib.pgs_graph_compute(graph.handle, err), err)
-            lib.ggml_backend_synchronize(graph.role.backend.handle)
+            lib.ggml_backend_synchronize(graph.backend.handle)
             assert np.array_equal(graph.host_view(out), first)
 
 
@@ -187,7 +187,7 @@ def test_products_of_one_input_share_its_activations(level, rows, roundings):
         a, b, c = (memory.packed(weights, type_id("q8_0"), (64, 16)) for _ in range(3))
         d, x = memory.packed(matrix(type_id("f32"), 64, 16), type_id("f32"), (64, 16)), memory.tensor(x)
         graph.expand(graph.concat([graph.matmul(m, x) for m in (a, b, c, d)]))
-        assert graph.op_counts() == {"own product": 4, "own rounding": roundings, "own join": 1}
+        assert graph.op_counts() == {"native product": 4, "native rounding": roundings, "native join": 1}
 
 
 @on_every_level
@@ -241,7 +241,7 @@ def test_products_make_the_norms_and_gates_that_they_read(level, name, made):
         with bench(level, threads) as (graph, memory):
             got = compute(graph, graph.matmul(memory.packed(rows, kind, (n_in, 48)), node(graph, memory, wide[:count])))
             assert np.array_equal(got, want[:count], equal_nan=True)
-            assert {"own norm", "own gate"}.isdisjoint(graph.op_counts())
+            assert {"native norm", "native gate"}.isdisjoint(graph.op_counts())
     with bench(level, 2) as (graph, memory):
         x = node(graph, memory, wide)
         both = graph.concat([x, graph.matmul(memory.packed(rows, kind, (n_in, 48)), x)])
@@ -271,12 +271,12 @@ def test_what_gates_the_other_half_of_a_product_is_rounded_where_it_is_computed(
             joined = graph.matmul(memory.packed(both, kind, (n_in, 2 * n)), memory.tensor(x[:count]))
             got = compute(graph, graph.matmul(memory.packed(rows, type_id(down), (n, n_out)), gated(graph, joined)))
             assert np.array_equal(got, want[:count], equal_nan=True)
-            assert ("own gated product" in graph.op_counts()) == (count <= 32)
+            assert ("native gated product" in graph.op_counts()) == (count <= 32)
     with bench(level, 2) as (graph, memory):
         more = memory.tensor(np.ones((4, 2 * n), np.float32))
         joined = graph.add(graph.matmul(memory.packed(both, kind, (n_in, 2 * n)), memory.tensor(x[4:8])), more)
         compute(graph, graph.matmul(memory.packed(rows, type_id(down), (n, n_out)), gated(graph, joined)))
-        assert "own gated product" not in graph.op_counts()
+        assert "native gated product" not in graph.op_counts()
 
 
 @on_every_level

@@ -37,12 +37,12 @@ def lines(log: Path) -> list[str]:
 
 
 def test_what_works_is_switched_on_and_remembered(log, monkeypatch):
-    assert peer.open_up([A, B]) == [] and peer.why_not("CUDA1", "CUDA0") == ""
+    assert peer.enable_peer_access([A, B]) == [] and peer.no_peer_reason("CUDA1", "CUDA0") == ""
     assert lines(log) == ["0 to 1", "1 to 0"] * 2  # by the process that tries it, and by this one
-    assert peer.open_up([A, B]) == [] and len(lines(log)) == 4
+    assert peer.enable_peer_access([A, B]) == [] and len(lines(log)) == 4
     monkeypatch.setattr(peer, "_ways", {})  # another process, which tries nothing
     monkeypatch.setenv("FAKE_PEER", "wrong")
-    assert peer.open_up([B, A]) == [] and len(lines(log)) == 6
+    assert peer.enable_peer_access([B, A]) == [] and len(lines(log)) == 6
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_what_does_not_work_stays_off_and_is_said(log, monkeypatch, tmp_path, wa
     monkeypatch.setenv("FAKE_PEER", way)
     if way == "waits":  # whether it came that far or not
         monkeypatch.setattr(peer, "LIMIT_S", 0.1)
-    said = peer.open_up([A, B])
+    said = peer.enable_peer_access([A, B])
     files = list((tmp_path / "cache").glob("peer-*.json"))
     words = words.format(*files)
     assert said == [f"CUDA0 and CUDA1 copy to each other through the host: {words}"]
-    assert peer.why_not("CUDA0", "CUDA1") == words
+    assert peer.no_peer_reason("CUDA0", "CUDA1") == words
     assert way == "waits" or lines(log) == ([] if way == "none" else ["0 to 1", "1 to 0"])  # the child's
     assert len(files) == kept
 
@@ -83,7 +83,7 @@ def test_another_start_of_the_machine_is_another_machine(log, monkeypatch, tmp_p
             (tmp_path / "boot").write_text(boot)
         monkeypatch.setenv("FAKE_PEER", way)
         monkeypatch.setattr(peer, "_ways", {})
-        assert (peer.open_up([A, B]) == []) is works, (boot, way)
+        assert (peer.enable_peer_access([A, B]) == []) is works, (boot, way)
 
 
 def test_a_process_that_cannot_be_ended_is_not_waited_for(log, monkeypatch, tmp_path):
@@ -94,7 +94,7 @@ def test_a_process_that_cannot_be_ended_is_not_waited_for(log, monkeypatch, tmp_
     monkeypatch.setattr(subprocess.Popen, "kill", lambda child: killed.append(child) or None)
     monkeypatch.setattr(peer, "LIMIT_S", 0.01)
     monkeypatch.setattr(peer, "END_S", 0.01)
-    (said,) = peer.open_up([A, B])
+    (said,) = peer.enable_peer_access([A, B])
     (child,) = killed
     try:
         assert "a process that tried it did not end" in said and child.poll() is None
@@ -113,21 +113,21 @@ def test_the_process_ends_by_itself(log, library, monkeypatch):
 
 def test_each_pair_of_three(log, monkeypatch):
     monkeypatch.setenv("FAKE_GPUS", "3")
-    assert peer.open_up([A, B, C]) == [] and {"0 to 2", "2 to 1"} <= set(lines(log)) and len(lines(log)) == 12
+    assert peer.enable_peer_access([A, B, C]) == [] and {"0 to 2", "2 to 1"} <= set(lines(log)) and len(lines(log)) == 12
 
 
 def test_nobody_is_asked_in_vain(log, monkeypatch, tmp_path):
     cpu, worker = Device("CPU", "", "cpu", 0, 0, 0), Device("RPC:127.0.0.1:1", "", "rpc", 0, 0, -1)
-    assert peer.open_up([cpu, A]) == peer.open_up([A, A]) == peer.open_up([worker, A]) == []
+    assert peer.enable_peer_access([cpu, A]) == peer.enable_peer_access([A, A]) == peer.enable_peer_access([worker, A]) == []
     monkeypatch.setenv("GGML_CUDA_P2P", "1")  # ggml did it
-    assert peer.open_up([A, B]) == []
+    assert peer.enable_peer_access([A, B]) == []
     monkeypatch.delenv("GGML_CUDA_P2P")
     monkeypatch.setenv("FAKE_GPUS", "1")  # one that ggml shows as several
-    assert peer.open_up([A, B]) == [] and lines(log) == []
+    assert peer.enable_peer_access([A, B]) == [] and lines(log) == []
     monkeypatch.setattr(peer, "_ways", {})
     monkeypatch.setenv("PYSPEC_PEER_COPIES", "0")
-    assert peer.open_up([A, B]) == ["CUDA0 and CUDA1 copy to each other through the host: PYSPEC_PEER_COPIES=0 is set"]
+    assert peer.enable_peer_access([A, B]) == ["CUDA0 and CUDA1 copy to each other through the host: PYSPEC_PEER_COPIES=0 is set"]
     monkeypatch.setattr(peer, "_ways", {})
     monkeypatch.delenv("PYSPEC_PEER_COPIES")
     monkeypatch.setattr(peer, "LIBRARY", str(tmp_path / "none.so"))
-    assert "the driver cannot be asked (" in peer.open_up([A, B])[0] and lines(log) == []
+    assert "the driver cannot be asked (" in peer.enable_peer_access([A, B])[0] and lines(log) == []

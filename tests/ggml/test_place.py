@@ -6,7 +6,7 @@ import pytest
 
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.device import Backend, pick_device
-from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.library import ffi, lib
 
 HOME = 1024  # bytes
@@ -17,8 +17,8 @@ def made():
     """A graph, and a tensor of HOME bytes in a buffer that is much larger."""
     with ExitStack() as stack:
         backend = stack.enter_context(closing(Backend(pick_device("CPU"), 1)))
-        role = stack.enter_context(closing(Role(backend, "place")))
-        g = stack.enter_context(closing(Graph(role)))
+        allocator = stack.enter_context(closing(GraphAllocator(backend, "place")))
+        g = stack.enter_context(closing(Graph(allocator)))
         ctx = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 8 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
         stack.callback(lib.ggml_free, ctx)
         home, _ = (lib.ggml_new_tensor(ctx, lib.GGML_TYPE_F32, 1, (n,)) for n in (HOME // 4, 1 << 16))

@@ -8,7 +8,7 @@ from ggml.kernel_graphs import LEVELS, bench, compute
 
 from pyggml_spec.ggml.library import check, ffi, lib, new_err
 
-pytestmark = pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor")
+pytestmark = pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 RNG = np.random.default_rng
 
@@ -122,7 +122,7 @@ class Layer:
             each, n = self.heads * rows, self.heads_k * self.repeat
             qk = memory.tensor(np.full((rows, 2 * self.heads_k * self.repeat, self.size), np.nan, np.float32))
             gates = memory.tensor(np.full(2 * each, np.nan, np.float32))
-            graph.keep(mixed)
+            graph.keep_output(mixed)
             out = lib.pgs_delta_rule(graph.ctx, level.handle, mixed, inputs, self.repeat, states, qk, gates, each)
             graph.expand(out)
             keep = memory.tensor((np.arange(rows) < pending).astype(np.float32))
@@ -130,7 +130,7 @@ class Layer:
                 lib.ggml_view_3d(graph.ctx, qk, self.size, n, rows, qk.nb[1], qk.nb[2], n * qk.nb[1]),
                 lib.ggml_view_3d(graph.ctx, mixed, self.size, self.heads, rows, 4 * self.size, mixed.nb[1], 8 * self.heads_k * self.size),
             ]
-            graph.keep(out)
+            graph.keep_output(out)
             compute(graph, lib.pgs_delta_replay(graph.ctx, level.handle, *kv, gates, each, states, keep, 1))
             return graph.host_view(out).reshape(rows, self.heads, self.size).copy(), read(states, self.state)
 
@@ -210,7 +210,7 @@ def test_gates(level, size, heads):
             halves = memory.tensor(np.concatenate([gate.astype(np.float32), x], axis=1))
             got = compute(graph, graph.swiglu_halves(halves))
             np.testing.assert_allclose(got, silu(gate) * x, rtol=2e-6, atol=1e-30)
-            assert graph.op_counts()["own gate"] == 1
+            assert graph.op_counts()["native gate"] == 1
 
 
 @on_every_level
@@ -224,7 +224,7 @@ def test_argmax_and_sums(level):
     with bench(level, 2) as (graph, memory):
         tensor = memory.tensor(x)
         ids = graph.argmax(tensor)
-        graph.keep(ids)
+        graph.keep_output(ids)
         sums = compute(graph, graph.sum_rows(tensor))
         got = np.frombuffer(ffi.buffer(ids.data, 36), np.int32)
         assert got[:7].tolist() == [5, 3, 63, 0, 8, 1036, 17]
@@ -243,8 +243,8 @@ def test_masks_are_those_of_ggml(slots, rings, window):
     for level in (LEVELS[0], None):
         with bench(level) as (graph, memory):
             tensor = memory.tensor(near) if rings else memory.tensor(near[0])
-            mask = graph.span_mask(tensor, memory.tensor(last), memory.tensor(first) if window else None, 256, slots)
-            graph.keep(mask)
+            mask = graph.kv_mask(tensor, memory.tensor(last), memory.tensor(first) if window else None, 256, slots)
+            graph.keep_output(mask)
             graph.plan()
             err = new_err()
             check(lib.pgs_graph_compute(graph.handle, err), err)
@@ -257,4 +257,4 @@ def test_rows_are_joined():
     parts = [RNG(i).standard_normal((4, n), np.float32) for i, n in enumerate((3, 64, 1))]
     with bench(LEVELS[0], 3) as (graph, memory):
         assert np.array_equal(compute(graph, graph.concat([memory.tensor(x) for x in parts])), np.concatenate(parts, axis=1))
-        assert graph.op_counts()["own join"] == 1
+        assert graph.op_counts()["native join"] == 1

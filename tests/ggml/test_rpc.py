@@ -344,7 +344,7 @@ def test_memory_is_the_workers(worker):
 
 
 def test_own_kernels_are_refused_by_name(worker):
-    with pytest.raises(DeviceError, match=r"our own kernels run on CPUs, and this device is a worker"):
+    with pytest.raises(DeviceError, match=r"native kernels run on CPUs, and this device is a worker"):
         Backend(pick_device(worker.device), kernels="own")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.device import Backend, pick_device
-from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.ggml.shapes import described
 from pyggml_spec.ggml.step_io import StepFields, StepIO
@@ -26,7 +26,11 @@ class Tensors:
 
 @pytest.fixture(scope="module")
 def g():
-    with closing(Backend(pick_device("CPU"), 1)) as backend, closing(Role(backend, "test")) as role, closing(Graph(role)) as graph:
+    with (
+        closing(Backend(pick_device("CPU"), 1)) as backend,
+        closing(GraphAllocator(backend, "test")) as allocator,
+        closing(Graph(allocator)) as graph,
+    ):
         yield graph
 
 
@@ -48,69 +52,69 @@ WRONG = {
     "swiglu_halves": [lambda g, t: g.swiglu_halves(t.f32(63, 5))],
     "rms_norm": [lambda g, t: g.rms_norm(t.f32(64, 5), t.f32(65), 1e-6)],
     "layer_norm": [lambda g, t: g.layer_norm(t.f32(64, 5), t.f32(65), t.f32(64), 0.0), lambda g, t: g.layer_norm(t.f32(64, 5), t.f32(64), t.f32(65), 0.0)],
-    "turned": [lambda g, t: g.turned(t.f32(64, 3, 5), t.f32(32, 32))],
+    "hadamard_product": [lambda g, t: g.hadamard_product(t.f32(64, 3, 5), t.f32(32, 32))],
     "index_scores": [lambda g, t: g.index_scores(t.f32(64, 3, 5), t.f16(64, 300), t.f32(3, 5), t.f16(512, 5), 512),
                      lambda g, t: g.index_scores(t.f32(32, 3, 5), t.f16(64, 300), t.f32(3, 5), t.f16(256, 5), 256),
                      lambda g, t: g.index_scores(t.f32(64, 3, 5), t.f16(64, 300), t.f32(4, 5), t.f16(256, 5), 256),
                      lambda g, t: g.index_scores(t.f32(64, 3, 5), t.f16(64, 300), t.f32(3, 4), t.f16(256, 5), 256),
                      lambda g, t: g.index_scores(t.f32(64, 3, 5), t.f16(64, 300), t.f32(3, 5), t.f16(256, 4), 256),
                      lambda g, t: g.index_scores(t.f32(64, 3, 6), t.f16(64, 300), t.f32(3, 6), t.f16(256, 3, 1, 2), 256)],
-    "best_of_mask": [lambda g, t: g.best_of_mask(t.f16(256, 5), t.f32(256, 4), 8), lambda g, t: g.best_of_mask(t.f16(256, 5), t.f32(256, 5), 257),
-                     lambda g, t: g.best_of_mask(t.f16(256, 5), t.f32(256, 5), 0), lambda g, t: g.best_of_mask(t.f16(256, 5), t.f16(256, 5), 8)],
+    "top_k_mask": [lambda g, t: g.top_k_mask(t.f16(256, 5), t.f32(256, 4), 8), lambda g, t: g.top_k_mask(t.f16(256, 5), t.f32(256, 5), 257),
+                     lambda g, t: g.top_k_mask(t.f16(256, 5), t.f32(256, 5), 0), lambda g, t: g.top_k_mask(t.f16(256, 5), t.f16(256, 5), 8)],
     "rows": [lambda g, t: g.rows(t.f32(64, 10), t.f32(5)), lambda g, t: g.rows(t.f32(64, 10), t.i32(5, 2)), lambda g, t: g.rows(t.f32(64, 10, 2), t.i32(5))],
     "concat": [lambda g, t: g.concat([t.f32(64, 5), t.f32(64, 4)]), lambda g, t: g.concat([t.f32(64, 5), t.f16(64, 5)])],
     "top_k": [lambda g, t: g.top_k(t.f32(64, 5), 65), lambda g, t: g.top_k(t.f32(64, 5), 0)],
     "argmax": [lambda g, t: g.argmax(t.f16(64, 5)), lambda g, t: g.argmax(t.f32(64, 5, 2))],
-    "largest": [lambda g, t: g.largest(t.f32(64, 5), 65), lambda g, t: g.largest(t.f32(64, 5), -1)],
+    "top_k_unordered": [lambda g, t: g.top_k_unordered(t.f32(64, 5), 65), lambda g, t: g.top_k_unordered(t.f32(64, 5), -1)],
     "rope": [lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(4), 64, True, 1e4, 1.0), lambda g, t: g.rope(t.f32(64, 4, 5), t.f32(5), 64, True, 1e4, 1.0),
              lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(5), 66, True, 1e4, 1.0), lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(5), 63, True, 1e4, 1.0),
              lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(5), -2, True, 1e4, 1.0),
              lambda g, t: g.rope(t.f32(64, 4, 5), t.i32(5), 64, True, 1e4, 1.0, t.f32(31))],
-    "outputs": [lambda g, t: g.outputs(t.f32(64, 32), 33), lambda g, t: g.outputs(t.f32(64, 32), 0), lambda g, t: g.outputs(t.f32(64, 32, 2), 8)],
-    "every": [lambda g, t: g.every(t.f32(64, 6), 4, 0), lambda g, t: g.every(t.f32(64, 6), 3, 3), lambda g, t: g.every(t.f32(64, 6), 3, -1)],
-    "firsts": [lambda g, t: g.firsts(t.i32(7), 3)],
-    "entry": [lambda g, t: g.entry(t.f32(64, 5), t.i32(4)), lambda g, t: g.entry(t.f32(64, 5), t.f32(5)), lambda g, t: g.entry(t.f32(64, 5, 2), t.i32(5))],
+    "first_outputs": [lambda g, t: g.first_outputs(t.f32(64, 32), 33), lambda g, t: g.first_outputs(t.f32(64, 32), 0), lambda g, t: g.first_outputs(t.f32(64, 32, 2), 8)],
+    "every_nth": [lambda g, t: g.every_nth(t.f32(64, 6), 4, 0), lambda g, t: g.every_nth(t.f32(64, 6), 3, 3), lambda g, t: g.every_nth(t.f32(64, 6), 3, -1)],
+    "group_firsts": [lambda g, t: g.group_firsts(t.i32(7), 3)],
+    "gather": [lambda g, t: g.gather(t.f32(64, 5), t.i32(4)), lambda g, t: g.gather(t.f32(64, 5), t.f32(5)), lambda g, t: g.gather(t.f32(64, 5, 2), t.i32(5))],
     "heads": [lambda g, t: g.heads(t.f32(64, 5), 16, 5), lambda g, t: g.heads(t.f32(64, 5), 16, 4, first=1), lambda g, t: g.heads(t.f32(64, 5), 16, -1),
               lambda g, t: g.heads(t.f32(64, 5), 16, 4, first=-4), lambda g, t: g.heads(t.f16(64, 5), 16, 4)],
     "slots": [lambda g, t: g.slots(t.f16(64, 9, 4), 2, 3), lambda g, t: g.slots(t.f16(64, 9, 4), -1, 1), lambda g, t: g.slots(t.f16(64, 9, 4), 0, 0)],
-    "tails": [lambda g, t: g.tails(t.f32(64, 10), 4, 1), lambda g, t: g.tails(t.f32(64, 8), 4, 4)],
-    "behind": [lambda g, t: g.behind(t.f32(64, 2), t.f32(64, 5)), lambda g, t: g.behind(t.f32(63, 2), t.f32(64, 4)), lambda g, t: g.behind(t.f16(64, 2), t.f32(64, 4)),
-               lambda g, t: g.behind(t.f32(64, 2), g.permute(t.f32(4, 64), 1, 0, 2, 3))],
-    "leading": [lambda g, t: g.leading(t.f32(64, 4, 2), 5), lambda g, t: g.leading(t.f32(64, 4, 2), 0)],
-    "stretch": [lambda g, t: g.stretch(t.i32(8), 6, 3), lambda g, t: g.stretch(t.i32(1, 8), -1, 2), lambda g, t: g.stretch(t.f32(64, 8), 0, 9)],
-    "tail_rows": [lambda g, t: g.tail_rows(t.f32(64, 5), 5), lambda g, t: g.tail_rows(t.f32(64, 5), -1)],
+    "group_tails": [lambda g, t: g.group_tails(t.f32(64, 10), 4, 1), lambda g, t: g.group_tails(t.f32(64, 8), 4, 4)],
+    "prepend_row": [lambda g, t: g.prepend_row(t.f32(64, 2), t.f32(64, 5)), lambda g, t: g.prepend_row(t.f32(63, 2), t.f32(64, 4)), lambda g, t: g.prepend_row(t.f16(64, 2), t.f32(64, 4)),
+               lambda g, t: g.prepend_row(t.f32(64, 2), g.permute(t.f32(4, 64), 1, 0, 2, 3))],
+    "leading_rows": [lambda g, t: g.leading_rows(t.f32(64, 4, 2), 5), lambda g, t: g.leading_rows(t.f32(64, 4, 2), 0)],
+    "slice_1d": [lambda g, t: g.slice_1d(t.i32(8), 6, 3), lambda g, t: g.slice_1d(t.i32(1, 8), -1, 2), lambda g, t: g.slice_1d(t.f32(64, 8), 0, 9)],
+    "rows_from": [lambda g, t: g.rows_from(t.f32(64, 5), 5), lambda g, t: g.rows_from(t.f32(64, 5), -1)],
     "columns": [lambda g, t: g.columns(t.f32(64, 5), 60, 5), lambda g, t: g.columns(t.f32(64, 5), 4, -1), lambda g, t: g.columns(t.f16(64, 5), 4)],
     "sigmoid_gated": [lambda g, t: g.sigmoid_gated(t.f32(256, 5), t.f32(64, 3, 5)), lambda g, t: g.sigmoid_gated(t.f32(256, 5), t.f32(64, 4, 4)),
                       lambda g, t: g.sigmoid_gated(t.f16(256, 5), t.f32(64, 4, 5))],
     "gated_norm": [lambda g, t: g.gated_norm(t.f32(64, 4, 5), t.f32(64), 1e-6, t.f32(255, 5)),
                    lambda g, t: g.gated_norm(t.f32(64, 4, 5), t.f32(64), 1e-6, t.f32(256, 4)),
                    lambda g, t: g.gated_norm(t.f32(64, 4, 5), t.f32(64), 1e-6, t.f16(256, 5))],
-    "part_3d": [lambda g, t: g.part_3d(t.f32(64, 4, 5), 33, 32), lambda g, t: g.part_3d(t.f32(64, 4, 5), 0, 0)],
+    "columns_3d": [lambda g, t: g.columns_3d(t.f32(64, 4, 5), 33, 32), lambda g, t: g.columns_3d(t.f32(64, 4, 5), 0, 0)],
     "slice_2d": [lambda g, t: g.slice_2d(t.f32(64, 4, 5), 4), lambda g, t: g.slice_2d(t.f32(64, 4, 5), -1)],
     "plane": [lambda g, t: g.plane(t.f32(64, 4, 5), 5)],
     "permute": [lambda g, t: g.permute(t.f32(64, 5), 0, 0, 2, 3), lambda g, t: g.permute(t.f32(64, 5), 0, 1, 2, 4)],
-    "shaped": [lambda g, t: g.shaped(t.f32(64, 5), 319), lambda g, t: g.shaped(t.f32(64, 5), -64, -5), lambda g, t: g.shaped(t.f32(64, 5), 4, 4, 4, 6), lambda g, t: g.shaped(t.f32(64, 5), 4, 4, 4, 1, 5),
-               lambda g, t: g.shaped(g.permute(t.f32(64, 5), 1, 0, 2, 3), 320)],
-    "only_rows": [lambda g, t: g.only_rows(t.f32(8, 4, 5), t.i32(2, 4), 0.0), lambda g, t: g.only_rows(t.f32(8, 4, 5), t.i32(5, 5), 0.0)],
-    "parts_of_heads": [lambda g, t: g.parts_of_heads(t.f32(96, 5), 32, 33), lambda g, t: g.parts_of_heads(t.f16(96, 5), 32, 8)],
+    "reshape": [lambda g, t: g.reshape(t.f32(64, 5), 319), lambda g, t: g.reshape(t.f32(64, 5), -64, -5), lambda g, t: g.reshape(t.f32(64, 5), 4, 4, 4, 6), lambda g, t: g.reshape(t.f32(64, 5), 4, 4, 4, 1, 5),
+               lambda g, t: g.reshape(g.permute(t.f32(64, 5), 1, 0, 2, 3), 320)],
+    "fill_other_rows": [lambda g, t: g.fill_other_rows(t.f32(8, 4, 5), t.i32(2, 4), 0.0), lambda g, t: g.fill_other_rows(t.f32(8, 4, 5), t.i32(5, 5), 0.0)],
+    "split_heads": [lambda g, t: g.split_heads(t.f32(96, 5), 32, 33), lambda g, t: g.split_heads(t.f16(96, 5), 32, 8)],
     "flat": [lambda g, t: g.flat(g.permute(t.f32(8, 4, 5), 1, 0, 2, 3))],
     "repeat": [lambda g, t: g.repeat(t.f32(64, 2), 64, 5, 1), lambda g, t: g.repeat(t.f32(64, 1), 64, 5)],
     "kv_write_rows": [lambda g, t: g.kv_write_rows(t.f16(128, 9), t.f32(64, 1, 5), t.i64(5)), lambda g, t: g.kv_write_rows(t.f16(128, 9), t.f32(64, 2, 5), t.i64(4)),
                       lambda g, t: g.kv_write_rows(t.f16(128, 9), t.f32(64, 2, 5), t.f32(5))],
-    "span_mask": [lambda g, t: g.span_mask(t.f32(300), t.f32(1, 5), None, 512), lambda g, t: g.span_mask(t.f32(300, 2), t.f32(1, 6), None, 256, 3),
-                  lambda g, t: g.span_mask(t.f32(300, 2), t.f32(1, 5), None, 256, 2)],
-    "fa_span": [lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(64, 300), t.f16(64, 300), t.f16(256, 5), 2, 256, 0.1),
-                lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(128, 200), t.f16(128, 200), t.f16(256, 5), 2, 256, 0.1),
-                lambda g, t: g.fa_span(t.f32(64, 3, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1),
-                lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 4), 2, 256, 0.1),
-                lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(512, 5), 2, 256, 0.1),
-                lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1, t.f32(3)),
-                lambda g, t: g.fa_span(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1, t.f16(4))],
+    "kv_mask": [lambda g, t: g.kv_mask(t.f32(300), t.f32(1, 5), None, 512), lambda g, t: g.kv_mask(t.f32(300, 2), t.f32(1, 6), None, 256, 3),
+                  lambda g, t: g.kv_mask(t.f32(300, 2), t.f32(1, 5), None, 256, 2)],
+    "flash_attention": [lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(64, 300), t.f16(64, 300), t.f16(256, 5), 2, 256, 0.1),
+                lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 200), t.f16(128, 200), t.f16(256, 5), 2, 256, 0.1),
+                lambda g, t: g.flash_attention(t.f32(64, 3, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1),
+                lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 4), 2, 256, 0.1),
+                lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(512, 5), 2, 256, 0.1),
+                lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1, t.f32(3)),
+                lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1, t.f16(4))],
     "host_view": [lambda g, t: g.host_view(t.f32(64, 5)), lambda g, t: g.host_view(t.i32(5))],
 }  # fmt: skip
 ANY_SHAPE = {  # one operand of any shape, or nothing but a graph's own nodes
-    "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "softmax", "norm", "sum_rows", "cont", "whole", "packed", "rotated",
-    "expand", "norm_first", "keep", "name", "plan", "measure", "cut", "cuts", "op_counts", "properties_hash", "traffic", "memory", "close", "place", "apart", "capture",
+    "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "softmax", "norm", "sum_rows", "cont", "view_source", "cont_flat", "hadamard",
+    "expand", "expand_norm", "keep_output", "name", "plan", "measure", "n_cuts", "op_counts", "properties_hash", "traffic", "memory", "close", "place", "aligned_outputs", "capture",
 }  # fmt: skip
 
 
@@ -134,7 +138,7 @@ def test_how_a_tensor_is_described(g):
 
 
 def test_fields_of_a_step(g):
-    with closing(StepIO(g.role.backend, 4096)) as io:
+    with closing(StepIO(g.backend, 4096)) as io:
         fields = StepFields(io, g)
         fields.input("a", "i32", 8)
         for wrong in (
@@ -158,8 +162,11 @@ def test_fields_of_a_step(g):
 def test_a_copy_between_devices_of_other_strides():
     """One row of a wider table is contiguous, whatever its stride, and ggml compares strides when the step runs."""
     with closing(Backend(pick_device("CPU"), 1)) as first, closing(Backend(pick_device("CPU"), 1)) as second:
-        roles = [Role(backend, "test") for backend in (first, second)]
-        with closing(StepIO(second, 4096, [first])) as io, closing(ChainGraph(io, lambda part, at: roles[at], lambda at: None)) as chain:
+        allocators = [GraphAllocator(backend, "test") for backend in (first, second)]
+        with (
+            closing(StepIO(second, 4096, [first])) as io,
+            closing(ChainGraph(io, lambda part, at: allocators[at], lambda at: None)) as chain,
+        ):
             fields = ChainFields(io, chain)
             chain.enter(0)
             x = chain.columns(fields.input("x", "f32", 8, 1), 4)
@@ -167,5 +174,5 @@ def test_a_copy_between_devices_of_other_strides():
             fields.output("y", "f32", chain.scale(chain.bring(x, 0), 2.0))
             with pytest.raises(EngineError, match="a copy from part 0 to part 1 of a step of 2 parts does not fit"):
                 chain.plan()
-        for role in roles:
-            role.close()
+        for allocator in allocators:
+            allocator.close()

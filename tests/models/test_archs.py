@@ -421,7 +421,7 @@ def test_deepseek2_has_the_same_bits_at_every_width_with_our_kernels(tmp_path, q
     path, ids, seen = write_deepseek2(tmp_path / "t.gguf", shape, quant), np.random.default_rng(5).integers(0, 256, 150).tolist(), []
     with open_engine(path, 64, 256, "own") as engine:
         ops = engine.step_graph("plain", 1).op_counts()
-        assert ops["own attention"] == shape.n_layer and "FLASH_ATTN_EXT" not in ops
+        assert ops["native attention"] == shape.n_layer and "FLASH_ATTN_EXT" not in ops
         for rows in (64, 16, 5, 1):
             engine.reset()
             seen.append(np.concatenate([engine.logits(ids[i : i + rows]) for i in range(0, len(ids), rows)]))
@@ -468,7 +468,7 @@ def test_an_mtp_layer_of_deepseek2_is_named(tmp_path):
     path = model.write(tmp_path / "o.gguf")
     with GGUFFile(path) as file:
         target = open_target(file)
-        assert target.n_layer == 4 and "MTP layer" in target.unused()["blk.4.attn_kv_a_mqa.weight"]
+        assert target.n_layer == 4 and "MTP layer" in target.unused_in_file()["blk.4.attn_kv_a_mqa.weight"]
 
 
 @pytest.mark.parametrize(
@@ -563,7 +563,7 @@ def test_glm_dsa_names_the_indexers_that_it_does_not_read(tmp_path):
     model = Model(write_glm_dsa(tmp_path / "t.gguf", Shape(n_layer=5)))
     model.keys |= {"glm-dsa.nextn_predict_layers": (U32, 1), "glm-dsa.attention.indexer.types": (ARR, (U32, [1, 0, 1, 0]))}
     with GGUFFile(model.write(tmp_path / "o.gguf")) as file:
-        unused = open_target(file).unused()
+        unused = open_target(file).unused_in_file()
         assert "sees what another one" in unused["blk.3.indexer.proj.weight"] and "MTP layer" in unused["blk.4.indexer.proj.weight"]
     assert_equal(tmp_path / "o.gguf", 270)
 
@@ -586,7 +586,7 @@ def test_attention_with_sinks_is_ggmls_and_said(tmp_path):
     with ps.load(write_gpt_oss(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="own") as session:
         assert session.configuration().kernels.endswith(", attention by ggml's because it has sinks")
         ops = session.engine.step_graph("plain", 1).op_counts()
-        assert ops["FLASH_ATTN_EXT"] == 4 and ops["own product"] > 0
+        assert ops["FLASH_ATTN_EXT"] == 4 and ops["native product"] > 0
 
 
 @pytest.mark.parametrize("arch", WINDOWED)

@@ -17,7 +17,7 @@ from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import Scheduler
 from pyggml_spec.errors import EngineError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
-from pyggml_spec.ggml.graph import SPARE, Graph, Role
+from pyggml_spec.ggml.graph import SPARE, Graph, GraphAllocator
 from pyggml_spec.ggml.library import lib
 
 
@@ -71,8 +71,8 @@ def test_more_layers_are_refused(tmp_path):
 def test_a_graph_that_outgrows_its_arena_says_so():
     with ExitStack() as stack:
         backend = stack.enter_context(closing(Backend(pick_device("CPU"), 1)))
-        role = stack.enter_context(closing(Role(backend, "small", SPARE + 100)))
-        g = stack.enter_context(closing(Graph(role)))
+        allocator = stack.enter_context(closing(GraphAllocator(backend, "small", SPARE + 100)))
+        g = stack.enter_context(closing(Graph(allocator)))
         x = lib.ggml_new_tensor(g.ctx, lib.GGML_TYPE_F32, 2, (8, 8))
         for _ in range(100):
             x = g.scale(x, 1.0)

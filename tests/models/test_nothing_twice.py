@@ -16,12 +16,12 @@ def products(graph):
     """What each product reads: its weights, and what is rounded already or what it rounds itself."""
     for i in range(graph.n_nodes):
         node = lib.ggml_graph_node(graph.gf, i)
-        if text(lib.ggml_op_desc(node)) == "CUSTOM" and text(lib.ggml_get_name(node)) in ("own product", "own gated product"):
+        if text(lib.ggml_op_desc(node)) == "CUSTOM" and text(lib.ggml_get_name(node)) in ("native product", "native gated product"):
             weights, rounded, *own = node.src[0:5]
             yield weights, *((rounded,) if rounded != ffi.NULL else own)
 
 
-@pytest.mark.skipif(not levels(), reason="our own kernels do not run on this processor")
+@pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
 def test_every_architecture_and_drafter(tmp_path):
     looked = 0
     for name, target, drafter, spec in check_replay.pairs(argparse.Namespace(model=None, only=", Q8_0"), tmp_path):

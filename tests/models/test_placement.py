@@ -63,7 +63,7 @@ def logits(path, placement, kernels=None) -> np.ndarray:
 def test_every_placement_gives_the_same_bits(tmp_path, arch, quant):
     """None, one, some, all but one, all experts on the device, and a mixture; against the ordinary graph where nothing is repacked.
 
-    With our own kernels where they run, and ggml's for Q4_K, where it went wrong: ggml takes another kernel for an expert with eight rows or more,
+    With native kernels where they run, and ggml's for Q4_K, where it went wrong: ggml takes another kernel for an expert with eight rows or more,
     and filler rows made eight.
     """
     kernels = "ggml" if quant == "Q4_K" else None

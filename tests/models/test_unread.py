@@ -56,7 +56,7 @@ def test_what_is_left_aside_has_a_reason(tmp_path):
     path = with_tensor(parts, f"blk.{LAYERS}.nextn.eh_proj.weight", np.ones(4)).write(tmp_path / "m.gguf")
     with GGUFFile(path) as file:
         model = open_target(file)
-        assert model.unused() == {f"blk.{LAYERS}.nextn.eh_proj.weight": "the model's own MTP layers"} and model.specs()
+        assert model.unused_in_file() == {f"blk.{LAYERS}.nextn.eh_proj.weight": "the model's own MTP layers"} and model.specs()
     shown = CliRunner().invoke(command, [str(path), "--no-tensors"]).output
     assert "not used: 1 tensor, the model's own MTP layers\n" in shown
     path = with_tensor(parts, f"blk.{LAYERS + 1}.nextn.eh_proj.weight", np.ones(4)).write(tmp_path / "n.gguf")

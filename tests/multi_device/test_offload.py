@@ -275,7 +275,7 @@ def test_what_a_chunk_takes_is_measured_in_both_ways(tmp_path):
         assert copying.chunk_cost(session.engine, 32, True) > 0 and counts(session)[0][1] == before + 1 + copying.RUNS
 
 
-@pytest.mark.skipif(not LEVELS, reason="our own kernels do not run on this processor: there are ggml's only")
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: there are ggml's only")
 def test_rows_of_other_kernels_of_the_host_are_not_mixed(tmp_path):
     """On a GPU the device's kernels are the same whatever the host's are, and K/V rows behind the host's experts are not."""
     path, seen = write_qwen35moe(tmp_path / "t.gguf"), set()

@@ -16,7 +16,7 @@ from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import Scheduler
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.device import Backend, pick_device
-from pyggml_spec.ggml.graph import Graph, Role
+from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.multi_device.lanes import halves
 from pyggml_spec.multi_device.pipeline_policy import LOOK, TRIES, GroupControl, control_of
@@ -212,23 +212,23 @@ def test_no_buffer_grows_under_a_step(pair):
         assert 1 in seen and seen <= {0, 1}
         lib.pgs_graph_hold(part.handle, True)
         with (
-            closing(larger_than(part.role)) as graph,
+            closing(larger_than(part.allocator)) as graph,
             pytest.raises(EngineError, match=r"needs a compute buffer of \d+ bytes .* land it first"),
         ):
             graph.plan()
         lib.pgs_graph_hold(part.handle, False)
         engine.launch(0, {0: Verify(), 1: Verify()})  # what was refused has moved nothing
         assert sorted(engine.land(0)) == [0, 1]
-        with closing(larger_than(part.role)) as graph:
+        with closing(larger_than(part.allocator)) as graph:
             graph.plan()
     finally:
         engine.close()
 
 
-def larger_than(role, nodes=1):
-    """A graph that needs a larger buffer than the role has."""
-    graph = Graph(role)
-    size = lib.pgs_role_buffer_size(role.handle) // 4 + 1024
+def larger_than(allocator, nodes=1):
+    """A graph that needs a larger buffer than the allocator has."""
+    graph = Graph(allocator)
+    size = lib.pgs_allocator_buffer_size(allocator.handle) // 4 + 1024
     x = lib.ggml_new_tensor(graph.ctx, lib.GGML_TYPE_F32, 1, (size,))
     for _ in range(nodes):
         x = graph.add(x, x)
@@ -238,23 +238,27 @@ def larger_than(role, nodes=1):
 
 def test_no_step_begins_in_a_buffer_that_is_being_exchanged():
     """A step that was about to begin saw the buffer of before, after the one who plans had seen that no step was under way."""
-    with closing(Backend(pick_device("CPU"), 1)) as backend, closing(Role(backend, "plain")) as role, closing(larger_than(role)) as one:
+    with (
+        closing(Backend(pick_device("CPU"), 1)) as backend,
+        closing(GraphAllocator(backend, "plain")) as allocator,
+        closing(larger_than(allocator)) as one,
+    ):
         one.plan()
 
         def plan():
             for _ in range(300):
-                with closing(larger_than(role, 1000)) as graph, suppress(EngineError):  # one that would move a held buffer is refused
+                with closing(larger_than(allocator, 1000)) as graph, suppress(EngineError):  # one that would move a held buffer is refused
                     graph.plan()
 
         with ThreadPoolExecutor(1) as pool:
             planning, moved = pool.submit(plan), 0
             while not planning.done():
                 lib.pgs_graph_hold(one.handle, True)
-                held = role.buffer_bytes
-                moved += any(role.buffer_bytes != held for _ in range(20))
+                held = allocator.buffer_bytes
+                moved += any(allocator.buffer_bytes != held for _ in range(20))
                 lib.pgs_graph_hold(one.handle, False)
             planning.result()
-        assert moved == 0 and role.buffer_bytes > 4096
+        assert moved == 0 and allocator.buffer_bytes > 4096
 
 
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 13, 64])

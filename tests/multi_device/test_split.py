@@ -169,7 +169,7 @@ def test_rings_wrap_around_on_every_device(tmp_path):
     target, draft = write_pair(tmp_path, "laguna")
     for cuts in ((), (1,), (2,)):
         with loaded(target, draft, cuts, n_ctx=1024, chunk=64, draft_width=4) as session:
-            assert session.engine.kv.ring and (not cuts or len(session.engine.kv.nears) == 2)
+            assert session.engine.kv.ring and (not cuts or len(session.engine.kv.mask_bases) == 2)
             seen.append(trace(session, (1, 4)) + list(session.engine.logits(ids)[-3:]))
     assert all(equal(seen[0], other) for other in seen[1:])
 
@@ -276,7 +276,7 @@ def test_two_drafters_at_once(tmp_path):
     target, draft = write_mtp_target(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
     with loaded(target, draft, spec=both, draft_width=8) as session:
         alone = in_turn(session)
-        assert [m.method for m in session.drafter.members] == both
+        assert [m.method for m in session.drafter.methods] == both
     with loaded(target, draft, (1, 3), spec=both, draft_width=8) as session:
         assert equal(alone, in_turn(session))
 

@@ -22,7 +22,7 @@ from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.engine.scheduler import generate
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import EngineError, SamplingError
-from pyggml_spec.ggml.cores import Threads
+from pyggml_spec.ggml.cores import ThreadCounts
 from pyggml_spec.ggml.library import ffi
 from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling, TokenLogprob
 from pyggml_spec.tools.reference import LlamaReference
@@ -102,7 +102,7 @@ class TableTarget:
         self.graphs, self.options = SimpleNamespace(closed=False), SimpleNamespace(n_ctx=1 << 30, width=4, chunk=512)
         self.target, self.drafter, self.masked, self.unmasked = SimpleNamespace(n_vocab=len(table)), None, False, ""
         self.rows_computed = self.rows_used = self.groups = self.catch_up_us = self.waited_us = 0
-        self.threads, self.rows_alike = Threads(()), True
+        self.threads, self.rows_alike = ThreadCounts(()), True
 
     @property
     def slots(self):

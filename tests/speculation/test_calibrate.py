@@ -14,7 +14,7 @@ from pyggml_spec.engine.scheduler import Scheduler
 from pyggml_spec.errors import BuildError, ContextError, PyspecError
 from pyggml_spec.folders import build_folder, cache_folder, why_nothing_is_kept
 from pyggml_spec.ggml import cores
-from pyggml_spec.ggml.cores import Reading
+from pyggml_spec.ggml.cores import CpuUsage
 from pyggml_spec.speculation import calibrate
 from pyggml_spec.speculation.calibrate import FILL, START, cached_costs, keep_drafts, known_drafts, step_cost, step_costs
 from pyggml_spec.speculation.policy import WidthControl
@@ -24,7 +24,7 @@ from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 @pytest.fixture
 def idle(monkeypatch):
     """Nobody else has the processor, whatever else runs here."""
-    monkeypatch.setattr("pyggml_spec.speculation.calibrate.waited_for_core", lambda: 0.0)
+    monkeypatch.setattr("pyggml_spec.speculation.calibrate.cpu_wait_s", lambda: 0.0)
 
 
 def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp_path, monkeypatch, idle):
@@ -45,7 +45,7 @@ def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp
 def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatch):
     """They stayed in the cache folder, and every later run on the idle machine chose its widths by them."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr("pyggml_spec.speculation.calibrate.waited_for_core", itertools.count(0.0, 60.0).__next__)
+    monkeypatch.setattr("pyggml_spec.speculation.calibrate.cpu_wait_s", itertools.count(0.0, 60.0).__next__)
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert session.costs and not list(tmp_path.iterdir())
 
@@ -61,7 +61,7 @@ def test_costs_beside_work_on_other_cores_are_not_kept_but_measured_again_when_i
         now = time.monotonic()
         idle_s[0] += (now - at[0]) * (2 - 2 * took[0])
         at[0] = now
-        return Reading(now, idle_s[0], 0.0, 0.0, 2, os.getpid())
+        return CpuUsage(now, idle_s[0], 0.0, 0.0, 2, os.getpid())
 
     monkeypatch.setattr(cores, "read", read)
     monkeypatch.setattr(cores, "default_threads", lambda: 2)

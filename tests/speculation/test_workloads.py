@@ -21,7 +21,7 @@ from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.engine import scheduler, stream
 from pyggml_spec.engine.batch import Draft, Prefill, StepOutput
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.ggml.cores import Threads
+from pyggml_spec.ggml.cores import ThreadCounts
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.speculation.ngram_policy import LookupControl
 from pyggml_spec.speculation.policy import WidthControl
@@ -59,7 +59,7 @@ class Recorded:
         self.options, self.target = SimpleNamespace(n_ctx=1 << 30, width=16, chunk=512, slots=1), SimpleNamespace(n_vocab=1 << 30)
         self.graphs, self.masked, self.unmasked, self.drafting = SimpleNamespace(closed=False), False, "", True
         self.rows_computed = self.rows_used = self.groups = self.waited_us = 0
-        self.threads, self.rows_alike = Threads(()), True
+        self.threads, self.rows_alike = ThreadCounts(()), True
 
     @property
     def slots(self):

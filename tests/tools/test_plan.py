@@ -100,7 +100,7 @@ def test_experts_in_host_memory(tmp_path, write, host_layers, residency):
     (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, counts).to_json())
     experts = ExpertOptions(host_layers, residency)
     _assert_exact(*pair, n_ctx=300, experts=experts)
-    # as files have them: our own kernels pack experts that no option places, in groups of 16 outputs
+    # as files have them: native kernels pack experts that no option places, in groups of 16 outputs
     planned, whole = (plan(*pair, device="CPU", n_ctx=300, kernels="ggml", experts=placed) for placed in (experts, None))
     saved = sum(whole.weights_by_type.values()) - sum(planned.weights_by_type.values())
     assert (planned.host_bytes > 0) == (saved > 0) == (residency != 1.0) and saved <= planned.host_bytes

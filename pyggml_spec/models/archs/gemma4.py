@@ -110,8 +110,8 @@ class SharedAttention(Part):
         return {f"{prefix}{name}.weight": "K/V of a layer that reads those of an earlier one" for name in names}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        g, size, seen = c.g, self.kind.size, c.seen
-        assert seen is not None
+        g, size, attention = c.g, self.kind.size, c.attention
+        assert attention is not None
         factors = None if self.sliding else c.w[ROPE_FREQS]
         q, *own = c.project("mixer", x)
         q = self.kind.rope(g, c.rms_norm(g.heads(q, size, self.heads), "attn_q_norm"), c.positions, factors)
@@ -119,7 +119,7 @@ class SharedAttention(Part):
         if own:
             k = self.kind.rope(g, c.rms_norm(g.heads(own[0], size, self.kv_heads), "attn_k_norm"), c.positions, factors)
             v = g.norm(g.heads(own[-1], size, self.kv_heads), c.eps)
-        out = attend(g, q, k, v, c.caches[self.owner], seen.kv_rows, seen.mask, seen.span, self.kv_heads, 1.0)
+        out = attend(g, q, k, v, c.caches[self.owner], attention.kv_rows, attention.mask, attention.kv_bucket, self.kv_heads, 1.0)
         return c.product("attn_output", out)
 
 
@@ -200,9 +200,9 @@ class Gemma4(Decoder):
         w, rows, n_per = self.weights, x.ne[1], self.n_per_layer
         if not n_per:
             return None
-        looked_up = g.shaped(g.rows(w["per_layer_token_embd.weight"], tokens), n_per, self.n_layer, rows)
+        looked_up = g.reshape(g.rows(w["per_layer_token_embd.weight"], tokens), n_per, self.n_layer, rows)
         looked_up = g.scale(looked_up, float(np.sqrt(np.float32(n_per))))
         projected = g.scale(g.matmul(w["per_layer_model_proj.weight"], x), inverse_root(self.n_embd))
-        projected = g.rms_norm(g.shaped(projected, n_per, self.n_layer, rows), w["per_layer_proj_norm.weight"], self.eps)
+        projected = g.rms_norm(g.reshape(projected, n_per, self.n_layer, rows), w["per_layer_proj_norm.weight"], self.eps)
         both = g.scale(g.add(projected, looked_up), inverse_root(2))
         return g.cont(g.permute(both, 0, 2, 1, 3))

@@ -103,23 +103,23 @@ class IndexedMLA(MLA):
         return dict.fromkeys(own, "the indexer of a layer that sees what another one's chose (attention.indexer.types)")
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        assert c.seen is not None
+        assert c.attention is not None
         q, row = self.projected(c, x)
         if self.full:
             c.extra = self._chosen(c, x, q)
-        return self.attend(c, q, row, c.seen.mask if c.extra is None else c.extra)
+        return self.attend(c, q, row, c.attention.mask if c.extra is None else c.extra)
 
     def _chosen(self, c: LayerContext, x: Tensor, q: Tensor) -> Tensor | None:
         """Stores the indexer's keys, and gives the mask of the positions that it chooses; None where these are all of the bucket."""
-        g, w, b, kv, seen = c.g, c.w, f"{c.prefix}indexer.", c.kv, c.seen
-        assert seen is not None and kv.indexer is not None and kv.rotation_indexer is not None
+        g, w, b, kv, attention = c.g, c.w, f"{c.prefix}indexer.", c.kv, c.attention
+        assert attention is not None and kv.indexer is not None and kv.rotation_indexer is not None
         key = c.product("indexer.attn_k", x)
         key = g.layer_norm(key, w[f"{b}k_norm.weight"], w[f"{b}k_norm.bias"], NORM_EPS)
-        key = g.turned(self.rope(g, g.heads(key, self.index_size, 1), c.positions), kv.rotation_indexer)
-        g.kv_write_rows(kv.indexer, key, seen.kv_rows)
-        if seen.span <= self.top_k:
+        key = g.hadamard_product(self.rope(g, g.heads(key, self.index_size, 1), c.positions), kv.rotation_indexer)
+        g.kv_write_rows(kv.indexer, key, attention.kv_rows)
+        if attention.kv_bucket <= self.top_k:
             return None
         asked = g.heads(c.product("indexer.attn_q_b", q), self.index_size, self.index_heads)
-        asked = g.turned(self.rope(g, asked, c.positions), kv.rotation_indexer)
+        asked = g.hadamard_product(self.rope(g, asked, c.positions), kv.rotation_indexer)
         weights = g.scale(c.product("indexer.proj", x), inverse_root(self.index_size * self.index_heads))
-        return g.best_of_mask(seen.mask, g.index_scores(asked, kv.indexer, weights, seen.mask, seen.span), self.top_k)
+        return g.top_k_mask(attention.mask, g.index_scores(asked, kv.indexer, weights, attention.mask, attention.kv_bucket), self.top_k)

@@ -56,7 +56,7 @@ class JoinedDeltaNet(GatedDeltaNet):
         r, size = d.n_head_v // d.n_head_k, d.head_size
         beta, alpha = (self._of_k_heads(c, ba, r, 2 * r, at) for at in (0, r))
         if len(first) > 1:
-            return g.whole(first[0]), first[1], beta, alpha
+            return g.view_source(first[0]), first[1], beta, alpha
         wide = r * size
         every = 2 * (size + wide)
         q, k = (self._of_k_heads(c, first[0], size, every, at) for at in (0, size))
@@ -65,4 +65,4 @@ class JoinedDeltaNet(GatedDeltaNet):
 
     def _of_k_heads(self, c: LayerContext, x: Tensor, n: int, every: int, first: int) -> Tensor:
         """Of each k-head's ``every`` values the n from ``first`` on, F32 [n * H_k, T], by copy."""
-        return c.g.packed(c.g.heads(x, n, self.shape.n_head_k, every, first))
+        return c.g.cont_flat(c.g.heads(x, n, self.shape.n_head_k, every, first))

@@ -1,4 +1,4 @@
-"""Copies of parts of prompts on the device, within a budget.
+"""ChunkStore of parts of prompts on the device, within a budget.
 
 A prompt is cut into chunks. A chunk's key is the hash of its tokens and of the key before it, so prompts that begin alike share the chunks
 of their beginning. What a chunk can have a copy of:
@@ -27,7 +27,7 @@ class Chunk:
     key: bytes
     index: int
     count: int
-    copies: dict[str, Pieces] = field(default_factory=dict)
+    data: dict[str, Pieces] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
     before: bytes = b""
     ids: np.ndarray | None = None
@@ -59,7 +59,7 @@ def end_keys(ids: np.ndarray, before: bytes) -> list[bytes]:
     return keys
 
 
-class Copies:
+class ChunkStore:
     """Owns the copies. ``clock`` is the time that they are marked with; the longest unused ones make room for others."""
 
     def __init__(self, budget: int) -> None:
@@ -75,12 +75,12 @@ class Copies:
 
     def begins(self, before: bytes, ids: np.ndarray) -> tuple[Chunk, int] | None:
         """Of the chunks behind the one with the key ``before`` whose rows are here, the one that begins most like ``ids``, and for how many tokens."""
-        found = [(chunk.alike(ids), chunk) for chunk in self.chunks.values() if chunk.before == before and ROWS in chunk.copies]
+        found = [(chunk.alike(ids), chunk) for chunk in self.chunks.values() if chunk.before == before and ROWS in chunk.data]
         n, chunk = max(found, key=lambda item: item[0], default=(0, None))
         return (chunk, n) if chunk is not None and n else None
 
     def keep(self, chunk: Chunk, kind: str, pieces: Pieces, spare: Iterable[Chunk] = (), wait: bool = True) -> bool:
-        """Copies ``pieces`` (``wait`` as in ``Pieces.copy``); False if that does not fit the budget without the chunks to ``spare``, or the device has no memory."""
+        """ChunkStore ``pieces`` (``wait`` as in ``Pieces.copy``); False if that does not fit the budget without the chunks to ``spare``, or the device has no memory."""
         if self.chunks.setdefault(chunk.key, chunk) is not chunk:  # it was forgotten, and somebody came with the same tokens
             return False
         chunk.used.setdefault(kind, 0)
@@ -91,7 +91,7 @@ class Copies:
         copy = pieces.copy(wait)
         if copy is None:
             return False
-        chunk.copies[kind] = copy
+        chunk.data[kind] = copy
         self.used_bytes += copy.nbytes
         return True
 
@@ -99,7 +99,7 @@ class Copies:
         """Drops the least recently used copies until ``need`` bytes are free; of equally old ones the deepest, which least depends on."""
         if need > self.budget:
             return False
-        found = [(c.used[kind], -c.index, kind, c) for c in self.chunks.values() for kind in c.copies if id(c) not in spare]
+        found = [(c.used[kind], -c.index, kind, c) for c in self.chunks.values() for kind in c.data if id(c) not in spare]
         for _, _, kind, chunk in sorted(found, key=lambda item: item[:3]):
             if self.used_bytes + need <= self.budget:
                 break
@@ -107,14 +107,14 @@ class Copies:
         return self.used_bytes + need <= self.budget
 
     def _drop(self, chunk: Chunk, kind: str) -> None:
-        copy = chunk.copies.pop(kind)
+        copy = chunk.data.pop(kind)
         self.used_bytes -= copy.nbytes
         copy.close()
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
         """Frees the copies of ``chunks``."""
         for chunk in chunks:
-            for kind in list(chunk.copies):
+            for kind in list(chunk.data):
                 self._drop(chunk, kind)
 
     def forget(self, needed: Iterable[Chunk] = ()) -> None:
@@ -122,7 +122,7 @@ class Copies:
         surplus = len(self.chunks) - REMEMBERED
         if surplus > 0:
             used = {id(c) for c in needed}
-            for key in [key for key, c in self.chunks.items() if not c.copies and id(c) not in used][:surplus]:
+            for key in [key for key, c in self.chunks.items() if not c.data and id(c) not in used][:surplus]:
                 del self.chunks[key]
 
     def clear(self) -> None:

@@ -1,0 +1,56 @@
+// Attention over a padded kv_bucket: the first `kv_bucket` cache rows, kv_bucket a multiple of 256, so that a graph changes only when the sequence
+// crosses a kv_bucket boundary. The mask is exact and made on the device; 1 MB of mask per step at 32k tokens is never uploaded.
+#include "pgs.h"
+
+// mask_base: F32 [rows], 0.5 - position of each cache row (positions are whole numbers: the half keeps every comparison away from the
+// edge); q_last: F32 [1, T], the last position that each query row sees; q_first: F32 [1, T] or NULL, the first one (sliding windows).
+// With `slots`, the T rows are those of several slots, one after the other, and mask_base may be F32 [rows, slots], positions per slot.
+// Returns F16 [kv_bucket, T], with slots [kv_bucket, T / slots, 1, slots]: 0 where visible, -inf elsewhere, by log(step(q_last - position + 0.5)). With a `level` by
+// a node of our own.
+struct ggml_tensor * pgs_kv_mask(struct ggml_context * ctx, struct ggml_tensor * mask_base, struct ggml_tensor * q_last,
+                                   struct ggml_tensor * q_first, int64_t kv_bucket, int64_t slots, const pgs_level * level) {
+    const int64_t T = q_last->ne[1];
+    if (level != NULL) {
+        return pgs_mask(ctx, mask_base, q_last, q_first, kv_bucket, slots);
+    }
+    struct ggml_tensor * near;
+    if (mask_base->ne[1] == 1) {
+        near = ggml_repeat_4d(ctx, ggml_view_1d(ctx, mask_base, kv_bucket, 0), kv_bucket, T, 1, 1);
+    } else {
+        near = ggml_view_3d(ctx, mask_base, kv_bucket, 1, slots, mask_base->nb[1], mask_base->nb[1], 0);
+        near = ggml_reshape_2d(ctx, ggml_repeat_4d(ctx, near, kv_bucket, T / slots, slots, 1), kv_bucket, T);
+    }
+    struct ggml_tensor * seen = ggml_step(ctx, ggml_add(ctx, near, q_last));
+    if (q_first != NULL) {
+        seen = ggml_mul(ctx, seen, ggml_step(ctx, ggml_scale_bias(ctx, ggml_add(ctx, near, q_first), -1.0f, 1.0f)));
+    }
+    struct ggml_tensor * mask = ggml_cast(ctx, ggml_log(ctx, seen), GGML_TYPE_F16);
+    return slots > 1 ? ggml_reshape_4d(ctx, mask, kv_bucket, T / slots, 1, slots) : mask;
+}
+
+// q: F32 [head_size, n_head, T]; cache_k, cache_v: [head_size * n_head_kv, n_rows (, slots)]; returns F32 [head_size * n_head, T].
+// The mask says how many slots the T rows belong to: each attends to its own rows of the caches. `sinks`: F32 [n_head] or NULL, a score of each head
+// that takes its share of the softmax and has no value. By our own kernels at `level`, where it is not NULL and they take the shape; they know no sinks.
+struct ggml_tensor * pgs_flash_attention(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
+                                 struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t kv_bucket, float scale,
+                                 struct ggml_tensor * sinks, const pgs_level * level) {
+    const int64_t size_k = cache_k->ne[0] / n_head_kv, size_v = cache_v->ne[0] / n_head_kv, slots = mask->ne[3];
+    const size_t  head_k = ggml_row_size(cache_k->type, size_k), head_v = ggml_row_size(cache_v->type, size_v);
+    struct ggml_tensor * k, * v;
+    if (slots > 1) {
+        k = ggml_view_4d(ctx, cache_k, size_k, kv_bucket, n_head_kv, slots, cache_k->nb[1], head_k, cache_k->nb[2], 0);
+        v = ggml_view_4d(ctx, cache_v, size_v, kv_bucket, n_head_kv, slots, cache_v->nb[1], head_v, cache_v->nb[2], 0);
+        q = ggml_view_4d(ctx, q, q->ne[0], q->ne[1], q->ne[2] / slots, slots, q->nb[1], q->nb[2], q->nb[2] * (q->ne[2] / slots), 0);
+    } else {
+        k = ggml_view_3d(ctx, cache_k, size_k, kv_bucket, n_head_kv, cache_k->nb[1], head_k, 0);
+        v = ggml_view_3d(ctx, cache_v, size_v, kv_bucket, n_head_kv, cache_v->nb[1], head_v, 0);
+    }
+    q = ggml_permute(ctx, q, 0, 2, 1, 3);
+    struct ggml_tensor * out = level != NULL && sinks == NULL ? pgs_attention_node(ctx, level, q, k, v, mask, scale) : NULL;
+    if (out == NULL) {
+        out = ggml_flash_attn_ext(ctx, q, k, v, mask, scale, 0.0f, 0.0f);
+        ggml_prec_set_acc(out, GGML_PREC_F32);
+        ggml_flash_attn_ext_add_sinks(out, sinks);
+    }
+    return ggml_reshape_2d(ctx, out, out->ne[0] * out->ne[1], out->ne[2] * out->ne[3]);
+}
