@@ -1,179 +1,241 @@
-"""The HTTP protocol: uvicorn's, with errors below the application as JSON too, and limits to what is no request yet."""
+"""HTTP connections: uvicorn's protocol, with limits in front of it.
+
+uvicorn has no limit on heads, chunk extensions and trailers, takes a half-closed connection for a lost one, and tells the application nothing about
+either. ``Connection`` is the class that `uvicorn.Config(http=...)` takes; it reads along with an httptools parser of its own.
+"""
 
 import asyncio
 import contextlib
 import logging
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
+import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .http import encode
 
-MOST_HEAD = 64 << 10  # bytes in which nothing of a request comes to its end: a head, an extension of a chunk, trailers
+MAX_HEAD_BYTES = 64 << 10  # without progress of a request: a head, an extension of a chunk, trailers
 HEAD_SECONDS = 30.0
-BEGINNING = b"HTTP/1.1 "  # of every answer
-GAPS = (0.02, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between its bytes, where they say whether anybody still reads
-UNREAD_SECONDS = 60.0  # in which a client reads nothing of what waits for it
+STATUS_BEGINNING = b"HTTP/1.1 "
+PROBE_SECONDS = (0.02, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # between its bytes, while a half-closed connection waits for its response
+UNREAD_SECONDS = 60.0  # in which a client takes no byte of what is buffered for it
 log = logging.getLogger("pyspec.serve")
 
 
-class _HeadWithBody:
-    """A transport for one response: its head waits for the first piece of its body, until the event loop's next turn at most. Apart they would be two
-    packets, two wakes of the client, and a turn of the thread of the steps between them, which takes Python's lock when the first one is sent."""
+class ResponseWriter:
+    """A transport that sends the head of a response with the first part of its body, at the latest in the event loop's next iteration: two packets
+    would wake the client twice, and let the engine's thread take Python's lock between them."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
-        self._head = b""
-        self._begun = False
-        self._probed = 0  # bytes of BEGINNING that are out
-        self.is_closing = transport.is_closing
+        self._head, self._begun, self._probed = b"", False, 0
 
-    def probe(self) -> bool:
-        """Sends the next byte of BEGINNING, which a client that is gone refuses: the one after that fails. False where the answer has begun."""
-        if self._begun or self._probed == len(BEGINNING) or self._transport.is_closing():
-            return False
-        self._probed += 1
-        self._transport.write(BEGINNING[self._probed - 1 : self._probed])
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def probe(self) -> None:
+        """Sends one byte of the coming status line: the write after it fails if the client is gone."""
+        if not self._begun and self._probed < len(STATUS_BEGINNING) and not self._transport.is_closing():
+            self._transport.write(STATUS_BEGINNING[self._probed : self._probed + 1])
+            self._probed += 1
 
     def write(self, data: bytes) -> None:
-        if self._probed and not self._begun:
-            if data.startswith(b"HTTP/1.1 100 "):
-                return
-            data = data[self._probed :]
-        if self._transport.is_closing():  # whoever asked has gone: asyncio's transport takes what is written then, uvloop's raises
+        if self._transport.is_closing():  # uvloop's transport raises then, asyncio's does not
             self._head = b""
         elif self._begun:
             data, self._head = self._head + data, b""
             self._transport.write(data)
-        elif data.startswith(b"HTTP/1.1 100 "):  # the client waits for it
+        elif not data.startswith(b"HTTP/1.1 100 "):
+            self._head, self._begun = data[self._probed :], True
+            self._loop.call_soon(self.flush)
+        elif not self._probed:
             self._transport.write(data)
-        else:
-            self._head, self._begun = data, True
-            self._loop.call_soon(self._flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if self._head:
             self.write(b"")
 
+    def next_response(self) -> None:
+        self.flush()
+        self._begun, self._probed = False, 0
+
     def close(self) -> None:
-        self._flush()
+        self.flush()
         self._transport.close()
 
 
-class JsonProtocol(HttpToolsProtocol):
-    """What is no HTTP is told so in JSON; so is whoever takes too long for a head, or never comes to its end: neither the parser nor uvicorn has limits."""
+class Connection(asyncio.Protocol):
+    """One connection; ``protocol``: uvicorn's class. Errors below the application are JSON too."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._idle_bytes, self._moved = 0, False
-        self._late: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
+    protocol: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self, config: uvicorn.Config, server_state: Any, app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self._loop, self._connections = _loop or asyncio.get_running_loop(), server_state.connections
+        self._inner = self.protocol(config=config, server_state=server_state, app_state={**app_state, "connection": self}, _loop=_loop)
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._url, self._authorities = b"", deque[str | None]()
+        self._idle_bytes, self._progress = 0, False
+        self._open_requests, self._whole, self._half_closed = 0, False, False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether some of an answer is still to be made, or to be taken by its reader."""
-        return (self.cycle is not None and not self.cycle.response_complete) or self.transport.get_write_buffer_size() > 0
+        """Whether a response is not complete, or not yet taken by its client."""
+        return self._open_requests > 0 or self.transport.get_write_buffer_size() > 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    # -- of asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self._writer = ResponseWriter(self.transport, self._loop)
+        self._connections.add(self)
+        self._inner.connection_made(self._writer)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_there()
-        self._is_read()
-        super().connection_lost(exc)
+        self._connections.discard(self)
+        for timer in (self._head_timer, self._unread_timer, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
+        self._inner.connection_lost(exc)
 
-    def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client writes no more, and may still read: a whole request is answered until something says that the client is gone. TLS has no such half."""
-        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body or self.transport.get_extra_info("sslcontext"):
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._progress = False
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # served as an ordinary request
+            pass
+        except httptools.HttpParserError:
+            self._refuse(ApiError(400, "this is no HTTP request that could be read"))
+            return
+        self._inner.data_received(data)
+        self._idle_bytes = 0 if self._progress else self._idle_bytes + len(data)
+        if self._idle_bytes > MAX_HEAD_BYTES:
+            self._refuse(
+                ApiError(431, f"the head of this request is longer than the {MAX_HEAD_BYTES} bytes that this server takes; send less")
+            )
+        elif not self._open_requests and not self.transport.is_closing():
+            self._await_head()
+
+    def eof_received(self) -> bool | None:
+        """A client that writes no more may still read: whole requests get their responses. TLS has no half-closed connections."""
+        if not self._open_requests or not self._whole or self.transport.get_extra_info("sslcontext"):
             return None
-        self.cycle.keep_alive = False
-        self._probe(GAPS)
+        self._half_closed = True
+        self._probe(PROBE_SECONDS)
         return True
 
-    def _probe(self, gaps: tuple[float, ...]) -> None:
-        if self.pipeline:  # the answers before have not ended, and would fail
-            self.loop.call_later(GAPS[-1], self._probe, gaps)
-        elif isinstance(self.cycle.transport, _HeadWithBody) and self.cycle.transport.probe() and gaps:
-            self.loop.call_later(gaps[0], self._probe, gaps[1:])
-
     def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._unread is None:
+        self._inner.pause_writing()
+        if self._unread_timer is None:
             self._await_reader()
 
     def resume_writing(self) -> None:
-        self._is_read()
-        super().resume_writing()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+        self._inner.resume_writing()
 
-    def _await_reader(self) -> None:
-        self._unread = self.loop.call_later(UNREAD_SECONDS, self._look_at_reader, _unread(self.transport))
+    # -- of the parser
 
-    def _look_at_reader(self, before: int) -> None:
-        if _unread(self.transport) < before:
-            self._await_reader()
-            return
-        log.warning("a connection was cut off: its client has read nothing of an answer for %g s", UNREAD_SECONDS)
-        self.transport.abort()
+    def on_message_begin(self) -> None:
+        self._url = b""
 
-    def _is_read(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
-
-    def data_received(self, data: bytes) -> None:
-        self._moved = False
-        super().data_received(data)
-        self._idle_bytes = 0 if self._moved else self._idle_bytes + len(data)
-        if self.transport.is_closing():
-            return
-        if self._idle_bytes > MOST_HEAD:
-            self._refuse(ApiError(431, f"the head of this request is longer than the {MOST_HEAD} bytes that this server takes; send less"))
-        elif self.cycle is None or self.cycle.response_complete:
-            self._await_head()
+    def on_url(self, url: bytes) -> None:
+        self._url += url
 
     def on_headers_complete(self) -> None:
-        self._head_is_there()
-        self._moved = True
-        before = self.cycle
-        if not self.url.startswith(b"/"):  # a whole URL, whose host counts instead of the header's
-            self.scope["authority"] = self.url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0].decode("latin-1")  # type: ignore[typeddict-unknown-key]
-        super().on_headers_complete()
-        if self.cycle is not before:
-            self.cycle.transport = _HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        httptools.parse_url(self._url).path.decode("ascii")  # raises what it raises in uvicorn
+        whole_url = not self._url.startswith(b"/")  # its host counts instead of the header's
+        authority = self._url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0].decode("latin-1") if whole_url else None
+        self._authorities.append(authority)
+        self._open_requests += 1
+        self._progress, self._whole = True, False
 
     def on_body(self, body: bytes) -> None:
-        self._moved = True
-        super().on_body(body)
+        self._progress = True
 
     def on_message_complete(self) -> None:
-        self._moved = True
-        super().on_message_complete()
+        self._progress = self._whole = True
+
+    # -- of the application
+
+    async def respond(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs ``app`` for the next request, and follows its response."""
+        if (authority := self._authorities.popleft()) is not None:
+            scope["authority"] = authority
+        complete = False
+
+        async def follow(message: Message) -> None:
+            nonlocal complete
+            if self._half_closed and self._open_requests == 1 and message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+            if not complete and message["type"] == "http.response.body" and not message.get("more_body", False):
+                complete = True
+                self._response_complete()
+
+        try:
+            await app(scope, receive, follow)
+        finally:
+            if not complete:
+                self._open_requests -= 1
+
+    def _response_complete(self) -> None:
+        self._open_requests -= 1
+        self._writer.next_response()
+        if self._half_closed and self._open_requests:
+            self._probe(PROBE_SECONDS)
+        elif self._half_closed:
+            self._writer.close()
+
+    # -- limits
+
+    def _probe(self, seconds: tuple[float, ...]) -> None:
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        self._writer.probe()
+        self._probe_timer = self._loop.call_later(seconds[0], self._probe, seconds[1:]) if seconds else None
 
     def _await_head(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEAD_SECONDS, self._too_late)
+        if self._head_timer is None:
+            self._head_timer = self._loop.call_later(HEAD_SECONDS, self._head_too_late)
 
-    def _head_is_there(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _too_late(self) -> None:
-        self._late = None
+    def _head_too_late(self) -> None:
+        self._head_timer = None
         if self._idle_bytes:
             self._refuse(ApiError(408, f"the head of this request did not come within {HEAD_SECONDS:g} s; send it again"))
         else:
             self.transport.close()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is no HTTP request that could be read"))
+    def _await_reader(self) -> None:
+        self._unread_timer = self._loop.call_later(UNREAD_SECONDS, self._check_reader, _unread(self.transport))
+
+    def _check_reader(self, before: int) -> None:
+        if _unread(self.transport) < before:
+            self._await_reader()
+            return
+        log.warning("a connection was cut off: its client has read nothing of a response for %g s", UNREAD_SECONDS)
+        self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
         body = encode(error.openai())
@@ -182,8 +244,21 @@ class JsonProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
+def guard(config: uvicorn.Config) -> uvicorn.Config:
+    """Puts ``Connection`` in front of the protocol of ``config``, and around its application."""
+    config.load()
+    app = config.loaded_app
+
+    async def followed(scope: Scope, receive: Receive, send: Send) -> None:
+        await scope["state"]["connection"].respond(app, scope, receive, send)
+
+    config.loaded_app = followed
+    config.http_protocol_class = type("GuardedProtocol", (Connection,), {"protocol": config.http_protocol_class})
+    return config
+
+
 def _unread(transport: asyncio.Transport) -> int:
-    """Bytes that the other end has not taken: the transport's, and, where the system tells them, those of the socket, which may be megabytes."""
+    """Bytes that the client has not taken: of the transport's buffer and, where the system tells it, of the socket's, which may be megabytes."""
     waiting = array("i", [0])
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import fcntl
@@ -194,25 +269,25 @@ def _unread(transport: asyncio.Transport) -> int:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, whose signals are handled elsewhere."""
+    """uvicorn's server; signals are handled in ``start``."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def read_out(self, seconds: float) -> int:
-        """Waits until every answer has been taken, so long at most; connections of those who have not are cut off, and counted. uvicorn would wait five
-        seconds more for a reader that does not read, after whatever time it was given."""
+        """Waits until all responses are taken, ``seconds`` at most, then aborts the connections that are left, and returns their number. uvicorn would
+        wait five more seconds for a client that does not read."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        while (left := self._busy()) and loop.time() < until and not self.force_exit:  # noqa: ASYNC110 - bytes leave a transport's buffer without an event
+        while (left := self._busy()) and loop.time() < until and not self.force_exit:  # noqa: ASYNC110 - transports have no event for an empty buffer
             await asyncio.sleep(0.02)
         for connection in left:
             connection.transport.abort()
         return len(left)
 
-    def _busy(self) -> list[JsonProtocol]:
-        return [c for c in self.server_state.connections if isinstance(c, JsonProtocol) and c.busy]
+    def _busy(self) -> list[Connection]:
+        return [c for c in self.server_state.connections if isinstance(c, Connection) and c.busy]
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -19,7 +19,7 @@ from ..speculation.synthetic import SyntheticAcceptance
 from .access import Keys
 
 log = logging.getLogger("pyspec.serve")
-LIBRARIES = ("uvicorn", "httptools", "msgspec")
+LIBRARIES = ("uvicorn", "httptools", "msgspec", "starlette")
 SWITCH_SECONDS = 0.0005  # how long the event loop may keep the interpreter from the thread of the steps
 TOLD_SECONDS = 0.9  # that readers have for the error that ends what was cut off
 STEP_SECONDS = 1.0  # that a step may take which is under way when all readers have gone
@@ -198,7 +198,7 @@ async def _serve(
     from .jobs import Queue, QueueLimits
     from .metrics import Metrics
     from .pool import Pool
-    from .protocol import JsonProtocol, Server
+    from .protocol import Server, guard
     from .reading import Context
     from .served import Served
 
@@ -254,10 +254,10 @@ async def _serve(
         queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken, synthetic, settings.share_prefixes)
         app = App(Context(served, queue, pool), metrics, keys, origins, hosts, settings.most_body)
         config = uvicorn.Config(
-            app, http=JsonProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
+            app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
             loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, proxy_headers=False, ssl_certfile=settings.certificate, ssl_keyfile=settings.certificate_key,
         )  # fmt: skip
-        server = Server(config)
+        server = Server(guard(config))
         heap.prepare()
         ending: list[asyncio.Task[None]] = []
 

@@ -8,7 +8,6 @@ import socket
 
 import pytest
 import uvicorn
-from uvicorn.server import ServerState
 
 from pyggml_spec.server import http, protocol
 from pyggml_spec.server.errors import ApiError
@@ -32,10 +31,9 @@ async def app(scope, receive, send):
 
 def connections(app):
     """Makes the protocol of each connection."""
-    config = uvicorn.Config(app, http=protocol.JsonProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1)
-    config.load()
-    state = ServerState()
-    return lambda: protocol.JsonProtocol(config=config, server_state=state, app_state={})
+    config = protocol.guard(uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None, timeout_keep_alive=1))
+    state = uvicorn.Server(config).server_state
+    return lambda: config.http_protocol_class(config=config, server_state=state, app_state={})
 
 
 @contextlib.asynccontextmanager
@@ -120,7 +118,7 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
         return got
 
     assert asyncio.run(read(0.01)) > size and not caplog.text
-    assert asyncio.run(read(0.6)) < size and "read nothing of an answer" in caplog.text and len(sent) == 2
+    assert asyncio.run(read(0.6)) < size and "read nothing of a response" in caplog.text and len(sent) == 2
 
 
 def test_a_body_that_drips_ends(monkeypatch):
@@ -226,7 +224,7 @@ def test_a_head_leaves_with_the_first_piece_of_its_body():
 
     async def test():
         transport = Wrote()
-        head = protocol._HeadWithBody(transport, asyncio.get_running_loop())
+        head = protocol.ResponseWriter(transport, asyncio.get_running_loop())
         head.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         head.write(b"HTTP/1.1 200 OK\r\n\r\n")
         assert transport.pieces == [b"HTTP/1.1 100 Continue\r\n\r\n"]
@@ -236,7 +234,7 @@ def test_a_head_leaves_with_the_first_piece_of_its_body():
         assert transport.pieces[1:] == [b"HTTP/1.1 200 OK\r\n\r\nfirst", b"second"]
         for ends in (False, True):  # nothing comes behind it: it leaves with the loop's next turn, or with the end
             transport = Wrote()
-            head = protocol._HeadWithBody(transport, asyncio.get_running_loop())
+            head = protocol.ResponseWriter(transport, asyncio.get_running_loop())
             head.write(b"HTTP/1.1 204 No Content\r\n\r\n")
             if ends:
                 head.close()
@@ -247,7 +245,7 @@ def test_a_head_leaves_with_the_first_piece_of_its_body():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
         for then in ("the loop's next turn", "a body", "the end"):  # the client goes away between the head and its body
             transport = Wrote()
-            head = protocol._HeadWithBody(transport, asyncio.get_running_loop())
+            head = protocol.ResponseWriter(transport, asyncio.get_running_loop())
             head.write(b"HTTP/1.1 200 OK\r\n\r\n")
             transport.close()
             if then == "a body":

@@ -22,9 +22,9 @@ from server.running import Running
 from workers import Worker, need_library
 
 from pyggml_spec.cli.main import main
+from pyggml_spec.server import protocol
 from pyggml_spec.server.access import Keys
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.protocol import JsonProtocol, Server
 
 
 def test_without_the_extra_one_sentence_names_the_command(tmp_path):
@@ -196,7 +196,7 @@ def test_what_does_not_end_in_time_is_told_so(options, second):
 HANGS = """
 import time
 from pyggml_spec.engine.scheduler import Scheduler
-from pyggml_spec.serve import start
+from pyggml_spec.server import start
 step, start.STEP_SECONDS = Scheduler.step, 0.2
 Scheduler.step = lambda self, *given: step(self, *given) if self.stats.steps < 3 else time.sleep(600)
 """
@@ -299,7 +299,7 @@ def test_a_server_whose_lines_nobody_reads_any_more_ends():
 def test_readers_have_the_rest_of_the_time(monkeypatch):
     """Who reads slowly has until the end of `--drain`, or 0.9 s if that is over; then the connection is cut off."""
 
-    class Connection(JsonProtocol):
+    class Connection(protocol.Connection):
         def __init__(self, looks):
             self.looks, self.transport = looks, types.SimpleNamespace(abort=lambda: cut.append(self))
 
@@ -311,7 +311,7 @@ def test_readers_have_the_rest_of_the_time(monkeypatch):
     cut, slept = [], []
 
     async def main(looks, seconds):
-        server = Server(uvicorn.Config(None, log_config=None))
+        server = protocol.Server(uvicorn.Config(None, log_config=None))
         server.server_state.connections = {Connection(n) for n in looks}
         loop, now = asyncio.get_running_loop(), [0.0]
         monkeypatch.setattr(loop, "time", lambda: now[0], raising=False)
