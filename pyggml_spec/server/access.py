@@ -1,4 +1,4 @@
-"""Who may ask: API keys, names of this server, and pages of other sites."""
+"""Access: API keys, names of this server, and pages of other sites."""
 
 import codecs
 import hmac
@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
 from ..errors import PyspecError
 from .errors import ApiError
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
-LONGEST_NAME = 300  # characters; DNS has 253
-READS = ("GET", "HEAD", "OPTIONS")  # methods that neither compute nor change anything
+_LOCAL_ORIGIN = r"[a-z][a-z0-9+.-]*://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?"
+MAX_NAME = 300  # characters; DNS has 253
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they neither compute nor change anything
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[\w.~-]+)?\]|[^\s\[\]:/@?#\\%]+)(?::\d{1,5})?")
 _AROUND = " \t\r\n\ufeff"
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
@@ -27,7 +30,7 @@ class Keys:
     """The API keys: given ones, and those of a file, one per line, which ``read`` takes anew."""
 
     def __init__(self, given: Sequence[str] = (), file: str | None = None) -> None:
-        """Raises PyspecError: one is empty, as of a variable that is not set, or see ``read``: that would serve everybody."""
+        """Raises PyspecError: one is empty, as of a variable that is not set, which would serve without keys; or as ``read``."""
         parts = [[key.strip(_AROUND) for key in text.split(",") if key.strip(_AROUND)] for text in given]
         if not all(parts):
             raise PyspecError("`api_key` is empty, as a variable that is not set; give a key, or leave the option out to serve without one")
@@ -51,8 +54,7 @@ class Keys:
         self._keys = {key: f"key-{blake2s(key, digest_size=16).hexdigest()}" for key in keys}
 
     def check(self, headers: Mapping[str, str]) -> str:
-        """The name of the key that a request came with: of the key alone, so that it stays the same when the file is read anew. "" where no keys
-        are asked for.
+        """The name of a request's key, which stays the same when the file is read anew; "" where there are no keys.
 
         Raises:
             ApiError: none, or a wrong one.
@@ -61,7 +63,7 @@ class Keys:
             return ""
         text = headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2]
         sent, found = text.encode("latin-1", "replace").strip(b" \t"), ""
-        for key, name in self._keys.items():  # all of them, so that the time tells nothing
+        for key, name in self._keys.items():  # all of them: the time must not depend on the key
             if hmac.compare_digest(key, sent) | hmac.compare_digest(_latin(key), sent):
                 found = name
         if not found:
@@ -92,11 +94,11 @@ def _latin(key: bytes) -> bytes:
 
 
 class Hosts:
-    """The names by which the server may be asked: this machine's own, the addresses it listens at, and others that it was told. A page of another site
-    that leads its own name here (DNS rebinding) would read everything otherwise."""
+    """Names that requests may have in ``Host``: this machine's, the addresses it listens at, and configured ones. Without this a page of another site
+    could read everything by DNS rebinding."""
 
     def __init__(self, text: str = "", bound: Sequence[str] = ()) -> None:
-        """``text``: names with commas between them, "*.example.com" for all below one, "*" for any; ``bound``: names and addresses that are listened at.
+        """``text``: names with commas between them, "*.example.com" for all below one, "*" for any; ``bound``: what the server listens at.
 
         Raises:
             PyspecError: one of them is no name.
@@ -108,13 +110,15 @@ class Hosts:
         if wrong := [name for name in names if "*" in name or (host_of(name) is None and not _is_address(name))]:
             raise PyspecError(f"`allowed_hosts` has {wrong[0]!r}, which is no name of a host; give names without http:// and paths, or *")
         here = {plain_host(name) for name in bound}
-        self._addresses = any(_is_address(name) and ipaddress.ip_address(name).is_unspecified for name in here)  # any may lead here then
+        self._addresses = any(
+            _is_address(name) and ipaddress.ip_address(name).is_unspecified for name in here
+        )  # any address may be this machine's
         self._names = {"localhost", *here, *(host_of(name) or plain_host(name) for name in told)}
         if self._addresses:
             self._names.add(plain_host(socket.gethostname()))
 
-    def check(self, scope: Mapping[str, Any]) -> None:
-        """Raises ApiError: a request came for another host, or for none that could be read. What comes through a unix socket is no browser's."""
+    def check(self, scope: Scope) -> None:
+        """Raises ApiError: the request is for another host, or for none that can be read. Browsers do not use unix sockets."""
         if self._any or (scope.get("server") or ("", 0))[1] is None:
             return
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
@@ -123,7 +127,7 @@ class Hosts:
         if (target := scope.get("authority")) is not None:
             given.append(target)
         for text in given:
-            name = host_of(text) if len(text) < LONGEST_NAME else None
+            name = host_of(text) if len(text) < MAX_NAME else None
             if name is None:
                 raise ApiError(400, f"the Host {text[:100]!r} is no name or address of a host")
             if not self._allows(name):
@@ -165,55 +169,39 @@ def _is_address(name: str) -> bool:
 
 
 class Origins:
-    """Which pages' scripts may ask: all ("*"), those of this machine ("localhost"), or a list of origins."""
+    """Pages whose scripts may send requests: all ("*"), those of this machine ("localhost"), or a list of origins."""
 
-    def __init__(self, text: str = "localhost", credentials: bool = True) -> None:
-        self._allowed, self._credentials = [part.strip().rstrip("/") for part in text.split(",") if part.strip()], credentials
+    def __init__(self, text: str = "localhost") -> None:
+        parts = [part.strip().rstrip("/") for part in text.split(",") if part.strip()]
+        self._pattern = "|".join({"*": ".*", "localhost": _LOCAL_ORIGIN}.get(part, re.escape(part)) for part in parts) or "(?!)"
+        self._allowed = re.compile(self._pattern)
 
-    def check(self, scope: Mapping[str, Any]) -> None:
-        """Raises ApiError: a page of another site, which need not be able to read the answer, asks for what computes or changes something."""
-        if (
-            scope["method"] in READS
-            or "*" in self._allowed
-            or not any(name in (b"origin", b"sec-fetch-site") for name, _ in scope["headers"])
-        ):
+    def cors(self) -> dict[str, Any]:
+        """Options of Starlette's CORSMiddleware."""
+        return {
+            "allow_origin_regex": self._pattern,
+            "allow_credentials": True,
+            "allow_methods": ("GET", "POST", "DELETE", "OPTIONS"),
+            "allow_headers": ("*",),
+        }
+
+    def check(self, scope: Scope) -> None:
+        """Raises ApiError: a page of another site, which need not be able to read the response, requests what computes or changes something."""
+        headers = Headers(scope=scope)
+        origins, site = headers.getlist("origin"), headers.get("sec-fetch-site", "")
+        if scope["method"] in SAFE_METHODS or site == "same-origin":
             return
-        sent = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"host", b"sec-fetch-site")}
-        origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
-        site = sent.get(b"sec-fetch-site", "")
-        if site == "same-origin":
-            return
-        foreign = [o for o in origins if not self._allows(o) and not _is_at(o, sent.get(b"host", ""))]
-        if foreign or (site in ("cross-site", "same-site") and not origins):
+        foreign = [o for o in origins if not self._allowed.fullmatch(o) and not _is_at(o, headers.get("host", ""))]
+        if foreign or (site in ("cross-site", "same-site") and not origins and not self._allowed.fullmatch("*")):
             told = foreign[0][:100] if foreign else "another site"
             raise ApiError(
                 403,
                 f"pages of {told} may not ask this server; start it by pyspec serve --cors-origins {told if foreign else '*'} if they should",
             )
 
-    def headers(self, origin: str | None) -> list[tuple[str, str]]:
-        if origin is None or not self._allows(origin):
-            return []
-        out = [("access-control-allow-origin", origin), ("vary", "Origin")]
-        return [*out, ("access-control-allow-credentials", "true")] if self._credentials else out
-
-    def preflight(self, origin: str | None) -> dict[str, str]:
-        """What an OPTIONS request is told."""
-        told = {
-            "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
-            "access-control-allow-headers": "*",
-            "access-control-max-age": "600",
-        }
-        return told if self.headers(origin) else {}
-
-    def _allows(self, origin: str) -> bool:
-        if "*" in self._allowed or origin in self._allowed:
-            return True
-        return "localhost" in self._allowed and (_authority(origin)[0] in LOCAL)
-
 
 def _is_at(origin: str, host: str) -> bool:
-    """Whether a page of ``origin`` came from this ``host``, which the server answers as."""
+    """Whether a page of ``origin`` came from ``host``, this server."""
     return _authority(origin) == _authority(f"//{host}") != ("", None)
 
 

@@ -13,7 +13,7 @@ from . import fields
 from .answer import Answer
 from .conversation import read_chat
 from .errors import ApiError, api_error, spoken
-from .http import PING, Request, Response, event, json_response, stream_response
+from .http import PING, Request, Response, event, event_stream, json_response
 from .reading import Context, Reader
 
 PASSED = {
@@ -29,16 +29,16 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*?cch=[0-9a-f]+;\s*")
 
 
 async def messages(context: Context, request: Request) -> Response:
-    body, words = to_openai(request.json())
+    body, words = to_openai(request.json_object())
     known = ("effort", "format")
-    request.unknown += [f"output_config.{name}" for name in fields.mapping(request.json(), "output_config") if name not in known]
+    request.unknown += [f"output_config.{name}" for name in fields.mapping(request.json_object(), "output_config") if name not in known]
     with spoken(words):
         plan = await context.prepared(request, read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     identifier = "msg_cmpl_" + secrets.token_hex(12)
     if fields.flag(body, "stream"):
         await reader.begin()
-        return stream_response(_events(context, reader, identifier))
+        return event_stream(_events(context, reader, identifier))
     (answer,) = await reader.whole()
     content = _content(answer)
     head = _head(context, answer, identifier)
@@ -48,7 +48,7 @@ async def messages(context: Context, request: Request) -> Response:
 
 
 async def count_tokens(context: Context, request: Request) -> Response:
-    body, words = to_openai(request.json())
+    body, words = to_openai(request.json_object())
     with spoken(words):
         plan = await context.in_pool(request, read_chat, context.served, body, request.key)
     return json_response({"input_tokens": len(plan.prompt.ids)})

@@ -1,208 +1,218 @@
-"""The application that an ASGI server runs: which path is whose, and what every request has in common."""
+"""The ASGI application: routes, and what all requests have in common.
+
+    Accounting > Checked(hosts) > CORSMiddleware > Checked(origins, keys) > Router > Endpoint > handler
+
+Requests are refused by their heads, before a body is read. Bodies are read by ``Endpoint``, not by Starlette: it has no time limits, no limit on all
+bodies together, and does not count values.
+"""
 
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from . import anthropic, infill, live, names, native, openai, responses
 from .access import Hosts, Keys, Origins
 from .errors import ApiError, api_error
 from .heap import Heap
-from .http import (
-    MOST_VALUES,
-    Bodies,
-    Receive,
-    Request,
-    Response,
-    Scope,
-    Send,
-    json_response,
-    read_body,
-    send_refusal,
-    send_response,
-    unless_gone,
-)
+from .http import MAX_VALUES, BodyLimits, Refusal, Request, read_body, unless_disconnected
 from .metrics import Metrics
-from .page import page
+from .page import PATHS, page
 from .reading import Context
 
 log = logging.getLogger("pyspec.serve")
 
 Handler = Callable[[Context, Request], Awaitable[Response]]
+Handlers = dict[str, Handler]  # by method
 
 
-def _both(path: str, handler: Handler) -> dict[str, Handler]:
-    return {path: handler, f"/v1{path}": handler}
+async def metrics_page(context: Context, request: Request) -> Response:
+    if not context.served.options.metrics:
+        raise ApiError(501, "this server was started without metrics")
+    metrics: Metrics = request.app.state.metrics
+    headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8", "process-start-time-unix": str(int(metrics.started))}
+    return Response(metrics.text(context.queue).encode(), headers=headers)
 
 
-GET: dict[str, Handler] = {
-    **_both("/models", openai.models),
-    **_both("/health", native.health),
-    "/ready": native.ready,
-    "/props": native.props,
-    "/slots": native.slots,
-    "/lora-adapters": native.lora_adapters,
-    "/pyspec/live": live.live,
-    "/v1/stream": native.read_stream,
-}
-POST: dict[str, Handler] = {
-    **_both("/chat/completions", openai.chat),
-    "/v1/completions": openai.completions,
+GENERATE: dict[str, Handler] = {  # whose fields are checked by name
+    "/v1/chat/completions": openai.chat,
+    "/chat/completions": openai.chat,
     "/completion": native.completion,
     "/completions": native.completion,
+    "/v1/completions": openai.completions,
     "/infill": infill.infill,
-    **_both("/responses", responses.create),
-    **_both("/responses/input_tokens", responses.input_tokens),
-    **_both("/messages", anthropic.messages),
-    **_both("/messages/count_tokens", anthropic.count_tokens),
-    **_both("/chat/completions/input_tokens", openai.input_tokens),
-    "/tokenize": native.tokenize,
-    "/detokenize": native.detokenize,
-    "/apply-template": native.apply_template,
-    "/lora-adapters": native.lora_adapters,
-    "/v1/streams/lookup": native.look_up_streams,
+    "/v1/messages": anthropic.messages,
+    "/messages": anthropic.messages,
+    "/v1/responses": responses.create,
+    "/responses": responses.create,
 }
-DELETE: dict[str, Handler] = {"/v1/stream": native.end_stream}
-NAMED = [
-    path for path in POST if path.endswith(("completion", "completions", "/responses", "/messages", "/infill"))
-]  # whose fields are looked at by name
-ELSEWHERE = {  # what llama.cpp's server and OpenAI have and this server has not
+WITH_V1: dict[str, Handlers] = {  # also at /v1
+    "/models": {"GET": openai.models},
+    "/models/{name:path}": {"GET": openai.model},
+    "/health": {"GET": native.health},
+    "/chat/completions/input_tokens": {"POST": openai.input_tokens},
+    "/messages/count_tokens": {"POST": anthropic.count_tokens},
+    "/responses/input_tokens": {"POST": responses.input_tokens},
+}
+ROUTES: dict[str, Handlers] = {
+    **{path: {"POST": handler} for path, handler in GENERATE.items()},
+    **WITH_V1,
+    **{f"/v1{path}": handlers for path, handlers in WITH_V1.items()},
+    "/ready": {"GET": native.ready},
+    "/props": {"GET": native.props},
+    "/slots": {"GET": native.slots},
+    "/lora-adapters": {"GET": native.lora_adapters, "POST": native.lora_adapters},
+    "/metrics": {"GET": metrics_page},
+    "/pyspec/live": {"GET": live.live},
+    "/tokenize": {"POST": native.tokenize},
+    "/detokenize": {"POST": native.detokenize},
+    "/apply-template": {"POST": native.apply_template},
+    "/v1/stream": {"GET": native.read_stream, "DELETE": native.end_stream},
+    "/v1/streams/lookup": {"POST": native.look_up_streams},
+}
+UNSUPPORTED = {  # what llama.cpp's server and OpenAI have
     **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), "embeddings"),
     **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "reranking"),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/audio/translations"), "audio"),
     **dict.fromkeys(("/v1/images/generations", "/v1/images/edits"), "images"),
     "/v1/moderations": "moderation",
 }
-OPEN = ("/health", "/v1/health", "/ready", "/", "/index.html", "/page.js", "/page.css", "/models", "/v1/models")  # without a key
-ANTHROPIC = ("/v1/messages", "/messages")
+PUBLIC = (*PATHS, "/health", "/v1/health", "/ready", "/models", "/v1/models")  # need no key
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
-async def _ready(response: Response) -> Response:
-    return response
+class Accounting:
+    """Counts responses, and adds the headers that all of them have."""
 
-
-class App:
-    """One per server. ``most_body``: bytes."""
-
-    def __init__(self, context: Context, metrics: Metrics, keys: Keys, origins: Origins, hosts: Hosts, most_body: int) -> None:
-        self.context, self.metrics, self.keys, self.origins, self.hosts, self.most_body = context, metrics, keys, origins, hosts, most_body
-        self.heap = Heap()
-        self.bodies = Bodies(most_body, values=max(MOST_VALUES, 2 * context.served.n_ctx))
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self.app, self.metrics, self.paths = app, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1003})
-            return
-        request = Request(scope)
-        identifier = request.headers.get("x-request-id", "")[:200] or f"req_{secrets.token_hex(12)}"
-        more = [("x-request-id", identifier), ("server", "pyspec"), *self.origins.headers(request.headers.get("origin"))]
-        if session := request.headers.get("x-session-id"):
-            more.append(("x-session-id", session[:200]))
+        given, path = Headers(scope=scope), scope["path"]
+        added = {"x-request-id": given.get("x-request-id", "")[:200] or f"req_{secrets.token_hex(12)}", "server": "pyspec"}
+        if session := given.get("x-session-id"):
+            added["x-session-id"] = session[:200]
 
+        async def account(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests[path if path in self.paths else "other", message["status"]] += 1
+                MutableHeaders(scope=message).update(added)
+            await send(message)
+
+        await self.app(scope, receive, account)
+
+
+class Checked:
+    """Refuses what ``check`` refuses."""
+
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
+        self.app, self.check = app, check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self.hosts.check(scope)
-            self.origins.check(scope)
-            handler = self._handler(request)
-        except ApiError as error:  # before the body, which nobody may have a right to send
-            self.metrics.requests[self._known(request.path), error.status] += 1
-            await send_refusal(request, receive, send, self._refusal(request, error), more)
-            return
-
-        async def answer() -> None:
-            response = await self._answer(request, handler)
-            if request.path in NAMED:
-                native.keep_stream(self.context, request, response)
-            if request.unknown:
-                more.append((names.HEADER, names.shown(request.unknown)))
-            self.metrics.requests[self._known(request.path), response.status] += 1
-            await send_response(send, response, more)
-
-        try:
-            try:
-                if request.method == "POST":
-                    request.read.append(lambda: self.bodies.give_back(request))
-                    request.body = await read_body(request, receive, self.bodies)
-            except ApiError as error:
-                request.forget()
-                self.metrics.requests[self._known(request.path), error.status] += 1
-                await send_refusal(request, receive, send, self._refusal(request, error), more, begun=True)
-                return
-            if not await unless_gone(receive, answer()):
-                self.context.queue.counts.disconnected += 1
-        except OSError:
-            self.context.queue.counts.disconnected += 1
-        finally:
-            request.forget()
-            for end in request.ended:
-                end()
-            if request.large:
-                self.heap.shrink()
-
-    def _known(self, path: str) -> str:
-        return path if path in GET or path in POST or path in ELSEWHERE or path in ("/", "/metrics") else "other"
-
-    async def _answer(self, request: Request, handler: Handler) -> Response:
-        try:
-            if request.path in NAMED and request.method == "POST":
-                request.unknown = names.check(request.path, request.json())
-            return await handler(self.context, request)
+            self.check(scope)
         except ApiError as error:
-            return self._refusal(request, error)
+            await Refusal(scope, error)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
+class Endpoint:
+    """Reads a body, runs the handler of a method, and sends its response, as long as the client is connected."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self._handlers = {**handlers, "HEAD": handlers["GET"]} if "GET" in handlers else handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["app"].state
+        context, limits = state.context, state.body_limits
+        request = Request(scope, receive, send)
+        request.on_parsed.append(lambda: limits.give_back(request))
+        try:
+            if request.method == "POST":
+                request.check_type()
+                request.data = await read_body(request, receive, limits)
+            if not await unless_disconnected(receive, self._respond(context, request, receive, send)):
+                context.queue.counts.disconnected += 1
+        except OSError:
+            context.queue.counts.disconnected += 1
+        finally:
+            request.end()
+            if request.large:
+                state.heap.shrink()
+
+    async def _respond(self, context: Context, request: Request, receive: Receive, send: Send) -> None:
+        generates = request.path in GENERATE
+        try:
+            if generates:
+                request.unknown = names.check(request.path, request.json_object())
+            response = await self._handlers[request.method](context, request)
+        except ApiError:
+            raise
         except Exception as error:
             told = api_error(error)
             if told.status >= 500:
                 log.exception("%s %s", request.method, request.path)
-            return self._refusal(request, told)
+            raise told from None
+        if generates:
+            native.keep_stream(context, request, response)
+            if request.unknown:
+                response.headers[names.HEADER] = names.shown(request.unknown)
+        await response(request.scope, receive, send)
 
-    def _refusal(self, request: Request, error: ApiError) -> Response:
-        spoken = error.anthropic() if request.path.startswith(ANTHROPIC) else error.openai()
-        return json_response(spoken, error.status, error.headers)
 
-    def _handler(self, request: Request) -> Handler:
-        """Who answers, by the head alone. Raises ApiError: nobody, or not this client."""
-        path, method = request.path, request.method
-        if method == "OPTIONS":
-            return self._preflight
-        if path not in OPEN or method not in ("GET", "HEAD"):
-            request.key = self.keys.check(request.headers)
-        if path in ELSEWHERE:
-            raise ApiError(501, f"{ELSEWHERE[path]} are not supported: this server generates text")
-        if method in ("GET", "HEAD"):
-            return self._getter(request)
-        if method == "POST" and path in POST:
-            request.check_kind()
-            return POST[path]
-        if method == "DELETE" and path in DELETE:
-            return DELETE[path]
-        raise self._no_route(request)
+def _unsupported(what: str) -> Callable[[StarletteRequest], Awaitable[Response]]:
+    async def refuse(request: StarletteRequest) -> Response:
+        raise ApiError(501, f"{what} are not supported: this server generates text")
 
-    def _getter(self, request: Request) -> Handler:
-        path = request.path
-        if path == "/metrics" and request.method == "GET":
-            return self._metrics
-        if path.startswith(("/v1/models/", "/models/")):
-            return openai.model
-        if path in GET:
-            return GET[path]
-        if self.context.served.options.page and (found := page(path)) is not None:
-            return lambda context, request: _ready(found)
-        raise self._no_route(request)
+    return refuse
 
-    async def _preflight(self, context: Context, request: Request) -> Response:
-        return Response(headers=self.origins.preflight(request.headers.get("origin")))
 
-    def _no_route(self, request: Request) -> ApiError:
-        tables: tuple[tuple[str, Mapping[str, Handler]], ...] = (("GET", GET), ("POST", POST), ("DELETE", DELETE))
-        allowed = [name for name, table in tables if request.path in table]
-        if allowed:
-            return ApiError(
-                405, f"{request.path} takes {' and '.join(allowed)}, not {request.method}", headers={"allow": ", ".join(allowed)}
-            )
-        return ApiError(404, f"there is nothing at {request.path[:200]}; docs/server.md lists what there is")
+async def _refused(request: StarletteRequest, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # of Starlette's router
+        if request.method == "OPTIONS":  # outside of CORS too, as llama-server
+            return Response()
+        path = request.scope["path"]
+        error = ApiError(404, f"there is nothing at {path[:200]}; docs/server.md lists what there is")
+        if "route" in request.scope:
+            allowed = [method for method in METHODS if method in request.scope["route"].methods]
+            sentence = f"{path} takes {' and '.join(allowed)}, not {request.method}"
+            error = ApiError(405, sentence, headers={"allow": ", ".join(allowed)})
+    assert isinstance(error, ApiError)
+    return Refusal(request.scope, error)
 
-    async def _metrics(self, context: Context, request: Request) -> Response:
-        if not self.context.served.options.metrics:
-            raise ApiError(501, "this server was started without metrics")
-        headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8", "process-start-time-unix": str(int(self.metrics.started))}
-        return Response(self.metrics.text(self.context.queue).encode(), headers=headers)
+
+def create_app(context: Context, metrics: Metrics, keys: Keys, origins: Origins, hosts: Hosts, max_body: int) -> Starlette:
+    """One per server. ``max_body``: bytes."""
+
+    def admit(scope: Scope) -> None:
+        origins.check(scope)
+        if scope["method"] != "OPTIONS" and (scope["path"] not in PUBLIC or scope["method"] not in ("GET", "HEAD")):
+            scope["api_key"] = keys.check(Headers(scope=scope))
+
+    table: dict[str, Handlers] = {**ROUTES, **{path: {"GET": page} for path in PATHS if context.served.options.page}}
+    routes = [Route(path, Endpoint(handlers), methods=list(handlers)) for path, handlers in table.items()]
+    routes += [Route(path, _unsupported(what), methods=METHODS) for path, what in UNSUPPORTED.items()]
+    app = Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(Accounting, metrics=metrics, paths=frozenset(route.path for route in routes)),
+            Middleware(Checked, check=hosts.check),
+            Middleware(CORSMiddleware, **origins.cors()),
+            Middleware(Checked, check=admit),
+        ],
+        exception_handlers={ApiError: _refused, HTTPException: _refused},
+    )
+    app.router.redirect_slashes = False
+    app.state.context, app.state.metrics, app.state.heap = context, metrics, Heap()
+    app.state.body_limits = BodyLimits(max_body, max_values=max(MAX_VALUES, 2 * context.served.n_ctx))
+    return app

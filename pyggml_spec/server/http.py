@@ -1,4 +1,4 @@
-"""Requests and responses over ASGI: bodies within limits, JSON, event streams, and clients that go away."""
+"""Requests and responses: bodies within limits, JSON, event streams, and clients that disconnect."""
 
 import asyncio
 import codecs
@@ -7,74 +7,67 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote_plus
 
 import msgspec
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError
 from .heap import LARGE
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 encode = msgspec.json.Encoder().encode
 PING = b":\n\n"  # a comment, which keeps connections of silent streams open
 DONE = b"data: [DONE]\n\n"
-BODY_SECONDS = 30.0  # of a body; one more for each BODY_RATE bytes that have come
+BODY_SECONDS = 30.0  # for a body; one more for each BODY_RATE bytes that have come
 BODY_RATE = 16 << 10
-LONGEST_BODY_SECONDS = 300.0
-SMALL_BODY = 64 << 10  # bytes of a body that is neither counted nor looked into before it is decoded
-MOST_VALUES, MOST_CONTAINERS, MOST_ESCAPES = (
-    1 << 18,
-    1 << 15,
-    1 << 20,
-)  # of one body: each takes 10 to 30 ms to decode, which nothing interrupts
-LONGEST_FIELD, LONGEST_SCHEMA = 128 << 10, 1 << 20  # bytes of JSON
-LINGER_SECONDS = 2.0  # in which the body of a refused request is thrown away, so that its client reads the answer and no reset
-YIELD_SECONDS = 0.002  # of encoding, after which other tasks have a turn
-SOON = 0.001  # seconds of an answer's work before anybody looks whether its client is still there
+MAX_BODY_SECONDS = 300.0
+SMALL_BODY = 64 << 10  # bytes of a body that is neither counted nor scanned before it is decoded
+MAX_VALUES, MAX_CONTAINERS, MAX_ESCAPES = 1 << 18, 1 << 15, 1 << 20  # of one body: each takes 10 to 30 ms to decode, without interruption
+MAX_FIELD, MAX_SCHEMA = 128 << 10, 1 << 20  # bytes of JSON
+LINGER_SECONDS = 2.0  # in which the body of a refused request is discarded, so that its client reads the response and no reset
+YIELD_SECONDS = 0.002  # of encoding, after which other tasks run
+WATCH_AFTER = 0.001  # seconds of work before disconnection is watched
 PROMPTS = ("prompt", "messages", "input", "instructions", "system", "content", "tokens", "input_prefix", "input_suffix", "input_extra")
-"""Fields that may be as long as a body. Nothing reads them once the prompts are tokens."""
+"""Fields that may be as long as a body, and are freed once their tokens are known."""
 _SCHEMAS = ("tools", "grammar", "regex", "lark", "json_schema", "response_format", "text", "output_config", "output_format")
 INLINE_VALUES = 4096
 JSON_TYPE = "application/json; charset=utf-8"
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+ANTHROPIC = ("/v1/messages", "/messages")
 
 
-class Request:
+class Request(StarletteRequest):
     """One request.
 
     Attributes:
-        headers: by lower-case name; of several alike the last one counts.
-        key: which API key it came with, "" without one.
-        unknown: names of fields that mean nothing here.
-        client: the address that it came from, with the port.
-        has_body: whether a body follows the head; ``length``: its bytes where the head tells them.
+        key: name of the API key that it came with, "" without one.
+        data: its body, until ``forget``.
+        unknown: names of fields without a meaning here.
+        peer: address and port of the client.
+        has_body: whether a body follows the head; ``length``: its bytes where the head has them.
+        large: whether it, or its response, takes much memory.
+        on_parsed, on_end: called when its prompts are tokens; when its response is complete or abandoned.
     """
 
-    def __init__(self, scope: Scope) -> None:
-        self.method: str = scope["method"]
+    def __init__(self, scope: Scope, receive: Receive | None = None, send: Send | None = None) -> None:
+        super().__init__(scope, receive, send) if receive is not None and send is not None else super().__init__(scope)
         self.path: str = scope["path"]
-        self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        self.query = _query(scope.get("query_string", b""))
-        self.body = b""
-        self.key = ""
+        self.key: str = scope.get("api_key", "")
+        self.peer = ":".join(map(str, scope.get("client") or ()))
+        self.length = content_length(scope)
+        self.has_body = has_body(scope)
+        self.data = b""
         self.unknown: list[str] = []
-        self.client = ":".join(map(str, scope.get("client") or ()))
-        told = self.headers.get("content-length", "")
-        self.length = int(told) if told.isdecimal() and len(told) < 19 else None
-        self.has_body = self.length != 0 and (self.length is not None or "transfer-encoding" in self.headers)
-        self._json: dict[str, Any] | None = None
-        self.large = False  # it, or its answer, takes much memory
+        self.large = False
         self.counted = 0  # bytes of its body among those of all
-        self.read: list[Callable[[], None]] = []  # called when its prompts are tokens
-        self.ended: list[Callable[[], None]] = []  # called when the response is out, or nobody waits for it any more
+        self.on_parsed: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[], None]] = []
+        self._object: dict[str, Any] | None = None
 
-    def check_kind(self) -> None:
-        """Looks at the headers alone: a body without a type is taken for JSON, since scripts leave it out and no page of another site comes this far.
+    def check_type(self) -> None:
+        """Checks the headers alone. A body without a type is taken for JSON: scripts leave it out, and pages of other sites are refused before.
 
         Raises:
             ApiError: its body is said to be something else than JSON in UTF-8, or to be compressed.
@@ -84,69 +77,101 @@ class Request:
         coding = self.headers.get("content-encoding", "").strip().lower()
         if coding not in ("", "identity"):
             raise ApiError(
-                415,
-                f"the body is compressed ({coding[:60]}), which is not supported; send it as it is",
-                headers={"accept-encoding": "identity"},
-            )
-        kind, _, more = self.headers.get("content-type", "").lower().partition(";")
+                415, f"the body is compressed ({coding[:60]}), which is not supported; send it as it is", headers={"accept-encoding": "identity"}
+            )  # fmt: skip
+        kind, _, parameters = self.headers.get("content-type", "").lower().partition(";")
         kind = kind.strip()
         if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise ApiError(
                 415, f"the body is said to be {kind[:100]}; send JSON, with the header Content-Type: application/json, which curl takes with -H"
             )  # fmt: skip
-        charset = _charset(more)
+        charset = dict(part.strip().partition("=")[::2] for part in parameters.split(";")).get("charset", "").strip("\"' ")
         if charset not in ("", "utf-8", "utf8", "us-ascii"):
             raise ApiError(415, f"the body is said to be in {charset[:60]}; JSON is sent in UTF-8")
 
-    def json(self) -> dict[str, Any]:
-        """The body, an object; absent and null are the same everywhere, so that nulls are left out.
+    def json_object(self) -> dict[str, Any]:
+        """The body, without members that are null: absent and null have one meaning everywhere.
 
         Raises:
-            ApiError: it is none, or has a field that is too long.
+            ApiError: it is no object, or has a field that is too long.
         """
-        if self._json is not None:
-            return self._json
-        if len(self.body) > LONGEST_FIELD:
-            _check_lengths(self.body.removeprefix(codecs.BOM_UTF8))
+        if self._object is not None:
+            return self._object
+        text = self.data.removeprefix(codecs.BOM_UTF8)
+        if len(text) > MAX_FIELD:
+            _check_lengths(text)
         try:
-            text = self.body.removeprefix(codecs.BOM_UTF8)
             body = msgspec.json.decode(text) if text else {}
         except msgspec.ValidationError:  # of a body of any shape: this alone
             raise ApiError(400, "the body has a number that is out of the range of numbers here; send a smaller one") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON: {_why_no_json(self.body) or error}; send a JSON object") from None
+            raise ApiError(400, f"the body is no JSON: {_why_no_json(self.data) or error}; send a JSON object") from None
         if not isinstance(body, dict):
             raise ApiError(400, 'the body is no JSON object; send one, like {"prompt": "text"}')
-        self._json = {name: value for name, value in body.items() if value is not None}
-        return self._json
+        self._object = {name: value for name, value in body.items() if value is not None}
+        return self._object
 
     def forget(self, *bodies: MutableMapping[str, Any]) -> None:
-        """Frees what was read: the body, and the prompts in it, and in the ``bodies`` that were made of it."""
-        self.body = b""
-        for end in self.read:
-            end()
-        self.read.clear()
-        for body in (self._json or {}, *bodies):
+        """Frees the body, and the prompts in it and in ``bodies`` that were made of it."""
+        self.data = b""
+        for call in self.on_parsed:
+            call()
+        self.on_parsed.clear()
+        for body in (self._object or {}, *bodies):
             for name in PROMPTS:
                 body.pop(name, None)
+
+    def end(self) -> None:
+        """Calls ``on_end``."""
+        self.forget()
+        for call in self.on_end:
+            call()
+        self.on_end.clear()
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def content_length(scope: Scope) -> int | None:
+    told = _header(scope, b"content-length") or b""
+    return int(told) if told.isdigit() and len(told) < 19 else None
+
+
+def has_body(scope: Scope) -> bool:
+    length = content_length(scope)
+    return length != 0 and (length is not None or _header(scope, b"transfer-encoding") is not None)
 
 
 def _check_lengths(data: bytes) -> None:
     try:
         parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return  # whoever decodes all of it says what is wrong
+        return  # decoding all of it raises the error with its reason
     for name, part in parts.items():
-        most = LONGEST_SCHEMA if name in _SCHEMAS else LONGEST_FIELD
+        most = MAX_SCHEMA if name in _SCHEMAS else MAX_FIELD
         if name not in PROMPTS and (size := memoryview(part).nbytes) > most:
             raise ApiError(400, f"{name[:60]} has {size} bytes, and {most} are taken; send less", param=name[:60])
 
 
-class Bodies:
-    """What the bodies of a server may have. ``most``: bytes of one; ``together``: of all that are being read; ``values``: of JSON in one."""
+def _why_no_json(body: bytes) -> str:
+    """What it is instead, of what clients send by mistake; "" where that is not known."""
+    if body.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
+        return "it is compressed"
+    if found := re.search(rb"[:\[,]\s*(-?(?:NaN|Infinity))", body[:SMALL_BODY]):
+        return f"{found[1].decode()} is none of its numbers"
+    utf16 = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:4]
+    return "it is in UTF-16 or UTF-32, and JSON is sent in UTF-8" if utf16 else ""
 
-    def __init__(self, most: int, together: int | None = None, values: int = MOST_VALUES) -> None:
-        self.most, self.together, self.values = most, 2 * most if together is None else together, values
+
+# -- reading bodies
+
+
+class BodyLimits:
+    """``max_bytes``: of one body; ``max_total``: of all that are being read; ``max_values``: JSON values of one."""
+
+    def __init__(self, max_bytes: int, max_total: int | None = None, max_values: int = MAX_VALUES) -> None:
+        self.max_bytes, self.max_total, self.max_values = max_bytes, 2 * max_bytes if max_total is None else max_total, max_values
         self.held = 0
 
     def take(self, request: Request, size: int) -> None:
@@ -154,24 +179,22 @@ class Bodies:
         request.counted += size
         request.large |= request.counted > LARGE
         self.held += size
-        if self.held > self.together:
+        if self.held > self.max_total:
             raise ApiError(
-                503,
-                f"the bodies that are being read have {self.together} bytes together; send this one again",
-                headers={"retry-after": "5"},
-            )
+                503, f"the bodies that are being read have {self.max_total} bytes together; send this one again", headers={"retry-after": "5"}
+            )  # fmt: skip
 
     def give_back(self, request: Request) -> None:
         self.held -= request.counted
         request.counted = 0
 
 
-class _Structure:
-    """Counts the values of JSON, piece by piece: what would take long to decode is refused before it is whole."""
+class _ValueCounter:
+    """Counts JSON values as their bytes come: what would take long to decode is refused before it is whole."""
 
     def __init__(self, values: int) -> None:
         self._most = self._values = values
-        self._containers, self._escapes = MOST_CONTAINERS, MOST_ESCAPES
+        self._containers, self._escapes = MAX_CONTAINERS, MAX_ESCAPES
         self._inside, self._cut = 0, b""
 
     def push(self, data: bytes) -> None:
@@ -179,7 +202,7 @@ class _Structure:
         data = self._cut + data
         if b"\\" in data:
             self._escapes -= data.count(b"\\")
-            data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of a run of backslashes escapes what follows it
+            data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of a run of backslashes escapes the next byte
             self._cut = b"\\" if data.endswith(b"\\") else b""  # which is in the next piece
             self._escapes += len(self._cut)
         else:
@@ -192,103 +215,28 @@ class _Structure:
         self._values -= opened + outside.count(b",")
         for left, most, what in (
             (self._values, self._most, "values"),
-            (self._containers, MOST_CONTAINERS, "lists and objects"),
-            (self._escapes, MOST_ESCAPES, "escaped characters"),
+            (self._containers, MAX_CONTAINERS, "lists and objects"),
+            (self._escapes, MAX_ESCAPES, "escaped characters"),
         ):
             if left < 0:
                 raise ApiError(400, f"the body has more than {most} {what}; send less")
 
 
-def _charset(parameters: str) -> str:
-    """Of the part of a header Content-Type that is behind its type."""
-    given = dict(part.strip().partition("=")[::2] for part in parameters.split(";"))
-    return given.get("charset", "").strip("\"' ")
-
-
-def _why_no_json(body: bytes) -> str:
-    """What it is instead, of what clients send by mistake; empty where that is not known."""
-    if body.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
-        return "it is compressed"
-    if found := re.search(rb"[:\[,]\s*(-?(?:NaN|Infinity))", body[:SMALL_BODY]):
-        return f"{found[1].decode()} is none of its numbers"
-    utf16 = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:4]
-    return "it is in UTF-16 or UTF-32, and JSON is sent in UTF-8" if utf16 else ""
-
-
-def _query(text: bytes) -> dict[str, str]:
-    parts = (part.partition("=") for part in text.decode("latin-1").split("&") if part)
-    return {unquote_plus(name): unquote_plus(value) for name, _, value in parts}
-
-
-@dataclass
-class Response:
-    """``body`` is sent whole; or ``chunks`` as they come."""
-
-    body: bytes = b""
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    chunks: AsyncIterator[bytes] | None = None
-
-
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(encode(value), status, {"content-type": JSON_TYPE, **(headers or {})})
-
-
-def stream_response(chunks: AsyncIterator[bytes]) -> Response:
-    return Response(headers=dict(STREAM_HEADERS), chunks=chunks)
-
-
-class Parts:
-    """Long lists in a JSON response, which are made while it is sent."""
-
-    def __init__(self, request: Request | None = None) -> None:
-        self._request = request
-        self._mark = b'"%b"' % secrets.token_hex(16).encode()
-        self._lists: list[Iterable[bytes]] = []
-
-    def add(self, items: Iterable[bytes], size: int) -> msgspec.Raw:
-        """``items``: JSON of each; ``size``: how many values all have. To be called in the order in which the lists stand in the response."""
-        if size <= INLINE_VALUES:
-            return msgspec.Raw(b"[%b]" % b",".join(items))
-        self._lists.append(items)
-        if self._request is not None:
-            self._request.large = True
-        return msgspec.Raw(self._mark)
-
-    def response(self, value: Any) -> Response:
-        if not self._lists:
-            return json_response(value)
-        return Response(headers={"content-type": JSON_TYPE}, chunks=self._chunks(encode(value).split(self._mark)))
-
-    async def _chunks(self, around: list[bytes]) -> AsyncIterator[bytes]:
-        yield around[0]
-        for items, behind in zip(self._lists, around[1:], strict=True):
-            before = b"["
-            for item in items:
-                yield before + item
-                before = b","
-            yield b"]" + behind
-
-
-def event(value: Any, name: str = "") -> bytes:
-    """One server-sent event."""
-    return b"%bdata: %b\n\n" % (f"event: {name}\n".encode() if name else b"", encode(value))
-
-
-async def read_body(request: Request, receive: Receive, bodies: Bodies) -> bytes:
-    """The whole body. It counts among the ``bodies`` until the caller gives it back.
+async def read_body(request: Request, receive: Receive, limits: BodyLimits) -> bytes:
+    """The whole body. It counts in ``limits`` until the caller gives it back.
 
     Raises:
         ApiError: too long, too late, with too many values, or there are too many of others.
-        ConnectionResetError: the client has gone.
+        ConnectionResetError: the client has disconnected.
     """
-    too_long = ApiError(413, f"the body is longer than the {bodies.most} bytes that this server takes; send less")
-    if request.length is not None and request.length > bodies.most:
+    request.scope["body_state"] = "reading"
+    too_long = ApiError(413, f"the body is longer than the {limits.max_bytes} bytes that this server takes; send less")
+    if request.length is not None and request.length > limits.max_bytes:
         raise too_long
     parts: list[bytes] = []
-    taken, began, structure = 0, asyncio.get_running_loop().time(), _Structure(bodies.values)
+    taken, began, values = 0, asyncio.get_running_loop().time(), _ValueCounter(limits.max_values)
     while True:
-        seconds = min(LONGEST_BODY_SECONDS, BODY_SECONDS + taken / BODY_RATE)
+        seconds = min(MAX_BODY_SECONDS, BODY_SECONDS + taken / BODY_RATE)
         try:
             async with asyncio.timeout_at(began + seconds):
                 message = await receive()
@@ -298,75 +246,124 @@ async def read_body(request: Request, receive: Receive, bodies: Bodies) -> bytes
             raise ConnectionResetError
         parts.append(message.get("body", b""))
         taken += len(parts[-1])
-        if taken > bodies.most:
+        if taken > limits.max_bytes:
             raise too_long
         if taken > SMALL_BODY or message.get("more_body"):
-            bodies.take(request, len(parts[-1]))
-            structure.push(parts[-1])
+            limits.take(request, len(parts[-1]))
+            values.push(parts[-1])
         if not message.get("more_body"):
+            request.scope["body_state"] = "read"
             return b"".join(parts)
 
 
-async def send_refusal(
-    request: Request, receive: Receive, send: Send, response: Response, more_headers: Iterable[tuple[str, str]] = (), begun: bool = False
-) -> None:
-    """Answers before the body is there: the answer is sent whole, the body is thrown away, and the connection ends. A short body does not end it,
-    unless reading has ``begun``."""
-    if not begun and (not request.has_body or (request.length is not None and request.length <= SMALL_BODY)):
-        await send_response(send, response, more_headers)
-        return
-    headers = [*more_headers, ("connection", "close")]
-
-    async def body() -> None:
-        while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
-            pass
-
-    await send_response(send, response, headers, more=True)
-    with suppress(TimeoutError):
-        await asyncio.wait_for(body(), LINGER_SECONDS)
-    await send({"type": "http.response.body", "body": b""})
+# -- responses
 
 
-async def send_response(send: Send, response: Response, more_headers: Iterable[tuple[str, str]] = (), more: bool = False) -> None:
-    """Sends it; a client that reads slowly is waited for. ``more``: the caller sends the end."""
-    headers = {**response.headers, **dict(more_headers)}
-    if response.chunks is None and response.status != 204:
-        headers["content-length"] = str(len(response.body))
-    listed = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": response.status, "headers": listed})
-    if response.chunks is None:
-        await send({"type": "http.response.body", "body": response.body, "more_body": more})
-        return
-    turns = Turns()
-    async for chunk in response.chunks:
-        if chunk:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await turns.share()
-    await send({"type": "http.response.body", "body": b""})
+class Refusal(Response):
+    """An error in the client's dialect. Where its body is still coming, that is discarded, and the connection closed; a short one that was not begun
+    does not close it."""
+
+    def __init__(self, scope: Scope, error: ApiError) -> None:
+        shape = error.anthropic() if scope["path"].startswith(ANTHROPIC) else error.openai()
+        super().__init__(encode(shape), error.status, error.headers, JSON_TYPE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, length = scope.get("body_state"), content_length(scope)
+        if state == "read" or (state is None and (not has_body(scope) or (length is not None and length <= SMALL_BODY))):
+            await super().__call__(scope, receive, send)
+            return
+
+        async def discard() -> None:
+            while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
+                pass
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": [*self.raw_headers, (b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            await asyncio.wait_for(discard(), LINGER_SECONDS)
+        await send({"type": "http.response.body", "body": b""})
 
 
-class Turns:
-    """Shares the event loop between a long piece of work and everything else."""
+class Stream(StreamingResponse):
+    """A response whose parts are sent as they come. The endpoint watches the client; Starlette would start two more tasks for that."""
+
+    body_iterator: AsyncIterator[bytes]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        pauses = Pauses()
+        async for chunk in self.body_iterator:
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await pauses.give_way()
+        await send({"type": "http.response.body", "body": b""})
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode(value), status, headers, JSON_TYPE)
+
+
+def event_stream(chunks: AsyncIterator[bytes]) -> Stream:
+    return Stream(chunks, headers=STREAM_HEADERS)
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """One server-sent event."""
+    return b"%bdata: %b\n\n" % (f"event: {name}\n".encode() if name else b"", encode(value))
+
+
+class LongLists:
+    """Long lists in a JSON response, which are encoded while it is sent."""
+
+    def __init__(self, request: Request | None = None) -> None:
+        self._request = request
+        self._mark = b'"%b"' % secrets.token_hex(16).encode()
+        self._lists: list[Iterable[bytes]] = []
+
+    def add(self, items: Iterable[bytes], size: int) -> msgspec.Raw:
+        """``items``: JSON of each; ``size``: values of all. Called in the order in which the lists stand in the response."""
+        if size <= INLINE_VALUES:
+            return msgspec.Raw(b"[%b]" % b",".join(items))
+        self._lists.append(items)
+        if self._request is not None:
+            self._request.large = True
+        return msgspec.Raw(self._mark)
+
+    def response(self, value: Any) -> Response:
+        return Stream(self._chunks(encode(value).split(self._mark)), media_type=JSON_TYPE) if self._lists else json_response(value)
+
+    async def _chunks(self, around: list[bytes]) -> AsyncIterator[bytes]:
+        yield around[0]
+        for items, following in zip(self._lists, around[1:], strict=True):
+            before = b"["
+            for item in items:
+                yield before + item
+                before = b","
+            yield b"]" + following
+
+
+class Pauses:
+    """Lets other tasks run during a long piece of work."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._began, self._turned = time.perf_counter(), True
+        self._began, self._ran = time.perf_counter(), True
 
-    def _turn(self) -> None:
-        self._turned = True
+    def _others_ran(self) -> None:
+        self._ran = True
 
-    async def share(self) -> None:
+    async def give_way(self) -> None:
         """Lets other tasks run, if none has for ``YIELD_SECONDS``."""
-        if not self._turned and time.perf_counter() - self._began > YIELD_SECONDS:
+        if not self._ran and time.perf_counter() - self._began > YIELD_SECONDS:
             await asyncio.sleep(0)
-        if self._turned:
-            self._began, self._turned = time.perf_counter(), False
-            self._loop.call_soon(self._turn)
+        if self._ran:
+            self._began, self._ran = time.perf_counter(), False
+            self._loop.call_soon(self._others_ran)
 
 
-async def unless_gone(receive: Receive, work: Awaitable[None]) -> bool:
-    """Does ``work``, which is cancelled when the client goes away; whether it came to its end. In the task that calls it: one more would make the first
-    token wait for its turn. The client is looked after ``SOON``: that task would run between a prompt's entering the engine and its first step."""
+async def unless_disconnected(receive: Receive, work: Awaitable[None]) -> bool:
+    """Does ``work``, which is cancelled when the client disconnects; whether it was completed. It runs in the caller's task, and disconnection is watched
+    ``WATCH_AFTER`` seconds later: another task would run before the first token."""
     task, gone = asyncio.current_task(), False
     watching: asyncio.Task[None] | None = None
 
@@ -382,7 +379,7 @@ async def unless_gone(receive: Receive, work: Awaitable[None]) -> bool:
         nonlocal watching
         watching = asyncio.ensure_future(watch())
 
-    beginning = asyncio.get_running_loop().call_later(SOON, begin)
+    timer = asyncio.get_running_loop().call_later(WATCH_AFTER, begin)
     try:
         await work
     except asyncio.CancelledError:
@@ -391,7 +388,7 @@ async def unless_gone(receive: Receive, work: Awaitable[None]) -> bool:
         if task is not None:
             task.uncancel()
     finally:
-        beginning.cancel()
+        timer.cancel()
         if watching is not None:
             watching.cancel()
     return not gone

@@ -29,7 +29,7 @@ SNIPPET = "\n\n--- snippet ---\n\n"  # between files, where the vocabulary has n
 
 
 async def infill(context: Context, request: Request) -> Response:
-    asks, n_probs = await context.prepared(request, _read, context, request.json(), request.key)
+    asks, n_probs = await context.prepared(request, _read, context, request.json_object(), request.key)
     return await answered(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from .errors import ApiError
-from .http import STREAM_HEADERS, Request, Response, event, stream_response
+from .http import STREAM_HEADERS, Request, Response, event, event_stream
 from .native import slot_list
 from .reading import Context
 
@@ -16,12 +16,12 @@ MOST_WATCHERS = 16
 
 async def live(context: Context, request: Request) -> Response:
     if request.method == "HEAD":  # the states have no end
-        return Response(headers=dict(STREAM_HEADERS))
+        return Response(headers=STREAM_HEADERS)
     if context.watchers >= MOST_WATCHERS:
         raise ApiError(429, f"{MOST_WATCHERS} pages watch this server already; close one of them", headers={"retry-after": "30"})
     context.watchers += 1
-    request.ended.append(lambda: setattr(context, "watchers", context.watchers - 1))
-    return stream_response(_states(context))
+    request.on_end.append(lambda: setattr(context, "watchers", context.watchers - 1))
+    return event_stream(_states(context))
 
 
 async def _states(context: Context) -> AsyncIterator[bytes]:

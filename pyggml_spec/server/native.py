@@ -12,10 +12,10 @@ from . import fields
 from .answer import Answer, Delta, job_prompt, metrics, speculation
 from .conversation import read_chat, render_chat, sequence_asks
 from .errors import ApiError, api_error
-from .http import JSON_TYPE, PING, Parts, Request, Response, Turns, encode, event, json_response, stream_response
+from .http import JSON_TYPE, PING, LongLists, Pauses, Request, Response, Stream, encode, event, event_stream, json_response
 from .jobs import Ask, Job
 from .reading import Context, Reader
-from .resumable import HEADER, Stream, key_of
+from .resumable import HEADER, ResumableStream, key_of
 from .version import FINGERPRINT, VERSION
 
 MOST_PICKED = 256  # fields of an answer that are asked for by name
@@ -28,23 +28,23 @@ _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limi
 
 
 async def completion(context: Context, request: Request) -> Response:
-    asks, n_probs = await context.prepared(request, _read, context, request.json(), request.key)
+    asks, n_probs = await context.prepared(request, _read, context, request.json_object(), request.key)
     return await answered(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))
 
 
 async def answered(context: Context, request: Request, asks: list[Ask], make: Callable[[Job], Answer]) -> Response:
     """The sequences' answers in this dialect, as they come or whole."""
-    body = request.json()
+    body = request.json_object()
     stream = fields.flag(body, "stream")
     reader = Reader(context, request, asks, make)
     if stream:
         await reader.begin()
-        return stream_response(_chunks(context, reader, body))
-    parts = Parts(request)
-    results, turns = [], Turns()
+        return event_stream(_chunks(context, reader, body))
+    parts = LongLists(request)
+    results, pauses = [], Pauses()
     for answer in await reader.whole():
         results.append(native_result(context, answer, body, parts))
-        await turns.share()
+        await pauses.give_way()
     return parts.response(results[0] if len(results) == 1 else results)
 
 
@@ -76,12 +76,12 @@ def response_fields(body: Mapping[str, Any]) -> list[str]:
     return value
 
 
-def probabilities(answer: Answer, parts: Parts) -> Any:
+def probabilities(answer: Answer, parts: LongLists) -> Any:
     """Those of a whole answer."""
     return parts.add((encode(answer.probability(p)) for p in answer.logprobs), sum(1 + len(p.top) for p in answer.logprobs))
 
 
-def native_result(context: Context, answer: Answer, body: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
+def native_result(context: Context, answer: Answer, body: Mapping[str, Any], parts: LongLists) -> dict[str, Any]:
     """The whole answer of one sequence."""
     served, stats, ask = context.served, answer.stats, answer.job.ask
     streams, wanted = body.get("stream") is True, response_fields(body)
@@ -160,7 +160,7 @@ async def _chunks(context: Context, reader: Reader, body: Mapping[str, Any]) -> 
             if delta.tokens or text or delta.prompt_read is not None:
                 yield event(_chunk(context, answer, delta, text, with_timings, body.get("speculation") is True))
             if last:
-                yield event(native_result(context, answer, body, Parts()))
+                yield event(native_result(context, answer, body, LongLists()))
     except Exception as error:
         yield event(api_error(error).openai())
 
@@ -193,13 +193,13 @@ def _chunk(context: Context, answer: Answer, delta: Delta, text: str, with_timin
 
 
 async def tokenize(context: Context, request: Request) -> Response:
-    body = request.json()
+    body = request.json_object()
     pieces = fields.flag(body, "with_pieces")
     ids = await context.in_pool(request, _tokens, context, body)
     if len(ids) <= AT_ONCE:
-        return Response(b'{"tokens":[%b]}' % _token_list(context, ids, pieces), headers={"content-type": JSON_TYPE})
+        return Response(b'{"tokens":[%b]}' % _token_list(context, ids, pieces), media_type=JSON_TYPE)
     request.large = True
-    return Response(headers={"content-type": JSON_TYPE}, chunks=_token_chunks(context, ids, pieces))
+    return Stream(_token_chunks(context, ids, pieces), media_type=JSON_TYPE)
 
 
 def _tokens(context: Context, body: Mapping[str, Any]) -> list[int]:
@@ -242,7 +242,7 @@ def _token_json(token: int, data: bytes) -> bytes:
 
 
 async def detokenize(context: Context, request: Request) -> Response:
-    return json_response({"content": await context.in_pool(request, _text, context, request.json())})
+    return json_response({"content": await context.in_pool(request, _text, context, request.json_object())})
 
 
 def _text(context: Context, body: Mapping[str, Any]) -> str:
@@ -257,11 +257,11 @@ def _text(context: Context, body: Mapping[str, Any]) -> str:
 
 
 async def apply_template(context: Context, request: Request) -> Response:
-    return json_response({"prompt": await context.in_pool(request, render_chat, context.served, request.json())})
+    return json_response({"prompt": await context.in_pool(request, render_chat, context.served, request.json_object())})
 
 
 async def count_chat_tokens(context: Context, request: Request) -> Response:
-    plan = await context.in_pool(request, read_chat, context.served, request.json(), request.key)
+    plan = await context.in_pool(request, read_chat, context.served, request.json_object(), request.key)
     return json_response({"input_tokens": len(plan.prompt.ids)})
 
 
@@ -311,7 +311,7 @@ def _token_text(context: Context, token: int | None) -> str:
 async def slots(context: Context, request: Request) -> Response:
     if not context.served.options.show_slots:
         raise ApiError(501, "this server does not show its slots")
-    if request.query.get("fail_on_no_slot") and len(context.queue.processing) >= context.served.options.slots:
+    if request.query_params.get("fail_on_no_slot") and len(context.queue.processing) >= context.served.options.slots:
         raise ApiError(503, "no slot is free", headers={"retry-after": str(context.queue.retry_after)})
     return json_response(slot_list(context))
 
@@ -350,14 +350,14 @@ async def lora_adapters(context: Context, request: Request) -> Response:
 
 def keep_stream(context: Context, request: Request, response: Response) -> None:
     """Makes ``response`` one that goes on without its reader, if that was asked for."""
-    if response.chunks is None or (key := key_of(request, request.headers.get(HEADER, ""))) is None:
+    if not isinstance(response, Stream) or (key := key_of(request, request.headers.get(HEADER, ""))) is None:
         return
-    ended, request.ended = request.ended, []
-    response.chunks = context.streams.begin(key, response.chunks, ended).follow(0)
+    ended, request.on_end = request.on_end, []
+    response.body_iterator = context.streams.begin(key, response.body_iterator, ended).follow(0)
 
 
-def _stream_asked(context: Context, request: Request) -> tuple[tuple[str, str], Stream | None]:
-    key = key_of(request, request.query.get("conv_id", ""))
+def _stream_asked(context: Context, request: Request) -> tuple[tuple[str, str], ResumableStream | None]:
+    key = key_of(request, request.query_params.get("conv_id", ""))
     if key is None:
         raise ApiError(400, "conv_id is missing: send the X-Conversation-Id that the stream began with", param="conv_id")
     return key, context.streams.get(key)
@@ -367,21 +367,21 @@ async def read_stream(context: Context, request: Request) -> Response:
     _, stream = _stream_asked(context, request)
     if stream is None:
         raise ApiError(404, "there is no stream of this conv_id, or it has ended too long ago", param="conv_id")
-    at = request.query.get("from", "0")
+    at = request.query_params.get("from", "0")
     if not at.isdecimal() or len(at) > 18 or not stream.first <= int(at) <= stream.size:
         raise ApiError(400, f"from is {at[:40]!r}; bytes {stream.first} to {stream.size} of this stream are here", param="from")
-    return stream_response(stream.follow(int(at)))
+    return event_stream(stream.follow(int(at)))
 
 
 async def end_stream(context: Context, request: Request) -> Response:
     key, _ = _stream_asked(context, request)
     context.streams.end(key)
-    return Response(status=204)
+    return Response(status_code=204)
 
 
 async def look_up_streams(context: Context, request: Request) -> Response:
     """What is known of the ids that the client knows."""
-    names = request.json().get("conversation_ids", [])
+    names = request.json_object().get("conversation_ids", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > 1024:
         raise fields.wrong("conversation_ids", names, "a list of at most 1024 ids")
     told: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ from . import fields
 from .answer import LEAST_LOGPROB, Answer, Delta, metrics, speculation, usage
 from .conversation import read_chat, sequence_asks
 from .errors import ApiError, api_error
-from .http import DONE, PING, Parts, Request, Response, encode, event, json_response, stream_response
+from .http import DONE, PING, LongLists, Request, Response, encode, event, event_stream, json_response
 from .native import native_result, probabilities
 from .reading import Context, Reader
 from .version import FINGERPRINT
@@ -91,26 +91,26 @@ def progress(answer: Answer, read: int) -> dict[str, Any]:
 
 
 async def chat(context: Context, request: Request) -> Response:
-    body = request.json()
+    body = request.json_object()
     stream, options = fields.flag(body, "stream"), _Stream(body)
     plan = await context.prepared(request, read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     frame = _Frame(context, "chat.completion.chunk" if stream else "chat.completion", _identifier())
     if stream:
         await reader.begin()
-        return stream_response(_chat_chunks(context, reader, frame, options))
+        return event_stream(_chat_chunks(context, reader, frame, options))
     answers = await reader.whole()
-    parts = Parts(request)
+    parts = LongLists(request)
     choices = [_chat_choice(answer, parts) for answer in answers]
     return parts.response(frame.chunk(choices, **_summary(context, answers, options.verbose, parts)))
 
 
-def _summary(context: Context, answers: Sequence[Answer], verbose: bool, parts: Parts | None = None) -> dict[str, Any]:
+def _summary(context: Context, answers: Sequence[Answer], verbose: bool, parts: LongLists | None = None) -> dict[str, Any]:
     """What a whole response, or a stream's last chunk, says about all of it."""
     first = answers[0]
     out = {"usage": usage(answers), "timings": first.timings(), "speculation": speculation(first.stats), "metrics": metrics(first.stats)}
     if verbose or context.served.options.verbose:
-        out["__verbose"] = native_result(context, first, {}, parts or Parts())
+        out["__verbose"] = native_result(context, first, {}, parts or LongLists())
     return out
 
 
@@ -128,7 +128,7 @@ def tool_call(call: Call, answer: Answer, i: int) -> dict[str, Any]:
     return {"id": f"call_{answer.job.number:x}_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _chat_choice(answer: Answer, parts: Parts) -> dict[str, Any]:
+def _chat_choice(answer: Answer, parts: LongLists) -> dict[str, Any]:
     out = {"index": answer.job.index, "message": message(answer), "finish_reason": answer.finish_reason}
     if answer.logprobs:
         out["logprobs"] = {"content": probabilities(answer, parts)}
@@ -192,15 +192,15 @@ def _changes(answer: Answer, delta: Delta, called: dict[int, int]) -> list[dict[
 
 
 async def completions(context: Context, request: Request) -> Response:
-    body = request.json()
+    body = request.json_object()
     stream, options = fields.flag(body, "stream"), _Stream(body)
     asks, n_probs = await context.prepared(request, _read_completions, context, body, request.key)
     reader = Reader(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))
     frame = _Frame(context, "text_completion", _identifier("cmpl-"))
     if stream:
         await reader.begin()
-        return stream_response(_completion_chunks(context, reader, frame, options))
-    answers, parts = await reader.whole(), Parts(request)
+        return event_stream(_completion_chunks(context, reader, frame, options))
+    answers, parts = await reader.whole(), LongLists(request)
     choices = [
         {
             "index": a.job.index,
@@ -229,7 +229,7 @@ def _read_completions(context: Context, body: Mapping[str, Any], key: str) -> tu
     return [replace(ask, ids=ids) for ids in served.text_ids(prompts) for ask in asks], n_probs
 
 
-def _legacy(answer: Answer, told: Sequence[TokenLogprob], parts: Parts) -> dict[str, Any]:
+def _legacy(answer: Answer, told: Sequence[TokenLogprob], parts: LongLists) -> dict[str, Any]:
     """OpenAI's form of log probabilities of completions, and llama.cpp's beside it."""
     size = sum(1 + len(p.top) for p in told)
     tokens = [answer.token_text(p.token) for p in told]
@@ -250,7 +250,7 @@ async def _completion_chunks(context: Context, reader: Reader, frame: _Frame, op
                 continue
             answer, delta, last = item
             text = "".join(piece.content for piece in delta.pieces)
-            logprobs = _legacy(answer, delta.logprobs, Parts()) if delta.logprobs else None
+            logprobs = _legacy(answer, delta.logprobs, LongLists()) if delta.logprobs else None
             choice = {"index": answer.job.index, "text": text, "logprobs": logprobs, "finish_reason": None}
             more = options.more(answer, delta)
             if delta.prompt_read is not None:
@@ -293,5 +293,5 @@ async def model(context: Context, request: Request) -> Response:
 
 async def input_tokens(context: Context, request: Request) -> Response:
     """How many tokens a chat request's prompt has."""
-    plan = await context.in_pool(request, read_chat, context.served, request.json(), request.key)
+    plan = await context.in_pool(request, read_chat, context.served, request.json_object(), request.key)
     return json_response({"object": "response.input_tokens", "input_tokens": len(plan.prompt.ids)})

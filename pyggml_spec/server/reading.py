@@ -41,7 +41,7 @@ class Context:
 
     async def in_pool(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``function`` in a thread: the event loop goes on with other streams. It is cancelled when the client goes away."""
-        work = self._pool.start(lambda: function(*args, **kwargs), request.key or request.client, len(request.body) > LONG)
+        work = self._pool.start(lambda: function(*args, **kwargs), request.key or request.peer, len(request.data) > LONG)
         try:
             return await asyncio.wrap_future(work.future)
         except asyncio.CancelledError:
@@ -50,7 +50,7 @@ class Context:
 
     async def prepared(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``function``, which reads a request and changes nothing: in a thread if that could take long, or else here, where the first token waits less."""
-        if len(request.body) <= SMALL and not SLOW & request.json().keys():
+        if len(request.data) <= SMALL and not SLOW & request.json_object().keys():
             with suppress(Late), RENDERER.hurried(RENDERING):
                 return function(*args, **kwargs)
         done = await self.in_pool(request, function, *args, **kwargs)
@@ -77,17 +77,17 @@ class Reader:
 
     def __init__(self, context: Context, request: Request, asks: Sequence[Ask], make: Callable[[Job], Answer]) -> None:
         """Raises ApiError: the queue is full, or the id of its stream too long."""
-        silence = fields.whole(request.json(), "sse_ping_interval", int(SILENCE), -1, (1 << 31) - 1)
-        key = key_of(request, request.headers.get(HEADER, "")) if request.json().get("stream") is True else None
-        streams = request.json().get("stream") is True
+        silence = fields.whole(request.json_object(), "sse_ping_interval", int(SILENCE), -1, (1 << 31) - 1)
+        key = key_of(request, request.headers.get(HEADER, "")) if request.json_object().get("stream") is True else None
+        streams = request.json_object().get("stream") is True
         if not streams and any(ask.sampling is not None and ask.sampling.logprobs is not None for ask in asks):
             _check_told(asks, context.served.n_ctx)
-        self._answers = context.queue.enter([replace(ask, client=request.client) for ask in asks])
+        self._answers = context.queue.enter([replace(ask, client=request.peer) for ask in asks])
         self._answers.streams = streams
         if key is not None:  # now, not when this one's first token is there: it may wait for the slot of the one before
             context.streams.end(key)
         self._answers.silence = float(silence) if silence > 0 else math.inf
-        request.ended.append(self._answers.cancel)
+        request.on_end.append(self._answers.cancel)
         self.answers = [make(job) for job in self._answers.jobs]
         for answer in self.answers:
             answer.keeps_logprobs = not streams

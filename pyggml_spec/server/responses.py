@@ -11,7 +11,7 @@ from . import fields
 from .answer import Answer, speculation, usage
 from .conversation import read_chat
 from .errors import ApiError, api_error, spoken
-from .http import PING, Request, Response, event, json_response, stream_response
+from .http import PING, Request, Response, event, event_stream, json_response
 from .openai import progress
 from .reading import Context, Reader
 
@@ -27,23 +27,23 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 async def create(context: Context, request: Request) -> Response:
-    body, words = to_chat(request.json())
+    body, words = to_chat(request.json_object())
     for name, known in _NESTED.items():
-        request.unknown += [f"{name}.{inner}" for inner in fields.mapping(request.json(), name) if inner not in known]
-    request.unknown += [f"tools: {tool.get('type')}" for tool in request.json().get("tools", []) if tool.get("type") != "function"]
+        request.unknown += [f"{name}.{inner}" for inner in fields.mapping(request.json_object(), name) if inner not in known]
+    request.unknown += [f"tools: {tool.get('type')}" for tool in request.json_object().get("tools", []) if tool.get("type") != "function"]
     with spoken(words):
         plan = await context.prepared(request, read_chat, context.served, body, request.key)
     reader = Reader(context, request, plan.asks, lambda job: plan.answer(job, context.served))
     shown = _Shown(context, body)
     if fields.flag(body, "stream"):
         await reader.begin()
-        return stream_response(_events(reader, shown, body))
+        return event_stream(_events(reader, shown, body))
     (answer,) = await reader.whole()
     return json_response(shown.done(answer))
 
 
 async def input_tokens(context: Context, request: Request) -> Response:
-    body, words = to_chat(request.json())
+    body, words = to_chat(request.json_object())
     with spoken(words):
         plan = await context.in_pool(request, read_chat, context.served, body, request.key)
     return json_response({"object": "response.input_tokens", "input_tokens": len(plan.prompt.ids)})

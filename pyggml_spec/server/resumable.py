@@ -28,7 +28,7 @@ def key_of(request: Request, name: str) -> Key | None:
     return (request.key, name) if name else None
 
 
-class Stream:
+class ResumableStream:
     """One answer: its bytes as they come, for any number of readers."""
 
     def __init__(self, chunks: AsyncIterator[bytes], ended: Sequence[Callable[[], None]]) -> None:
@@ -88,19 +88,19 @@ class Streams:
     """All of a server's."""
 
     def __init__(self) -> None:
-        self._streams: dict[Key, Stream] = {}
-        self._ended: dict[Key, Stream] = {}  # those of them that are over, in the order of their ends
+        self._streams: dict[Key, ResumableStream] = {}
+        self._ended: dict[Key, ResumableStream] = {}  # those of them that are over, in the order of their ends
         self._held = 0  # bytes of these
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, key: Key, chunks: AsyncIterator[bytes], ended: Sequence[Callable[[], None]]) -> Stream:
+    def begin(self, key: Key, chunks: AsyncIterator[bytes], ended: Sequence[Callable[[], None]]) -> ResumableStream:
         """In the place of the one of this id before, which ends."""
         self.end(key)
-        self._streams[key] = stream = Stream(chunks, ended)
+        self._streams[key] = stream = ResumableStream(chunks, ended)
         stream.task.add_done_callback(lambda _: self._keep(key, stream))
         return stream
 
-    def get(self, key: Key) -> Stream | None:
+    def get(self, key: Key) -> ResumableStream | None:
         self._forget()
         return self._streams.get(key)
 
@@ -110,12 +110,12 @@ class Streams:
         if self._ended.pop(key, None) is not None and stream is not None:
             self._held -= stream.held
 
-    def named(self, key: str, names: Collection[str]) -> list[tuple[str, Stream]]:
+    def named(self, key: str, names: Collection[str]) -> list[tuple[str, ResumableStream]]:
         """Of these ids, or of ids that go on with a model's name behind "::"."""
         self._forget()
         return [(n, s) for (k, n), s in self._streams.items() if k == key and any(part in names for part in _before_models(n))]
 
-    def _keep(self, key: Key, stream: Stream) -> None:
+    def _keep(self, key: Key, stream: ResumableStream) -> None:
         """``stream`` is over."""
         if self._streams.get(key) is stream:
             self._ended[key] = stream

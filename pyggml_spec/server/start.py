@@ -54,7 +54,7 @@ class Settings:
     keys: Keys = field(default_factory=Keys)
     origins: str = "localhost"
     allowed_hosts: str = ""
-    most_body: int = 8 << 20
+    max_body: int = 8 << 20
     certificate: str | None = None
     certificate_key: str | None = None
     synthetic: float | None = None  # tokens per step, for benchmarks
@@ -194,7 +194,7 @@ async def _serve(
 
     from . import heap
     from .access import Hosts, Origins
-    from .app import App
+    from .app import create_app
     from .jobs import Queue, QueueLimits
     from .metrics import Metrics
     from .pool import Pool
@@ -252,7 +252,7 @@ async def _serve(
             synthetic = draws
             told("acceptance is synthetic: texts are not the target's, this is for benchmarks only")
         queue = Queue(concurrent, settings.slots, queue_limits, pool, metrics.ended, broken, synthetic, settings.share_prefixes)
-        app = App(Context(served, queue, pool), metrics, keys, origins, hosts, settings.most_body)
+        app = create_app(Context(served, queue, pool), metrics, keys, origins, hosts, settings.max_body)
         config = uvicorn.Config(
             app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
             loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, proxy_headers=False, ssl_certfile=settings.certificate, ssl_keyfile=settings.certificate_key,

@@ -10,6 +10,8 @@ import time
 import httpx
 from cli.process import environment
 
+from pyggml_spec.server.http import Request
+
 START_SECONDS = 120
 
 
@@ -75,6 +77,13 @@ class Running:
             self.http.close()
             if self.process.poll() is None:
                 self.process.kill()
+
+
+def request_of(data: bytes = b"", *headers: tuple[bytes, bytes], path: str = "/completion") -> Request:
+    """A request whose body is read."""
+    request = Request({"type": "http", "method": "POST", "path": path, "headers": list(headers)})
+    request.data = data
+    return request
 
 
 def events(response: httpx.Response) -> list[bytes]:

@@ -6,6 +6,7 @@ from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 
 import pytest
+from server.running import request_of
 
 from pyggml_spec.engine.stats import BatchStats, Stats
 from pyggml_spec.errors import DeviceError, EngineError
@@ -14,7 +15,6 @@ from pyggml_spec.sampling.sampler import Sampling, TokenLogprob
 from pyggml_spec.server import jobs
 from pyggml_spec.server.answer import timings
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.http import Request
 from pyggml_spec.server.jobs import AHEAD, Ask, Queue, QueueLimits
 from pyggml_spec.server.pool import Pool
 from pyggml_spec.server.reading import SMALL, Context
@@ -79,13 +79,8 @@ def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_wa
                 raise Late
             return threading.get_ident() == here
 
-        def asked(body):
-            request = Request({"method": "POST", "path": "/v1/chat/completions", "headers": []})
-            request.body = body
-            return request
-
-        assert await context.prepared(asked(b"{}"), read) and hurries.pop() > 0
-        assert not await context.prepared(asked(b"{}"), read, True) and hurries == [hurries[0], None]
+        assert await context.prepared(request_of(b"{}"), read) and hurries.pop() > 0
+        assert not await context.prepared(request_of(b"{}"), read, True) and hurries == [hurries[0], None]
         for name in (
             "grammar",
             "regex",
@@ -97,9 +92,9 @@ def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_wa
             "output_config",
             "output_format",
         ):
-            assert not await context.prepared(asked(b'{"%b": 1}' % name.encode()), read)  # compiled
-        assert not await context.prepared(asked(b'{"tools": []}'), read) and not await context.prepared(
-            asked(b"{" + b" " * SMALL + b"}"), read
+            assert not await context.prepared(request_of(b'{"%b": 1}' % name.encode()), read)  # compiled
+        assert not await context.prepared(request_of(b'{"tools": []}'), read) and not await context.prepared(
+            request_of(b"{" + b" " * SMALL + b"}"), read
         )
 
     with Pool() as pool:

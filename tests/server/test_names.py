@@ -6,12 +6,12 @@ import types
 from pathlib import Path
 
 import pytest
+from server.running import request_of
 
 from pyggml_spec.server import names
 from pyggml_spec.server.anthropic import to_openai
 from pyggml_spec.server.conversation import _allowed, _template_arguments
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.http import Request
 from pyggml_spec.server.jobs import Answers
 from pyggml_spec.server.reading import Reader
 from pyggml_spec.server.responses import to_chat
@@ -220,9 +220,7 @@ def test_silence_is_as_long_as_it_was_asked_for(server):
             return types.SimpleNamespace(jobs=[], cancel=None, silence=None)
 
     for body, want in ((b"{}", 30.0), (b'{"sse_ping_interval": 5}', 5.0), (b'{"sse_ping_interval": -1}', math.inf)):
-        request = Request({"method": "POST", "path": "/completion", "headers": []})
-        request.body = body
-        reader = Reader(types.SimpleNamespace(queue=Queue()), request, [], lambda job: None)
+        reader = Reader(types.SimpleNamespace(queue=Queue()), request_of(body), [], lambda job: None)
         assert reader._answers.silence == want
     assert server.post("/completion", prompt="x", n_predict=1, sse_ping_interval="5").json()["error"]["param"] == "sse_ping_interval"
     assert server.ok("/completion", prompt="x", n_predict=1, sse_ping_interval=-1)["stop"]

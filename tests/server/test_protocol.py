@@ -11,7 +11,7 @@ import uvicorn
 
 from pyggml_spec.server import http, protocol
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.http import Bodies, Request, Response, json_response, read_body, send_refusal, send_response
+from pyggml_spec.server.http import BodyLimits, Refusal, Request, Response, json_response, read_body
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\n"
 LONG = b"a" * 50_000
@@ -20,13 +20,12 @@ LONG = b"a" * 50_000
 async def app(scope, receive, send):
     request = Request(scope)
     try:
-        answer = json_response({"got": len(await read_body(request, receive, Bodies(1 << 20)))})
+        response = json_response({"got": len(await read_body(request, receive, BodyLimits(1 << 20)))})
     except ApiError as error:
-        await send_refusal(request, receive, send, json_response(error.openai(), error.status), begun=True)
-        return
+        response = Refusal(scope, error)
     except ConnectionResetError:
         return
-    await send_response(send, answer)
+    await response(scope, receive, send)
 
 
 def connections(app):
@@ -92,7 +91,7 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
 
     async def large(scope, receive, send):
         try:
-            await send_response(send, Response(b"x" * size))
+            await Response(b"x" * size)(scope, receive, send)
             while (await receive())["type"] != "http.disconnect":
                 pass
         finally:
@@ -133,7 +132,7 @@ def test_bodies_have_bytes_together():
     """What is beyond is refused, and a body that was read, or left, makes room."""
 
     async def test():
-        bodies, left = Bodies(300_000, 400_000), []
+        bodies, left = BodyLimits(300_000, 400_000), []
 
         async def body(size, ends=True):
             pieces = [
@@ -144,7 +143,7 @@ def test_bodies_have_bytes_together():
             async def receive():
                 return pieces.pop(0) if pieces and (ends or len(pieces) > 1) else await asyncio.sleep(3600)
 
-            request = Request({"method": "POST", "path": "/", "headers": []})
+            request = Request({"type": "http", "method": "POST", "path": "/", "headers": []})
             left.append(request)
             return await read_body(request, receive, bodies)
 
@@ -183,7 +182,7 @@ def test_json_that_takes_long_is_refused_before_it_is_whole(data, words):
             at = next(starts)
             return {"type": "http.request", "body": data[at : at + 60_001], "more_body": at + 60_001 < len(data)}
 
-        return await read_body(Request({"method": "POST", "path": "/", "headers": []}), receive, Bodies(8 << 20))
+        return await read_body(Request({"type": "http", "method": "POST", "path": "/", "headers": []}), receive, BodyLimits(8 << 20))
 
     with pytest.raises(ApiError, match=words) as refused:
         asyncio.run(read(data))
@@ -272,12 +271,12 @@ def test_work_ends_with_its_client_and_no_other_way():
             finally:
                 ended.append(seconds)
 
-        assert await http.unless_gone(receive, work(0)) is True
+        assert await http.unless_disconnected(receive, work(0)) is True
         asyncio.get_running_loop().call_soon(gone.set)
-        assert await http.unless_gone(receive, work(3600)) is False and ended == [0, 3600]
+        assert await http.unless_disconnected(receive, work(3600)) is False and ended == [0, 3600]
         assert asyncio.current_task().cancelling() == 0  # whoever goes on in this task is not cancelled
         gone.clear()
-        outer = asyncio.ensure_future(http.unless_gone(receive, work(3601)))
+        outer = asyncio.ensure_future(http.unless_disconnected(receive, work(3601)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         outer.cancel()  # the server ends: that is no client that went away
@@ -299,9 +298,9 @@ def test_a_client_that_has_closed_its_half_gets_its_answer(version, requests):
     """The end of what it writes was taken for its going away (`printf .. | nc -N`)."""
 
     async def late(scope, receive, send):
-        await read_body(Request(scope), receive, Bodies(9))
+        await read_body(Request(scope), receive, BodyLimits(9))
         await asyncio.sleep(0.2)
-        await send_response(send, json_response({"gone": scope.get("gone")}))
+        await json_response({"gone": scope.get("gone")})(scope, receive, send)
 
     async def main():
         async with connected(late) as (reader, writer):

@@ -8,13 +8,12 @@ import weakref
 
 import httpx
 import pytest
-from server.running import Running
+from server.running import Running, request_of
 
-from pyggml_spec.server import native, resumable
+from pyggml_spec.server import http, native, resumable
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.http import Request, Response
 from pyggml_spec.server.reading import Reader
-from pyggml_spec.server.resumable import Stream, Streams
+from pyggml_spec.server.resumable import ResumableStream, Streams
 
 ASKED = {"prompt": "def quicksort(items):\n", "n_predict": 60, "temperature": 0, "stream": True}
 
@@ -84,7 +83,7 @@ def run(test):
 def test_all_readers_get_the_same():
     async def test(gate):
         ended = []
-        stream = Stream(source(gate, b"ab", b"cd"), [lambda: ended.append(1)])
+        stream = ResumableStream(source(gate, b"ab", b"cd"), [lambda: ended.append(1)])
         readers = [asyncio.ensure_future(read(stream, at)) for at in (0, 1, 4)]
         await asyncio.sleep(0)
         assert not ended and not stream.over
@@ -100,7 +99,7 @@ def test_a_stream_keeps_its_latest_bytes(monkeypatch):
 
     async def test(gate):
         gate.set()
-        stream = Stream(source(gate, b"abcd", b"efgh"), [])
+        stream = ResumableStream(source(gate, b"abcd", b"efgh"), [])
         await stream.task
         assert (stream.first, stream.size) == (5, 11) and await read(stream, 5) == b"fghend"
         assert b"its first 5 bytes are gone" in await read(stream, 4)
@@ -192,7 +191,7 @@ def test_a_reader_gets_pieces():
     async def test(gate):
         gate.set()
         data = b"ab" * resumable.PIECE
-        parts = [part async for part in Stream(source(gate, data), []).follow(3)]
+        parts = [part async for part in ResumableStream(source(gate, data), []).follow(3)]
         assert b"".join(parts) == data[3:] + b"end" and max(map(len, parts)) == resumable.PIECE
 
     run(test)
@@ -216,9 +215,7 @@ def test_ids_are_looked_up_by_what_stands_before_a_model():
 
 
 def asked(name, **body):
-    request = Request({"method": "POST", "path": "/completion", "headers": [(b"x-conversation-id", name.encode())]})
-    request._json = body
-    return request
+    return request_of(json.dumps(body).encode(), (b"x-conversation-id", name.encode()))
 
 
 def test_a_stream_makes_room_for_its_successor():
@@ -260,16 +257,16 @@ def test_only_streams_with_the_header_are_kept():
         class Context:
             streams = Streams()
 
-        for headers, chunks in (([], source(gate)), ([(b"x-conversation-id", b"a")], None)):
-            request = Request({"method": "POST", "path": "/completion", "headers": headers})
-            request.ended = [gate.set]
-            response = Response(chunks=chunks)
+        chunks = source(gate)
+        for headers, response in (([], http.Stream(chunks)), ([(b"x-conversation-id", b"a")], http.Response())):
+            request = request_of(b"", *headers)
+            request.on_end = [gate.set]
             native.keep_stream(Context, request, response)
-            assert response.chunks is chunks and request.ended == [gate.set] and not Context.streams.named("", {"a"})
-        for body in ({"conversation_ids": "a"}, {"conversation_ids": [3]}):
-            request._json = body
+            assert getattr(response, "body_iterator", chunks) is chunks and request.on_end == [gate.set]
+            assert not Context.streams.named("", {"a"})
+        for body in (b'{"conversation_ids": "a"}', b'{"conversation_ids": [3]}'):
             with pytest.raises(ApiError, match="conversation_ids"):
-                await native.look_up_streams(Context, request)
+                await native.look_up_streams(Context, request_of(body))
 
     run(test)
 

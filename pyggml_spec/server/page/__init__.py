@@ -2,15 +2,18 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from ...server.http import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 _FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/index.html": ("index.html", "text/html; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/": ("index.html", "text/html"),
+    "/index.html": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
 }
+PATHS = tuple(_FILES)
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -19,12 +22,9 @@ _HEADERS = {
 }
 
 
-def page(path: str) -> Response | None:
-    """The file at ``path``, None if there is none."""
-    if path not in _FILES:
-        return None
-    name, kind = _FILES[path]
-    return Response(_read(name), headers={"content-type": kind, **_HEADERS})
+async def page(context: Any, request: Request) -> Response:
+    name, kind = _FILES[request.scope["path"]]
+    return Response(_read(name), headers=_HEADERS, media_type=kind)
 
 
 @cache
