@@ -25,7 +25,7 @@ from .access import Hosts, Keys, Origins
 from .errors import ApiError, api_error
 from .heap import Heap
 from .http import MAX_VALUES, BodyLimits, Refusal, Request, read_body, unless_disconnected
-from .metrics import Metrics
+from .metrics import CONTENT_TYPE, Metrics
 from .page import PATHS, page
 from .reading import Context
 
@@ -39,8 +39,7 @@ async def metrics_page(context: Context, request: Request) -> Response:
     if not context.served.options.metrics:
         raise ApiError(501, "this server was started without metrics")
     metrics: Metrics = request.app.state.metrics
-    headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8", "process-start-time-unix": str(int(metrics.started))}
-    return Response(metrics.text(context.queue).encode(), headers=headers)
+    return Response(metrics.text(context.queue), headers={"process-start-time-unix": str(int(metrics.started))}, media_type=CONTENT_TYPE)
 
 
 GENERATE: dict[str, Handler] = {  # whose fields are checked by name

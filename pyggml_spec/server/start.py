@@ -19,7 +19,13 @@ from ..speculation.synthetic import SyntheticAcceptance
 from .access import Keys
 
 log = logging.getLogger("pyspec.serve")
-LIBRARIES = ("uvicorn", "httptools", "msgspec", "starlette")
+LIBRARIES = {
+    "uvicorn": "uvicorn",
+    "httptools": "httptools",
+    "msgspec": "msgspec",
+    "starlette": "starlette",
+    "prometheus_client": "prometheus-client",
+}
 SWITCH_SECONDS = 0.0005  # how long the event loop may keep the interpreter from the thread of the steps
 TOLD_SECONDS = 0.9  # that readers have for the error that ends what was cut off
 STEP_SECONDS = 1.0  # that a step may take which is under way when all readers have gone
@@ -29,10 +35,10 @@ STARTING_SOCKETS = 2048  # connections that wait to be taken
 
 def missing() -> str | None:
     """The sentence about libraries of the extra that are not installed; None if all are."""
-    absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    absent = [name for module, name in LIBRARIES.items() if importlib.util.find_spec(module) is None]
     if not absent:
         return None
-    return f"the server needs {' and '.join(absent)}: run: pip install {' '.join(LIBRARIES)}"
+    return f"the server needs {' and '.join(absent)}: run: pip install {' '.join(LIBRARIES.values())}"
 
 
 @dataclass

@@ -51,6 +51,10 @@ class Running:
         assert response.status_code == 200, response.text
         return response.json()
 
+    def metric(self, *names: str) -> float:
+        """The sum of samples whose lines on /metrics begin so."""
+        return sum(float(line.split()[-1]) for line in self.http.get("/metrics").text.splitlines() if line.startswith(names))
+
     @property
     def resident_mib(self) -> float:
         """MiB of memory that the process has."""
@@ -61,9 +65,8 @@ class Running:
         """Whether every slot is idle, and nothing waits, before that time is over."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            metrics = self.http.get("/metrics").text
-            idle = not any(slot["is_processing"] for slot in self.http.get("/slots").json())
-            if idle and "requests_deferred 0\n" in metrics:
+            waiting = self.metric("llamacpp:requests_deferred")
+            if waiting == 0 and not any(slot["is_processing"] for slot in self.http.get("/slots").json()):
                 return True
             time.sleep(0.05)
         return False

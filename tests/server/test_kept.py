@@ -37,16 +37,12 @@ def test_a_conversation(server):
 
 def test_several_answers_compute_the_prompt_once(server):
     """4 answers to one prompt: one of them reads it, the others its last token; greedy ones are the same, seeds give different ones."""
-    before = server.http.get("/metrics").text
+    before = server.metric("llamacpp:prompt_tokens_total")
     body = {"prompt": "# many\n" + PROMPT, "max_tokens": 30, "n": 4, "temperature": 0, "ignore_eos": True}
     choices = server.ok("/v1/completions", **body)["choices"]
     assert len({c["text"] for c in choices}) == 1
     n = len(server.ok("/tokenize", content=body["prompt"])["tokens"])
-
-    def computed(text):
-        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("llamacpp:prompt_tokens_total "))
-
-    assert computed(server.http.get("/metrics").text) - computed(before) == n + 3
+    assert server.metric("llamacpp:prompt_tokens_total") - before == n + 3
     different = server.ok("/v1/completions", **{**body, "temperature": 1.5, "seed": 1, "max_tokens": 20})["choices"]
     assert len({c["text"] for c in different}) > 1
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import random
-import re
 import signal
 import socket
 import threading
@@ -41,8 +40,7 @@ def started(server, count):
 
 def came(server):
     """Sequences that have come: those that run, wait, or have ended."""
-    text = server.http.get("/metrics").text
-    return sum(map(int, re.findall(r"^(?:llamacpp:requests_(?:processing|deferred)|pyspec:sequences_total\S+) (\d+)", text, re.MULTILINE)))
+    return server.metric("llamacpp:requests_processing", "llamacpp:requests_deferred", "pyspec:sequences_total")
 
 
 @contextlib.contextmanager
@@ -90,13 +88,11 @@ def test_what_does_not_fit_the_queue_is_turned_away(server):
     for answer in refused:
         assert 1 <= int(answer.headers["retry-after"]) <= 60 and answer.json()["error"]["type"] == "rate_limit_error"
     assert server.slots_are_free()
-    text = server.http.get("/metrics").text
-    assert f'pyspec:rejected_total{{cause="requests"}} {len(refused)}' in text
+    assert server.metric('pyspec:rejected_total{cause="requests"}') == len(refused)
 
 
 def cancelled(server):
-    found = re.search(r'finish_reason="cancelled"} (\d+)', server.http.get("/metrics").text)
-    return int(found[1]) if found else 0
+    return server.metric('pyspec:sequences_total{finish_reason="cancelled"}')
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -126,11 +122,10 @@ def test_queued_clients_that_leave_touch_no_others_answer(server):
 
 def test_a_prompt_is_left_while_it_is_read(server):
     long = {**ask(10), "prompt": "x = 1\n" * 480, "cache_prompt": False}
-    before = server.http.get("/metrics").text
+    before = came(server)
     with sent(server, long):
         time.sleep(0.3)
-    assert server.slots_are_free()
-    assert "llamacpp:requests_processing 0\n" in server.http.get("/metrics").text != before
+    assert server.slots_are_free() and came(server) == before + 1
 
 
 def test_a_slow_reader_holds_up_nobody(server):

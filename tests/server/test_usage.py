@@ -77,12 +77,8 @@ def small():
 def test_clients_that_get_429_come_again(small, who, openai, anthropic):
     """Their own retries, as they are: 429 with Retry-After, and an answer in the end. Without retries they say what happened."""
 
-    def metric(*names):
-        lines = small.http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
-
     def rejected():
-        return metric("pyspec:rejected_total")
+        return small.metric("pyspec:rejected_total")
 
     def answered():
         if who == "openai":
@@ -93,7 +89,7 @@ def test_clients_that_get_429_come_again(small, who, openai, anthropic):
     url = f"{small.url}/v1" if who == "openai" else small.url
     with contextlib.ExitStack() as holding, ThreadPoolExecutor(1) as pool:
         holding.enter_context(sent(small, {**ask(1900), "stream": True}))
-        wait_for(lambda: metric("llamacpp:requests_processing", "llamacpp:requests_deferred") >= 1)
+        wait_for(lambda: small.metric("llamacpp:requests_processing", "llamacpp:requests_deferred") >= 1)
         before, client = rejected(), made(base_url=url, api_key="none", max_retries=0)
         with pytest.raises((openai.RateLimitError, anthropic.RateLimitError)) as raised:
             answered()
