@@ -144,7 +144,7 @@ def test_more_log_probabilities_than_a_whole_answer_may_have_are_refused(server)
 
 SLOWLY = """
 import sys, time
-from pyggml_spec.serve import served
+from pyggml_spec.server import served
 encode = served.Served.encoded
 def slowly(self, text, *given, **named):
     if text == "slowly":

@@ -30,7 +30,7 @@ from pyggml_spec.server.errors import ApiError
 def test_without_the_extra_one_sentence_names_the_command(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['uvicorn'] = sys.modules['msgspec'] = None\n")
     done = pyspec("serve", env={"PYTHONPATH": str(tmp_path)})
-    one_sentence(done, "uvicorn and msgspec", "run: pip install uvicorn httptools msgspec")
+    one_sentence(done, "uvicorn and msgspec", "run: pip install uvicorn httptools msgspec starlette prometheus-client")
 
 
 def test_an_address_that_is_taken_is_one_sentence(server):
