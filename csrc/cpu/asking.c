@@ -12,7 +12,7 @@
 #define TRIALS  32  // that are timed, of each way
 #define WAYS    3
 #define KINDS   6   // numbers of rows
-#define TYPES   9
+#define TYPES   16
 
 static const size_t AHEAD[WAYS] = { 0, 4 << 10, 16 << 10 };
 
@@ -33,6 +33,13 @@ static int index_of(int type) {
         case GGML_TYPE_Q6_K: return 5;
         case GGML_TYPE_F16: return 6;
         case GGML_TYPE_BF16: return 7;
+        case GGML_TYPE_Q4_1: return 9;
+        case GGML_TYPE_Q5_0: return 10;
+        case GGML_TYPE_Q5_1: return 11;
+        case GGML_TYPE_IQ4_NL: return 12;
+        case GGML_TYPE_Q2_K: return 13;
+        case GGML_TYPE_Q3_K: return 14;
+        case GGML_TYPE_IQ4_XS: return 15;
         default: return 8;
     }
 }

@@ -30,6 +30,25 @@ typedef struct rec_q4_0 {
     uint16_t d[LANES];
 } rec_q4_0;
 
+typedef struct rec_q4_1 {  // d * q + m
+    uint8_t  q[4][4 * LANES];
+    uint16_t d[LANES], m[LANES];
+} rec_q4_1;
+
+typedef struct rec_q5_0 {
+    uint8_t  q[4][4 * LANES];
+    uint8_t  high[4 * LANES];  // + 16; bit j: the fifth bit of quad j
+    uint16_t d[LANES];
+} rec_q5_0;
+
+typedef struct rec_q5_1 {  // d * q + m
+    uint8_t  q[4][4 * LANES];
+    uint8_t  high[4 * LANES];
+    uint16_t d[LANES], m[LANES];
+} rec_q5_1;
+
+typedef struct rec_q4_0 rec_iq4_nl;  // indices into a table of sixteen values
+
 typedef struct rec_mxfp4 {
     uint8_t q[4][4 * LANES];  // places in a table of sixteen values, in the order of rec_q4_0
     uint8_t e[LANES];         // exponents of two
@@ -51,6 +70,25 @@ typedef struct rec_q5_k {
     uint8_t high[8][4 * LANES];  // [quad]: bit j is the fifth bit of sub-block j
     uint8_t q[4][8][4 * LANES];
 } rec_q5_k;
+
+typedef struct rec_q2_k {        // of 256 inputs in 16 sub-blocks
+    uint8_t  scale[16][LANES], min[16][LANES];
+    uint16_t d[LANES], dmin[LANES];
+    uint8_t  q[4][4][4 * LANES];  // [i][quad]: bits 2 j and 2 j + 1 are of sub-block 4 i + j
+} rec_q2_k;
+
+typedef struct rec_q3_k {        // of 256 inputs in 16 sub-blocks
+    int8_t   scale[16][LANES];
+    uint16_t d[LANES];
+    uint8_t  q[4][4][4 * LANES];     // + 4; as of rec_q2_k
+    uint8_t  high[2][4][4 * LANES];  // [i][quad]: bit j is the third bit of sub-block 8 i + j
+} rec_q3_k;
+
+typedef struct rec_iq4_xs {      // of 256 inputs in 8 sub-blocks
+    int8_t   scale[8][LANES];
+    uint16_t d[LANES];
+    uint8_t  q[8][4][4 * LANES];  // indices into the table of IQ4_NL, in the order of rec_q4_0
+} rec_iq4_xs;
 
 typedef struct rec_q6_k {        // of 256 inputs in 16 sub-blocks
     int8_t   scale[16][LANES];

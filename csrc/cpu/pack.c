@@ -17,6 +17,23 @@ typedef struct block_q4_0 {
     uint8_t  q[16];  // low nibbles: inputs 0 .. 15, high ones: 16 .. 31
 } block_q4_0;
 
+typedef struct block_q4_1 {
+    uint16_t d, m;
+    uint8_t  q[16];
+} block_q4_1;
+
+typedef struct block_q5_0 {
+    uint16_t d;
+    uint8_t  high[4];  // bit i: the fifth bit of input i
+    uint8_t  q[16];
+} block_q5_0;
+
+typedef struct block_q5_1 {
+    uint16_t d, m;
+    uint8_t  high[4];
+    uint8_t  q[16];
+} block_q5_1;
+
 typedef struct block_mxfp4 {
     uint8_t e;
     uint8_t q[16];  // as of block_q4_0
@@ -35,6 +52,25 @@ typedef struct block_q5_k {
     uint8_t  q[128];
 } block_q5_k;
 
+typedef struct block_q2_k {
+    uint8_t  scales[16];  // low nibbles are scales, high ones mins
+    uint8_t  q[64];       // of each 32 bytes, bits 2 j and 2 j + 1 are inputs 32 j .. 32 j + 31 of a half
+    uint16_t d, dmin;
+} block_q2_k;
+
+typedef struct block_q3_k {
+    uint8_t  high[32];  // bit j: the third bit of inputs 32 j .. 32 j + 31
+    uint8_t  q[64];     // as of block_q2_k
+    uint8_t  scales[12];
+    uint16_t d;
+} block_q3_k;
+
+typedef struct block_iq4_xs {
+    uint16_t d, scales_high;
+    uint8_t  scales_low[4];
+    uint8_t  q[128];  // of each 16 bytes, low nibbles are inputs 0 .. 15 of a sub-block and high ones 16 .. 31
+} block_iq4_xs;
+
 typedef struct block_q6_k {
     uint8_t  low[128];
     uint8_t  high[64];
@@ -51,6 +87,16 @@ static void scale_and_min(const uint8_t * s, int j, uint8_t * scale, uint8_t * m
         *scale = (uint8_t) ((s[j + 4] & 15) | (s[j - 4] >> 6 << 4));
         *min   = (uint8_t) ((s[j + 4] >> 4) | (s[j] >> 6 << 4));
     }
+}
+
+// Scale `j` of sixteen, 6 bits each in twelve bytes, less 32.
+static int8_t scale_of_q3_k(const uint8_t * s, int j) {
+    return (int8_t) (((s[j % 8] >> (j / 8 * 4) & 15) | (s[8 + j % 4] >> (j / 4 * 2) & 3) << 4) - 32);
+}
+
+// Two bits of input `i` of 256, as Q2_K and Q3_K have them.
+static uint8_t two_bits(const uint8_t * q, int i) {
+    return q[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
 }
 
 // 6 bits of input `i` of 256. Each half of a block has 64 bytes of nibbles, low ones of its first 64 inputs, and 32 bytes of pairs of bits.
@@ -72,6 +118,13 @@ static bool shape_of(enum ggml_type type, shape * out) {
     switch (type) {
         case GGML_TYPE_Q8_0: *out = (shape) { 32, sizeof(rec_q8_0), sizeof(block_q8_0) }; return true;
         case GGML_TYPE_Q4_0: *out = (shape) { 32, sizeof(rec_q4_0), sizeof(block_q4_0) }; return true;
+        case GGML_TYPE_Q4_1: *out = (shape) { 32, sizeof(rec_q4_1), sizeof(block_q4_1) }; return true;
+        case GGML_TYPE_Q5_0: *out = (shape) { 32, sizeof(rec_q5_0), sizeof(block_q5_0) }; return true;
+        case GGML_TYPE_Q5_1: *out = (shape) { 32, sizeof(rec_q5_1), sizeof(block_q5_1) }; return true;
+        case GGML_TYPE_IQ4_NL: *out = (shape) { 32, sizeof(rec_iq4_nl), sizeof(block_q4_0) }; return true;
+        case GGML_TYPE_Q2_K: *out = (shape) { 256, sizeof(rec_q2_k), sizeof(block_q2_k) }; return true;
+        case GGML_TYPE_Q3_K: *out = (shape) { 256, sizeof(rec_q3_k), sizeof(block_q3_k) }; return true;
+        case GGML_TYPE_IQ4_XS: *out = (shape) { 256, sizeof(rec_iq4_xs), sizeof(block_iq4_xs) }; return true;
         case GGML_TYPE_MXFP4: *out = (shape) { 32, sizeof(rec_mxfp4), sizeof(block_mxfp4) }; return true;
         case GGML_TYPE_Q4_K: *out = (shape) { 256, sizeof(rec_q4_k), sizeof(block_q4_k) }; return true;
         case GGML_TYPE_Q5_K: *out = (shape) { 256, sizeof(rec_q5_k), sizeof(block_q5_k) }; return true;
@@ -100,6 +153,55 @@ static void copy_quads(uint8_t (*to)[4 * LANES], const uint8_t * from, int quads
             to[t][4 * lane + i] = from[4 * t + i] ^ flip;
         }
     }
+}
+
+// The fifth bits of 32 inputs: bit t of a byte is that of quad t.
+static void pack_fifth(uint8_t * to, const uint8_t * high, int lane) {
+    for (int i = 0; i < 32; i++) {
+        const int at = 4 * lane + i % 4, bit = high[i / 8] >> i % 8 & 1;
+        to[at]       = (uint8_t) ((to[at] & ~(1 << i / 4)) | bit << i / 4);
+    }
+}
+
+// Two bits of each input of 256: sub-blocks of 16.
+static void pack_two_bits(uint8_t (*to)[4][4 * LANES], const uint8_t * q, int lane) {
+    for (int i = 0; i < 256; i++) {
+        uint8_t * at = &to[i / 64][i % 16 / 4][4 * lane + i % 4];
+        const int by = i / 16 % 4 * 2;
+        *at          = (uint8_t) ((*at & ~(3 << by)) | two_bits(q, i) << by);
+    }
+}
+
+static void pack_q2_k(rec_q2_k * to, const block_q2_k * b, int lane) {
+    for (int j = 0; j < 16; j++) {
+        to->scale[j][lane] = b->scales[j] & 15;
+        to->min[j][lane]   = b->scales[j] >> 4;
+    }
+    to->d[lane]    = b->d;
+    to->dmin[lane] = b->dmin;
+    pack_two_bits(to->q, b->q, lane);
+}
+
+static void pack_q3_k(rec_q3_k * to, const block_q3_k * b, int lane) {
+    for (int j = 0; j < 16; j++) {
+        to->scale[j][lane] = scale_of_q3_k(b->scales, j);
+    }
+    to->d[lane] = b->d;
+    pack_two_bits(to->q, b->q, lane);
+    for (int i = 0; i < 256; i++) {
+        uint8_t * at = &to->high[i / 128][i % 16 / 4][4 * lane + i % 4];
+        const int by = i / 16 % 8;
+        *at          = (uint8_t) ((*at & ~(1 << by)) | (b->high[i % 32] >> (i / 32) & 1) << by);
+    }
+}
+
+static void pack_iq4_xs(rec_iq4_xs * to, const block_iq4_xs * b, int lane) {
+    for (int j = 0; j < 8; j++) {
+        const int low = b->scales_low[j / 2] >> (j % 2 * 4) & 15, high = b->scales_high >> (2 * j) & 3;
+        to->scale[j][lane] = (int8_t) ((low | high << 4) - 32);
+        copy_quads(to->q[j], b->q + 16 * j, 4, lane, 0);
+    }
+    to->d[lane] = b->d;
 }
 
 static void pack_head(head_k * h, uint16_t d, uint16_t dmin, const uint8_t * scales, int lane) {
@@ -133,6 +235,7 @@ static void pack_block(enum ggml_type type, const void * from, int64_t left, voi
             r->d[lane] = b->d;
             break;
         }
+        case GGML_TYPE_IQ4_NL:
         case GGML_TYPE_Q4_0: {
             const block_q4_0 * b = from;
             rec_q4_0 *         r = record;
@@ -140,6 +243,34 @@ static void pack_block(enum ggml_type type, const void * from, int64_t left, voi
             r->d[lane] = b->d;
             break;
         }
+        case GGML_TYPE_Q4_1: {
+            const block_q4_1 * b = from;
+            rec_q4_1 *         r = record;
+            copy_quads(r->q, b->q, 4, lane, 0);
+            r->d[lane] = b->d;
+            r->m[lane] = b->m;
+            break;
+        }
+        case GGML_TYPE_Q5_0: {
+            const block_q5_0 * b = from;
+            rec_q5_0 *         r = record;
+            copy_quads(r->q, b->q, 4, lane, 0);
+            pack_fifth(r->high, b->high, lane);
+            r->d[lane] = b->d;
+            break;
+        }
+        case GGML_TYPE_Q5_1: {
+            const block_q5_1 * b = from;
+            rec_q5_1 *         r = record;
+            copy_quads(r->q, b->q, 4, lane, 0);
+            pack_fifth(r->high, b->high, lane);
+            r->d[lane] = b->d;
+            r->m[lane] = b->m;
+            break;
+        }
+        case GGML_TYPE_Q2_K: pack_q2_k(record, from, lane); break;
+        case GGML_TYPE_Q3_K: pack_q3_k(record, from, lane); break;
+        case GGML_TYPE_IQ4_XS: pack_iq4_xs(record, from, lane); break;
         case GGML_TYPE_MXFP4: {
             const block_mxfp4 * b = from;
             rec_mxfp4 *         r = record;
@@ -202,6 +333,21 @@ static float half(uint16_t x) {
     return ggml_fp16_to_fp32(x);
 }
 
+static const float IQ4_VALUES[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
+
+// The nibble of input `i` of 32.
+static int nibble_at(const uint8_t (*q)[4 * LANES], int lane, int i) {
+    return q[i % 16 / 4][4 * lane + i % 4] >> (i / 16 * 4) & 15;
+}
+
+static int fifth_at(const uint8_t * high, int lane, int i) {
+    return (high[4 * lane + i % 4] >> (i / 4) & 1) << 4;
+}
+
+static int two_bits_at(const uint8_t (*q)[4][4 * LANES], int lane, int i) {
+    return q[i / 64][i % 16 / 4][4 * lane + i % 4] >> (i / 16 % 4 * 2) & 3;
+}
+
 static void look_up_k(const head_k * h, const uint8_t (*high)[4 * LANES], const uint8_t (*q)[8][4 * LANES], int lane, float * out) {
     const float d = half(h->d[lane]), dmin = half(h->dmin[lane]);
     for (int i = 0; i < 256; i++) {
@@ -234,7 +380,58 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
                 const rec_q4_0 * r = (const rec_q4_0 *) record;
                 const float      d = half(r->d[lane]);
                 for (int i = 0; i < 32; i++) {
-                    out[i] = d * (float) ((r->q[i % 16 / 4][4 * lane + i % 4] >> (i / 16 * 4) & 15) - 8);
+                    out[i] = d * (float) (nibble_at(r->q, lane, i) - 8);
+                }
+                break;
+            }
+            case GGML_TYPE_Q4_1: {
+                const rec_q4_1 * r = (const rec_q4_1 *) record;
+                for (int i = 0; i < 32; i++) {
+                    out[i] = half(r->d[lane]) * (float) nibble_at(r->q, lane, i) + half(r->m[lane]);
+                }
+                break;
+            }
+            case GGML_TYPE_Q5_0: {
+                const rec_q5_0 * r = (const rec_q5_0 *) record;
+                for (int i = 0; i < 32; i++) {
+                    out[i] = half(r->d[lane]) * (float) ((nibble_at(r->q, lane, i) | fifth_at(r->high, lane, i)) - 16);
+                }
+                break;
+            }
+            case GGML_TYPE_Q5_1: {
+                const rec_q5_1 * r = (const rec_q5_1 *) record;
+                for (int i = 0; i < 32; i++) {
+                    out[i] = half(r->d[lane]) * (float) (nibble_at(r->q, lane, i) | fifth_at(r->high, lane, i)) + half(r->m[lane]);
+                }
+                break;
+            }
+            case GGML_TYPE_IQ4_NL: {
+                const rec_iq4_nl * r = (const rec_iq4_nl *) record;
+                for (int i = 0; i < 32; i++) {
+                    out[i] = half(r->d[lane]) * IQ4_VALUES[nibble_at(r->q, lane, i)];
+                }
+                break;
+            }
+            case GGML_TYPE_Q2_K: {
+                const rec_q2_k * r = (const rec_q2_k *) record;
+                for (int i = 0; i < 256; i++) {
+                    const float d = half(r->d[lane]) * r->scale[i / 16][lane], m = half(r->dmin[lane]) * r->min[i / 16][lane];
+                    out[i]        = d * (float) two_bits_at(r->q, lane, i) - m;
+                }
+                break;
+            }
+            case GGML_TYPE_Q3_K: {
+                const rec_q3_k * r = (const rec_q3_k *) record;
+                for (int i = 0; i < 256; i++) {
+                    const int high = r->high[i / 128][i % 16 / 4][4 * lane + i % 4] >> (i / 16 % 8) & 1;
+                    out[i]         = half(r->d[lane]) * r->scale[i / 16][lane] * (float) ((two_bits_at(r->q, lane, i) | high << 2) - 4);
+                }
+                break;
+            }
+            case GGML_TYPE_IQ4_XS: {
+                const rec_iq4_xs * r = (const rec_iq4_xs *) record;
+                for (int i = 0; i < 256; i++) {
+                    out[i] = half(r->d[lane]) * r->scale[i / 32][lane] * IQ4_VALUES[nibble_at(r->q[i / 32], lane, i % 32)];
                 }
                 break;
             }
@@ -243,7 +440,7 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
                 const rec_mxfp4 *  r          = (const rec_mxfp4 *) record;
                 const float        d          = ldexpf(1.0f, r->e[lane] - 128);
                 for (int i = 0; i < 32; i++) {
-                    out[i] = d * values[r->q[i % 16 / 4][4 * lane + i % 4] >> (i / 16 * 4) & 15];
+                    out[i] = d * values[nibble_at(r->q, lane, i)];
                 }
                 break;
             }

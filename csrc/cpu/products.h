@@ -90,6 +90,17 @@ INLINE vb nibbles(const uint8_t * p, int high) { return high ? vb_high(vb_load(p
 
 #define ARGUMENTS const char * w, int64_t blocks, const char * tile, int row, float * sums, size_t ahead
 
+// s[v][r] += sums of 8 quads of w + 128 (an expression of t and v) times those of row r
+#define BIASED_DOTS(s, w, x, stride)                               \
+    _Pragma("GCC unroll 8") for (int t = 0; t < 8; t++) {          \
+        vbias q[2];                                                \
+        EACH_VEC q[v] = bias_of(w);                                \
+        EACH_ROW {                                                 \
+            const vx a = vx_quad((x) + r * (stride) + 4 * t);      \
+            EACH_VEC (s)[v][r] = bias_dot((s)[v][r], q[v], a);     \
+        }                                                          \
+    }
+
 INLINE void q8_0_rows(ARGUMENTS, const int R, const int G, const int N) {
     const size_t   size = sizeof(rec_q8_0);
     const act_32 * x    = (const act_32 *) tile;
@@ -114,11 +125,38 @@ INLINE void q8_0_rows(ARGUMENTS, const int R, const int G, const int N) {
     SUMS_STAY(acc)
 }
 
-INLINE vb nibble_quads(const uint8_t * p, int high, int fp4) { return fp4 ? vb_fp4(nibbles(p, high)) : nibbles(p, high); }
+// Types of 4 and 5 bits in blocks of 32: d * (q - bias), or d * q + m. The sum starts at what the bias adds too much.
+enum { Q4_0, Q4_1, Q5_0, Q5_1, MXFP4 };
+#define FIVE_BITS(kind) ((kind) == Q5_0 || (kind) == Q5_1)
+#define HAS_MIN(kind)   ((kind) == Q4_1 || (kind) == Q5_1)
+#define MOST_OF(kind)   (FIVE_BITS(kind) ? 31 : (kind) == MXFP4 ? 24 : 15)
 
-// Q4_0 and MXFP4, which lie alike: d * q, where q is too large by 8, or by 12, whose products with a row are by_8 and by_8 / 2 * 3.
-INLINE void nibble_rows(ARGUMENTS, const int R, const int G, const int N, const int fp4) {
-    const size_t   size = fp4 ? sizeof(rec_mxfp4) : sizeof(rec_q4_0);
+INLINE size_t size_of_32(const int kind) {
+    return kind == Q4_0 ? sizeof(rec_q4_0) : kind == Q4_1 ? sizeof(rec_q4_1) : kind == Q5_0 ? sizeof(rec_q5_0) : kind == Q5_1 ? sizeof(rec_q5_1) : sizeof(rec_mxfp4);
+}
+
+// Quad t of LANES outputs: q is the first of every record, the fifth bits follow.
+INLINE vb quads_of_32(const char * record, int t, int p, const int kind) {
+    const uint8_t * q   = (const uint8_t *) record;
+    const vb        low = nibbles(q + t % 4 * (4 * LANES) + 4 * VL * p, t / 4);
+    return kind == MXFP4 ? vb_fp4(low) : FIVE_BITS(kind) ? vb_fifth(low, vb_load(q + 16 * LANES + 4 * VL * p), t) : low;
+}
+
+INLINE vf scale_of_32(const char * record, int p, const int kind) {
+    const uint8_t * d = (const uint8_t *) record + (FIVE_BITS(kind) ? 20 : 16) * LANES;
+    return kind == MXFP4 ? vf_e8m0(d + VL * p) : vf_half((const uint16_t *) d + VL * p);
+}
+
+INLINE vf min_of_32(const char * record, int p, const int kind) {
+    return vf_half((const uint16_t *) (record + (FIVE_BITS(kind) ? 20 : 16) * LANES) + LANES + VL * p);
+}
+
+INLINE int32_t start_of_32(int32_t by_8, const int kind) {
+    return HAS_MIN(kind) ? 0 : kind == Q5_0 ? 2 * by_8 : kind == MXFP4 ? by_8 / 2 * 3 : by_8;
+}
+
+INLINE void small_rows(ARGUMENTS, const int R, const int G, const int N, const int kind) {
+    const size_t   size = size_of_32(kind);
     const act_32 * x    = (const act_32 *) tile;
     vf             acc[4][ROWS];
     SUMS_COME(acc)
@@ -126,11 +164,35 @@ INLINE void nibble_rows(ARGUMENTS, const int R, const int G, const int N, const 
         ask_for(w + ahead, G * size);
         EACH_FEW {
             vi s[2][ROWS];
-            EACH_VEC EACH_ROW s[v][r] = vi_set(fp4 ? x->by_8[row + r] / 2 * 3 : x->by_8[row + r]);
-#define Q(t) ((const uint8_t(*)[4 * LANES]) (w + GROUP * size))[t]  // q is the first of both kinds of records
-            DOTS_OF(s, nibble_quads(Q(t % 4) + 4 * VL * PART, t / 4, fp4), fp4 ? 24 : 15, 8, x->q[row], 32)
-#undef Q
-            ADD_BLOCK(acc, s, fp4 ? vf_e8m0(((const rec_mxfp4 *) w)[GROUP].e + VL * PART) : vf_half(((const rec_q4_0 *) w)[GROUP].d + VL * PART))
+            EACH_VEC EACH_ROW s[v][r] = vi_set(start_of_32(x->by_8[row + r], kind));
+            DOTS_OF(s, quads_of_32(w + GROUP * size, t, PART, kind), MOST_OF(kind), 8, x->q[row], 32)
+            if (HAS_MIN(kind)) {
+                vf m[2];
+                EACH_VEC m[v] = min_of_32(w + GROUP * size, PART, kind);
+                EACH_ROW {
+                    const vf sum = vf_set((float) (x->by_8[row + r] / -8) * x->d[row + r]);
+                    EACH_VEC SUM_IS(acc, r, vf_fma(m[v], sum, SUM_OF(acc, r)));
+                }
+            }
+            ADD_BLOCK(acc, s, scale_of_32(w + GROUP * size, PART, kind))
+        }
+    }
+    SUMS_STAY(acc)
+}
+
+// IQ4_NL: d times one of sixteen values, which are signed bytes
+INLINE void iq4_nl_rows(ARGUMENTS, const int R, const int G, const int N) {
+    const size_t   size = sizeof(rec_iq4_nl);
+    const act_32 * x    = (const act_32 *) tile;
+    vf             acc[4][ROWS];
+    SUMS_COME(acc)
+    for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
+        ask_for(w + ahead, G * size);
+        EACH_FEW {
+            vi s[2][ROWS];
+            EACH_VEC EACH_ROW s[v][r] = bias_start(x->by_128 + row + r);
+            BIASED_DOTS(s, vb_iq4(nibbles(((const rec_iq4_nl *) w)[GROUP].q[t % 4] + 4 * VL * PART, t / 4)), x->q[row], 32)
+            ADD_BLOCK(acc, s, vf_half(((const rec_iq4_nl *) w)[GROUP].d + VL * PART))
         }
     }
     SUMS_STAY(acc)
@@ -240,6 +302,114 @@ INLINE void q6_k_rows(ARGUMENTS, const int R, const int G, const int N) {
     }
 }
 
+// Q2_K: d * scale * q - dmin * min; sums of products with mins are whole numbers below 2^24, which floats hold exactly
+INLINE void q2_k_rows(ARGUMENTS, const int R, const int G, const int N) {
+    const size_t    size = sizeof(rec_q2_k);
+    const act_256 * x    = (const act_256 *) tile;
+    for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
+        EACH_TURN {
+#define RECORD (((const rec_q2_k *) w) + GROUP)
+            vf sum[2][ROWS], mins[2][ROWS];
+            EACH_VEC EACH_ROW sum[v][r] = mins[v][r] = vf_zero();
+#pragma GCC unroll 1
+            for (int i = 0; i < 4; i++) {
+                if (at == 0) {
+                    ask_for(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
+                }
+                _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
+                    const int j = 4 * i + u;
+                    vi        s[2][ROWS];
+                    EACH_VEC EACH_ROW s[v][r] = vi_set(0);
+                    DOTS_OF(s, vb_place(vb_load(RECORD->q[i][t] + 4 * VL * PART), 2 * u, 2, 0), 3, 4, x->q[row] + 16 * j, 256)
+                    EACH_VEC {
+                        const vf scale = vf_u8(RECORD->scale[j] + VL * PART), min = vf_u8(RECORD->min[j] + VL * PART);
+                        EACH_ROW sum[v][r]  = vf_fma(vf_int(s[v][r]), scale, sum[v][r]);
+                        EACH_ROW mins[v][r] = vf_fma(min, vf_set((float) (x->by_32[row + r][j] / -32)), mins[v][r]);
+                    }
+                }
+            }
+            EACH_VEC {
+                const vf d = vf_half(RECORD->d + VL * PART), dmin = vf_half(RECORD->dmin + VL * PART);
+                EACH_ROW {
+                    const vf dx = vf_set(x->d[row + r]);
+                    vf_store(SUM(r), vf_fnma(mins[v][r], vf_mul(dmin, dx), vf_fma(sum[v][r], vf_mul(d, dx), vf_load(SUM(r)))));
+                }
+            }
+#undef RECORD
+        }
+    }
+}
+
+// Q3_K: d * scale * (q - 4)
+INLINE void q3_k_rows(ARGUMENTS, const int R, const int G, const int N) {
+    const size_t    size = sizeof(rec_q3_k);
+    const act_256 * x    = (const act_256 *) tile;
+    for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
+        EACH_TURN {
+#define RECORD (((const rec_q3_k *) w) + GROUP)
+            vf sum[2][ROWS];
+            EACH_VEC EACH_ROW sum[v][r] = vf_zero();
+#pragma GCC unroll 1
+            for (int i = 0; i < 4; i++) {
+                if (at == 0) {
+                    ask_for(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
+                }
+                _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
+                    const int j = 4 * i + u;
+                    vi        s[2][ROWS];
+                    EACH_VEC EACH_ROW s[v][r] = vi_set(x->by_32[row + r][j] / 8);
+                    DOTS_OF(s, vb_or(vb_place(vb_load(RECORD->q[i][t] + 4 * VL * PART), 2 * u, 2, 0),
+                                     vb_third(vb_load(RECORD->high[i / 2][t] + 4 * VL * PART), j % 8)),
+                            7, 4, x->q[row] + 16 * j, 256)
+                    EACH_VEC {
+                        const vf scale = vf_i8(RECORD->scale[j] + VL * PART);
+                        EACH_ROW sum[v][r] = vf_fma(vf_int(s[v][r]), scale, sum[v][r]);
+                    }
+                }
+            }
+            EACH_VEC {
+                const vf d = vf_half(RECORD->d + VL * PART);
+                EACH_ROW vf_store(SUM(r), vf_fma(sum[v][r], vf_mul(d, vf_set(x->d[row + r])), vf_load(SUM(r))));
+            }
+#undef RECORD
+        }
+    }
+}
+
+// IQ4_XS: d * scale times one of sixteen values, which are signed bytes
+INLINE void iq4_xs_rows(ARGUMENTS, const int R, const int G, const int N) {
+    const size_t    size = sizeof(rec_iq4_xs);
+    const act_256 * x    = (const act_256 *) tile;
+    for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
+        EACH_TURN {
+#define RECORD (((const rec_iq4_xs *) w) + GROUP)
+            vf sum[2][ROWS];
+            EACH_VEC EACH_ROW sum[v][r] = vf_zero();
+#pragma GCC unroll 1
+            for (int j = 0; j < 8; j++) {
+                if (at == 0) {
+                    ask_for(w + ahead + (size_t) j * (G * size / 8), G * size / 8);
+                }
+                vi s[2][ROWS];
+                EACH_ROW {
+                    const int32_t by_128 = -128 * x->sum[row + r][j];
+                    EACH_VEC s[v][r] = bias_start(&by_128);
+                }
+                BIASED_DOTS(s, vb_iq4(nibbles(RECORD->q[j][t % 4] + 4 * VL * PART, t / 4)), x->q[row] + 32 * j, 256)
+                EACH_VEC {
+                    const vf scale = vf_i8(RECORD->scale[j] + VL * PART);
+                    EACH_ROW sum[v][r] = vf_fma(vf_int(s[v][r]), scale, sum[v][r]);
+                }
+            }
+            EACH_VEC {
+                const vf d = vf_half(RECORD->d + VL * PART);
+                EACH_ROW vf_store(SUM(r), vf_fma(sum[v][r], vf_mul(d, vf_set(x->d[row + r])), vf_load(SUM(r))));
+            }
+#undef RECORD
+        }
+    }
+}
+
 // ---- weights that are not quantised, times activations that are not either
 
 enum { F16, BF16, F32 };
@@ -304,8 +474,11 @@ INLINE void float_rows(ARGUMENTS, const int R, const int G, const int N, const i
         }                                                                                                                            \
     }
 
-#define Q4_0_ROWS(w, n, x, row, sums, ahead, R, G, N)  nibble_rows(w, n, x, row, sums, ahead, R, G, N, 0)
-#define MXFP4_ROWS(w, n, x, row, sums, ahead, R, G, N) nibble_rows(w, n, x, row, sums, ahead, R, G, N, 1)
+#define Q4_0_ROWS(w, n, x, row, sums, ahead, R, G, N)  small_rows(w, n, x, row, sums, ahead, R, G, N, Q4_0)
+#define Q4_1_ROWS(w, n, x, row, sums, ahead, R, G, N)  small_rows(w, n, x, row, sums, ahead, R, G, N, Q4_1)
+#define Q5_0_ROWS(w, n, x, row, sums, ahead, R, G, N)  small_rows(w, n, x, row, sums, ahead, R, G, N, Q5_0)
+#define Q5_1_ROWS(w, n, x, row, sums, ahead, R, G, N)  small_rows(w, n, x, row, sums, ahead, R, G, N, Q5_1)
+#define MXFP4_ROWS(w, n, x, row, sums, ahead, R, G, N) small_rows(w, n, x, row, sums, ahead, R, G, N, MXFP4)
 #define Q4_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  k_rows(w, n, x, row, sums, ahead, R, G, N, 0)
 #define Q5_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  k_rows(w, n, x, row, sums, ahead, R, G, N, 1)
 #define F16_ROWS(w, n, x, row, sums, ahead, R, G, N)   float_rows(w, n, x, row, sums, ahead, R, G, N, F16)
@@ -314,7 +487,14 @@ INLINE void float_rows(ARGUMENTS, const int R, const int G, const int N, const i
 
 PRODUCT(q8_0, q8_0_rows, BYTES_SHAPE)
 PRODUCT(q4_0, Q4_0_ROWS, BYTES_SHAPE)
+PRODUCT(q4_1, Q4_1_ROWS, BYTES_SHAPE)
+PRODUCT(q5_0, Q5_0_ROWS, BYTES_SHAPE)
+PRODUCT(q5_1, Q5_1_ROWS, BYTES_SHAPE)
+PRODUCT(iq4_nl, iq4_nl_rows, BYTES_SHAPE)
 PRODUCT(mxfp4, MXFP4_ROWS, BYTES_SHAPE)
+PRODUCT(q2_k, q2_k_rows, Q6_K_SHAPE)
+PRODUCT(q3_k, q3_k_rows, Q6_K_SHAPE)
+PRODUCT(iq4_xs, iq4_xs_rows, Q6_K_SHAPE)
 PRODUCT(q4_k, Q4_K_ROWS, Q4_K_SHAPE)
 PRODUCT(q5_k, Q5_K_ROWS, Q5_K_SHAPE)
 PRODUCT(q6_k, q6_k_rows, Q6_K_SHAPE)
@@ -325,6 +505,13 @@ PRODUCT(f32, F32_ROWS, FLOAT_SHAPE)
 static const pgs_kernel kernels[] = {
     { GGML_TYPE_Q8_0, 32, sizeof(rec_q8_0), sizeof(act_32), activations_32, q8_0 },
     { GGML_TYPE_Q4_0, 32, sizeof(rec_q4_0), sizeof(act_32), activations_32, q4_0 },
+    { GGML_TYPE_Q4_1, 32, sizeof(rec_q4_1), sizeof(act_32), activations_32, q4_1 },
+    { GGML_TYPE_Q5_0, 32, sizeof(rec_q5_0), sizeof(act_32), activations_32, q5_0 },
+    { GGML_TYPE_Q5_1, 32, sizeof(rec_q5_1), sizeof(act_32), activations_32, q5_1 },
+    { GGML_TYPE_IQ4_NL, 32, sizeof(rec_iq4_nl), sizeof(act_32), activations_32, iq4_nl },
+    { GGML_TYPE_Q2_K, 256, sizeof(rec_q2_k), sizeof(act_256), activations_256, q2_k },
+    { GGML_TYPE_Q3_K, 256, sizeof(rec_q3_k), sizeof(act_256), activations_256, q3_k },
+    { GGML_TYPE_IQ4_XS, 256, sizeof(rec_iq4_xs), sizeof(act_256), activations_256, iq4_xs },
     { GGML_TYPE_MXFP4, 32, sizeof(rec_mxfp4), sizeof(act_32), activations_32, mxfp4 },
     { GGML_TYPE_Q4_K, 256, sizeof(rec_q4_k), sizeof(act_256), activations_256, q4_k },
     { GGML_TYPE_Q5_K, 256, sizeof(rec_q5_k), sizeof(act_256), activations_256, q5_k },

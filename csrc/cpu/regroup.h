@@ -95,6 +95,41 @@ INLINE void regroup_q4_0(const char * from, size_t step, rec_q4_0 * to) {
     quads_of(from + 2, step, 4, to->q, 0);
 }
 
+INLINE void regroup_q4_1(const char * from, size_t step, rec_q4_1 * to) {
+    scales_of(from, step, to->d);
+    scales_of(from + 2, step, to->m);
+    quads_of(from + 4, step, 4, to->q, 0);
+}
+
+// The fifth bits of 32 inputs, one word of each row: bit t of byte i is bit 4 t + i of the word.
+INLINE void fifth_of(const char * from, size_t step, uint8_t * to) {
+    words w, out = { 0 };
+    _Pragma("GCC unroll 16") for (size_t i = 0; i < LANES; i++) {
+        uint32_t high;
+        memcpy(&high, from + i * step, sizeof(high));
+        w[i] = high;
+    }
+    _Pragma("GCC unroll 8") for (int t = 0; t < 8; t++) {
+        const words four = w >> (4 * t);
+        const words spread = (four & 1) | ((four & 2) << 7) | ((four & 4) << 14) | ((four & 8) << 21);
+        out |= spread << t;
+    }
+    put(to, out);
+}
+
+INLINE void regroup_q5_0(const char * from, size_t step, rec_q5_0 * to) {
+    scales_of(from, step, to->d);
+    fifth_of(from + 2, step, to->high);
+    quads_of(from + 6, step, 4, to->q, 0);
+}
+
+INLINE void regroup_q5_1(const char * from, size_t step, rec_q5_1 * to) {
+    scales_of(from, step, to->d);
+    scales_of(from + 2, step, to->m);
+    fifth_of(from + 4, step, to->high);
+    quads_of(from + 8, step, 4, to->q, 0);
+}
+
 INLINE void regroup_q8_0(const char * from, size_t step, rec_q8_0 * to) {
     scales_of(from, step, to->d);
     quads_of(from + 2, step, 8, to->q, BYTES(128));
@@ -160,6 +195,68 @@ INLINE void regroup_q6_k(const char * from, size_t step, rec_q6_k * to) {
     scales_of(from + 208, step, to->d);
 }
 
+// 32 bytes of pairs of bits (lowest ones of 32 inputs, then the next 32), of each half of a block
+INLINE void two_bits_of(const char * from, size_t step, uint8_t (*to)[4][4 * LANES]) {
+    for (int half = 0; half < 2; half++) {
+        words w[8];
+        four_quads(from + 32 * half, step, w);
+        four_quads(from + 32 * half + 16, step, w + 4);
+        for (int i = 0; i < 2; i++) {
+            for (int t = 0; t < 4; t++) {
+                const words a = w[t] >> (4 * i), b = w[t + 4] >> (4 * i);
+                put(to[2 * half + i][t],
+                    (a & BYTES(3)) | ((b & BYTES(3)) << 2) | (((a >> 2) & BYTES(3)) << 4) | (((b >> 2) & BYTES(3)) << 6));
+            }
+        }
+    }
+}
+
+INLINE void regroup_q2_k(const char * from, size_t step, rec_q2_k * to) {
+    words w[4];
+    four_quads(from, step, w);
+    for (int j = 0; j < 16; j++) {
+        const words one = w[j / 4] >> (j % 4 * 8);
+        put_bytes(to->scale[j], one & 15);
+        put_bytes(to->min[j], (one >> 4) & 15);
+    }
+    two_bits_of(from + 16, step, to->q);
+    scales_of(from + 80, step, to->d);
+    scales_of(from + 82, step, to->dmin);
+}
+
+INLINE void regroup_q3_k(const char * from, size_t step, rec_q3_k * to) {
+    words h[8], w[4];
+    four_quads(from, step, h);
+    four_quads(from + 16, step, h + 4);
+    for (int i = 0; i < 2; i++) {
+        for (int t = 0; t < 4; t++) {
+            words out = h[t] & 0;
+            for (int j = 0; j < 8; j++) {  // sub-block 8 i + j: bit 4 i + j / 2 of the bytes of its half of 32 inputs
+                out |= ((h[t + j % 2 * 4] >> (4 * i + j / 2)) & BYTES(1)) << j;
+            }
+            put(to->high[i][t], out);
+        }
+    }
+    two_bits_of(from + 32, step, to->q);
+    four_quads(from + 94, step, w);  // two bytes before the scales, which end with the block's scale
+    scales_of(from + 108, step, to->d);
+    for (int j = 0; j < 16; j++) {
+        const int low = 2 + j % 8, high = 10 + j % 4;
+        const words six = ((w[low / 4] >> (low % 4 * 8 + j / 8 * 4)) & 15) | ((w[high / 4] >> (high % 4 * 8 + j / 4 * 2)) & 3) << 4;
+        put_bytes(to->scale[j], six - 32);
+    }
+}
+
+INLINE void regroup_iq4_xs(const char * from, size_t step, rec_iq4_xs * to) {
+    scales_of(from, step, to->d);
+    words w[4];
+    four_quads(from, step, w);  // w[0] >> 16: two upper bits each, w[1]: four lower ones
+    for (int j = 0; j < 8; j++) {
+        put_bytes(to->scale[j], (((w[1] >> (4 * j)) & 15) | ((w[0] >> (16 + 2 * j)) & 3) << 4) - 32);
+        quads_of(from + 8 + 16 * j, step, 4, to->q[j], 0);
+    }
+}
+
 INLINE void regroup_f16(const char * from, size_t step, rec_f16 * to) {
     for (int i = 0; i < 32; i += 8) {
         words w[4];
@@ -183,7 +280,14 @@ INLINE void regroup_f16(const char * from, size_t step, rec_f16 * to) {
 static void regroup(int type, const char * rows, size_t step, int64_t blocks, char * records, const char * next) {
     switch (type) {
         case GGML_TYPE_MXFP4: EACH_BLOCK(rec_mxfp4, 17, regroup_mxfp4)
+        case GGML_TYPE_IQ4_NL:
         case GGML_TYPE_Q4_0: EACH_BLOCK(rec_q4_0, 18, regroup_q4_0)
+        case GGML_TYPE_Q4_1: EACH_BLOCK(rec_q4_1, 20, regroup_q4_1)
+        case GGML_TYPE_Q5_0: EACH_BLOCK(rec_q5_0, 22, regroup_q5_0)
+        case GGML_TYPE_Q5_1: EACH_BLOCK(rec_q5_1, 24, regroup_q5_1)
+        case GGML_TYPE_Q2_K: EACH_BLOCK(rec_q2_k, 84, regroup_q2_k)
+        case GGML_TYPE_Q3_K: EACH_BLOCK(rec_q3_k, 110, regroup_q3_k)
+        case GGML_TYPE_IQ4_XS: EACH_BLOCK(rec_iq4_xs, 136, regroup_iq4_xs)
         case GGML_TYPE_Q8_0: EACH_BLOCK(rec_q8_0, 34, regroup_q8_0)
         case GGML_TYPE_Q4_K: EACH_BLOCK(rec_q4_k, 144, regroup_q4_k)
         case GGML_TYPE_Q5_K: EACH_BLOCK(rec_q5_k, 176, regroup_q5_k)

@@ -45,6 +45,20 @@ INLINE vb   vb_high(vb x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm
 INLINE vb   vb_fp4(vb x) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
 }
+// The value of IQ4_NL that a byte of 0 .. 15 stands for, + 128
+INLINE vb vb_iq4(vb x) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15)), x);
+}
+INLINE vb vb_or(vb a, vb b) { return _mm256_or_si256(a, b); }
+// `bits` of every byte, from bit `from` on, put at bit `to`
+INLINE vb vb_place(vb x, int from, int bits, int to) {
+    const __m256i moved = from < to ? _mm256_slli_epi16(x, to - from) : _mm256_srli_epi16(x, from - to);
+    return _mm256_and_si256(moved, _mm256_set1_epi8((char) (((1 << bits) - 1) << to)));
+}
+// bit `j` of every byte, at bit 2
+INLINE vb vb_third(vb x, int j) {
+    return _mm256_and_si256(_mm256_slli_epi16(_mm256_srl_epi16(x, _mm_cvtsi32_si128(j)), 2), _mm256_set1_epi8(4));
+}
 // 2^(x - 128): half of what an exponent of MXFP4 stands for
 INLINE vf   vf_e8m0(const uint8_t * p) {
     const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) p));
@@ -53,8 +67,7 @@ INLINE vf   vf_e8m0(const uint8_t * p) {
     return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
 }
 INLINE vb   vb_join(vb low, vb high, int from, int bits) {
-    const __m256i moved = from < 4 ? _mm256_slli_epi16(high, 4 - from) : _mm256_srli_epi16(high, from - 4);
-    return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8((char) (((1 << bits) - 1) << 4))));
+    return _mm256_or_si256(low, vb_place(high, from, bits, 4));
 }
 // bit `j` of every byte of `high`, put at bit 4 of `low`
 INLINE vb vb_fifth(vb low, vb high, int j) {
@@ -91,9 +104,10 @@ typedef __m256i vbias;
 
 INLINE vi vi_dot(vi s, vb w, vx x) { return DOT_BYTES(s, w, x); }
 
+INLINE vbias bias_of(vb w) { return w; }  // w: weights + 128
 INLINE vbias bias_load(const uint8_t * p, int second) {
     (void) second;
-    return _mm256_loadu_si256((const __m256i *) p);
+    return vb_load(p);
 }
 INLINE vi    bias_start(const int32_t * by_128) { return _mm256_set1_epi32(*by_128); }
 INLINE vi    bias_dot(vi s, vbias w, vx x) { return DOT_BYTES(s, w, x); }
@@ -158,10 +172,13 @@ INLINE vi wider(vi s, __m256i pairs) { return _mm256_add_epi32(s, _mm256_madd_ep
         }                                                                                                                   \
     }
 
+INLINE vbias bias_of(vb w) {  // w: weights + 128
+    const __m256i own = _mm256_xor_si256(w, _mm256_set1_epi8((char) 128));
+    return (vbias) { own, _mm256_abs_epi8(own) };
+}
 INLINE vbias bias_load(const uint8_t * p, int second) {
     (void) second;
-    const __m256i w = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) p), _mm256_set1_epi8((char) 128));
-    return (vbias) { w, _mm256_abs_epi8(w) };
+    return bias_of(vb_load(p));
 }
 INLINE vi bias_start(const int32_t * by_128) {
     (void) by_128;  // the weights are signed here

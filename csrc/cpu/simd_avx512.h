@@ -56,6 +56,20 @@ INLINE vb   vb_high(vb x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm
 INLINE vb vb_fp4(vb x) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
 }
+// The value of IQ4_NL that a byte of 0 .. 15 stands for, + 128
+INLINE vb vb_iq4(vb x) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15)), x);
+}
+INLINE vb vb_or(vb a, vb b) { return _mm512_or_si512(a, b); }
+// `bits` of every byte, from bit `from` on, put at bit `to`
+INLINE vb vb_place(vb x, int from, int bits, int to) {
+    const __m512i moved = from < to ? _mm512_slli_epi16(x, to - from) : _mm512_srli_epi16(x, from - to);
+    return _mm512_and_si512(moved, _mm512_set1_epi8((char) (((1 << bits) - 1) << to)));
+}
+// bit `j` of every byte, at bit 2
+INLINE vb vb_third(vb x, int j) {
+    return _mm512_and_si512(_mm512_slli_epi16(_mm512_srl_epi16(x, _mm_cvtsi32_si128(j)), 2), _mm512_set1_epi8(4));
+}
 // 2^(x - 128): half of what an exponent of MXFP4 stands for
 INLINE vf vf_e8m0(const uint8_t * p) {
     const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) p)), two = _mm512_set1_epi32(2);
@@ -64,8 +78,7 @@ INLINE vf vf_e8m0(const uint8_t * p) {
 }
 // `bits` of every byte of `high`, from bit `from` on, put at bit 4 of `low`
 INLINE vb vb_join(vb low, vb high, int from, int bits) {
-    const __m512i moved = from < 4 ? _mm512_slli_epi16(high, 4 - from) : _mm512_srli_epi16(high, from - 4);
-    return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8((char) (((1 << bits) - 1) << 4))));
+    return _mm512_or_si512(low, vb_place(high, from, bits, 4));
 }
 // bit `j` of every byte of `high`, put at bit 4 of `low`
 INLINE vb vb_fifth(vb low, vb high, int j) {
@@ -76,6 +89,8 @@ INLINE vb vb_fifth(vb low, vb high, int j) {
 INLINE vx vx_quad(const void * p) { return _mm512_set1_epi32(quad(p)); }
 
 INLINE vi vi_dot(vi s, vb w, vx x) { return _mm512_dpbusd_epi32(s, w, x); }
+
+INLINE vbias bias_of(vb w) { return w; }  // w: weights + 128
 
 // In halves where it is the second group of a pair, whose records of Q8_0, 8.5 cache lines long, begin in the middle of one: loads across two lines of what
 // is not in a cache yet cost 5 to 15 % of a row (28 MB, one core of a Xeon with AMX, in turn, off and on: 1.060 and 1.012 ms, 1.309 and 1.098; 256-bit loads

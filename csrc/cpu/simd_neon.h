@@ -79,6 +79,20 @@ INLINE vb vb_fp4(vb x) {
     const uint8x16_t     table      = vld1q_u8(values);
     return (vb) { vqtbl1q_u8(table, x.a), vqtbl1q_u8(table, x.b) };
 }
+// The value of IQ4_NL that a byte of 0 .. 15 stands for, + 128
+INLINE vb vb_iq4(vb x) {
+    static const uint8_t values[16] = { 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241 };
+    const uint8x16_t     table      = vld1q_u8(values);
+    return (vb) { vqtbl1q_u8(table, x.a), vqtbl1q_u8(table, x.b) };
+}
+INLINE vb vb_or(vb a, vb b) { return (vb) { vorrq_u8(a.a, b.a), vorrq_u8(a.b, b.b) }; }
+// `bits` of every byte, from bit `from` on, put at bit `to`
+INLINE vb vb_place(vb x, int from, int bits, int to) {
+    const int8x16_t  by = vdupq_n_s8((int8_t) (to - from));
+    const uint8x16_t of = vdupq_n_u8((uint8_t) (((1 << bits) - 1) << to));
+    return (vb) { vandq_u8(vshlq_u8(x.a, by), of), vandq_u8(vshlq_u8(x.b, by), of) };
+}
+INLINE vb vb_third(vb x, int j) { return vb_place(x, j, 1, 2); }  // bit `j` of every byte, at bit 2
 INLINE float32x4_t half_of_e8m0(uint16x4_t four) {
     const uint32x4_t x = vmovl_u16(four), normal = vshlq_n_u32(vsubq_u32(x, vdupq_n_u32(1)), 23);
     const uint32x4_t small = vshlq_u32(vdupq_n_u32(0x00200000), vreinterpretq_s32_u32(vminq_u32(x, vdupq_n_u32(2))));
@@ -91,9 +105,7 @@ INLINE vf vf_e8m0(const uint8_t * p) {
 }
 // `bits` of every byte of `high`, from bit `from` on, put at bit 4 of `low`
 INLINE vb vb_join(vb low, vb high, int from, int bits) {
-    const int8x16_t  by = vdupq_n_s8((int8_t) (4 - from));
-    const uint8x16_t of = vdupq_n_u8((uint8_t) (((1 << bits) - 1) << 4));
-    return (vb) { vorrq_u8(low.a, vandq_u8(vshlq_u8(high.a, by), of)), vorrq_u8(low.b, vandq_u8(vshlq_u8(high.b, by), of)) };
+    return vb_or(low, vb_place(high, from, bits, 4));
 }
 INLINE vb vb_fifth(vb low, vb high, int j) { return vb_join(low, high, j, 1); }
 
@@ -103,10 +115,13 @@ INLINE vi vi_dot(vi s, vb w, vx x) {
     const int8x16_t by = vreinterpretq_s8_s32(x);
     return (vi) { vdotq_s32(s.a, vreinterpretq_s8_u8(w.a), by), vdotq_s32(s.b, vreinterpretq_s8_u8(w.b), by) };
 }
+INLINE vbias bias_of(vb w) {  // w: weights + 128
+    const uint8x16_t high = vdupq_n_u8(128);
+    return (vbias) { vreinterpretq_s8_u8(veorq_u8(w.a, high)), vreinterpretq_s8_u8(veorq_u8(w.b, high)) };
+}
 INLINE vbias bias_load(const uint8_t * p, int second) {
     (void) second;
-    const uint8x16_t high = vdupq_n_u8(128);
-    return (vbias) { vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p), high)), vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p + 16), high)) };
+    return bias_of(vb_load(p));
 }
 INLINE vi bias_start(const int32_t * by_128) {
     (void) by_128;  // the weights are signed here

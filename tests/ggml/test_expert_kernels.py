@@ -8,7 +8,9 @@ from pyggml_spec.ggml.kernels import packed_shape
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.tools.quants import type_id
 
-KINDS = ["q8_0", "q4_0", "mxfp4", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32"]
+KINDS = [
+    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32",
+]  # fmt: skip
 BLOCK = {name: max(32, lib.ggml_blck_size(type_id(name))) for name in KINDS}
 
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
@@ -76,7 +78,8 @@ def test_products_are_those_of_ggml_but_for_rounding(level, name):
     n_in = 2 * BLOCK[name]
     weights, x, chosen = experts_of(name, n_in, 40, 6), activations(33, 1, n_in), choices(33, 2, 6)
     got, theirs = routed(level, name, weights, x, chosen), routed(None, name, weights, x, chosen)
-    assert ((got - theirs) ** 2).sum() / (theirs**2).sum() < (1e-10 if name[0] in "qm" else 1e-3)
+    # ggml rounds activations to the type of floating-point weights, and for Q4_1 and Q5_1 their sums to F16
+    assert ((got - theirs) ** 2).sum() / (theirs**2).sum() < (1e-10 if name[0] in "qm" and not name.endswith("_1") else 1e-3)
 
 
 @on_every_level
